@@ -1,0 +1,20 @@
+"""The only place that reads a clock. `monotonic` is the running event loop's, so a virtual loop makes all time virtual."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from datetime import UTC, datetime
+
+
+def monotonic() -> float:
+    """Seconds of the running event loop's clock (of the process where no loop runs); only differences mean anything."""
+    try:
+        return asyncio.get_running_loop().time()
+    except RuntimeError:
+        return time.monotonic()
+
+
+def timestamp() -> str:
+    """RFC 3339 UTC, for people; no decision reads it."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,80 @@
+"""What a dataset is, as data: users write `trireme.data.Parquet("train-*.parquet")`, the spec carries it, the master
+counts its records once, trainers read ranges of it. No code travels, except by name in `Custom`.
+
+Every reader yields *records*: a dict of column -> value. URLs are fsspec URLs or local paths; globs are allowed.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class _Dataset(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    urls: tuple[str, ...] = Field(min_length=1)
+
+    def __init__(self, *urls: str, **options: object) -> None:
+        super().__init__(**({"urls": urls} if urls else {}), **options)
+
+
+class Parquet(_Dataset):
+    """Rows of Parquet files; a task is a row range, a row group is read once. `columns`: a subset, default all."""
+
+    kind: Literal["parquet"] = "parquet"
+    columns: tuple[str, ...] | None = None
+
+
+class Csv(_Dataset):
+    """Rows of CSV files with a header line (or `column_names`); numbers are parsed, quoted line breaks are respected."""
+
+    kind: Literal["csv"] = "csv"
+    column_names: tuple[str, ...] | None = None
+    delimiter: str = Field(default=",", min_length=1, max_length=1)
+
+
+class JsonLines(_Dataset):
+    """One JSON object a line."""
+
+    kind: Literal["json_lines"] = "json_lines"
+
+
+class TextLines(_Dataset):
+    """One record a line: {"text": str} without the line break."""
+
+    kind: Literal["text_lines"] = "text_lines"
+
+
+class Bytes(_Dataset):
+    """Fixed windows of files: record i of a file is {"bytes": uint8[record_bytes + overlap]} from i * record_bytes.
+
+    `overlap` extra bytes follow each window (1 for next-byte prediction); a window that would pass the file's end is
+    not a record.
+    """
+
+    kind: Literal["bytes"] = "bytes"
+    record_bytes: int = Field(gt=0)
+    overlap: int = Field(default=0, ge=0)
+
+
+class Npy(_Dataset):
+    """Rows (first axis) of .npy files; `columns` names the arrays when several files belong together.
+
+    `Npy("x.npy")` yields {"x": row}. `Npy("x.npy", "y.npy", aligned=True)` yields {"x": row, "y": row}: all files have
+    the same number of rows and form one. Column names are the files' stems.
+    """
+
+    kind: Literal["npy"] = "npy"
+    aligned: bool = False
+
+
+class Custom(_Dataset):
+    """`reader="pkg.mod:name"`: count(url) -> int and read(url, first, count) -> iterator of records."""
+
+    kind: Literal["custom"] = "custom"
+    reader: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+
+
+Dataset = Annotated[Parquet | Csv | JsonLines | TextLines | Bytes | Npy | Custom, Field(discriminator="kind")]

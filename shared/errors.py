@@ -1,0 +1,160 @@
+"""Every error the services raise on purpose, split by whose fault it is.
+
+    TriremeError
+      CallerError   the request can never succeed: do not repeat it
+      PeerError     somebody or something else is in the way: repeat it, later or elsewhere
+
+A message is fact + both values + what to do. `code` is stable and crosses the wire (problem+json at the
+master, a msgpack map at the parameter servers); `from_code` turns it back into the same class.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class TriremeError(Exception):
+    """Root. `details` holds values (JSON types) that a program may want; the message holds the same for people."""
+
+    code: ClassVar[str] = "INTERNAL"
+    status: ClassVar[int] = 500
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, hint: str = "", **details: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.details = details
+
+    def to_map(self) -> dict[str, Any]:
+        return {
+            "code": self.code,
+            "message": self.message,
+            "retryable": self.retryable,
+            "hint": self.hint,
+            "details": self.details,
+        }
+
+
+class CallerError(TriremeError):
+    code, status = "INVALID_ARGUMENT", 400
+
+
+class PeerError(TriremeError):
+    code, status, retryable = "UNAVAILABLE", 503, True
+
+
+class InvalidArgument(CallerError):
+    """The request's values make no sense together."""
+
+
+class NotFound(CallerError):
+    code, status = "NOT_FOUND", 404
+
+
+class Conflict(CallerError):
+    code, status = "CONFLICT", 409
+
+
+class Unauthorized(CallerError):
+    code, status = "UNAUTHORIZED", 401
+
+
+class StaleAttempt(CallerError):
+    """A report about an attempt of a task that is no longer the pending one: fetch a new task."""
+
+    code, status = "STALE_ATTEMPT", 409
+
+
+class StaleGeneration(CallerError):
+    """The membership has moved on: read lanes and addresses again."""
+
+    code, status = "STALE_GENERATION", 409
+
+
+class StaleTerm(CallerError):
+    """The sender believes in a master that was deposed."""
+
+    code, status = "STALE_TERM", 409
+
+
+class WrongOwner(CallerError):
+    """The block lives at another parameter server: read the slot map again."""
+
+    code, status = "WRONG_OWNER", 421
+
+
+class Gone(CallerError):
+    """The version is no longer kept: join again."""
+
+    code, status = "GONE", 410
+
+
+class LayoutMismatch(CallerError):
+    """The caller's model is not the job's model."""
+
+    code, status = "LAYOUT_MISMATCH", 409
+
+
+class TooLarge(CallerError):
+    code, status = "TOO_LARGE", 413
+
+
+class BadFrame(CallerError):
+    """Bytes that are not the protocol: truncated, wrong types, wrong sizes. Nothing was changed."""
+
+    code, status = "BAD_FRAME", 400
+
+
+class DatasetError(CallerError):
+    """The dataset cannot be read, is empty, or its records do not fit the model."""
+
+    code, status = "DATASET_INVALID", 422
+
+
+class UserCodeError(CallerError):
+    """The user's module raised. `details`: error_type, traceback, task."""
+
+    code, status = "USER_CODE_ERROR", 422
+
+
+class TooEarly(PeerError):
+    """The block has not reached that version yet."""
+
+    code, status = "TOO_EARLY", 425
+
+
+class NotReady(PeerError):
+    """Started, but without parameters (or not serving yet)."""
+
+    code = "NOT_READY"
+
+
+class NotLeader(PeerError):
+    """A standby answered; `details['leader']` is the leader's URL when known."""
+
+    code = "NOT_LEADER"
+
+
+class DeadlineExceeded(PeerError):
+    """A wait reached its limit; the message says what it waited for."""
+
+    code, status = "DEADLINE_EXCEEDED", 504
+
+
+def _subclasses(root: type[TriremeError]) -> dict[str, type[TriremeError]]:
+    found: dict[str, type[TriremeError]] = {}
+    for child in root.__subclasses__():
+        found.update(_subclasses(child))
+        found[child.code] = child
+    return found
+
+
+def from_map(error: dict[str, Any]) -> TriremeError:
+    """The exception a peer sent with `to_map` (unknown codes become CallerError or PeerError by `retryable`)."""
+    fallback = PeerError if error.get("retryable") else CallerError
+    kind = _subclasses(TriremeError).get(str(error.get("code")), fallback)
+    details = error.get("details")
+    return kind(
+        str(error.get("message", "")), hint=str(error.get("hint", "")), **(details if isinstance(details, dict) else {})
+    )

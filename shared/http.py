@@ -1,0 +1,84 @@
+"""The one home of HTTP clients: sessions with token and limits, and JSON calls that raise the errors of shared.errors."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from shared.errors import DeadlineExceeded, PeerError, TriremeError, Unauthorized, from_map
+
+PROBE_TIMEOUT_S = 1.0
+
+
+def session(token: str = "", *, uds: str = "") -> aiohttp.ClientSession:
+    """A client session; `uds` routes every request through that UNIX socket. Close it (`async with`).
+
+    No total timeout: each call gives its own. Connecting takes at most 2 s.
+    """
+    connector = aiohttp.UnixConnector(path=uds) if uds else aiohttp.TCPConnector(limit=0, ttl_dns_cache=60)
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=2.0)
+    return aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout, auto_decompress=False)
+
+
+async def call_json(
+    client: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    body: Any = None,
+    *,
+    timeout_s: float = 10.0,
+    headers: dict[str, str] | None = None,
+) -> Any:
+    """One JSON request; `body` is a JSON value or already encoded bytes.
+
+    Raises the TriremeError named by the answer's `code`; PeerError if the peer cannot be reached or broke off;
+    DeadlineExceeded after `timeout_s`.
+    """
+    data = body if isinstance(body, bytes) else None
+    merged = {"Content-Type": "application/json"} if data is not None else {}
+    merged.update(headers or {})
+    try:
+        async with asyncio.timeout(timeout_s):
+            async with client.request(
+                method, url, data=data, json=None if data is not None else body, headers=merged
+            ) as response:
+                if response.status < 400:
+                    return await response.json(content_type=None)
+                raise await error_of(response)
+    except TimeoutError as error:
+        msg = f"{method} {url} gave no answer within {timeout_s:g} s"
+        raise DeadlineExceeded(msg) from error
+    except (aiohttp.ClientError, OSError) as error:
+        msg = f"{method} {url} failed: {type(error).__name__}: {error}"
+        raise PeerError(msg) from error
+
+
+async def error_of(response: aiohttp.ClientResponse) -> TriremeError:
+    """The exception in an error answer (problem+json or a JSON error map)."""
+    try:
+        document = await response.json(content_type=None)
+    except ValueError:
+        document = None
+    if isinstance(document, dict) and "code" in document:
+        return from_map({"message": document.get("detail", ""), **document})
+    if response.status == Unauthorized.status:
+        return Unauthorized(f"{response.url} refused the token; give the job's token in TRIREME_TOKEN")
+    return PeerError(f"{response.url} answered {response.status} {response.reason}")
+
+
+async def refuses_connections(url: str) -> bool:
+    """True if nothing listens at `url`'s host and port: its process is dead. False if it listens or does not answer."""
+    parts = urlsplit(url)
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return False

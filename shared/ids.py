@@ -1,0 +1,18 @@
+"""The only source of randomness outside training: ids and jitter. A simulation replaces `source` by a seeded one."""
+
+from __future__ import annotations
+
+import random
+
+source: random.Random = random.SystemRandom()
+
+
+def new_id(prefix: str = "") -> str:
+    """`prefix-9f2c51ab03de`: unguessable in production, repeatable in a simulation."""
+    token = f"{source.getrandbits(48):012x}"
+    return f"{prefix}-{token}" if prefix else token
+
+
+def jitter(seconds: float) -> float:
+    """Between half of `seconds` and all of it."""
+    return seconds * (0.5 + source.random() / 2)

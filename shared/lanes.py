@@ -1,0 +1,79 @@
+"""Lanes and the canonical binary tree: the arithmetic that makes sums independent of who computed them.
+
+A node is (mean gradient, sample count) over an aligned interval of lanes [a, b): b - a is a power of two and divides a.
+node[a,b) = combine(node[a,m), node[m,b)).
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+Interval = tuple[int, int]
+Array = TypeVar("Array", bound=Any)
+
+
+def is_aligned(first: int, last: int) -> bool:
+    """True if [first, last) is a node of the tree."""
+    size = last - first
+    return size > 0 and size & (size - 1) == 0 and first % size == 0
+
+
+def aligned_intervals(first: int, last: int) -> list[Interval]:
+    """The fewest tree nodes that cover [first, last), in order."""
+    nodes: list[Interval] = []
+    while first < last:
+        size = 1
+        while first % (2 * size) == 0 and first + 2 * size <= last:
+            size *= 2
+        nodes.append((first, first + size))
+        first += size
+    return nodes
+
+
+def sibling(node: Interval) -> Interval:
+    """The node that `node` is combined with."""
+    first, last = node
+    size = last - first
+    return (last, last + size) if first % (2 * size) == 0 else (first - size, first)
+
+
+def parent(node: Interval) -> Interval:
+    first, last = node
+    size = last - first
+    return (first, last + size) if first % (2 * size) == 0 else (first - size, last)
+
+
+def combine(left: Array, left_count: int, right: Array, right_count: int) -> tuple[Array, int]:
+    """The mean over both halves, written **in place** into one of the two torch tensors, and its sample count.
+
+    An empty side (count 0) leaves the other untouched; equal counts halve exactly; otherwise the weighted mean. Only
+    single rounded operations are used, so that every implementation and every cut into blocks gives the same bits.
+    Integer tensors are not averaged: the first lane that has data wins.
+    """
+    if right_count == 0:
+        return left, left_count
+    if left_count == 0:
+        return right, right_count
+    total = left_count + right_count
+    if not left.is_floating_point():
+        return left, total
+    if left_count == right_count:
+        return left.add_(right).mul_(0.5), total
+    return left.mul_(left_count).add_(right.mul_(right_count)).div_(total), total
+
+
+def step_seed(seed: int, step: int, lane: int) -> int:
+    """Seed of the random numbers of one lane's forward pass (splitmix64 over the three numbers), in [0, 2**63)."""
+    value = seed & _MASK
+    for part in (step, lane):
+        value = _mix((value + 0x9E3779B97F4A7C15 * (part + 1)) & _MASK)
+    return value >> 1
+
+
+_MASK = (1 << 64) - 1
+
+
+def _mix(value: int) -> int:
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
