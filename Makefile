@@ -1,0 +1,57 @@
+# Trireme: `make demo` sets up and trains a model; `make test` is everything CI runs.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,\
+	$(shell $(name) -c 'import sys; print(sys.version_info >= (3, 11) and "$(name)" or "")' 2>/dev/null)))
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+PYTEST_WORKERS ?= 2
+
+.PHONY: help setup demo test lint types pytest format clean
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r name text; do printf '  make %-8s %s\n' "$$name" "$$text"; done
+
+setup: $(STAMP) ## create .venv and install everything into it (done by the other targets when needed)
+
+$(STAMP): pyproject.toml constraints.txt
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "Trireme needs Python 3.11 or later; python3 is $$(python3 --version 2>&1 || true). Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 2; fi
+	@if [ ! -x $(BIN)/python ]; then \
+		echo "==> creating $(VENV) with $$($(PYTHON) --version)"; \
+		$(PYTHON) -m venv $(VENV) || { echo "python3 -m venv failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; rm -rf $(VENV); exit 2; }; fi
+	@echo "==> installing torch $(TORCH) (the long part, once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==$(TORCH)'
+	@echo "==> installing trireme and what it needs"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,examples]'
+	@touch $@
+
+demo: $(STAMP) ## set up, then train examples/digits with 2 trainers and 2 parameter servers
+	@echo "==> training examples/digits with 2 trainers and 2 parameter servers"
+	@$(BIN)/trireme run examples/digits/digits.py --job demo --trainers 2 --pservers 2 --fresh
+
+test: lint types pytest ## ruff, mypy --strict, pytest: what CI runs
+
+lint: $(STAMP) ## ruff: rules and format
+	@echo "==> ruff"
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check .
+
+types: $(STAMP) ## mypy --strict
+	@echo "==> mypy"
+	@$(BIN)/mypy
+
+pytest: $(STAMP) ## the tests (without those marked soak)
+	@echo "==> pytest on $(PYTEST_WORKERS) processes"
+	@$(BIN)/python -m pytest -q -m 'not soak' -n $(PYTEST_WORKERS)
+
+format: $(STAMP) ## rewrite the sources in the house format
+	@$(BIN)/ruff check --quiet --fix . && $(BIN)/ruff format --quiet .
+
+clean: ## remove .venv, runs and caches
+	@rm -rf $(VENV) .trireme .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist ./*.egg-info
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
