@@ -1,0 +1,217 @@
+"""A model of a few hundred numbers that makes every protocol mistake visible in its parameters.
+
+Each block of parameters is [one element per record | mixed elements]:
+- the element of record r has gradient -1/n in a minibatch of n records that holds r, whatever the parameters are: after
+  training with plain SGD it says how often r was applied to *this* block;
+- the mixed elements' gradient depends on every parameter, the records and the random seed, so that a mixture of
+  versions, a lost or a doubled contribution changes bits everywhere.
+A segment of buffers follows the rule for buffers (mean over lanes), a segment of integers lane 0's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from shared.lanes import Interval, combine
+from shared.messages import LaneZero
+from shared.records import Mode
+from shared.slots import Block, Layout, OptimizerSpec, Segment
+from trainer_agent.compute import LaneResult, Records
+
+RECORD_SLOTS = 48
+BLOCK_ELEMENTS = 64
+BLOCK_BYTES = 4 * BLOCK_ELEMENTS
+PARAM_BLOCKS = 5
+RATE = 0.25
+"""A power of two, so that counting by records is exact enough to read."""
+
+_DTYPES = {"float32": np.float32, "int64": np.int64}
+
+
+def layout(mode: Mode) -> Layout:
+    momentum = 0.9 if mode is Mode.SYNC else 0.0
+    options = {"lr": RATE, "momentum": momentum, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
+    return Layout(
+        segments=(
+            Segment(kind="param", dtype="float32", elements=3 * BLOCK_ELEMENTS, group=0),
+            Segment(kind="param", dtype="float32", elements=2 * BLOCK_ELEMENTS, group=1),
+            Segment(kind="buffer", dtype="float32", elements=24),
+            Segment(kind="buffer", dtype="int64", elements=8),
+        ),
+        block_bytes=BLOCK_BYTES,
+        digest=hashlib.sha256(b"simulated").hexdigest(),
+        optimizer=OptimizerSpec(name="SGD", defaults=options, groups=(options, {**options, "lr": RATE})),
+        slot_count=128,
+    )
+
+
+@dataclass
+class Notes:
+    """What the computes of one world did, for the invariants."""
+
+    gradients: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    evaluated: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    exported: list[bytes] = field(default_factory=list)
+    swaps: int = 0
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds a minibatch takes: uniform in [low, high], now and then `stall` more."""
+
+    low_s: float = 0.01
+    high_s: float = 0.03
+    stall: float = 0.0
+    stall_s: float = 2.0
+
+    def draw(self, rng: random.Random) -> float:
+        seconds = rng.uniform(self.low_s, self.high_s)
+        return seconds + rng.random() * self.stall_s if rng.random() < self.stall else seconds
+
+
+class TinyCompute:
+    """trainer_agent.compute.Compute on numpy."""
+
+    def __init__(self, mode: Mode, notes: Notes, rng: random.Random, speed: Speed) -> None:
+        self._layout = layout(mode)
+        self._blocks = list(self._layout.blocks())
+        self._notes, self._rng, self._speed = notes, rng, speed
+        self._vectors = [self._initial(), self._initial()]
+        self._lanes: dict[int, tuple[list[np.ndarray[Any, Any]], int]] = {}
+        self._nodes: dict[Interval, list[np.ndarray[Any, Any]]] = {}
+        self._steps_begun = 0
+
+    def _initial(self) -> list[np.ndarray[Any, Any]]:
+        vectors: list[np.ndarray[Any, Any]] = []
+        for segment in self._layout.segments:
+            values = np.linspace(-1, 1, segment.elements) if segment.dtype == "float32" else np.arange(segment.elements)
+            vectors.append(values.astype(_DTYPES[segment.dtype]))
+        return vectors
+
+    @property
+    def layout(self) -> Layout:
+        return self._layout
+
+    def _view(self, vectors: Sequence[np.ndarray[Any, Any]], number: int) -> memoryview:
+        block = self._blocks[number]
+        return vectors[block.segment][block.first : block.first + block.elements].view(np.uint8).data
+
+    def current(self, block: int) -> memoryview:
+        return self._view(self._vectors[0], block)
+
+    def staging(self, block: int) -> memoryview:
+        return self._view(self._vectors[1], block)
+
+    def swap(self) -> None:
+        self._vectors.reverse()
+        self._notes.swaps += 1
+
+    def initial_lane_zero(self) -> LaneZero:
+        return self._lane_zero()
+
+    def begin_step(self) -> LaneZero:
+        self._steps_begun += 1
+        return self._lane_zero()
+
+    def restore(self, lane_zero: LaneZero) -> None:
+        self._steps_begun = lane_zero.scheduler["steps"]
+
+    def _lane_zero(self) -> LaneZero:
+        return LaneZero(options=({"lr": RATE}, {"lr": RATE}), scheduler={"steps": self._steps_begun})
+
+    async def gradient(
+        self, node: Interval, lane: int, seed: int, records: Records | None, finished: Callable[[int], None]
+    ) -> LaneResult:
+        names = tuple(int(record["text"]) for record in records) if records else ()
+        self._lanes[lane] = (gradients(self._vectors[0], seed, names), len(names))
+        await asyncio.sleep(self._speed.draw(self._rng) if names else 0.001)
+        if names:
+            self._notes.gradients.append((seed, names))
+        if lane == node[1] - 1:
+            self._nodes[node] = _mean(node, self._lanes)
+            order = [block.number for block in self._blocks]
+            self._rng.shuffle(order)
+            for block in order:
+                if self._rng.random() < 0.3:
+                    await asyncio.sleep(0.001)
+                finished(block)
+        return LaneResult(float(sum(names)), len(names))
+
+    def contribution(self, node: Interval, block: int) -> memoryview:
+        return self._view(self._nodes[node], block)
+
+    def forget_nodes(self) -> None:
+        for vectors in self._nodes.values():  # a late reader must see garbage, not luck
+            for vector in vectors:
+                vector.fill(77)
+        self._nodes.clear()
+
+    async def evaluate(self, records: Records) -> dict[str, float]:
+        names = tuple(int(record["text"]) for record in records)
+        await asyncio.sleep(self._speed.draw(self._rng))
+        self._notes.evaluated.append((hashlib.sha256(self._bytes()).hexdigest(), names))
+        return {"records": float(len(names)), "total": float(sum(names))}
+
+    async def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        return {"mean": sums["total"] / sums["records"]}
+
+    async def export(self, directory: str) -> dict[str, str]:
+        await asyncio.sleep(self._speed.draw(self._rng))
+        self._notes.exported.append(self._bytes())
+        return {"numbers": f"{directory}/numbers"}
+
+    def _bytes(self) -> bytes:
+        return b"".join(vector.tobytes() for vector in self._vectors[0])
+
+
+def gradients(params: Sequence[np.ndarray[Any, Any]], seed: int, names: Sequence[int]) -> list[np.ndarray[Any, Any]]:
+    """One minibatch's mean gradient of every segment; for buffers the values after the forward pass."""
+    if not names:
+        return [np.zeros_like(vector) for vector in params]
+    total = np.float32(math.fsum(params[0].tolist()) + math.fsum(params[1].tolist()) + math.fsum(params[2].tolist()))
+    noise = np.sin(np.arange(BLOCK_ELEMENTS - RECORD_SLOTS, dtype=np.float32) * np.float32(seed % 89 + sum(names)))
+    result: list[np.ndarray[Any, Any]] = []
+    for vector in params[:2]:
+        gradient = np.zeros((len(vector) // BLOCK_ELEMENTS, BLOCK_ELEMENTS), np.float32)
+        for name in names:
+            gradient[:, name % RECORD_SLOTS] -= np.float32(1 / len(names))
+        mixed = vector.reshape(-1, BLOCK_ELEMENTS)[:, RECORD_SLOTS:]
+        gradient[:, RECORD_SLOTS:] = mixed * np.float32(0.1) + noise * np.float32(0.3) + total * np.float32(0.001)
+        result.append(gradient.reshape(-1))
+    result.append((params[2] * np.float32(0.9) + np.float32(0.01) * np.float32(sum(names) % 11)).astype(np.float32))
+    result.append(params[3] + len(names))
+    return result
+
+
+def _mean(node: Interval, lanes: Mapping[int, tuple[list[np.ndarray[Any, Any]], int]]) -> list[np.ndarray[Any, Any]]:
+    def tree(first: int, last: int) -> tuple[list[torch.Tensor], int]:
+        if last - first == 1:
+            vectors, count = lanes[first]
+            return [torch.from_numpy(vector.copy()) for vector in vectors], count
+        middle = (first + last) // 2
+        left, left_count = tree(first, middle)
+        right, right_count = tree(middle, last)
+        pairs = [combine(a, left_count, b, right_count) for a, b in zip(left, right, strict=True)]
+        return [vector for vector, _ in pairs], left_count + right_count
+
+    return [vector.numpy() for vector in tree(*node)[0]]
+
+
+def param_blocks() -> list[Block]:
+    return [block for block in layout(Mode.SYNC).blocks() if block.segment < 2]
+
+
+def applied_of(exported: bytes, block: Block, initial: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Per record slot: the sum of 1/n over the minibatches (of n records) applied to this block."""
+    first = (block.first + (3 * BLOCK_ELEMENTS if block.segment else 0)) * 4
+    values = np.frombuffer(exported, np.float32, RECORD_SLOTS, offset=first)
+    return (values - initial[block.first : block.first + RECORD_SLOTS]) / np.float32(RATE)

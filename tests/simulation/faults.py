@@ -1,0 +1,161 @@
+"""Seeded plans: the job, its members, the weather, and what goes wrong when. The same seed is the same run.
+
+0 ... WINDOW_S  faults, bad weather        then  quiet: everything heals, and the job must end within `bound_s`
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from shared.records import Mode
+from tests.simulation.compute import Speed
+from tests.simulation.network import CALM, Weather, weather_of
+
+WINDOW_S = 25.0
+
+
+class Kind(StrEnum):
+    KILL_TRAINER = "kill trainer"
+    JOIN_TRAINER = "join trainer"
+    FREEZE_TRAINER = "freeze trainer"
+    CUT_TRAINER = "cut trainer off"
+    KILL_MASTER = "kill master"
+    FREEZE_MASTER = "freeze master"
+    CUT_MASTER = "cut master off"
+    HAND_OVER = "terminate master"
+    FREEZE_PSERVER = "freeze pserver"
+    RESTART_ETCD = "restart etcd"
+
+
+class Peer(StrEnum):
+    """From whom a partition separates its victim."""
+
+    ETCD = "etcd"
+    MASTER = "master"
+    PSERVERS = "pservers"
+    ALL = "all"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`pick` in [0, 1) chooses among those alive when it happens; `lasts_s`: of a freeze, a cut, an outage, or until
+    the restart (None: never restarted); `noticed`: the launcher reports the death at once."""
+
+    at_s: float
+    kind: Kind
+    pick: float = 0.0
+    lasts_s: float | None = None
+    peer: Peer = Peer.ALL
+    noticed: bool = False
+
+    def __str__(self) -> str:
+        tail = f" for {self.lasts_s:.2f} s" if self.lasts_s is not None else ""
+        tail += f" from {self.peer}" if self.kind in {Kind.CUT_TRAINER, Kind.CUT_MASTER} else ""
+        return f"{self.at_s:7.3f} {self.kind}{tail}{' (noticed)' if self.noticed else ''}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a run depends on. `files`: records of each file."""
+
+    seed: int
+    mode: Mode
+    files: tuple[int, ...]
+    task_records: int
+    minibatch: int
+    lanes: int
+    epochs: int
+    push_every: int
+    pull_every: int
+    evaluate: bool
+    trainers: int
+    pservers: int
+    masters: int
+    speed: Speed
+    weather: Weather = CALM
+    faults: tuple[Fault, ...] = field(default=())
+
+    def undisturbed(self) -> Plan:
+        """The same job with one trainer of every kind of luck: its parameters are what any synchronous run must reach."""
+        return Plan(
+            **{
+                **self.__dict__,
+                "trainers": 1,
+                "pservers": 1,
+                "masters": 1,
+                "speed": Speed(0.001, 0.001),
+                "weather": CALM,
+                "faults": (),
+            }
+        )
+
+    @property
+    def job(self) -> tuple[object, ...]:
+        """What the result depends on."""
+        return (self.mode, self.files, self.task_records, self.minibatch, self.lanes, self.epochs, self.evaluate)
+
+
+JOBS: tuple[tuple[tuple[int, ...], int, int, int], ...] = (
+    # files, records per task, minibatch, lanes
+    ((7, 1, 16, 5), 4, 2, 4),
+    ((12, 12), 4, 2, 8),  # fewer tasks than lanes: lanes without data
+    ((9, 0, 13, 2), 8, 4, 2),
+    ((24,), 6, 4, 4),  # a short last minibatch in each task
+    ((3, 3, 3, 3, 3), 3, 3, 4),
+    ((20, 11), 5, 5, 1),
+)
+
+
+def plan(seed: int, mode: Mode) -> Plan:
+    rng = random.Random(f"{mode}-{seed}")
+    files, task_records, minibatch, lanes = JOBS[rng.randrange(len(JOBS))]
+    slowness = rng.choice([0.05, 0.3, 0.8])
+    speed = Speed(slowness / 2, slowness, stall=rng.choice([0.0, 0.0, 0.05]), stall_s=rng.choice([2.0, 12.0]))
+    return Plan(
+        seed=seed,
+        mode=mode,
+        files=files,
+        task_records=task_records,
+        minibatch=minibatch,
+        lanes=lanes if mode is Mode.SYNC else 1,
+        epochs=rng.choice([1, 2, 3]),
+        push_every=rng.choice([1, 1, 2]) if mode is Mode.ASYNC else 1,
+        pull_every=rng.choice([1, 2, 3]) if mode is Mode.ASYNC else 1,
+        evaluate=rng.random() < 0.3,
+        trainers=rng.choice([1, 2, 3, 4]),
+        pservers=rng.choice([1, 2, 3]),
+        masters=rng.choice([1, 2]),
+        speed=speed,
+        weather=weather_of(rng),
+        faults=tuple(sorted(_faults(rng), key=lambda fault: fault.at_s)),
+    )
+
+
+def _faults(rng: random.Random) -> list[Fault]:
+    """Up to eight faults; some runs concentrate on one kind."""
+    kinds = list(Kind)
+    if rng.random() < 0.4:
+        kinds = rng.sample(kinds, 2)
+    return [_fault(rng, rng.choice(kinds)) for _ in range(rng.choice([0, 2, 4, 8]))]
+
+
+def _fault(rng: random.Random, kind: Kind) -> Fault:
+    at, pick = rng.uniform(0, WINDOW_S), rng.random()
+    match kind:
+        case Kind.KILL_TRAINER | Kind.KILL_MASTER:
+            lasts = rng.choice([0.1, 1.0, 4.0])
+            return Fault(at, kind, pick, lasts, noticed=rng.random() < 0.5)
+        case Kind.JOIN_TRAINER | Kind.HAND_OVER:
+            return Fault(at, kind, pick, 0.1)
+        case Kind.FREEZE_TRAINER | Kind.FREEZE_MASTER:
+            return Fault(at, kind, pick, rng.choice([0.5, 3.0, 8.0, 15.0]))
+        case Kind.CUT_TRAINER:
+            return Fault(at, kind, pick, rng.choice([0.5, 3.0, 9.0]), peer=rng.choice(list(Peer)))
+        case Kind.CUT_MASTER:
+            return Fault(at, kind, pick, rng.choice([0.5, 3.0, 9.0]), peer=rng.choice([Peer.ETCD, Peer.ALL]))
+        case Kind.FREEZE_PSERVER:
+            return Fault(at, kind, pick, rng.choice([0.2, 1.0]))  # shorter than its lease: losing one ends the job
+        case Kind.RESTART_ETCD:
+            return Fault(at, kind, pick, rng.choice([0.3, 1.5, 8.0]))
