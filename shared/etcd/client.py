@@ -1,0 +1,161 @@
+"""The client of all services: keys are text, values are bytes, every call has a deadline, every error a meaning.
+
+    Etcd (deadline, retries of what is safe to retry) -> Transport (one attempt, endpoints) -> etcd | simulated etcd
+
+Reads are repeated until the caller's deadline. A write is repeated only while it surely did not reach etcd; after that
+a lost answer is OutcomeUnknown, and only the caller can read back what it meant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+
+from shared import clock
+from shared.errors import PeerError
+from shared.etcd.backoff import Backoff
+from shared.etcd.errors import LeaseLost, OutcomeUnknown, Retryable
+from shared.etcd.lease import Lease
+from shared.etcd.operations import Compare, Delete, Get, Operation, Put, check_size, interval, txn_body
+from shared.etcd.results import KeyValue, RangeResult, TxnResult, WatchBatch
+from shared.etcd.transport import COMPACT, DELETE, GRANT, PUT, RANGE, REVOKE, TIME_TO_LIVE, TXN, Body, Transport
+from shared.etcd.watch import watch
+
+ATTEMPT_TIMEOUT_S = 2.0
+TIMEOUT_S = 10.0
+
+
+class Etcd:
+    """All calls raise the errors of shared.etcd.errors; `timeout_s` bounds all attempts of a call together."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+
+    # ------------------------------------------------------------ keys
+
+    async def get(self, key: str, *, timeout_s: float = TIMEOUT_S) -> KeyValue | None:
+        """The key now (linearizable), None if it does not exist."""
+        return (await self.range(key, timeout_s=timeout_s)).first
+
+    async def range(
+        self,
+        key: str,
+        end: str | None = None,
+        prefix: bool = False,
+        limit: int = 0,
+        count_only: bool = False,
+        keys_only: bool = False,
+        revision: int = 0,
+        *,
+        timeout_s: float = TIMEOUT_S,
+    ) -> RangeResult:
+        """Keys of [key, end), or with that prefix, or that key, in order. Raises Compacted for an old `revision`."""
+        body = Get(key, end, prefix, limit, count_only, keys_only, revision).body()
+        answer = await self._call(RANGE, body, timeout_s, key)
+        return RangeResult.of(answer, answer["header"]["revision"])
+
+    async def put(self, key: str, value: bytes, lease: int = 0, *, timeout_s: float = TIMEOUT_S) -> int:
+        """Returns the revision. An unconditional write: for anything two processes may write, use `txn`."""
+        check_size(len(key) + len(value), f"the put of {key}")
+        answer = await self._call(PUT, Put(key, value, lease).body(), timeout_s, key)
+        revision: int = answer["header"]["revision"]
+        return revision
+
+    async def delete(
+        self, key: str, end: str | None = None, prefix: bool = False, *, timeout_s: float = TIMEOUT_S
+    ) -> int:
+        """Returns how many keys were deleted."""
+        answer = await self._call(DELETE, Delete(key, end, prefix).body(), timeout_s, key)
+        deleted: int = answer.get("deleted", 0)
+        return deleted
+
+    async def txn(
+        self,
+        compares: Sequence[Compare],
+        success: Sequence[Operation],
+        failure: Sequence[Operation] = (),
+        timeout_s: float = TIMEOUT_S,
+    ) -> TxnResult:
+        """If all `compares` hold do `success`, else `failure`; atomic. Raises OutcomeUnknown if the answer was lost."""
+        body = txn_body(compares, success, failure)
+        named = next((item.key for item in (*success, *compares, *failure)), "nothing")
+        return TxnResult.of(await self._call(TXN, body, timeout_s, named))
+
+    def watch(
+        self, key: str, end: str | None = None, prefix: bool = False, start_revision: int = 0
+    ) -> AsyncGenerator[WatchBatch, None]:
+        """Batches of changes from `start_revision` on, for ever; 0 starts with a snapshot (a `reset` batch).
+
+        After a compaction that outran the watch a `reset` batch comes. An outage only makes it late.
+        """
+        first, last = interval(key, end, prefix)
+
+        async def read() -> RangeResult:
+            return await self.range(key, end, prefix)
+
+        return watch(self.transport, read, (first, last), start_revision)
+
+    async def compact(self, revision: int, *, timeout_s: float = TIMEOUT_S) -> None:
+        """Forget the history before `revision`. Raises Compacted if that was done already."""
+        await self._call(COMPACT, {"revision": revision, "physical": True}, timeout_s, f"revision {revision}")
+
+    # ------------------------------------------------------------ leases
+
+    async def grant(self, ttl_s: float, *, timeout_s: float = TIMEOUT_S) -> Lease:
+        """A new lease of at least 2 s (etcd's minimum); run its `keep_alive()`."""
+        sent = clock.monotonic()
+
+        async def attempt(limit_s: float) -> Body:
+            nonlocal sent
+            sent = clock.monotonic()
+            return await self.transport.call(GRANT, {"TTL": math.ceil(ttl_s)}, min(limit_s, ttl_s / 4))
+
+        # an answer that was lost leaves a lease that nobody renews: it expires by itself
+        answer = await _until_deadline(attempt, timeout_s, "lease/grant", (Retryable, OutcomeUnknown))
+        return Lease(self.transport, self.revoke, answer["ID"], answer["TTL"], sent)
+
+    async def revoke(self, lease_id: int, *, timeout_s: float = TIMEOUT_S) -> None:
+        """Delete the lease and its keys; one that is gone already is fine."""
+
+        async def attempt(limit_s: float) -> Body:
+            return await self.transport.call(REVOKE, {"ID": lease_id}, limit_s)
+
+        try:
+            await _until_deadline(attempt, timeout_s, f"lease/revoke {lease_id:x}", (Retryable, OutcomeUnknown))
+        except LeaseLost:
+            return
+
+    async def time_to_live(self, lease_id: int, *, timeout_s: float = TIMEOUT_S) -> int:
+        """Whole seconds the lease has left by etcd's clock, -1 if it is gone."""
+        answer = await self._call(TIME_TO_LIVE, {"ID": lease_id}, timeout_s, f"lease {lease_id:x}")
+        ttl: int = answer.get("TTL", 0)
+        return ttl
+
+    async def close(self) -> None:
+        await self.transport.close()
+
+    async def _call(self, method: str, body: Body, timeout_s: float, what: str) -> Body:
+        async def attempt(limit_s: float) -> Body:
+            return await self.transport.call(method, body, limit_s)
+
+        return await _until_deadline(attempt, timeout_s, f"{method} of {what}", (Retryable,))
+
+
+async def _until_deadline(
+    attempt: Callable[[float], Awaitable[Body]], timeout_s: float, what: str, repeat: tuple[type[PeerError], ...]
+) -> Body:
+    """Repeat `attempt` on the errors in `repeat`, with jittered pauses, until it succeeds or `timeout_s` is over."""
+    deadline = clock.monotonic() + timeout_s
+    backoff: Backoff | None = None
+    while True:
+        left = deadline - clock.monotonic()
+        try:
+            return await attempt(max(0.001, min(left, ATTEMPT_TIMEOUT_S)))
+        except repeat as error:
+            backoff = backoff or Backoff()
+            pause = backoff.next()
+            if clock.monotonic() + pause >= deadline:
+                msg = f"etcd did not do {what} within {timeout_s:g} s; last: {error}"
+                raise type(error)(msg, hint=error.hint) from error
+            await asyncio.sleep(pause)

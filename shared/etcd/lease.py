@@ -1,0 +1,128 @@
+"""A lease that fences itself: `alive` and `lost` follow the local clock, never etcd's word alone.
+
+    granted --keep_alive: renewed every TTL/3--> alive ... no renewal until the deadline, or etcd says it is gone --> lost
+
+The deadline is the time *before* the last successful renewal was sent + TTL - margin, so it lies before any moment at
+which etcd may give the role to somebody else. Lost is for ever: a new role needs a new lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from shared import clock, ids, telemetry
+from shared.errors import TriremeError
+from shared.etcd.errors import LeaseLost
+from shared.etcd.transport import KEEP_ALIVE, Transport
+
+MARGIN = 0.1  # of the TTL: clock rates differ, and the holder needs time to stop
+ATTEMPT_LIMIT_S = 2.0
+
+log = telemetry.logger("etcd.lease")
+
+
+class Lease:
+    """Made by `Etcd.grant`. Run `keep_alive()` in your TaskGroup; end the role when `lost` is set."""
+
+    def __init__(
+        self, transport: Transport, revoke: Callable[[int], Awaitable[None]], lease_id: int, ttl_s: float, sent: float
+    ) -> None:
+        self.id = lease_id
+        self.ttl_s = ttl_s
+        self.lost = asyncio.Event()
+        self._transport = transport
+        self._revoke = revoke
+        self._sent = sent
+        self._deadline = sent
+        self._timer: asyncio.TimerHandle | None = None
+        self._renewed(sent, ttl_s)
+
+    def __repr__(self) -> str:
+        state = f"alive for {self.remaining_s:.1f} s" if self.alive else "lost"
+        return f"<Lease {self.id:x}: ttl {self.ttl_s:g} s, {state}>"
+
+    @property
+    def alive(self) -> bool:
+        """Whether the holder may still act on it, by the local clock."""
+        return not self.lost.is_set() and clock.monotonic() < self._deadline
+
+    @property
+    def remaining_s(self) -> float:
+        return 0.0 if self.lost.is_set() else max(0.0, self._deadline - clock.monotonic())
+
+    def check(self) -> None:
+        """Raises LeaseLost unless alive: call it right before acting on the role."""
+        if not self.alive:
+            msg = f"lease {self.id:x} (ttl {self.ttl_s:g} s) is lost; the role it carried is over, register as new"
+            raise LeaseLost(msg)
+
+    async def keep_alive(self) -> None:
+        """Renew until the lease is lost, then return. No error ends it earlier."""
+        attempt_s = min(ATTEMPT_LIMIT_S, self.ttl_s / 4)
+        due = self._sent + self.ttl_s / 3
+        while not self.lost.is_set():
+            await self._wait(due - clock.monotonic())
+            if self.lost.is_set():
+                return
+            sent = clock.monotonic()
+            try:
+                answer = await self._transport.call(KEEP_ALIVE, {"ID": self.id}, attempt_s)
+            except LeaseLost as error:
+                self._lose(f"etcd does not know it: {error}")
+                return
+            except TriremeError as error:
+                log.warning("renewal_failed", lease=f"{self.id:x}", cause=str(error), remaining_s=self.remaining_s)
+                due = clock.monotonic() + ids.jitter(min(0.5, self.ttl_s / 10))
+                continue
+            except Exception:
+                log.exception("renewal_failed", lease=f"{self.id:x}", remaining_s=self.remaining_s)
+                due = clock.monotonic() + ids.jitter(min(0.5, self.ttl_s / 10))
+                continue
+            ttl_s = answer.get("TTL", 0)
+            if ttl_s <= 0:
+                self._lose("etcd renewed it no more: expired or revoked")
+            elif not self.lost.is_set():
+                self._renewed(sent, ttl_s)
+            due = sent + self.ttl_s / 3
+
+    async def revoke(self) -> None:
+        """End the role at once: the keys of the lease vanish. Sets `lost`; harmless if it is lost already."""
+        self._end()
+        await self._revoke(self.id)
+
+    async def _wait(self, seconds: float) -> None:
+        if seconds <= 0:
+            return
+        try:
+            async with asyncio.timeout(seconds):
+                await self.lost.wait()
+        except TimeoutError:
+            pass
+
+    def _renewed(self, sent: float, ttl_s: float) -> None:
+        self._sent = sent
+        self._deadline = sent + ttl_s * (1 - MARGIN)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_at(self._deadline, self._on_deadline)
+
+    def _on_deadline(self) -> None:
+        """The timer is set once and moved only when it fires: renewals cost nothing."""
+        self._timer = None
+        if self.lost.is_set():
+            return
+        if clock.monotonic() < self._deadline:
+            self._timer = asyncio.get_running_loop().call_at(self._deadline, self._on_deadline)
+        else:
+            self._lose(f"no renewal succeeded within {self.ttl_s * (1 - MARGIN):g} s")
+
+    def _lose(self, cause: str) -> None:
+        if not self.lost.is_set():
+            log.error("lease_lost", lease=f"{self.id:x}", ttl_s=self.ttl_s, cause=cause)
+            self._end()
+
+    def _end(self) -> None:
+        self.lost.set()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -1,0 +1,85 @@
+"""The fenced lock: whoever creates the key holds it, and the key's create_revision is the fencing token.
+
+    create(key) == 0 -> put(key, value, lease)  => held, token = revision of that put, larger than any token before
+    else wait for the DELETE (with jitter), at most RECHECK_S, and try again
+
+Holding it is only a belief until a write proves it: compare `Compare.create(key, "==", token)` in every transaction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+
+from shared import ids, telemetry
+from shared.etcd.client import Etcd
+from shared.etcd.errors import OutcomeUnknown, Retryable
+from shared.etcd.lease import Lease
+from shared.etcd.operations import Compare, Get, Put
+from shared.etcd.results import KeyValue
+
+RECHECK_S = 5.0
+JITTER_S = 0.05
+
+log = telemetry.logger("etcd.lock")
+
+
+async def try_acquire(etcd: Etcd, key: str, value: bytes, lease: Lease, *, timeout_s: float = 10.0) -> int | KeyValue:
+    """One attempt: the token if `lease` holds the lock now, else the holder's key.
+
+    Raises LeaseLost if the lease is no more, OutcomeUnknown if etcd lost the answer (try again: a lock that was
+    taken by the lost request is recognised by its lease).
+    """
+    lease.check()
+    result = await etcd.txn([Compare.create(key, "==", 0)], [Put(key, value, lease.id)], [Get(key)], timeout_s)
+    if result.succeeded:
+        lease.check()
+        return result.revision
+    holder = result.range(0).first
+    assert holder is not None, f"{key} exists by compare and is missing by read in one transaction"
+    if holder.lease == lease.id:
+        lease.check()
+        return holder.create_revision
+    return holder
+
+
+async def acquire(
+    etcd: Etcd,
+    key: str,
+    value: bytes,
+    lease: Lease,
+    *,
+    on_wait: Callable[[KeyValue], Awaitable[None]] | None = None,
+) -> int:
+    """Wait until `lease` holds the lock and return its token. Raises LeaseLost when the lease is lost before.
+
+    `on_wait(holder)` is awaited each time before waiting: a candidate may probe the holder there and revoke its lease.
+    """
+    while True:
+        try:
+            taken = await try_acquire(etcd, key, value, lease)
+        except (OutcomeUnknown, Retryable) as error:
+            log.warning("lock_attempt_failed", key=key, cause=str(error))
+            await asyncio.sleep(ids.jitter(JITTER_S))
+            continue
+        if isinstance(taken, int):
+            return taken
+        if on_wait is not None:
+            await on_wait(taken)
+        await _until_free(etcd, key, taken, lease)
+        await asyncio.sleep(ids.jitter(JITTER_S))
+
+
+async def _until_free(etcd: Etcd, key: str, holder: KeyValue, lease: Lease) -> None:
+    """Until the holder's key is deleted, the lease is lost, or RECHECK_S is over."""
+    try:
+        async with asyncio.timeout(min(RECHECK_S, max(lease.remaining_s, 0.001))):
+            async with aclosing(etcd.watch(key, start_revision=holder.mod_revision + 1)) as batches:
+                async for batch in batches:
+                    if batch.reset and not batch.kvs:
+                        return
+                    if any(event.type == "delete" for event in batch.events):
+                        return
+    except TimeoutError:
+        return

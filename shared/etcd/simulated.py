@@ -1,0 +1,465 @@
+"""An etcd in memory, at the level of the transport: real semantics, virtual time, faults on demand, no I/O.
+
+    client --request [delay]--> Store --answer [delay]--> client        watches: events [delay], progress every second
+      stop / start      connections reset, data kept, leases come back with their full TTL
+      freeze / thaw     SIGSTOP: nothing answers, watches are silent; what was sent may be applied at the thaw
+      cut / mend        the same for one client
+      lose_answer, lose_request, unknown_rate     writes whose outcome the client cannot know
+
+Deterministic: time is the running loop's, chance is the `rng` given. It is trusted only where the conformance suite
+shows that a real etcd behaves the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from shared import clock
+from shared.errors import TriremeError
+from shared.etcd.errors import LeaseLost, Retryable, unanswered
+from shared.etcd.operations import covers, prefix_end
+from shared.etcd.results import WatchEvent
+from shared.etcd.simulated_store import STORE_METHODS, Store
+from shared.etcd.transport import GRANT, KEEP_ALIVE, REVOKE, STATUS, TIME_TO_LIVE, WATCH, Body, is_write
+
+MINIMUM_TTL_S = 2
+EXPIRY_LATE_S = 0.5
+PROGRESS_INTERVAL_S = 1.0
+_FIRST_LEASE = 0x694D_0000_0000_0000
+
+
+class Chance(Protocol):
+    """random.Random, or anything else that draws from [0, 1)."""
+
+    def random(self) -> float: ...
+
+
+class _Even:
+    """No chance: always the middle."""
+
+    def random(self) -> float:
+        return 0.5
+
+
+@dataclass
+class _Term:
+    """What the lessor knows of a lease besides its keys."""
+
+    ttl_s: int
+    deadline: float
+    late_s: float
+
+
+@dataclass
+class _Watcher:
+    client: str
+    first: bytes
+    end: bytes
+    pending: list[Body] = field(default_factory=list)
+    broken: bool = False
+    waiter: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+
+@dataclass
+class _Request:
+    """One call on its way. `answer` is None once the client has given up or the connection broke."""
+
+    client: str
+    method: str
+    body: Body
+    answer: asyncio.Future[Body] | None
+    write: bool
+    lose_answer: bool = False
+
+    def finish(self, answer: Body) -> None:
+        if self.answer is not None and not self.answer.done():
+            self.answer.set_result(answer)
+
+    def fail(self, error: TriremeError) -> None:
+        if self.answer is not None and not self.answer.done():
+            self.answer.set_exception(error)
+            self.answer.exception()  # the client may be gone: nobody has to look
+
+
+class SimulatedEtcd:
+    """One etcd for any number of clients: `Etcd(simulated.transport("master"))`.
+
+    `delay_s`: bounds of each one-way delay. `unknown_rate`: chance that the answer of a write (or the write itself) is
+    lost. Both draw from `rng`.
+    """
+
+    def __init__(
+        self, *, rng: Chance | None = None, delay_s: tuple[float, float] = (0.0, 0.0), unknown_rate: float = 0.0
+    ) -> None:
+        self.delay_s = delay_s
+        self.unknown_rate = unknown_rate
+        self.store = Store()
+        self.stopped = False
+        self.frozen = False
+        self.raft_term = 2
+        self.calls = 0
+        self._rng: Chance = rng or _Even()
+        self._context = contextvars.Context()  # its timers belong to no client's process
+        self._cut: dict[str, None] = {}
+        self._held: list[_Request] = []
+        self._in_flight: dict[int, _Request] = {}
+        self._watchers: dict[int, _Watcher] = {}
+        self._terms: dict[int, _Term] = {}
+        self._faults: list[tuple[str | None, str | None, bool]] = []
+        self._expiry: asyncio.TimerHandle | None = None
+        self._published = 0
+        self._number = 0
+
+    def __repr__(self) -> str:
+        state = "stopped" if self.stopped else "frozen" if self.frozen else "serving"
+        return f"<SimulatedEtcd {state}: {self.store!r}, {len(self._watchers)} watches>"
+
+    def transport(self, client: str) -> SimulatedTransport:
+        """The transport of one client; the name is what `cut` and the losses refer to."""
+        return SimulatedTransport(self, client)
+
+    # ------------------------------------------------------------ for tests
+
+    @property
+    def revision(self) -> int:
+        return self.store.revision
+
+    def events(self) -> list[WatchEvent]:
+        """Every event since the beginning, compacted or not: the truth."""
+        return [WatchEvent.of(event) for event in self.store.history]
+
+    def size_bytes(self, prefix: str) -> int:
+        """Bytes of all keys and values under `prefix`."""
+        first = prefix.encode()
+        return self.store.size_bytes(first, prefix_end(first))
+
+    @property
+    def open_watches(self) -> int:
+        return len(self._watchers)
+
+    # ------------------------------------------------------------ faults
+
+    def stop(self) -> None:
+        """Killed: connections are reset and refused; the data stays."""
+        self.stopped, self.frozen = True, False
+        self._cancel_expiry()
+        for request in [*self._in_flight.values(), *self._held]:
+            request.fail(unanswered("the simulated etcd was stopped", write=request.write))
+        self._in_flight.clear()
+        self._held.clear()
+        for watcher in self._watchers.values():
+            watcher.broken = True
+            watcher.wake()
+
+    def start(self) -> None:
+        """Restarted on its data: a new raft term, and every lease has its full TTL again."""
+        assert self.stopped, "start follows stop"
+        self.stopped = False
+        self.raft_term += 1
+        now = clock.monotonic()
+        for term in self._terms.values():
+            term.deadline = now + term.ttl_s
+        self._schedule_expiry()
+
+    def freeze(self) -> None:
+        """SIGSTOP."""
+        self.frozen = True
+        self._cancel_expiry()
+
+    def thaw(self) -> None:
+        """SIGCONT: what was sent is executed, leases that ran out meanwhile expire."""
+        self.frozen = False
+        self._release()
+        if not self.stopped:
+            self._expire()
+
+    def cut(self, client: str) -> None:
+        """Nothing passes between this client and etcd; its connections stay open and silent."""
+        self._cut[client] = None
+
+    def mend(self, client: str) -> None:
+        self._cut.pop(client, None)
+        self._release()
+
+    def disconnect(self, client: str) -> None:
+        """Reset the client's connections (watches and calls in flight); it may connect again at once."""
+        for number, request in list(self._in_flight.items()):
+            if request.client == client:
+                del self._in_flight[number]
+                request.fail(unanswered("the connection was reset", write=request.write))
+        for watcher in self._watchers.values():
+            if watcher.client == client:
+                watcher.broken = True
+                watcher.wake()
+
+    def forget(self, client: str) -> None:
+        """The client's process is dead: drop its watches (it will not close them)."""
+        for number, watcher in list(self._watchers.items()):
+            if watcher.client == client:
+                del self._watchers[number]
+
+    def lose_answer(self, *, client: str | None = None, method: str | None = None) -> None:
+        """The next write (of that client, of that method) is applied, its answer lost."""
+        self._faults.append((client, method, True))
+
+    def lose_request(self, *, client: str | None = None, method: str | None = None) -> None:
+        """The next write (of that client, of that method) is lost before it is applied; the client cannot know."""
+        self._faults.append((client, method, False))
+
+    def expire_lease(self, lease: int) -> None:
+        """As if its TTL were over."""
+        self._revoke(lease)
+        self._publish()
+
+    # ------------------------------------------------------------ requests
+
+    async def call(self, client: str, method: str, body: Body, timeout_s: float) -> Body:
+        self.calls += 1
+        write = is_write(method, body)
+        request = _Request(client, method, body, asyncio.get_running_loop().create_future(), write)
+        number = self._next_number()
+        self._in_flight[number] = request
+        delay = self.delay()
+        if delay:
+            self._later(delay, self._arrive, number, request)
+        else:
+            await asyncio.sleep(0)
+            self._arrive(number, request)
+        assert request.answer is not None
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await request.answer
+        except TimeoutError:
+            msg = f"the simulated etcd gave no answer to {method} within {timeout_s:g} s"
+            raise unanswered(msg, write=write) from None
+        finally:
+            request.answer = None
+            self._in_flight.pop(number, None)
+
+    def _arrive(self, number: int, request: _Request) -> None:
+        if self.stopped:
+            self._in_flight.pop(number, None)
+            request.fail(Retryable("the simulated etcd refused the connection"))
+        elif self.frozen or request.client in self._cut:
+            self._held.append(request)
+        else:
+            self._serve(request)
+
+    def _serve(self, request: _Request) -> None:
+        lost = self._fault(request) if request.write else None
+        if lost is False:
+            request.fail(unanswered("the connection was reset before the write arrived", write=True))
+            return
+        try:
+            answer = self._execute(request.method, request.body)
+        except TriremeError as error:
+            self._reply(request.fail, error)
+            return
+        self._publish()
+        if lost:
+            self._reply(request.fail, unanswered("the connection was reset after the write arrived", write=True))
+        else:
+            self._reply(request.finish, answer)
+
+    def _reply(self, function: Callable[..., None], value: Any) -> None:
+        if delay := self.delay():
+            self._later(delay, function, value)
+        else:
+            function(value)
+
+    def _fault(self, request: _Request) -> bool | None:
+        """True: lose the answer. False: lose the request. None: neither."""
+        for index, (client, method, applied) in enumerate(self._faults):
+            if client in {None, request.client} and method in {None, request.method}:
+                del self._faults[index]
+                return applied
+        if self.unknown_rate and self._rng.random() < self.unknown_rate:
+            return self._rng.random() < 0.5
+        return None
+
+    def _execute(self, method: str, body: Body) -> Body:
+        if method in STORE_METHODS:
+            answer = self.store.execute(method, body)
+        elif method == GRANT:
+            answer = self._grant(body)
+        elif method == KEEP_ALIVE:
+            answer = self._keep_alive(body["ID"])
+        elif method == REVOKE:
+            self._revoke(body["ID"])
+            answer = {}
+        elif method == TIME_TO_LIVE:
+            answer = self._time_to_live(body["ID"])
+        else:
+            assert method == STATUS, f"the simulated etcd has no {method}"
+            answer = {"version": "simulated"}
+        answer["header"] = self.header()
+        return answer
+
+    def header(self) -> Body:
+        return {"cluster_id": 1, "member_id": 1, "revision": self.store.revision, "raft_term": self.raft_term}
+
+    def delay(self) -> float:
+        low, high = self.delay_s
+        return low + (high - low) * self._rng.random() if high > 0 else 0.0
+
+    def _release(self) -> None:
+        """Execute what was held back: also, at random, writes whose client has given up meanwhile."""
+        if self.frozen or self.stopped:
+            return
+        held, self._held = self._held, []
+        for request in held:
+            if request.client in self._cut:
+                self._held.append(request)
+            elif request.answer is not None or (request.write and self._rng.random() < 0.5):
+                self._serve(request)
+        for watcher in self._watchers.values():
+            watcher.wake()
+
+    # ------------------------------------------------------------ leases
+
+    def _grant(self, body: Body) -> Body:
+        lease = body.get("ID", 0) or _FIRST_LEASE + self._next_number()
+        ttl_s = max(MINIMUM_TTL_S, body["TTL"])
+        self.store.grant(lease)
+        self._terms[lease] = _Term(ttl_s, clock.monotonic() + ttl_s, EXPIRY_LATE_S * self._rng.random())
+        self._schedule_expiry()
+        return {"ID": lease, "TTL": ttl_s}
+
+    def _keep_alive(self, lease: int) -> Body:
+        term, now = self._terms.get(lease), clock.monotonic()
+        if term is None or now >= term.deadline:
+            return {"ID": lease}  # etcd says "gone" by leaving the TTL out
+        term.deadline = now + term.ttl_s
+        return {"ID": lease, "TTL": term.ttl_s}
+
+    def _time_to_live(self, lease: int) -> Body:
+        term = self._terms.get(lease)
+        if term is None:
+            return {"ID": lease, "TTL": -1}
+        return {"ID": lease, "TTL": int(term.deadline - clock.monotonic()), "grantedTTL": term.ttl_s}
+
+    def _revoke(self, lease: int) -> None:
+        self.store.revoke(lease)
+        self._terms.pop(lease, None)
+
+    def _cancel_expiry(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+
+    def _schedule_expiry(self) -> None:
+        if self._terms and not self.stopped and not self.frozen and self._expiry is None:
+            due = min(term.deadline + term.late_s for term in self._terms.values())
+            loop = asyncio.get_running_loop()
+            self._expiry = loop.call_at(due, self._on_expiry, context=self._context)
+
+    def _on_expiry(self) -> None:
+        self._expiry = None
+        self._expire()
+
+    def _expire(self) -> None:
+        now = clock.monotonic()
+        for lease, term in sorted(self._terms.items()):
+            if now >= term.deadline + term.late_s:
+                with suppress(LeaseLost):
+                    self._revoke(lease)
+        self._publish()
+        self._schedule_expiry()
+
+    # ------------------------------------------------------------ watches
+
+    def _publish(self) -> None:
+        history = self.store.history
+        if self._published == len(history):
+            return
+        events, self._published = history[self._published :], len(history)
+        for watcher in self._watchers.values():
+            mine = [event for event in events if covers(watcher.first, watcher.end, event["kv"]["key"])]
+            if mine:
+                watcher.pending.extend(mine)
+                watcher.wake()
+
+    async def watch(self, client: str, create: Body) -> AsyncGenerator[Body, None]:
+        await asyncio.sleep(self.delay())
+        if self.stopped:
+            raise Retryable("the simulated etcd refused the connection")
+        watcher = _Watcher(client, create["key"], create.get("range_end", b""))
+        number = self._next_number()
+        self._watchers[number] = watcher
+        try:
+            while self.silent(client) and not watcher.broken:
+                await self._quiet(watcher)
+            start = create.get("start_revision", 0) or self.store.revision + 1
+            watcher.pending = self.store.events_since(start, watcher.first, watcher.end)
+            if not watcher.broken:
+                yield {"header": self.header(), "created": True}
+            if start < self.store.compacted:
+                yield {"header": self.header(), "canceled": True, "compact_revision": self.store.compacted}
+                return
+            while True:
+                if not watcher.pending:
+                    await self._quiet(watcher)
+                if delay := self.delay():
+                    await asyncio.sleep(delay)
+                if watcher.broken:
+                    raise Retryable("the connection to the simulated etcd was reset")
+                if self.silent(client):
+                    await self._quiet(watcher)
+                    continue
+                if watcher.pending:
+                    events, watcher.pending = watcher.pending, []
+                    yield {"header": self.header(), "events": events}
+                elif create.get("progress_notify"):
+                    yield {"header": self.header()}
+        finally:
+            self._watchers.pop(number, None)
+
+    async def _quiet(self, watcher: _Watcher) -> None:
+        """Until something happens or a progress notification is due."""
+        loop = asyncio.get_running_loop()
+        if watcher.broken:
+            return
+        watcher.waiter = waiter = loop.create_future()
+        timer = loop.call_later(PROGRESS_INTERVAL_S, watcher.wake)
+        try:
+            await waiter
+        finally:
+            timer.cancel()
+            watcher.waiter = None
+
+    def silent(self, client: str) -> bool:
+        return self.frozen or client in self._cut
+
+    def _next_number(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _later(self, delay: float, function: Callable[..., None], *args: Any) -> None:
+        asyncio.get_running_loop().call_later(delay, function, *args, context=self._context)
+
+
+class SimulatedTransport:
+    """One client's connection to a SimulatedEtcd."""
+
+    def __init__(self, etcd: SimulatedEtcd, client: str) -> None:
+        self._etcd = etcd
+        self._client = client
+
+    async def call(self, method: str, body: Body, timeout_s: float) -> Body:
+        return await self._etcd.call(self._client, method, body, timeout_s)
+
+    def stream(self, method: str, body: Body) -> AsyncGenerator[Body, None]:
+        assert method == WATCH, f"{method} is not a stream"
+        return self._etcd.watch(self._client, body["create_request"])
+
+    async def close(self) -> None:
+        self._etcd.disconnect(self._client)

@@ -1,0 +1,85 @@
+"""A watch that never ends by itself: snapshot -> events -> (broken: resume | compacted: new snapshot) -> events ...
+
+It resumes at the last event's mod_revision + 1 (or the last progress notification's revision + 1), so no event is
+lost or seen twice, and takes a silence of three progress intervals for a broken connection: a frozen etcd says nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+
+from shared import telemetry
+from shared.errors import TriremeError
+from shared.etcd.backoff import Backoff
+from shared.etcd.errors import Compacted, Retryable
+from shared.etcd.results import RangeResult, WatchBatch, WatchEvent
+from shared.etcd.transport import WATCH, Body, Transport
+
+PROGRESS_INTERVAL_S = 1.0  # etcd runs with --experimental-watch-progress-notify-interval 1s
+IDLE_LIMIT_S = 3 * PROGRESS_INTERVAL_S
+
+log = telemetry.logger("etcd.watch")
+
+
+async def watch(
+    transport: Transport,
+    read: Callable[[], Awaitable[RangeResult]],
+    interval: tuple[bytes, bytes],
+    start_revision: int,
+) -> AsyncGenerator[WatchBatch, None]:
+    """Batches of events of `interval` from `start_revision` on (0: a snapshot first, as a reset batch).
+
+    `read` gives a snapshot of the interval. Errors are logged and the watch goes on; only closing or cancelling ends it.
+    """
+    due = start_revision
+    backoff = Backoff()
+    while True:
+        try:
+            if due <= 0:
+                snapshot = await read()
+                due = snapshot.revision + 1
+                yield WatchBatch(snapshot.revision, reset=True, kvs=snapshot.kvs)
+            async with aclosing(transport.stream(WATCH, _request(interval, due))) as messages:
+                while True:
+                    async with asyncio.timeout(IDLE_LIMIT_S):
+                        message = await anext(messages, None)
+                    if message is None:
+                        raise Retryable("etcd ended the watch")
+                    _refuse_cancelled(message)
+                    backoff.reset()
+                    events = tuple(
+                        [WatchEvent.of(e) for e in message.get("events", ()) if e["kv"].get("mod_revision", 0) >= due]
+                    )
+                    if events:
+                        revision = events[-1].kv.mod_revision
+                        due = revision + 1
+                        yield WatchBatch(revision, events)
+                    elif not message.get("created") and "events" not in message:
+                        due = max(due, message["header"]["revision"] + 1)
+        except Compacted as error:
+            log.warning("watch_compacted", key=interval[0].decode(), due=due, cause=str(error))
+            due = 0
+        except TimeoutError:
+            log.warning("watch_silent", key=interval[0].decode(), due=due, idle_limit_s=IDLE_LIMIT_S)
+        except TriremeError as error:
+            log.info("watch_broken", key=interval[0].decode(), due=due, cause=str(error))
+        await asyncio.sleep(backoff.next())
+
+
+def _request(interval: tuple[bytes, bytes], start_revision: int) -> Body:
+    first, end = interval
+    create: Body = {"key": first, "start_revision": start_revision, "progress_notify": True}
+    if end:
+        create["range_end"] = end
+    return {"create_request": create}
+
+
+def _refuse_cancelled(message: Body) -> None:
+    if not message.get("canceled"):
+        return
+    if compact_revision := message.get("compact_revision", 0):
+        msg = f"the watch needs a revision below {compact_revision}, which was compacted"
+        raise Compacted(msg, compact_revision=compact_revision)
+    raise Retryable(f"etcd cancelled the watch: {message.get('cancel_reason', 'no reason given')}")
