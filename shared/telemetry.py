@@ -32,5 +32,5 @@ def configure(*, level: str = "INFO", json: bool | None = None, **bound: Any) ->
 
 def logger(room: str) -> structlog.stdlib.BoundLogger:
     """The logger of one room (module); `room` is bound to each line."""
-    bound: structlog.stdlib.BoundLogger = structlog.get_logger().bind(room=room)
+    bound: structlog.stdlib.BoundLogger = structlog.get_logger(room=room)  # lazy: follows a later `configure`
     return bound
