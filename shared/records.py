@@ -137,12 +137,15 @@ class JobResult(Record):
 
 
 class JobState(Record):
+    """`trainers`: the members of this generation, in order of arrival."""
+
     phase: Phase = Phase.WAITING
     stage: Stage = Stage.TRAIN
     generation: int = 0
     reason: str = ""
     failure: UserFailure | None = None
     result: JobResult = Field(default_factory=JobResult)
+    trainers: tuple[str, ...] = ()
 
 
 # ---------------------------------------------------------------- members
@@ -316,9 +319,12 @@ class TaskAnswer(Record):
 
 
 class TaskProgress(Record):
+    """`epoch` (here and in the other reports): the task's, so that a report delayed into the next epoch is known as stale."""
+
     trainer: str
     attempt: int
     minibatches: int
+    epoch: int | None = None
 
 
 class CompleteTask(Record):
@@ -329,12 +335,14 @@ class CompleteTask(Record):
     records: int = 0
     sums: dict[str, float] = Field(default_factory=dict)
     exports: dict[str, str] = Field(default_factory=dict)
+    epoch: int | None = None
 
 
 class FailTask(Record):
     trainer: str
     attempt: int
     failure: UserFailure
+    epoch: int | None = None
 
 
 class TaskSummary(Record):

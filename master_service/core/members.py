@@ -1,0 +1,104 @@
+"""Members and generations: what follows from who is there.
+
+WAITING    all pservers -> slot map;  parameters initialised + a trainer -> RUNNING, generation 1
+RUNNING    a trainer joined or died -> generation + 1 (and new lanes);  a pserver died -> FAILED
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from master_service.core.changes import Change, Decision, Event, PutLanes, PutSlots, PutState
+from master_service.core.job import fail
+from master_service.core.placement import assign_lanes
+from shared.records import JobSpec, JobState, LaneMap, Mode, Phase, PserverMember, SlotMap, TrainerMember
+from shared.slots import spread
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Who is registered. Trainers in order of arrival. The revisions are etcd's: of each `ps/<index>` and of `layout`
+    when they were created (0: not there)."""
+
+    trainers: Mapping[str, TrainerMember] = field(default_factory=dict)
+    pservers: Mapping[int, PserverMember] = field(default_factory=dict)
+    pserver_revisions: Mapping[int, int] = field(default_factory=dict)
+    layout_revision: int = 0
+    init_done: bool = False
+
+    def __repr__(self) -> str:
+        done = "initialised" if self.init_done else "not initialised"
+        return f"<Members: {len(self.pservers)} pservers, {len(self.trainers)} trainers, {done}>"
+
+
+def follow(
+    spec: JobSpec, state: JobState, lanes: LaneMap | None, slots: SlotMap | None, members: Members
+) -> Decision[None]:
+    """What the membership asks for now. Idempotent: applied, the same members ask for nothing more."""
+    if state.phase.final:
+        return Decision(None)
+    missing = [index for index in range(spec.pservers) if index not in members.pservers]
+    if members.init_done:
+        lost = _lost_pservers(spec, members, missing)
+        if lost:
+            return fail(state, lost)
+    changes: tuple[Change, ...] = ()
+    if slots is None and not missing:
+        changes = (PutSlots(SlotMap(version=1, owners=spread(spec.slot_count, spec.pservers))),)
+    now = tuple(members.trainers)
+    if state.phase is Phase.WAITING:
+        obstacle = _obstacle(spec, members, missing)
+        if obstacle:
+            return Decision(None, changes) + _wait(state, obstacle, members)
+    elif set(now) == set(state.trainers):
+        return Decision(None, changes)
+    return Decision(None, changes) + _regroup(spec, state, lanes, now)
+
+
+def _lost_pservers(spec: JobSpec, members: Members, missing: list[int]) -> str:
+    """Why the parameters are not whole any more, or ""."""
+    if missing:
+        return f"pserver {missing[0]} died and no checkpoint exists; start the job again"
+    for index in range(spec.pservers):
+        if members.pserver_revisions.get(index, 0) > members.layout_revision > 0:
+            return (
+                f"pserver {index} was replaced after it was initialised and no checkpoint exists; start the job again"
+            )
+    return ""
+
+
+def _obstacle(spec: JobSpec, members: Members, missing: list[int]) -> str:
+    """What the job waits for before it can run, or ""."""
+    if missing:
+        return f"waiting for {len(missing)} of {spec.pservers} parameter servers"
+    if not members.trainers:
+        return "waiting for a trainer"
+    return "" if members.init_done else "waiting for a trainer to initialise the parameters"
+
+
+def _wait(state: JobState, reason: str, members: Members) -> Decision[None]:
+    if reason == state.reason:
+        return Decision(None)
+    event = Event("job_waiting", reason, {"pservers": len(members.pservers), "trainers": len(members.trainers)})
+    return Decision(None, (PutState(state.model_copy(update={"reason": reason})),), (event,))
+
+
+def _regroup(spec: JobSpec, state: JobState, lanes: LaneMap | None, trainers: tuple[str, ...]) -> Decision[None]:
+    generation = state.generation + 1
+    joined = [t for t in trainers if t not in state.trainers]
+    left = [t for t in state.trainers if t not in trainers]
+    parts = [f"{t} joined" for t in joined] + [f"{t} is gone" for t in left]
+    reason = "; ".join(parts[:4]) + (f" and {len(parts) - 4} more" if len(parts) > 4 else "")
+    if not trainers:
+        reason += "; waiting for a trainer"
+    grown = state.model_copy(
+        update={"phase": Phase.RUNNING, "generation": generation, "reason": reason, "trainers": trainers}
+    )
+    changes: tuple[Change, ...] = (PutState(grown),)
+    if spec.mode is Mode.SYNC:
+        intervals = assign_lanes(spec.lanes, lanes.intervals if lanes else (), trainers)
+        changes = (*changes, PutLanes(LaneMap(generation=generation, lanes=spec.lanes, intervals=intervals)))
+    name = "generation_changed" if state.phase is Phase.RUNNING else "job_running"
+    fields: dict[str, str | int | float | bool] = {"generation": generation, "trainers": len(trainers), "cause": reason}
+    return Decision(None, changes, (Event(name, f"generation {generation}: {reason}", fields),))

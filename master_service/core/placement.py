@@ -1,0 +1,69 @@
+"""Who computes which lanes: contiguous intervals that cover [0, lanes), even to one lane, moving as few as is cheap to find.
+
+More trainers than lanes: the last ones are hot spares, and a spare takes a dead owner's interval whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shared.records import LaneInterval
+
+CHEAP_OWNERS = 64
+
+
+def assign_lanes(lanes: int, before: Sequence[LaneInterval], trainers: Sequence[str]) -> tuple[LaneInterval, ...]:
+    """New owners. `trainers` in order of arrival; `before` may name trainers that are gone."""
+    owners = _owners(lanes, before, trainers)
+    if not owners:
+        return ()
+    share, extra = divmod(lanes, len(owners))
+    intervals, first = [], 0
+    for place, trainer in enumerate(owners):
+        last = first + share + (place < extra)
+        intervals.append(LaneInterval(trainer=trainer, first=first, last=last))
+        first = last
+    return tuple(intervals)
+
+
+def moved_lanes(before: Sequence[LaneInterval], after: Sequence[LaneInterval]) -> int:
+    """Lanes whose owner in `before` still has lanes in `after`, but not this one."""
+    kept = {interval.trainer: interval for interval in after}
+    moved = 0
+    for old in before:
+        new = kept.get(old.trainer)
+        if new is not None:
+            moved += (old.last - old.first) - max(0, min(old.last, new.last) - max(old.first, new.first))
+    return moved
+
+
+def _owners(lanes: int, before: Sequence[LaneInterval], trainers: Sequence[str]) -> list[str]:
+    """The owners in lane order: those there were, spares in the places of the dead, newcomers where least moves."""
+    alive = set(trainers)
+    had_lanes = {interval.trainer for interval in before}
+    spare = [trainer for trainer in trainers if trainer not in had_lanes]
+    owners: list[str] = []
+    for interval in before:
+        if interval.trainer in alive:
+            owners.append(interval.trainer)
+        elif spare:
+            owners.append(spare.pop(0))
+    for newcomer in spare:
+        if len(owners) == lanes:
+            break
+        owners.insert(_cheapest_place(lanes, before, owners, newcomer), newcomer)
+    return owners
+
+
+def _cheapest_place(lanes: int, before: Sequence[LaneInterval], owners: list[str], newcomer: str) -> int:
+    if not before or len(owners) > CHEAP_OWNERS:
+        return len(owners)
+
+    def cost(place: int) -> tuple[int, int]:
+        trial = [*owners[:place], newcomer, *owners[place:]]
+        share, extra = divmod(lanes, len(trial))
+        bounds = [k * share + min(k, extra) for k in range(len(trial) + 1)]
+        cut = [LaneInterval(trainer=t, first=bounds[k], last=bounds[k + 1]) for k, t in enumerate(trial)]
+        return moved_lanes(before, cut), -place
+
+    return min(range(len(owners) + 1), key=cost)
