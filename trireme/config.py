@@ -1,0 +1,51 @@
+"""A job's settings as the user writes them: `config = trireme.Config(mode="sync", epochs=5)` in the script.
+
+Every field is one of shared.records.JobSpec, where it is described; what is left out is decided by the command line,
+the environment, trireme.toml or the default, in this order (the command line wins over the script as well).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Raises ValueError naming the field, its value and what is allowed. Unset fields are None."""
+
+    job: str | None = None
+    mode: str | None = None
+    epochs: int | None = None
+    global_batch_size: int | None = None
+    lanes: int | None = None
+    seed: int | None = None
+    trainers: int | None = None
+    pservers: int | None = None
+    records_per_task: int | None = None
+    block_bytes: int | None = None
+    slot_count: int | None = None
+    push_every: int | None = None
+    pull_every: int | None = None
+    clip_norm: float | None = None
+    threads_per_trainer: int | None = None
+    device: str | None = None
+    shuffle: bool | None = None
+    lease_ttl_s: float | None = None
+    task_timeout_floor_s: float | None = None
+    task_timeout_ceiling_s: float | None = None
+    max_task_failures: int | None = None
+    max_discarded_fraction: float | None = None
+    max_user_failures: int | None = None
+
+    def __post_init__(self) -> None:
+        from trireme.spec import field_problems  # noqa: PLC0415  pydantic, only when a script says something
+
+        problems = field_problems(self.to_dict())
+        if problems:
+            msg = "trireme.Config: " + "; ".join(problems)
+            raise ValueError(msg)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that were set."""
+        return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}

@@ -1,0 +1,34 @@
+"""How soon a dead child is started again, and when not any more.
+
+A child that somebody killed (SIGKILL, SIGTERM: preemption, out of memory, chaos) is started again for ever. A child that
+ends itself right after its start, again and again, will not do better the next time.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+EARLY_S = 10.0
+MAX_EARLY_ENDS = 5
+FIRST_DELAY_S = 0.1
+MAX_DELAY_S = 3.0
+_FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
+
+
+@dataclass(slots=True)
+class RestartPolicy:
+    """Counts the deaths of one child; a life of `EARLY_S` seconds clears the counts."""
+
+    deaths: int = 0
+    own_ends: int = 0
+
+    def delay_s(self, code: int, lived_s: float) -> float | None:
+        """Seconds until the next start after an end with `code` (as of subprocess); None: give up."""
+        if lived_s >= EARLY_S:
+            self.deaths = self.own_ends = 0
+        self.deaths += 1
+        self.own_ends += code not in _FROM_OUTSIDE
+        if self.own_ends >= MAX_EARLY_ENDS:
+            return None
+        return float(min(FIRST_DELAY_S * 2.0 ** (self.deaths - 1), MAX_DELAY_S))

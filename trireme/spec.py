@@ -1,0 +1,155 @@
+"""From settings to a JobSpec: flag > environment (TRIREME_*) > trireme.toml > the script's config > default.
+
+sources (strongest first) --merge--> {field: (value, where it was said)} --job_spec--> JobSpec | UsageError
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from shared.errors import InvalidArgument
+from shared.records import JobSpec
+from trireme.config import Config
+
+SETTINGS = tuple(field.name for field in fields(Config))
+LAUNCHER_SETTINGS = ("data_dir", "port", "standbys")
+TOML = "trireme.toml"
+
+
+class UsageError(InvalidArgument):
+    """What was asked for makes no sense: the command ends with exit code 2."""
+
+    code = "USAGE"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One place that settings come from; `spelled` makes a field's name there: `lanes` -> `--lanes`, `TRIREME_LANES`."""
+
+    name: str
+    values: Mapping[str, Any]
+    spelling: str = "{}"
+
+    def spelled(self, setting: str) -> str:
+        if self.spelling.isupper():
+            return self.spelling.format(setting.upper())
+        return self.spelling.format(setting.replace("_", "-") if self.spelling.startswith("--") else setting)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    value: Any
+    origin: str
+
+
+def from_flags(values: Mapping[str, Any]) -> Source:
+    return Source("the command line", {name: value for name, value in values.items() if value is not None}, "--{}")
+
+
+def from_environment(environment: Mapping[str, str] = os.environ) -> Source:
+    names = {f"TRIREME_{name.upper()}": name for name in (*SETTINGS, *LAUNCHER_SETTINGS)}
+    values = {names[key]: value for key, value in environment.items() if key in names and value != ""}
+    return Source("the environment", values, "TRIREME_{}")
+
+
+def from_toml(path: Path) -> Source:
+    """`path` may be missing; a broken file or an unknown key raises UsageError."""
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return Source(path.name, {})
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        msg = f"{path} cannot be read: {error}"
+        raise UsageError(msg) from error
+    _refuse_unknown(document, (*SETTINGS, *LAUNCHER_SETTINGS), str(path))
+    return Source(path.name, document, path.name + " {}")
+
+
+def from_script(values: Mapping[str, Any]) -> Source:
+    _refuse_unknown(values, SETTINGS, "the script's config")
+    return Source("the script", {name: value for name, value in values.items() if value is not None}, "config {}")
+
+
+def from_assignments(assignments: Sequence[str]) -> dict[str, str]:
+    """`["records_per_task=64"]` (the --set flags) as a dict; raises UsageError for anything else."""
+    values: dict[str, str] = {}
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if not equals:
+            msg = f"--set {assignment}: write --set name=value"
+            raise UsageError(msg)
+        values[name.strip().replace("-", "_")] = value.strip()
+    _refuse_unknown(values, SETTINGS, "--set")
+    return values
+
+
+def _refuse_unknown(values: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            suggestion = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            msg = f"{where}: there is no setting {name!r}; {suggestion}"
+            raise UsageError(msg)
+
+
+def merge(sources: Sequence[Source]) -> dict[str, Setting]:
+    """The strongest source of each setting; `sources` strongest first."""
+    merged: dict[str, Setting] = {}
+    for source in reversed(sources):
+        for name, value in source.values.items():
+            merged[name] = Setting(value, source.spelled(name))
+    return merged
+
+
+def job_spec(settings: Mapping[str, Setting], **fixed: Any) -> JobSpec:
+    """The validated spec; `fixed` is what is no setting (script, datasets, storage). Raises UsageError."""
+    values = {name: setting.value for name, setting in settings.items() if name in SETTINGS}
+    try:
+        return JobSpec.model_validate({**values, **fixed})
+    except ValidationError as error:
+        origins = {name: setting.origin for name, setting in settings.items()}
+        raise UsageError("; ".join(_sentences(error, origins))) from error
+
+
+def field_problems(values: Mapping[str, Any]) -> list[str]:
+    """What is wrong with single fields, whatever the others will be (the command line may still change those)."""
+    problems: list[str] = []
+    alone = {"mode": values["mode"]} if "mode" in values else {}
+    for candidate in (alone, {**values, "mode": "async"}):  # async: sizes need not fit lanes that are not decided yet
+        try:
+            JobSpec.model_validate({**_PLACEHOLDERS, **candidate})
+        except ValidationError as error:
+            problems += [text for text in _sentences(error, {}) if text not in problems]
+    return problems
+
+
+_PLACEHOLDERS = {"job": "job", "script": "-", "storage": "-", "dataset": {"kind": "text_lines", "urls": ("-",)}}
+_SLUG = re.compile(r"[^a-z0-9]+")
+
+
+def _sentences(error: ValidationError, origins: Mapping[str, str]) -> list[str]:
+    sentences = []
+    for problem in error.errors(include_url=False):
+        message = problem["msg"].removeprefix("Value error, ")
+        message = message[:1].lower() + message[1:]
+        if not problem["loc"]:
+            named = [f"{origins[name]}" for name in origins if re.search(rf"\b{name}\b", message)]
+            sentences.append(message + (f" (from {', '.join(named)})" if named else ""))
+            continue
+        name = str(problem["loc"][0])
+        sentences.append(f"{origins.get(name, name)} = {problem['input']!r}: {message}")
+    return sentences
+
+
+def job_name(script: Path) -> str:
+    """The default name of a script's job: `my_model.py` -> `my-model`."""
+    return _SLUG.sub("-", script.stem.lower()).strip("-")[:63].rstrip("-") or "job"
