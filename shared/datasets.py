@@ -28,21 +28,26 @@ class Parquet(_Dataset):
 
 
 class Csv(_Dataset):
-    """Rows of CSV files with a header line (or `column_names`); numbers are parsed, quoted line breaks are respected."""
+    """Rows of CSV files (RFC 4180, UTF-8) with a header line, or without one and with `column_names`.
+
+    Types are found in the beginning of the first file: int64, float32, bool, else text; `column_types` sets them where the
+    beginning misleads. Quoted line breaks are respected, blank lines ignored.
+    """
 
     kind: Literal["csv"] = "csv"
     column_names: tuple[str, ...] | None = None
-    delimiter: str = Field(default=",", min_length=1, max_length=1)
+    column_types: dict[str, Literal["int64", "float32", "float64", "bool", "string"]] = Field(default_factory=dict)
+    delimiter: str = Field(default=",", pattern=r'^[^"\r\n]$')
 
 
 class JsonLines(_Dataset):
-    """One JSON object a line."""
+    """One JSON object a line; blank lines are ignored."""
 
     kind: Literal["json_lines"] = "json_lines"
 
 
 class TextLines(_Dataset):
-    """One record a line: {"text": str} without the line break."""
+    """One record a line: {"text": str} without the line break; an empty line is a record with empty text."""
 
     kind: Literal["text_lines"] = "text_lines"
 
@@ -60,18 +65,23 @@ class Bytes(_Dataset):
 
 
 class Npy(_Dataset):
-    """Rows (first axis) of .npy files; `columns` names the arrays when several files belong together.
+    """Rows (first axis) of .npy files, memory-mapped where they are local.
 
     `Npy("x.npy")` yields {"x": row}. `Npy("x.npy", "y.npy", aligned=True)` yields {"x": row, "y": row}: all files have
-    the same number of rows and form one. Column names are the files' stems.
+    the same number of rows and form one. Column names are the files' stems, unless `columns` names them (one name, or
+    one for each aligned file; needed where several files that are not aligned have different stems).
     """
 
     kind: Literal["npy"] = "npy"
     aligned: bool = False
+    columns: tuple[str, ...] | None = None
 
 
 class Custom(_Dataset):
-    """`reader="pkg.mod:name"`: count(url) -> int and read(url, first, count) -> iterator of records."""
+    """`reader="pkg.mod:name"`: an object with count(url) -> int and read(url, first, count) -> iterator of records.
+
+    Master and trainers import it, so it must be importable there. URLs without a glob reach it as they are written.
+    """
 
     kind: Literal["custom"] = "custom"
     reader: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")

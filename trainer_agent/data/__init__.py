@@ -1,0 +1,43 @@
+"""Readers: from a dataset's description and a task's place to records, minibatches and batches.
+
+open_dataset(spec.dataset).read(task.file, task.first, task.count, task.offset) ──► Shard
+shard.minibatch(minibatch_indices(seed, epoch, task, len(shard), size, number, shuffle=…)) ──► default_collate ──► batch
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from shared.datasets import Bytes, Csv, Custom, Dataset, JsonLines, Npy, Parquet, TextLines
+from trainer_agent.data.arrays import BytesReader, NpyReader
+from trainer_agent.data.collate import default_collate
+from trainer_agent.data.custom import CustomReader
+from trainer_agent.data.lines import LineReader
+from trainer_agent.data.order import minibatch_indices, minibatches_in
+from trainer_agent.data.reader import Reader
+from trainer_agent.data.shard import Minibatch, Shard
+
+__all__ = ["Minibatch", "Reader", "Shard", "default_collate", "minibatch_indices", "minibatches_in", "open_dataset"]
+
+
+def open_dataset(dataset: Dataset) -> Reader:
+    """The reader of a dataset. Nothing is opened yet. Raises DatasetError if a Custom reader cannot be imported."""
+    match dataset:
+        case Parquet():
+            from trainer_agent.data.parquet import ParquetReader  # noqa: PLC0415  pyarrow only where it is needed
+
+            return ParquetReader(dataset)
+        case Csv():
+            from trainer_agent.data.csv_rows import CsvReader  # noqa: PLC0415
+
+            return CsvReader(dataset)
+        case TextLines() | JsonLines():
+            return LineReader(dataset)
+        case Bytes():
+            return BytesReader(dataset)
+        case Npy():
+            return NpyReader(dataset)
+        case Custom():
+            return CustomReader(dataset)
+        case _:
+            assert_never(dataset)

@@ -1,0 +1,34 @@
+"""The user's own reader of a `Custom` dataset, imported by name in the master (which counts) and the trainers (which read)."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from shared.errors import DatasetError
+
+
+class CustomReader(Protocol):
+    """What `Custom.reader` names."""
+
+    def count(self, url: str) -> int: ...
+
+    def read(self, url: str, first: int, count: int) -> Iterable[dict[str, Any]]: ...
+
+
+def load_custom(reader: str) -> CustomReader:
+    """The object that `pkg.mod:name` names. Raises DatasetError if it cannot be imported or lacks count or read."""
+    module_name, _, name = reader.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), name)
+    except Exception as error:  # the user's module may raise anything
+        msg = f"the reader {reader} cannot be imported: {type(error).__name__}: {error}"
+        raise DatasetError(
+            msg, hint="install its package, or put its folder on PYTHONPATH of master and trainers"
+        ) from error
+    missing = [method for method in ("count", "read") if not callable(getattr(found, method, None))]
+    if missing:
+        msg = f"the reader {reader} has no method {missing[0]!r}"
+        raise DatasetError(msg, hint="define count(url) -> int and read(url, first, count) -> iterator of dicts")
+    return found  # type: ignore[no-any-return]

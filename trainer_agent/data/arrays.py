@@ -1,0 +1,87 @@
+"""Fixed-size records: windows of bytes, rows of .npy files. Local files are memory-mapped."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+from threading import Lock
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+from numpy.lib import format as npy_format
+
+from shared import storage
+from shared.datasets import Bytes, Npy
+from shared.errors import DatasetError
+from trainer_agent.data.reader import too_short
+from trainer_agent.data.shard import Shard
+
+
+class BytesReader:
+    def __init__(self, dataset: Bytes) -> None:
+        self._step = dataset.record_bytes
+        self._window = dataset.record_bytes + dataset.overlap
+
+    def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:  # noqa: ARG002
+        length = (count - 1) * self._step + self._window
+        with storage.reading(file, "bytes"), storage.open_read(file) as source:
+            source.seek(first * self._step)
+            content = source.read(length)
+            if len(content) < length:
+                records = max(0, (storage.size(file) - self._window + self._step) // self._step)
+                raise too_short(file, first, count, records)
+        windows = np.lib.stride_tricks.sliding_window_view(np.frombuffer(content, dtype=np.uint8), self._window)
+        return Shard({"bytes": windows[:: self._step]}, count)
+
+
+class NpyReader:
+    """Aligned files are one: the file table names it by the first of them."""
+
+    def __init__(self, dataset: Npy) -> None:
+        self._dataset = dataset
+        self._arrays: dict[str, npt.NDArray[Any]] = {}
+        self._lock = Lock()
+
+    def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:  # noqa: ARG002
+        files = (
+            [found for url in self._dataset.urls for found in storage.expand(url)] if self._dataset.aligned else [file]
+        )
+        names = self._dataset.columns or tuple(PurePosixPath(name).stem for name in files)
+        if len(names) != len(files):
+            msg = f"columns names {len(names)} arrays ({', '.join(names)}), but there are {len(files)} aligned files"
+            raise DatasetError(msg, hint="give one name for each file")
+        columns: dict[str, npt.NDArray[Any]] = {}
+        for name, path in zip(names, files, strict=True):
+            with storage.reading(path, ".npy"):
+                columns[name] = self._rows(path, first, count)
+        return Shard(columns, count)
+
+    def _rows(self, file: str, first: int, count: int) -> npt.NDArray[Any]:
+        local = storage.local_path(file)
+        if local is None:
+            with storage.open_read(file) as source:
+                return _read_rows(source, file, first, count)
+        with self._lock:
+            if file not in self._arrays:
+                self._arrays[file] = np.load(local, mmap_mode="r", allow_pickle=False)
+            array = self._arrays[file]
+        if array.ndim == 0 or first + count > len(array):
+            raise too_short(file, first, count, len(array) if array.ndim else 0)
+        return array[first : first + count]
+
+
+def _read_rows(source: BinaryIO, file: str, first: int, count: int) -> npt.NDArray[Any]:
+    version = npy_format.read_magic(source)
+    read_header = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
+    shape, fortran_order, dtype = read_header(source)
+    if not shape or first + count > shape[0]:
+        raise too_short(file, first, count, shape[0] if shape else 0)
+    if dtype.hasobject or fortran_order:
+        msg = f"{file} holds {'Python objects' if dtype.hasobject else 'columns (Fortran order)'}, not rows of numbers"
+        raise DatasetError(msg, hint="save it again: numpy.save(path, numpy.ascontiguousarray(array))", url=file)
+    row = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
+    source.seek(first * row, 1)
+    content = source.read(count * row)
+    if len(content) < count * row:
+        raise too_short(file, first, count, first + len(content) // max(row, 1))
+    return np.frombuffer(content, dtype=dtype).reshape(count, *shape[1:])

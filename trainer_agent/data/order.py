@@ -1,0 +1,51 @@
+"""In which order a task's records are read: a function of (seed, epoch, task) alone, the same on every machine.
+
+Keys are splitmix64 of the record number, sorted: unlike a generator of numpy, whose streams may change between versions.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.lanes import step_seed
+
+Indices = npt.NDArray[np.int64]
+
+KEPT_ORDERS = 16
+
+
+def minibatches_in(count: int, size: int) -> int:
+    """Minibatches of `size` records in a task of `count`; the last one may be short."""
+    return -(-count // size)
+
+
+def minibatch_indices(
+    seed: int, epoch: int, task_number: int, count: int, size: int, number: int, *, shuffle: bool
+) -> Indices:
+    """Records of minibatch `number` (from 0) of a task of `count` records, as int64 indices into its shard; read-only.
+
+    Raises IndexError outside [0, minibatches_in(count, size)).
+    """
+    if not 0 <= number < minibatches_in(count, size):
+        msg = f"minibatch {number} is outside [0, {minibatches_in(count, size)}): the task has {count} records"
+        raise IndexError(msg)
+    chosen = slice(number * size, min(count, (number + 1) * size))
+    if shuffle:
+        return record_order(seed, epoch, task_number, count)[chosen]
+    return np.arange(chosen.start, chosen.stop, dtype=np.int64)
+
+
+@lru_cache(maxsize=KEPT_ORDERS)
+def record_order(seed: int, epoch: int, task_number: int, count: int) -> Indices:
+    """The permutation of [0, count) of one task in one epoch, read-only."""
+    value = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    value += np.uint64(step_seed(seed, epoch, task_number))
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    value ^= value >> np.uint64(31)
+    order = np.argsort(value, kind="stable").astype(np.int64)
+    order.flags.writeable = False
+    return order

@@ -1,0 +1,8 @@
+"""The datasets a script's `dataset()` may return: `trireme.data.Parquet("train-*.parquet")`. Descriptions only; no file
+is opened, and neither torch nor pyarrow is loaded here."""
+
+from __future__ import annotations
+
+from shared.datasets import Bytes, Csv, Custom, Dataset, JsonLines, Npy, Parquet, TextLines
+
+__all__ = ["Bytes", "Csv", "Custom", "Dataset", "JsonLines", "Npy", "Parquet", "TextLines"]
