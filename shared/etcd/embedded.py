@@ -75,11 +75,16 @@ class EmbeddedEtcd:
     """
 
     def __init__(
-        self, data_dir: str | os.PathLike[str], *, binary: Path | None = None, unsafe_no_fsync: bool = False
+        self,
+        data_dir: str | os.PathLike[str],
+        *,
+        binary: Path | None = None,
+        log_path: Path | None = None,
+        unsafe_no_fsync: bool = False,
     ) -> None:
         self.data_dir = Path(data_dir)
         self.binary = binary
-        self.log_path = self.data_dir / "etcd.log"
+        self.log_path = log_path or self.data_dir / "etcd.log"
         self.client_port = 0
         self.peer_port = 0
         self._unsafe_no_fsync = unsafe_no_fsync
@@ -114,6 +119,7 @@ class EmbeddedEtcd:
         """Start the child and wait until it serves. Raises Fatal, with etcd's last words, if it does not."""
         assert not self.running, f"{self!r} runs already"
         self.data_dir.mkdir(parents=True, exist_ok=True)
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self.binary = self.binary or find_binary()
         flags = await _flags(self.binary)
         fresh = not self.client_port

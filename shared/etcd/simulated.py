@@ -15,20 +15,17 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shared import clock
 from shared.errors import TriremeError
-from shared.etcd.errors import LeaseLost, Retryable, unanswered
+from shared.etcd.errors import Retryable, unanswered
 from shared.etcd.operations import covers, prefix_end
 from shared.etcd.results import WatchEvent
+from shared.etcd.simulated_leases import Lessor
 from shared.etcd.simulated_store import STORE_METHODS, Store
 from shared.etcd.transport import GRANT, KEEP_ALIVE, REVOKE, STATUS, TIME_TO_LIVE, WATCH, Body, is_write
 
-MINIMUM_TTL_S = 2
-EXPIRY_LATE_S = 0.5
 PROGRESS_INTERVAL_S = 1.0
 _FIRST_LEASE = 0x694D_0000_0000_0000
 
@@ -44,15 +41,6 @@ class _Even:
 
     def random(self) -> float:
         return 0.5
-
-
-@dataclass
-class _Term:
-    """What the lessor knows of a lease besides its keys."""
-
-    ttl_s: int
-    deadline: float
-    late_s: float
 
 
 @dataclass
@@ -113,11 +101,10 @@ class SimulatedEtcd:
         self._held: list[_Request] = []
         self._in_flight: dict[int, _Request] = {}
         self._watchers: dict[int, _Watcher] = {}
-        self._terms: dict[int, _Term] = {}
         self._faults: list[tuple[str | None, str | None, bool]] = []
-        self._expiry: asyncio.TimerHandle | None = None
         self._published = 0
         self._number = 0
+        self._lessor = Lessor(self.store, self._context, self._publish)
 
     def __repr__(self) -> str:
         state = "stopped" if self.stopped else "frozen" if self.frozen else "serving"
@@ -151,7 +138,7 @@ class SimulatedEtcd:
     def stop(self) -> None:
         """Killed: connections are reset and refused; the data stays."""
         self.stopped, self.frozen = True, False
-        self._cancel_expiry()
+        self._lessor.pause()
         for request in [*self._in_flight.values(), *self._held]:
             request.fail(unanswered("the simulated etcd was stopped", write=request.write))
         self._in_flight.clear()
@@ -165,22 +152,20 @@ class SimulatedEtcd:
         assert self.stopped, "start follows stop"
         self.stopped = False
         self.raft_term += 1
-        now = clock.monotonic()
-        for term in self._terms.values():
-            term.deadline = now + term.ttl_s
-        self._schedule_expiry()
+        self._lessor.refresh()
+        self._lessor.resume()
 
     def freeze(self) -> None:
         """SIGSTOP."""
         self.frozen = True
-        self._cancel_expiry()
+        self._lessor.pause()
 
     def thaw(self) -> None:
         """SIGCONT: what was sent is executed, leases that ran out meanwhile expire."""
         self.frozen = False
         self._release()
         if not self.stopped:
-            self._expire()
+            self._lessor.resume()
 
     def cut(self, client: str) -> None:
         """Nothing passes between this client and etcd; its connections stay open and silent."""
@@ -217,7 +202,7 @@ class SimulatedEtcd:
 
     def expire_lease(self, lease: int) -> None:
         """As if its TTL were over."""
-        self._revoke(lease)
+        self._lessor.revoke(lease)
         self._publish()
 
     # ------------------------------------------------------------ requests
@@ -290,14 +275,14 @@ class SimulatedEtcd:
         if method in STORE_METHODS:
             answer = self.store.execute(method, body)
         elif method == GRANT:
-            answer = self._grant(body)
+            lease = body.get("ID", 0) or _FIRST_LEASE + self._next_number()
+            answer = self._lessor.grant(lease, body["TTL"], self._rng.random())
         elif method == KEEP_ALIVE:
-            answer = self._keep_alive(body["ID"])
+            answer = self._lessor.keep_alive(body["ID"])
         elif method == REVOKE:
-            self._revoke(body["ID"])
-            answer = {}
+            answer = self._lessor.revoke(body["ID"])
         elif method == TIME_TO_LIVE:
-            answer = self._time_to_live(body["ID"])
+            answer = self._lessor.time_to_live(body["ID"])
         else:
             assert method == STATUS, f"the simulated etcd has no {method}"
             answer = {"version": "simulated"}
@@ -323,57 +308,6 @@ class SimulatedEtcd:
                 self._serve(request)
         for watcher in self._watchers.values():
             watcher.wake()
-
-    # ------------------------------------------------------------ leases
-
-    def _grant(self, body: Body) -> Body:
-        lease = body.get("ID", 0) or _FIRST_LEASE + self._next_number()
-        ttl_s = max(MINIMUM_TTL_S, body["TTL"])
-        self.store.grant(lease)
-        self._terms[lease] = _Term(ttl_s, clock.monotonic() + ttl_s, EXPIRY_LATE_S * self._rng.random())
-        self._schedule_expiry()
-        return {"ID": lease, "TTL": ttl_s}
-
-    def _keep_alive(self, lease: int) -> Body:
-        term, now = self._terms.get(lease), clock.monotonic()
-        if term is None or now >= term.deadline:
-            return {"ID": lease}  # etcd says "gone" by leaving the TTL out
-        term.deadline = now + term.ttl_s
-        return {"ID": lease, "TTL": term.ttl_s}
-
-    def _time_to_live(self, lease: int) -> Body:
-        term = self._terms.get(lease)
-        if term is None:
-            return {"ID": lease, "TTL": -1}
-        return {"ID": lease, "TTL": int(term.deadline - clock.monotonic()), "grantedTTL": term.ttl_s}
-
-    def _revoke(self, lease: int) -> None:
-        self.store.revoke(lease)
-        self._terms.pop(lease, None)
-
-    def _cancel_expiry(self) -> None:
-        if self._expiry is not None:
-            self._expiry.cancel()
-            self._expiry = None
-
-    def _schedule_expiry(self) -> None:
-        if self._terms and not self.stopped and not self.frozen and self._expiry is None:
-            due = min(term.deadline + term.late_s for term in self._terms.values())
-            loop = asyncio.get_running_loop()
-            self._expiry = loop.call_at(due, self._on_expiry, context=self._context)
-
-    def _on_expiry(self) -> None:
-        self._expiry = None
-        self._expire()
-
-    def _expire(self) -> None:
-        now = clock.monotonic()
-        for lease, term in sorted(self._terms.items()):
-            if now >= term.deadline + term.late_s:
-                with suppress(LeaseLost):
-                    self._revoke(lease)
-        self._publish()
-        self._schedule_expiry()
 
     # ------------------------------------------------------------ watches
 
