@@ -1,23 +1,24 @@
-"""What a user's script imports: `trireme.Config` and `trireme.data`. Importing it loads neither torch nor pydantic."""
+"""What a user's script imports: `trireme.Config`, `trireme.data` and `trireme.train`. Importing it loads neither torch nor pydantic."""
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trireme.config import Config
 
 if TYPE_CHECKING:
-    from types import ModuleType
+    import trireme.data as data
+    from trireme.plain import train as train
 
-    from trireme import data as data
-
-__all__ = ["Config", "__version__", "data"]
+__all__ = ["Config", "__version__", "data", "train"]
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
     if name == "data":
         return importlib.import_module("trireme.data")
+    if name == "train":
+        return importlib.import_module("trireme.plain").train
     msg = f"module 'trireme' has no attribute {name!r}"
     raise AttributeError(msg)

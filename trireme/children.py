@@ -7,19 +7,18 @@ spawn -> alive -> ended(Exit)      each child leads its own session, so a Ctrl-C
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from shared import clock
+from shared.etcd.embedded import die_with_parent
 
-_PR_SET_PDEATHSIG = 1
 TAIL_BYTES = 16 << 10
+TAIL_LINES = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ class Child:
             self.send(signal.SIGKILL)
             await self.wait()
 
-    def tail(self, lines: int = 15) -> str:
+    def tail(self, lines: int = TAIL_LINES) -> str:
         """The last lines of its log."""
         return tail_of(self.log, lines)
 
@@ -116,17 +115,3 @@ def tail_of(path: Path, lines: int) -> str:
     except OSError:
         return ""
     return "\n".join(text.splitlines()[-lines:])
-
-
-def die_with_parent() -> Callable[[], None] | None:
-    """What a child of ours runs before exec, on Linux: ask the kernel to kill it when this process dies."""
-    if sys.platform != "linux":
-        return None
-    prctl, launcher, number = ctypes.CDLL(None, use_errno=True).prctl, os.getpid(), int(signal.SIGKILL)
-
-    def ask_kernel() -> None:
-        prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-        if os.getppid() != launcher:  # it died before we asked
-            os._exit(1)
-
-    return ask_kernel

@@ -10,9 +10,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 
+class ConfigError(ValueError):
+    """A setting that cannot be."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Raises ValueError naming the field, its value and what is allowed. Unset fields are None."""
+    """Raises ConfigError naming the field, its value and what is allowed. Unset fields are None."""
 
     job: str | None = None
     mode: str | None = None
@@ -44,7 +48,7 @@ class Config:
         problems = field_problems(self.to_dict())
         if problems:
             msg = "trireme.Config: " + "; ".join(problems)
-            raise ValueError(msg)
+            raise ConfigError(msg)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that were set."""

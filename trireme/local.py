@@ -19,13 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from shared import clock
 from shared import etcd as etcd_client
 from shared.directory import Directory
 from shared.errors import DeadlineExceeded, TriremeError
+from shared.etcd import Fatal
 from shared.etcd.embedded import EmbeddedEtcd
 from shared.keys import Keys
 from shared.records import JobSpec, JobState, MasterLock, PserverMember, TrainerMember
-from trireme.children import Child, Exit
+from trireme.children import TAIL_LINES, Child, Exit, tail_of
 from trireme.restarts import RestartPolicy
 
 HOST = "127.0.0.1"
@@ -111,16 +113,18 @@ class LocalCluster:
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> int:
         """Send a signal to a child (it will be started again); returns its pid."""
-        pid = self.embedded.pid if name == "etcd" else self.children[name].pid
-        os.kill(pid, number)
-        return pid
+        if name == "etcd":
+            self.embedded.send(number)
+            return self.embedded.pid or 0
+        self.children[name].send(number)
+        return self.children[name].pid
 
     def kill_all(self) -> None:
         """The impatient end: SIGKILL to every child, without a word."""
         self._stopping = True
         for child in self.children.values():
             child.send(signal.SIGKILL)
-        self.embedded.kill()
+        self.embedded.send(signal.SIGKILL)
 
     # ------------------------------------------------------------ children
 
@@ -160,7 +164,8 @@ class LocalCluster:
             await self._bury(child, end)
             delay_s = policy.delay_s(end.code, end.lived_s)
             if delay_s is None:
-                self._give_up(child, end)
+                message = f"{child.name} ended {policy.deaths} times right after its start, the last time with {end}"
+                self._fail(child.name, message, child.log, child.tail())
                 return
             await asyncio.sleep(delay_s)
             if self._stopping or await self._is_final():
@@ -168,18 +173,37 @@ class LocalCluster:
             await child.start()
             self._on_event(ChildEvent(child.name, "restarted", str(end), child.pid))
 
+    async def _supervise_etcd(self) -> None:
+        policy = RestartPolicy()
+        while True:
+            since = clock.monotonic()
+            pid, code = self.embedded.pid or 0, await self.embedded.wait()
+            end = Exit(pid, code or 0, clock.monotonic() - since)
+            while not self.embedded.running:
+                if self._stopping:
+                    return
+                self._on_event(ChildEvent("etcd", "died", str(end), end.pid))
+                delay_s = policy.delay_s(end.code, end.lived_s)
+                if delay_s is None:
+                    tail = tail_of(self.embedded.log_path, TAIL_LINES)
+                    self._fail(
+                        "etcd", f"etcd ended again and again, the last time with {end}", self.embedded.log_path, tail
+                    )
+                    return
+                await asyncio.sleep(delay_s)
+                with contextlib.suppress(Fatal):  # told by its next death
+                    await self.embedded.start()
+            self._on_event(ChildEvent("etcd", "restarted", str(end), self.embedded.pid or 0))
+
     async def _is_final(self) -> bool:
         """True if the job is over; a trainer may leave a moment before we hear of it."""
         with contextlib.suppress(DeadlineExceeded):
-            await self.directory.wait_for(
-                lambda view: _is_final(view.state), FINAL_TIMEOUT_S, "the end of the job"
-            )
+            await self.directory.wait_for(lambda view: _is_final(view.state), FINAL_TIMEOUT_S, "the end of the job")
         return _is_final(self.directory.state)
 
-    def _give_up(self, child: Child, end: Exit) -> None:
+    def _fail(self, name: str, message: str, log: Path, tail: str) -> None:
         if not self._final.done():
-            msg = f"{child.name} ended {child.starts} times in a row, the last time with {end}; its log is {child.log}"
-            self._final.set_exception(ClusterError(msg, child=child.name, log=str(child.log), tail=child.tail()))
+            self._final.set_exception(ClusterError(f"{message}; its log is {log}", child=name, log=str(log), tail=tail))
 
     async def _bury(self, child: Child, end: Exit) -> None:
         """Revoke the lease of a process that we saw die, so that nobody waits for it to run out.
@@ -223,10 +247,12 @@ class LocalCluster:
 
     async def _start(self) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True)
+        (self.run_dir / "logs").mkdir(exist_ok=True)
         (self.run_dir / "spec.json").write_bytes(self.spec.to_bytes())
         await self.embedded.start()
         self.etcd = etcd_client.connect([self.embedded.url])
         self.directory = Directory(self.etcd, self._keys)
+        self._run(self._supervise_etcd())
         self._run(self.directory.run())
         self._run(self._follow_state())
         for index in range(1 + self._standbys):

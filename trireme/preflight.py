@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shared.etcd.embedded import die_with_parent
 from shared.records import UserFailure
-from trireme.children import die_with_parent
+from trireme.config import ConfigError
 from trireme.spec import UsageError
 
 TIMEOUT_S = 300.0
@@ -38,20 +39,22 @@ class Inspection:
     evaluation_dataset: dict[str, Any] | None
 
 
-async def inspect(script: Path, *, check: bool = True, settings: dict[str, str] | None = None) -> Inspection:
-    """Raises UsageError if this is no script for us, ScriptError if it raises by itself.
-
-    `check`: also build the model and run one minibatch forward and backward. `settings` override the script's config.
-    """
+def check_path(script: Path) -> None:
+    """Raises UsageError if there is no such file."""
     if not script.is_file():
         what = "is a directory" if script.is_dir() else "does not exist"
         msg = f"{script} {what}; give the path of a Python file that defines model, dataset, loss and optimizer"
         raise UsageError(msg)
+
+
+async def inspect(script: Path, *, check: bool = True) -> Inspection:
+    """Raises UsageError if this is no script for us, ScriptError if it raises by itself.
+
+    `check`: also build the model and run one minibatch forward and backward.
+    """
     argv = [sys.executable, "-P", "-m", "trainer_agent", "inspect", str(script)]
     if not check:
         argv.append("--no-check")
-    for name, value in (settings or {}).items():
-        argv += ["--set", f"{name}={value}"]
     child = await asyncio.create_subprocess_exec(
         *argv,
         stdin=asyncio.subprocess.DEVNULL,
@@ -92,6 +95,8 @@ def _read_answer(script: Path, code: int, out: str, err: str) -> Inspection:
         details = error.get("details") or {}
         if code == USAGE:
             raise UsageError(str(error.get("message", "")), hint=str(error.get("hint", "")))
+        if details.get("error_type") == ConfigError.__name__:
+            raise UsageError(f"{script}: {error.get('message', '')}")
         raise ScriptError(
             UserFailure(
                 error_type=str(details.get("error_type", "")),

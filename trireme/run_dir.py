@@ -63,7 +63,7 @@ def _clear(run_dir: Path) -> None:
     (run_dir / "logs").mkdir()
 
 
-def write_run_file(run_dir: Path, **facts: Any) -> None:
+def write_run_file(run_dir: Path, facts: dict[str, Any]) -> None:
     """What other commands need to find this run (`trireme status`)."""
     temporary = run_dir / f".{RUN_FILE}"
     temporary.write_text(json.dumps(facts), encoding="utf-8")

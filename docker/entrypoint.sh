@@ -1,0 +1,16 @@
+#!/bin/bash
+# master | pserver | trainer: that service, reachable by the container's address; anything else is run as it is.
+set -euo pipefail
+
+role="${1:-}"
+case "$role" in
+master) module=master_service ;;
+pserver) module=pserver_service ;;
+trainer) module=trainer_agent ;;
+*) exec "$@" ;;
+esac
+
+export TRIREME_HOST="${TRIREME_HOST:-0.0.0.0}"
+export TRIREME_ADVERTISE="${TRIREME_ADVERTISE:-$(hostname -i | cut -d' ' -f1)}"
+export TRIREME_NAME="${TRIREME_NAME:-$role-$(hostname)}"
+exec python -P -m "$module"

@@ -1,0 +1,134 @@
+"""`trireme`: the command line. Data on stdout, everything else on stderr; this module loads neither torch nor pydantic.
+
+Exit codes: 0 ok, 1 job failed, 2 usage, 3 not found, 4 conflict, 5 auth, 6 unreachable, 7 wait timed out, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    name="trireme",
+    help="Elastic, fault-tolerant training of PyTorch models on machines that vanish.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Job = Annotated[
+    str | None, typer.Option("--job", help="Name of the job. Default: the one started last.", metavar="NAME")
+]
+DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Where runs live. Default: .trireme", metavar="DIR")]
+Url = Annotated[
+    str | None, typer.Option("--url", help="The master's address, instead of a local run's.", metavar="URL")
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+
+
+@app.command()
+def run(
+    script: Annotated[Path, typer.Argument(help="A Python file with model, dataset, loss and optimizer.")],
+    mode: Annotated[str | None, typer.Option(help="sync (deterministic) or async.", metavar="sync|async")] = None,
+    trainers: Annotated[int | None, typer.Option(help="Number of trainers.", metavar="N")] = None,
+    pservers: Annotated[int | None, typer.Option(help="Number of parameter servers.", metavar="N")] = None,
+    lanes: Annotated[
+        int | None, typer.Option(help="Virtual workers of sync mode, a power of two.", metavar="N")
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the dataset.", metavar="N")] = None,
+    global_batch_size: Annotated[
+        int | None, typer.Option(help="Records of one step of all lanes.", metavar="N")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Decides order and random numbers.", metavar="N")] = None,
+    push_every: Annotated[int | None, typer.Option(help="Async: minibatches per push.", metavar="N")] = None,
+    pull_every: Annotated[int | None, typer.Option(help="Async: minibatches per pull.", metavar="N")] = None,
+    device: Annotated[str | None, typer.Option(help="Where trainers compute.", metavar="auto|cpu|cuda")] = None,
+    job: Annotated[str | None, typer.Option(help="Name of the job. Default: the script's.", metavar="NAME")] = None,
+    data_dir: DataDir = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port of the master's REST. Default: any free one.", metavar="P")
+    ] = None,
+    standbys: Annotated[int | None, typer.Option(help="Hot standby masters.", metavar="N")] = None,
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", help="Any other setting of trireme.Config.", metavar="NAME=VALUE")
+    ] = None,
+    check: Annotated[bool, typer.Option(help="Try one minibatch before anything is started.")] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job's spec as JSON, start nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train SCRIPT on this machine: etcd, master, parameter servers and trainers as supervised processes.
+
+    Settings: flag, else environment (TRIREME_EPOCHS, ...), else trireme.toml, else the script's config, else the default.
+    """
+    from trireme.run_command import RunRequest, run_command  # noqa: PLC0415
+
+    flags: dict[str, Any] = {
+        "mode": mode,
+        "trainers": trainers,
+        "pservers": pservers,
+        "lanes": lanes,
+        "epochs": epochs,
+        "global_batch_size": global_batch_size,
+        "seed": seed,
+        "push_every": push_every,
+        "pull_every": pull_every,
+        "device": device,
+        "job": job,
+        "data_dir": data_dir,
+        "port": port,
+        "standbys": standbys,
+    }
+    request = RunRequest(script, flags, tuple(assignments or ()), check=check, dry_run=dry_run, as_json=as_json)
+    raise typer.Exit(run_command(request))
+
+
+@app.command()
+def status(job: Job = None, data_dir: DataDir = None, url: Url = None, as_json: Json = False) -> None:
+    """Phase, progress and members of a job."""
+    from trireme.ask import ask, show_status  # noqa: PLC0415
+
+    raise typer.Exit(ask(show_status, job, data_dir, url, as_json=as_json))
+
+
+@app.command()
+def tasks(
+    state: Annotated[str | None, typer.Option(help="Only these.", metavar="todo|pending|requeued|discarded")] = None,
+    job: Job = None,
+    data_dir: DataDir = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """The task queues: who works on what, what was given up and why."""
+    from trireme.ask import ask, show_tasks  # noqa: PLC0415
+
+    raise typer.Exit(ask(show_tasks, job, data_dir, url, as_json=as_json, state=state))
+
+
+@app.command()
+def members(job: Job = None, data_dir: DataDir = None, url: Url = None, as_json: Json = False) -> None:
+    """Masters, parameter servers and trainers that are alive."""
+    from trireme.ask import ask, show_members  # noqa: PLC0415
+
+    raise typer.Exit(ask(show_members, job, data_dir, url, as_json=as_json))
+
+
+@app.command()
+def version(as_json: Json = False) -> None:
+    """Versions of Trireme and what it runs on."""
+    from trireme.doctor import show_version  # noqa: PLC0415
+
+    show_version(as_json=as_json)
+
+
+@app.command()
+def doctor(data_dir: DataDir = None, as_json: Json = False) -> None:
+    """Check this machine: versions, etcd, ports, data directory; and how long a recovery may take."""
+    from trireme.doctor import examine  # noqa: PLC0415
+
+    raise typer.Exit(examine(data_dir, as_json=as_json))
+
+
+def main() -> None:
+    app()

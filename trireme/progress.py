@@ -1,0 +1,138 @@
+"""What a person sees while a job runs: a live block on a terminal, else a line every few seconds. All of it on stderr.
+
+facts (Progress, events as sentences) -> Display.show / Display.event -> LiveDisplay | LineDisplay
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+LINE_EVERY_S = 5.0
+REFRESH_PER_SECOND = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The job at one moment. `records_*` count over all epochs; None: not known yet."""
+
+    phase: str
+    stage: str
+    epoch: int = 0
+    epochs: int = 0
+    step: int | None = None
+    loss: float | None = None
+    records_done: int = 0
+    records_total: int = 0
+    records_per_s: float | None = None
+    eta_s: float | None = None
+    trainers: int = 0
+    trainers_desired: int = 0
+    pservers: int = 0
+    pservers_desired: int = 0
+    restarts: int = 0
+    generation: int = 0
+    reason: str = ""
+
+    @property
+    def fraction(self) -> float:
+        return min(1.0, self.records_done / self.records_total) if self.records_total else 0.0
+
+    def training(self) -> str:
+        """`epoch 2/5  step 140  loss 0.312  5,120 records/s  ETA 0:12`."""
+        if self.phase == "WAITING":
+            return f"waiting: {self.reason}" if self.reason else "waiting for members"
+        if self.stage not in {"TRAIN", ""}:
+            return f"{self.stage.lower()}: {self.reason}" if self.reason else self.stage.lower()
+        parts = [f"epoch {min(self.epoch + 1, self.epochs)}/{self.epochs}"]
+        if self.step is not None:
+            parts.append(f"step {self.step}")
+        if self.loss is not None:
+            parts.append(f"loss {self.loss:.4g}")
+        if self.records_per_s is not None:
+            parts.append(f"{self.records_per_s:,.0f} records/s")
+        if self.eta_s is not None:
+            parts.append(f"ETA {clock_text(self.eta_s)}")
+        return "  ".join(parts)
+
+    def members(self) -> str:
+        """`trainers 2/2  pservers 2/2  restarts 0  generation 3`."""
+        return (
+            f"trainers {self.trainers}/{self.trainers_desired}  pservers {self.pservers}/{self.pservers_desired}  "
+            f"restarts {self.restarts}  generation {self.generation}"
+        )
+
+
+def clock_text(seconds: float) -> str:
+    """`0:09`, `1:02:03`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class Display(Protocol):
+    """`close` leaves what was last shown on the screen."""
+
+    def show(self, progress: Progress, now: float) -> None: ...
+
+    def event(self, sentence: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class LineDisplay:
+    """For logs and pipes: events at once, progress every `LINE_EVERY_S` seconds and whenever epoch or phase change."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._last: tuple[float, tuple[str, str, int]] | None = None
+
+    def show(self, progress: Progress, now: float) -> None:
+        place = (progress.phase, progress.stage, progress.epoch)
+        if self._last is not None and self._last[1] == place and now - self._last[0] < LINE_EVERY_S:
+            return
+        self._last = (now, place)
+        self.event(f"{progress.phase}  {progress.training()}  {progress.members()}")
+
+    def event(self, sentence: str) -> None:
+        self._console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        return
+
+
+class LiveDisplay:
+    """For terminals: a bar, the numbers, the members; events scroll by above them."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(Text("starting"), console=console, refresh_per_second=REFRESH_PER_SECOND, transient=False)
+        self._live.start()
+
+    def show(self, progress: Progress, now: float) -> None:  # noqa: ARG002  it is drawn at its own rate
+        grid = Table.grid(padding=(0, 2))
+        grid.add_row(
+            Text(progress.phase.lower(), style="bold"),
+            ProgressBar(total=1.0, completed=progress.fraction, width=30),
+            Text(f"{progress.fraction:.0%}"),
+        )
+        self._live.update(Group(grid, Text(progress.training()), Text(progress.members(), style="dim")))
+
+    def event(self, sentence: str) -> None:
+        self._console.print(sentence, markup=False, highlight=False, style="yellow", soft_wrap=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def display() -> Display:
+    """The one that suits stderr."""
+    console = Console(stderr=True)
+    return LiveDisplay(console) if sys.stderr.isatty() else LineDisplay(console)
