@@ -16,6 +16,7 @@
     tasks/requeued/<task>   RequeuedTask    -          master                        lock + mod_revision
     tasks/discarded/<task>  DiscardedTask   -          master                        lock + mod_revision
     tasks/evaluation        EvaluationSums  -          master                        lock
+    tasks/commit            text            -          master                        lock + mod_revision
 
 Values are UTF-8 JSON of the records in records.py (integers as decimal text).
 """
@@ -107,6 +108,11 @@ class Keys:
     @property
     def evaluation(self) -> str:
         return self._of("tasks", "evaluation")
+
+    @property
+    def commit(self) -> str:
+        """Name of the master's last transaction: its mod_revision orders them, its value tells whether one landed."""
+        return self._of("tasks", "commit")
 
     def cursor(self, stream: str | int) -> str:
         return self._of("tasks", "cursor", stream)

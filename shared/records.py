@@ -233,6 +233,7 @@ class TaskMeta(Record):
     seed: int
     tasks: int
     evaluation_tasks: int = 0
+    evaluation_digest: str = ""
 
 
 class PendingTask(Record):

@@ -86,6 +86,7 @@ class Books:
             seed=spec.seed,
             tasks=table.tasks,
             evaluation_tasks=evaluation.tasks if evaluation else 0,
+            evaluation_digest=evaluation.digest if evaluation else "",
         )
         return cls(spec, meta, queues, job.FailureBudget(spec.max_user_failures))
 

@@ -1,0 +1,70 @@
+"""What trainers report of loss and speed, in bounded memory: sums per epoch, the last steps, records of the last seconds."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+from shared.records import MetricBatch
+
+KEPT_STEPS = 1000
+KEPT_EPOCHS = 1000
+WINDOW_S = 15.0
+
+
+@dataclass(slots=True)
+class Sums:
+    """`loss_sum`: of loss x records."""
+
+    loss_sum: float = 0.0
+    records: int = 0
+
+    @property
+    def loss(self) -> float | None:
+        return self.loss_sum / self.records if self.records else None
+
+
+@dataclass(slots=True)
+class Metrics:
+    steps: OrderedDict[int, Sums] = field(default_factory=OrderedDict)
+    epochs: OrderedDict[int, Sums] = field(default_factory=OrderedDict)
+    recent: deque[tuple[float, int]] = field(default_factory=deque)
+    step: int = 0
+    records: int = 0
+
+    def add(self, batch: MetricBatch, now: float) -> None:
+        """In place. Steps of several trainers add up; a step reported again after a death counts again."""
+        records = 0
+        for share in batch.steps:
+            for sums in (
+                _entry(self.steps, share.step, KEPT_STEPS),
+                _entry(self.epochs, share.epoch, KEPT_EPOCHS),
+            ):
+                sums.loss_sum += share.loss_sum
+                sums.records += share.records
+            records += share.records
+            self.step = max(self.step, share.step)
+        self.records += records
+        self.recent.append((now, records))
+        self._forget(now)
+
+    def rate(self, now: float) -> float:
+        """Records per second over the last WINDOW_S; 0 while unknown."""
+        self._forget(now)
+        if len(self.recent) < 2:
+            return 0.0
+        first = self.recent[0]
+        seconds = max(now - first[0], 1e-3)
+        return (sum(records for _, records in self.recent) - first[1]) / seconds
+
+    def _forget(self, now: float) -> None:
+        while self.recent and (self.recent[0][0] < now - WINDOW_S or len(self.recent) > 4096):
+            self.recent.popleft()
+
+
+def _entry(kept: OrderedDict[int, Sums], key: int, limit: int) -> Sums:
+    if key not in kept:
+        kept[key] = Sums()
+        while len(kept) > limit:
+            kept.popitem(last=False)
+    return kept.get(key) or Sums()

@@ -1,0 +1,162 @@
+"""Becoming the master: campaign -> prove the lock -> read everything -> open the books.
+
+    CANDIDATE --lock created--> term --addr published under the lock--> read all keys --> books open --> reign (reign.py)
+
+A candidate that finds the holder's port closed revokes the holder's lease, so that a restart need not wait for the TTL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from master_service import store
+from master_service.core.books import Books
+from master_service.core.file_table import FileTable
+from master_service.tables import Tables
+from master_service.transact import Deposed
+from shared import clock, ids, telemetry
+from shared.datasets import Dataset
+from shared.errors import Conflict, DatasetError, NotFound, PeerError
+from shared.etcd import Compare, Etcd, KeyValue, Lease, Put, lock
+from shared.keys import Keys
+from shared.records import JobSpec, JobState, MasterAddress, MasterLock, Phase, TaskMeta, UserFailure
+
+PAUSE_S = 0.1
+
+Probe = Callable[[str], Awaitable[bool]]
+log = telemetry.logger("leader")
+
+
+@dataclass(frozen=True, slots=True)
+class Takeover:
+    """What a new master starts from; `revision` is that of the reading, so the watches go on from the next."""
+
+    term: int
+    commit_revision: int
+    revision: int
+    found: dict[str, KeyValue]
+    books: Books
+
+
+async def campaign(
+    etcd: Etcd, keys: Keys, me: MasterLock, lease: Lease, probe: Probe, on_holder: Callable[[MasterLock], None]
+) -> int:
+    """Wait for the lock; the answer is the term. Raises LeaseLost."""
+
+    async def look_at(kv: KeyValue) -> None:
+        try:
+            holder = MasterLock.model_validate_json(kv.value)
+        except ValidationError:
+            log.warning("lock_unreadable", value=kv.value.decode(errors="replace"))
+            return
+        on_holder(holder)
+        if holder.lease and await probe(holder.url):
+            log.info("holder_is_dead", holder=holder.master, url=holder.url)
+            await etcd.revoke(holder.lease)
+
+    return await lock.acquire(etcd, keys.master_lock, me.to_bytes(), lease, on_wait=look_at)
+
+
+async def take_over(
+    etcd: Etcd, keys: Keys, url: str, lease: Lease, term: int, spec: JobSpec | None, tables: Callable[[JobSpec], Tables]
+) -> Takeover:
+    """Publish the address, read everything, open the books.
+
+    Raises Deposed; NotFound without a spec; Conflict if `spec` is not the job's or the dataset has changed. A dataset
+    that cannot be read makes a failed job, not an error: the user reads why in the job's state.
+    """
+    address = MasterAddress(url=url, term=term).to_bytes()
+    commit_revision = await _prove(etcd, keys, lease, term, [Put(keys.master_address, address, lease.id)])
+    found, revision = await store.read_all(etcd, keys)
+    spec = _agreed_spec(keys, found, spec)
+    if keys.spec not in found:
+        writes = [Put(keys.spec, spec.to_bytes()), Put(keys.pservers_desired, str(spec.pservers).encode())]
+        state = JobState(reason="counting the dataset's records")
+        commit_revision = await _prove(etcd, keys, lease, term, [*writes, Put(keys.state, state.to_bytes())])
+        found, revision = await store.read_all(etcd, keys)
+    books, unreadable = await _open_books(found.get(keys.task_meta), spec, tables(spec))
+    if unreadable is None:
+        store.restore(books, keys, found, clock.monotonic())
+        opening = [] if keys.task_meta in found else [Put(keys.task_meta, books.meta.to_bytes())]
+    else:
+        books.state = _failed(JobState.model_validate_json(found[keys.state].value), unreadable)
+        opening = [Put(keys.state, books.state.to_bytes())]
+    if opening:
+        commit_revision = await _prove(etcd, keys, lease, term, opening)
+    log.info("took_over", term=term, books=repr(books))
+    return Takeover(term, commit_revision, revision, found, books)
+
+
+async def _prove(etcd: Etcd, keys: Keys, lease: Lease, term: int, writes: list[Put]) -> int:
+    """Write under the lock alone: these values may be written twice. The answer is the revision. Raises Deposed."""
+    while lease.alive:
+        marker = Put(keys.commit, ids.new_id("takeover").encode())
+        try:
+            result = await etcd.txn([Compare.create(keys.master_lock, "==", term)], [*writes, marker])
+        except PeerError as error:
+            log.warning("takeover_unanswered", cause=str(error))
+            await asyncio.sleep(ids.jitter(PAUSE_S))
+            continue
+        if result.succeeded:
+            return result.revision
+        break
+    msg = f"the master lock of term {term} was lost during the takeover"
+    raise Deposed(msg)
+
+
+def _agreed_spec(keys: Keys, found: dict[str, KeyValue], given: JobSpec | None) -> JobSpec:
+    stored = found.get(keys.spec)
+    if stored is None:
+        if given is None:
+            msg = f"job {keys.job} has no spec in etcd yet; start its first master with TRIREME_SPEC"
+            raise NotFound(msg)
+        return given
+    spec = JobSpec.model_validate_json(stored.value)
+    if given is not None and given != spec:
+        differing = [name for name in JobSpec.model_fields if getattr(given, name) != getattr(spec, name)]
+        name = differing[0]
+        msg = (
+            f"job {keys.job} exists with another spec: {name} is {getattr(spec, name)!r} there and "
+            f"{getattr(given, name)!r} here; use another job name, or the same values"
+        )
+        raise Conflict(msg, differing=differing)
+    return spec
+
+
+async def _open_books(meta: KeyValue | None, spec: JobSpec, tables: Tables) -> tuple[Books, DatasetError | None]:
+    """Books without anything done; without any task if the dataset cannot be read."""
+    known = TaskMeta.model_validate_json(meta.value) if meta else None
+    try:
+        table = await _table(tables, spec.dataset, spec.task_records, known.digest if known else "")
+        evaluation = None
+        if spec.evaluation_dataset is not None:
+            digest = known.evaluation_digest if known else ""
+            evaluation = await _table(tables, spec.evaluation_dataset, spec.task_records, digest)
+    except DatasetError as error:
+        log.warning("dataset_unreadable", cause=error.message)
+        return Books.open(spec, FileTable((), 1), None), error
+    return Books.open(spec, table, evaluation), None
+
+
+async def _table(tables: Tables, source: Dataset, task_records: int, digest: str) -> FileTable:
+    if digest:
+        try:
+            return await tables.load(digest)
+        except NotFound as error:
+            log.warning("file_table_missing", digest=digest, cause=error.message)
+    table = await tables.count(source, task_records)
+    if not table.tasks:
+        urls = ", ".join(source.urls)
+        raise DatasetError(f"the dataset has no records: {urls}", hint="check the path or glob")
+    return table
+
+
+def _failed(state: JobState, error: DatasetError) -> JobState:
+    if state.phase.final:
+        return state
+    failure = UserFailure(error_type=type(error).__name__, message=error.message, task="counting the dataset's records")
+    return state.model_copy(update={"phase": Phase.FAILED, "reason": error.message, "failure": failure})

@@ -1,0 +1,144 @@
+"""How the books are spelled in etcd, both ways: changes -> operations of one txn, and keys -> books.
+
+[change, change, …] --coalesced: the last one of a key wins--> [Put | Delete, …]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from master_service.core.books import Books
+from master_service.core.changes import (
+    Change,
+    DropPending,
+    DropRequeued,
+    NextEpoch,
+    PutCursor,
+    PutDiscarded,
+    PutLanes,
+    PutPending,
+    PutRequeued,
+    PutSlots,
+    PutState,
+    PutSums,
+)
+from shared.errors import Conflict
+from shared.etcd import Delete, Etcd, KeyValue, Put
+from shared.keys import Keys
+from shared.records import (
+    DiscardedTask,
+    EvaluationSums,
+    JobState,
+    LaneMap,
+    PendingTask,
+    RequeuedTask,
+    SlotMap,
+    TaskMeta,
+)
+
+PAGE = 500
+
+
+def operations(keys: Keys, books: Books, changes: Iterable[Change]) -> list[Put | Delete]:
+    """The fewest operations that do `changes` in order; no key is written twice."""
+    by_key: dict[str, Put | Delete] = {}
+    for change in changes:
+        for operation in _operations(keys, books, change):
+            if isinstance(operation, Delete) and operation.end is not None:
+                for key in [key for key in by_key if operation.key <= key < operation.end]:
+                    del by_key[key]
+            by_key.pop(operation.key, None)
+            by_key[operation.key] = operation
+    return list(by_key.values())
+
+
+def _operations(keys: Keys, books: Books, change: Change) -> tuple[Put | Delete, ...]:
+    match change:
+        case PutState(state):
+            return (Put(keys.state, state.to_bytes()),)
+        case PutLanes(lanes):
+            return (Put(keys.lanes, lanes.to_bytes()),)
+        case PutSlots(slots):
+            return (Put(keys.slots, slots.to_bytes()),)
+        case PutSums(sums):
+            return (Put(keys.evaluation, sums.to_bytes()),)
+        case PutCursor(stream, position):
+            return (Put(keys.cursor(stream), str(position).encode()),)
+        case PutPending(task_id, task):
+            return (Put(keys.pending(task_id), task.to_bytes()),)
+        case DropPending(task_id):
+            return (Delete(keys.pending(task_id)),)
+        case PutRequeued(task_id, back):
+            return (Put(keys.requeued(task_id), back.to_bytes()),)
+        case DropRequeued(task_id):
+            return (Delete(keys.requeued(task_id)),)
+        case PutDiscarded(task_id, lost, _):
+            return (Put(keys.discarded(f"{task_id}@{lost.epoch}"), lost.to_bytes()),)
+        case NextEpoch(epoch):
+            meta = books.meta.model_copy(update={"epoch": epoch})
+            return (*(Delete(of("0"), of(":")) for of in (keys.cursor, keys.pending, keys.requeued)), Put(keys.task_meta, meta.to_bytes()))  # fmt: skip
+
+
+async def read_all(etcd: Etcd, keys: Keys) -> tuple[dict[str, KeyValue], int]:
+    """Every key of the job as of one revision, in pages, and that revision."""
+    found: dict[str, KeyValue] = {}
+    first, end, revision = keys.prefix, keys.prefix[:-1] + "0", 0  # "0" follows "/"
+    while True:
+        page = await etcd.range(first, end, limit=PAGE, revision=revision)
+        revision = revision or page.revision
+        found.update((kv.key, kv) for kv in page.kvs)
+        if not page.more:
+            return found, revision
+        first = page.kvs[-1].key + "\0"
+
+
+def restore(books: Books, keys: Keys, found: dict[str, KeyValue], now: float) -> None:
+    """In place: fresh books take what etcd holds. Pending tasks get a fresh full deadline. Raises Conflict."""
+    kv = found.get(keys.task_meta)
+    if kv is not None:
+        meta = TaskMeta.model_validate_json(kv.value)
+        _check_same_dataset(books.meta, meta)
+        books.meta = meta
+        books.training.epoch = meta.epoch
+    for key in sorted(found):
+        change = _change(keys, books, key, found[key].value)
+        if change is not None:
+            books.apply(change, now)
+
+
+def _change(keys: Keys, books: Books, key: str, value: bytes) -> Change | None:
+    """The change that a key stands for; None for keys that are not the books'."""
+    if key == keys.state:
+        return PutState(JobState.model_validate_json(value))
+    if key == keys.lanes:
+        return PutLanes(LaneMap.model_validate_json(value))
+    if key == keys.slots:
+        return PutSlots(SlotMap.model_validate_json(value))
+    if key == keys.evaluation:
+        return PutSums(EvaluationSums.model_validate_json(value))
+    if not key.startswith(keys.tasks):
+        return None
+    kind, _, name = key.removeprefix(keys.tasks).partition("/")
+    match kind:
+        case "cursor":
+            return PutCursor(name, int(value))
+        case "pending":
+            return PutPending(name, PendingTask.model_validate_json(value))
+        case "requeued":
+            return PutRequeued(name, RequeuedTask.model_validate_json(value))
+        case "discarded":
+            task_id = name.partition("@")[0]
+            lost = DiscardedTask.model_validate_json(value)
+            return PutDiscarded(task_id, lost, books.queue_of(task_id).streams.records_of(task_id))
+        case _:
+            return None
+
+
+def _check_same_dataset(counted: TaskMeta, stored: TaskMeta) -> None:
+    """The queues are arithmetic on the file table: with another table they would mean other records."""
+    if (counted.digest, counted.evaluation_digest) != (stored.digest, stored.evaluation_digest):
+        msg = (
+            f"the dataset has changed since the job began: file table {counted.digest[:12]} of {counted.tasks} tasks now, "
+            f"{stored.digest[:12]} of {stored.tasks} tasks then; restore the files or start a new job"
+        )
+        raise Conflict(msg)

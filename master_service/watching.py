@@ -1,0 +1,89 @@
+"""Who is there, as etcd says: two watches (trainers; pservers and initialisation) kept as one `Members` value."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from contextlib import aclosing
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from master_service.core.members import Members
+from shared import telemetry
+from shared.etcd import Etcd, KeyValue, WatchBatch
+from shared.keys import Keys
+from shared.records import PserverMember, TrainerMember
+
+M = TypeVar("M", PserverMember, TrainerMember)
+log = telemetry.logger("watching")
+
+
+class MembersWatch:
+    """`on_change(members)` is called after each change, never with a value older than the last."""
+
+    def __init__(self, etcd: Etcd, keys: Keys, on_change: Callable[[Members], None]) -> None:
+        self._etcd, self._keys, self._on_change = etcd, keys, on_change
+        self._kvs: dict[str, KeyValue] = {}
+        self._ranges = ((keys.trainers, keys.trainers[:-1] + "0"), keys.directory())
+
+    def start(self, found: Iterable[KeyValue]) -> Members:
+        """Take a first reading."""
+        self._kvs = {kv.key: kv for kv in found if self._is_followed(kv.key)}
+        return self.members()
+
+    async def run(self, start_revision: int) -> None:
+        """Follow both ranges from `start_revision` on, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for first, end in self._ranges:
+                group.create_task(self._follow(first, end, start_revision))
+
+    def members(self) -> Members:
+        keys = self._keys
+        trainers = sorted(
+            (kv for key, kv in self._kvs.items() if key.startswith(keys.trainers)), key=lambda kv: kv.create_revision
+        )
+        pservers = [(kv, _parsed(PserverMember, kv)) for key, kv in self._kvs.items() if key.startswith(keys.pservers)]
+        members = [_parsed(TrainerMember, kv) for kv in trainers]
+        layout = self._kvs.get(keys.layout)
+        return Members(
+            trainers={m.trainer: m for m in members if m},
+            pservers={m.index: m for _, m in pservers if m},
+            pserver_revisions={m.index: kv.create_revision for kv, m in pservers if m},
+            layout_revision=layout.create_revision if layout else 0,
+            init_done=keys.init_done in self._kvs,
+        )
+
+    async def _follow(self, first: str, end: str, start_revision: int) -> None:
+        async with aclosing(self._etcd.watch(first, end, start_revision=start_revision)) as batches:
+            async for batch in batches:
+                if self._take(batch, first, end):
+                    self._on_change(self.members())
+
+    def _take(self, batch: WatchBatch, first: str, end: str) -> bool:
+        """Whether something that is followed changed."""
+        before = dict(self._kvs)
+        if batch.reset:
+            self._kvs = {key: kv for key, kv in self._kvs.items() if not first <= key < end}
+            self._kvs.update((kv.key, kv) for kv in batch.kvs if self._is_followed(kv.key))
+        for event in batch.events:
+            if not self._is_followed(event.kv.key):
+                continue
+            if event.type == "put":
+                self._kvs[event.kv.key] = event.kv
+            else:
+                self._kvs.pop(event.kv.key, None)
+        return self._kvs != before
+
+    def _is_followed(self, key: str) -> bool:
+        keys = self._keys
+        trainer = key.startswith(keys.trainers) and "/" not in key.removeprefix(keys.trainers)
+        return trainer or key.startswith(keys.pservers) or key in (keys.layout, keys.init_done)
+
+
+def _parsed(kind: type[M], kv: KeyValue) -> M | None:
+    try:
+        return kind.model_validate_json(kv.value)
+    except ValidationError as error:
+        log.warning("member_unreadable", key=kv.key, cause=str(error))
+        return None
