@@ -1,0 +1,63 @@
+"""The folder of a job's runs: one run at a time, no remains of the last one."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from trireme import run_dir
+from trireme.spec import UsageError
+
+
+def test_the_remains_of_the_last_run_go_and_its_exports_stay(tmp_path):
+    with run_dir.opened(tmp_path, "ctr") as folder:
+        (folder / "etcd").mkdir()
+        (folder / "logs" / "trainer-0.log").write_text("old")
+        (folder / "export").mkdir()
+        (folder / "export" / "model.pt").write_text("kept")
+        run_dir.write_run_file(folder, {"url": "http://127.0.0.1:1"})
+    with run_dir.opened(tmp_path, "ctr") as folder:
+        assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) == [
+            "export",
+            "export/model.pt",
+            "lock",
+            "logs",
+        ]
+
+
+def test_a_job_runs_once_at_a_time(tmp_path):
+    with run_dir.opened(tmp_path, "ctr"), run_dir.opened(tmp_path, "other"):
+        busy = rf"job ctr is already running .*process {os.getpid()}.*--job NAME"
+        with pytest.raises(UsageError, match=busy), run_dir.opened(tmp_path, "ctr"):
+            pytest.fail("two runs in one folder")
+
+
+def test_a_data_directory_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(UsageError, match=r"cannot be written: .*--data-dir"),
+        run_dir.opened(tmp_path / "file", "ctr"),
+    ):
+        pytest.fail("there is no such folder")
+
+
+def test_the_last_run_is_found_without_its_name(tmp_path):
+    assert run_dir.read_run_file(tmp_path, None) is None
+    for time_s, job in enumerate(("old", "new")):
+        (tmp_path / job).mkdir()
+        run_dir.write_run_file(tmp_path / job, {"job": job})
+        os.utime(tmp_path / job / run_dir.RUN_FILE, (time_s, time_s))
+    assert run_dir.read_run_file(tmp_path, None) == {"job": "new"}
+    assert run_dir.read_run_file(tmp_path, "old") == {"job": "old"}
+
+
+def test_a_port_in_use_is_told():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=rf"port {port} of 127\.0\.0\.1 is not free"):
+            run_dir.check_port("127.0.0.1", port)
+    run_dir.check_port("127.0.0.1", port)
