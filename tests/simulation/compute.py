@@ -137,7 +137,7 @@ class TinyCompute:
         if names:
             self._notes.gradients.append((seed, names))
         if lane == node[1] - 1:
-            self._nodes[node] = _mean(node, self._lanes)
+            self._nodes[node] = mean_over(node, self._lanes)
             order = [block.number for block in self._blocks]
             self._rng.shuffle(order)
             for block in order:
@@ -192,7 +192,11 @@ def gradients(params: Sequence[np.ndarray[Any, Any]], seed: int, names: Sequence
     return result
 
 
-def _mean(node: Interval, lanes: Mapping[int, tuple[list[np.ndarray[Any, Any]], int]]) -> list[np.ndarray[Any, Any]]:
+def mean_over(
+    node: Interval, lanes: Mapping[int, tuple[list[np.ndarray[Any, Any]], int]]
+) -> list[np.ndarray[Any, Any]]:
+    """The canonical tree over lanes [first, last) of (gradients, count)."""
+
     def tree(first: int, last: int) -> tuple[list[torch.Tensor], int]:
         if last - first == 1:
             vectors, count = lanes[first]

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from shared.records import Mode
@@ -57,17 +57,25 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Everything a run depends on. `files`: records of each file."""
+class Job:
+    """What the trained parameters depend on. `files`: records of each file."""
 
-    seed: int
     mode: Mode
     files: tuple[int, ...]
     task_records: int
     minibatch: int
     lanes: int
     epochs: int
-    push_every: int
+    seed: int
+    push_every: int = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a run depends on."""
+
+    seed: int
+    job: Job
     pull_every: int
     evaluate: bool
     trainers: int
@@ -75,26 +83,17 @@ class Plan:
     masters: int
     speed: Speed
     weather: Weather = CALM
-    faults: tuple[Fault, ...] = field(default=())
+    faults: tuple[Fault, ...] = ()
 
     def undisturbed(self) -> Plan:
-        """The same job with one trainer of every kind of luck: its parameters are what any synchronous run must reach."""
-        return Plan(
-            **{
-                **self.__dict__,
-                "trainers": 1,
-                "pservers": 1,
-                "masters": 1,
-                "speed": Speed(0.001, 0.001),
-                "weather": CALM,
-                "faults": (),
-            }
-        )
+        return replace(self, weather=CALM, faults=())
 
-    @property
-    def job(self) -> tuple[object, ...]:
-        """What the result depends on."""
-        return (self.mode, self.files, self.task_records, self.minibatch, self.lanes, self.epochs, self.evaluate)
+    def __str__(self) -> str:
+        head = (
+            f"seed {self.seed} {self.job}\n  {self.masters} masters, {self.pservers} pservers, {self.trainers} trainers, "
+            f"pull_every {self.pull_every}, evaluate {self.evaluate}\n  {self.speed}\n  {self.weather}"
+        )
+        return "\n".join([head, *(f"  {fault}" for fault in self.faults)])
 
 
 JOBS: tuple[tuple[tuple[int, ...], int, int, int], ...] = (
@@ -113,15 +112,19 @@ def plan(seed: int, mode: Mode) -> Plan:
     files, task_records, minibatch, lanes = JOBS[rng.randrange(len(JOBS))]
     slowness = rng.choice([0.05, 0.3, 0.8])
     speed = Speed(slowness / 2, slowness, stall=rng.choice([0.0, 0.0, 0.05]), stall_s=rng.choice([2.0, 12.0]))
-    return Plan(
-        seed=seed,
+    job = Job(
         mode=mode,
         files=files,
         task_records=task_records,
         minibatch=minibatch,
         lanes=lanes if mode is Mode.SYNC else 1,
         epochs=rng.choice([1, 2, 3]),
+        seed=rng.randrange(3),
         push_every=rng.choice([1, 1, 2]) if mode is Mode.ASYNC else 1,
+    )
+    return Plan(
+        seed=seed,
+        job=job,
         pull_every=rng.choice([1, 2, 3]) if mode is Mode.ASYNC else 1,
         evaluate=rng.random() < 0.3,
         trainers=rng.choice([1, 2, 3, 4]),

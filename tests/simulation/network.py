@@ -14,7 +14,7 @@ import asyncio
 import contextvars
 import random
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,6 +49,7 @@ class _Call:
     def __init__(self, source: Process, target: Process, reply: asyncio.Future[Any]) -> None:
         self.source, self.target, self.reply = source, target, reply
         self.pipes: list[Pipe] = []
+        self.handler: asyncio.Task[Any] | None = None
 
     def fail(self, error: TriremeError) -> None:
         if not self.reply.done():
@@ -125,12 +126,14 @@ class Network:
         url: str,
         invoke: Callable[[Any], Awaitable[Any]],
         *,
-        timeout_s: float,
+        timeout_s: float | None,
         pipes: tuple[Pipe, ...] = (),
         again: Callable[[Any], Awaitable[Any]] | None = None,
+        hang_up_cancels: bool = False,
     ) -> Any:
         """Run `invoke(service)` in the process that listens at `url`; raises what it raised, PeerError or
-        DeadlineExceeded. `again`: how a doubled request is executed (default: like the first time)."""
+        DeadlineExceeded. `again`: how a doubled request is executed (default: like the first time).
+        `hang_up_cancels`: the server cancels the handler of a caller that is gone."""
         source = current_process()
         assert source is not None, "only processes speak"
         if url not in self._listeners:
@@ -163,6 +166,8 @@ class Network:
             if call.reply.cancelled() or not call.reply.done() or call.reply.exception() is not None:
                 for pipe in pipes:
                     pipe.break_off(PeerError(f"{source.name} closed the connection"))
+                if hang_up_cancels:
+                    self.later(self.delay(), self._hang_up, call)
 
     def _reset(self, call: _Call) -> None:
         for pipe in call.pipes:
@@ -175,7 +180,11 @@ class Network:
         elif self.is_cut(call.source, call.target):
             self.later(RETRANSMIT_S, self._arrive, call, service, invoke)
         else:
-            call.target.spawn(self._serve(call, service, invoke))
+            call.handler = call.target.spawn(self._serve(call, service, invoke))
+
+    def _hang_up(self, call: _Call) -> None:
+        if call.handler is not None and not self.is_cut(call.source, call.target):
+            call.handler.cancel()
 
     def _arrive_again(self, target: Process, service: Any, invoke: Callable[[Any], Awaitable[Any]]) -> None:
         if not target.dead:
@@ -217,10 +226,9 @@ class Pipe:
     sender that changes the memory of an item while `put` waits sends what it changed.
     """
 
-    def __init__(self, network: Network, copy: Callable[[Any], Any], *, from_caller: bool) -> None:
+    def __init__(self, network: Network, copy: Callable[[Any], Any]) -> None:
         self.network, self.copy = network, copy
         self.ends: tuple[Process, Process] | None = None
-        self.from_caller = from_caller
         self.breaks_after = network.rng.randrange(12) if network.chance(network.weather.break_stream) else None
         self.sent: list[Any] = []
         self._travelling: deque[Any] = deque()
@@ -276,7 +284,7 @@ class Pipe:
             self._notify()
             self._move()
 
-    async def __aiter__(self) -> AsyncIterator[Any]:
+    async def __aiter__(self) -> AsyncGenerator[Any, None]:
         while True:
             if self._arrived:
                 item = self._arrived.popleft()

@@ -1,0 +1,244 @@
+"""The trainer's ports over the simulated network, and the etcd of one process.
+
+They do what the HTTP adapters do (trainer_agent/master.py, trainer_agent/pservers.py, pserver_service/routes/data.py), down
+to memory: a payload lies in the receiver's one buffer only until the next is asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, Self
+
+from shared.directory import Directory
+from shared.errors import DeadlineExceeded, NotLeader, PeerError
+from shared.messages import (
+    InitBlock,
+    InitHeader,
+    LedgerAnswer,
+    LedgerQuery,
+    PserverInfo,
+    PulledBlock,
+    PullEnd,
+    PullRequest,
+    PushAnswer,
+    PushBlock,
+    PushHeader,
+)
+from shared.records import (
+    AcquireTask,
+    CompleteTask,
+    FailTask,
+    MetricBatch,
+    PserverMember,
+    TaskAnswer,
+    TaskProgress,
+    UserFailure,
+)
+from tests.simulation.network import Network, Pipe, replay
+
+MASTER_TIMEOUT_S = 10.0
+STALL_S = 30.0
+GARBAGE = 0xA5
+
+
+class SimulatedMaster:
+    """trainer_agent.master.MasterPort"""
+
+    def __init__(self, network: Network, directory: Directory) -> None:
+        self._network, self._directory = network, directory
+
+    async def acquire_task(self, ask: AcquireTask) -> TaskAnswer:
+        answer: TaskAnswer = await self._call(lambda master: master.acquire_task(ask))
+        return answer
+
+    async def report_progress(self, task_id: str, progress: TaskProgress) -> None:
+        await self._call(lambda master: master.report_progress(task_id, progress))
+
+    async def complete_task(self, task_id: str, done: CompleteTask) -> None:
+        await self._call(lambda master: master.complete_task(task_id, done))
+
+    async def fail_task(self, task_id: str, failed: FailTask) -> None:
+        await self._call(lambda master: master.fail_task(task_id, failed))
+
+    async def report_metrics(self, batch: MetricBatch) -> None:
+        await self._call(lambda master: master.report_metrics(batch))
+
+    async def report_suspect(self, member_id: str) -> None:
+        await self._call(lambda master: master.report_suspect(member_id))
+
+    async def report_failure(self, member_id: str, failure: UserFailure) -> None:
+        await self._call(lambda master: master.report_failure(member_id, failure))
+
+    async def _call(self, invoke: Callable[[Any], Awaitable[Any]]) -> Any:
+        master = self._directory.master
+        if master is None:
+            raise NotLeader("no master has published its address")
+        try:
+            return await self._network.call(master.url, invoke, timeout_s=MASTER_TIMEOUT_S)
+        except NotLeader as error:
+            leader = error.details.get("leader")
+            if not isinstance(leader, str) or not leader or leader == master.url:
+                raise
+            return await self._network.call(leader, invoke, timeout_s=MASTER_TIMEOUT_S)
+
+
+class SimulatedPserver:
+    """trainer_agent.pservers.PserverPort"""
+
+    def __init__(self, network: Network, member: PserverMember) -> None:
+        self.member = member
+        self._network = network
+
+    def __repr__(self) -> str:
+        return f"<SimulatedPserver {self.member.index} at {self.member.url}>"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        pass
+
+    async def init(self, header: InitHeader, blocks: AsyncIterator[tuple[InitBlock, memoryview]]) -> None:
+        await self._upload(blocks, lambda service, items: service.init(header, items))
+
+    async def push(self, header: PushHeader, blocks: AsyncIterator[tuple[PushBlock, memoryview]]) -> PushAnswer:
+        async def receive(service: Any, items: AsyncIterator[Any]) -> PushAnswer:
+            with service.receiving(header) as (memory, _):
+                answer: PushAnswer = await service.push(header, _in_one_buffer(items, memory))
+                return answer
+
+        answer: PushAnswer = await self._upload(blocks, receive)
+        return answer
+
+    async def _upload(
+        self,
+        blocks: AsyncIterator[tuple[Any, memoryview]],
+        receive: Callable[[Any, AsyncIterator[Any]], Awaitable[Any]],
+    ) -> Any:
+        pipe = self._pipe()
+
+        async def again(service: Any) -> Any:
+            return await receive(service, replay(pipe.sent, self._network))
+
+        async with self._calling(lambda s: receive(s, _stalling(pipe)), again, pipe) as reply:
+            feeding = asyncio.ensure_future(_feed(pipe, blocks))
+            try:
+                await asyncio.wait({reply, feeding}, return_when=asyncio.FIRST_COMPLETED)
+                if not reply.done() and (error := feeding.exception()) is not None and not isinstance(error, PeerError):
+                    raise error
+                async with _stall_limit(self):
+                    return await reply
+            finally:
+                await _settle(feeding)
+
+    async def pull(
+        self,
+        request: PullRequest,
+        sink: Callable[[PulledBlock], memoryview],
+        placed: Callable[[PulledBlock], None] | None = None,
+    ) -> PullEnd:
+        pipe = self._pipe()
+
+        async def send(service: Any) -> PullEnd:
+            async with aclosing(service.pull(request)) as items:
+                async for item in items:
+                    if isinstance(item, PullEnd):
+                        pipe.close()
+                        return item
+                    await pipe.put(item)
+            raise AssertionError("a pull ended without PullEnd")
+
+        async def unheard(service: Any) -> None:
+            async with aclosing(service.pull(request)) as items:
+                async for _ in items:
+                    await asyncio.sleep(self._network.delay())
+
+        async with self._calling(send, unheard, pipe) as reply, aclosing(pipe.__aiter__()) as arriving:
+            while True:
+                async with _stall_limit(self, request.wait_s):
+                    item = await anext(arriving, None)
+                if item is None:
+                    async with _stall_limit(self, request.wait_s):
+                        end: PullEnd = await reply
+                        return end
+                block, payload = item
+                memory = sink(block).cast("B")
+                assert memory.nbytes == len(payload), f"{block} has {len(payload)} bytes, its place {memory.nbytes}"
+                memory[:] = payload
+                if placed is not None:
+                    placed(block)
+
+    def _pipe(self) -> Pipe:
+        return Pipe(self._network, lambda item: (item[0], bytes(item[1])))
+
+    @asynccontextmanager
+    async def _calling(self, invoke: Any, again: Any, pipe: Pipe) -> AsyncIterator[asyncio.Task[Any]]:
+        """The call in a task of its own; leaving early hangs up."""
+        call = self._network.call(
+            self.member.url, invoke, timeout_s=None, pipes=(pipe,), again=again, hang_up_cancels=True
+        )
+        reply = asyncio.ensure_future(call)
+        try:
+            yield reply
+        except PeerError:
+            if reply.done() and not reply.cancelled() and (error := reply.exception()) is not None:
+                raise error from None  # what the peer said explains why the stream broke
+            raise
+        finally:
+            await _settle(reply)
+
+    async def info(self) -> PserverInfo:
+        answer: PserverInfo = await self._network.call(self.member.url, lambda s: s.info(), timeout_s=STALL_S)
+        return answer
+
+    async def ledger(self, query: LedgerQuery) -> LedgerAnswer:
+        answer: LedgerAnswer = await self._network.call(self.member.url, lambda s: s.ledger(query), timeout_s=STALL_S)
+        return answer
+
+
+@asynccontextmanager
+async def _stall_limit(peer: object, more_s: float = 0.0) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(STALL_S + more_s):
+            yield
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"{peer!r}: nothing moved for {STALL_S + more_s:g} s") from error
+
+
+async def _feed(pipe: Pipe, blocks: AsyncIterator[tuple[Any, memoryview]]) -> None:
+    """The caller's blocks may take as long as its backward pass; the peer may not."""
+    async for item in blocks:
+        async with _stall_limit(pipe):
+            await pipe.put(item)
+    pipe.close()
+
+
+async def _stalling(pipe: Pipe) -> AsyncIterator[Any]:
+    """The receiving side gives up on a silent sender."""
+    async with aclosing(pipe.__aiter__()) as items:
+        while True:
+            async with _stall_limit(pipe):
+                item = await anext(items, None)
+            if item is None:
+                return
+            yield item
+
+
+async def _settle(task: asyncio.Future[Any]) -> None:
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()
+
+
+async def _in_one_buffer(items: AsyncIterator[tuple[Any, bytes]], memory: memoryview) -> AsyncIterator[Any]:
+    async for item, payload in items:
+        place = memory[: len(payload)]
+        place[:] = payload
+        yield item, place
+        place[:] = bytes([GARBAGE]) * len(payload)

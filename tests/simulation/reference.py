@@ -1,0 +1,69 @@
+"""What synchronous training must give, computed in one loop with plain torch: no processes, no protocol.
+
+Shared with the product: the order of tasks and records, the tree of lanes, the seeds; all else is written again here.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+
+from master_service.core.order import EpochOrder
+from shared.lanes import step_seed
+from shared.records import Mode
+from tests.simulation.compute import RATE, gradients, layout, mean_over
+from tests.simulation.faults import Job
+from trainer_agent.data.order import minibatch_indices, minibatches_in
+
+
+def tasks_of(job: Job) -> list[list[int]]:
+    """Names of the records of each task; record names count through all files."""
+    tasks, name = [], 0
+    for records in job.files:
+        for first in range(0, records, job.task_records):
+            tasks.append(list(range(name + first, name + min(first + job.task_records, records))))
+        name += records
+    return tasks
+
+
+def lane_streams(job: Job, epoch: int) -> list[list[list[int]]]:
+    """Minibatches of each lane in this epoch."""
+    tasks = tasks_of(job)
+    order = EpochOrder(len(tasks), job.seed, epoch)
+    streams: list[list[list[int]]] = [[] for _ in range(job.lanes)]
+    for position in range(len(tasks)):
+        task = order.task_at(position)
+        count = len(tasks[task])
+        for number in range(minibatches_in(count, job.minibatch)):
+            chosen = minibatch_indices(job.seed, epoch, task, count, job.minibatch, number, shuffle=True)
+            streams[position % job.lanes].append([tasks[task][int(i)] for i in chosen])
+    return streams
+
+
+@cache
+def final_parameters(job: Job) -> bytes:
+    """All segments, one after the other."""
+    segments = layout(Mode.SYNC).segments
+    vectors = [
+        (np.linspace(-1, 1, s.elements) if s.dtype == "float32" else np.arange(s.elements)).astype(s.dtype)
+        for s in segments
+    ]
+    params = [torch.nn.Parameter(torch.from_numpy(vector)) for vector in vectors[:2]]
+    optimizer = torch.optim.SGD([{"params": [p]} for p in params], lr=RATE, momentum=0.9, foreach=True)
+    step = 0
+    for epoch in range(job.epochs):
+        streams = lane_streams(job, epoch)
+        for number in range(max(len(stream) for stream in streams)):
+            lanes = {}
+            for lane, stream in enumerate(streams):
+                names = stream[number] if number < len(stream) else []
+                lanes[lane] = (gradients(vectors, step_seed(job.seed, step, lane), names), len(names))
+            combined = mean_over((0, job.lanes), lanes)
+            for param, gradient in zip(params, combined, strict=False):
+                param.grad = torch.from_numpy(gradient)
+            optimizer.step()
+            vectors[2][:], vectors[3][:] = combined[2], combined[3]
+            step += 1
+    return b"".join(vector.tobytes() for vector in vectors)
