@@ -1,0 +1,64 @@
+"""The HTTP server of one pserver: routes around a `Pserver`, on TCP and, if asked, a UNIX socket."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from pserver_service.routes import data, health
+from pserver_service.routes.guard import guard
+from pserver_service.service import Pserver
+
+READ_BUFFER_BYTES = 1 << 20
+KEEP_ALIVE_S = 3600.0  # trainers keep their connection while they compute
+SHUTDOWN_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """`port`: the one really bound."""
+
+    port: int
+    uds: str = ""
+
+
+def make_app(pserver: Pserver, *, token: str = "", stall_s: float = 30.0) -> web.Application:
+    app = web.Application(middlewares=[guard(token)])
+    app[data.PSERVER] = pserver
+    app[data.STALL_S] = stall_s
+    app.add_routes(data.routes)
+    app.add_routes(health.routes)
+    return app
+
+
+@asynccontextmanager
+async def serving(app: web.Application, host: str, port: int, uds: str = "") -> AsyncIterator[Listening]:
+    """Serve until the block ends. Raises OSError if the port is taken."""
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,  # a pull of a trainer that is gone stops waiting
+        access_log=None,
+        keepalive_timeout=KEEP_ALIVE_S,
+        shutdown_timeout=SHUTDOWN_S,
+        read_bufsize=READ_BUFFER_BYTES,
+    )
+    await runner.setup()
+    try:
+        listener = socket.create_server((host, port), family=_family(host), backlog=128)
+        await web.SockSite(runner, listener).start()
+        if uds:
+            if os.path.exists(uds):  # noqa: ASYNC240, PTH110  left behind by a killed process
+                os.unlink(uds)  # noqa: PTH108
+            await web.UnixSite(runner, uds).start()
+        yield Listening(port=listener.getsockname()[1], uds=uds)
+    finally:
+        await runner.cleanup()
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,0 +1,98 @@
+"""One block: its values, the values one version back, the tree of its next step, and its optimizer.
+
+    version s --push of step s--> tree --[0, lanes) whole--> previous = current, current = stepped, version s + 1
+
+Pull of v: `current` if v is the version, `previous` if it is the one before, "not yet" above, GONE below.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import torch
+
+from pserver_service.core.accumulator import Accumulator
+from pserver_service.core.buffers import Buffer, BufferPool
+from pserver_service.core.optimizers import BlockOptimizer, Options
+from shared.lanes import Interval
+from shared.slots import Block
+
+
+class Verdict(StrEnum):
+    """What became of a block: taken, known already, or a code of shared.errors."""
+
+    APPLIED = "APPLIED"
+    DUPLICATE = "DUPLICATE"
+    TOO_EARLY = "TOO_EARLY"
+    GONE = "GONE"
+    STALE_GENERATION = "STALE_GENERATION"
+    STALE_ATTEMPT = "STALE_ATTEMPT"
+    WRONG_OWNER = "WRONG_OWNER"
+    LAYOUT_MISMATCH = "LAYOUT_MISMATCH"
+    BAD_FRAME = "BAD_FRAME"
+
+
+class BlockState:
+    """Values change by swapping buffers, so that whoever retained one goes on reading what it was."""
+
+    def __init__(
+        self, place: Block, values: Buffer, pool: BufferPool, lanes: int, optimizer: BlockOptimizer | None
+    ) -> None:
+        self.place = place
+        self.version = 0
+        self.current = values
+        self.previous: Buffer | None = None
+        self.updates = 0
+        self._pool = pool
+        self._tree = Accumulator(pool, lanes, place.dtype, place.elements)
+        self._optimizer = optimizer
+
+    def __repr__(self) -> str:
+        return f"<BlockState {self.place.number} version {self.version}: {self._tree!r}>"
+
+    def push(self, step: int, lanes: Interval, value: torch.Tensor | None, count: int, options: Options) -> Verdict:
+        """A node of step `step`; `value` is borrowed for the call and may be overwritten (None with count 0)."""
+        if self.version > step or (self.version == step and self._tree.covers(lanes)):
+            return Verdict.DUPLICATE
+        if self.version < step:
+            return Verdict.TOO_EARLY
+        whole = self._tree.add(lanes, value if count else None, count)
+        if whole is not None:
+            stepped = self._stepped(whole.value, options)
+            whole.release()
+            if self.previous is not None:
+                self.previous.release()
+            self.previous, self.current = self.current, stepped
+            self.version += 1
+        return Verdict.APPLIED
+
+    def pull(self, version: int) -> Buffer | Verdict:
+        """The values of `version` (retain them to keep them), TOO_EARLY or GONE."""
+        if version == self.version:
+            return self.current
+        if version == self.version - 1 and self.previous is not None:
+            return self.previous
+        return Verdict.TOO_EARLY if version > self.version else Verdict.GONE
+
+    def update(self, value: torch.Tensor | None, options: Options) -> None:
+        """Asynchronous: apply a gradient (or take a buffer's value) at once; in place unless somebody reads."""
+        if value is not None and self._optimizer is not None and self.current.references == 1:
+            self._optimizer.step(self.current.tensor, value, options)
+            self.updates += 1
+        else:
+            replaced, self.current = self.current, self._stepped(value, options)
+            replaced.release()
+        self.version += 1
+
+    def _stepped(self, value: torch.Tensor | None, options: Options) -> Buffer:
+        """The next values, in a buffer with a reference of its own; without data they are the present ones."""
+        if value is None:
+            return self.current.retain()
+        values = self._pool.take(self.place.dtype, self.place.elements)
+        if self._optimizer is None:
+            values.tensor.copy_(value)
+        else:
+            values.tensor.copy_(self.current.tensor)
+            self._optimizer.step(values.tensor, value, options)
+            self.updates += 1
+        return values

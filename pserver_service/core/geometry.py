@@ -1,0 +1,50 @@
+"""Which blocks a layout has, by arithmetic: nothing is enumerated that came from outside."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from shared.errors import InvalidArgument, TooLarge
+from shared.slots import ELEMENT_BYTES, Block, Layout
+
+MAX_BLOCKS = 1 << 20
+MAX_BLOCK_BYTES = 64 << 20
+KINDS = ("param", "buffer")
+
+
+class Geometry:
+    """Blocks of a checked layout by number. Raises InvalidArgument or TooLarge for a layout that makes no sense."""
+
+    def __init__(self, layout: Layout) -> None:
+        if not 64 <= layout.block_bytes <= MAX_BLOCK_BYTES or layout.block_bytes % 64:
+            msg = f"block_bytes is {layout.block_bytes}: expected a multiple of 64 up to {MAX_BLOCK_BYTES}"
+            raise InvalidArgument(msg)
+        self.layout = layout
+        self.blocks = 0
+        self._firsts: list[int] = []  # number of each segment's first block
+        for index, segment in enumerate(layout.segments):
+            if segment.kind not in KINDS or segment.dtype not in ELEMENT_BYTES or segment.elements < 1:
+                msg = (
+                    f"segment {index} is {segment.elements} elements of {segment.dtype!r}, kind {segment.kind!r}: expected "
+                    f"at least 1 of {', '.join(ELEMENT_BYTES)}, kind {' or '.join(KINDS)}"
+                )
+                raise InvalidArgument(msg)
+            if segment.kind == "param" and segment.dtype == "int64":
+                msg = f"segment {index} holds int64 parameters: integers have no gradients, make them buffers"
+                raise InvalidArgument(msg)
+            self._firsts.append(self.blocks)
+            step = layout.block_bytes // ELEMENT_BYTES[segment.dtype]
+            self.blocks += -(-segment.elements // step)
+        if self.blocks > MAX_BLOCKS:
+            msg = f"the layout has {self.blocks} blocks: at most {MAX_BLOCKS}; use larger blocks than {layout.block_bytes} bytes"
+            raise TooLarge(msg)
+
+    def block(self, number: int) -> Block | None:
+        """The block, None if the layout has no such number."""
+        if not 0 <= number < self.blocks:
+            return None
+        index = bisect_right(self._firsts, number) - 1
+        segment = self.layout.segments[index]
+        step = self.layout.block_bytes // ELEMENT_BYTES[segment.dtype]
+        first = (number - self._firsts[index]) * step
+        return Block(number, index, first, min(step, segment.elements - first), segment.dtype)

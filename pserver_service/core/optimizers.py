@@ -1,0 +1,99 @@
+"""torch.optim on blocks: the user's optimizer, built from data, with state of its own for each block.
+
+Only element-wise classes are allowed, so stepping blocks gives the bits of stepping whole parameters (training.md). SGD's
+fused kernel is the exception (its last bits depend on where a block ends): it becomes `foreach`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shared.errors import InvalidArgument
+from shared.slots import OptimizerSpec
+
+CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+    cls.__name__: cls
+    for cls in (
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adagrad,
+        torch.optim.RMSprop,
+        torch.optim.Adadelta,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+    )
+}
+# how the arithmetic is done is chosen once, by the constructor; the rest may change with every step
+_FIXED = {"params", "foreach", "fused", "capturable", "differentiable", "initial_accumulator_value"}
+_OFF = {"capturable", "differentiable"}  # for CUDA graphs and for gradients of gradients: no use on a pserver
+
+Options = dict[str, Any]
+
+
+def options_of(given: Options) -> Options:
+    """Options as torch wants them (lists become tuples). Raises InvalidArgument for anything but numbers, bools and None."""
+    return {name: _plain(name, value) for name, value in given.items()}
+
+
+def _plain(name: str, value: Any) -> Any:
+    if isinstance(value, list | tuple) and all(isinstance(part, int | float) for part in value):
+        return tuple(value)
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    msg = f"optimizer option {name}={value!r} is {type(value).__name__}: expected a number, a bool, None or a list of numbers"
+    raise InvalidArgument(msg)
+
+
+def arguments(spec: OptimizerSpec, group: int) -> Options:
+    """Constructor arguments of one parameter group. Raises InvalidArgument for an unknown class or group."""
+    cls = CLASSES.get(spec.name)
+    if cls is None:
+        msg = f"optimizer {spec.name!r} does not run on parameter servers; choose one of {', '.join(CLASSES)}"
+        raise InvalidArgument(msg)
+    if not 0 <= group < len(spec.groups):
+        msg = f"optimizer group {group} of a segment: {spec.name} has groups 0 to {len(spec.groups) - 1}"
+        raise InvalidArgument(msg)
+    known = set(_probe(cls).defaults)
+    if spec.name == "AdamW":
+        known.discard("decoupled_weight_decay")  # in its defaults, but its constructor sets it
+    merged = options_of({**spec.defaults, **spec.groups[group]})
+    chosen = {name: value for name, value in merged.items() if name in known}
+    chosen.update(dict.fromkeys(_OFF & chosen.keys(), False))
+    if spec.name == "SGD" and chosen.get("fused"):
+        chosen.update(fused=False, foreach=True)
+    try:
+        cls([torch.nn.Parameter(torch.zeros(1))], **chosen)
+    except (ValueError, TypeError, RuntimeError) as error:
+        msg = f"{spec.name} refuses {chosen}: {error}"
+        raise InvalidArgument(msg) from error
+    return chosen
+
+
+def _probe(cls: Any) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = cls([torch.nn.Parameter(torch.zeros(1))], lr=0.001)
+    return optimizer
+
+
+class BlockOptimizer:
+    """Steps one block. The values may move to other memory between steps; the state stays."""
+
+    def __init__(self, name: str, chosen: Options, values: torch.Tensor) -> None:
+        make: Any = CLASSES[name]
+        self._parameter = torch.nn.Parameter(values)
+        self._optimizer: torch.optim.Optimizer = make([self._parameter], **chosen)
+        self._options: Options | None = None
+
+    def step(self, values: torch.Tensor, gradient: torch.Tensor, options: Options) -> None:
+        """Step `values` **in place** with `gradient` (its memory is scratch), `options` being the group's in this step."""
+        if options is not self._options:
+            group = self._optimizer.param_groups[0]
+            group.update({name: value for name, value in options.items() if name in group and name not in _FIXED})
+            self._options = options
+        self._parameter.data = values
+        self._parameter.grad = gradient
+        self._optimizer.step()
+        self._parameter.grad = None

@@ -1,0 +1,200 @@
+"""All that one pserver knows: its blocks, the fence, the books. Decides about one block at a time and never waits.
+
+init --> Store;  admit(header) --> Push;  apply(push, block, payload) --> Verdict
+                 ^ raises: the whole push is refused    ^ anything wrong with one block refuses that block only
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pserver_service.core.blocks import BlockState, Verdict
+from pserver_service.core.buffers import Buffer, BufferPool, tensor_over
+from pserver_service.core.geometry import Geometry
+from pserver_service.core.history import History
+from pserver_service.core.ledger import Ledger
+from pserver_service.core.optimizers import BlockOptimizer, Options, arguments, options_of
+from shared.errors import BadFrame, InvalidArgument, LayoutMismatch
+from shared.lanes import Interval, is_aligned
+from shared.messages import InitHeader, PushBlock, PushHeader
+from shared.records import Mode
+from shared.slots import Block
+
+MAX_TASKS = 1 << 40
+
+
+@dataclass(slots=True)
+class Push:
+    """One admitted push. `options[g]`: of optimizer group g in this step, if its header has them."""
+
+    header: PushHeader
+    task: int = -1
+    options: tuple[Options, ...] | None = None
+    lanes: frozenset[int] = frozenset()
+    covered: dict[Interval, bool] = field(default_factory=dict)
+    noted: bool = False
+
+
+class Store:
+    """Blocks are added by `add_block` once, before the first push."""
+
+    def __init__(self, header: InitHeader) -> None:
+        if header.lanes < 1 or header.lanes & (header.lanes - 1):
+            msg = f"lanes is {header.lanes}: expected a power of two"
+            raise InvalidArgument(msg)
+        self.mode = header.mode
+        self.lanes = header.lanes if header.mode is Mode.SYNC else 1
+        self.layout = header.layout
+        self.geometry = Geometry(header.layout)
+        self.pool = BufferPool()
+        self.blocks: dict[int, BlockState] = {}
+        self.history = History(header.record)
+        self.ledger = Ledger(0)
+        self._first_version = header.record.version
+        self._positions: dict[int, int] = {}
+        self._no_options: Options = {}
+        spec = header.layout.optimizer
+        self._arguments = [
+            arguments(spec, segment.group) if segment.kind == "param" else None for segment in header.layout.segments
+        ]
+        self._options_of_step: tuple[int, tuple[Options, ...]] = (-1, ())
+
+    def __repr__(self) -> str:
+        return f"<Store {self.mode}: {len(self.blocks)} blocks, versions {self.lowest} to {self.highest}>"
+
+    # ------------------------------------------------------------ blocks
+
+    def add_block(self, number: int, payload: memoryview) -> None:
+        """The initial values of a block; copied. Raises BadFrame if it does not fit the layout or is there already."""
+        place = self.geometry.block(number)
+        if place is None or payload.nbytes != place.bytes or number in self.blocks:
+            expected = "no such block" if place is None else f"{place.bytes} bytes, once"
+            msg = f"initial block {number} of {payload.nbytes} bytes: the layout has {expected}"
+            raise BadFrame(msg)
+        values = self.pool.take(place.dtype, place.elements)
+        values.view[:] = payload.cast("B")
+        chosen = self._arguments[place.segment]
+        optimizer = None if chosen is None else BlockOptimizer(self.layout.optimizer.name, chosen, values.tensor)
+        state = BlockState(place, values, self.pool, self.lanes, optimizer)
+        state.version = self._first_version
+        self._positions[number] = len(self.blocks)
+        self.blocks[number] = state
+
+    def seal(self) -> None:
+        """All blocks are there."""
+        self.ledger = Ledger(len(self.blocks))
+
+    @property
+    def lowest(self) -> int:
+        return min((block.version for block in self.blocks.values()), default=self._first_version)
+
+    @property
+    def highest(self) -> int:
+        return max((block.version for block in self.blocks.values()), default=self._first_version)
+
+    @property
+    def updates(self) -> int:
+        return sum(block.updates for block in self.blocks.values())
+
+    @property
+    def bytes(self) -> int:
+        return sum(block.place.bytes for block in self.blocks.values())
+
+    # ------------------------------------------------------------ pushes
+
+    def admit(self, header: PushHeader) -> Push:
+        """Check a push as a whole. Raises LayoutMismatch, BadFrame, InvalidArgument: nothing of it can be used."""
+        if header.mode is not self.mode:
+            msg = f"push in {header.mode} mode: this job was initialised in {self.mode} mode"
+            raise LayoutMismatch(msg)
+        options = None
+        if header.lane_zero is not None:
+            if len(header.lane_zero.options) != len(self.layout.optimizer.groups):
+                msg = f"options of {len(header.lane_zero.options)} groups: the optimizer has {len(self.layout.optimizer.groups)}"
+                raise LayoutMismatch(msg)
+            options = tuple(options_of(group) for group in header.lane_zero.options)
+        if self.mode is Mode.ASYNC:
+            return Push(header, _task_number(header), options or ({},) * len(self.layout.optimizer.groups))
+        lanes = frozenset(position.lane for position in header.positions)
+        if 0 in lanes and options is None:
+            msg = "a push of lane 0 without lane_zero: it carries the optimizer's options for everybody"
+            raise BadFrame(msg)
+        return Push(header, options=options, lanes=lanes)
+
+    def apply(self, push: Push, item: PushBlock, payload: memoryview) -> Verdict:
+        """Take one block's gradient. `payload` must be writable, is borrowed for the call and may be overwritten."""
+        state = self.blocks.get(item.block)
+        if state is None:
+            return Verdict.LAYOUT_MISMATCH if self.geometry.block(item.block) is None else Verdict.WRONG_OWNER
+        place = state.place
+        empty = item.count == 0 and payload.nbytes == 0
+        if item.count < 0 or (payload.nbytes != place.bytes and not empty):
+            return Verdict.LAYOUT_MISMATCH
+        value = None if item.count == 0 else tensor_over(payload, place.dtype)
+        if self.mode is Mode.SYNC:
+            if not self._fits(push, item.lanes):
+                return Verdict.LAYOUT_MISMATCH
+            before = state.version
+            if before == push.header.step:
+                self._note(push)
+            options = self._options(push.header.step, place)
+            verdict = state.push(push.header.step, item.lanes, value, item.count, options)
+            if state.version != before:
+                self.history.fix(state.version)
+            return verdict
+        index = self._positions[item.block]
+        verdict = self.ledger.judge(push.header, push.task, index)
+        if verdict is Verdict.APPLIED:
+            assert push.options is not None
+            group = self.layout.segments[place.segment].group
+            state.update(value, push.options[group] if group >= 0 else self._no_options)
+            self.ledger.enter(push.header, push.task, index)
+        return verdict
+
+    def pull(self, number: int, version: int | None) -> Buffer | Verdict:
+        """A block's values at `version` (None: now); retain them to keep them across a wait."""
+        state = self.blocks.get(number)
+        if state is None:
+            return Verdict.WRONG_OWNER
+        return state.current if version is None else state.pull(version)
+
+    def _fits(self, push: Push, lanes: Interval) -> bool:
+        """Whether `lanes` is a node of the tree and the header says where each of its readers stands."""
+        fits = push.covered.get(lanes)
+        if fits is None:
+            first, last = lanes
+            fits = (
+                0 <= first < last <= self.lanes
+                and is_aligned(first, last)
+                and push.lanes.issuperset(range(first, last))
+            )
+            push.covered[lanes] = fits
+        return fits
+
+    def _note(self, push: Push) -> None:
+        if not push.noted:
+            push.noted = True
+            self.history.note(push.header)
+
+    def _options(self, step: int, place: Block) -> Options:
+        """Of the block's group in `step`; known whenever the tree gets whole, since lane 0's push brought them."""
+        group = self.layout.segments[place.segment].group
+        if group < 0:
+            return self._no_options
+        if self._options_of_step[0] != step:
+            lane_zero = self.history.lane_zero(step)
+            if lane_zero is None:
+                return self._no_options
+            self._options_of_step = (step, tuple(options_of(given) for given in lane_zero.options))
+        return self._options_of_step[1][group]
+
+
+def _task_number(header: PushHeader) -> int:
+    task = int(header.task_id) if header.task_id.isascii() and header.task_id.isdigit() else -1
+    if not 0 <= task < MAX_TASKS or not 0 <= header.start < header.end <= header.minibatches:
+        msg = (
+            f"push of task {header.task_id[:40]!r}, minibatches [{header.start}, {header.end}) of {header.minibatches}: "
+            "expected a task number and 0 <= start < end <= minibatches"
+        )
+        raise BadFrame(msg)
+    return task

@@ -1,0 +1,111 @@
+"""The data plane as plain requests (wire.md): decode -> Pserver -> encode, no decision.
+
+POST /v1/init  /v1/push   header, blocks, end  ->  PushAnswer map
+POST /v1/pull             PullRequest map      ->  header, blocks as they arrive, end
+POST /v1/ledger           LedgerQuery map      ->  LedgerAnswer map
+GET  /v1/info                                  ->  PserverInfo map (JSON if the caller accepts only that)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+from aiohttp import web
+
+from pserver_service.core.geometry import MAX_BLOCK_BYTES, MAX_BLOCKS
+from pserver_service.routes.frames import Incoming, write_block
+from pserver_service.service import Pserver
+from shared import wire
+from shared.messages import (
+    PROTOCOL_VERSION,
+    InitBlock,
+    InitHeader,
+    LedgerQuery,
+    PullEnd,
+    PullRequest,
+    PushBlock,
+    PushHeader,
+)
+from shared.records import Record
+
+PSERVER = web.AppKey("pserver", Pserver)
+STALL_S = web.AppKey("stall_s", float)
+MESSAGE_BYTES = 16 << 20  # of a message without blocks: a pull names its blocks
+
+routes = web.RouteTableDef()
+
+
+@routes.get("/v1/info")
+async def info(request: web.Request) -> web.Response:
+    answer = await request.app[PSERVER].info()
+    if request.headers.get("Accept", "").startswith("application/json"):
+        return web.json_response(text=answer.model_dump_json(exclude_none=True))
+    return _message(answer)
+
+
+@routes.post("/v1/init")
+async def init(request: web.Request) -> web.Response:
+    body = Incoming(request.content, InitHeader, InitBlock, request.app[STALL_S])
+    header = await body.open()
+    limits = wire.Limits(payload_bytes=min(header.layout.block_bytes, MAX_BLOCK_BYTES), blocks=MAX_BLOCKS)
+    await request.app[PSERVER].init(header, body.blocks(limits))
+    return _message(await request.app[PSERVER].info())
+
+
+@routes.post("/v1/push")
+async def push(request: web.Request) -> web.Response:
+    pserver = request.app[PSERVER]
+    body = Incoming(request.content, PushHeader, PushBlock, request.app[STALL_S])
+    header = await body.open()
+    with pserver.receiving(header) as (memory, blocks):
+        limits = wire.Limits(payload_bytes=memory.nbytes, blocks=blocks)
+        return _message(await pserver.push(header, body.blocks(limits, memory)))
+
+
+@routes.post("/v1/pull")
+async def pull(request: web.Request) -> web.StreamResponse:
+    pserver, stall_s = request.app[PSERVER], request.app[STALL_S]
+    wanted = wire.read(PullRequest, await _body(request))
+    async with aclosing(pserver.pull(wanted)) as answer:
+        found = await anext(
+            answer
+        )  # what is wrong with the request as a whole is raised here, before the status is sent
+        response = web.StreamResponse(headers={"Content-Type": wire.CONTENT_TYPE})
+        assert request.transport is not None
+        request.transport.set_write_buffer_limits(
+            high=0
+        )  # `write` returns when the kernel has it all: buffers are reused
+        await response.prepare(request)
+        opening = {"protocol": PROTOCOL_VERSION, "job": pserver.job, "generation": pserver.generation}
+        await response.write(wire.encode(opening))
+        try:
+            while not isinstance(found, PullEnd):
+                item, payload = found
+                async with asyncio.timeout(stall_s):
+                    await write_block(response, wire.encode_block(item, payload.nbytes), payload)
+                found = await anext(answer)
+            async with asyncio.timeout(stall_s):
+                await response.write(wire.encode_end(found))
+                await response.write_eof()
+        except BaseException:
+            if request.transport is not None:
+                request.transport.abort()  # drop what is queued, it lies in memory that is given back now
+            raise
+    return response
+
+
+@routes.post("/v1/ledger")
+async def ledger(request: web.Request) -> web.Response:
+    query = wire.read(LedgerQuery, await _body(request))
+    return _message(await request.app[PSERVER].ledger(query))
+
+
+def _message(record: Record) -> web.Response:
+    return web.Response(body=wire.encode(record), content_type=wire.CONTENT_TYPE)
+
+
+async def _body(request: web.Request) -> wire.Fields:
+    """A message without blocks. Raises BadFrame, TooLarge, DeadlineExceeded."""
+    body = Incoming(request.content, Record, Record, request.app[STALL_S])
+    return wire.decode(await body.whole(MESSAGE_BYTES), MESSAGE_BYTES)
