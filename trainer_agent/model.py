@@ -194,7 +194,7 @@ class TorchCompute:
                 batch = default_collate(records)
             except DatasetError as error:
                 raise self._user.error_of(error) from error
-        return batch if self._device.type == "cpu" else _on_device(batch, self._device)
+        return batch if self._device.type == "cpu" else on_device(batch, self._device)
 
     # ------------------------------------------------------------ which blocks backward has finished
 
@@ -297,12 +297,12 @@ def checked_model(model: Any) -> nn.Module:
     raise InvalidArgument(f"model() returned {type(model).__name__}", hint="return a torch.nn.Module")
 
 
-def _on_device(batch: Any, device: torch.device) -> Any:
+def on_device(batch: Any, device: torch.device) -> Any:
     match batch:
         case torch.Tensor():
             return batch.to(device, non_blocking=True)
         case Mapping():
-            return {name: _on_device(value, device) for name, value in batch.items()}
+            return {name: on_device(value, device) for name, value in batch.items()}
         case tuple() | list():
-            return type(batch)(_on_device(value, device) for value in batch)
+            return type(batch)(on_device(value, device) for value in batch)
     return batch

@@ -1,0 +1,213 @@
+"""A user's script in this one process, without any service: what a one-lane cluster run gives, bit for bit.
+
+    if __name__ == "__main__":
+        trireme.train(__name__)
+
+The user's own optimizer object steps; tasks, order of records and random numbers are those of lane 0 of one lane.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from master_service.core.file_table import FileTable
+from master_service.core.order import EpochOrder
+from master_service.dataset import count_records
+from shared import clock
+from shared.datasets import Dataset
+from shared.errors import InvalidArgument, TriremeError, UserCodeError
+from shared.lanes import step_seed
+from shared.records import JobSpec
+from trainer_agent.data import Minibatch, default_collate, minibatch_indices, minibatches_in, open_dataset
+from trainer_agent.export import write_model
+from trainer_agent.model import checked_model, device_of, on_device, seed_everything
+from trainer_agent.user_module import UserModule
+from trireme import spec as settings
+
+REPORT_SECONDS = 2.0
+
+
+@dataclass(slots=True)
+class PlainResult:
+    """`metrics` as the script's `metrics(sums)` gives them; `losses`: mean loss of each epoch."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    steps: int = 0
+    records: int = 0
+    losses: list[float] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> PlainResult:
+    """Train the script that is the imported module `module` as the command line says; progress on stderr, metrics on stdout.
+
+    `arguments`: instead of sys.argv. What is wrong with the script or its data is told in one message: SystemExit(1),
+    settings that make no sense: SystemExit(2).
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        user = UserModule(Path(str(sys.modules[module].__file__)), sys.modules[module])
+        result = run(user, plain_spec(user, _flags(options)), report=lambda text: print(text, file=sys.stderr))  # noqa: T201
+        for name, value in result.metrics.items():
+            print(f"{name} {value:.6g}")  # noqa: T201
+        if options.export:
+            for path in write_model(result.model, options.export).values():
+                print(path)  # noqa: T201
+    except UserCodeError as error:
+        raise SystemExit(str(error.details.get("traceback") or error.message).rstrip()) from error
+    except settings.UsageError as error:
+        print(f"error: {error.message}", file=sys.stderr)  # noqa: T201
+        raise SystemExit(2) from error
+    except TriremeError as error:
+        raise SystemExit(f"error: {error.message}" + (f"\n{error.hint}" if error.hint else "")) from error
+    return result
+
+
+def plain_spec(user: UserModule, flags: Mapping[str, Any]) -> JobSpec:
+    """The spec of a one-lane synchronous job out of flags, environment, trireme.toml and the script's config.
+
+    Raises settings.UsageError, InvalidArgument, UserCodeError.
+    """
+    sources = [settings.from_flags(flags), settings.from_environment(), settings.from_toml(Path(settings.TOML))]
+    merged = settings.merge([*sources, settings.from_script(user.config)])
+    one_lane = {name: settings.Setting(value, "plain training") for name, value in {"mode": "sync", "lanes": 1}.items()}
+    named = {"job": settings.Setting(settings.job_name(user.path), "the script")}
+    return settings.job_spec(
+        named | merged | one_lane,
+        script=str(user.path),
+        dataset=user.dataset(),
+        evaluation_dataset=user.dataset("evaluation_dataset") if user.has("evaluation_dataset") else None,
+        storage=str(user.path.parent),
+    )
+
+
+def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainResult:
+    """Train and evaluate. Raises DatasetError, InvalidArgument, UserCodeError; InvalidArgument for more than one lane."""
+    if spec.lanes != 1:
+        raise InvalidArgument(f"plain training has one lane, the spec has {spec.lanes}", hint="set lanes=1")
+    torch.set_num_threads(spec.threads_per_trainer)
+    table = count_records(spec.dataset, spec.task_records)
+    device = device_of(spec.device)
+    torch.manual_seed(spec.seed)
+    model = checked_model(user.call("model")).to(device)
+    optimizer = user.call("optimizer", model)
+    scheduler = user.call("scheduler", optimizer) if user.has("scheduler") else None
+    result = PlainResult(model, optimizer)
+    clock_of = _Progress(spec, table.records, report)
+    for epoch in range(spec.epochs):
+        loss_sum, records = 0.0, 0
+        for minibatch in epoch_minibatches(spec, table, epoch):
+            seed_everything(step_seed(spec.seed, result.steps, 0))
+            model.train()
+            optimizer.zero_grad()
+            loss = user.call("loss", model, _batch(user, minibatch, device))
+            user.guard(loss.backward)
+            if spec.clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), spec.clip_norm)
+            user.guard(optimizer.step)
+            if scheduler is not None:
+                user.guard(scheduler.step)
+            loss_sum += loss.item() * len(minibatch)
+            records += len(minibatch)
+            result.steps += 1
+            clock_of.tell(epoch, result.steps, records, loss_sum / records)
+        result.records += records
+        result.losses.append(loss_sum / records)
+        clock_of.tell(epoch, result.steps, records, result.losses[-1], final=True)
+    if spec.evaluation_dataset is not None:
+        result.metrics = _evaluate(user, spec, spec.evaluation_dataset, model, device)
+    return result
+
+
+def epoch_minibatches(spec: JobSpec, table: FileTable, epoch: int) -> Iterator[Minibatch]:
+    """All minibatches of an epoch in the order in which the only lane takes them."""
+    reader = open_dataset(spec.dataset)
+    order = EpochOrder(table.tasks, spec.seed, epoch, spec.shuffle)
+    for position in range(table.tasks):
+        task = order.task_at(position)
+        place = table.locate(task)
+        shard = reader.read(place.file, place.first, place.count, place.offset)
+        for number in range(minibatches_in(place.count, spec.minibatch_size)):
+            yield shard.minibatch(
+                minibatch_indices(
+                    spec.seed, epoch, task, place.count, spec.minibatch_size, number, shuffle=spec.shuffle
+                )
+            )
+
+
+def _evaluate(
+    user: UserModule, spec: JobSpec, dataset: Dataset, model: nn.Module, device: torch.device
+) -> dict[str, float]:
+    in_order = spec.model_copy(update={"dataset": dataset, "shuffle": False})
+    table = count_records(dataset, spec.task_records)
+    sums: dict[str, float] = {}
+    model.eval()
+    with torch.no_grad():
+        for minibatch in epoch_minibatches(in_order, table, 0):
+            batch = _batch(user, minibatch, device)
+            if user.has("evaluate"):
+                found = user.call("evaluate", model, batch)
+            else:
+                found = {"loss": user.call("loss", model, batch) * len(minibatch), "records": len(minibatch)}
+            for name, value in found.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+    if user.has("metrics"):
+        return {name: float(value) for name, value in user.call("metrics", dict(sums)).items()}
+    if not user.has("evaluate"):
+        return {"loss": sums["loss"] / sums["records"]}
+    return sums
+
+
+def _batch(user: UserModule, minibatch: Minibatch, device: torch.device) -> Any:
+    batch = user.call("collate", list(minibatch)) if user.has("collate") else default_collate(minibatch)
+    return batch if device.type == "cpu" else on_device(batch, device)
+
+
+class _Progress:
+    """A line every REPORT_SECONDS, and one at each epoch's end."""
+
+    def __init__(self, spec: JobSpec, records: int, report: Any) -> None:
+        self._spec, self._records, self._report = spec, records, report
+        self._epoch_started = self._last = clock.monotonic()
+
+    def tell(self, epoch: int, step: int, records: int, loss: float, *, final: bool = False) -> None:
+        now = clock.monotonic()
+        if not final and now - self._last < REPORT_SECONDS:
+            return
+        rate = records / max(now - self._epoch_started, 1e-9)
+        self._report(
+            f"epoch {epoch + 1}/{self._spec.epochs}  step {step}  loss {loss:.4f}  "
+            f"{records}/{self._records} records  {rate:.0f}/s"
+        )
+        self._last = now
+        if final:
+            self._epoch_started = now
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Train this script in one process, without any service.")
+    parser.add_argument("--epochs", type=int, metavar="N")
+    parser.add_argument("--seed", type=int, metavar="N")
+    parser.add_argument("--global-batch-size", type=int, metavar="N")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="any other setting of trireme.Config"
+    )
+    parser.add_argument("--export", metavar="DIR", help="write the trained model there (safetensors and state_dict)")
+    return parser
+
+
+def _flags(options: argparse.Namespace) -> dict[str, Any]:
+    given = {name: getattr(options, name) for name in ("epochs", "seed", "global_batch_size")}
+    return {
+        **settings.from_assignments(options.set),
+        **{name: value for name, value in given.items() if value is not None},
+    }
