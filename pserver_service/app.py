@@ -13,6 +13,7 @@ from aiohttp import web
 from pserver_service.routes import data, health
 from pserver_service.routes.guard import guard
 from pserver_service.service import Pserver
+from shared.errors import CallerError
 
 READ_BUFFER_BYTES = 1 << 20
 KEEP_ALIVE_S = 3600.0  # trainers keep their connection while they compute
@@ -38,7 +39,7 @@ def make_app(pserver: Pserver, *, token: str = "", stall_s: float = 30.0) -> web
 
 @asynccontextmanager
 async def serving(app: web.Application, host: str, port: int, uds: str = "") -> AsyncIterator[Listening]:
-    """Serve until the block ends. Raises OSError if the port is taken."""
+    """Serve until the block ends. Raises CallerError if the port is taken."""
     runner = web.AppRunner(
         app,
         handler_cancellation=True,  # a pull of a trainer that is gone stops waiting
@@ -49,7 +50,7 @@ async def serving(app: web.Application, host: str, port: int, uds: str = "") -> 
     )
     await runner.setup()
     try:
-        listener = socket.create_server((host, port), family=_family(host), backlog=128)
+        listener = _bind(host, port)
         await web.SockSite(runner, listener).start()
         if uds:
             if os.path.exists(uds):  # noqa: ASYNC240, PTH110  left behind by a killed process
@@ -60,5 +61,10 @@ async def serving(app: web.Application, host: str, port: int, uds: str = "") -> 
         await runner.cleanup()
 
 
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        msg = f"cannot listen on {host} port {port}: {error.strerror}; choose another TRIREME_HOST or TRIREME_PORT"
+        raise CallerError(msg) from error

@@ -97,3 +97,8 @@ class BlockOptimizer:
         self._parameter.grad = gradient
         self._optimizer.step()
         self._parameter.grad = None
+
+
+def warm_up() -> None:
+    """Load what torch loads at the first optimizer (1.5 s), before the first request needs one."""
+    _probe(torch.optim.SGD)
