@@ -11,6 +11,7 @@ An endpoint whose answers carry another cluster_id, or a lower raft_term than se
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import ssl
 from collections.abc import AsyncGenerator, Sequence
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_S = 1.0
 MAX_MESSAGE_BYTES = 64 << 20
+LARGE_BODY_BYTES = 1 << 19
 HEADERS = {"Grpc-Metadata-Hasleader": "true", "Content-Type": "application/json"}
 
 log = telemetry.logger("etcd.transport")
@@ -214,7 +216,8 @@ async def _posted(
 ) -> AsyncIterator[aiohttp.ClientResponse]:
     headers = {"Authorization": token} if token else {}
     timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S)
-    async with client.call_rpc(method, data, raw=True, headers=headers, timeout=timeout) as response:
+    body = data if len(data) < LARGE_BODY_BYTES else io.BytesIO(data)  # aiohttp warns of large bodies that are bytes
+    async with client.call_rpc(method, body, raw=True, headers=headers, timeout=timeout) as response:
         yield response
 
 
