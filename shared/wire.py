@@ -21,7 +21,6 @@ from pydantic import ValidationError
 
 from shared.errors import BadFrame, TooLarge
 from shared.records import Record
-from shared.slots import ELEMENT_BYTES
 
 CONTENT_TYPE = "application/msgpack"
 Fields = dict[str, Any]
@@ -125,15 +124,6 @@ def read(kind: type[AnyRecord], fields: Fields) -> AnyRecord:
         raise BadFrame(msg) from error
 
 
-def payload_bytes(elements: int, dtype: str) -> int:
-    """Bytes of `elements` elements. Raises BadFrame for a dtype that does not travel."""
-    try:
-        return elements * ELEMENT_BYTES[dtype]
-    except KeyError:
-        msg = f"dtype {dtype!r} does not travel; known are {', '.join(ELEMENT_BYTES)}"
-        raise BadFrame(msg) from None
-
-
 class _MapReader:
     """One map, fed in parts."""
 
@@ -145,10 +135,8 @@ class _MapReader:
             raw=False,
             read_size=_PORTION_BYTES,
             max_buffer_size=limit + _PORTION_BYTES,
-            max_array_len=limit // 8,
+            max_array_len=limit // 8,  # lists are allocated before their items are seen
             max_map_len=limit // 8,
-            max_str_len=limit,
-            max_bin_len=limit,
             max_ext_len=0,
         )
 
