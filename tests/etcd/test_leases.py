@@ -9,9 +9,12 @@ import pytest
 from shared import clock
 from shared.etcd import Compare, LeaseLost, Put
 from shared.etcd.transport import GRANT, KEEP_ALIVE
+from tests.etcd.worlds import everywhere
 
 
-async def test_a_lease_that_nobody_renews_takes_its_keys_with_it_in_one_revision(world, etcd):
+@everywhere
+async def test_a_lease_that_nobody_renews_takes_its_keys_with_it_in_one_revision(world):
+    etcd = world.client()
     kept, detached, loose = world.key + "kept", world.key + "detached", world.key + "loose"
     granted = clock.monotonic()
     lease = await etcd.grant(0.5)
@@ -41,7 +44,9 @@ async def test_a_lease_that_nobody_renews_takes_its_keys_with_it_in_one_revision
     await lease.keep_alive()
 
 
-async def test_a_kept_lease_outlives_its_ttl_and_ends_with_its_revocation(world, etcd):
+@everywhere
+async def test_a_kept_lease_outlives_its_ttl_and_ends_with_its_revocation(world):
+    etcd = world.client()
     key = world.key + "a"
     lease = await etcd.grant(2)
     await etcd.put(key, b"1", lease.id)
@@ -59,7 +64,9 @@ async def test_a_kept_lease_outlives_its_ttl_and_ends_with_its_revocation(world,
         lease.check()
 
 
-async def test_a_lease_revoked_by_somebody_else_is_lost_at_the_next_renewal(world, etcd):
+@everywhere
+async def test_a_lease_revoked_by_somebody_else_is_lost_at_the_next_renewal(world):
+    etcd = world.client()
     lease = await etcd.grant(2)
     await etcd.put(world.key, b"", lease.id)
     async with asyncio.timeout(1.5), asyncio.TaskGroup() as group:
@@ -105,6 +112,7 @@ async def test_a_lease_id_is_granted_once(world, etcd):
     await etcd.revoke(body["ID"])
 
 
+@everywhere
 async def test_a_restarted_etcd_gives_every_lease_its_full_ttl(breakable):
     etcd = breakable.client()
     lease = await etcd.grant(4)
@@ -117,6 +125,7 @@ async def test_a_restarted_etcd_gives_every_lease_its_full_ttl(breakable):
     await lease.revoke()
 
 
+@everywhere
 async def test_a_holder_fences_itself_while_etcd_is_frozen_and_before_the_lease_ends_there(breakable):
     etcd = breakable.client()
     sent = clock.monotonic()
@@ -136,6 +145,7 @@ async def test_a_holder_fences_itself_while_etcd_is_frozen_and_before_the_lease_
     assert not lease.alive, "lost is for ever"
 
 
+@everywhere
 async def test_a_renewal_loop_survives_an_outage_shorter_than_the_ttl(breakable):
     etcd = breakable.client()
     lease = await etcd.grant(6)

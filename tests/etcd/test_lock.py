@@ -9,6 +9,7 @@ import pytest
 from shared import clock
 from shared.etcd import Compare, LeaseLost, Put
 from shared.etcd.lock import acquire, try_acquire
+from tests.etcd.worlds import everywhere
 
 
 async def test_contenders_exclude_each_other_and_tokens_grow(world):
@@ -51,7 +52,9 @@ async def test_a_deposed_holders_write_is_fenced_by_its_token(world, etcd):
     await new.revoke()
 
 
-async def test_the_lock_of_a_dead_holder_is_taken_when_its_lease_ends(world, etcd):
+@everywhere
+async def test_the_lock_of_a_dead_holder_is_taken_when_its_lease_ends(world):
+    etcd = world.client()
     key = world.key + "lock"
     dead = await etcd.grant(2)
     await acquire(etcd, key, b"dead", dead)
@@ -91,7 +94,9 @@ async def test_asking_again_with_the_same_lease_gives_the_same_token(world, etcd
     await other.revoke()
 
 
-async def test_waiting_ends_when_the_candidates_own_lease_is_lost(world, etcd):
+@everywhere
+async def test_waiting_ends_when_the_candidates_own_lease_is_lost(world):
+    etcd = world.client()
     holder = await etcd.grant(60)
     await acquire(etcd, world.key, b"holder", holder)
     mine = await etcd.grant(2)

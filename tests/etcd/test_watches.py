@@ -8,6 +8,7 @@ from contextlib import aclosing
 from shared import clock
 from shared.etcd import Delete, Put
 from shared.etcd.watch import IDLE_LIMIT_S
+from tests.etcd.worlds import everywhere
 
 
 class Follower:
@@ -104,6 +105,7 @@ async def test_a_watch_whose_start_was_compacted_starts_over_with_a_snapshot(wor
     assert follower.state == {world.key + "there": b"2", world.key + "next": b"3"}
 
 
+@everywhere
 async def test_a_watch_survives_a_killed_etcd_and_delivers_each_event_once(breakable):
     etcd = breakable.client()
     key = breakable.key
@@ -137,6 +139,7 @@ async def test_a_watch_survives_a_killed_etcd_and_delivers_each_event_once(break
         assert len(per_key[kv.key]) == kv.version, "none lost: each put made one version"
 
 
+@everywhere
 async def test_a_quiet_watch_follows_the_revision_so_that_compaction_does_not_reset_it(breakable):
     etcd = breakable.client()
     await etcd.put(breakable.key + "quiet/a", b"1")
@@ -152,6 +155,7 @@ async def test_a_quiet_watch_follows_the_revision_so_that_compaction_does_not_re
     assert len(follower.batches) == 2, "resumed after the compacted revision: no second snapshot"
 
 
+@everywhere
 async def test_a_frozen_etcd_is_noticed_by_its_silence_and_the_watch_goes_on_after_it(breakable):
     etcd = breakable.client()
     async with Follower(etcd, breakable.key) as follower:
