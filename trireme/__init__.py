@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trireme.config import Config
 
 if TYPE_CHECKING:
-    import trireme.data as data
+    from trireme import data as data
     from trireme.plain import train as train
 
 __all__ = ["Config", "__version__", "data", "train"]

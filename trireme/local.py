@@ -168,7 +168,7 @@ class LocalCluster:
                 self._fail(child.name, message, child.log, child.tail())
                 return
             await asyncio.sleep(delay_s)
-            if self._stopping or await self._is_final():
+            if self._stopping or _is_final(self.directory.state):
                 return
             await child.start()
             self._on_event(ChildEvent(child.name, "restarted", str(end), child.pid))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared import clock
+from shared import clock, telemetry
 from shared.errors import TriremeError
 from shared.records import JobSpec, JobState, Phase
 from trireme import exits, run_dir
@@ -51,6 +51,7 @@ class RunRequest:
 
 def run_command(request: RunRequest) -> int:
     """Returns the exit code; says everything that is to be said."""
+    telemetry.configure(level="ERROR", json=False)
     try:
         check_path(request.script)
         return asyncio.run(_run(request))
@@ -146,16 +147,16 @@ async def _train(spec: JobSpec, folder: Path, port: int, standbys: int, interrup
     screen = display()
     started = clock.monotonic()
     try:
-        follower = Follower(spec, screen)
+        follower = Follower(screen)
         cluster = LocalCluster(spec, folder, port=port, standbys=standbys, on_event=follower.on_child)
         interrupt.cluster = cluster
         async with cluster:
             state = await _follow_to_the_end(cluster, follower, folder, screen)
-            report = await follower.last_report(cluster)
+            counts = await follower.last_counts(cluster)
         seconds = clock.monotonic() - started
     finally:
         screen.close()
-    document = result_document(spec, state, report, seconds, folder)
+    document = result_document(spec, state, counts, seconds, folder)
     if state.phase is not Phase.COMPLETED:
         print(failure_text(state, folder), file=sys.stderr)  # noqa: T201
     print(json.dumps(document) if as_json else summary_text(document))  # noqa: T201

@@ -1,0 +1,100 @@
+"""While a local job runs: ask its master twice a second, tell what changed. A master that is away is asked again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from typing import Any
+
+from shared import clock
+from shared.errors import PeerError, TriremeError
+from trireme.client import Client
+from trireme.local import ChildEvent, LocalCluster
+from trireme.progress import Display, Progress
+from trireme.report import Counts
+
+POLL_S = 0.5
+REQUEST_TIMEOUT_S = 5.0
+TOLD = {
+    "master_elected",
+    "job_running",
+    "generation_changed",
+    "member_dead",
+    "task_requeued",
+    "task_discarded",
+    "epoch_done",
+    "stage_changed",
+    "user_failure",
+}
+
+
+def progress_of(job: dict[str, Any], restarts: int) -> Progress:
+    """The master's job document as a Progress."""
+    members, progress = job["members"], job["progress"]
+    return Progress(
+        phase=job["phase"],
+        stage=job["stage"],
+        epoch=progress["epoch"],
+        epochs=progress["epochs"],
+        step=progress.get("step"),
+        loss=progress.get("loss"),
+        records_done=progress["records_done"],
+        records_total=progress["records_total"],
+        records_per_s=progress.get("records_per_s"),
+        eta_s=progress.get("eta_s"),
+        trainers=members["trainers"],
+        trainers_desired=members["trainers_desired"],
+        pservers=members["pservers"],
+        pservers_desired=members["pservers_desired"],
+        restarts=restarts,
+        generation=job["generation"],
+        reason=job["reason"],
+    )
+
+
+class Follower:
+    """`restarts` by child; the last loss and step seen stay for the summary."""
+
+    def __init__(self, screen: Display) -> None:
+        self.restarts: Counter[str] = Counter()
+        self._screen = screen
+        self._last: dict[str, Any] = {}
+        self._after = 0
+
+    def on_child(self, event: ChildEvent) -> None:
+        match event.what:
+            case "died":
+                self._screen.event(f"{event.child} died ({event.cause}, pid {event.pid}); it is started again")
+            case "restarted":
+                self.restarts[event.child] += 1
+            case "lease_left":
+                self._screen.event(
+                    f"{event.child}: its lease could not be revoked ({event.cause}); it runs out by itself"
+                )
+            case _:
+                return
+
+    async def run(self, cluster: LocalCluster) -> None:
+        """Until cancelled."""
+        while True:
+            with contextlib.suppress(PeerError):  # no master right now: a standby takes over, or it is started again
+                await self._ask(cluster)
+            await asyncio.sleep(POLL_S)
+
+    async def last_counts(self, cluster: LocalCluster) -> Counts:
+        """What the summary wants, as far as it can still be had."""
+        with contextlib.suppress(TriremeError):
+            await self._ask(cluster)
+        progress = self._last.get("progress", {})
+        return Counts(dict(self.restarts), progress.get("loss"), progress.get("step"))
+
+    async def _ask(self, cluster: LocalCluster) -> None:
+        async with Client(await cluster.master_url(REQUEST_TIMEOUT_S), timeout_s=REQUEST_TIMEOUT_S) as client:
+            page = await client.events(after=self._after)
+            self._last = await client.job()
+        self._after = page["next_after"]
+        for event in page["events"]:
+            if event["name"] in TOLD:
+                self._screen.event(event["message"])
+        self._screen.show(progress_of(self._last, self.restarts.total()), clock.monotonic())
