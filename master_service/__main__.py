@@ -1,0 +1,115 @@
+"""`python -m master_service`: serve REST, then campaign with the address that was really bound.
+
+SIGTERM: the lease is revoked first (a standby leads at once), then the server closes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import socket
+import sys
+from collections.abc import Generator
+from pathlib import Path
+
+import uvicorn
+from pydantic import ValidationError
+
+from master_service.app import make_app
+from master_service.service import Master
+from master_service.settings import Settings
+from shared import ids, service, telemetry
+from shared.errors import InvalidArgument
+from shared.etcd import connect
+from shared.keys import Keys
+from shared.records import JobSpec
+
+CLOSING_S = 2
+START_S = 10.0
+USAGE = 2
+
+log = telemetry.logger("main")
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: shared.service has them."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def main() -> int:
+    argparse.ArgumentParser(
+        prog="python -m master_service",
+        description="The master of one Trireme job. All settings come from the environment: TRIREME_JOB (required), "
+        "TRIREME_ETCD, TRIREME_SPEC (JSON file, for the job's first master), TRIREME_HOST, TRIREME_PORT, "
+        "TRIREME_ADVERTISE, TRIREME_NAME, TRIREME_TOKEN, TRIREME_MASTER_TTL_S, TRIREME_LOG_LEVEL.",
+    ).parse_args()
+    try:
+        settings = Settings()
+    except ValidationError as error:
+        for item in error.errors():
+            name = "_".join(str(part) for part in ("TRIREME", *item["loc"])).upper()
+            print(f"{name}: {item['msg']}", file=sys.stderr)  # noqa: T201  there is no logger before settings
+        return USAGE
+    telemetry.configure(level=settings.log_level, service="master", member=settings.name)
+    return service.run(lambda stopping: _serve(settings, stopping))
+
+
+async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
+    spec = _read_spec(settings.spec) if settings.spec else None
+    name = ids.new_id(settings.name)
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        listener = socket.create_server((settings.host, settings.port), family=family, backlog=512)
+    except OSError as error:
+        msg = f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; free it or set TRIREME_PORT"
+        raise InvalidArgument(msg) from error
+    listener.setblocking(False)
+    host = settings.advertise or settings.host
+    url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+    etcd = connect(
+        settings.etcd,
+        user=settings.etcd_user,
+        password=settings.etcd_password,
+        ca=settings.etcd_ca,
+        cert=settings.etcd_cert,
+        key=settings.etcd_key,
+    )
+    master = Master(etcd, Keys(settings.job, settings.root), name=name, url=url, spec=spec, ttl_s=settings.master_ttl_s)
+    config = uvicorn.Config(
+        make_app(master, token=settings.token),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=CLOSING_S,
+    )
+    server = _Server(config)
+    log.info("serving", url=url, master=name)
+    try:
+        async with asyncio.TaskGroup() as group:
+            serving = group.create_task(server.serve(sockets=[listener]))
+            try:
+                await master.run(stopping)
+            finally:
+                server.should_exit = True
+            await serving
+    finally:
+        listener.close()
+        await etcd.close()
+    return 0
+
+
+def _read_spec(path: Path) -> JobSpec:
+    try:
+        return JobSpec.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        msg = f"TRIREME_SPEC={path} is no job spec: {error}"
+        raise InvalidArgument(msg) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

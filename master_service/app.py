@@ -1,0 +1,89 @@
+"""The REST API around a `Master`: request id and body bound, token, routes, problems.
+
+request -> bounded (ASGI) -> token -> route: decode -> master -> encode        every error -> problem+json
+"""
+
+from __future__ import annotations
+
+import hmac
+from importlib.metadata import version
+
+from fastapi import Depends, FastAPI, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from master_service import problems
+from master_service.routes import job, members, system, task_leases, tasks
+from master_service.service import Master
+from shared import ids
+from shared.errors import TooLarge, Unauthorized
+
+MAX_BODY_BYTES = 1 << 20
+
+DESCRIPTION = "Control plane of one Trireme job: tasks, members, progress. Errors are RFC 9457 problem details."
+
+
+def make_app(master: Master, *, token: str = "") -> FastAPI:
+    """`token` empty: no authentication (for 127.0.0.1 only)."""
+
+    async def authorised(request: Request) -> None:
+        given = request.headers.get("authorization", "")
+        if token and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+            what = "another bearer token than the job's" if given else "no bearer token"
+            raise Unauthorized(f"the request has {what}", hint="give the job's token in TRIREME_TOKEN")
+
+    app = FastAPI(
+        title="Trireme master",
+        version=version("trireme"),
+        description=DESCRIPTION,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/v1/openapi.json",
+    )
+    app.state.master = master
+    for router in (job.router, tasks.router, task_leases.router, members.router, system.router):
+        app.include_router(router, dependencies=[Depends(authorised)])
+    app.include_router(system.open_router)
+    problems.install(app)
+    app.add_middleware(Bounded)
+    return app
+
+
+class Bounded:
+    """Gives every request an id (or keeps the caller's) and refuses bodies over MAX_BODY_BYTES before reading them whole."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        request_id = given if given.isascii() and given.isprintable() and 0 < len(given) <= 64 else ids.new_id("req")
+        scope["request_id"] = request_id
+        seen = 0
+
+        async def bounded_receive() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > MAX_BODY_BYTES:
+                raise _too_large(seen)
+            return message
+
+        async def named_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        announced = headers.get(b"content-length", b"0")
+        if announced.isdigit() and int(announced) > MAX_BODY_BYTES:
+            response = problems.problem_response(problems.problem_of(_too_large(int(announced)), request_id))
+            await response(scope, receive, named_send)
+            return
+        await self._app(scope, bounded_receive, named_send)
+
+
+def _too_large(size: int) -> TooLarge:
+    return TooLarge(f"the body has {size} bytes or more, at most {MAX_BODY_BYTES} are taken; send it in parts")

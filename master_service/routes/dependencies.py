@@ -1,0 +1,36 @@
+"""What every route needs: the master behind it, and the page it is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Annotated, TypeVar
+
+from fastapi import Depends, Query, Request
+
+from master_service.service import Master
+from shared.errors import DeadlineExceeded
+
+ANSWER_S = 8.0
+
+T = TypeVar("T")
+
+
+def _master(request: Request) -> Master:
+    master: Master = request.app.state.master
+    return master
+
+
+async def answered(call: Awaitable[T]) -> T:
+    """Raises DeadlineExceeded when etcd is away for too long; asked again, the same request finds its result."""
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            return await call
+    except TimeoutError as error:
+        msg = f"the master got no answer from etcd within {ANSWER_S:g} s; ask again"
+        raise DeadlineExceeded(msg) from error
+
+
+MasterOf = Annotated[Master, Depends(_master)]
+PageSize = Annotated[int, Query(ge=1, le=1000, description="at most so many items")]
+PageToken = Annotated[str, Query(max_length=200, description="next_page_token of the page before")]

@@ -1,0 +1,39 @@
+"""Where the tasks stand."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query
+
+from master_service import views
+from master_service.answers import TaskPage, TaskView
+from master_service.routes.dependencies import MasterOf, PageSize, PageToken
+from shared.records import TaskKind, TaskSummary
+
+router = APIRouter(prefix="/v1", tags=["tasks"])
+
+TaskState = Literal["TODO", "PENDING", "REQUEUED", "DONE", "DISCARDED"]
+
+
+@router.get("/tasks", operation_id="listTasks")
+async def list_tasks(
+    master: MasterOf,
+    state: Annotated[TaskState | None, Query()] = None,
+    kind: TaskKind = TaskKind.TRAIN,
+    page_size: PageSize = 100,
+    page_token: PageToken = "",
+) -> TaskPage:
+    """Tasks of the current epoch (DISCARDED: of all). A page may be short and still have a next one."""
+    return views.tasks(master.books, kind, state, page_size, page_token)
+
+
+@router.get("/tasks/{task_id}", operation_id="getTask")
+async def get_task(master: MasterOf, task_id: str) -> TaskView:
+    return views.task(master.books, task_id)
+
+
+@router.get("/task-summary", operation_id="getTaskSummary")
+async def get_task_summary(master: MasterOf) -> TaskSummary:
+    """Counts of the current stage."""
+    return master.books.summary()
