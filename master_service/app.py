@@ -68,8 +68,8 @@ class Bounded:
             nonlocal seen
             message = await receive()
             seen += len(message.get("body", b""))
-            if seen > MAX_BODY_BYTES:
-                raise _too_large(seen)
+            if seen > MAX_BODY_BYTES:  # sent without a length: the client is cut off
+                return {"type": "http.disconnect"}
             return message
 
         async def named_send(message: Message) -> None:

@@ -26,6 +26,7 @@ from shared.keys import Keys
 from shared.records import JobSpec, JobState, MasterAddress, MasterLock, Phase, TaskMeta, UserFailure
 
 PAUSE_S = 0.1
+PROBE_EVERY_S = 0.5
 
 Probe = Callable[[str], Awaitable[bool]]
 log = telemetry.logger("leader")
@@ -47,18 +48,29 @@ async def campaign(
 ) -> int:
     """Wait for the lock; the answer is the term. Raises LeaseLost."""
 
+    seen: list[MasterLock] = []
+
     async def look_at(kv: KeyValue) -> None:
         try:
-            holder = MasterLock.model_validate_json(kv.value)
+            seen[:] = [MasterLock.model_validate_json(kv.value)]
         except ValidationError:
             log.warning("lock_unreadable", value=kv.value.decode(errors="replace"))
             return
-        on_holder(holder)
-        if holder.lease and await probe(holder.url):
-            log.info("holder_is_dead", holder=holder.master, url=holder.url)
-            await etcd.revoke(holder.lease)
+        on_holder(seen[0])
 
-    return await lock.acquire(etcd, keys.master_lock, me.to_bytes(), lease, on_wait=look_at)
+    async def depose_the_dead() -> None:
+        while True:
+            for holder in seen:
+                if holder.lease and await probe(holder.url):
+                    log.info("holder_is_dead", holder=holder.master, url=holder.url)
+                    await etcd.revoke(holder.lease)
+            await asyncio.sleep(PROBE_EVERY_S)
+
+    async with asyncio.TaskGroup() as group:
+        probing = group.create_task(depose_the_dead())
+        term = await lock.acquire(etcd, keys.master_lock, me.to_bytes(), lease, on_wait=look_at)
+        probing.cancel()
+    return term
 
 
 async def take_over(

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
-from starlette.routing import Match
+from starlette.routing import compile_path
 
 from master_service.answers import Problem, ProblemPart
 from shared import telemetry
@@ -113,12 +113,12 @@ def _request_id(request: Request) -> str:
 
 
 def _allowed(app: FastAPI, request: Request) -> list[str]:
-    """All methods of the path: Starlette names only those of the first route that matches."""
+    """All methods of the path, by the OpenAPI document: Starlette names only those of the first route that matches."""
     methods: set[str] = set()
-    for route in app.routes:
-        matched, _ = route.matches(request.scope)
-        if matched is not Match.NONE:
-            methods |= getattr(route, "methods", None) or set()
+    for template, operations in _openapi(app)["paths"].items():
+        pattern, _, _ = compile_path(template)
+        if pattern.match(request.url.path):
+            methods |= {method.upper() for method in operations}
     return sorted(methods)
 
 
