@@ -131,7 +131,7 @@ class TinyCompute:
     async def gradient(
         self, node: Interval, lane: int, seed: int, records: Records | None, finished: Callable[[int], None]
     ) -> LaneResult:
-        names = tuple(int(record["text"]) for record in records) if records else ()
+        names = tuple(int(record["name"]) for record in records) if records else ()
         self._lanes[lane] = (gradients(self._vectors[0], seed, names), len(names))
         await asyncio.sleep(self._speed.draw(self._rng) if names else 0.001)
         if names:
@@ -156,7 +156,7 @@ class TinyCompute:
         self._nodes.clear()
 
     async def evaluate(self, records: Records) -> dict[str, float]:
-        names = tuple(int(record["text"]) for record in records)
+        names = tuple(int(record["name"]) for record in records)
         await asyncio.sleep(self._speed.draw(self._rng))
         self._notes.evaluated.append((hashlib.sha256(self._bytes()).hexdigest(), names))
         return {"records": float(len(names)), "total": float(sum(names))}

@@ -1,6 +1,6 @@
 """Seeded plans: the job, its members, the weather, and what goes wrong when. The same seed is the same run.
 
-0 ... WINDOW_S  faults, bad weather        then  quiet: everything heals, and the job must end within `bound_s`
+0 ... window_s  faults, bad weather        then  quiet: everything heals, and the job must end within `bound_s`
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from enum import StrEnum
 from shared.records import Mode
 from tests.simulation.compute import Speed
 from tests.simulation.network import CALM, Weather, weather_of
-
-WINDOW_S = 25.0
 
 
 class Kind(StrEnum):
@@ -27,6 +25,10 @@ class Kind(StrEnum):
     HAND_OVER = "terminate master"
     FREEZE_PSERVER = "freeze pserver"
     RESTART_ETCD = "restart etcd"
+
+    @property
+    def victim(self) -> str:
+        return "pserver" if self is Kind.FREEZE_PSERVER else "trainer" if "trainer" in self else "master"
 
 
 class Peer(StrEnum):
@@ -69,6 +71,12 @@ class Job:
     seed: int
     push_every: int = 1
 
+    @property
+    def minibatches(self) -> int:
+        """Of the whole job."""
+        tasks = [min(self.task_records, n - first) for n in self.files for first in range(0, n, self.task_records)]
+        return self.epochs * sum(-(-count // self.minibatch) for count in tasks)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -87,6 +95,22 @@ class Plan:
 
     def undisturbed(self) -> Plan:
         return replace(self, weather=CALM, faults=())
+
+    @property
+    def work_s(self) -> float:
+        """Seconds of computing if one trainer does it all."""
+        return self.job.minibatches * (self.speed.high_s + self.speed.stall * self.speed.stall_s)
+
+    @property
+    def window_s(self) -> float:
+        """While this lasts the weather is bad and faults happen."""
+        return 2.0 + min(25.0, 1.2 * self.work_s)
+
+    @property
+    def bound_s(self) -> float:
+        """After the last fault the job must end within this: everybody's leases and tasks' deadlines run out one after the
+        other, everybody joins again, and one trainer does all the work, twice."""
+        return 90.0 + 2 * self.work_s
 
     def __str__(self) -> str:
         head = (
@@ -122,7 +146,7 @@ def plan(seed: int, mode: Mode) -> Plan:
         seed=rng.randrange(3),
         push_every=rng.choice([1, 1, 2]) if mode is Mode.ASYNC else 1,
     )
-    return Plan(
+    plan = Plan(
         seed=seed,
         job=job,
         pull_every=rng.choice([1, 2, 3]) if mode is Mode.ASYNC else 1,
@@ -132,20 +156,22 @@ def plan(seed: int, mode: Mode) -> Plan:
         masters=rng.choice([1, 2]),
         speed=speed,
         weather=weather_of(rng),
-        faults=tuple(sorted(_faults(rng), key=lambda fault: fault.at_s)),
     )
+    faults = [
+        _fault(rng, rng.choice(kinds), plan.window_s)
+        for kinds in [_kinds(rng)]
+        for _ in range(rng.choice([0, 2, 4, 8]))
+    ]
+    return replace(plan, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
 
 
-def _faults(rng: random.Random) -> list[Fault]:
-    """Up to eight faults; some runs concentrate on one kind."""
-    kinds = list(Kind)
-    if rng.random() < 0.4:
-        kinds = rng.sample(kinds, 2)
-    return [_fault(rng, rng.choice(kinds)) for _ in range(rng.choice([0, 2, 4, 8]))]
+def _kinds(rng: random.Random) -> list[Kind]:
+    """Some runs concentrate on two kinds."""
+    return rng.sample(list(Kind), 2) if rng.random() < 0.4 else list(Kind)
 
 
-def _fault(rng: random.Random, kind: Kind) -> Fault:
-    at, pick = rng.uniform(0, WINDOW_S), rng.random()
+def _fault(rng: random.Random, kind: Kind, window_s: float) -> Fault:
+    at, pick = rng.uniform(0, window_s), rng.random()
     match kind:
         case Kind.KILL_TRAINER | Kind.KILL_MASTER:
             lasts = rng.choice([0.1, 1.0, 4.0])

@@ -65,6 +65,7 @@ class Network:
         self.weather = CALM
         self.counts: dict[str, int] = {}
         self.crashes: list[BaseException] = []
+        self.closed = False
         self._listeners: dict[str, tuple[Process, Any]] = {}
         self._cuts: dict[frozenset[str], None] = {}
         self._calls: dict[int, _Call] = {}
@@ -105,6 +106,14 @@ class Network:
                 for pipe in call.pipes:
                     self.later(self.delay(), pipe.break_off, PeerError(f"connection from {process.name} was reset"))
 
+    def close(self) -> None:
+        """From now on nobody hears anything: every call fails at once."""
+        self.closed = True
+        for call in self._calls.values():
+            call.fail(PeerError("the simulation is over"))
+            for pipe in call.pipes:
+                pipe.break_off(PeerError("the simulation is over"))
+
     # ------------------------------------------------------------ messages
 
     def count(self, what: str) -> None:
@@ -136,7 +145,7 @@ class Network:
         `hang_up_cancels`: the server cancels the handler of a caller that is gone."""
         source = current_process()
         assert source is not None, "only processes speak"
-        if url not in self._listeners:
+        if self.closed or url not in self._listeners:
             await asyncio.sleep(self.delay())
             raise PeerError(f"{url} refused the connection")
         target, service = self._listeners[url]

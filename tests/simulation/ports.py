@@ -87,9 +87,9 @@ class SimulatedMaster:
 class SimulatedPserver:
     """trainer_agent.pservers.PserverPort"""
 
-    def __init__(self, network: Network, member: PserverMember) -> None:
+    def __init__(self, network: Network, member: PserverMember, after_block: Callable[[], None]) -> None:
         self.member = member
-        self._network = network
+        self._network, self._after_block = network, after_block
 
     def __repr__(self) -> str:
         return f"<SimulatedPserver {self.member.index} at {self.member.url}>"
@@ -109,7 +109,7 @@ class SimulatedPserver:
     async def push(self, header: PushHeader, blocks: AsyncIterator[tuple[PushBlock, memoryview]]) -> PushAnswer:
         async def receive(service: Any, items: AsyncIterator[Any]) -> PushAnswer:
             with service.receiving(header) as (memory, _):
-                answer: PushAnswer = await service.push(header, _in_one_buffer(items, memory))
+                answer: PushAnswer = await service.push(header, _in_one_buffer(items, memory, self._after_block))
                 return answer
 
         answer: PushAnswer = await self._upload(blocks, receive)
@@ -236,9 +236,12 @@ async def _settle(task: asyncio.Future[Any]) -> None:
         task.exception()
 
 
-async def _in_one_buffer(items: AsyncIterator[tuple[Any, bytes]], memory: memoryview) -> AsyncIterator[Any]:
+async def _in_one_buffer(
+    items: AsyncIterator[tuple[Any, bytes]], memory: memoryview, after_block: Callable[[], None]
+) -> AsyncIterator[Any]:
     async for item, payload in items:
         place = memory[: len(payload)]
         place[:] = payload
         yield item, place
         place[:] = bytes([GARBAGE]) * len(payload)
+        after_block()

@@ -20,12 +20,23 @@ from trainer_agent.data.order import minibatch_indices, minibatches_in
 
 def tasks_of(job: Job) -> list[list[int]]:
     """Names of the records of each task; record names count through all files."""
-    tasks, name = [], 0
+    tasks: list[list[int]] = []
+    name = 0
     for records in job.files:
-        for first in range(0, records, job.task_records):
-            tasks.append(list(range(name + first, name + min(first + job.task_records, records))))
+        starts = range(0, records, job.task_records)
+        tasks += [list(range(name + first, name + min(first + job.task_records, records))) for first in starts]
         name += records
     return tasks
+
+
+def task_minibatches(job: Job, epoch: int, task: int) -> list[list[int]]:
+    """Names of the records of each minibatch, in the order of (seed, epoch, task)."""
+    names = tasks_of(job)[task]
+    chosen = [
+        minibatch_indices(job.seed, epoch, task, len(names), job.minibatch, number, shuffle=True)
+        for number in range(minibatches_in(len(names), job.minibatch))
+    ]
+    return [[names[int(index)] for index in indices] for indices in chosen]
 
 
 def lane_streams(job: Job, epoch: int) -> list[list[list[int]]]:
@@ -34,11 +45,7 @@ def lane_streams(job: Job, epoch: int) -> list[list[list[int]]]:
     order = EpochOrder(len(tasks), job.seed, epoch)
     streams: list[list[list[int]]] = [[] for _ in range(job.lanes)]
     for position in range(len(tasks)):
-        task = order.task_at(position)
-        count = len(tasks[task])
-        for number in range(minibatches_in(count, job.minibatch)):
-            chosen = minibatch_indices(job.seed, epoch, task, count, job.minibatch, number, shuffle=True)
-            streams[position % job.lanes].append([tasks[task][int(i)] for i in chosen])
+        streams[position % job.lanes] += task_minibatches(job, epoch, order.task_at(position))
     return streams
 
 

@@ -1,0 +1,38 @@
+"""Replay one seed and say everything: `python -m tests.simulation --mode sync --seed 7`; or try many: `--seeds 100`."""
+# ruff: noqa: T201
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from shared.records import Mode
+from tests.simulation.faults import plan
+from tests.simulation.play import play
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--mode", choices=[mode.value for mode in Mode], default="sync")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=1, help="how many seeds from --seed on")
+    options = parser.parse_args()
+    mode, failed = Mode(options.mode), 0
+    print(plan(options.seed, mode))
+    for seed in range(options.seed, options.seed + options.seeds):
+        began = time.perf_counter()
+        outcome = play(seed, mode, print if options.seeds == 1 else None)
+        failed += bool(outcome.broken)
+        spent = time.perf_counter() - began
+        if outcome.broken or options.seeds == 1:
+            print(
+                f"seed {seed}: {outcome.seconds:.1f} s virtual, {spent:.2f} s, {outcome.callbacks} callbacks {outcome.counts}"
+            )
+            print(f"  {outcome}" if outcome.broken else "  all promises kept")
+    print(f"{options.seeds} seeds, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""What a user may count on (training.md), checked on a world whose job has ended. Each line returned is a broken promise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+
+from shared.records import EvaluationSums, JobResult, Mode, Phase, TaskMeta
+from tests.simulation.compute import RECORD_SLOTS, applied_of, param_blocks
+from tests.simulation.faults import Job
+from tests.simulation.reference import final_parameters, task_minibatches, tasks_of
+from tests.simulation.world import World
+
+
+def violations(world: World) -> Iterator[str]:
+    yield from world.failures
+    yield from world.etcd.violations
+    yield from (f"a handler crashed: {error!r}" for error in world.network.crashes)
+    if world.state.phase is not Phase.COMPLETED:
+        yield f"the job is {world.state.phase}: {world.state.reason}"
+        return
+    yield from _books(world)
+    yield from _parameters(world)
+    if world.plan.evaluate:
+        yield from _evaluation(world)
+    if world.plan.job.mode is Mode.ASYNC:
+        yield from _ledgers(world)
+
+
+def _books(world: World) -> Iterator[str]:
+    """Nothing is left under way, nothing was discarded, every epoch is over."""
+    keys, job = world.keys, world.plan.job
+    for kind, key in (
+        ("pending", keys.pending("")),
+        ("requeued", keys.requeued("")),
+        ("discarded", keys.discarded("")),
+    ):
+        names = world.etcd.names(key)
+        if names:
+            yield f"tasks {sorted(names)} are still {kind} after the end"
+    meta = TaskMeta.model_validate_json(world.etcd.value(keys.task_meta) or b"")
+    if meta.epoch != job.epochs:
+        yield f"the queue stands at epoch {meta.epoch} of {job.epochs}"
+    result: JobResult = world.state.result
+    expected = job.epochs * sum(job.files)
+    if (result.trained_records, result.discarded_records) != (expected, 0):
+        yield f"{result.trained_records} records trained and {result.discarded_records} discarded, expected {expected} and 0"
+
+
+def _parameters(world: World) -> Iterator[str]:
+    job, exported = world.plan.job, world.notes.exported
+    if not exported:
+        yield "nothing was exported"
+        return
+    if any(one != other for one, other in pairwise(exported)):
+        yield "two exports differ"
+    final = world.final_parameters()
+    if exported[-1] != final:
+        yield "the export is not what the parameter servers hold"
+    if job.mode is Mode.SYNC:
+        if final != final_parameters(job):
+            yield f"the final parameters differ from the undisturbed run's{_difference(final, final_parameters(job))}"
+        return
+    expected = _applications(job)
+    initials = [np.linspace(-1, 1, 3 * 64).astype(np.float32), np.linspace(-1, 1, 2 * 64).astype(np.float32)]
+    for block in param_blocks():
+        applied = applied_of(final, block, initials[block.segment])
+        wrong = [r for r in range(len(expected)) if abs(float(applied[r]) - expected[r]) > 1e-3]
+        if wrong:
+            shown = {r: (round(float(applied[r]), 3), round(expected[r], 3)) for r in wrong[:4]}
+            yield f"block {block.number}: records were not applied once an epoch (record: got, expected) {shown}"
+
+
+def _difference(one: bytes, other: bytes) -> str:
+    a, b = np.frombuffer(one[: 4 * 344], np.float32), np.frombuffer(other[: 4 * 344], np.float32)
+    return f" in {int((a != b).sum())} of {len(a)} numbers, by at most {float(np.abs(a - b).max()):g}"
+
+
+def _applications(job: Job) -> list[float]:
+    """Per record: epochs / n, n being the records of the push that holds it. Its push: push_every minibatches of a task
+    in that epoch's order, so n depends on where the order puts the record; see `_applied_in`."""
+    expected = [0.0] * sum(job.files)
+    for epoch in range(job.epochs):
+        for names, count in _pushes(job, epoch):
+            for name in names:
+                expected[name] += 1 / count
+    assert len(expected) <= RECORD_SLOTS
+    return expected
+
+
+def _pushes(job: Job, epoch: int) -> Iterator[tuple[list[int], int]]:
+    """(records, how many) of each push of an epoch of asynchronous training."""
+    for number in range(len(tasks_of(job))):
+        minibatches = task_minibatches(job, epoch, number)
+        for first in range(0, len(minibatches), job.push_every):
+            names = [name for minibatch in minibatches[first : first + job.push_every] for name in minibatch]
+            yield names, len(names)
+
+
+def _evaluation(world: World) -> Iterator[str]:
+    job = world.plan.job
+    sums = EvaluationSums.model_validate_json(world.etcd.value(world.keys.evaluation) or b"{}")
+    records = sum(job.files)
+    expected = {"records": float(records), "total": float(records * (records - 1) // 2)}
+    if sums.sums != expected or sums.finished != len(tasks_of(job)):
+        yield f"evaluation added up to {sums}, expected {expected} from {len(tasks_of(job))} tasks"
+    seen = {digest for digest, _ in world.notes.evaluated}
+    if seen != {world.final_digest()}:
+        yield f"evaluation saw {len(seen)} sets of parameters, not the final ones only"
+
+
+def _ledgers(world: World) -> Iterator[str]:
+    """The parameter servers' own books say the same."""
+    job = world.plan.job
+    minibatches = sum(-(-len(task) // job.minibatch) for task in tasks_of(job))
+    for index, store in world.stores():
+        if not store.blocks:
+            continue
+        books = {entry.epoch: entry for entry in store.ledger.books()}
+        for epoch in range(job.epochs):
+            entry = books.get(epoch)
+            if entry is None:
+                yield f"pserver {index} has no books of epoch {epoch}"
+            elif (entry.applied_lowest, entry.applied_highest, entry.tasks_open) != (minibatches, minibatches, 0):
+                yield f"pserver {index}, epoch {epoch}: {entry}, expected {minibatches} minibatches at every block"

@@ -1,0 +1,358 @@
+"""One simulated cluster: etcd, masters, pservers and trainers as processes on the virtual loop, run by the product's code.
+
+A *seat* is what the launcher supervises: it starts a process in it, and a new incarnation after a death.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from master_service.core.file_table import FileTable
+from master_service.service import Master
+from pserver_service.__main__ import INDEX_LOST
+from pserver_service.core.store import Store
+from pserver_service.registration import Registration
+from pserver_service.service import Pserver
+from shared import ids
+from shared.datasets import Custom, Dataset
+from shared.directory import Directory
+from shared.errors import TriremeError
+from shared.etcd import Etcd
+from shared.keys import Keys
+from shared.records import JobSpec, JobState, Mode, Phase, PserverMember, TrainerMember
+from tests.simulation.compute import BLOCK_BYTES, Notes, TinyCompute
+from tests.simulation.dataset import files_of
+from tests.simulation.etcd import WitnessedEtcd
+from tests.simulation.faults import Plan
+from tests.simulation.network import Network, Weather
+from tests.simulation.ports import SimulatedMaster, SimulatedPserver
+from tests.simulation.virtual_loop import Process
+from trainer_agent.agent import Agent
+
+MASTER_TTL_S = 3.0
+LEASE_TTL_S = 5.0
+LEAVE_S = 60.0
+UNWINDING_ROUNDS = 8
+TASK_FLOOR_S, TASK_CEILING_S = 10.0, 30.0
+TRAINING = Custom("training", reader="tests.simulation.dataset:reader")
+EVALUATION = Custom("evaluation", reader="tests.simulation.dataset:reader")
+
+
+def spec_of(plan: Plan) -> JobSpec:
+    job = plan.job
+    return JobSpec(
+        job="simulated",
+        script="simulated.py",
+        dataset=TRAINING,
+        evaluation_dataset=EVALUATION if plan.evaluate else None,
+        mode=job.mode,
+        epochs=job.epochs,
+        global_batch_size=job.minibatch * job.lanes,
+        lanes=job.lanes,
+        seed=job.seed,
+        trainers=plan.trainers,
+        pservers=plan.pservers,
+        records_per_task=job.task_records,
+        block_bytes=BLOCK_BYTES,
+        slot_count=128,
+        push_every=job.push_every,
+        pull_every=plan.pull_every,
+        storage="memory://simulated",
+        lease_ttl_s=LEASE_TTL_S,
+        task_timeout_floor_s=TASK_FLOOR_S,
+        task_timeout_ceiling_s=TASK_CEILING_S,
+    )
+
+
+class MemoryTables:
+    """master_service.tables.Tables: counted at once."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    async def count(self, source: Dataset, task_records: int) -> FileTable:
+        await asyncio.sleep(0.05)
+        files = files_of(source.urls[0], self._plan.job)
+        table = FileTable(files, task_records)
+        digest = hashlib.sha256(repr(table.to_map()).encode()).hexdigest()
+        return FileTable(files, task_records, digest)
+
+    async def load(self, digest: str) -> FileTable:
+        for source in (TRAINING, EVALUATION):
+            table = await self.count(source, self._plan.job.task_records)
+            if table.digest == digest:
+                return table
+        raise AssertionError(f"no table {digest}")
+
+
+async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
+    """trainer_agent.compute.Offload without a thread."""
+    await asyncio.sleep(0.002)
+    return work(*arguments)
+
+
+@dataclass
+class Seat:
+    """`service` is what the current process serves: a Master, a Pserver or nothing."""
+
+    name: str
+    kind: str
+    url: str = ""
+    process: Process = field(default_factory=lambda: Process("nobody"))
+    service: Any = None
+    incarnations: int = 0
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    exits: list[BaseException | int | None] = field(default_factory=list)
+    wanted: bool = True
+
+    @property
+    def alive(self) -> bool:
+        return self.incarnations > 0 and not self.process.dead
+
+
+class World:
+    """`run()` plays the plan to the end of the job."""
+
+    def __init__(self, plan: Plan, rng: random.Random, say: Callable[[str], None] = lambda _: None) -> None:
+        self.plan = plan
+        self.spec = spec_of(plan)
+        self.keys = Keys(self.spec.job)
+        self.rng = rng
+        self.notes = Notes()
+        self.network = Network(rng)
+        self.etcd = WitnessedEtcd(self.keys, rng, self._url_of)
+        self.seats: dict[str, Seat] = {}
+        self.processes: dict[str, Process] = {}
+        self.urls: dict[str, str] = {}
+        self.failures: list[str] = []
+        self.ended_s = 0.0
+        self._launcher = self.processes["launcher"] = Process("launcher")
+        self._say = say
+
+    # ------------------------------------------------------------ processes
+
+    def say(self, text: str) -> None:
+        self._say(f"{asyncio.get_running_loop().time():9.3f} {text}")
+
+    def start(self, name: str, kind: str) -> Seat:
+        """A new incarnation in the seat of that name."""
+        seat = self.seats.setdefault(name, Seat(name, kind))
+        seat.incarnations += 1
+        process = Process(f"{name}#{seat.incarnations}")
+        seat.process, seat.stopping = process, asyncio.Event()
+        seat.url = f"http://{name}.{seat.incarnations}:1"
+        self.processes[process.name] = process
+        self.urls[process.name] = seat.url
+        self.say(f"start {process.name}")
+        mains: dict[str, Callable[[Seat], Coroutine[Any, Any, Any]]] = {
+            "master": self._master,
+            "pserver": self._pserver,
+            "trainer": self._trainer,
+        }
+        process.spawn(self._watched(seat, process, mains[kind](seat)))
+        return seat
+
+    async def _watched(self, seat: Seat, process: Process, main: Coroutine[Any, Any, Any]) -> None:
+        """The process itself: its end, by whatever cause, ends its connections."""
+        outcome: BaseException | int | None
+        try:
+            outcome = await main
+        except (TriremeError, ExceptionGroup) as error:
+            outcome = error
+        except asyncio.CancelledError:
+            return
+        self.say(f"exit {process.name}: {outcome!r}")
+        seat.exits.append(outcome)
+        self.bury(seat)
+
+    def bury(self, seat: Seat) -> None:
+        seat.process.kill()
+        self.network.killed(seat.process)
+        self.etcd.disconnect(seat.process.name)
+        self.etcd.forget(seat.process.name)
+
+    def kill(self, seat: Seat) -> None:
+        self.say(f"kill {seat.process.name}")
+        self.bury(seat)
+
+    def etcd_of(self, process: Process) -> Etcd:
+        return Etcd(self.etcd.transport(process.name))
+
+    def _url_of(self, client: str) -> str:
+        return self.urls.get(client, client)
+
+    # ------------------------------------------------------------ mains
+
+    async def _master(self, seat: Seat) -> None:
+        master = Master(
+            self.etcd_of(seat.process),
+            self.keys,
+            name=ids.new_id(seat.name),
+            url=seat.url,
+            spec=self.spec,
+            ttl_s=MASTER_TTL_S,
+            tables=lambda _: MemoryTables(self.plan),
+            probe=self.network.refuses,
+        )
+        seat.service = master
+        self.network.listen(seat.url, seat.process, master)
+        await master.run(seat.stopping)
+
+    async def _pserver(self, seat: Seat) -> int:
+        """As pserver_service/__main__.py, without HTTP."""
+        etcd = self.etcd_of(seat.process)
+        pserver = Pserver(self.keys.job, ids.new_id(seat.name))
+        seat.service = pserver
+        self.network.listen(seat.url, seat.process, pserver)
+        directory = Directory(etcd, self.keys)
+        member = PserverMember(index=-1, url=seat.url, incarnation=pserver.incarnation, host="simulated", pid=1)
+        registration = Registration(etcd, self.keys, directory, member)
+
+        async def work() -> None:
+            pserver.index = await registration.claim(300.0)
+            await registration.hold()
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(part) for part in (seat.stopping.wait(), work(), directory.run())]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                task.cancel()
+        return 0 if seat.stopping.is_set() else INDEX_LOST
+
+    async def _trainer(self, seat: Seat) -> int:
+        """As trainer_agent/__main__.py, without the user's module, torch and HTTP."""
+        etcd = self.etcd_of(seat.process)
+        name = ids.new_id(seat.name)
+        directory = Directory(etcd, self.keys)
+        self.network.listen(seat.url, seat.process, None)
+        async with asyncio.TaskGroup() as group:
+            following = group.create_task(directory.run())
+            await directory.wait_for(lambda view: view.spec is not None, 600.0, "the job's spec")
+            assert directory.spec is not None
+            agent = Agent(
+                directory.spec,
+                TrainerMember(trainer=name, url=seat.url, incarnation=name, host="simulated", pid=1),
+                etcd=etcd,
+                directory=directory,
+                compute=TinyCompute(self.plan.job.mode, self.notes, self.rng, self.plan.speed),
+                master=SimulatedMaster(self.network, directory),
+                connect=lambda member: SimulatedPserver(self.network, member, self.check_versions),
+                offload=at_once,
+                stopping=seat.stopping,
+            )
+            seat.service = agent
+            code = await agent.run()
+            following.cancel()
+        return code
+
+    # ------------------------------------------------------------ the launcher
+
+    def open(self) -> None:
+        """Start everybody and the launcher's own view of the job."""
+        plan = self.plan
+        for kind, count in (("master", plan.masters), ("pserver", plan.pservers), ("trainer", plan.trainers)):
+            for number in range(count):
+                self.start(f"{kind}-{number}", kind)
+        self._directory = Directory(self.etcd_of(self._launcher), self.keys)
+        self._launcher.spawn(self._directory.run())
+
+    async def supervise(self) -> None:
+        """Restart what ended by itself with an error."""
+        while True:
+            await asyncio.sleep(0.25)
+            for seat in list(self.seats.values()):
+                ended = not seat.alive and seat.wanted and not self.over
+                if ended and (seat.kind == "master" or seat.exits[-1:] != [0]):
+                    self.start(seat.name, seat.kind)
+
+    def report_dead(self, name: str) -> None:
+        """The launcher saw its child exit and tells the master, once."""
+
+        async def tell() -> None:
+            try:
+                await SimulatedMaster(self.network, self._directory).report_suspect(name)
+            except TriremeError as error:
+                self.say(f"report about {name} failed: {error}")
+
+        self._launcher.spawn(tell())
+
+    def weather(self, weather: Weather) -> None:
+        self.say(f"weather: {weather}")
+        self.network.weather = weather
+        self.etcd.delay_s = (weather.low_s, weather.high_s)
+        self.etcd.unknown_rate = weather.lose_reply
+
+    async def linger(self) -> None:
+        """The job is over: trainers leave by themselves, masters and pservers when told."""
+        loop = asyncio.get_running_loop()
+        limit = loop.time() + LEAVE_S
+        while any(seat.alive for seat in self.seats.values() if seat.kind == "trainer"):
+            if loop.time() > limit:
+                left = [seat.process.name for seat in self.seats.values() if seat.kind == "trainer" and seat.alive]
+                self.failures.append(f"{left} did not leave within {LEAVE_S:g} s after the end of the job")
+                return
+            await asyncio.sleep(0.25)
+
+    # ------------------------------------------------------------ state
+
+    def stores(self) -> list[tuple[int, Store]]:
+        """Of all parameter servers that are alive and initialised, by index."""
+        found = [seat.service for seat in self.seats.values() if seat.kind == "pserver" and seat.service is not None]
+        return sorted((pserver.index, pserver.store) for pserver in found if pserver.store is not None)
+
+    def final_parameters(self) -> bytes:
+        blocks = {number: state for _, store in self.stores() for number, state in store.blocks.items()}
+        return b"".join(bytes(blocks[number].current.view) for number in sorted(blocks))
+
+    def final_digest(self) -> str:
+        return hashlib.sha256(self.final_parameters()).hexdigest()
+
+    def check_versions(self) -> None:
+        """Block versions differ by at most one, at every moment."""
+        if self.plan.job.mode is not Mode.SYNC:
+            return
+        versions = [state.version for _, store in self.stores() for state in store.blocks.values()]
+        if max(versions) - min(versions) > 1 and len(self.failures) < 5:
+            self.failures.append(f"block versions are {sorted(versions)}: more than one apart")
+
+    def digest(self) -> str:
+        """Of the whole history of etcd and the final parameters."""
+        history = hashlib.sha256(repr(self.etcd.store.history).encode())
+        history.update(self.final_parameters())
+        return history.hexdigest()
+
+    def describe(self) -> str:
+        """For people: who is alive and what is waited for."""
+        seats = [f"{seat.process!r} {seat.service!r}" for seat in self.seats.values()]
+        return "; ".join([f"{self.state.phase} {self.state.stage}: {self.state.reason}", *seats])
+
+    @property
+    def state(self) -> JobState:
+        return self.etcd.state
+
+    @property
+    def over(self) -> bool:
+        return self.state.phase in {Phase.COMPLETED, Phase.FAILED}
+
+    async def end(self) -> None:
+        """Everybody is dead; then their coroutines are unwound where nothing can be heard of it any more."""
+        for process in self.processes.values():
+            process.kill()
+        self.etcd.stop()
+        self.network.close()
+        for process in self.processes.values():
+            process.dead = process.frozen = False
+            process.release()
+        for _ in range(UNWINDING_ROUNDS):
+            left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            if not left:
+                return
+            for task in left:
+                task.cancel()
+            await asyncio.wait(left, timeout=10.0)
+        self.failures.append(f"tasks that resist being cancelled: {left}")
