@@ -18,7 +18,7 @@ from types import ModuleType, TracebackType
 from typing import Any, cast, get_args
 
 from shared.datasets import Dataset
-from shared.errors import InvalidArgument, UserCodeError
+from shared.errors import InvalidArgument, TriremeError, UserCodeError
 from shared.records import UserFailure
 
 DATASETS = get_args(get_args(Dataset)[0])
@@ -112,7 +112,7 @@ def load(script: str | Path) -> UserModule:
     return UserModule(path, module)
 
 
-def failure_of(error: UserCodeError, *, task: str = "", trainer: str = "") -> UserFailure:
+def failure_of(error: TriremeError, *, task: str = "", trainer: str = "") -> UserFailure:
     """The record that tells the master, and in the end the user, what happened where."""
     return UserFailure(
         error_type=str(error.details.get("error_type", error.code)),

@@ -1,0 +1,53 @@
+"""`python -m trainer_agent`: one trainer, configured by TRIREME_* variables; `... inspect SCRIPT`: what a script says.
+
+exit 0: the job is complete, or asked to stop; 1: it failed; 75: the lease was lost, start me again; 2: configuration
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+CONFIGURATION = 2
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m trainer_agent", description="One trainer of a Trireme job.")
+    parser.epilog = (
+        "Settings come from the environment: TRIREME_JOB (required), TRIREME_ETCD, TRIREME_TOKEN, TRIREME_HOST, TRIREME_PORT, "
+        "TRIREME_ADVERTISE, TRIREME_NAME, TRIREME_LOG_LEVEL."
+    )
+    commands = parser.add_subparsers(dest="command")
+    inspect = commands.add_parser("inspect", help="check a script and print its config and datasets as JSON")
+    inspect.add_argument("script")
+    inspect.add_argument(
+        "--no-check", action="store_true", help="only import it; do not build its model or read records"
+    )
+    inspect.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting over its config")
+    arguments = parser.parse_args()
+    if arguments.command == "inspect":
+        from trainer_agent.inspect import inspect_script  # noqa: PLC0415  --help answers without loading torch
+
+        return inspect_script(arguments.script, check=not arguments.no_check, settings=arguments.set)
+    return _train()
+
+
+def _train() -> int:
+    from pydantic import ValidationError  # noqa: PLC0415
+
+    from shared import service, telemetry  # noqa: PLC0415
+    from trainer_agent.process import serve  # noqa: PLC0415
+    from trainer_agent.settings import Settings  # noqa: PLC0415
+
+    try:
+        settings = Settings()
+    except ValidationError as error:
+        for item in error.errors():
+            sys.stderr.write(f"TRIREME_{'_'.join(map(str, item['loc'])).upper()}: {item['msg']}\n")
+        return CONFIGURATION
+    telemetry.configure(level=settings.log_level, service="trainer", job=settings.job)
+    return service.run(lambda stopping: serve(settings, stopping))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

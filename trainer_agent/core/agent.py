@@ -1,0 +1,104 @@
+"""What a trainer does next: decisions of the agent, all inputs as arguments.
+
+what etcd says ──next_duty──► WAIT | TRAIN(generation, lanes) | FINISH | LEAVE
+a version's positions ──positions_of_step──► where each lane starts step s
+lanes without acknowledgement ──nodes_to_compute──► tree nodes, the largest first
+an answer to a push ──verdict──► ACKNOWLEDGED | STALE | AGAIN | BROKEN
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from shared.errors import NotReady, StaleAttempt, StaleGeneration, TooEarly, WrongOwner
+from shared.lanes import Interval, aligned_intervals
+from shared.messages import LanePosition, PushAnswer
+from shared.records import JobState, LaneMap, Mode, Phase, Stage
+
+
+class Duty(Enum):
+    WAIT = "wait"
+    TRAIN = "train"
+    FINISH = "finish"
+    LEAVE = "leave"
+
+
+@dataclass(frozen=True, slots=True)
+class Next:
+    """`reason`: for people, what is waited for or why it ends. `lanes`: [first, last) to train in `generation`."""
+
+    duty: Duty
+    reason: str = ""
+    generation: int = 0
+    lanes: Interval = (0, 0)
+
+
+def next_duty(state: JobState | None, lanes: LaneMap | None, trainer: str, mode: Mode) -> Next:
+    """WAIT also for a spare without lanes, and while state and lanes speak of different generations."""
+    if state is None:
+        return Next(Duty.WAIT, "the master to publish the job's state")
+    if state.phase.final:
+        return Next(Duty.LEAVE, f"the job is {state.phase}")
+    if state.phase is not Phase.RUNNING:
+        return Next(Duty.WAIT, f"the job to run (it is {state.phase}: {state.reason})")
+    if state.stage is not Stage.TRAIN:
+        return Next(Duty.FINISH, f"the job is at {state.stage}", state.generation)
+    if mode is Mode.ASYNC:
+        if trainer in state.trainers:
+            return Next(Duty.TRAIN, "", state.generation)
+        return Next(Duty.WAIT, "the master to count this trainer in")
+    if lanes is None or lanes.generation != state.generation:
+        return Next(Duty.WAIT, f"the lanes of generation {state.generation}")
+    mine = lanes.of(trainer)
+    if mine[0] == mine[1]:
+        return Next(Duty.WAIT, "a lane (this trainer is a hot spare)", state.generation)
+    return Next(Duty.TRAIN, "", state.generation, mine)
+
+
+def positions_of_step(positions: Sequence[LanePosition]) -> tuple[LanePosition, ...]:
+    """Where each lane reads in the step after the version that has `positions`: a new epoch once all lanes are exhausted."""
+    if all(position.exhausted for position in positions):
+        return tuple(LanePosition(lane=position.lane, epoch=position.epoch + 1) for position in positions)
+    return tuple(positions)
+
+
+def nodes_to_compute(missing: Sequence[int]) -> list[Interval]:
+    """The tree nodes that cover the `missing` lanes (ascending). The largest first: fewest gradient vectors at a time."""
+    nodes: list[Interval] = []
+    run_first = None
+    for lane, following in zip(missing, [*missing[1:], None], strict=True):
+        run_first = lane if run_first is None else run_first
+        if following != lane + 1:
+            nodes += aligned_intervals(run_first, lane + 1)
+            run_first = None
+    return sorted(nodes, key=lambda node: (node[0] - node[1], node[0]))
+
+
+class Verdict(Enum):
+    ACKNOWLEDGED = "acknowledged"
+    STALE = "stale"
+    AGAIN = "again"
+    BROKEN = "broken"
+
+
+_VERDICTS = {
+    StaleGeneration.code: Verdict.STALE,
+    StaleAttempt.code: Verdict.STALE,
+    TooEarly.code: Verdict.AGAIN,
+    NotReady.code: Verdict.AGAIN,
+    WrongOwner.code: Verdict.AGAIN,
+}
+
+
+def verdict(answer: PushAnswer) -> tuple[Verdict, str]:
+    """The worst that the answer says about any block, with a sentence."""
+    order = (Verdict.ACKNOWLEDGED, Verdict.AGAIN, Verdict.STALE, Verdict.BROKEN)
+    worst, sentence = Verdict.ACKNOWLEDGED, ""
+    for refusal in answer.refused:
+        found = _VERDICTS.get(refusal.code, Verdict.BROKEN)
+        if order.index(found) > order.index(worst):
+            worst = found
+            sentence = f"block {refusal.block} refused: {refusal.code}, it is at version {refusal.version}"
+    return worst, sentence
