@@ -1,0 +1,68 @@
+"""The examples learn, under plain python; their data is the same wherever and however often it is prepared."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, env=os.environ | environment, cwd=EXAMPLES, capture_output=True, text=True, timeout=55, check=True
+    )
+
+
+def metrics(output: str) -> dict[str, float]:
+    return {name: float(value) for name, value in (line.split() for line in output.splitlines())}
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+def test_digits_learns(tmp_path):
+    done = python("digits/digits.py", "--epochs", "4", DIGITS_DATA=str(tmp_path))
+    assert metrics(done.stdout)["accuracy"] > 0.9
+    assert len(done.stderr.splitlines()) >= 4
+
+
+def test_charlm_learns(tmp_path):
+    code = "import corpus, runpy; corpus.TRAIN_BYTES = 1 << 17; corpus.VALID_BYTES = 1 << 14; "
+    code += "runpy.run_path('charlm/charlm.py', run_name='__main__')"
+    done = python("-c", code, CHARLM_DATA=str(tmp_path), PYTHONPATH=str(EXAMPLES / "charlm"))
+    found = metrics(done.stdout)
+    assert found["bits_per_byte"] < 6
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] / 0.693147, rel=1e-3)
+
+
+def test_digits_are_all_there_once_in_several_files_and_row_groups(tmp_path):
+    python("digits/prepare.py", str(tmp_path))
+    files = sorted(tmp_path.iterdir())
+    assert [path.name for path in files] == ["test.parquet", "train-0.parquet", "train-1.parquet", "train-2.parquet"]
+    assert [pq.read_metadata(path).num_rows for path in files] == [359, 480, 479, 479]
+    assert all(pq.read_metadata(path).num_row_groups > 1 for path in files)
+
+
+def test_processes_that_prepare_the_same_folder_at_once_agree(tmp_path):
+    command = [sys.executable, "digits/prepare.py", str(tmp_path / "shared")]
+    started = [subprocess.Popen(command, cwd=EXAMPLES, stdout=subprocess.DEVNULL) for _ in range(2)]
+    assert [process.wait(50) for process in started] == [0, 0]
+    python("digits/prepare.py", str(tmp_path / "alone"))
+    assert hashes(tmp_path / "shared") == hashes(tmp_path / "alone")
+
+
+def test_the_corpus_is_the_same_each_time(tmp_path):
+    code = "import corpus, pathlib, sys; corpus.prepare(pathlib.Path(sys.argv[1]))"
+    for name in ("one", "two"):
+        python("-c", code, str(tmp_path / name), PYTHONPATH=str(EXAMPLES / "charlm"))
+    assert hashes(tmp_path / "one") == hashes(tmp_path / "two")
+    assert sorted(path.stat().st_size for path in (tmp_path / "one").iterdir()) == [1 << 16, 1 << 20]

@@ -1,0 +1,181 @@
+"""Plain training: an ordinary PyTorch loop over one lane's minibatches, with the seeds of a one-lane cluster."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from master_service.core.order import EpochOrder
+from master_service.dataset import count_records
+from shared.errors import DatasetError, InvalidArgument, UserCodeError
+from shared.lanes import step_seed
+from trainer_agent.data import minibatch_indices
+from trainer_agent.user_module import load
+from trireme.plain import epoch_minibatches, plain_spec, run
+
+ROOT = Path(__file__).parents[2]
+RECORDS = 50
+
+SCRIPT = """
+    import torch, trireme
+    from torch import nn
+
+    config = trireme.Config(epochs=2, global_batch_size=8, lanes=4, seed=5, records_per_task=20, clip_norm=1.0)
+
+    def model(): return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 1))
+    def dataset(): return trireme.data.Npy("{data}/x.npy", "{data}/y.npy", aligned=True)
+    def loss(model, batch): return ((model(batch["x"]).squeeze(1) - batch["y"]) ** 2).mean()
+    def optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    def scheduler(optimizer): return torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    def evaluation_dataset(): return dataset()
+"""
+
+
+def script(folder: Path, extra: str = "", **replaced: str) -> Path:
+    generator = np.random.default_rng(0)
+    x = generator.standard_normal((RECORDS, 3)).astype(np.float32)
+    np.save(folder / "x.npy", x)
+    np.save(folder / "y.npy", x.sum(axis=1))
+    text = textwrap.dedent(SCRIPT).format(data=folder) + textwrap.dedent(extra)
+    for old, new in replaced.items():
+        text = text.replace(old, new)
+    (folder / "script.py").write_text(text)
+    return folder / "script.py"
+
+
+@pytest.fixture(autouse=True)
+def modules_stay_as_they_were():
+    before, path, threads = set(sys.modules), list(sys.path), torch.get_num_threads()
+    yield
+    for name in set(sys.modules) - before:
+        if name.startswith(("script", "trireme_script")):
+            del sys.modules[name]
+    sys.path[:] = path
+    torch.set_num_threads(threads)
+
+
+def test_the_result_is_that_of_a_loop_written_by_hand(tmp_path):
+    user = load(script(tmp_path))
+    spec = plain_spec(user, {})
+    result = run(user, spec)
+
+    x, y = torch.from_numpy(np.load(tmp_path / "x.npy")), torch.from_numpy(np.load(tmp_path / "y.npy"))
+    torch.manual_seed(5)
+    model = user.call("model")
+    optimizer = user.call("optimizer", model)
+    scheduler = user.call("scheduler", optimizer)
+    step = 0
+    for epoch in range(2):
+        order = EpochOrder(3, 5, epoch)
+        for task in (order.task_at(position) for position in range(3)):
+            count = 10 if task == 2 else 20
+            for number in range(-(-count // 8)):
+                rows = task * 20 + minibatch_indices(5, epoch, task, count, 8, number, shuffle=True)
+                torch.manual_seed(step_seed(5, step, 0))
+                optimizer.zero_grad()
+                loss = user.call("loss", model.train(), {"x": x[rows], "y": y[rows]})
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                step += 1
+
+    assert (result.steps, result.records) == (step, 2 * RECORDS)
+    found, expected = result.model.state_dict(), model.state_dict()
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert list(result.metrics) == ["loss"]
+
+
+def test_each_epoch_has_every_record_once_in_another_order(tmp_path):
+    user = load(script(tmp_path))
+    spec = plain_spec(user, {})
+    table = count_records(spec.dataset, spec.task_records)
+    epochs = [[record["y"] for m in epoch_minibatches(spec, table, epoch) for record in m] for epoch in range(2)]
+    written = Counter(np.load(tmp_path / "y.npy").tolist())
+    assert [Counter(epoch) for epoch in epochs] == [written, written]
+    assert epochs[0] != epochs[1]
+
+
+def test_settings_come_from_flags_then_the_environment_then_the_script(tmp_path, monkeypatch):
+    user = load(script(tmp_path))
+    monkeypatch.setenv("TRIREME_SEED", "8")
+    monkeypatch.setenv("TRIREME_EPOCHS", "7")
+    spec = plain_spec(user, {"epochs": 3})
+    assert (spec.epochs, spec.seed, spec.global_batch_size, spec.lanes, spec.minibatch_size) == (3, 8, 8, 1, 8)
+
+
+def test_the_users_collate_gets_records(tmp_path):
+    collate = """
+        seen = []
+        def collate(records):
+            seen.append(records)
+            return {name: torch.stack([torch.as_tensor(record[name]) for record in records]) for name in ("x", "y")}
+    """
+    user = load(script(tmp_path, collate))
+    run(user, plain_spec(user, {"epochs": 1}))
+    seen = sys.modules["script"].seen
+    assert isinstance(seen[0], list)
+    assert list(seen[0][0]) == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "replaced", "error", "message"),
+    [
+        ("def model(): return 3", {}, InvalidArgument, r"model\(\) returned int"),
+        ("def loss(model, batch): return batch['z']", {}, UserCodeError, "KeyError: 'z'"),
+        ("", {"y.npy": "none.npy"}, DatasetError, "none.npy does not exist"),
+    ],
+)
+def test_what_is_wrong_is_told_by_its_own_kind_of_error(tmp_path, extra, replaced, error, message):
+    user = load(script(tmp_path, extra, **replaced))
+    with pytest.raises(error, match=message):
+        run(user, plain_spec(user, {}))
+
+
+def python(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(script), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+
+
+MAIN = """
+    if __name__ == "__main__":
+        trireme.train(__name__)
+"""
+
+
+def test_python_script_prints_progress_metrics_and_exports(tmp_path):
+    done = python(
+        script(tmp_path, MAIN), "--epochs", "3", "--set", "records_per_task=8", "--export", str(tmp_path / "out")
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[1] for line in done.stderr.splitlines()] == ["1/3", "2/3", "3/3"]
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("loss ")
+    assert {Path(line).name for line in lines[1:]} == {"model.safetensors", "model.pt"}
+    state = torch.load(tmp_path / "out" / "model.pt", weights_only=True)
+    assert state["0.weight"].shape == (8, 3)
+
+
+@pytest.mark.parametrize(
+    ("extra", "arguments", "code", "told"),
+    [
+        ("", ("--epochs", "0"), 2, "--epochs"),
+        ("", ("--set", "colour=1"), 2, "there is no setting 'colour'"),
+        ("def dataset(): return trireme.data.Csv('none.csv')\n", (), 1, "error: none.csv does not exist"),
+        ("def loss(model, batch): return 1 / 0\n", (), 1, "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_python_script_tells_what_is_wrong_once_without_our_own_frames(tmp_path, extra, arguments, code, told):
+    done = python(script(tmp_path, extra + textwrap.dedent(MAIN)), *arguments)
+    assert done.returncode == code
+    assert told in done.stderr
+    assert "trireme/plain.py" not in done.stderr
+    assert done.stderr.count("Traceback") == ("ZeroDivisionError" in told)
