@@ -83,6 +83,9 @@ class Network:
     def mend(self, one: Process, other: Process) -> None:
         self._cuts.pop(frozenset((one.name, other.name)), None)
 
+    def mend_all(self) -> None:
+        self._cuts.clear()
+
     def is_cut(self, one: Process, other: Process) -> bool:
         return bool(self._cuts) and frozenset((one.name, other.name)) in self._cuts
 

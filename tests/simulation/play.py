@@ -71,6 +71,7 @@ async def _play(world: World) -> None:
         if not world.over:
             world.failures.append(f"not over {plan.bound_s:.0f} s after the last fault: {world.describe()}")
         else:
+            world.heal()
             await world.linger()
     finally:
         await world.end()

@@ -29,7 +29,7 @@ from tests.simulation.compute import BLOCK_BYTES, Notes, TinyCompute
 from tests.simulation.dataset import files_of
 from tests.simulation.etcd import WitnessedEtcd
 from tests.simulation.faults import Plan
-from tests.simulation.network import Network, Weather
+from tests.simulation.network import CALM, Network, Weather
 from tests.simulation.ports import SimulatedMaster, SimulatedPserver
 from tests.simulation.virtual_loop import Process
 from trainer_agent.agent import Agent
@@ -286,6 +286,17 @@ class World:
         self.network.weather = weather
         self.etcd.delay_s = (weather.low_s, weather.high_s)
         self.etcd.unknown_rate = weather.lose_reply
+
+    def heal(self) -> None:
+        """The end of all faults that last."""
+        for process in self.processes.values():
+            if process.frozen:
+                process.thaw()
+            self.etcd.mend(process.name)
+        self.network.mend_all()
+        if self.etcd.stopped:
+            self.etcd.start()
+        self.weather(CALM)
 
     async def linger(self) -> None:
         """The job is over: trainers leave by themselves, masters and pservers when told."""
