@@ -115,7 +115,7 @@ class PushAnswer(Record):
 class PullRequest(MessageHeader):
     """`version` None: whatever is current. `wait_s` bounds the wait for blocks that are not there yet."""
 
-    version: int | None
+    version: int | None = None
     blocks: tuple[int, ...]
     wait_s: float = 0.0
 
