@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from shared.datasets import Dataset
-from shared.errors import DatasetError, InvalidArgument, TriremeError, UserCodeError
+from shared.errors import InvalidArgument, TriremeError, UserCodeError
 from shared.records import JobSpec
 from trainer_agent.compute import Records
 from trainer_agent.first import first_records
@@ -64,7 +64,7 @@ def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, setting
     with ThreadPoolExecutor(1, "compute") as executor:
         compute = executor.submit(TorchCompute, user, spec, executor).result()
         minibatch = first_records(dataset, spec.minibatch_size)
-        asyncio.run(_forward_and_backward(user, compute, minibatch))
+        asyncio.run(_forward_and_backward(compute, minibatch))
         if evaluation is not None:
             held_out = first_records(evaluation, spec.minibatch_size)
             asyncio.run(_evaluate(compute, held_out))
@@ -72,7 +72,7 @@ def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, setting
     return {"parameters": parameters, "optimizer": compute.layout.optimizer.name}
 
 
-async def _forward_and_backward(user: UserModule, compute: Any, minibatch: Records) -> None:
+async def _forward_and_backward(compute: Any, minibatch: Records) -> None:
     compute.begin_step()
     try:
         await compute.gradient((0, 1), 0, 0, minibatch, lambda _block: None)
