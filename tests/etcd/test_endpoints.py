@@ -91,10 +91,9 @@ async def test_another_cluster_and_an_older_term_are_not_believed(tmp_path):
     await new.stop()
     shutil.copytree(tmp_path / "new" / "data", tmp_path / "old" / "data")
     try:
-        for _ in range(2):
-            await new.stop()
-            await new.start()
-        await asyncio.gather(old.start(), other.start())
+        await asyncio.gather(old.start(), other.start(), new.start())
+        await new.kill()
+        await new.start()
         async with client_of(new.url, old.url, other.url) as client:
             await client.put("/a", b"1")
             await new.kill()
