@@ -167,8 +167,5 @@ async def _follow_to_the_end(cluster: LocalCluster, follower: Follower, folder: 
     url = await cluster.master_url()
     run_dir.write_run_file(folder, {"job": cluster.spec.job, "url": url, "etcd": cluster.embedded.url})
     screen.event(f"job {cluster.spec.job}: master {url}, logs in {folder / 'logs'}")
-    async with asyncio.TaskGroup() as group:
-        following = group.create_task(follower.run(cluster))
-        state = await cluster.wait()
-        following.cancel()
-    return state
+    cluster.accompany(follower.run(cluster))
+    return await cluster.wait()
