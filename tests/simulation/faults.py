@@ -153,14 +153,14 @@ def plan(seed: int, mode: Mode) -> Plan:
         evaluate=rng.random() < 0.3,
         trainers=rng.choice([1, 2, 3, 4]),
         pservers=rng.choice([1, 2, 3]),
-        masters=rng.choice([1, 2]),
+        masters=rng.choice([1, 2, 2]),
         speed=speed,
         weather=weather_of(rng),
     )
     faults = [
         _fault(rng, rng.choice(kinds), plan.window_s)
         for kinds in [_kinds(rng)]
-        for _ in range(rng.choice([0, 2, 4, 8]))
+        for _ in range(rng.choice([0, 3, 6, 12]))
     ]
     return replace(plan, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
 
@@ -183,7 +183,9 @@ def _fault(rng: random.Random, kind: Kind, window_s: float) -> Fault:
         case Kind.CUT_TRAINER:
             return Fault(at, kind, pick, rng.choice([0.5, 3.0, 9.0]), peer=rng.choice(list(Peer)))
         case Kind.CUT_MASTER:
-            return Fault(at, kind, pick, rng.choice([0.5, 3.0, 9.0]), peer=rng.choice([Peer.ETCD, Peer.ALL]))
+            return Fault(
+                at, kind, pick, rng.choice([0.5, 3.0, 6.0, 9.0]), peer=rng.choice([Peer.ETCD, Peer.ETCD, Peer.ALL])
+            )
         case Kind.FREEZE_PSERVER:
             return Fault(at, kind, pick, rng.choice([0.2, 1.0]))  # shorter than its lease: losing one ends the job
         case Kind.RESTART_ETCD:

@@ -112,7 +112,11 @@ async def _inflict(world: World, fault: Fault) -> None:
 
 
 def _pick(world: World, fault: Fault) -> Seat | None:
+    """Of the masters mostly the one that leads."""
     alive = [seat for seat in world.seats.values() if seat.kind == fault.kind.victim and seat.alive]
+    leading = [seat for seat in alive if seat.kind == "master" and world.leads(seat)]
+    if leading and fault.pick < 0.8:
+        return leading[0]
     return alive[int(fault.pick * len(alive))] if alive else None
 
 

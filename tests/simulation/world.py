@@ -24,7 +24,7 @@ from shared.directory import Directory
 from shared.errors import TriremeError
 from shared.etcd import Etcd
 from shared.keys import Keys
-from shared.records import JobSpec, JobState, Mode, Phase, PserverMember, TrainerMember
+from shared.records import JobSpec, JobState, MasterLock, Mode, Phase, PserverMember, TrainerMember
 from tests.simulation.compute import BLOCK_BYTES, Notes, TinyCompute
 from tests.simulation.dataset import files_of
 from tests.simulation.etcd import WitnessedEtcd
@@ -125,7 +125,7 @@ class World:
         self.rng = rng
         self.notes = Notes()
         self.network = Network(rng)
-        self.etcd = WitnessedEtcd(self.keys, rng, self._url_of)
+        self.etcd = WitnessedEtcd(self.keys, self.network, self._url_of)
         self.seats: dict[str, Seat] = {}
         self.processes: dict[str, Process] = {}
         self.urls: dict[str, str] = {}
@@ -265,10 +265,27 @@ class World:
         """Restart what ended by itself with an error."""
         while True:
             await asyncio.sleep(0.25)
+            self._check_books()
             for seat in list(self.seats.values()):
                 ended = not seat.alive and seat.wanted and not self.over
                 if ended and (seat.kind == "master" or seat.exits[-1:] != [0]):
                     self.start(seat.name, seat.kind)
+
+    def leads(self, seat: Seat) -> bool:
+        lock = self.etcd.value(self.keys.master_lock)
+        return lock is not None and MasterLock.model_validate_json(lock).url == seat.url
+
+    def _check_books(self) -> None:
+        """Each task is in exactly one place."""
+        for seat in self.seats.values():
+            if seat.kind == "master" and seat.alive and self.leads(seat):
+                try:
+                    queues = seat.service.books.queues
+                except TriremeError:
+                    continue
+                self.failures += [f"{kind}: {line}" for kind, queue in queues.items() for line in queue.violations()][
+                    :3
+                ]
 
     def report_dead(self, name: str) -> None:
         """The launcher saw its child exit and tells the master, once."""
