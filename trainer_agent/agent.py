@@ -10,17 +10,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 
-from shared import telemetry
+from shared import clock, telemetry
 from shared.directory import Directory
 from shared.errors import TriremeError, UserCodeError
 from shared.etcd import Compare, Etcd, Lease, LeaseLost, Put
 from shared.records import JobSpec, Mode, Phase, Task, TrainerMember
+from trainer_agent.async_loop import AsyncLoop
 from trainer_agent.compute import Compute, Offload
 from trainer_agent.core.agent import Duty, next_duty
 from trainer_agent.finishing import Finishing
 from trainer_agent.groups import single_error
 from trainer_agent.initialise import ensure_initialised
-from trainer_agent.lanes import LaneReader, TaskSource
+from trainer_agent.lanes import TaskSource
 from trainer_agent.loop import SyncLoop
 from trainer_agent.master import MasterPort
 from trainer_agent.reports import Reports
@@ -31,6 +32,7 @@ from trainer_agent.user_module import failure_of
 LOOK_S = 0.5
 FLUSH_S = 5.0
 LEAVE_S = 10.0
+BUSY_LOOK_S = 0.02
 
 OK, FAILED, LEASE_LOST = 0, 1, 75
 
@@ -55,7 +57,8 @@ class Agent:
     ) -> None:
         self._spec, self._member, self._etcd, self._directory = spec, member, etcd, directory
         self._compute, self._master, self._connect, self._stopping = compute, master, connect, stopping
-        self._readers: dict[int, LaneReader] = {}
+        self._loop: SyncLoop | AsyncLoop | None = None
+        self._active: SyncLoop | AsyncLoop | Finishing | None = None
         self._source = TaskSource(spec, master, member.trainer, offload)
         self._reports = Reports(master, member.trainer, self._held)
         self._transfer = Transfer(directory, connect, compute, self._reports.suspect)
@@ -64,7 +67,7 @@ class Agent:
         return f"<Agent {self._member.trainer} of {self._spec.job}>"
 
     def _held(self) -> list[tuple[Task, int]]:
-        return [held for reader in self._readers.values() if (held := reader.held) is not None]
+        return self._loop.held() if self._loop else []
 
     async def run(self) -> int:
         """0: the job is complete, or asked to stop; 1: the job failed; LEASE_LOST: start me again as somebody new."""
@@ -105,11 +108,13 @@ class Agent:
             while not self._stopping.is_set():
                 await self._wait_for_duty()
                 duty = self._duty()
+                first = None
                 if duty is Duty.TRAIN:
-                    await self._loop().run()
+                    first = await self._train()
                     await self._reports.flush(FLUSH_S)
                 if duty in (Duty.TRAIN, Duty.FINISH) and self._duty() is not Duty.LEAVE:
-                    await self._finishing().run()
+                    self._active = finishing = self._finishing()
+                    await finishing.run(first)
                 if self._duty() is Duty.LEAVE:
                     break
         except UserCodeError as error:
@@ -145,27 +150,24 @@ class Agent:
             await self._directory.changed(self._directory.revision, LOOK_S)
 
     async def _stopped(self) -> None:
-        """Ends some time after `stopping` was set: the loop leaves at the next step, unless it waits for others."""
+        """Ends when `stopping` is set and no minibatch is under way, or LEAVE_S later."""
         await self._stopping.wait()
-        await asyncio.sleep(LEAVE_S)
+        deadline = clock.monotonic() + LEAVE_S
+        while self._active is not None and self._active.busy and clock.monotonic() < deadline:
+            await asyncio.sleep(BUSY_LOOK_S)
 
     async def _give_back(self, lease: Lease) -> None:
         """So that nobody waits for the lease to run out."""
         await _within(LOOK_S * 4, lease.revoke())
 
-    def _loop(self) -> SyncLoop:
-        if self._spec.mode is not Mode.SYNC:
-            raise NotImplementedError
-        return SyncLoop(
-            self._spec,
-            self._directory,
-            self._compute,
-            self._transfer,
-            self._source,
-            self._reports,
-            self._readers,
-            self._stopping,
+    async def _train(self) -> Task | None:
+        """A task of another kind, if one came where training tasks come from."""
+        kind = SyncLoop if self._spec.mode is Mode.SYNC else AsyncLoop
+        self._loop = kind(
+            self._spec, self._directory, self._compute, self._transfer, self._source, self._reports, self._stopping
         )
+        self._active = self._loop
+        return await self._loop.run()
 
     def _finishing(self) -> Finishing:
         return Finishing(

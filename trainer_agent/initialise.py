@@ -1,6 +1,6 @@
 """Who gives the parameter servers their first values: exactly one trainer at a time, and again if it dies on the way.
 
-init_ps/lock (leased, create = 0) ─► POST init to every pserver ─► layout, if none of them was replaced ─► init_ps/done
+init_ps/lock (leased, create = 0) ─► POST init to every pserver ─► layout and init_ps/done, if none of them was replaced
 everybody else waits, and compares the layout with its own model
 """
 
@@ -88,6 +88,8 @@ async def _initialise(
 ) -> None:
     """Idempotent. Raises PeerError if anything moved under it: the caller starts over."""
     keys = directory.keys
+    if await etcd.get(keys.init_done) is not None:
+        return  # the view is only late
     registered = {kv.key: kv for kv in (await etcd.range(keys.pservers, prefix=True)).kvs}
     members = [PserverMember.model_validate_json(kv.value) for kv in registered.values()]
     if len(members) != spec.pservers or directory.slots is None:
@@ -98,19 +100,12 @@ async def _initialise(
         async with asyncio.TaskGroup() as group:
             for member in members:
                 group.create_task(_fill(spec, directory, member, compute, routes, connect))
-    if directory.init_done:
-        return
-    left = await etcd.get(keys.layout)
-    if left is not None:  # of a trainer that died here; its age must not hide a pserver replaced since
-        await etcd.delete(keys.layout)
+    # both keys in one transaction: a run repeated on a stale view cannot take a published layout away
     same = [Compare.create(key, "==", kv.create_revision) for key, kv in registered.items()]
-    written = await etcd.txn(same, [Put(keys.layout, compute.layout.to_bytes())])
-    if not written.succeeded:
-        raise NotReady("a parameter server was replaced while it was initialised")
-    held = [Compare.value(keys.init_lock, "==", trainer.encode()), Compare.create(keys.layout, "==", written.revision)]
-    done = await etcd.txn(held, [Put(keys.init_done, trainer.encode())])
-    if not done.succeeded:
-        raise NotReady("another trainer initialises now")
+    mine = [Compare.value(keys.init_lock, "==", trainer.encode()), Compare.create(keys.layout, "==", 0)]
+    published = [Put(keys.layout, compute.layout.to_bytes()), Put(keys.init_done, trainer.encode())]
+    if not (await etcd.txn([*same, *mine], published)).succeeded:
+        raise NotReady("a parameter server was replaced meanwhile, or another trainer initialises")
     log.info("initialised", digest=compute.layout.digest[:12])
 
 

@@ -3,7 +3,7 @@
 what etcd says ──next_duty──► WAIT | TRAIN(generation, lanes) | FINISH | LEAVE
 a version's positions ──positions_of_step──► where each lane starts step s
 lanes without acknowledgement ──nodes_to_compute──► tree nodes, the largest first
-an answer to a push ──verdict──► ACKNOWLEDGED | STALE | AGAIN | BROKEN
+an answer to a push ──verdict──► ACKNOWLEDGED | AGAIN | STALE generation | FENCED attempt | BROKEN
 """
 
 from __future__ import annotations
@@ -77,15 +77,18 @@ def nodes_to_compute(missing: Sequence[int]) -> list[Interval]:
 
 
 class Verdict(Enum):
+    """From good to bad."""
+
     ACKNOWLEDGED = "acknowledged"
-    STALE = "stale"
     AGAIN = "again"
+    STALE = "stale"
+    FENCED = "fenced"
     BROKEN = "broken"
 
 
 _VERDICTS = {
     StaleGeneration.code: Verdict.STALE,
-    StaleAttempt.code: Verdict.STALE,
+    StaleAttempt.code: Verdict.FENCED,
     TooEarly.code: Verdict.AGAIN,
     NotReady.code: Verdict.AGAIN,
     WrongOwner.code: Verdict.AGAIN,
@@ -94,7 +97,7 @@ _VERDICTS = {
 
 def verdict(answer: PushAnswer) -> tuple[Verdict, str]:
     """The worst that the answer says about any block, with a sentence."""
-    order = (Verdict.ACKNOWLEDGED, Verdict.AGAIN, Verdict.STALE, Verdict.BROKEN)
+    order = list(Verdict)
     worst, sentence = Verdict.ACKNOWLEDGED, ""
     for refusal in answer.refused:
         found = _VERDICTS.get(refusal.code, Verdict.BROKEN)
