@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from pserver_service.routes import data, health
+from pserver_service.routes.frames import Patience
 from pserver_service.routes.guard import guard
 from pserver_service.service import Pserver
 from shared.errors import CallerError
@@ -28,10 +29,10 @@ class Listening:
     uds: str = ""
 
 
-def make_app(pserver: Pserver, *, token: str = "", stall_s: float = 30.0) -> web.Application:
+def make_app(pserver: Pserver, *, token: str = "", stall_s: float = 30.0, idle_s: float = 900.0) -> web.Application:
     app = web.Application(middlewares=[guard(token)])
     app[data.PSERVER] = pserver
-    app[data.STALL_S] = stall_s
+    app[data.PATIENCE] = Patience(stall_s, idle_s)
     app.add_routes(data.routes)
     app.add_routes(health.routes)
     return app
