@@ -153,7 +153,7 @@ class Agent:
         """Ends when `stopping` is set and no minibatch is under way, or LEAVE_S later."""
         await self._stopping.wait()
         deadline = clock.monotonic() + LEAVE_S
-        while self._active is not None and self._active.busy and clock.monotonic() < deadline:
+        while self._active is not None and self._active.busy and clock.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(BUSY_LOOK_S)
 
     async def _give_back(self, lease: Lease) -> None:
