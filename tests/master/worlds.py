@@ -15,7 +15,7 @@ from shared.datasets import Dataset, TextLines
 from shared.etcd import Etcd
 from shared.etcd.simulated import SimulatedEtcd
 from shared.keys import Keys
-from shared.records import AcquireTask, CompleteTask, JobSpec, Mode, PserverMember, Task, TrainerMember
+from shared.records import AcquireTask, CompleteTask, JobSpec, Mode, PserverMember, Stage, Task, TrainerMember
 from tests.simulation.virtual_loop import VirtualLoop
 from tests.simulation.virtual_loop import run as run_virtually
 
@@ -165,3 +165,19 @@ async def running(world: World, *trainers: str) -> AsyncIterator[Master]:
         yield master
         for queue in master.books.queues.values() if master._reign else ():
             assert list(queue.violations()) == []
+
+
+async def take(world: World, master: Master, trainer: str = "t1", **values: object) -> Task:
+    answer = await master.acquire_task(world.ask(master, trainer, **values))
+    assert answer.task is not None, answer
+    return answer.task
+
+
+async def finish_training(world: World, master: Master, trainer: str = "t1") -> set[str]:
+    finished: list[str] = []
+    while master.books.state.stage is Stage.TRAIN:
+        task = await take(world, master, trainer)
+        await master.complete_task(task.task_id, done(task, trainer))
+        finished.append(f"{task.epoch}/{task.task_id}")
+    assert len(set(finished)) == len(finished)
+    return set(finished)
