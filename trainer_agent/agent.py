@@ -8,12 +8,11 @@ A simulation runs this very class on a virtual loop with its own etcd, network a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
 
 from shared import clock, telemetry
 from shared.directory import Directory
-from shared.errors import TriremeError, UserCodeError
-from shared.etcd import Compare, Etcd, Lease, LeaseLost, Put
+from shared.errors import LayoutMismatch, UserCodeError
+from shared.etcd import Etcd
 from shared.records import JobSpec, Mode, Phase, Task, TrainerMember
 from trainer_agent.async_loop import AsyncLoop
 from trainer_agent.compute import Compute, Offload
@@ -24,6 +23,7 @@ from trainer_agent.initialise import ensure_initialised
 from trainer_agent.lanes import TaskSource
 from trainer_agent.loop import SyncLoop
 from trainer_agent.master import MasterPort
+from trainer_agent.membership import Membership
 from trainer_agent.reports import Reports
 from trainer_agent.retry import persist
 from trainer_agent.transfer import Connect, Transfer
@@ -55,6 +55,7 @@ class Agent:
         offload: Offload,
         stopping: asyncio.Event,
     ) -> None:
+        self._membership = Membership(etcd, directory.keys, member, spec.lease_ttl_s)
         self._spec, self._member, self._etcd, self._directory = spec, member, etcd, directory
         self._compute, self._master, self._connect, self._stopping = compute, master, connect, stopping
         self._loop: SyncLoop | AsyncLoop | None = None
@@ -71,37 +72,35 @@ class Agent:
 
     async def run(self) -> int:
         """0: the job is complete, or asked to stop; 1: the job failed; LEASE_LOST: start me again as somebody new."""
-        lease = await persist(lambda: self._etcd.grant(self._spec.lease_ttl_s), "a lease from etcd")
+        await self._membership.register()
         with single_error():
             async with asyncio.TaskGroup() as group:
-                keeper = group.create_task(lease.keep_alive())
                 reporter = group.create_task(self._reports.run())
-                work = group.create_task(self._work(lease))
+                work = group.create_task(self._work())
                 ends = {
-                    group.create_task(lease.lost.wait()): LEASE_LOST,
-                    group.create_task(self._job_over()): FAILED,
+                    group.create_task(self._membership.hold()): LEASE_LOST,
+                    group.create_task(self._job_failed()): FAILED,
                     group.create_task(self._stopped()): OK,
                 }
-                await asyncio.wait([work, *ends], return_when=asyncio.FIRST_COMPLETED)
-                code = next((code for task, code in ends.items() if task.done()), OK)
-                if work.done() and not work.cancelled() and work.exception() is None:
-                    code = work.result()
-                if not lease.lost.is_set():
-                    await self._give_back(lease)
-                for task in (keeper, reporter, work, *ends):
-                    task.cancel()
+                try:
+                    await asyncio.wait([work, *ends], return_when=asyncio.FIRST_COMPLETED)
+                    code = next((code for task, code in ends.items() if task.done()), OK)
+                    if work.done() and not work.cancelled() and work.exception() is None:
+                        code = work.result()
+                    await self._membership.leave()
+                finally:
+                    for task in (reporter, work, *ends):
+                        task.cancel()
         log.info("left", code=code)
         return code
 
-    async def _work(self, lease: Lease) -> int:
-        await self._register(lease)
+    async def _work(self) -> int:
         try:
             await ensure_initialised(
                 self._spec,
                 self._directory,
                 self._etcd,
-                lease,
-                self._member.trainer,
+                self._membership,
                 self._compute,
                 self._connect,
             )
@@ -117,7 +116,8 @@ class Agent:
                     await finishing.run(first)
                 if self._duty() is Duty.LEAVE:
                     break
-        except UserCodeError as error:
+                await self._directory.changed(self._directory.revision, LOOK_S)
+        except (UserCodeError, LayoutMismatch) as error:
             failure = failure_of(error, trainer=self._member.trainer)
             await persist(lambda: self._master.report_failure(self._member.trainer, failure), "reporting a failure")
             raise
@@ -132,19 +132,7 @@ class Agent:
         while self._duty() is Duty.WAIT and not self._stopping.is_set():
             await self._directory.changed(self._directory.revision, LOOK_S)
 
-    async def _register(self, lease: Lease) -> None:
-        """`trainers/<id>`, by a name nobody had before. Raises LeaseLost."""
-        key = self._directory.keys.trainer(self._member.trainer)
-        record = self._member.model_copy(update={"lease": lease.id}).to_bytes()
-
-        async def put() -> None:
-            lease.check()
-            await self._etcd.txn([Compare.create(key, "==", 0)], [Put(key, record, lease.id)])
-
-        await persist(put, "registering in etcd")
-        log.info("registered", trainer=self._member.trainer, lease=f"{lease.id:x}")
-
-    async def _job_over(self) -> None:
+    async def _job_failed(self) -> None:
         """Ends when the job has failed: whatever this trainer waits for will not come."""
         while self._directory.state is None or self._directory.state.phase is not Phase.FAILED:
             await self._directory.changed(self._directory.revision, LOOK_S)
@@ -155,10 +143,6 @@ class Agent:
         deadline = clock.monotonic() + LEAVE_S
         while self._active is not None and self._active.busy and clock.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(BUSY_LOOK_S)
-
-    async def _give_back(self, lease: Lease) -> None:
-        """So that nobody waits for the lease to run out."""
-        await _within(LOOK_S * 4, lease.revoke())
 
     async def _train(self) -> Task | None:
         """A task of another kind, if one came where training tasks come from."""
@@ -173,11 +157,3 @@ class Agent:
         return Finishing(
             self._directory, self._etcd, self._compute, self._transfer, self._source, self._master, self._stopping
         )
-
-
-async def _within(limit_s: float, action: Awaitable[object]) -> None:
-    try:
-        async with asyncio.timeout(limit_s):
-            await action
-    except (TimeoutError, LeaseLost, TriremeError) as error:
-        log.warning("lease_left", cause=str(error))

@@ -12,13 +12,14 @@ from collections.abc import AsyncIterator
 from shared import telemetry
 from shared.directory import Directory
 from shared.errors import LayoutMismatch, NotReady, PeerError, StaleGeneration, WrongOwner
-from shared.etcd import Compare, Etcd, Lease, Put
+from shared.etcd import Compare, Etcd, Put
 from shared.messages import InitBlock, InitHeader, LanePosition, StepRecord
 from shared.records import JobSpec, Mode, PserverMember
 from shared.slots import Layout
 from trainer_agent.compute import Compute
 from trainer_agent.core.routing import Routes, route
 from trainer_agent.groups import single_error
+from trainer_agent.membership import Membership
 from trainer_agent.retry import Patience
 from trainer_agent.transfer import Connect
 
@@ -29,15 +30,16 @@ log = telemetry.logger("initialise")
 
 
 async def ensure_initialised(
-    spec: JobSpec, directory: Directory, etcd: Etcd, lease: Lease, trainer: str, compute: Compute, connect: Connect
+    spec: JobSpec, directory: Directory, etcd: Etcd, membership: Membership, compute: Compute, connect: Connect
 ) -> None:
     """Return when the parameter servers hold parameters of this very model. Raises LayoutMismatch."""
+    trainer = membership.member.trainer
     patience = Patience("waiting for the parameters to be initialised", PATIENCE_S)
     while not directory.init_done or directory.layout is None:
         if directory.state is not None and directory.state.phase.final:
             return
         try:
-            if _all_there(directory, spec) and await _lock(directory, etcd, lease, trainer):
+            if _all_there(directory, spec) and await _lock(directory, etcd, membership.lease_id, trainer):
                 await _initialise(spec, directory, etcd, trainer, compute, connect)
         except (PeerError, StaleGeneration, WrongOwner) as error:
             await patience.failed(error)
@@ -73,10 +75,10 @@ def _all_there(directory: Directory, spec: JobSpec) -> bool:
     return directory.slots is not None and len(directory.pservers) == spec.pservers
 
 
-async def _lock(directory: Directory, etcd: Etcd, lease: Lease, trainer: str) -> bool:
+async def _lock(directory: Directory, etcd: Etcd, lease_id: int, trainer: str) -> bool:
     """True if this trainer is the one that initialises (also if it was already)."""
     key = directory.keys.init_lock
-    taken = await etcd.txn([Compare.create(key, "==", 0)], [Put(key, trainer.encode(), lease.id)])
+    taken = await etcd.txn([Compare.create(key, "==", 0)], [Put(key, trainer.encode(), lease_id)])
     if taken.succeeded:
         return True
     holder = await etcd.get(key)
