@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from aiohttp import web
 
@@ -54,12 +54,13 @@ async def serving(app: web.Application, host: str, port: int, uds: str = "") -> 
         listener = _bind(host, port)
         await web.SockSite(runner, listener).start()
         if uds:
-            if os.path.exists(uds):  # noqa: ASYNC240, PTH110  left behind by a killed process
-                os.unlink(uds)  # noqa: PTH108
+            Path(uds).unlink(missing_ok=True)  # noqa: ASYNC240  left behind by a killed process
             await web.UnixSite(runner, uds).start()
         yield Listening(port=listener.getsockname()[1], uds=uds)
     finally:
         await runner.cleanup()
+        if uds:
+            Path(uds).unlink(missing_ok=True)  # noqa: ASYNC240
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -308,6 +308,22 @@ async def test_records_are_merged_from_the_pushes_of_all_trainers(pserver):
     ]
 
 
+async def test_the_record_of_a_slow_pull_is_that_of_its_version(pserver):
+    async with aclosing(pserver.pull(pull_request(0, range(3)))) as answer:
+        parts = [await anext(answer) for _ in range(3)]
+        for step in range(8):
+            await pserver.push(*whole_step(step))
+        end = await anext(answer)
+    assert [part[0].version for part in parts] == [0, 0, 0]
+    assert (end.code, end.record.version) == ("OK", 0)
+
+
+async def test_a_pull_of_no_blocks_asks_for_the_record(pserver):
+    await pserver.push(*whole_step(0))
+    _, end = await pulled(pserver, pull_request(1, []))
+    assert (end.code, end.record.version) == ("OK", 1)
+
+
 async def test_a_pull_beyond_the_previous_version_is_gone(pserver):
     for step in range(2):
         await pserver.push(*whole_step(step))
