@@ -249,10 +249,13 @@ class TaskQueue:
     # ---------------------------------------------------------------- apply
 
     def sign_of_life(self, task_id: str, minibatches: int, now: float) -> None:
-        """In place. The deadline starts afresh; nothing of this is stored."""
+        """In place. More minibatches than before: the deadline starts afresh. The same number again proves nothing: a
+        trainer whose model hangs still answers. Nothing of this is stored."""
         held = self.pending[task_id]
+        if minibatches <= held.minibatches:
+            return
         self.pace.observe(now - held.last_sign)
-        held.last_sign, held.minibatches = now, max(held.minibatches, minibatches)
+        held.last_sign, held.minibatches = now, minibatches
         held.deadline = now + self.pace.allowed_s()
 
     def grant_again(self, now: float) -> None:

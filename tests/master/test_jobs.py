@@ -143,10 +143,12 @@ def test_a_silent_task_is_requeued_with_a_failure_and_progress_prevents_it() -> 
         world = World(spec_of(task_timeout_floor_s=5.0, task_timeout_ceiling_s=20.0))
         async with running(world, "t1") as master:
             lively, silent = await take(world, master), await take(world, master)
-            for _ in range(6):
+            for minibatches in range(1, 9):
                 await asyncio.sleep(4)
-                report = TaskProgress(trainer="t1", attempt=1, minibatches=1, epoch=0)
-                await master.report_progress(lively.task_id, report)
+                for task, number in ((lively, minibatches), (silent, 1)):
+                    report = TaskProgress(trainer="t1", attempt=1, minibatches=number, epoch=0)
+                    if task.task_id in master.books.training.pending:
+                        await master.report_progress(task.task_id, report)
             assert list(master.books.training.pending) == [lively.task_id]
             assert master.books.training.requeued[silent.task_id].failures == 1
 
