@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -101,8 +102,13 @@ def _spec(user: UserModule, dataset: Dataset, evaluation: Dataset | None, settin
     try:
         return JobSpec.model_validate({**known, **fixed})
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, p['loc'])) or 'config'}: {p['msg']}" for p in error.errors())
+        problems = "; ".join(_sentence(problem) for problem in error.errors())
         raise InvalidArgument(f"the settings of {user.path} are not possible: {problems}") from error
+
+
+def _sentence(problem: Mapping[str, Any]) -> str:
+    where = ".".join(map(str, problem["loc"]))
+    return f"{where}: {problem['msg']}" if where else str(problem["msg"]).removeprefix("Value error, ")
 
 
 def _assignment(text: str) -> tuple[str, str]:
