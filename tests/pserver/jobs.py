@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
 from typing import Any
 
+import pytest_asyncio
 import torch
 
 from pserver_service.core.buffers import bytes_of
@@ -161,3 +162,22 @@ def check_invariants(pserver: Pserver) -> None:
     waiting = [n.buffer for s in pserver.store.blocks.values() for n in s._tree.nodes.values() if n.buffer is not None]
     held = sum(buffer.view.nbytes for buffer in [*kept.values(), *waiting])
     assert pserver.store.pool.allocated_bytes == held + pserver.store.pool.free_bytes
+
+
+PLAIN = OptimizerSpec(name="SGD", defaults={"lr": 1.0}, groups=({},))
+LAYOUT = layout_of(40, optimizer=PLAIN)  # blocks of 16, 16 and 8
+ONES = torch.ones(16)
+
+
+@pytest_asyncio.fixture
+async def pserver():
+    made, _ = await initialised(LAYOUT)
+    yield made
+    check_invariants(made)
+
+
+def whole_step(step: int, *blocks: int, **fields):
+    sizes = {0: 16, 1: 16, 2: 8}
+    return push_header(step, **fields), stream(
+        *(item(number, torch.ones(sizes[number])) for number in blocks or (0, 1, 2))
+    )
