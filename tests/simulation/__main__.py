@@ -13,6 +13,8 @@ from tests.simulation.ablations import ABLATIONS
 from tests.simulation.faults import plan
 from tests.simulation.play import play
 
+ENOUGH = 8
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
@@ -22,12 +24,15 @@ def main() -> int:
     parser.add_argument("--ablate", choices=list(ABLATIONS), help="switch a safeguard off")
     options = parser.parse_args()
     mode, failed = Mode(options.mode), 0
-    print(plan(options.seed, mode))
+    if options.seeds == 1:
+        print(plan(options.seed, mode))
     for seed in range(options.seed, options.seed + options.seeds):
         began = time.perf_counter()
         with ABLATIONS[options.ablate]() if options.ablate else contextlib.nullcontext():
             outcome = play(seed, mode, print if options.seeds == 1 else None)
         failed += bool(outcome.broken)
+        if failed > ENOUGH:
+            break
         spent = time.perf_counter() - began
         if outcome.broken or options.seeds == 1:
             print(

@@ -85,6 +85,7 @@ async def _faults(world: World) -> None:
             await asyncio.sleep(max(0.0, fault.at_s - loop.time()))
             if world.over:
                 break
+            world.inflicted += 1
             group.create_task(_inflict(world, fault))
         await asyncio.sleep(max(0.0, world.plan.window_s - loop.time()))
         world.weather(CALM)
@@ -98,6 +99,14 @@ async def _inflict(world: World, fault: Fault) -> None:
             await _restart_etcd(world, fault)
         case Kind.KILL_TRAINER | Kind.KILL_MASTER:
             if seat := _pick(world, fault):
+                await _kill(world, seat, fault)
+        case Kind.KILL_TRAINERS:
+            async with asyncio.TaskGroup() as group:
+                for seat in [seat for seat in world.seats.values() if seat.kind == "trainer" and seat.alive]:
+                    group.create_task(_kill(world, seat, fault))
+        case Kind.KILL_PSERVER:
+            seat = _pick(world, fault)
+            if seat and world.etcd.value(world.keys.init_done) is None:
                 await _kill(world, seat, fault)
         case Kind.HAND_OVER:
             if seat := _pick(world, fault):
