@@ -67,12 +67,11 @@ def positions_of_step(positions: Sequence[LanePosition]) -> tuple[LanePosition, 
 def nodes_to_compute(missing: Sequence[int]) -> list[Interval]:
     """The tree nodes that cover the `missing` lanes (ascending). The largest first: fewest gradient vectors at a time."""
     nodes: list[Interval] = []
-    run_first = None
-    for lane, following in zip(missing, [*missing[1:], None], strict=True):
-        run_first = lane if run_first is None else run_first
-        if following != lane + 1:
-            nodes += aligned_intervals(run_first, lane + 1)
-            run_first = None
+    start = 0
+    for end in range(1, len(missing) + 1):
+        if end == len(missing) or missing[end] != missing[end - 1] + 1:
+            nodes += aligned_intervals(missing[start], missing[end - 1] + 1)
+            start = end
     return sorted(nodes, key=lambda node: (node[0] - node[1], node[0]))
 
 
