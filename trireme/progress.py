@@ -48,7 +48,7 @@ class Progress:
     def training(self) -> str:
         """`epoch 2/5  step 140  loss 0.312  5,120 records/s  ETA 0:12`."""
         if self.phase == "WAITING":
-            return f"waiting: {self.reason}" if self.reason else "waiting for members"
+            return self.reason or "waiting for members"
         if self.stage not in {"TRAIN", ""}:
             return f"{self.stage.lower()}: {self.reason}" if self.reason else self.stage.lower()
         parts = [f"epoch {min(self.epoch + 1, self.epochs)}/{self.epochs}"]
@@ -78,7 +78,7 @@ def clock_text(seconds: float) -> str:
 
 
 class Display(Protocol):
-    """`close` leaves what was last shown on the screen."""
+    """`close` leaves the events on the screen, not the progress: the summary follows."""
 
     def show(self, progress: Progress, now: float) -> None: ...
 
@@ -113,7 +113,7 @@ class LiveDisplay:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._live = Live(Text("starting"), console=console, refresh_per_second=REFRESH_PER_SECOND, transient=False)
+        self._live = Live(Text("starting"), console=console, refresh_per_second=REFRESH_PER_SECOND, transient=True)
         self._live.start()
 
     def show(self, progress: Progress, now: float) -> None:  # noqa: ARG002  it is drawn at its own rate
