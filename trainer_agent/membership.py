@@ -31,6 +31,7 @@ class Membership:
         self.member = member
         self._lease: Lease | None = None
         self._created = 0
+        self._leaving = False
 
     def __repr__(self) -> str:
         return f"<Membership of {self.member.trainer}: {self._lease!r}>"
@@ -49,11 +50,14 @@ class Membership:
         lease = self._lease
         while lease is not None:
             await lease.keep_alive()
+            if self._leaving:
+                return
             lease = await self._renew()
         log.error("membership_lost", trainer=self.member.trainer)
 
     async def leave(self) -> None:
         """Give the place up at once; if etcd is away the lease runs out by itself."""
+        self._leaving = True
         if self._lease is None or not self._lease.alive:
             return
         try:

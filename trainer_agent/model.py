@@ -146,6 +146,7 @@ class TorchCompute:
     ) -> LaneResult:
         entry = Entry(1, len(records), self._tree.take()) if records else Entry(1, 0, None)
         last = lane == node[1] - 1
+        self._due = None  # a call that failed may have left it
         if last:
             self._tree.open(node, entry, announce)
             self._due = list(self._members) if self._may_overlap and records else None

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from shared import telemetry
 from shared.directory import Directory
-from shared.errors import Gone, NotReady, PeerError, StaleGeneration, TooEarly, TriremeError
+from shared.errors import Gone, NotReady, PeerError, StaleGeneration, TriremeError
 from shared.messages import (
     LedgerAnswer,
     LedgerQuery,
@@ -121,17 +121,20 @@ class Transfer:
             request = PullRequest(**self.envelope(), version=version, blocks=tuple(missing), wait_s=PULL_WAIT_S)
             try:
                 end = await self._port(index).pull(request, self._place, placed)
-                record = end.record or record
-                if end.code == "GONE":
-                    raise Gone(end.message)
-                problem: TriremeError | None = TooEarly(end.message) if missing else None
             except (PeerError, StaleGeneration) as error:
-                problem = error
                 await self._look_again(index, error)
+                await patience.failed(error)
+                continue
+            record = end.record or record
             if len(missing) < before:
                 patience.reset()
-            if problem is not None:
-                await patience.failed(problem)
+            match end.code:
+                case "GONE":
+                    raise Gone(end.message)
+                case "TOO_EARLY":
+                    patience.waited(end.message)
+                case "NOT_READY" | "OK" if missing:
+                    await patience.failed(end.message or f"{len(missing)} blocks did not come")
         return record
 
     def _place(self, item: PulledBlock) -> memoryview:
