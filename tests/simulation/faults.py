@@ -137,7 +137,7 @@ def plan(seed: int, mode: Mode) -> Plan:
     rng = random.Random(f"{mode}-{seed}")
     files, task_records, minibatch, lanes = JOBS[rng.randrange(len(JOBS))]
     slowness = rng.choice([0.05, 0.3, 0.8])
-    speed = Speed(slowness / 2, slowness, stall=rng.choice([0.0, 0.0, 0.05]), stall_s=rng.choice([2.0, 12.0]))
+    speed = Speed(slowness / 2, slowness, stall=rng.choice([0.0, 0.0, 0.05]), stall_s=rng.choice([2.0, 7.0]))
     job = Job(
         mode=mode,
         files=files,
@@ -152,7 +152,7 @@ def plan(seed: int, mode: Mode) -> Plan:
         seed=seed,
         job=job,
         pull_every=rng.choice([1, 2, 3]) if mode is Mode.ASYNC else 1,
-        evaluate=rng.random() < 0.3,
+        evaluate=rng.random() < 0.5,
         trainers=rng.choice([1, 2, 3, 4]),
         pservers=rng.choice([1, 2, 3]),
         masters=rng.choice([1, 2, 2]),
@@ -185,7 +185,7 @@ def _fault(rng: random.Random, kind: Kind, window_s: float) -> Fault:
         case Kind.FREEZE_TRAINER | Kind.FREEZE_MASTER:
             return Fault(at, kind, pick, rng.choice([0.5, 3.0, 8.0, 15.0]))
         case Kind.CUT_TRAINER:
-            return Fault(at, kind, pick, rng.choice([0.5, 3.0, 9.0]), peer=rng.choice(list(Peer)))
+            return Fault(at, kind, pick, rng.choice([0.5, 3.0, 9.0, 14.0]), peer=rng.choice(list(Peer)))
         case Kind.CUT_MASTER:
             return Fault(
                 at, kind, pick, rng.choice([0.5, 3.0, 6.0, 9.0]), peer=rng.choice([Peer.ETCD, Peer.ETCD, Peer.ALL])

@@ -11,13 +11,13 @@ from shared.records import EvaluationSums, JobResult, Mode, Phase, TaskMeta
 from tests.simulation.compute import RECORD_SLOTS, applied_of, param_blocks
 from tests.simulation.faults import Job
 from tests.simulation.reference import final_parameters, task_minibatches, tasks_of
-from tests.simulation.world import World
+from tests.simulation.world import World, described
 
 
 def violations(world: World) -> Iterator[str]:
     yield from world.failures
     yield from world.etcd.violations
-    yield from (f"a handler crashed: {error!r}" for error in world.network.crashes)
+    yield from (f"a handler crashed: {described(error)}" for error in world.network.crashes)
     if world.state.phase is not Phase.COMPLETED:
         yield f"the job is {world.state.phase}: {world.state.reason}"
         return

@@ -167,7 +167,8 @@ class Network:
             self.later(self.delay(), self._arrive, call, service, invoke)
             if self.chance(self.weather.double):
                 self.count("doubled requests")
-                self.later(self.delay() + self.rng.random() * 2, self._arrive_again, target, service, again or invoke)
+                late = self.delay() + self.rng.random() * self.rng.choice([0.1, 2.0, 15.0])
+                self.later(late, self._arrive_again, target, service, again or invoke)
         try:
             async with asyncio.timeout(timeout_s):
                 return await call.reply

@@ -49,7 +49,10 @@ def play(seed: int, mode: Mode, say: Callable[[str], None] | None = None, plan: 
         except AssertionError as error:
             broken.append(f"{type(error).__name__}: {error}")
     broken += violations(world)
-    broken += [f"loop: {context.get('message')}: {context.get('exception')!r}" for context in loop.errors]
+    broken += [
+        f"loop: {context.get('message')}: {context.get('exception') or context.get('task')!r}"
+        for context in loop.errors
+    ]
     return Outcome(plan, broken, world.digest(), world.ended_s, loop.callbacks, world.network.counts)
 
 
@@ -106,7 +109,7 @@ async def _inflict(world: World, fault: Fault) -> None:
                     group.create_task(_kill(world, seat, fault))
         case Kind.KILL_PSERVER:
             seat = _pick(world, fault)
-            if seat and world.etcd.value(world.keys.init_done) is None:
+            if seat and (seat.service is None or seat.service.store is None):  # with parameters its death ends the job
                 await _kill(world, seat, fault)
         case Kind.HAND_OVER:
             if seat := _pick(world, fault):

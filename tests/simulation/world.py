@@ -17,15 +17,17 @@ from typing import Any
 from master_service.core.file_table import FileTable
 from master_service.service import Master
 from pserver_service.__main__ import INDEX_LOST
-from pserver_service.core.store import Store
+from pserver_service.core.blocks import Verdict
+from pserver_service.core.store import Push, Store
 from pserver_service.registration import Registration
-from pserver_service.service import Pserver
+from pserver_service.service import Payload, Pserver
 from shared import ids
 from shared.datasets import Custom, Dataset
 from shared.directory import Directory
 from shared.errors import TriremeError
 from shared.etcd import Etcd
 from shared.keys import Keys
+from shared.messages import PushBlock
 from shared.records import JobSpec, JobState, MasterLock, Mode, Phase, PserverMember, TrainerMember
 from tests.simulation.compute import BLOCK_BYTES, Notes, Speed, TinyCompute
 from tests.simulation.dataset import files_of
@@ -41,7 +43,8 @@ MASTER_TTL_S = 3.0
 LEASE_TTL_S = 5.0
 LEAVE_S = 60.0
 UNWINDING_ROUNDS = 8
-TASK_FLOOR_S, TASK_CEILING_S = 10.0, 30.0
+MAX_FAILURES = 1000  # slowness must not discard records here: every record is trained
+TASK_FLOOR_S, TASK_CEILING_S = 4.0, 8.0
 TRAINING = Custom("training", reader="tests.simulation.dataset:reader")
 EVALUATION = Custom("evaluation", reader="tests.simulation.dataset:reader")
 
@@ -69,6 +72,7 @@ def spec_of(plan: Plan) -> JobSpec:
         lease_ttl_s=LEASE_TTL_S,
         task_timeout_floor_s=TASK_FLOOR_S,
         task_timeout_ceiling_s=TASK_CEILING_S,
+        max_task_failures=MAX_FAILURES,
     )
 
 
@@ -112,6 +116,23 @@ async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
     """trainer_agent.compute.Offload without a thread."""
     await asyncio.sleep(0.002)
     return work(*arguments)
+
+
+class WitnessedPserver(Pserver):
+    """Tells if it applies a push of a generation older than one it has seen."""
+
+    def __init__(self, job: str, incarnation: str, failures: list[str]) -> None:
+        super().__init__(job, incarnation)
+        self._seen, self._failures = 0, failures
+
+    def _apply(self, store: Store, push: Push, item: PushBlock, payload: Payload) -> Verdict:
+        self._seen = max(self._seen, self.generation)
+        verdict = super()._apply(store, push, item, payload)
+        if verdict is Verdict.APPLIED and push.header.generation < self._seen and len(self._failures) < MAX_FAILURES:
+            self._failures.append(
+                f"{self.incarnation} applied a push of generation {push.header.generation} after {self._seen}"
+            )
+        return verdict
 
 
 @dataclass
@@ -244,7 +265,7 @@ class World:
     async def _pserver(self, seat: Seat) -> int:
         """As pserver_service/__main__.py, without HTTP."""
         etcd = self.etcd_of(seat.process)
-        pserver = Pserver(self.keys.job, ids.new_id(seat.name))
+        pserver = WitnessedPserver(self.keys.job, ids.new_id(seat.name), self.failures)
         seat.service = pserver
         self.network.listen(seat.url, seat.process, pserver)
         directory = Directory(etcd, self.keys)
