@@ -143,6 +143,15 @@ async def test_a_killed_etcd_that_comes_back_changes_no_bit(tmp_path, undisturbe
         assert cluster.deaths["etcd"] == 1
 
 
+async def test_a_killed_parameter_server_fails_the_job_with_the_reason(tmp_path):
+    async with cluster_of(spec_of(tmp_path, trainers=1), tmp_path) as cluster:
+        await reach_step(cluster, 5)
+        cluster.kill("pserver-1")
+        state = await cluster.wait(END_S)
+    assert state.phase is Phase.FAILED
+    assert "no checkpoint exists" in state.reason
+
+
 async def test_a_frozen_trainer_is_left_behind_and_changes_no_bit(tmp_path, undisturbed):
     async with cluster_of(spec_of(tmp_path, lease_ttl_s=2.0), tmp_path) as cluster:
         await reach_step(cluster, STEPS // 5)
