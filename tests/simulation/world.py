@@ -172,7 +172,7 @@ class World:
         self.processes: dict[str, Process] = {}
         self.urls: dict[str, str] = {}
         self.failures: list[str] = []
-        self.ended_s = 0.0
+        self.ended_s, self.ended_callbacks = 0.0, 0
         self.inflicted = 0
         self._launcher = self.processes["launcher"] = Process("launcher")
         self._say = say
