@@ -219,4 +219,6 @@ async def outcome_of(task: asyncio.Task[T]) -> T | None:
 
 def described(task: Task) -> str:
     """For people: `task 7 (train.parquet records 512-1023)`."""
+    if not task.file:
+        return f"task {task.task_id}"
     return f"task {task.task_id} ({task.file} records {task.first}-{task.first + task.count - 1})"
