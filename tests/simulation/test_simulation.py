@@ -89,3 +89,9 @@ def test_the_schedules_really_hurt():
     counts = {name for outcome in outcomes for name in outcome.counts}
     assert counts >= {"lost requests", "lost replies", "doubled requests", "broken streams"}
     assert sum(outcome.inflicted for outcome in outcomes) > 100
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_more_parameter_servers_than_blocks(mode):
+    for seed in range(3):
+        kept(play(seed, mode, plan=replace(faults.plan(seed, mode), pservers=9)))
