@@ -55,7 +55,7 @@ def summary_text(document: Mapping[str, Any]) -> str:
         *[(f"model ({kind})", path) for kind, path in document["exports"].items()],
     ]
     if document["loss"] is not None:
-        rows.insert(1, ("loss", f"{number(document['loss'])} (mean of the last epoch)"))
+        rows.insert(1, ("training loss", f"{number(document['loss'])} (mean of the last epoch)"))
     if discarded["tasks"]:
         rows.append(("discarded", f"{discarded['tasks']} tasks, {discarded['records']:,} records"))
     width = max(len(name) for name, _ in rows)

@@ -84,7 +84,7 @@ def test_the_summary_tells_metrics_restarts_and_where_the_model_is():
     document = result_document(SPEC, state, Counts({"trainer-1": 2}, loss=0.25, steps=540), 23.71, Path("/run"))
     assert summary_text(document).splitlines() == [
         "job                  ctr COMPLETED after 23.7 s (sync)",
-        "loss                 0.25 (mean of the last epoch)",
+        "training loss        0.25 (mean of the last epoch)",
         "records              17,256 in 2 epochs",
         "restarts             trainer-1 2; 4 generations of members",
         "accuracy             0.9861",
