@@ -21,7 +21,7 @@ from master_service.transact import Deposed
 from shared import clock, ids, telemetry
 from shared.datasets import Dataset
 from shared.errors import Conflict, DatasetError, NotFound, PeerError
-from shared.etcd import Compare, Etcd, KeyValue, Lease, Put, lock
+from shared.etcd import Compare, Etcd, Get, KeyValue, Lease, Put, lock
 from shared.keys import Keys
 from shared.records import JobSpec, JobState, MasterAddress, MasterLock, Phase, TaskMeta, UserFailure
 
@@ -104,18 +104,32 @@ async def take_over(
 
 
 async def _prove(etcd: Etcd, keys: Keys, lease: Lease, term: int, writes: list[Put]) -> int:
-    """Write under the lock alone: these values may be written twice. The answer is the revision. Raises Deposed."""
+    """Write under the lock, exactly once. The answer is the revision. Raises Deposed.
+
+    An attempt without an answer may still be under way and land long after the reign has begun. So each one compares
+    `tasks/commit` as this call found it, and writes it: of several attempts one lands, and none after a later write.
+    """
+    name, found_at = ids.new_id("takeover").encode(), -1
+    reads = [Get(keys.master_lock), Get(keys.commit)]
     while lease.alive:
-        marker = Put(keys.commit, ids.new_id("takeover").encode())
         try:
-            result = await etcd.txn([Compare.create(keys.master_lock, "==", term)], [*writes, marker])
+            if found_at < 0:
+                marker = await etcd.get(keys.commit)
+                found_at = marker.mod_revision if marker else 0
+            fence = [Compare.create(keys.master_lock, "==", term), Compare.mod(keys.commit, "==", found_at)]
+            result = await etcd.txn(fence, [*writes, Put(keys.commit, name)], reads)
         except PeerError as error:
             log.warning("takeover_unanswered", cause=str(error))
             await asyncio.sleep(ids.jitter(PAUSE_S))
             continue
         if result.succeeded:
             return result.revision
-        break
+        holder, marker = result.range(0).first, result.range(1).first
+        if holder is None or holder.create_revision != term:
+            break
+        if marker is not None and marker.value == name:
+            return marker.mod_revision  # the attempt without an answer had landed
+        found_at = marker.mod_revision if marker else 0  # the last write of the reign before came in between
     msg = f"the master lock of term {term} was lost during the takeover"
     raise Deposed(msg)
 
