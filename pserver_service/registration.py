@@ -116,11 +116,11 @@ class Registration:
                 lease = await self._etcd.grant(self._lease.ttl_s if self._lease else 5.0)
                 member = self.member.model_copy(update={"lease": lease.id})
                 put = Put(key, member.to_bytes(), lease.id)
-                if (await self._etcd.txn([Compare.create(key, "==", self._created)], [put])).succeeded:
+                # mod, not create: an attempt without an answer that lands late would put its forgotten lease back
+                if (await self._etcd.txn([Compare.mod(key, "==", found.mod_revision)], [put])).succeeded:
                     log.info("lease_replaced", index=self.member.index, lease=f"{lease.id:x}")
                     self.member, self._lease = member, lease
                     return lease
-                return None
             except (PeerError, LeaseLost) as error:
                 log.warning("etcd_away", index=self.member.index, cause=str(error))
                 await asyncio.sleep(ids.jitter(PAUSE_S))

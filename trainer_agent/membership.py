@@ -93,11 +93,11 @@ class Membership:
                 lease = await self._etcd.grant(self._ttl_s)
                 member = self.member.model_copy(update={"lease": lease.id})
                 put = Put(self._key, member.to_bytes(), lease.id)
-                if not (await self._etcd.txn([Compare.create(self._key, "==", self._created)], [put])).succeeded:
-                    return None
-                log.info("lease_replaced", trainer=self.member.trainer, lease=f"{lease.id:x}")
-                self.member, self._lease = member, lease
-                return lease
+                # mod, not create: an attempt without an answer that lands late would put its forgotten lease back
+                if (await self._etcd.txn([Compare.mod(self._key, "==", found.mod_revision)], [put])).succeeded:
+                    log.info("lease_replaced", trainer=self.member.trainer, lease=f"{lease.id:x}")
+                    self.member, self._lease = member, lease
+                    return lease
             except (PeerError, LeaseLost) as error:
                 log.warning("etcd_away", cause=str(error))
                 await asyncio.sleep(ids.jitter(PAUSE_S))
