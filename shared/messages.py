@@ -157,7 +157,8 @@ class EpochLedger(Record):
 
 
 class PserverInfo(Record):
-    """`ready`: initialised. `lowest`/`highest`: block versions. `updates`: optimizer steps over all blocks."""
+    """`ready`: initialised. `lowest`/`highest`: block versions. `updates`: optimizer steps over all blocks. `timeline`:
+    that of its parameters (0: never rolled back). `checkpoint_error`: why its last part could not be written."""
 
     job: str
     index: int
@@ -173,3 +174,5 @@ class PserverInfo(Record):
     highest: int = 0
     updates: int = 0
     ledger: tuple[EpochLedger, ...] = ()
+    timeline: int = 0
+    checkpoint_error: str = ""

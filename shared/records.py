@@ -59,6 +59,9 @@ class JobSpec(Record):
     max_task_failures: int = Field(default=3, ge=1)
     max_discarded_fraction: float = Field(default=0.01, ge=0, le=1)
     max_user_failures: int = Field(default=3, ge=1)
+    checkpoint_every_steps: int | None = Field(default=None, ge=1)
+    checkpoint_every_epochs: int | None = Field(default=1, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1, le=100)
 
     @model_validator(mode="after")
     def _consistent(self) -> JobSpec:
@@ -137,7 +140,10 @@ class JobResult(Record):
 
 
 class JobState(Record):
-    """`trainers`: the members of this generation, in order of arrival."""
+    """`trainers`: the members of this generation, in order of arrival. `timeline`: generation of the last roll-back
+    (versions repeat after one: whoever holds parameters of another timeline forgets them). `checkpoint`: uuid of the
+    checkpoint this timeline starts from. Both change only together, with phase ROLLING_BACK; `slots` too is written only
+    in the transaction that begins a timeline."""
 
     phase: Phase = Phase.WAITING
     stage: Stage = Stage.TRAIN
@@ -146,6 +152,8 @@ class JobState(Record):
     failure: UserFailure | None = None
     result: JobResult = Field(default_factory=JobResult)
     trainers: tuple[str, ...] = ()
+    timeline: int = 0
+    checkpoint: str = ""
 
 
 # ---------------------------------------------------------------- members
@@ -164,8 +172,17 @@ class MasterAddress(Record):
     term: int
 
 
+class Restored(Record):
+    """What a pserver did about a roll-back: it serves `checkpoint` in `timeline`, or cannot (`error` says why)."""
+
+    timeline: int
+    checkpoint: str
+    error: str = ""
+
+
 class PserverMember(Record):
-    """`uds`: path of the UNIX socket beside `url`, empty if none. `lease`: see MasterLock."""
+    """`uds`: path of the UNIX socket beside `url`, empty if none. `lease`: see MasterLock. `restored`: its answer to the
+    last roll-back it took part in. One that never did holds parameters only if its key is older than `layout`."""
 
     index: int
     url: str
@@ -174,6 +191,7 @@ class PserverMember(Record):
     pid: int
     lease: int = 0
     uds: str = ""
+    restored: Restored | None = None
 
 
 class TrainerMember(Record):

@@ -46,7 +46,7 @@ HOMES = {
 }
 
 PURE = {*["__future__", "dataclasses", "enum", "typing", "collections", "itertools", "functools", "math", "heapq", "bisect", "numpy", "torch"]}
-PURE_SHARED = {"records", "datasets", "messages", "lanes", "slots", "errors", "keys"}
+PURE_SHARED = {"records", "datasets", "messages", "lanes", "slots", "errors", "keys", "manifest"}
 
 
 def imports(path: Path, *, top_level_only: bool = False) -> Iterator[tuple[str, int]]:
