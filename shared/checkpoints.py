@@ -14,9 +14,9 @@ from typing import NoReturn
 
 from pydantic import ValidationError
 
-from shared import ids, storage
-from shared.errors import CheckpointUnusable, InvalidArgument
-from shared.manifest import CheckpointRef, Manifest
+from shared import ids, storage, tensor_file
+from shared.errors import BadFrame, CheckpointUnusable, InvalidArgument
+from shared.manifest import CheckpointPart, CheckpointRef, Manifest
 from shared.records import JobSpec, SlotMap
 from shared.slots import Layout, slot_of
 
@@ -85,6 +85,31 @@ def read_manifest(storage_url: str, job: str, ref: CheckpointRef) -> Manifest:
             f"step {ref.step}, timeline {ref.timeline}",
         )
     return manifest
+
+
+def read_part(storage_url: str, ref: CheckpointRef, part: CheckpointPart, sink: tensor_file.Sink) -> None:
+    """Read one part whole into the memory that `sink` names; what it holds counts only if this returns.
+
+    Raises CheckpointUnusable: missing, truncated, changed, or not of this checkpoint.
+    """
+    url = storage.join(folder(storage_url, ref.uuid), part.file)
+    try:
+        if (size := storage.size(url)) != part.bytes:
+            _unusable(ref, f"{url} has {size} bytes, {part.bytes} were written")
+        found = tensor_file.read(url, sink)
+    except (OSError, InvalidArgument, BadFrame) as error:
+        _unusable(ref, f"{url} cannot be read: {error}", error)
+    if found.md5 != part.md5:
+        _unusable(ref, f"{url} has MD5 {found.md5}, {part.md5} was written")
+    if found.metadata.get("uuid") != ref.uuid:
+        _unusable(ref, f"{url} is of checkpoint {found.metadata.get('uuid')}")
+
+
+def verify_parts(storage_url: str, ref: CheckpointRef, manifest: Manifest) -> int:
+    """Read every part; their bytes together. Raises CheckpointUnusable at the first that is not as it was written."""
+    for part in manifest.parts:
+        read_part(storage_url, ref, part, lambda _: None)
+    return sum(part.bytes for part in manifest.parts)
 
 
 def _unusable(ref: CheckpointRef, cause: str, error: BaseException | None = None) -> NoReturn:

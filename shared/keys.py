@@ -19,6 +19,7 @@
     tasks/commit            text            -          master                        lock + mod_revision
     trainers/re-fetch       Refetch         -          master                        lock
     checkpoints/<uuid>/<ps>          CheckpointStarted  pserver's  pserver           own create_revision
+    checkpoints/<uuid>/begun         CheckpointStarted  -          pserver           own create_revision
     checkpoints/<uuid>/finished/<ps> CheckpointPart     -          pserver           own create_revision
     checkpoints/finish_lock          text               holder's   pserver           create = 0
     checkpoints/latest               CheckpointLatest   -          finish_lock       lock + all parts + state + own mod_revision
@@ -105,6 +106,10 @@ class Keys:
 
     def checkpoint_started(self, uuid: str, index: int) -> str:
         return self._of("checkpoints", uuid, index)
+
+    def checkpoint_begun(self, uuid: str) -> str:
+        """Stays until the checkpoint's files are deleted, so that no crash leaves files that nobody knows of."""
+        return self._of("checkpoints", uuid, "begun")
 
     def checkpoint_parts(self, uuid: str) -> str:
         """Prefix of one checkpoint's finished parts."""

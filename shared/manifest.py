@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from shared.messages import StepRecord
 from shared.records import Mode, Record, SlotMap
-from shared.slots import Layout
+from shared.slots import Layout, Place
 
 
 class CheckpointStarted(Record):
@@ -61,16 +61,6 @@ class Refetch(Record):
     generation: int
     timeline: int
     checkpoint: str
-
-
-class Place(Record):
-    """Where one parameter or buffer lies: `elements` of segment `segment` from `first`, seen with shape and stride."""
-
-    name: str
-    segment: int
-    first: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
 
 
 class Manifest(Record):

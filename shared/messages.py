@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from shared.records import Mode, Record
-from shared.slots import Layout
+from shared.slots import Layout, Place
 
 PROTOCOL_VERSION = 1
 
@@ -54,13 +54,15 @@ class MessageHeader(Record):
 
 
 class InitHeader(MessageHeader):
-    """Opens `POST /v1/init`; `blocks` of the initial values follow, each as InitBlock + payload."""
+    """Opens `POST /v1/init`; `blocks` of the initial values follow, each as InitBlock + payload. `names`: where each
+    parameter and buffer of the model lies, kept with checkpoints so that one can be exported without the script."""
 
     mode: Mode
     lanes: int
     layout: Layout
     pserver: int
     record: StepRecord
+    names: tuple[Place, ...] = ()
 
 
 class InitBlock(Record):
