@@ -56,7 +56,7 @@ def load(
     """A store of the blocks that `slots` gives to pserver `index`, from whatever parts hold them; all parts that are
     needed are read whole and checked. `digest`: of the job's layout.
 
-    Raises CheckpointUnusable.
+    Raises CheckpointUnusable, OSError.
     """
     manifest = checkpoints.read_manifest(storage_url, job, ref)
     if manifest.layout.digest != digest:

@@ -17,7 +17,7 @@ from shared.directory import Directory
 from shared.errors import DeadlineExceeded, PeerError
 from shared.etcd import Compare, Etcd, KeyValue, Lease, LeaseLost, OutcomeUnknown, Put
 from shared.keys import Keys
-from shared.records import PserverMember
+from shared.records import PserverMember, Restored
 
 OUTAGE_S = 24 * 3600.0  # how long etcd may be away before a pserver gives up
 PAUSE_S = 0.5
@@ -40,6 +40,7 @@ class Registration:
         self.member = member
         self._lease: Lease | None = None
         self._created = 0
+        self._writing = asyncio.Lock()  # a write under the old lease must not land after one under the new
 
     def __repr__(self) -> str:
         return f"<Registration of {self.member.incarnation} as {self.member.index}: {self._lease!r}>"
@@ -75,6 +76,25 @@ class Registration:
             await lease.keep_alive()
             lease = await self._renew_claim()
         log.error("index_lost", index=self.member.index, incarnation=self.member.incarnation)
+
+    @property
+    def lease(self) -> Lease:
+        """Of the claimed index. Raises LeaseLost before the claim."""
+        if self._lease is None:
+            raise LeaseLost("no index is claimed, so there is no lease")
+        return self._lease
+
+    @property
+    def held(self) -> Compare:
+        """Holds while the index is this process's: compare it in every write that only its holder may do."""
+        return Compare.create(self._keys.pserver(self.member.index), "==", self._created)
+
+    async def tell(self, restored: Restored) -> bool:
+        """Write into the key what became of a roll-back; False if the index is lost. Raises PeerError: try again."""
+        async with self._writing:
+            self.member = self.member.model_copy(update={"restored": restored})
+            put = Put(self._keys.pserver(self.member.index), self.member.to_bytes(), self.lease.id)
+            return (await self._etcd.txn([self.held], [put])).succeeded
 
     async def release(self) -> None:
         """Give the index back at once; if etcd is away the lease runs out by itself."""
@@ -114,13 +134,13 @@ class Registration:
                 if found is None or not self._is_mine(found) or found.create_revision != self._created:
                     return None
                 lease = await self._etcd.grant(self._lease.ttl_s if self._lease else 5.0)
-                member = self.member.model_copy(update={"lease": lease.id})
-                put = Put(key, member.to_bytes(), lease.id)
-                if (await self._etcd.txn([Compare.create(key, "==", self._created)], [put])).succeeded:
-                    log.info("lease_replaced", index=self.member.index, lease=f"{lease.id:x}")
+                async with self._writing:
+                    member = self.member.model_copy(update={"lease": lease.id})
+                    if not (await self._etcd.txn([self.held], [Put(key, member.to_bytes(), lease.id)])).succeeded:
+                        return None
                     self.member, self._lease = member, lease
-                    return lease
-                return None
+                log.info("lease_replaced", index=self.member.index, lease=f"{lease.id:x}")
+                return lease
             except (PeerError, LeaseLost) as error:
                 log.warning("etcd_away", index=self.member.index, cause=str(error))
                 await asyncio.sleep(ids.jitter(PAUSE_S))

@@ -21,6 +21,7 @@ from shared.records import JobSpec, SlotMap
 from shared.slots import Layout, slot_of
 
 MAX_MANIFEST_BYTES = 64 << 20
+_DEFINITE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)  # trying again would not help
 ELASTIC = (
     "trainers",
     "pservers",
@@ -61,14 +62,14 @@ def md5_of(content: bytes) -> str:
 def read_manifest(storage_url: str, job: str, ref: CheckpointRef) -> Manifest:
     """Read and check the manifest of a committed checkpoint (its parts are not looked at; `verify_parts` does).
 
-    Raises CheckpointUnusable: missing, edited, truncated, or of another job or version.
+    Raises CheckpointUnusable: missing, edited, truncated, or of another job or version; OSError: the storage has trouble.
     """
     url = storage.join(folder(storage_url, ref.uuid), ref.manifest)
     try:
         if (size := storage.size(url)) > MAX_MANIFEST_BYTES:
             _unusable(ref, f"{url} has {size} bytes, at most {MAX_MANIFEST_BYTES} are expected")
         content = storage.read_bytes(url)
-    except (OSError, InvalidArgument) as error:
+    except (*_DEFINITE, InvalidArgument) as error:
         _unusable(ref, f"{url} cannot be read: {error}", error)
     found = manifest_name(content)
     if found != ref.manifest:
@@ -90,14 +91,14 @@ def read_manifest(storage_url: str, job: str, ref: CheckpointRef) -> Manifest:
 def read_part(storage_url: str, ref: CheckpointRef, part: CheckpointPart, sink: tensor_file.Sink) -> None:
     """Read one part whole into the memory that `sink` names; what it holds counts only if this returns.
 
-    Raises CheckpointUnusable: missing, truncated, changed, or not of this checkpoint.
+    Raises CheckpointUnusable: missing, truncated, changed, or not of this checkpoint; OSError: the storage has trouble.
     """
     url = storage.join(folder(storage_url, ref.uuid), part.file)
     try:
         if (size := storage.size(url)) != part.bytes:
             _unusable(ref, f"{url} has {size} bytes, {part.bytes} were written")
         found = tensor_file.read(url, sink)
-    except (OSError, InvalidArgument, BadFrame) as error:
+    except (*_DEFINITE, InvalidArgument, BadFrame) as error:
         _unusable(ref, f"{url} cannot be read: {error}", error)
     if found.md5 != part.md5:
         _unusable(ref, f"{url} has MD5 {found.md5}, {part.md5} was written")

@@ -16,6 +16,7 @@ from master_service.core.file_table import FileTable
 from master_service.service import Master
 from pserver_service.__main__ import INDEX_LOST
 from pserver_service.core.store import Store
+from pserver_service.member import Member
 from pserver_service.registration import Registration
 from pserver_service.service import Pserver
 from shared import ids
@@ -213,12 +214,9 @@ class World:
         member = PserverMember(index=-1, url=seat.url, incarnation=pserver.incarnation, host="simulated", pid=1)
         registration = Registration(etcd, self.keys, directory, member)
 
-        async def work() -> None:
-            pserver.index = await registration.claim(300.0)
-            await registration.hold()
-
+        life = Member(etcd, self.keys, directory, pserver, registration, at_once)
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(part) for part in (seat.stopping.wait(), work(), directory.run())]
+            tasks = [group.create_task(part) for part in (seat.stopping.wait(), life.run(300.0), directory.run())]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 task.cancel()
