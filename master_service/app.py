@@ -14,10 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from master_service import problems
 from master_service.routes import job, members, system, task_leases, tasks
 from master_service.service import Master
-from shared import ids
+from shared import ids, telemetry
 from shared.errors import TooLarge, Unauthorized
 
 MAX_BODY_BYTES = 1 << 20
+
+log = telemetry.logger("rest")
 
 DESCRIPTION = "Control plane of one Trireme job: tasks, members, progress. Errors are RFC 9457 problem details."
 
@@ -49,7 +51,7 @@ def make_app(master: Master, *, token: str = "") -> FastAPI:
 
 
 class Bounded:
-    """Gives every request an id (or keeps the caller's) and refuses bodies over MAX_BODY_BYTES before reading them whole."""
+    """Around everything: an id for every request (or the caller's own), bodies up to MAX_BODY_BYTES, bugs as problems."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -62,7 +64,7 @@ class Bounded:
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = given if given.isascii() and given.isprintable() and 0 < len(given) <= 64 else ids.new_id("req")
         scope["request_id"] = request_id
-        seen = 0
+        seen, started = 0, False
 
         async def bounded_receive() -> Message:
             nonlocal seen
@@ -73,6 +75,8 @@ class Bounded:
             return message
 
         async def named_send(message: Message) -> None:
+            nonlocal started
+            started = True
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
@@ -82,7 +86,14 @@ class Bounded:
             response = problems.problem_response(problems.problem_of(_too_large(int(announced)), request_id))
             await response(scope, receive, named_send)
             return
-        await self._app(scope, bounded_receive, named_send)
+        try:
+            await self._app(scope, bounded_receive, named_send)
+        except Exception:  # the last line of defence: the master lives on, the caller hears a problem
+            log.exception("request_failed", request_id=request_id, path=scope["path"])
+            if started:
+                raise
+            response = problems.problem_response(problems.problem_of_bug(request_id))
+            await response(scope, receive, named_send)
 
 
 def _too_large(size: int) -> TooLarge:

@@ -12,13 +12,10 @@ from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
 
 from master_service.answers import Problem, ProblemPart
-from shared import telemetry
 from shared.errors import InvalidArgument, NotFound, TriremeError
 
 CONTENT_TYPE = "application/problem+json"
 CODES = {404: NotFound.code, 405: "METHOD_NOT_ALLOWED", 422: InvalidArgument.code}
-
-log = telemetry.logger("rest")
 
 
 def problem_response(problem: Problem, headers: dict[str, str] | None = None) -> Response:
@@ -35,6 +32,19 @@ def problem_of(error: TriremeError, request_id: str) -> Problem:
         hint=error.hint,
         request_id=request_id,
         details=error.details,
+    )
+
+
+def problem_of_bug(request_id: str) -> Problem:
+    """What a caller hears of an error nobody meant to raise; the log has the rest."""
+    return Problem(
+        title="Internal Server Error",
+        status=500,
+        detail="the master failed at this request; its log has the reason",
+        code=TriremeError.code,
+        retryable=False,
+        hint=f"look for {request_id} in the master's log",
+        request_id=request_id,
     )
 
 
@@ -84,24 +94,9 @@ def install(app: FastAPI) -> None:
         )
         return problem_response(problem, headers)
 
-    async def on_bug(request: Request, error: Exception) -> Response:
-        request_id = _request_id(request)
-        log.error("request_failed", request_id=request_id, path=request.url.path, cause=repr(error))
-        problem = Problem(
-            title="Internal Server Error",
-            status=500,
-            detail="the master failed at this request; its log has the reason",
-            code=TriremeError.code,
-            retryable=False,
-            hint=f"look for {request_id} in the master's log",
-            request_id=request_id,
-        )
-        return problem_response(problem)
-
     app.add_exception_handler(TriremeError, on_trireme)
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(HTTPException, on_http)
-    app.add_exception_handler(Exception, on_bug)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
 
 

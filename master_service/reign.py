@@ -32,6 +32,7 @@ class Reign:
         self, etcd: Etcd, keys: Keys, lease: Lease, start: Takeover, on_events: Callable[[Sequence[Event]], None]
     ) -> None:
         self.term = start.term
+        self.lease = lease
         self.books: Books = start.books
         self._etcd = etcd
         self._start = start

@@ -123,9 +123,12 @@ class Master:
 
     @property
     def reign(self) -> Reign:
-        """Raises NotLeader or NotReady."""
+        """Raises NotLeader (also from the moment the lease is over by the local clock) or NotReady."""
         if self._reign is not None:
-            return self._reign
+            if self._reign.lease.alive:
+                return self._reign
+            msg = f"{self.name} lost its lease; ask its successor"
+            raise NotLeader(msg)
         if self._leading:
             msg = f"{self.name} is taking over the job (counting the dataset, reading the queues); ask again"
             raise NotReady(msg)

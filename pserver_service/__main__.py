@@ -64,7 +64,7 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     torch.set_num_threads(settings.threads)
     warm_up()
     pserver = Pserver(settings.job, ids.new_id(settings.name), max_wait_s=settings.max_wait_s)
-    app = make_app(pserver, token=settings.token, stall_s=settings.stall_s)
+    app = make_app(pserver, token=settings.token, stall_s=settings.stall_s, idle_s=settings.idle_s)
     keys = Keys(settings.job, settings.root)
     etcd = etcd_client.connect(
         settings.etcd,

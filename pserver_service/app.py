@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from aiohttp import web
 
 from pserver_service.routes import data, health
+from pserver_service.routes.frames import Patience
 from pserver_service.routes.guard import guard
 from pserver_service.service import Pserver
 from shared.errors import CallerError
@@ -28,10 +29,10 @@ class Listening:
     uds: str = ""
 
 
-def make_app(pserver: Pserver, *, token: str = "", stall_s: float = 30.0) -> web.Application:
+def make_app(pserver: Pserver, *, token: str = "", stall_s: float = 30.0, idle_s: float = 900.0) -> web.Application:
     app = web.Application(middlewares=[guard(token)])
     app[data.PSERVER] = pserver
-    app[data.STALL_S] = stall_s
+    app[data.PATIENCE] = Patience(stall_s, idle_s)
     app.add_routes(data.routes)
     app.add_routes(health.routes)
     return app
@@ -53,12 +54,13 @@ async def serving(app: web.Application, host: str, port: int, uds: str = "") -> 
         listener = _bind(host, port)
         await web.SockSite(runner, listener).start()
         if uds:
-            if os.path.exists(uds):  # noqa: ASYNC240, PTH110  left behind by a killed process
-                os.unlink(uds)  # noqa: PTH108
+            Path(uds).unlink(missing_ok=True)  # noqa: ASYNC240  left behind by a killed process
             await web.UnixSite(runner, uds).start()
         yield Listening(port=listener.getsockname()[1], uds=uds)
     finally:
         await runner.cleanup()
+        if uds:
+            Path(uds).unlink(missing_ok=True)  # noqa: ASYNC240
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -35,6 +35,7 @@ from shared.messages import (
     PushBlock,
     PushHeader,
     Refusal,
+    StepRecord,
 )
 from shared.records import Mode
 from shared.slots import ELEMENT_BYTES
@@ -184,6 +185,7 @@ class Pserver:
         waiting = _Waiting(-1 if request.version is None else request.version, set())
         self._waiting.append(waiting)
         lowest = store.highest
+        record: StepRecord | None = None
         try:
             due = deque(request.blocks)
             while due or waiting.missing:
@@ -200,6 +202,9 @@ class Pserver:
                 elif isinstance(found, Buffer):
                     version = store.blocks[number].version if request.version is None else request.version
                     lowest = min(lowest, version)
+                    record = record or store.history.record(
+                        version
+                    )  # it may be forgotten while blocks are on their way
                     found.retain()
                     try:
                         self.counters.bytes_pulled += found.view.nbytes
@@ -214,7 +219,9 @@ class Pserver:
                     )
                     return
             version = lowest if request.version is None else request.version
-            yield PullEnd(code="OK", record=store.history.record(version) if store.mode is Mode.SYNC else None)
+            if record is None or record.version != version:
+                record = store.history.record(version)
+            yield PullEnd(code="OK", record=record if store.mode is Mode.SYNC else None)
         finally:
             self._waiting.remove(waiting)
 

@@ -9,7 +9,8 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 
 class Settings(BaseSettings):
-    """`uds`: also listen on this UNIX socket. `threads`: of torch. Durations in seconds."""
+    """`uds`: also listen on this UNIX socket. `threads`: of torch. Durations in seconds: a peer may be silent
+    for `stall_s` inside a message and for `idle_s` between blocks; a pull waits at most `max_wait_s`, a claim `claim_wait_s`."""
 
     model_config = SettingsConfigDict(env_prefix="TRIREME_", frozen=True)
 
@@ -30,6 +31,7 @@ class Settings(BaseSettings):
     log_level: str = "INFO"
     threads: int = Field(default=1, ge=1)
     stall_s: float = Field(default=30.0, gt=0)
+    idle_s: float = Field(default=900.0, gt=0)
     max_wait_s: float = Field(default=60.0, gt=0)
     claim_wait_s: float = Field(default=300.0, gt=0)
 

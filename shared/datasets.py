@@ -37,7 +37,7 @@ class Csv(_Dataset):
     kind: Literal["csv"] = "csv"
     column_names: tuple[str, ...] | None = None
     column_types: dict[str, Literal["int64", "float32", "float64", "bool", "string"]] = Field(default_factory=dict)
-    delimiter: str = Field(default=",", pattern=r'^[^"\r\n]$')
+    delimiter: str = Field(default=",", pattern=r"^[\t !#-~]$")
 
 
 class JsonLines(_Dataset):

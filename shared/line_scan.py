@@ -37,7 +37,9 @@ class RecordScanner:
     def __init__(self, dataset: Lines, file: str, start: int = 0) -> None:
         self._file = file
         self._quoted = isinstance(dataset, Csv)
-        self._delimiter = ord(dataset.delimiter) if isinstance(dataset, Csv) else _NEWLINE
+        self._before_quote = np.zeros(256, dtype=np.bool_)  # what may stand before a quote that opens a field
+        if isinstance(dataset, Csv):
+            self._before_quote[[ord(dataset.delimiter), _NEWLINE, _RETURN, _QUOTE]] = True
         self._blank = {"csv": b"\r", "json_lines": None, "text_lines": b""}[dataset.kind]
         self._keeps_blank = isinstance(dataset, TextLines)
         self._position = start
@@ -99,12 +101,11 @@ class RecordScanner:
         quotes = np.flatnonzero(array == _QUOTE)
         carry = int(self._in_quotes)
         if len(quotes):
-            before = array[quotes - 1]
-            if quotes[0] == 0:
+            opening = quotes[carry::2]
+            before = array[opening - 1]
+            if len(opening) and opening[0] == 0:
                 before[0] = self._last_byte
-            opening = (np.arange(len(quotes)) + carry) % 2 == 0
-            allowed = np.isin(before, (self._delimiter, _NEWLINE, _RETURN, _QUOTE))
-            wrong = quotes[opening & ~allowed]
+            wrong = opening[~self._before_quote[before]]
             if len(wrong):
                 msg = f"{self._file}: byte {self._position + int(wrong[0])} is a quote inside an unquoted field"
                 hint = 'quote the whole field and write its quotes twice: "5"" disk" (RFC 4180)'

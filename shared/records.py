@@ -347,7 +347,7 @@ class TaskProgress(Record):
 
 
 class CompleteTask(Record):
-    """`sums`: an EVALUATE task's; `exports`: an EXPORT task's files by kind."""
+    """`sums`: an EVALUATE task's, or what the user's `metrics(sums)` made of all of them (EXPORT); `exports`: files by kind."""
 
     trainer: str
     attempt: int

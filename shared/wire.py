@@ -193,6 +193,11 @@ class Decoder:
         return f"<Decoder {self._state.name} after {self.blocks} blocks>"
 
     @property
+    def between_blocks(self) -> bool:
+        """Whether the next byte begins a block or the end map: a sender may be computing."""
+        return self._opened and self._state is _State.OBJECT
+
+    @property
     def vacant(self) -> memoryview:
         """Where the next bytes of the current payload belong; empty between payloads (then use `feed`)."""
         return self._payload[self._filled :] if self._state is _State.PAYLOAD else memoryview(b"")

@@ -8,21 +8,22 @@ A simulation runs this very class on a virtual loop with its own etcd, network a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
 
-from shared import telemetry
+from shared import clock, telemetry
 from shared.directory import Directory
-from shared.errors import TriremeError, UserCodeError
-from shared.etcd import Compare, Etcd, Lease, LeaseLost, Put
+from shared.errors import LayoutMismatch, UserCodeError
+from shared.etcd import Etcd
 from shared.records import JobSpec, Mode, Phase, Task, TrainerMember
+from trainer_agent.async_loop import AsyncLoop
 from trainer_agent.compute import Compute, Offload
 from trainer_agent.core.agent import Duty, next_duty
 from trainer_agent.finishing import Finishing
 from trainer_agent.groups import single_error
 from trainer_agent.initialise import ensure_initialised
-from trainer_agent.lanes import LaneReader, TaskSource
+from trainer_agent.lanes import TaskSource
 from trainer_agent.loop import SyncLoop
 from trainer_agent.master import MasterPort
+from trainer_agent.membership import Membership
 from trainer_agent.reports import Reports
 from trainer_agent.retry import persist
 from trainer_agent.transfer import Connect, Transfer
@@ -31,6 +32,7 @@ from trainer_agent.user_module import failure_of
 LOOK_S = 0.5
 FLUSH_S = 5.0
 LEAVE_S = 10.0
+BUSY_LOOK_S = 0.02
 
 OK, FAILED, LEASE_LOST = 0, 1, 75
 
@@ -53,9 +55,11 @@ class Agent:
         offload: Offload,
         stopping: asyncio.Event,
     ) -> None:
+        self._membership = Membership(etcd, directory.keys, member, spec.lease_ttl_s)
         self._spec, self._member, self._etcd, self._directory = spec, member, etcd, directory
         self._compute, self._master, self._connect, self._stopping = compute, master, connect, stopping
-        self._readers: dict[int, LaneReader] = {}
+        self._loop: SyncLoop | AsyncLoop | None = None
+        self._active: SyncLoop | AsyncLoop | Finishing | None = None
         self._source = TaskSource(spec, master, member.trainer, offload)
         self._reports = Reports(master, member.trainer, self._held)
         self._transfer = Transfer(directory, connect, compute, self._reports.suspect)
@@ -64,55 +68,56 @@ class Agent:
         return f"<Agent {self._member.trainer} of {self._spec.job}>"
 
     def _held(self) -> list[tuple[Task, int]]:
-        return [held for reader in self._readers.values() if (held := reader.held) is not None]
+        return self._loop.held() if self._loop else []
 
     async def run(self) -> int:
         """0: the job is complete, or asked to stop; 1: the job failed; LEASE_LOST: start me again as somebody new."""
-        lease = await persist(lambda: self._etcd.grant(self._spec.lease_ttl_s), "a lease from etcd")
+        await self._membership.register()
         with single_error():
             async with asyncio.TaskGroup() as group:
-                keeper = group.create_task(lease.keep_alive())
                 reporter = group.create_task(self._reports.run())
-                work = group.create_task(self._work(lease))
+                work = group.create_task(self._work())
                 ends = {
-                    group.create_task(lease.lost.wait()): LEASE_LOST,
-                    group.create_task(self._job_over()): FAILED,
+                    group.create_task(self._membership.hold()): LEASE_LOST,
+                    group.create_task(self._job_failed()): FAILED,
                     group.create_task(self._stopped()): OK,
                 }
-                await asyncio.wait([work, *ends], return_when=asyncio.FIRST_COMPLETED)
-                code = next((code for task, code in ends.items() if task.done()), OK)
-                if work.done() and not work.cancelled() and work.exception() is None:
-                    code = work.result()
-                if not lease.lost.is_set():
-                    await self._give_back(lease)
-                for task in (keeper, reporter, work, *ends):
-                    task.cancel()
+                try:
+                    await asyncio.wait([work, *ends], return_when=asyncio.FIRST_COMPLETED)
+                    code = next((code for task, code in ends.items() if task.done()), OK)
+                    if work.done() and not work.cancelled() and work.exception() is None:
+                        code = work.result()
+                    await self._membership.leave()
+                finally:
+                    for task in (reporter, work, *ends):
+                        task.cancel()
         log.info("left", code=code)
         return code
 
-    async def _work(self, lease: Lease) -> int:
-        await self._register(lease)
+    async def _work(self) -> int:
         try:
             await ensure_initialised(
                 self._spec,
                 self._directory,
                 self._etcd,
-                lease,
-                self._member.trainer,
+                self._membership,
                 self._compute,
                 self._connect,
             )
             while not self._stopping.is_set():
                 await self._wait_for_duty()
                 duty = self._duty()
+                first = None
                 if duty is Duty.TRAIN:
-                    await self._loop().run()
+                    first = await self._train()
                     await self._reports.flush(FLUSH_S)
                 if duty in (Duty.TRAIN, Duty.FINISH) and self._duty() is not Duty.LEAVE:
-                    await self._finishing().run()
+                    self._active = finishing = self._finishing()
+                    await finishing.run(first)
                 if self._duty() is Duty.LEAVE:
                     break
-        except UserCodeError as error:
+                await self._directory.changed(self._directory.revision, LOOK_S)
+        except (UserCodeError, LayoutMismatch) as error:
             failure = failure_of(error, trainer=self._member.trainer)
             await persist(lambda: self._master.report_failure(self._member.trainer, failure), "reporting a failure")
             raise
@@ -127,55 +132,28 @@ class Agent:
         while self._duty() is Duty.WAIT and not self._stopping.is_set():
             await self._directory.changed(self._directory.revision, LOOK_S)
 
-    async def _register(self, lease: Lease) -> None:
-        """`trainers/<id>`, by a name nobody had before. Raises LeaseLost."""
-        key = self._directory.keys.trainer(self._member.trainer)
-        record = self._member.model_copy(update={"lease": lease.id}).to_bytes()
-
-        async def put() -> None:
-            lease.check()
-            await self._etcd.txn([Compare.create(key, "==", 0)], [Put(key, record, lease.id)])
-
-        await persist(put, "registering in etcd")
-        log.info("registered", trainer=self._member.trainer, lease=f"{lease.id:x}")
-
-    async def _job_over(self) -> None:
+    async def _job_failed(self) -> None:
         """Ends when the job has failed: whatever this trainer waits for will not come."""
         while self._directory.state is None or self._directory.state.phase is not Phase.FAILED:
             await self._directory.changed(self._directory.revision, LOOK_S)
 
     async def _stopped(self) -> None:
-        """Ends some time after `stopping` was set: the loop leaves at the next step, unless it waits for others."""
+        """Ends when `stopping` is set and no minibatch is under way, or LEAVE_S later."""
         await self._stopping.wait()
-        await asyncio.sleep(LEAVE_S)
+        deadline = clock.monotonic() + LEAVE_S
+        while self._active is not None and self._active.busy and clock.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(BUSY_LOOK_S)
 
-    async def _give_back(self, lease: Lease) -> None:
-        """So that nobody waits for the lease to run out."""
-        await _within(LOOK_S * 4, lease.revoke())
-
-    def _loop(self) -> SyncLoop:
-        if self._spec.mode is not Mode.SYNC:
-            raise NotImplementedError
-        return SyncLoop(
-            self._spec,
-            self._directory,
-            self._compute,
-            self._transfer,
-            self._source,
-            self._reports,
-            self._readers,
-            self._stopping,
+    async def _train(self) -> Task | None:
+        """A task of another kind, if one came where training tasks come from."""
+        kind = SyncLoop if self._spec.mode is Mode.SYNC else AsyncLoop
+        self._loop = kind(
+            self._spec, self._directory, self._compute, self._transfer, self._source, self._reports, self._stopping
         )
+        self._active = self._loop
+        return await self._loop.run()
 
     def _finishing(self) -> Finishing:
         return Finishing(
             self._directory, self._etcd, self._compute, self._transfer, self._source, self._master, self._stopping
         )
-
-
-async def _within(limit_s: float, action: Awaitable[object]) -> None:
-    try:
-        async with asyncio.timeout(limit_s):
-            await action
-    except (TimeoutError, LeaseLost, TriremeError) as error:
-        log.warning("lease_left", cause=str(error))

@@ -73,7 +73,7 @@ class Compute(Protocol):
         """
 
     def contribution(self, node: Interval, block: int) -> memoryview:
-        """Bytes of a finished block of a node, readable until `forget_nodes`."""
+        """Bytes of a finished block of a node, readable until `forget_nodes`; may be no bytes if no lane had records."""
 
     def forget_nodes(self) -> None:
         """All nodes may be overwritten from now on: their pushes are over, or the step is computed again."""

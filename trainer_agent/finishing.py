@@ -15,8 +15,7 @@ from shared.records import CompleteTask, EvaluationSums, Task, TaskKind
 from trainer_agent.compute import Compute
 from trainer_agent.data import minibatches_in
 from trainer_agent.groups import single_error
-from trainer_agent.lanes import Holding, TaskFailed, TaskSource
-from trainer_agent.loop import described
+from trainer_agent.lanes import Holding, TaskFailed, TaskSource, described
 from trainer_agent.master import MasterPort
 from trainer_agent.retry import persist
 from trainer_agent.transfer import Transfer
@@ -43,8 +42,12 @@ class Finishing:
         self._directory, self._etcd, self._compute = directory, etcd, compute
         self._transfer, self._source, self._master, self._stopping = transfer, source, master, stopping
         self._pulled = False
+        self.busy = False
 
-    async def run(self) -> None:
+    async def run(self, first: Task | None = None) -> None:
+        """`first`: a task that was acquired already."""
+        if first is not None:
+            await self._do(first)
         while not self._stopping.is_set():
             try:
                 answer = await self._source.acquire(self._transfer.generation)
@@ -57,6 +60,13 @@ class Finishing:
                 await self._do(answer.task)
 
     async def _do(self, task: Task) -> None:
+        self.busy = True
+        try:
+            await self._work(task)
+        finally:
+            self.busy = False
+
+    async def _work(self, task: Task) -> None:
         log.info("task_started", task=task.task_id, attempt=task.attempt)
         try:
             await self._pull_final()

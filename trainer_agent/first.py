@@ -19,7 +19,8 @@ def first_records(dataset: Dataset, count: int) -> Records:
         try:
             shard = _start_of(reader, file, count)
         except DatasetError as error:
-            problem = problem or error
+            if error.details.get("records") != 0:  # an empty file is no problem if another has records
+                problem = problem or error
             continue
         return shard.minibatch(np.arange(len(shard), dtype=np.int64))
     raise problem or DatasetError(

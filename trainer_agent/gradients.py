@@ -38,7 +38,6 @@ class GradientTree:
         self._memory: dict[int, list[memoryview]] = {}
         self._entries: list[Entry] = []
         self._results: dict[Interval, int | None] = {}
-        self._zeros = memoryview(bytes(max(block.bytes for block in plan.blocks)))
         self._outbound = _Outbound(plan, device) if device.type != "cpu" else None
         self._fold: list[Entry] = []
         self._done: list[bool] = []
@@ -60,10 +59,10 @@ class GradientTree:
         self._free = list(reversed(range(len(self._slots))))
 
     def contribution(self, node: Interval, block: int) -> memoryview:
-        """Bytes of a finished block (zeros where the node is empty)."""
+        """Bytes of a finished block (none where the node is empty)."""
         slot = self._results[node]
         if slot is None:
-            return self._zeros[: self._plan.blocks[block].bytes]
+            return memoryview(b"")
         if self._outbound is not None:
             return self._outbound.memory(slot)[block]
         if slot not in self._memory:

@@ -1,6 +1,6 @@
 """Who gives the parameter servers their first values: exactly one trainer at a time, and again if it dies on the way.
 
-init_ps/lock (leased, create = 0) ─► POST init to every pserver ─► layout, if none of them was replaced ─► init_ps/done
+init_ps/lock (leased, create = 0) ─► POST init to every pserver ─► layout and init_ps/done, if none of them was replaced
 everybody else waits, and compares the layout with its own model
 """
 
@@ -12,13 +12,14 @@ from collections.abc import AsyncIterator
 from shared import telemetry
 from shared.directory import Directory
 from shared.errors import LayoutMismatch, NotReady, PeerError, StaleGeneration, WrongOwner
-from shared.etcd import Compare, Etcd, Lease, Put
+from shared.etcd import Compare, Etcd, Put
 from shared.messages import InitBlock, InitHeader, LanePosition, StepRecord
 from shared.records import JobSpec, Mode, PserverMember
 from shared.slots import Layout
 from trainer_agent.compute import Compute
 from trainer_agent.core.routing import Routes, route
 from trainer_agent.groups import single_error
+from trainer_agent.membership import Membership
 from trainer_agent.retry import Patience
 from trainer_agent.transfer import Connect
 
@@ -29,15 +30,16 @@ log = telemetry.logger("initialise")
 
 
 async def ensure_initialised(
-    spec: JobSpec, directory: Directory, etcd: Etcd, lease: Lease, trainer: str, compute: Compute, connect: Connect
+    spec: JobSpec, directory: Directory, etcd: Etcd, membership: Membership, compute: Compute, connect: Connect
 ) -> None:
     """Return when the parameter servers hold parameters of this very model. Raises LayoutMismatch."""
+    trainer = membership.member.trainer
     patience = Patience("waiting for the parameters to be initialised", PATIENCE_S)
     while not directory.init_done or directory.layout is None:
         if directory.state is not None and directory.state.phase.final:
             return
         try:
-            if _all_there(directory, spec) and await _lock(directory, etcd, lease, trainer):
+            if _all_there(directory, spec) and await _lock(directory, etcd, membership.lease_id, trainer):
                 await _initialise(spec, directory, etcd, trainer, compute, connect)
         except (PeerError, StaleGeneration, WrongOwner) as error:
             await patience.failed(error)
@@ -73,10 +75,10 @@ def _all_there(directory: Directory, spec: JobSpec) -> bool:
     return directory.slots is not None and len(directory.pservers) == spec.pservers
 
 
-async def _lock(directory: Directory, etcd: Etcd, lease: Lease, trainer: str) -> bool:
+async def _lock(directory: Directory, etcd: Etcd, lease_id: int, trainer: str) -> bool:
     """True if this trainer is the one that initialises (also if it was already)."""
     key = directory.keys.init_lock
-    taken = await etcd.txn([Compare.create(key, "==", 0)], [Put(key, trainer.encode(), lease.id)])
+    taken = await etcd.txn([Compare.create(key, "==", 0)], [Put(key, trainer.encode(), lease_id)])
     if taken.succeeded:
         return True
     holder = await etcd.get(key)
@@ -88,6 +90,8 @@ async def _initialise(
 ) -> None:
     """Idempotent. Raises PeerError if anything moved under it: the caller starts over."""
     keys = directory.keys
+    if await etcd.get(keys.init_done) is not None:
+        return  # the view is only late
     registered = {kv.key: kv for kv in (await etcd.range(keys.pservers, prefix=True)).kvs}
     members = [PserverMember.model_validate_json(kv.value) for kv in registered.values()]
     if len(members) != spec.pservers or directory.slots is None:
@@ -98,19 +102,12 @@ async def _initialise(
         async with asyncio.TaskGroup() as group:
             for member in members:
                 group.create_task(_fill(spec, directory, member, compute, routes, connect))
-    if directory.init_done:
-        return
-    left = await etcd.get(keys.layout)
-    if left is not None:  # of a trainer that died here; its age must not hide a pserver replaced since
-        await etcd.delete(keys.layout)
+    # both keys in one transaction: a run repeated on a stale view cannot take a published layout away
     same = [Compare.create(key, "==", kv.create_revision) for key, kv in registered.items()]
-    written = await etcd.txn(same, [Put(keys.layout, compute.layout.to_bytes())])
-    if not written.succeeded:
-        raise NotReady("a parameter server was replaced while it was initialised")
-    held = [Compare.value(keys.init_lock, "==", trainer.encode()), Compare.create(keys.layout, "==", written.revision)]
-    done = await etcd.txn(held, [Put(keys.init_done, trainer.encode())])
-    if not done.succeeded:
-        raise NotReady("another trainer initialises now")
+    mine = [Compare.value(keys.init_lock, "==", trainer.encode()), Compare.create(keys.layout, "==", 0)]
+    published = [Put(keys.layout, compute.layout.to_bytes()), Put(keys.init_done, trainer.encode())]
+    if not (await etcd.txn([*same, *mine], published)).succeeded:
+        raise NotReady("a parameter server was replaced meanwhile, or another trainer initialises")
     log.info("initialised", digest=compute.layout.digest[:12])
 
 

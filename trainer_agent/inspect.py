@@ -12,13 +12,14 @@ import asyncio
 import contextlib
 import json
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from shared.datasets import Dataset
-from shared.errors import DatasetError, InvalidArgument, TriremeError, UserCodeError
+from shared.errors import InvalidArgument, TriremeError, UserCodeError
 from shared.records import JobSpec
 from trainer_agent.compute import Records
 from trainer_agent.first import first_records
@@ -64,7 +65,7 @@ def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, setting
     with ThreadPoolExecutor(1, "compute") as executor:
         compute = executor.submit(TorchCompute, user, spec, executor).result()
         minibatch = first_records(dataset, spec.minibatch_size)
-        asyncio.run(_forward_and_backward(user, compute, minibatch))
+        asyncio.run(_forward_and_backward(compute, minibatch))
         if evaluation is not None:
             held_out = first_records(evaluation, spec.minibatch_size)
             asyncio.run(_evaluate(compute, held_out))
@@ -72,7 +73,7 @@ def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, setting
     return {"parameters": parameters, "optimizer": compute.layout.optimizer.name}
 
 
-async def _forward_and_backward(user: UserModule, compute: Any, minibatch: Records) -> None:
+async def _forward_and_backward(compute: Any, minibatch: Records) -> None:
     compute.begin_step()
     try:
         await compute.gradient((0, 1), 0, 0, minibatch, lambda _block: None)
@@ -101,8 +102,13 @@ def _spec(user: UserModule, dataset: Dataset, evaluation: Dataset | None, settin
     try:
         return JobSpec.model_validate({**known, **fixed})
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, p['loc'])) or 'config'}: {p['msg']}" for p in error.errors())
+        problems = "; ".join(_sentence(problem) for problem in error.errors())
         raise InvalidArgument(f"the settings of {user.path} are not possible: {problems}") from error
+
+
+def _sentence(problem: Mapping[str, Any]) -> str:
+    where = ".".join(map(str, problem["loc"]))
+    return f"{where}: {problem['msg']}" if where else str(problem["msg"]).removeprefix("Value error, ")
 
 
 def _assignment(text: str) -> tuple[str, str]:

@@ -208,3 +208,8 @@ class LaneReader:
         else:
             after = position.model_copy(update={"offset": offset})
         return Portion(before, after, records, held.task, finishes)
+
+
+def described(task: Task) -> str:
+    """For people: `task 7 (train.parquet records 512-1023)`."""
+    return f"task {task.task_id} ({task.file} records {task.first}-{task.first + task.count - 1})"

@@ -23,9 +23,9 @@ from shared.lanes import Interval, step_seed
 from shared.messages import LanePosition, LaneZero, PushBlock, PushHeader, StepRecord
 from shared.records import CompleteTask, JobSpec, Mode, StepMetrics, Task
 from trainer_agent.compute import Compute, LaneResult
-from trainer_agent.core.agent import Duty, Next, next_duty, nodes_to_compute, positions_of_step
+from trainer_agent.core.agent import Duty, Next, Verdict, next_duty, nodes_to_compute, positions_of_step
 from trainer_agent.groups import single_error
-from trainer_agent.lanes import LaneReader, Portion, TaskFailed, TaskSource, TrainingOver
+from trainer_agent.lanes import LaneReader, Portion, TaskFailed, TaskSource, TrainingOver, described
 from trainer_agent.reports import Reports
 from trainer_agent.transfer import Outbox, Transfer
 from trainer_agent.user_module import failure_of
@@ -59,17 +59,27 @@ class SyncLoop:
         transfer: Transfer,
         source: TaskSource,
         reports: Reports,
-        readers: dict[int, LaneReader],
         stopping: asyncio.Event,
     ) -> None:
         self._spec, self._directory, self._compute, self._transfer = spec, directory, compute, transfer
-        self._source, self._reports, self._readers, self._stopping = source, reports, readers, stopping
+        self._source, self._reports, self._stopping = source, reports, stopping
+        self._readers: dict[int, LaneReader] = {}
         self._record: StepRecord | None = None
         self._lane_zero: tuple[int, LaneZero] | None = None
         self._idle = asyncio.Event()
+        self._idle.set()
 
     def __repr__(self) -> str:
         return f"<SyncLoop of {self._source.trainer}: version {self._record.version if self._record else 'none'}>"
+
+    def held(self) -> list[tuple[Task, int]]:
+        """The tasks at hand and the minibatches of each that were handed out."""
+        return [held for reader in self._readers.values() if (held := reader.held) is not None]
+
+    @property
+    def busy(self) -> bool:
+        """Whether gradients are being computed or are not acknowledged yet."""
+        return not self._idle.is_set()
 
     async def run(self) -> None:
         with single_error():
@@ -196,7 +206,7 @@ class SyncLoop:
                 pushes = [group.create_task(self._transfer.push(i, header, box)) for i, box in work.outboxes.items()]
                 if not work.computed:
                     await self._gradients(step, work)
-        return all(push.result() for push in pushes)
+        return all(push.result() is Verdict.ACKNOWLEDGED for push in pushes)
 
     async def _gradients(self, step: int, work: Round) -> None:
         """Node by node, lane by lane; each block goes into its outbox as soon as backward has finished it."""
@@ -277,8 +287,3 @@ class SyncLoop:
                 reader.drop()
         failure = failure_of(failed.error, task=described(failed.task), trainer=self._source.trainer)
         await self._source.fail(failed.task, failure)
-
-
-def described(task: Task) -> str:
-    """For people: `task 7 (train.parquet records 512-1023)`."""
-    return f"task {task.task_id} ({task.file} records {task.first}-{task.first + task.count - 1})"

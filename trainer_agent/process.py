@@ -11,7 +11,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 from aiohttp import web
@@ -130,7 +130,7 @@ class Connections:
         self._token, self._stall_s = token, stall_s
         self._open: dict[str, HttpPserver] = {}
 
-    async def __aenter__(self) -> Connections:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:

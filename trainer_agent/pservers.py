@@ -137,7 +137,7 @@ class HttpPserver:
         self, path: str, header: Record, blocks: AsyncIterator[tuple[Item, memoryview]], kind: type[Answer]
     ) -> Answer:
         """Stream blocks as the caller makes them; only waits for the pserver are bounded."""
-        failure: BaseException | None = None
+        failure: Exception | None = None
         try:
             async with asyncio.timeout(self._stall_s) as limit:
 
@@ -147,30 +147,29 @@ class HttpPserver:
 
                 async def body() -> AsyncGenerator[bytes | memoryview, None]:
                     nonlocal failure
-                    yield wire.encode(header)
-                    while True:
+                    try:
+                        yield wire.encode(header)
                         until(None)
-                        try:
-                            block = await anext(blocks, None)
-                        except BaseException as error:
-                            failure = error
-                            raise
-                        until(self._stall_s)
-                        if block is None:
-                            break
-                        item, payload = block
-                        yield wire.encode_block(item, payload.nbytes)
-                        for part in _slices(payload.cast("B")):
+                        async for item, payload in blocks:
+                            view = memoryview(payload).cast("B")
                             until(self._stall_s)
-                            yield part
-                    yield wire.encode_end()
+                            yield wire.encode_block(item, view.nbytes)
+                            for part in _slices(view):
+                                until(self._stall_s)
+                                yield part
+                            until(None)
+                        until(self._stall_s)
+                        yield wire.encode_end()
+                    except Exception as error:
+                        failure = error
+                        raise
 
                 async with self._request("POST", path, body()) as response:
                     return await self._answer(response, kind)
         except TimeoutError as error:
             raise self._silent(path, self._stall_s) from error
         except PeerError:
-            if failure is not None and not isinstance(failure, asyncio.CancelledError):
+            if failure is not None:
                 raise failure from None  # the caller's iterator failed, not the connection
             raise
 

@@ -139,16 +139,16 @@ class Transfer:
 
     # ------------------------------------------------------------ push
 
-    async def push(self, index: int, header: PushHeader, outbox: Outbox) -> bool:
-        """True: each block is acknowledged. False: the header's generation or attempt is stale; nothing is lost by that."""
+    async def push(self, index: int, header: PushHeader, outbox: Outbox) -> Verdict:
+        """ACKNOWLEDGED (each block), or STALE, FENCED: the header's generation or attempt is over, nothing is lost."""
         if not await outbox.started():
-            return True
+            return Verdict.ACKNOWLEDGED
         patience = Patience(f"pushing step {header.step} to pserver {index}")
         while True:
             try:
                 answer = await self._port(index).push(header, outbox.stream())
             except StaleGeneration:
-                return False
+                return Verdict.STALE
             except PeerError as error:
                 await self._look_again(index, error)
                 problem: object = error
@@ -156,10 +156,10 @@ class Transfer:
                 found, problem = verdict(answer)
                 if found is Verdict.BROKEN:
                     raise TriremeError(f"pserver {index} refused a push of step {header.step}: {problem}")
-                if found in (Verdict.ACKNOWLEDGED, Verdict.STALE):
-                    return found is Verdict.ACKNOWLEDGED
+                if found is not Verdict.AGAIN:
+                    return found
             if self.generation > header.generation:
-                return False
+                return Verdict.STALE
             await patience.failed(problem)
 
     # ------------------------------------------------------------ questions

@@ -160,7 +160,7 @@ def _trimmed(error: BaseException, folder: Path) -> list[str]:
     frames = traceback.extract_tb(_first_frame_below(error.__traceback__, folder))
     ours = [frame for frame in frames if _is_below(frame.filename, folder)]
     lines = traceback.format_exception_only(type(error), error)
-    if not frames and isinstance(error, SyntaxError):
+    if not frames or (isinstance(error, SyntaxError) and not ours):  # the lines of a SyntaxError say where it is
         return lines
     return ["Traceback (most recent call last):\n", *traceback.format_list(ours or list(frames)), *lines]
 

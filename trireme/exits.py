@@ -59,7 +59,7 @@ def failure_lines(failure: UserFailure) -> list[str]:
     """The traceback on top, then the task it happened in."""
     last = f"{failure.error_type}: {failure.message}" if failure.error_type else failure.message
     lines = [failure.traceback.rstrip()] if failure.traceback else []
-    if failure.message not in failure.traceback:
+    if not (failure.error_type and failure.error_type in failure.traceback):
         lines.append(last)
     if failure.task:
         lines.append(f"in {failure.task}" + (f" at {failure.trainer}" if failure.trainer else ""))

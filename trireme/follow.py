@@ -9,6 +9,7 @@ from typing import Any
 
 from shared import clock
 from shared.errors import PeerError, TriremeError
+from shared.records import Phase
 from trireme.client import Client
 from trireme.local import ChildEvent, LocalCluster
 from trireme.progress import Display, Progress
@@ -23,7 +24,6 @@ TOLD = {
     "member_dead",
     "task_requeued",
     "task_discarded",
-    "epoch_done",
     "stage_changed",
     "user_failure",
 }
@@ -85,7 +85,7 @@ class Follower:
     async def last_counts(self, cluster: LocalCluster) -> Counts:
         """What the summary wants, as far as it can still be had."""
         with contextlib.suppress(TriremeError):
-            await self._ask(cluster)
+            await self._ask(cluster)  # events of the end included
         progress = self._last.get("progress", {})
         return Counts(dict(self.restarts), progress.get("loss"), progress.get("step"))
 
@@ -97,4 +97,5 @@ class Follower:
         for event in page["events"]:
             if event["name"] in TOLD:
                 self._screen.event(event["message"])
-        self._screen.show(progress_of(self._last, self.restarts.total()), clock.monotonic())
+        if not Phase(self._last["phase"]).final:  # then the summary follows
+            self._screen.show(progress_of(self._last, self.restarts.total()), clock.monotonic())

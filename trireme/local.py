@@ -148,7 +148,7 @@ class LocalCluster:
         child = self.children[name] = Child(name, argv, environment, self.run_dir / "logs" / f"{name}.log")
         await child.start()
         self._on_event(ChildEvent(name, "started", pid=child.pid))
-        self._run(self._supervise(child))
+        self.accompany(self._supervise(child))
         return child
 
     async def _supervise(self, child: Child) -> None:
@@ -252,9 +252,9 @@ class LocalCluster:
         await self.embedded.start()
         self.etcd = etcd_client.connect([self.embedded.url])
         self.directory = Directory(self.etcd, self._keys)
-        self._run(self._supervise_etcd())
-        self._run(self.directory.run())
-        self._run(self._follow_state())
+        self.accompany(self._supervise_etcd())
+        self.accompany(self.directory.run())
+        self.accompany(self._follow_state())
         for index in range(1 + self._standbys):
             port = self._port if index == 0 else 0
             await self._add("master", {"TRIREME_PORT": str(port), "TRIREME_SPEC": str(self.run_dir / "spec.json")})
@@ -263,7 +263,8 @@ class LocalCluster:
         for _ in range(self.spec.trainers):
             await self._add("trainer")
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+    def accompany(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` beside the children until the cluster ends; what it raises comes out of `wait`."""
         self._running.append(self._tasks.create_task(self._guarded(work)))
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:

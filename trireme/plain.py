@@ -63,12 +63,11 @@ def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> P
             for path in write_model(result.model, options.export).values():
                 print(path)  # noqa: T201
     except UserCodeError as error:
-        raise SystemExit(str(error.details.get("traceback") or error.message).rstrip()) from error
-    except settings.UsageError as error:
-        print(f"error: {error.message}", file=sys.stderr)  # noqa: T201
-        raise SystemExit(2) from error
+        print(str(error.details.get("traceback") or error.message).rstrip(), file=sys.stderr)  # noqa: T201
+        raise SystemExit(1) from error
     except TriremeError as error:
-        raise SystemExit(f"error: {error.message}" + (f"\n{error.hint}" if error.hint else "")) from error
+        print(f"error: {error.message}" + (f"\n{error.hint}" if error.hint else ""), file=sys.stderr)  # noqa: T201
+        raise SystemExit(2 if isinstance(error, settings.UsageError) else 1) from error
     return result
 
 

@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,14 +48,16 @@ def check_path(script: Path) -> None:
         raise UsageError(msg)
 
 
-async def inspect(script: Path, *, check: bool = True) -> Inspection:
+async def inspect(script: Path, settings: Mapping[str, Any], *, check: bool = True) -> Inspection:
     """Raises UsageError if this is no script for us, ScriptError if it raises by itself.
 
-    `check`: also build the model and run one minibatch forward and backward.
+    `check`: also build the model and run one minibatch forward and backward, with `settings` over the script's config.
     """
     argv = [sys.executable, "-P", "-m", "trainer_agent", "inspect", str(script)]
     if not check:
         argv.append("--no-check")
+    for name, value in settings.items():
+        argv += ["--set", f"{name}={value}"]
     child = await asyncio.create_subprocess_exec(
         *argv,
         stdin=asyncio.subprocess.DEVNULL,
@@ -96,11 +99,11 @@ def _read_answer(script: Path, code: int, out: str, err: str) -> Inspection:
         if code == USAGE:
             raise UsageError(str(error.get("message", "")), hint=str(error.get("hint", "")))
         if details.get("error_type") == ConfigError.__name__:
-            raise UsageError(f"{script}: {error.get('message', '')}")
+            raise UsageError(f"{script}: {details.get('error_message', '')}")
         raise ScriptError(
             UserFailure(
                 error_type=str(details.get("error_type", "")),
-                message=str(error.get("message", "")),
+                message=str(details.get("error_message") or error.get("message", "")),
                 traceback=str(details.get("traceback", "")),
                 task=str(details.get("task", "")),
             )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
-EARLY_S = 10.0
+EARLY_S = 30.0
 MAX_EARLY_ENDS = 5
 FIRST_DELAY_S = 0.1
 MAX_DELAY_S = 3.0

@@ -21,9 +21,11 @@ from trireme.preflight import Inspection, ScriptError, check_path, inspect
 from trireme.progress import Display, display
 from trireme.report import failure_text, result_document, summary_text
 from trireme.spec import (
+    SETTINGS,
     TOML,
     Setting,
     UsageError,
+    check_fields,
     from_assignments,
     from_environment,
     from_flags,
@@ -90,7 +92,10 @@ async def _settings(request: RunRequest) -> tuple[dict[str, Setting], Inspection
     """Everything but the script is looked at first: importing torch takes seconds, a wrong flag should not."""
     flags = from_flags({**from_assignments(request.assignments), **_given(request.flags)})
     stronger = [flags, from_environment(), from_toml(Path(TOML))]
-    inspection = await inspect(request.script, check=request.check)
+    decided = merge(stronger)
+    check_fields(decided)
+    known = {name: setting.value for name, setting in decided.items() if name in SETTINGS}
+    inspection = await inspect(request.script, known, check=request.check)
     return merge([*stronger, from_script(inspection.config)]), inspection
 
 
@@ -167,8 +172,5 @@ async def _follow_to_the_end(cluster: LocalCluster, follower: Follower, folder: 
     url = await cluster.master_url()
     run_dir.write_run_file(folder, {"job": cluster.spec.job, "url": url, "etcd": cluster.embedded.url})
     screen.event(f"job {cluster.spec.job}: master {url}, logs in {folder / 'logs'}")
-    async with asyncio.TaskGroup() as group:
-        following = group.create_task(follower.run(cluster))
-        state = await cluster.wait()
-        following.cancel()
-    return state
+    cluster.accompany(follower.run(cluster))
+    return await cluster.wait()

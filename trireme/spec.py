@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -120,7 +121,14 @@ def job_spec(settings: Mapping[str, Setting], **fixed: Any) -> JobSpec:
         raise UsageError("; ".join(_sentences(error, origins))) from error
 
 
-def field_problems(values: Mapping[str, Any]) -> list[str]:
+def check_fields(settings: Mapping[str, Setting]) -> None:
+    """Raises UsageError for what can never be, before the script is even looked at."""
+    values = {name: setting.value for name, setting in settings.items() if name in SETTINGS}
+    if problems := field_problems(values, {name: setting.origin for name, setting in settings.items()}):
+        raise UsageError("; ".join(problems))
+
+
+def field_problems(values: Mapping[str, Any], origins: Mapping[str, str] = MappingProxyType({})) -> list[str]:
     """What is wrong with single fields, whatever the others will be (the command line may still change those)."""
     problems: list[str] = []
     alone = {"mode": values["mode"]} if "mode" in values else {}
@@ -128,7 +136,7 @@ def field_problems(values: Mapping[str, Any]) -> list[str]:
         try:
             JobSpec.model_validate({**_PLACEHOLDERS, **candidate})
         except ValidationError as error:
-            problems += [text for text in _sentences(error, {}) if text not in problems]
+            problems += [text for text in _sentences(error, origins) if text not in problems]
     return problems
 
 

@@ -205,7 +205,7 @@ def complete(books: Books, task_id: str, report: CompleteTask) -> Decision[None]
         for name, value in report.sums.items():
             sums[name] = sums.get(name, 0.0) + value
         changes = (*changes, PutSums(EvaluationSums(sums=sums, finished=books.sums.finished + 1)))
-    return Decision(None, changes) + after(books, changes, last=closing.last, exports=report.exports)
+    return Decision(None, changes) + after(books, changes, last=closing.last, report=report)
 
 
 def fail_task(books: Books, task_id: str, report: FailTask) -> Decision[UserFailure | None]:
@@ -260,7 +260,7 @@ def put_back_lost(books: Books) -> Decision[bool]:
 
 
 def after(
-    books: Books, changes: tuple[Change, ...], *, last: bool = False, exports: dict[str, str] | None = None
+    books: Books, changes: tuple[Change, ...], *, last: bool = False, report: CompleteTask | None = None
 ) -> Decision[None]:
     """What the end of a task or an epoch entails: an event, the next stage, the end of the job."""
     state, spec = books.state, books.spec
@@ -278,9 +278,11 @@ def after(
         update |= {
             "phase": Phase.COMPLETED,
             "reason": "trained, evaluated and exported",
-            "result": _result(books, exports or {}),
+            "result": _result(books, report),
         }
-        event = Event("job_completed", f"job {spec.job} is completed", {"exports": len(exports or {})})
+        event = Event(
+            "job_completed", f"job {spec.job} is completed", {"exports": len(report.exports) if report else 0}
+        )
     else:
         event = Event("stage_changed", f"{state.stage} is done, {stage} begins", {"stage": str(stage)})
     return decision + Decision(None, (PutState(state.model_copy(update=update)),), (event,))
@@ -318,7 +320,7 @@ def _acquire_lane(books: Books, ask: AcquireTask, lane: int) -> Decision[TaskAns
         msg = f"stream {lane} does not exist: the job is {books.spec.mode} with {books.spec.lanes} lanes; ask with stream null"
         raise InvalidArgument(msg)
     answer, changes = books.training.dispatch_lane(ask, lane)
-    return Decision(answer, changes)
+    return Decision(answer, changes) + after(books, changes)
 
 
 def _ended_badly(
@@ -347,13 +349,14 @@ def _ended_badly(
     return ended + after(books, closing.changes, last=closing.last)
 
 
-def _result(books: Books, exports: dict[str, str]) -> object:
+def _result(books: Books, report: CompleteTask | None) -> object:
+    """`report`: the export's; its sums are the user's `metrics(sums)`, else the sums themselves are the metrics."""
     discarded = list(books.training.discarded.values())
     lost = sum(change.records for change in discarded)
     return books.state.result.model_copy(
         update={
-            "metrics": books.sums.sums,
-            "exports": exports,
+            "metrics": (report.sums if report else {}) or books.sums.sums,
+            "exports": report.exports if report else {},
             "discarded_tasks": len(discarded),
             "discarded_records": lost,
             "trained_records": books.spec.epochs * books.training.streams.records - lost,

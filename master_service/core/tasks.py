@@ -154,10 +154,11 @@ class TaskQueue:
             return again, ()
         committed = self._committed(lane, ask.index) if ask.epoch == self.epoch else ()
         if ask.index >= length:
-            return TaskAnswer(answer="exhausted", stream_length=length), committed
+            return TaskAnswer(answer="exhausted", stream_length=length), self._and_close(committed)
         task_id = self.streams.at(ask.epoch, lane, ask.index)
         if (ask.epoch, task_id) in self.discarded:
-            return TaskAnswer(answer="skip", reason=f"task {task_id} is discarded", stream_length=length), committed
+            skip = TaskAnswer(answer="skip", reason=f"task {task_id} is discarded", stream_length=length)
+            return skip, self._and_close(committed)
         cursor = length if ask.epoch < self.epoch else self.cursors.get(name, 0)
         if ask.epoch == self.epoch and task_id in self.pending:
             held = self.pending[task_id].record
@@ -248,10 +249,13 @@ class TaskQueue:
     # ---------------------------------------------------------------- apply
 
     def sign_of_life(self, task_id: str, minibatches: int, now: float) -> None:
-        """In place. The deadline starts afresh; nothing of this is stored."""
+        """In place. More minibatches than before: the deadline starts afresh. The same number again proves nothing: a
+        trainer whose model hangs still answers. Nothing of this is stored."""
         held = self.pending[task_id]
+        if minibatches <= held.minibatches:
+            return
         self.pace.observe(now - held.last_sign)
-        held.last_sign, held.minibatches = now, max(held.minibatches, minibatches)
+        held.last_sign, held.minibatches = now, minibatches
         held.deadline = now + self.pace.allowed_s()
 
     def grant_again(self, now: float) -> None:
@@ -353,6 +357,15 @@ class TaskQueue:
         ]
         back = [DropRequeued(t) for t, r in self.requeued.items() if r.stream == name and r.index < index]
         return (*held, *back)
+
+    def _and_close(self, committed: tuple[Change, ...]) -> tuple[Change, ...]:
+        """With the next epoch, if nothing of this one is left after them."""
+        left = len(self.pending) + len(self.requeued) - len(committed)
+        return (
+            (*committed, NextEpoch(self.epoch + 1))
+            if committed and not left and self.dispatched == self.total
+            else committed
+        )
 
     def _requeue(self, task_id: str, held: PendingTask, failures: int, cause: str) -> PutRequeued:
         back = RequeuedTask(

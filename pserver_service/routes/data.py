@@ -14,7 +14,7 @@ from contextlib import aclosing
 from aiohttp import web
 
 from pserver_service.core.geometry import MAX_BLOCK_BYTES, MAX_BLOCKS
-from pserver_service.routes.frames import Incoming, write_block
+from pserver_service.routes.frames import Incoming, Patience, write_block
 from pserver_service.service import Pserver
 from shared import wire
 from shared.messages import (
@@ -30,7 +30,7 @@ from shared.messages import (
 from shared.records import Record
 
 PSERVER = web.AppKey("pserver", Pserver)
-STALL_S = web.AppKey("stall_s", float)
+PATIENCE = web.AppKey("patience", Patience)
 MESSAGE_BYTES = 16 << 20  # of a message without blocks: a pull names its blocks
 
 routes = web.RouteTableDef()
@@ -46,7 +46,7 @@ async def info(request: web.Request) -> web.Response:
 
 @routes.post("/v1/init")
 async def init(request: web.Request) -> web.Response:
-    body = Incoming(request.content, InitHeader, InitBlock, request.app[STALL_S])
+    body = Incoming(request.content, InitHeader, InitBlock, request.app[PATIENCE])
     header = await body.open()
     limits = wire.Limits(payload_bytes=min(header.layout.block_bytes, MAX_BLOCK_BYTES), blocks=MAX_BLOCKS)
     await request.app[PSERVER].init(header, body.blocks(limits))
@@ -56,7 +56,7 @@ async def init(request: web.Request) -> web.Response:
 @routes.post("/v1/push")
 async def push(request: web.Request) -> web.Response:
     pserver = request.app[PSERVER]
-    body = Incoming(request.content, PushHeader, PushBlock, request.app[STALL_S])
+    body = Incoming(request.content, PushHeader, PushBlock, request.app[PATIENCE])
     header = await body.open()
     with pserver.receiving(header) as (memory, blocks):
         limits = wire.Limits(payload_bytes=memory.nbytes, blocks=blocks)
@@ -65,7 +65,7 @@ async def push(request: web.Request) -> web.Response:
 
 @routes.post("/v1/pull")
 async def pull(request: web.Request) -> web.StreamResponse:
-    pserver, stall_s = request.app[PSERVER], request.app[STALL_S]
+    pserver, stall_s = request.app[PSERVER], request.app[PATIENCE].stall_s
     wanted = wire.read(PullRequest, await _body(request))
     async with aclosing(pserver.pull(wanted)) as answer:
         found = await anext(
@@ -107,5 +107,5 @@ def _message(record: Record) -> web.Response:
 
 async def _body(request: web.Request) -> wire.Fields:
     """A message without blocks. Raises BadFrame, TooLarge, DeadlineExceeded."""
-    body = Incoming(request.content, Record, Record, request.app[STALL_S])
+    body = Incoming(request.content, Record, Record, request.app[PATIENCE])
     return wire.decode(await body.whole(MESSAGE_BYTES), MESSAGE_BYTES)

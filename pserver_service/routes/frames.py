@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Generic, TypeVar
 
@@ -21,13 +22,21 @@ SMALL_BYTES = (
 )  # aiohttp waits for the peer only after so many bytes; less is copied, so the buffer is free at once
 
 
-class Incoming(Generic[Header, Item]):
-    """A request's body: `open()` gives its header, then `blocks()` the blocks. Memory of a payload comes from `place`."""
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a peer may be silent: inside a message (`stall_s`), and between two blocks, where it computes (`idle_s`)."""
 
-    def __init__(self, content: StreamReader, header: type[Header], item: type[Item], stall_s: float) -> None:
+    stall_s: float
+    idle_s: float
+
+
+class Incoming(Generic[Header, Item]):
+    """A request's body: `open()` gives its header, then `blocks()` the blocks."""
+
+    def __init__(self, content: StreamReader, header: type[Header], item: type[Item], patience: Patience) -> None:
         self._content = content
         self._header_kind, self._item_kind = header, item
-        self._stall_s = stall_s
+        self._patience = patience
         self._memory: memoryview | None = None
         self._item: Item | None = None
         self._decoder = wire.Decoder(wire.Limits(payload_bytes=0, blocks=0), self._place)
@@ -74,11 +83,12 @@ class Incoming(Generic[Header, Item]):
 
     async def _chunk(self) -> bytes:
         """The next bytes, empty at the end."""
+        limit_s = self._patience.idle_s if self._decoder.between_blocks else self._patience.stall_s
         try:
-            async with asyncio.timeout(self._stall_s):
+            async with asyncio.timeout(limit_s):
                 return await self._content.readany()
         except TimeoutError as error:
-            msg = f"no byte of the body came for {self._stall_s:g} s; {self._decoder.blocks} blocks were read"
+            msg = f"no byte of the body came for {limit_s:g} s; {self._decoder.blocks} blocks were read"
             raise DeadlineExceeded(msg) from error
 
 

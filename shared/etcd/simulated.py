@@ -24,7 +24,7 @@ from shared.etcd.operations import covers, prefix_end
 from shared.etcd.results import WatchEvent
 from shared.etcd.simulated_leases import Lessor
 from shared.etcd.simulated_store import STORE_METHODS, Store
-from shared.etcd.transport import GRANT, KEEP_ALIVE, REVOKE, STATUS, TIME_TO_LIVE, WATCH, Body, is_write
+from shared.etcd.transport import GRANT, KEEP_ALIVE, REVOKE, TIME_TO_LIVE, WATCH, Body, is_write
 
 PROGRESS_INTERVAL_S = 1.0
 _FIRST_LEASE = 0x694D_0000_0000_0000
@@ -50,6 +50,7 @@ class _Watcher:
     end: bytes
     pending: list[Body] = field(default_factory=list)
     broken: bool = False
+    forgotten: bool = False
     waiter: asyncio.Future[None] | None = None
 
     def wake(self) -> None:
@@ -187,9 +188,10 @@ class SimulatedEtcd:
                 watcher.wake()
 
     def forget(self, client: str) -> None:
-        """The client's process is dead: drop its watches (it will not close them)."""
+        """etcd's end of the client's watches is gone without a word: the client is dead, or its connections were dropped."""
         for number, watcher in list(self._watchers.items()):
             if watcher.client == client:
+                watcher.forgotten = True
                 del self._watchers[number]
 
     def lose_answer(self, *, client: str | None = None, method: str | None = None) -> None:
@@ -281,11 +283,9 @@ class SimulatedEtcd:
             answer = self._lessor.keep_alive(body["ID"])
         elif method == REVOKE:
             answer = self._lessor.revoke(body["ID"])
-        elif method == TIME_TO_LIVE:
-            answer = self._lessor.time_to_live(body["ID"])
         else:
-            assert method == STATUS, f"the simulated etcd has no {method}"
-            answer = {"version": "simulated"}
+            assert method == TIME_TO_LIVE, f"the simulated etcd has no {method}"
+            answer = self._lessor.time_to_live(body["ID"])
         answer["header"] = self.header()
         return answer
 
@@ -346,7 +346,7 @@ class SimulatedEtcd:
                     await asyncio.sleep(delay)
                 if watcher.broken:
                     raise Retryable("the connection to the simulated etcd was reset")
-                if self.silent(client):
+                if self.silent(client) or watcher.forgotten:
                     await self._quiet(watcher)
                     continue
                 if watcher.pending:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
 
 import pytest
 import pytest_asyncio
 
 from shared.etcd import Etcd
 from shared.etcd.embedded import EmbeddedEtcd
-from tests.etcd.worlds import REAL, RealWorld, SimulatedWorld, World
+from tests.etcd.worlds import REAL, Outcomes, RealWorld, Scenario, SimulatedWorld, World, run_everywhere
 from tests.fixtures_etcd import embedded_etcd
 
 __all__ = ["embedded_etcd"]
+AT_ONCE = 6
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
@@ -48,31 +49,19 @@ def etcd(world: World) -> Etcd:
     return world.client()
 
 
-@pytest_asyncio.fixture
-async def worlds(servers: Callable[[str], EmbeddedEtcd]) -> AsyncIterator[list[World]]:
-    """All worlds; their etcds stay up."""
-    made: list[World] = [SimulatedWorld(), *[RealWorld(name, servers(name)) for name in REAL]]
-    try:
-        yield made
-    finally:
-        for world in made:
-            await world.close()
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def outcomes(
+    request: pytest.FixtureRequest, servers: Callable[[str], EmbeddedEtcd], tmp_path_factory: pytest.TempPathFactory
+) -> Outcomes:
+    """Runs every selected `everywhere` scenario, some at a time, and tells how each ended."""
+    functions = [getattr(item, "function", None) for item in request.session.items]
+    scenarios = [function.scenario for function in functions if hasattr(function, "scenario")]
+    folder = tmp_path_factory.mktemp("scenarios")
+    places = asyncio.Semaphore(AT_ONCE)
 
+    async def run(scenario: Scenario) -> None:
+        async with places:
+            await run_everywhere(scenario, servers, folder)
 
-@pytest_asyncio.fixture
-async def breakables() -> AsyncIterator[list[World]]:
-    """All worlds; their etcds are the test's own: they may be killed and frozen."""
-    folder = tempfile.mkdtemp(prefix="trireme-etcd-")
-    made: list[World] = [SimulatedWorld()]
-    try:
-        async with AsyncExitStack() as stack:
-            for name, binary in REAL.items():
-                server = await stack.enter_async_context(EmbeddedEtcd(f"{folder}/{name}", binary=binary))
-                made.append(RealWorld(name, server))
-            try:
-                yield made
-            finally:
-                for world in made:
-                    await world.close()
-    finally:
-        shutil.rmtree(folder)
+    ends = await asyncio.gather(*[run(scenario) for scenario in scenarios], return_exceptions=True)
+    return dict(zip(scenarios, ends, strict=True))

@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import signal
 import subprocess
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -91,10 +91,9 @@ async def test_another_cluster_and_an_older_term_are_not_believed(tmp_path):
     await new.stop()
     shutil.copytree(tmp_path / "new" / "data", tmp_path / "old" / "data")
     try:
-        for _ in range(2):
-            await new.stop()
-            await new.start()
-        await asyncio.gather(old.start(), other.start())
+        await asyncio.gather(old.start(), other.start(), new.start())
+        await new.kill()
+        await new.start()
         async with client_of(new.url, old.url, other.url) as client:
             await client.put("/a", b"1")
             await new.kill()
@@ -125,6 +124,73 @@ def test_no_endpoint_and_unreadable_certificates_are_refused():
         connect(["https://h:1"], ca="missing.pem")
 
 
+@asynccontextmanager
+async def etcd_process(folder: Path, name: str, url: str, peer: str, cluster: str, *flags: str):
+    with (folder / f"{name}.log").open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            *(str(find_binary()), "--name", name, "--data-dir", str(folder / f"{name}.data")),
+            *("--listen-client-urls", url, "--advertise-client-urls", url),
+            *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", cluster),
+            *("--experimental-watch-progress-notify-interval", "1s", "--log-level", "error", *flags),
+            stdout=output,
+            stderr=output,
+            preexec_fn=die_with_parent(),
+        )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def test_a_cluster_of_three_goes_on_when_its_leader_is_killed(tmp_path):
+    ports = free_ports(6)
+    members = [(f"n{i}", f"http://127.0.0.1:{ports[i]}", f"http://127.0.0.1:{ports[3 + i]}") for i in range(3)]
+    cluster = ",".join(f"{name}={peer}" for name, _, peer in members)
+    async with AsyncExitStack() as stack:
+        processes = [
+            await stack.enter_async_context(etcd_process(tmp_path, name, url, peer, cluster))
+            for name, url, peer in members
+        ]
+        client = await stack.enter_async_context(client_of(*[url for _, url, _ in members]))
+        seen = []
+
+        async def follow():
+            async for batch in client.watch("/k/", prefix=True):
+                seen.extend(event.kv.value for event in batch.events)
+
+        await client.put("/k/0", b"before", timeout_s=20)
+        lease = await client.grant(4)
+        await client.put("/leased", b"", lease.id)
+        status = await client.transport.call("/maintenance/status", {}, 2.0)
+        ids = [
+            (await one.transport.call("/maintenance/status", {}, 2.0))["header"]["member_id"]
+            for one in [await stack.enter_async_context(client_of(url)) for _, url, _ in members]
+        ]
+        leader = ids.index(status["leader"])
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(follow()), group.create_task(lease.keep_alive())]
+            client.transport._current = leader
+            await asyncio.sleep(0.3)
+            processes[leader].kill()
+            begun = clock.monotonic()
+            while True:
+                try:
+                    await client.put("/k/1", b"after")
+                    break
+                except OutcomeUnknown:
+                    continue
+            assert clock.monotonic() - begun < 8
+            async with asyncio.timeout(5):
+                while b"after" not in seen:
+                    await asyncio.sleep(0.05)
+            assert lease.alive
+            assert (await client.get("/leased")).lease == lease.id
+            for task in tasks:
+                task.cancel()
+
+
 # ---------------------------------------------------------------- users and TLS
 
 
@@ -151,23 +217,12 @@ def make_certificates(folder: Path) -> None:
 async def tls_etcd(folder: Path, certificate: str):
     client_port, peer_port = free_ports(2)
     url, peer = f"https://127.0.0.1:{client_port}", f"http://127.0.0.1:{peer_port}"
-    with (folder / "log").open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
-            *(str(find_binary()), "--name", "n", "--data-dir", str(folder / certificate)),
-            *("--listen-client-urls", url, "--advertise-client-urls", url),
-            *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"n={peer}"),
-            *("--cert-file", str(folder / f"{certificate}.pem"), "--key-file", str(folder / f"{certificate}.key")),
-            *("--client-cert-auth", "--trusted-ca-file", str(folder / "ca.pem"), "--log-level", "error"),
-            stdout=output,
-            stderr=output,
-            preexec_fn=die_with_parent(),
-        )
-    try:
+    flags = (
+        *("--cert-file", str(folder / f"{certificate}.pem"), "--key-file", str(folder / f"{certificate}.key")),
+        *("--client-cert-auth", "--trusted-ca-file", str(folder / "ca.pem")),
+    )
+    async with etcd_process(folder, certificate, url, peer, f"{certificate}={peer}", *flags) as process:
         yield url, process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,8 @@ import asyncio
 import random
 import signal
 from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import CodeType
 
 from shared.etcd import Etcd, connect
 from shared.etcd.embedded import EmbeddedEtcd
@@ -95,11 +97,32 @@ class RealWorld(World):
 REAL = real_binaries()
 
 
-def everywhere(scenario: Callable[[World], Awaitable[None]]) -> Callable[[list[World]], Awaitable[None]]:
-    """A test that runs `scenario(world)` in all worlds at once, because it waits for time to pass.
+Scenario = Callable[[World], Awaitable[None]]
+Outcomes = dict[Scenario, BaseException | None]
+
+
+def everywhere(scenario: Scenario) -> Callable[[Outcomes], None]:
+    """A test that waits for time to pass: all of its kind run at once (fixture `outcomes`), each in all worlds.
 
     If the scenario's argument is called `breakable`, each world's etcd is its own, to be killed and frozen.
     """
+
+    def test(outcomes: Outcomes) -> None:
+        if (error := outcomes[scenario]) is not None:
+            raise error
+
+    test.scenario = scenario  # type: ignore[attr-defined]
+    test.__name__, test.__qualname__, test.__module__ = scenario.__name__, scenario.__qualname__, scenario.__module__
+    return test
+
+
+def breaks_etcd(scenario: Scenario) -> bool:
+    code: CodeType = scenario.__code__  # type: ignore[attr-defined]
+    return code.co_varnames[0] == "breakable"
+
+
+async def run_everywhere(scenario: Scenario, servers: Callable[[str], EmbeddedEtcd], folder: Path) -> None:
+    """Run one scenario in all worlds, and note in which one it failed."""
 
     async def run(world: World) -> None:
         try:
@@ -107,19 +130,15 @@ def everywhere(scenario: Callable[[World], Awaitable[None]]) -> Callable[[list[W
         except Exception as error:
             error.add_note(f"in the world of {world.name}")
             raise
+        finally:
+            await world.close()
 
-    async def at_once(worlds: list[World]) -> None:
-        async with asyncio.TaskGroup() as group:
-            for world in worlds:
-                group.create_task(run(world))
+    async def with_own_server(name: str) -> None:
+        async with EmbeddedEtcd(folder / f"{scenario.__name__}-{name}", binary=REAL[name]) as server:
+            await run(RealWorld(name, server))
 
-    async def on_shared(worlds: list[World]) -> None:
-        await at_once(worlds)
-
-    async def on_own(breakables: list[World]) -> None:
-        await at_once(breakables)
-
-    own = "breakable" in scenario.__code__.co_varnames[: scenario.__code__.co_argcount]
-    test = on_own if own else on_shared
-    test.__name__, test.__qualname__, test.__module__ = scenario.__name__, scenario.__qualname__, scenario.__module__
-    return test
+    async with asyncio.TaskGroup() as group:
+        group.create_task(run(SimulatedWorld()))
+        for name in REAL:
+            own = breaks_etcd(scenario)
+            group.create_task(with_own_server(name) if own else run(RealWorld(name, servers(name))))

@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 
 from shared.records import Mode
+from tests.simulation.ablations import ABLATIONS
 from tests.simulation.faults import plan
 from tests.simulation.play import play
+
+ENOUGH = 8
 
 
 def main() -> int:
@@ -17,13 +21,18 @@ def main() -> int:
     parser.add_argument("--mode", choices=[mode.value for mode in Mode], default="sync")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=1, help="how many seeds from --seed on")
+    parser.add_argument("--ablate", choices=list(ABLATIONS), help="switch a safeguard off")
     options = parser.parse_args()
     mode, failed = Mode(options.mode), 0
-    print(plan(options.seed, mode))
+    if options.seeds == 1:
+        print(plan(options.seed, mode))
     for seed in range(options.seed, options.seed + options.seeds):
         began = time.perf_counter()
-        outcome = play(seed, mode, print if options.seeds == 1 else None)
+        with ABLATIONS[options.ablate]() if options.ablate else contextlib.nullcontext():
+            outcome = play(seed, mode, print if options.seeds == 1 else None)
         failed += bool(outcome.broken)
+        if failed > ENOUGH:
+            break
         spent = time.perf_counter() - began
         if outcome.broken or options.seeds == 1:
             print(

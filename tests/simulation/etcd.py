@@ -6,20 +6,21 @@ is in one place only.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
 from shared.etcd.simulated import SimulatedEtcd
 from shared.keys import Keys
 from shared.records import JobState, MasterAddress, MasterLock, Phase
+from tests.simulation.network import Network
 
 
 class WitnessedEtcd(SimulatedEtcd):
     """`violations` grow; `url_of(client)` names the master behind a client."""
 
-    def __init__(self, keys: Keys, rng: random.Random, url_of: Callable[[str], str]) -> None:
-        super().__init__(rng=rng)
+    def __init__(self, keys: Keys, network: Network, url_of: Callable[[str], str]) -> None:
+        super().__init__(rng=network.rng)
+        self._network = network
         self.keys = keys
         self.violations: list[str] = []
         self.state = JobState()
@@ -39,6 +40,11 @@ class WitnessedEtcd(SimulatedEtcd):
                 keys.master_address,
             )
         )
+
+    def delay(self) -> float:
+        """The weather's; a slow message may be overtaken by a whole reign."""
+        delay = self._network.delay()
+        return delay * 4 if delay > 0.5 else delay
 
     def _serve(self, request: Any) -> None:
         super()._serve(request)

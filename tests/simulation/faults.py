@@ -16,6 +16,8 @@ from tests.simulation.network import CALM, Weather, weather_of
 
 class Kind(StrEnum):
     KILL_TRAINER = "kill trainer"
+    KILL_TRAINERS = "kill every trainer"
+    KILL_PSERVER = "kill pserver before the parameters are there"
     JOIN_TRAINER = "join trainer"
     FREEZE_TRAINER = "freeze trainer"
     CUT_TRAINER = "cut trainer off"
@@ -28,7 +30,7 @@ class Kind(StrEnum):
 
     @property
     def victim(self) -> str:
-        return "pserver" if self is Kind.FREEZE_PSERVER else "trainer" if "trainer" in self else "master"
+        return "pserver" if "pserver" in self else "trainer" if "trainer" in self else "master"
 
 
 class Peer(StrEnum):
@@ -99,12 +101,12 @@ class Plan:
     @property
     def work_s(self) -> float:
         """Seconds of computing if one trainer does it all."""
-        return self.job.minibatches * (self.speed.high_s + self.speed.stall * self.speed.stall_s)
+        return self.job.minibatches * (3 * self.speed.high_s + self.speed.stall * self.speed.stall_s)
 
     @property
     def window_s(self) -> float:
         """While this lasts the weather is bad and faults happen."""
-        return 2.0 + min(25.0, 1.2 * self.work_s)
+        return 2.0 + min(25.0, 0.4 * self.work_s)
 
     @property
     def bound_s(self) -> float:
@@ -153,14 +155,14 @@ def plan(seed: int, mode: Mode) -> Plan:
         evaluate=rng.random() < 0.3,
         trainers=rng.choice([1, 2, 3, 4]),
         pservers=rng.choice([1, 2, 3]),
-        masters=rng.choice([1, 2]),
+        masters=rng.choice([1, 2, 2]),
         speed=speed,
         weather=weather_of(rng),
     )
     faults = [
         _fault(rng, rng.choice(kinds), plan.window_s)
         for kinds in [_kinds(rng)]
-        for _ in range(rng.choice([0, 2, 4, 8]))
+        for _ in range(rng.choice([0, 3, 6, 12]))
     ]
     return replace(plan, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
 
@@ -171,9 +173,11 @@ def _kinds(rng: random.Random) -> list[Kind]:
 
 
 def _fault(rng: random.Random, kind: Kind, window_s: float) -> Fault:
-    at, pick = rng.uniform(0, window_s), rng.random()
+    at, pick = window_s * rng.random() ** rng.choice([1, 2]), rng.random()
     match kind:
-        case Kind.KILL_TRAINER | Kind.KILL_MASTER:
+        case Kind.KILL_PSERVER:
+            return Fault(rng.uniform(0, 2.0), kind, pick, rng.choice([0.1, 1.0]), noticed=rng.random() < 0.5)
+        case Kind.KILL_TRAINER | Kind.KILL_TRAINERS | Kind.KILL_MASTER:
             lasts = rng.choice([0.1, 1.0, 4.0])
             return Fault(at, kind, pick, lasts, noticed=rng.random() < 0.5)
         case Kind.JOIN_TRAINER | Kind.HAND_OVER:
@@ -183,7 +187,9 @@ def _fault(rng: random.Random, kind: Kind, window_s: float) -> Fault:
         case Kind.CUT_TRAINER:
             return Fault(at, kind, pick, rng.choice([0.5, 3.0, 9.0]), peer=rng.choice(list(Peer)))
         case Kind.CUT_MASTER:
-            return Fault(at, kind, pick, rng.choice([0.5, 3.0, 9.0]), peer=rng.choice([Peer.ETCD, Peer.ALL]))
+            return Fault(
+                at, kind, pick, rng.choice([0.5, 3.0, 6.0, 9.0]), peer=rng.choice([Peer.ETCD, Peer.ETCD, Peer.ALL])
+            )
         case Kind.FREEZE_PSERVER:
             return Fault(at, kind, pick, rng.choice([0.2, 1.0]))  # shorter than its lease: losing one ends the job
         case Kind.RESTART_ETCD:

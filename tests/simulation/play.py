@@ -85,6 +85,7 @@ async def _faults(world: World) -> None:
             await asyncio.sleep(max(0.0, fault.at_s - loop.time()))
             if world.over:
                 break
+            world.inflicted += 1
             group.create_task(_inflict(world, fault))
         await asyncio.sleep(max(0.0, world.plan.window_s - loop.time()))
         world.weather(CALM)
@@ -99,6 +100,14 @@ async def _inflict(world: World, fault: Fault) -> None:
         case Kind.KILL_TRAINER | Kind.KILL_MASTER:
             if seat := _pick(world, fault):
                 await _kill(world, seat, fault)
+        case Kind.KILL_TRAINERS:
+            async with asyncio.TaskGroup() as group:
+                for seat in [seat for seat in world.seats.values() if seat.kind == "trainer" and seat.alive]:
+                    group.create_task(_kill(world, seat, fault))
+        case Kind.KILL_PSERVER:
+            seat = _pick(world, fault)
+            if seat and world.etcd.value(world.keys.init_done) is None:
+                await _kill(world, seat, fault)
         case Kind.HAND_OVER:
             if seat := _pick(world, fault):
                 world.say(f"terminate {seat.process.name}")
@@ -112,7 +121,11 @@ async def _inflict(world: World, fault: Fault) -> None:
 
 
 def _pick(world: World, fault: Fault) -> Seat | None:
+    """Of the masters mostly the one that leads."""
     alive = [seat for seat in world.seats.values() if seat.kind == fault.kind.victim and seat.alive]
+    leading = [seat for seat in alive if seat.kind == "master" and world.leads(seat)]
+    if leading and fault.pick < 0.8:
+        return leading[0]
     return alive[int(fault.pick * len(alive))] if alive else None
 
 

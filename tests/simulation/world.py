@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+import signal
+import traceback
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from master_service.core.file_table import FileTable
@@ -25,8 +27,8 @@ from shared.directory import Directory
 from shared.errors import TriremeError
 from shared.etcd import Etcd
 from shared.keys import Keys
-from shared.records import JobSpec, JobState, Mode, Phase, PserverMember, TrainerMember
-from tests.simulation.compute import BLOCK_BYTES, Notes, TinyCompute
+from shared.records import JobSpec, JobState, MasterLock, Mode, Phase, PserverMember, TrainerMember
+from tests.simulation.compute import BLOCK_BYTES, Notes, Speed, TinyCompute
 from tests.simulation.dataset import files_of
 from tests.simulation.etcd import WitnessedEtcd
 from tests.simulation.faults import Plan
@@ -34,6 +36,7 @@ from tests.simulation.network import CALM, Network, Weather
 from tests.simulation.ports import SimulatedMaster, SimulatedPserver
 from tests.simulation.virtual_loop import Process
 from trainer_agent.agent import Agent
+from trireme.restarts import RestartPolicy
 
 MASTER_TTL_S = 3.0
 LEASE_TTL_S = 5.0
@@ -91,6 +94,21 @@ class MemoryTables:
         raise AssertionError(f"no table {digest}")
 
 
+def described(error: BaseException) -> str:
+    """With the place where it was raised; groups are unfolded."""
+    if isinstance(error, BaseExceptionGroup):
+        return "; ".join(described(inner) for inner in error.exceptions)
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else ""
+    return f"{error!r}{where}"
+
+
+def _expected(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return all(_expected(inner) for inner in error.exceptions)
+    return isinstance(error, TriremeError)
+
+
 async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
     """trainer_agent.compute.Offload without a thread."""
     await asyncio.sleep(0.002)
@@ -108,7 +126,10 @@ class Seat:
     service: Any = None
     incarnations: int = 0
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
-    exits: list[BaseException | int | None] = field(default_factory=list)
+    exits: list[int] = field(default_factory=list)
+    restarts: RestartPolicy = field(default_factory=RestartPolicy)
+    started_s: float = 0.0
+    due_s: float | None = None
     wanted: bool = True
 
     @property
@@ -126,12 +147,13 @@ class World:
         self.rng = rng
         self.notes = Notes()
         self.network = Network(rng)
-        self.etcd = WitnessedEtcd(self.keys, rng, self._url_of)
+        self.etcd = WitnessedEtcd(self.keys, self.network, self._url_of)
         self.seats: dict[str, Seat] = {}
         self.processes: dict[str, Process] = {}
         self.urls: dict[str, str] = {}
         self.failures: list[str] = []
         self.ended_s = 0.0
+        self.inflicted = 0
         self._launcher = self.processes["launcher"] = Process("launcher")
         self._say = say
 
@@ -144,6 +166,7 @@ class World:
         """A new incarnation in the seat of that name."""
         seat = self.seats.setdefault(name, Seat(name, kind))
         seat.incarnations += 1
+        seat.started_s, seat.due_s = asyncio.get_running_loop().time(), None
         process = Process(f"{name}#{seat.incarnations}")
         seat.process, seat.stopping = process, asyncio.Event()
         seat.url = f"http://{name}.{seat.incarnations}:1"
@@ -160,16 +183,30 @@ class World:
 
     async def _watched(self, seat: Seat, process: Process, main: Coroutine[Any, Any, Any]) -> None:
         """The process itself: its end, by whatever cause, ends its connections."""
-        outcome: BaseException | int | None
+        outcome: int
         try:
             outcome = await main
-        except (TriremeError, ExceptionGroup) as error:
-            outcome = error
+        except Exception as error:  # what shared/service.py makes of it: exit code 1, or a traceback
+            outcome = 1
+            self.say(f"{process.name} ends: {described(error)}")
+            if not _expected(error):
+                self.failures.append(f"{process.name} crashed: {described(error)}")
         except asyncio.CancelledError:
             return
         self.say(f"exit {process.name}: {outcome!r}")
         seat.exits.append(outcome)
         self.bury(seat)
+        self._plan_restart(seat, outcome)
+
+    def _plan_restart(self, seat: Seat, code: int) -> None:
+        now = asyncio.get_running_loop().time()
+        if code == 0 and (seat.kind != "master" or not seat.stopping.is_set()):
+            return
+        delay_s = seat.restarts.delay_s(-signal.SIGTERM if code == 0 else code, now - seat.started_s)
+        if delay_s is None:
+            self.failures.append(f"{seat.name} ended by itself too often, at last with {code}: the launcher gives up")
+        else:
+            seat.due_s = now + delay_s
 
     def bury(self, seat: Seat) -> None:
         seat.process.kill()
@@ -189,7 +226,7 @@ class World:
 
     # ------------------------------------------------------------ mains
 
-    async def _master(self, seat: Seat) -> None:
+    async def _master(self, seat: Seat) -> int:
         master = Master(
             self.etcd_of(seat.process),
             self.keys,
@@ -203,6 +240,7 @@ class World:
         seat.service = master
         self.network.listen(seat.url, seat.process, master)
         await master.run(seat.stopping)
+        return 0
 
     async def _pserver(self, seat: Seat) -> int:
         """As pserver_service/__main__.py, without HTTP."""
@@ -237,7 +275,7 @@ class World:
                 TrainerMember(trainer=name, url=seat.url, incarnation=name, host="simulated", pid=1),
                 etcd=etcd,
                 directory=directory,
-                compute=TinyCompute(self.plan.job.mode, self.notes, self.rng, self.plan.speed),
+                compute=TinyCompute(self.plan.job.mode, self.notes, self.rng, self._speed()),
                 master=SimulatedMaster(self.network, directory),
                 connect=lambda member: SimulatedPserver(self.network, member, self.check_versions),
                 offload=at_once,
@@ -260,13 +298,31 @@ class World:
         self._launcher.spawn(self._directory.run())
 
     async def supervise(self) -> None:
-        """Restart what ended by itself with an error."""
+        """Restart what ended by itself, as the launcher would."""
+        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(0.25)
+            self._check_books()
             for seat in list(self.seats.values()):
-                ended = not seat.alive and seat.wanted and not self.over
-                if ended and (seat.kind == "master" or seat.exits[-1:] != [0]):
+                due = seat.due_s is not None and loop.time() >= seat.due_s
+                if due and not seat.alive and seat.wanted and not self.over:
                     self.start(seat.name, seat.kind)
+
+    def leads(self, seat: Seat) -> bool:
+        lock = self.etcd.value(self.keys.master_lock)
+        return lock is not None and MasterLock.model_validate_json(lock).url == seat.url
+
+    def _check_books(self) -> None:
+        """Each task is in exactly one place."""
+        for seat in self.seats.values():
+            if seat.kind == "master" and seat.alive and self.leads(seat):
+                try:
+                    queues = seat.service.books.queues
+                except TriremeError:
+                    continue
+                self.failures += [f"{kind}: {line}" for kind, queue in queues.items() for line in queue.violations()][
+                    :3
+                ]
 
     def report_dead(self, name: str) -> None:
         """The launcher saw its child exit and tells the master, once."""
@@ -308,6 +364,11 @@ class World:
             await asyncio.sleep(0.25)
 
     # ------------------------------------------------------------ state
+
+    def _speed(self) -> Speed:
+        """Some trainers are slower than others."""
+        speed, factor = self.plan.speed, self.rng.choice([1.0, 1.0, 3.0])
+        return replace(speed, low_s=speed.low_s * factor, high_s=speed.high_s * factor)
 
     def stores(self) -> list[tuple[int, Store]]:
         """Of all parameter servers that are alive and initialised, by index."""

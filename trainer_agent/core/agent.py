@@ -3,7 +3,7 @@
 what etcd says ──next_duty──► WAIT | TRAIN(generation, lanes) | FINISH | LEAVE
 a version's positions ──positions_of_step──► where each lane starts step s
 lanes without acknowledgement ──nodes_to_compute──► tree nodes, the largest first
-an answer to a push ──verdict──► ACKNOWLEDGED | STALE | AGAIN | BROKEN
+an answer to a push ──verdict──► ACKNOWLEDGED | AGAIN | STALE generation | FENCED attempt | BROKEN
 """
 
 from __future__ import annotations
@@ -67,25 +67,27 @@ def positions_of_step(positions: Sequence[LanePosition]) -> tuple[LanePosition, 
 def nodes_to_compute(missing: Sequence[int]) -> list[Interval]:
     """The tree nodes that cover the `missing` lanes (ascending). The largest first: fewest gradient vectors at a time."""
     nodes: list[Interval] = []
-    run_first = None
-    for lane, following in zip(missing, [*missing[1:], None], strict=True):
-        run_first = lane if run_first is None else run_first
-        if following != lane + 1:
-            nodes += aligned_intervals(run_first, lane + 1)
-            run_first = None
+    start = 0
+    for end in range(1, len(missing) + 1):
+        if end == len(missing) or missing[end] != missing[end - 1] + 1:
+            nodes += aligned_intervals(missing[start], missing[end - 1] + 1)
+            start = end
     return sorted(nodes, key=lambda node: (node[0] - node[1], node[0]))
 
 
 class Verdict(Enum):
+    """From good to bad."""
+
     ACKNOWLEDGED = "acknowledged"
-    STALE = "stale"
     AGAIN = "again"
+    STALE = "stale"
+    FENCED = "fenced"
     BROKEN = "broken"
 
 
 _VERDICTS = {
     StaleGeneration.code: Verdict.STALE,
-    StaleAttempt.code: Verdict.STALE,
+    StaleAttempt.code: Verdict.FENCED,
     TooEarly.code: Verdict.AGAIN,
     NotReady.code: Verdict.AGAIN,
     WrongOwner.code: Verdict.AGAIN,
@@ -94,7 +96,7 @@ _VERDICTS = {
 
 def verdict(answer: PushAnswer) -> tuple[Verdict, str]:
     """The worst that the answer says about any block, with a sentence."""
-    order = (Verdict.ACKNOWLEDGED, Verdict.AGAIN, Verdict.STALE, Verdict.BROKEN)
+    order = list(Verdict)
     worst, sentence = Verdict.ACKNOWLEDGED, ""
     for refusal in answer.refused:
         found = _VERDICTS.get(refusal.code, Verdict.BROKEN)

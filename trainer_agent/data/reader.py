@@ -22,4 +22,4 @@ class Reader(Protocol):
 def too_short(file: str, first: int, count: int, records: int) -> DatasetError:
     """The error for a file that ends after `records` records though the master counted at least `first + count`."""
     msg = f"{file} ends at record {records}, but records {first} to {first + count - 1} were counted in it"
-    return DatasetError(msg, hint="the file was changed while the job ran: start a new job", url=file)
+    return DatasetError(msg, hint="the file was changed while the job ran: start a new job", url=file, records=records)

@@ -1,0 +1,80 @@
+"""`trireme run` as a user runs it: a process of its own; afterwards nobody of its family may be left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+MARK = "E2E_MARK"
+TIMEOUT_S = 150
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+class Command:
+    """Starts `trireme ...` in `folder`, and finds its descendants by a mark in their environment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = uuid.uuid4().hex
+
+    def start(self, *arguments: object, **environment: str) -> subprocess.Popen[str]:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("TRIREME_")}
+        return subprocess.Popen(
+            [sys.executable, "-m", "trireme", *map(str, arguments)],
+            cwd=self.folder,
+            env=clean | {MARK: self.mark} | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *arguments: object, **environment: str) -> Done:
+        with self.start(*arguments, **environment) as process:
+            return self.end_of(process)
+
+    def end_of(self, process: subprocess.Popen[str]) -> Done:
+        try:
+            out, err = process.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        return Done(process.returncode, out, err)
+
+    def family(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+
+@contextlib.contextmanager
+def command_in(folder: Path) -> Iterator[Command]:
+    """Fails if anybody is left a second after the end."""
+    command = Command(folder)
+    try:
+        yield command
+        deadline = time.monotonic() + 1
+        while (left := command.family()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not left, f"left behind: {[process.cmdline() for process in left]}"
+    finally:
+        for process in command.family():
+            process.kill()

@@ -1,0 +1,31 @@
+"""Fixtures of the master's tests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import pytest_asyncio
+
+from shared.etcd import Etcd, connect
+from shared.etcd.embedded import EmbeddedEtcd
+from tests.fixtures_etcd import embedded_etcd
+from tests.simulation.quiet_logs import configured
+
+__all__ = ["embedded_etcd"]
+
+
+@pytest_asyncio.fixture
+async def real_etcd(embedded_etcd: EmbeddedEtcd) -> AsyncIterator[Etcd]:
+    etcd = connect([embedded_etcd.url])
+    try:
+        yield etcd
+    finally:
+        await etcd.close()
+
+
+@pytest.fixture(autouse=True)
+def _plain_logs() -> Iterator[None]:
+    """Tracebacks drawn for terminals take seconds."""
+    with configured(print):
+        yield
