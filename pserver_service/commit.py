@@ -41,7 +41,7 @@ log = telemetry.logger("pserver.commit")
 
 
 class GivenUp(Exception):
-    """The index, the lock or the timeline is no longer this process's: what was begun is given up."""
+    """The index, a part or the timeline of what was begun is no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +154,7 @@ class Committer:
             try:
                 await self._finish(newest)
             except GivenUp as lost:
+                self._written.pop(newest.uuid, None)
                 log.info("commit_given_up", step=newest.record.version, cause=str(lost))
             except (PeerError, LeaseLost) as error:
                 log.warning("commit_delayed", step=newest.record.version, cause=str(error))
@@ -187,6 +188,9 @@ class Committer:
                 latest = await self._commit(written, lock)
                 if latest is not None:
                     await self._clean_up(latest)
+                    return
+                if not (await self._etcd.txn([lock], [])).succeeded:
+                    log.info("finish_lock_lost", step=written.record.version)
                     return
         finally:
             await self._unlock(lock)
@@ -235,8 +239,6 @@ class Committer:
         except OutcomeUnknown:
             return None
         if not committed.succeeded:
-            if not (await self._etcd.txn([lock], [])).succeeded:
-                raise GivenUp("the finish lock is another's")
             return None
         log.info("checkpoint_committed", step=new.step, timeline=new.timeline, checkpoint=uuid, parts=len(needed))
         return new
