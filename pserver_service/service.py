@@ -114,7 +114,7 @@ class Pserver:
         self._fence(header)
         if not self._is_same(header):
             store.save_first()
-            self.store = store
+            self.store, self.timeline = store, header.timeline
             self._look_for_snapshot()
             log.info(
                 "initialised", index=self.index, mode=store.mode.value, blocks=len(store.blocks), bytes=store.bytes

@@ -55,7 +55,8 @@ class MessageHeader(Record):
 
 class InitHeader(MessageHeader):
     """Opens `POST /v1/init`; `blocks` of the initial values follow, each as InitBlock + payload. `names`: where each
-    parameter and buffer of the model lies, kept with checkpoints so that one can be exported without the script."""
+    parameter and buffer of the model lies, kept with checkpoints so that one can be exported without the script.
+    `timeline`: the job's (0 unless it began once more)."""
 
     mode: Mode
     lanes: int
@@ -63,6 +64,7 @@ class InitHeader(MessageHeader):
     pserver: int
     record: StepRecord
     names: tuple[Place, ...] = ()
+    timeline: int = 0
 
 
 class InitBlock(Record):

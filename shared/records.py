@@ -295,7 +295,7 @@ class EvaluationSums(Record):
 class Task(Record):
     """One shard of work. `task_id`: "17" (TRAIN), "evaluate-3", "export-0".
 
-    `index` is its place in `stream` (of `stream_length` tasks) in this epoch; `offset` is the byte at which record
+    `timeline`: the job's when it was given; reports carry it back. `index` is its place in `stream` (of `stream_length` tasks) in this epoch; `offset` is the byte at which record
     `first` starts, where the format has lines.
     """
 
@@ -310,6 +310,7 @@ class Task(Record):
     first: int = 0
     count: int = 0
     offset: int | None = None
+    timeline: int = 0
 
 
 class AcquireTask(Record):
@@ -338,12 +339,14 @@ class TaskAnswer(Record):
 
 
 class TaskProgress(Record):
-    """`epoch` (here and in the other reports): the task's, so that a report delayed into the next epoch is known as stale."""
+    """`epoch`, `timeline` (here and in the other reports): the task's, so that a report delayed into the next epoch or
+    over a roll-back is known as stale."""
 
     trainer: str
     attempt: int
     minibatches: int
     epoch: int | None = None
+    timeline: int | None = None
 
 
 class CompleteTask(Record):
@@ -355,6 +358,7 @@ class CompleteTask(Record):
     sums: dict[str, float] = Field(default_factory=dict)
     exports: dict[str, str] = Field(default_factory=dict)
     epoch: int | None = None
+    timeline: int | None = None
 
 
 class FailTask(Record):
@@ -362,6 +366,7 @@ class FailTask(Record):
     attempt: int
     failure: UserFailure
     epoch: int | None = None
+    timeline: int | None = None
 
 
 class TaskSummary(Record):

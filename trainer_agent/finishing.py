@@ -114,4 +114,5 @@ class Finishing:
             sums=sums or {},
             exports=exports or {},
             epoch=task.epoch,
+            timeline=task.timeline,
         )

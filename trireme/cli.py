@@ -55,12 +55,20 @@ def run(
         list[str] | None, typer.Option("--set", help="Any other setting of trireme.Config.", metavar="NAME=VALUE")
     ] = None,
     check: Annotated[bool, typer.Option(help="Try one minibatch before anything is started.")] = True,
+    fresh: Annotated[
+        bool,
+        typer.Option("--fresh", help="Start anew; what the job's last run left is moved to its folder's previous/."),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job's spec as JSON, start nothing.")] = False,
     as_json: Json = False,
 ) -> None:
     """Train SCRIPT on this machine: etcd, master, parameter servers and trainers as supervised processes.
 
     Settings: flag, else environment (TRIREME_EPOCHS, ...), else trireme.toml, else the script's config, else the default.
+
+    The same command again: an unfinished job goes on from its last checkpoint, also with other numbers of trainers and
+    parameter servers (synchronous mode; other settings must be the same). A completed one is left as it is. One that
+    failed starts anew, and so does any with --fresh; what it left is kept in its folder's previous/.
     """
     from trireme.run_command import RunRequest, run_command  # noqa: PLC0415
 
@@ -80,7 +88,9 @@ def run(
         "port": port,
         "standbys": standbys,
     }
-    request = RunRequest(script, flags, tuple(assignments or ()), check=check, dry_run=dry_run, as_json=as_json)
+    request = RunRequest(
+        script, flags, tuple(assignments or ()), check=check, dry_run=dry_run, fresh=fresh, as_json=as_json
+    )
     raise typer.Exit(run_command(request))
 
 
