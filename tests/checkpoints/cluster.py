@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from pserver_service.core.store import Store
@@ -248,12 +249,20 @@ class Cluster:
         await asyncio.wait([node.task for node in self.every], timeout=30.0)
 
 
+def folders(storage: str | Path) -> set[str]:
+    return {path.name for path in (Path(storage) / "checkpoints").iterdir()}
+
+
 _EXPECTED: dict[tuple[str, int], dict[str, bytes]] = {}
 
 
 def expected(layout: Layout, step: int) -> dict[str, bytes]:
     key = (layout.optimizer.name, step)
-    if key not in _EXPECTED:
+    if key not in def folders(storage: str | Path) -> set[str]:
+    return {path.name for path in (Path(storage) / "checkpoints").iterdir()}
+
+
+_EXPECTED:
         stores = parts.fresh(layout, 1)
         parts.train(layout, stores, 0, step)
         _EXPECTED[key] = parts.state_of(stores)

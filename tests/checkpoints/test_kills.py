@@ -4,13 +4,12 @@ never mixes versions, and the job goes on from it."""
 from __future__ import annotations
 
 import asyncio
-import os
 
 import pytest
 
 from shared.records import PserverMember
 from tests.checkpoints import parts
-from tests.checkpoints.cluster import KEYS, TTL_S, Cluster, expected, play, until
+from tests.checkpoints.cluster import KEYS, TTL_S, Cluster, expected, folders, play
 
 SHARES = 2  # the awaits are dealt out over so many tests
 WINDOW_S = 1.0  # of virtual time: a checkpoint of version 2 takes 0.1
@@ -62,7 +61,7 @@ async def killed_at(storage, name, turn):
     cluster.etcd.forget(name)
     newest = await go_on(cluster)
     cluster.check_latest(newest)
-    assert os.listdir(f"{storage}/checkpoints") == [newest.uuid], "files of nobody are left"
+    assert folders(storage) == {newest.uuid}, "files of nobody are left"
     return newest
 
 

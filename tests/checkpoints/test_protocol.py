@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 
 import pytest
 
@@ -11,11 +10,7 @@ from shared import checkpoints
 from shared.manifest import CheckpointStarted
 from shared.records import JobState, Phase
 from tests.checkpoints import parts
-from tests.checkpoints.cluster import KEYS, Cluster, expected, play, until
-
-
-def folders(storage):
-    return sorted(os.listdir(f"{storage}/checkpoints"))
+from tests.checkpoints.cluster import KEYS, Cluster, expected, folders, play, until
 
 
 def test_the_initial_parameters_are_a_checkpoint(tmp_path):
@@ -40,7 +35,7 @@ def test_the_newest_two_are_kept_and_nothing_else_stays(tmp_path):
         assert [ref.step for ref in latest.kept] == [6, 4]
         cluster.check_latest(latest)
         kept = {ref.uuid for ref in latest.kept}
-        assert set(folders(tmp_path)) == kept
+        assert folders(tmp_path) == kept
         tree = await cluster.tree()
         assert set(tree) == {"latest"} | {
             f"{uuid}/{name}" for uuid in kept for name in ("begun", "finished/0", "finished/1")
@@ -173,7 +168,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_can_be_taken(tmp_pat
         assert newest.uuid != latest.uuid
         assert [ref.step for ref in newest.kept] == [4, 2]
         cluster.check_latest(newest)
-        assert set(folders(tmp_path)) == {ref.uuid for ref in newest.kept}
+        assert folders(tmp_path) == {ref.uuid for ref in newest.kept}
 
     play(scenario)
 
