@@ -21,12 +21,13 @@ from pserver_service.core.store import Store
 from pserver_service.member import Member
 from pserver_service.registration import Registration
 from pserver_service.service import Pserver
-from shared import ids
+from shared import checkpoints, ids, storage
 from shared.datasets import Custom, Dataset
 from shared.directory import Directory
 from shared.errors import TriremeError
 from shared.etcd import Etcd
 from shared.keys import Keys
+from shared.manifest import CheckpointRef, Manifest
 from shared.records import JobSpec, JobState, MasterLock, Mode, Phase, PserverMember, TrainerMember
 from tests.simulation.compute import BLOCK_BYTES, Notes, Speed, TinyCompute
 from tests.simulation.dataset import files_of
@@ -70,7 +71,19 @@ def spec_of(plan: Plan) -> JobSpec:
         lease_ttl_s=LEASE_TTL_S,
         task_timeout_floor_s=TASK_FLOOR_S,
         task_timeout_ceiling_s=TASK_CEILING_S,
+        checkpoint_every_steps=plan.checkpoint_every,
     )
+
+
+class MemoryManifests:
+    """master_service.manifests.Manifests, without a thread."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        self._spec = spec
+
+    async def read(self, ref: CheckpointRef) -> Manifest:
+        await asyncio.sleep(0.005)
+        return checkpoints.read_manifest(self._spec.storage, self._spec.job, ref)
 
 
 class MemoryTables:
@@ -153,6 +166,7 @@ class World:
         self.urls: dict[str, str] = {}
         self.failures: list[str] = []
         self.ended_s = 0.0
+        storage.remove_tree(self.spec.storage)
         self.inflicted = 0
         self._launcher = self.processes["launcher"] = Process("launcher")
         self._say = say
@@ -235,6 +249,7 @@ class World:
             spec=self.spec,
             ttl_s=MASTER_TTL_S,
             tables=lambda _: MemoryTables(self.plan),
+            manifests=MemoryManifests,
             probe=self.network.refuses,
         )
         seat.service = master
@@ -371,9 +386,18 @@ class World:
         return replace(speed, low_s=speed.low_s * factor, high_s=speed.high_s * factor)
 
     def stores(self) -> list[tuple[int, Store]]:
-        """Of all parameter servers that are alive and initialised, by index."""
-        found = [seat.service for seat in self.seats.values() if seat.kind == "pserver" and seat.service is not None]
-        return sorted((pserver.index, pserver.store) for pserver in found if pserver.store is not None)
+        """Of the registered parameter servers that have parameters of the job's timeline, by index."""
+        services = [seat.service for seat in self.seats.values() if seat.kind == "pserver" and seat.alive]
+        found = {
+            pserver.index: pserver.store
+            for pserver in services
+            if pserver is not None and pserver.timeline == self.state.timeline and self._is_registered(pserver)
+        }
+        return [(index, found[index]) for index in sorted(found) if found[index] is not None]
+
+    def _is_registered(self, pserver: Pserver) -> bool:
+        kv = self.etcd.value(self.keys.pserver(pserver.index))
+        return kv is not None and PserverMember.model_validate_json(kv).incarnation == pserver.incarnation
 
     def final_parameters(self) -> bytes:
         blocks = {number: state for _, store in self.stores() for number, state in store.blocks.items()}
@@ -387,7 +411,7 @@ class World:
         if self.plan.job.mode is not Mode.SYNC:
             return
         versions = [state.version for _, store in self.stores() for state in store.blocks.values()]
-        if max(versions) - min(versions) > 1 and len(self.failures) < 5:
+        if versions and max(versions) - min(versions) > 1 and len(self.failures) < 5:
             self.failures.append(f"block versions are {sorted(versions)}: more than one apart")
 
     def digest(self) -> str:
