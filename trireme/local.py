@@ -30,7 +30,8 @@ from trireme.children import TAIL_LINES, Child, ChildEvent, Exit, append_event, 
 from trireme.restarts import RestartPolicy
 
 HOST = "127.0.0.1"
-MODULES = {"trainer": "trainer_agent", "pserver": "pserver_service", "master": "master_service"}  # in stopping order
+# in stopping order; no master is left to see the parameter servers go, or it would roll the job back
+MODULES = {"trainer": "trainer_agent", "master": "master_service", "pserver": "pserver_service"}
 GRACE_S = 5.0
 START_TIMEOUT_S = 60.0
 REVOKE_TIMEOUT_S = 2.0
@@ -300,7 +301,7 @@ class LocalCluster:
             raise cancelled
 
     async def stop(self) -> None:
-        """End all children in order: trainers, parameter servers, masters, etcd. Takes at most GRACE_S for each kind."""
+        """End all children in order: trainers, masters, parameter servers, etcd. Takes at most GRACE_S for each kind."""
         self._stopping = True
         if not self._final.done() or self._final.exception() is None:  # an exception nobody asked for is no warning
             self._final.cancel()

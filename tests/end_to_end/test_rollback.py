@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -74,21 +75,40 @@ def wait_for_step(trireme: Command, step: int) -> int:
     pytest.fail(f"step {step} was not reached")
 
 
-def member(trireme: Command, name: str) -> psutil.Process:
-    return next(p for p in trireme.family() if p.environ().get("TRIREME_NAME") == name)
-
-
 def test_a_pserver_killed_in_mid_training_costs_no_bit(trireme, tmp_path, undisturbed):
+    """By `trireme chaos kill` from a second terminal, whose receipt says how the job got over it."""
     process = trireme.start("run", script_in(tmp_path), *SETTINGS, "--pservers", 2, "--json")
     wait_for(process, "generation 1")
-    wait_for_step(trireme, 25)
-    member(trireme, "pserver-1").kill()
-    back = wait_for(process, r"rolled back to step (\d+) in ([\d.]+) s; (\d+) records")
-    assert int(back[1]) % 7 == 0 or int(back[1]) % (RECORDS // 32) == 0
+    at = wait_for_step(trireme, 15)
+    killed = trireme.run("chaos", "kill", "pserver-1", "--json")
+    assert killed.code == 0, killed.err
+    receipt = json.loads(killed.out)
+    back = receipt["rolled_back_to"]
+    assert (receipt["killed"], receipt["records_lost"]) == ("pserver-1", 0)
+    assert at - 12 <= back < receipt["next_step"] <= STEPS
+    assert back % 7 == 0 or back % (RECORDS // 32) == 0
+    assert 0 <= receipt["noticed_s"] <= receipt["next_step_s"]
     done = trireme.end_of(process)
     assert done.code == 0, done.err
-    assert json.loads(done.out)["records"] == EPOCHS * RECORDS
+    assert f"rolled back to step {back} in " in done.err
+    assert (json.loads(done.out)["records"], json.loads(done.out)["restarts"]) == (EPOCHS * RECORDS, {"pserver-1": 1})
     assert_same(parameters(done), undisturbed)
+
+
+def test_chaos_says_what_it_could_kill(trireme, tmp_path):
+    nothing = trireme.run("chaos", "kill", "--random")
+    assert (nothing.code, nothing.out) == (3, "")
+    process = trireme.start("run", script_in(tmp_path), "--epochs", 100_000, "--no-check")
+    wait_for(process, "generation 1")
+    unknown = trireme.run("chaos", "kill", "pserver-7")
+    assert unknown.code == 3
+    assert "there are etcd, master-0, pserver-0, trainer-0, trainer-1" in unknown.err
+    killed = trireme.run("chaos", "kill", "trainer-0")
+    assert killed.code == 0, killed.err
+    assert re.search(r"noticed +[\d.]+ s later: the launcher saw it exit", killed.out)
+    assert re.search(r"next committed step [\d.]+ s \(step \d+\)\nrecords replayed +0\nrecords lost +0\n", killed.out)
+    process.send_signal(signal.SIGINT)
+    trireme.end_of(process)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 3)])
