@@ -89,7 +89,6 @@ class Checkpointer:
             timeline=timeline,
             slots=slots,
             layout=store.layout,
-            names=store.names,
             mode=store.mode,
             lanes=store.lanes,
             record=snapshot.record,

@@ -31,7 +31,7 @@ from shared.keys import Keys
 from shared.manifest import CheckpointLatest, CheckpointPart, CheckpointRef, CheckpointStarted, Manifest
 from shared.messages import StepRecord
 from shared.records import JobSpec, JobState, Mode, Phase, SlotMap
-from shared.slots import Layout, Place
+from shared.slots import Layout
 
 RETRY_S = 2.0
 UNLOCK_S = 2.0
@@ -52,7 +52,6 @@ class Written:
     timeline: int
     slots: SlotMap
     layout: Layout
-    names: tuple[Place, ...]
     mode: Mode
     lanes: int
     record: StepRecord
@@ -262,7 +261,6 @@ class Committer:
             layout=written.layout,
             record=written.record,
             parts=tuple(CheckpointPart.model_validate_json(kv.value) for kv in parts),
-            names=written.names,
         )
 
     async def _clean_up(self, latest: CheckpointLatest) -> None:

@@ -85,7 +85,6 @@ def _header(manifest: Manifest, index: int) -> InitHeader:
         layout=manifest.layout,
         pserver=index,
         record=manifest.record,
-        names=manifest.names,
     )
 
 
@@ -115,7 +114,7 @@ def _load_part(
     loading = {number: _Loading(block) for number, block in blocks.items()}
 
     def sink(entry: Entry) -> memoryview | None:
-        _, number, name = [*entry.name.split(".", 2), ""][:3]
+        _, number, name = [*entry.name.split(".", 2), "", ""][:3]
         item = loading.get(int(number)) if number.isdecimal() else None
         if item is None:
             return None

@@ -88,6 +88,28 @@ def read_manifest(storage_url: str, job: str, ref: CheckpointRef) -> Manifest:
     return manifest
 
 
+def found(storage_url: str) -> tuple[list[CheckpointRef], list[str]]:
+    """Every checkpoint, newest first, and the manifests that nobody can read: what there is without etcd. Raises OSError.
+
+    One may be among them that `checkpoints/latest` in etcd does not name yet: it is whole all the same.
+    """
+    refs: list[CheckpointRef] = []
+    unreadable: list[str] = []
+    for uuid in storage.names(storage.join(storage_url, "checkpoints")):
+        for name in storage.names(folder(storage_url, uuid)):
+            if not name.startswith("manifest-"):
+                continue
+            try:
+                manifest = Manifest.model_validate_json(
+                    storage.read_bytes(storage.join(folder(storage_url, uuid), name))
+                )
+            except ValidationError:
+                unreadable.append(storage.join(folder(storage_url, uuid), name))
+                continue
+            refs.append(CheckpointRef(uuid=uuid, step=manifest.step, timeline=manifest.timeline, manifest=name))
+    return sorted(refs, key=lambda ref: (ref.timeline, ref.step, ref.manifest), reverse=True), unreadable
+
+
 def read_part(storage_url: str, ref: CheckpointRef, part: CheckpointPart, sink: tensor_file.Sink) -> None:
     """Read one part whole into the memory that `sink` names; what it holds counts only if this returns.
 

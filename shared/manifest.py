@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from shared.messages import StepRecord
 from shared.records import Mode, Record, SlotMap
-from shared.slots import Layout, Place
+from shared.slots import Layout
 
 
 class CheckpointStarted(Record):
@@ -64,8 +64,7 @@ class Refetch(Record):
 
 
 class Manifest(Record):
-    """`step`: the version. `record`: the readers' positions and the scheduler at that version. `names`: places of the
-    parameters and buffers, empty if nobody sent them."""
+    """`step`: the version. `record`: the readers' positions and the scheduler at that version."""
 
     job: str
     uuid: str
@@ -82,4 +81,3 @@ class Manifest(Record):
     layout: Layout
     record: StepRecord
     parts: tuple[CheckpointPart, ...]
-    names: tuple[Place, ...] = ()

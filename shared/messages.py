@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from shared.records import Mode, Record
-from shared.slots import Layout, Place
+from shared.slots import Layout
 
 PROTOCOL_VERSION = 1
 
@@ -54,16 +54,14 @@ class MessageHeader(Record):
 
 
 class InitHeader(MessageHeader):
-    """Opens `POST /v1/init`; `blocks` of the initial values follow, each as InitBlock + payload. `names`: where each
-    parameter and buffer of the model lies, kept with checkpoints so that one can be exported without the script.
-    `timeline`: the job's (0 unless it began once more)."""
+    """Opens `POST /v1/init`; `blocks` of the initial values follow, each as InitBlock + payload. `timeline`: the job's (0
+    unless it began once more)."""
 
     mode: Mode
     lanes: int
     layout: Layout
     pserver: int
     record: StepRecord
-    names: tuple[Place, ...] = ()
     timeline: int = 0
 
 

@@ -55,16 +55,6 @@ class Layout(Record):
                 number += 1
 
 
-class Place(Record):
-    """Where one parameter or buffer lies: in segment `segment` from element `first`, seen with `shape` and `stride`."""
-
-    name: str
-    segment: int
-    first: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class Block:
     """`elements` elements of segment `segment` from `first`."""

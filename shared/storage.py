@@ -119,6 +119,16 @@ def write_bytes(url: str, content: bytes | memoryview) -> None:
         file.write(content)
 
 
+def names(url: str) -> list[str]:
+    """What lies directly in a folder, sorted; nothing if it is not there. Raises OSError."""
+    filesystem, path = _resolve(url)
+    try:
+        found = filesystem.ls(path, detail=False)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted({str(name).rstrip("/").rsplit("/", 1)[-1] for name in found})
+
+
 def remove_tree(url: str) -> None:
     """The folder and all in it; one that is not there is fine. Raises OSError."""
     filesystem, path = _resolve(url)

@@ -53,7 +53,6 @@ class Store:
         self.mode = header.mode
         self.lanes = header.lanes if header.mode is Mode.SYNC else 1
         self.layout = header.layout
-        self.names = header.names
         self.geometry = Geometry(header.layout)
         self.pool = BufferPool()
         self.blocks: dict[int, BlockState] = {}
