@@ -142,7 +142,11 @@ async def _kill(folder: Path, victim: tuple[str, int]) -> Receipt:
         after_event = await watcher.last_event()
         start = await watcher.versions()
         since, stamp = clock.monotonic(), clock.timestamp()
-        os.kill(pid, signal.SIGKILL)
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError as error:
+            msg = f"{name} (pid {pid}) ended by itself before it could be killed"
+            raise NotFound(msg, hint="is the job over? see `trireme status`") from error
         receipt = Receipt(
             job=str(facts["job"]),
             killed=name,

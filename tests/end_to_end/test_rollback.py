@@ -18,14 +18,14 @@ from tests.end_to_end.scripts import EVALUATION, RECORDS, write_script
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
-EPOCHS = 16
+EPOCHS = 12
 STEPS = EPOCHS * RECORDS // 32
 SLOW_LOSS = """
 import time
 
 
 def loss(model, batch):
-    time.sleep(0.005)
+    time.sleep(0.1 if (HERE / "slow").exists() else 0)
     return F.mse_loss(model(batch["x"])[:, 0], batch["y"])
 """
 SETTINGS = ("--epochs", EPOCHS, "--trainers", 2, "--set", "checkpoint_every_steps=7", "--no-check")
@@ -34,12 +34,15 @@ SETTINGS = ("--epochs", EPOCHS, "--trainers", 2, "--set", "checkpoint_every_step
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     folder = tmp_path_factory.mktemp("undisturbed")
-    done = Command(folder).run("run", script_in(folder), *SETTINGS, "--pservers", 1, "--json")
+    done = Command(folder).run("run", script_in(folder, slow=False), *SETTINGS, "--pservers", 1, "--json")
     assert done.code == 0, done.err
     return parameters(done)
 
 
-def script_in(folder: Path) -> Path:
+def script_in(folder: Path, *, slow: bool = True) -> Path:
+    """Slow until `folder / "slow"` is removed."""
+    if slow:
+        (folder / "slow").touch()
     return write_script(folder, loss=SLOW_LOSS, evaluation=EVALUATION)
 
 
@@ -82,6 +85,7 @@ def test_a_pserver_killed_in_mid_training_costs_no_bit(trireme, tmp_path, undist
     at = wait_for_step(trireme, 15)
     killed = trireme.run("chaos", "kill", "pserver-1", "--json")
     assert killed.code == 0, killed.err
+    (tmp_path / "slow").unlink()
     receipt = json.loads(killed.out)
     back = receipt["rolled_back_to"]
     assert (receipt["killed"], receipt["records_lost"]) == ("pserver-1", 0)
@@ -100,6 +104,7 @@ def test_chaos_says_what_it_could_kill(trireme, tmp_path):
     assert (nothing.code, nothing.out) == (3, "")
     process = trireme.start("run", script_in(tmp_path), "--epochs", 100_000, "--no-check")
     wait_for(process, "generation 1")
+    wait_for_step(trireme, 1)
     unknown = trireme.run("chaos", "kill", "pserver-7")
     assert unknown.code == 3
     assert "there are etcd, master-0, pserver-0, trainer-0, trainer-1" in unknown.err
@@ -116,12 +121,13 @@ def test_after_everything_was_killed_the_same_command_goes_on(trireme, tmp_path,
     script = script_in(tmp_path)
     process = trireme.start("run", script, *SETTINGS, "--pservers", before, "--json")
     wait_for(process, "generation 1")
-    at = wait_for_step(trireme, 25)
+    at = wait_for_step(trireme, 15)
     everybody = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
     assert any("etcd" in victim.name() for victim in everybody)
     for victim in everybody:
         victim.kill()
     trireme.end_of(process)
+    (tmp_path / "slow").unlink()
     process = trireme.start("run", script, *SETTINGS, "--pservers", after, "--json")
     members = "" if before == after else rf" \({before} -> {after} pservers\)"
     wait_for(process, rf"job script is unfinished: it goes on{members}")
