@@ -22,7 +22,7 @@ from shared import clock, ids, telemetry
 from shared.checkpoints import ELASTIC
 from shared.datasets import Dataset
 from shared.errors import Conflict, DatasetError, NotFound, PeerError
-from shared.etcd import Compare, Etcd, KeyValue, Lease, Put, lock
+from shared.etcd import Compare, Etcd, Get, KeyValue, Lease, Put, lock
 from shared.keys import Keys
 from shared.records import JobSpec, JobState, MasterAddress, MasterLock, Phase, TaskMeta, UserFailure
 
@@ -83,7 +83,13 @@ async def take_over(
     that cannot be read makes a failed job, not an error: the user reads why in the job's state.
     """
     address = MasterAddress(url=url, term=term).to_bytes()
-    commit_revision = await _prove(etcd, keys, lease, term, [Put(keys.master_address, address, lease.id)])
+    last = await etcd.get(keys.commit)
+    commit_revision = last.mod_revision if last else 0
+
+    async def prove(writes: list[Put]) -> int:
+        return await _prove(etcd, keys, lease, term, commit_revision, writes)
+
+    commit_revision = await prove([Put(keys.master_address, address, lease.id)])
     found, revision = await store.read_all(etcd, keys)
     spec = _agreed_spec(keys, found, spec)
     stored = found.get(keys.spec)
@@ -91,7 +97,7 @@ async def take_over(
         writes = [Put(keys.spec, spec.to_bytes()), Put(keys.pservers_desired, str(spec.pservers).encode())]
         if stored is None:
             writes.append(Put(keys.state, JobState(reason="counting the dataset's records").to_bytes()))
-        commit_revision = await _prove(etcd, keys, lease, term, writes)
+        commit_revision = await prove(writes)
         found, revision = await store.read_all(etcd, keys)
     books, unreadable = await _open_books(found.get(keys.task_meta), spec, tables(spec))
     if unreadable is None:
@@ -101,23 +107,28 @@ async def take_over(
         books.state = _failed(JobState.model_validate_json(found[keys.state].value), unreadable)
         opening = [Put(keys.state, books.state.to_bytes())]
     if opening:
-        commit_revision = await _prove(etcd, keys, lease, term, opening)
+        commit_revision = await prove(opening)
     log.info("took_over", term=term, books=repr(books))
     return Takeover(term, commit_revision, revision, found, books)
 
 
-async def _prove(etcd: Etcd, keys: Keys, lease: Lease, term: int, writes: list[Put]) -> int:
-    """Write under the lock alone: these values may be written twice. The answer is the revision. Raises Deposed."""
+async def _prove(etcd: Etcd, keys: Keys, lease: Lease, term: int, commit_revision: int, writes: list[Put]) -> int:
+    """Write once, under the lock and as the next commit: an attempt that lands late finds another one there. The answer
+    is the revision. Raises Deposed."""
+    name = ids.new_id("takeover").encode()
+    fence = [Compare.create(keys.master_lock, "==", term), Compare.mod(keys.commit, "==", commit_revision)]
     while lease.alive:
-        marker = Put(keys.commit, ids.new_id("takeover").encode())
         try:
-            result = await etcd.txn([Compare.create(keys.master_lock, "==", term)], [*writes, marker])
+            result = await etcd.txn(fence, [*writes, Put(keys.commit, name)], [Get(keys.commit)])
         except PeerError as error:
             log.warning("takeover_unanswered", cause=str(error))
             await asyncio.sleep(ids.jitter(PAUSE_S))
             continue
         if result.succeeded:
             return result.revision
+        marker = result.range(0).first
+        if marker is not None and marker.value == name:  # the attempt without an answer had landed
+            return marker.mod_revision
         break
     msg = f"the master lock of term {term} was lost during the takeover"
     raise Deposed(msg)
