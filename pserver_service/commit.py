@@ -10,7 +10,6 @@ none of it, and file names are unique per writer or content, so it overwrites no
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -69,6 +68,18 @@ class _Seen:
     parts: dict[str, set[int]] = field(default_factory=dict)
     holder: str = ""
     latest: CheckpointLatest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What etcd says about one checkpoint, all at one revision."""
+
+    state: JobState
+    state_revision: int
+    latest: CheckpointLatest | None
+    latest_revision: int
+    parts: dict[int, KeyValue]
+    term: int
 
 
 class Committer:
@@ -195,63 +206,78 @@ class Committer:
             await self._unlock(lock)
 
     async def _commit(self, written: Written, lock: Compare) -> CheckpointLatest | None:
-        """What is latest now: this, or a newer one; None: something moved, look again."""
-        keys, uuid = self._keys, written.uuid
-        prefix = keys.checkpoint_parts(uuid)
-        read = await self._etcd.txn(
-            [], [Get(keys.state), Get(keys.latest), Get(prefix, prefix=True), Get(keys.master_lock)]
-        )
-        state_kv, latest_kv, term = read.range(0).first, read.range(1).first, read.range(3).first
-        parts = {int(keys.name_of(kv.key)): kv for kv in read.range(2).kvs}
-        latest = read_latest(latest_kv.value if latest_kv else None)
-        ref = CheckpointRef(uuid=uuid, step=written.record.version, timeline=written.timeline, manifest="")
-        if latest is not None and not is_newer(ref, latest):
-            return latest
-        state = JobState.model_validate_json(state_kv.value) if state_kv else None
-        if state is None or state_kv is None or state.timeline != written.timeline or state.phase is Phase.ROLLING_BACK:
-            raise GivenUp(f"the job left timeline {written.timeline}")
-        needed = checkpoints.writers(written.layout, written.slots)
-        if any(index not in parts for index in needed):
-            raise GivenUp(f"a part of checkpoint {uuid} is gone")
-        manifest = self._manifest(written, state, term, [parts[index] for index in needed])
+        """What is latest now: this, or a newer one; None: something moved, look again. Raises GivenUp."""
+        view = await self._look(written.uuid)
+        ref = CheckpointRef(uuid=written.uuid, step=written.record.version, timeline=written.timeline, manifest="")
+        if view.latest is not None and not is_newer(ref, view.latest):
+            return view.latest
+        if obstacle := self._obstacle(written, view):
+            raise GivenUp(obstacle)
+        manifest = self._manifest(written, view)
         name = await self._offload(disk.write_manifest, self._spec.storage, manifest)
         ref = ref.model_copy(update={"manifest": name})
         new = CheckpointLatest(
-            uuid=uuid,
+            uuid=written.uuid,
             step=ref.step,
             timeline=ref.timeline,
             term=manifest.term,
             timestamp=manifest.timestamp,
             manifest=name,
             slots=written.slots,
-            kept=kept_after(latest, ref, written.restored, self._spec.keep_checkpoints),
+            kept=kept_after(view.latest, ref, written.restored, self._spec.keep_checkpoints),
         )
-        proofs = [
-            lock,
-            Compare.mod(keys.state, "==", state_kv.mod_revision),
-            Compare.mod(keys.latest, "==", latest_kv.mod_revision if latest_kv else 0),
-        ]
-        # etcd takes so many compares; no part is deleted before a newer one is latest, so the one above covers the rest
-        proofs += [Compare.create(parts[i].key, "==", parts[i].create_revision) for i in needed[: MAX_OPERATIONS - 3]]
         try:
-            committed = await self._etcd.txn(proofs, [Put(keys.latest, new.to_bytes())])
+            committed = await self._etcd.txn(self._proofs(view, lock), [Put(self._keys.latest, new.to_bytes())])
         except OutcomeUnknown:
             return None
         if not committed.succeeded:
             return None
-        log.info("checkpoint_committed", step=new.step, timeline=new.timeline, checkpoint=uuid, parts=len(needed))
+        log.info("checkpoint_committed", step=new.step, timeline=new.timeline, checkpoint=new.uuid)
         return new
 
-    def _manifest(
-        self, written: Written, state: JobState, term: KeyValue | None, parts: Sequence[KeyValue]
-    ) -> Manifest:
+    async def _look(self, uuid: str) -> _View:
+        parts = self._keys.checkpoint_parts(uuid)
+        read = await self._etcd.txn(
+            [], [Get(self._keys.state), Get(self._keys.latest), Get(parts, prefix=True), Get(self._keys.master_lock)]
+        )
+        state, latest, master = read.range(0).first, read.range(1).first, read.range(3).first
+        return _View(
+            state=JobState.model_validate_json(state.value) if state else JobState(),
+            state_revision=state.mod_revision if state else 0,
+            latest=read_latest(latest.value if latest else None),
+            latest_revision=latest.mod_revision if latest else 0,
+            parts={int(self._keys.name_of(kv.key)): kv for kv in read.range(2).kvs},
+            term=master.create_revision if master else self._pserver.term,
+        )
+
+    @staticmethod
+    def _obstacle(written: Written, view: _View) -> str:
+        """Why this must not become the latest checkpoint, or ""."""
+        if view.state.timeline != written.timeline or view.state.phase is Phase.ROLLING_BACK:
+            return f"the job left timeline {written.timeline}"
+        missing = [index for index in checkpoints.writers(written.layout, written.slots) if index not in view.parts]
+        return f"checkpoint {written.uuid} lacks the parts of pservers {missing}" if missing else ""
+
+    def _proofs(self, view: _View, lock: Compare) -> list[Compare]:
+        """That nothing has moved since `view`."""
+        # etcd takes so many compares; no part is deleted before a newer one is latest, so the one of latest covers the rest
+        parts = list(view.parts.values())[: MAX_OPERATIONS - 3]
+        return [
+            lock,
+            Compare.mod(self._keys.state, "==", view.state_revision),
+            Compare.mod(self._keys.latest, "==", view.latest_revision),
+            *(Compare.create(kv.key, "==", kv.create_revision) for kv in parts),
+        ]
+
+    def _manifest(self, written: Written, view: _View) -> Manifest:
+        parts = [view.parts[index] for index in checkpoints.writers(written.layout, written.slots)]
         return Manifest(
             job=self._keys.job,
             uuid=written.uuid,
             step=written.record.version,
             timeline=written.timeline,
-            term=term.create_revision if term else self._pserver.term,
-            generation=state.generation,
+            term=view.term,
+            generation=view.state.generation,
             mode=written.mode,
             lanes=written.lanes,
             seed=self._spec.seed,

@@ -122,10 +122,14 @@ def read_part(storage_url: str, ref: CheckpointRef, part: CheckpointPart, sink: 
         found = tensor_file.read(url, sink)
     except (*_DEFINITE, InvalidArgument, BadFrame) as error:
         _unusable(ref, f"{url} cannot be read: {error}", error)
-    if found.md5 != part.md5:
+    if not is_intact(found, part):
         _unusable(ref, f"{url} has MD5 {found.md5}, {part.md5} was written")
     if found.metadata.get("uuid") != ref.uuid:
         _unusable(ref, f"{url} is of checkpoint {found.metadata.get('uuid')}")
+
+
+def is_intact(read: tensor_file.Summary, part: CheckpointPart) -> bool:
+    return read.md5 == part.md5
 
 
 def verify_parts(storage_url: str, ref: CheckpointRef, manifest: Manifest) -> int:

@@ -19,7 +19,7 @@ from pserver_service.service import Pserver
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    original = getattr(owner, name)
+    original = vars(owner)[name]  # a static method stays one
     setattr(owner, name, function)
     try:
         yield
