@@ -106,7 +106,7 @@ async def _inflict(world: World, fault: Fault) -> None:
                     group.create_task(_kill(world, seat, fault))
         case Kind.KILL_PSERVER:
             seat = _pick(world, fault)
-            if seat and (world.plan.job.mode is Mode.SYNC or world.etcd.value(world.keys.init_done) is None):
+            if seat and (world.plan.job.mode is Mode.SYNC or world.etcd.value(world.keys.init_lock) is None):
                 await _kill(world, seat, fault)
         case Kind.HAND_OVER:
             if seat := _pick(world, fault):

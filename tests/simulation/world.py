@@ -29,6 +29,7 @@ from shared.etcd import Etcd
 from shared.keys import Keys
 from shared.manifest import CheckpointRef, Manifest
 from shared.records import JobSpec, JobState, MasterLock, Mode, Phase, PserverMember, TrainerMember
+from tests.simulation.checkpoints import STORAGE
 from tests.simulation.compute import BLOCK_BYTES, Notes, Speed, TinyCompute
 from tests.simulation.dataset import files_of
 from tests.simulation.etcd import WitnessedEtcd
@@ -67,7 +68,7 @@ def spec_of(plan: Plan) -> JobSpec:
         slot_count=128,
         push_every=job.push_every,
         pull_every=plan.pull_every,
-        storage="memory://simulated",
+        storage=STORAGE,
         lease_ttl_s=LEASE_TTL_S,
         task_timeout_floor_s=TASK_FLOOR_S,
         task_timeout_ceiling_s=TASK_CEILING_S,
