@@ -13,7 +13,7 @@ from typing import Any
 
 from shared import clock, telemetry
 from shared.errors import TriremeError
-from shared.records import JobSpec, JobState, Phase
+from shared.records import JobSpec, JobState, Mode, Phase
 from trireme import exits, resume, run_dir
 from trireme.follow import Follower
 from trireme.local import HOST, LocalCluster
@@ -182,6 +182,10 @@ async def _train(spec: JobSpec, folder: Path, port: int, standbys: int, interrup
             state = await _follow_to_the_end(cluster, follower, folder, screen)
             counts = await follower.last_counts(cluster)
         seconds = clock.monotonic() - started
+    except asyncio.CancelledError:
+        if spec.mode is Mode.SYNC:
+            screen.event(f"job {spec.job} is unfinished; the same command goes on with it")
+        raise
     finally:
         screen.close()
     document = result_document(spec, state, counts, seconds, folder)

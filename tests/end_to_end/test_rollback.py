@@ -99,7 +99,7 @@ def test_a_pserver_killed_in_mid_training_costs_no_bit(trireme, tmp_path, undist
     assert_same(parameters(done), undisturbed)
 
 
-def test_chaos_says_what_it_could_kill(trireme, tmp_path):
+def test_chaos_says_what_it_could_kill_and_ctrl_c_only_interrupts(trireme, tmp_path):
     nothing = trireme.run("chaos", "kill", "--random")
     assert (nothing.code, nothing.out) == (3, "")
     process = trireme.start("run", script_in(tmp_path), "--epochs", 100_000, "--no-check")
@@ -113,7 +113,13 @@ def test_chaos_says_what_it_could_kill(trireme, tmp_path):
     assert re.search(r"noticed +[\d.]+ s later: the launcher saw it exit", killed.out)
     assert re.search(r"next committed step [\d.]+ s \(step \d+\)\nrecords replayed +0\nrecords lost +0\n", killed.out)
     process.send_signal(signal.SIGINT)
-    trireme.end_of(process)
+    stopped = trireme.end_of(process)
+    assert (stopped.code, "is unfinished; the same command goes on with it" in stopped.err) == (130, True)
+    again = trireme.start("run", tmp_path / "script.py", "--epochs", 100_000, "--no-check")
+    wait_for(again, r"job script is unfinished: it goes on$")
+    wait_for(again, r"rolled back to step \d+")
+    again.send_signal(signal.SIGINT)
+    assert trireme.end_of(again).code == 130
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 3)])
