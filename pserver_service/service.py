@@ -360,7 +360,8 @@ class Pserver:
                 async with asyncio.timeout_at(deadline):
                     await waiting.event.wait()
             except TimeoutError:
-                return bool(waiting.arrived)
+                if not waiting.arrived:  # else they came in the last moment, perhaps while this process was frozen
+                    return False
         due.extend(waiting.arrived)
         waiting.arrived.clear()
         return True
