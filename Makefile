@@ -25,14 +25,14 @@ $(STAMP): pyproject.toml constraints.txt
 		echo "==> creating $(VENV) with $$($(PYTHON) --version)"; \
 		$(PYTHON) -m venv $(VENV) || { echo "python3 -m venv failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; rm -rf $(VENV); exit 2; }; fi
 	@echo "==> installing torch $(TORCH) (the long part, once)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==$(TORCH)'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check 'torch==$(TORCH)'
 	@echo "==> installing trireme and what it needs"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,examples]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,examples]'
 	@touch $@
 
 demo: $(STAMP) ## set up, then train examples/digits with 2 trainers and 2 parameter servers
 	@echo "==> training examples/digits with 2 trainers and 2 parameter servers"
-	@$(BIN)/trireme run examples/digits/digits.py --job demo --trainers 2 --pservers 2 --fresh
+	@$(BIN)/trireme run examples/digits/digits.py --job demo --trainers 2 --pservers 2
 
 test: lint types pytest ## ruff, mypy --strict, pytest: what CI runs
 

@@ -360,11 +360,10 @@ class Pserver:
                 async with asyncio.timeout_at(deadline):
                     await waiting.event.wait()
             except TimeoutError:
-                if not waiting.arrived:  # else they came in the last moment, perhaps while this process was frozen
-                    return False
+                pass  # what arrived at that very moment is taken
         due.extend(waiting.arrived)
         waiting.arrived.clear()
-        return True
+        return bool(due)
 
     def _too_early(self, store: Store, waiting: _Waiting) -> PullEnd:
         number = min(waiting.missing)

@@ -156,10 +156,13 @@ class SyncLoop:
             self._lane_zero = step, self._compute.begin_step()
         shares: dict[int, tuple[Portion, LaneResult]] = {}
         self._idle.clear()
-        async with asyncio.TaskGroup() as group:
-            contributing = group.create_task(self._contribute(step, positions, self._lane_zero[1], shares))
-            following = await self._transfer.pull(step + 1)
-            await self._settled(contributing)
+        try:
+            async with asyncio.TaskGroup() as group:
+                contributing = group.create_task(self._contribute(step, positions, self._lane_zero[1], shares))
+                following = await self._transfer.pull(step + 1)
+                await self._settled(contributing)
+        finally:
+            self._idle.set()
         if following is None:
             raise Gone(f"no parameter server keeps the reader positions of version {step + 1}")
         self._compute.swap()

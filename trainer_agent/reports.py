@@ -6,6 +6,7 @@ complete(task) ─► in order, until taken or stale      share(step) ─► bat
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -47,7 +48,11 @@ class Reports:
             log.warning("report_dropped", task=task.task_id, queued=QUEUED)
 
     def share(self, share: StepMetrics) -> None:
-        self._metrics.add(share, clock.monotonic())
+        """A loss that is not a number is told in the log only: JSON has no word for it."""
+        if math.isfinite(share.loss_sum):
+            self._metrics.add(share, clock.monotonic())
+        else:
+            log.warning("loss_is_not_finite", step=share.step, epoch=share.epoch, records=share.records)
 
     def suspect(self, member_id: str, cause: str) -> None:
         """A peer could not be reached; at most one report a second about each."""

@@ -31,6 +31,11 @@ class Patience:
 
     async def failed(self, error: object) -> None:
         self._failures += 1
+        self.waited(error)
+        await asyncio.sleep(ids.jitter(backoff_s(self._failures)))
+
+    def waited(self, error: object) -> None:
+        """The peer itself let us wait: no pause, but no endless patience either. Raises DeadlineExceeded."""
         now = clock.monotonic()
         if now - self._since > self._limit_s:
             raise DeadlineExceeded(
@@ -40,7 +45,6 @@ class Patience:
         if now - self._noticed > NOTICE_S:
             self._noticed = now
             log.warning("still_trying", what=self._what, seconds=round(now - self._since), cause=str(error))
-        await asyncio.sleep(ids.jitter(backoff_s(self._failures)))
 
 
 async def persist(call: Callable[[], Awaitable[T]], what: str, limit_s: float = PATIENCE_S) -> T:

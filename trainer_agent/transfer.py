@@ -7,12 +7,13 @@ staging vector ◄── blocks of one version as they are there    pull: the ve
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from shared import telemetry
 from shared.directory import Directory
-from shared.errors import Gone, NotReady, PeerError, StaleGeneration, TooEarly, TriremeError
+from shared.errors import Gone, NotReady, PeerError, StaleGeneration, TriremeError
 from shared.messages import (
     LedgerAnswer,
     LedgerQuery,
@@ -62,7 +63,7 @@ class Outbox:
             await self._more.wait()
         return bool(self._items)
 
-    async def stream(self) -> AsyncIterator[tuple[PushBlock, memoryview]]:
+    async def stream(self) -> AsyncGenerator[tuple[PushBlock, memoryview], None]:
         sent = 0
         while True:
             while sent < len(self._items):
@@ -121,17 +122,20 @@ class Transfer:
             request = PullRequest(**self.envelope(), version=version, blocks=tuple(missing), wait_s=PULL_WAIT_S)
             try:
                 end = await self._port(index).pull(request, self._place, placed)
-                record = end.record or record
-                if end.code == "GONE":
-                    raise Gone(end.message)
-                problem: TriremeError | None = TooEarly(end.message) if missing else None
             except (PeerError, StaleGeneration) as error:
-                problem = error
                 await self._look_again(index, error)
+                await patience.failed(error)
+                continue
+            record = end.record or record
             if len(missing) < before:
                 patience.reset()
-            if problem is not None:
-                await patience.failed(problem)
+            match end.code:
+                case "GONE":
+                    raise Gone(end.message)
+                case "TOO_EARLY":
+                    patience.waited(end.message)
+                case "NOT_READY" | "OK" if missing:
+                    await patience.failed(end.message or f"{len(missing)} blocks did not come")
         return record
 
     def _place(self, item: PulledBlock) -> memoryview:
@@ -146,7 +150,8 @@ class Transfer:
         patience = Patience(f"pushing step {header.step} to pserver {index}")
         while True:
             try:
-                answer = await self._port(index).push(header, outbox.stream())
+                async with aclosing(outbox.stream()) as blocks:
+                    answer = await self._port(index).push(header, blocks)
             except StaleGeneration:
                 return Verdict.STALE
             except PeerError as error:

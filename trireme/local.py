@@ -305,12 +305,12 @@ class LocalCluster:
         self._stopping = True
         if not self._final.done() or self._final.exception() is None:  # an exception nobody asked for is no warning
             self._final.cancel()
+        for task in self._running:
+            task.cancel()
         for role in MODULES:
             async with asyncio.TaskGroup() as group:
                 for child in self._of(role):
                     group.create_task(child.end(GRACE_S))
-        for task in self._running:
-            task.cancel()
         if hasattr(self, "etcd"):
             await self.etcd.close()
         await self.embedded.stop()

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 LINE_EVERY_S = 5.0
+LINE_AT_MOST_EVERY_S = 1.0
 REFRESH_PER_SECOND = 4
 
 
@@ -48,7 +49,7 @@ class Progress:
     def training(self) -> str:
         """`epoch 2/5  step 140  loss 0.312  5,120 records/s  ETA 0:12`."""
         if self.phase == "WAITING":
-            return f"waiting: {self.reason}" if self.reason else "waiting for members"
+            return self.reason or "waiting for members"
         if self.stage not in {"TRAIN", ""}:
             return f"{self.stage.lower()}: {self.reason}" if self.reason else self.stage.lower()
         parts = [f"epoch {min(self.epoch + 1, self.epochs)}/{self.epochs}"]
@@ -78,7 +79,7 @@ def clock_text(seconds: float) -> str:
 
 
 class Display(Protocol):
-    """`close` leaves what was last shown on the screen."""
+    """`close` leaves the events on the screen, not the progress: the summary follows."""
 
     def show(self, progress: Progress, now: float) -> None: ...
 
@@ -88,7 +89,7 @@ class Display(Protocol):
 
 
 class LineDisplay:
-    """For logs and pipes: events at once, progress every `LINE_EVERY_S` seconds and whenever epoch or phase change."""
+    """For logs and pipes: events at once, progress every `LINE_EVERY_S` seconds and soon after epoch or phase changed."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -96,8 +97,10 @@ class LineDisplay:
 
     def show(self, progress: Progress, now: float) -> None:
         place = (progress.phase, progress.stage, progress.epoch)
-        if self._last is not None and self._last[1] == place and now - self._last[0] < LINE_EVERY_S:
-            return
+        if self._last is not None:
+            since_s, before = now - self._last[0], self._last[1]
+            if since_s < (LINE_EVERY_S if before == place else LINE_AT_MOST_EVERY_S):
+                return
         self._last = (now, place)
         self.event(f"{progress.phase}  {progress.training()}  {progress.members()}")
 
@@ -113,7 +116,7 @@ class LiveDisplay:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._live = Live(Text("starting"), console=console, refresh_per_second=REFRESH_PER_SECOND, transient=False)
+        self._live = Live(Text("starting"), console=console, refresh_per_second=REFRESH_PER_SECOND, transient=True)
         self._live.start()
 
     def show(self, progress: Progress, now: float) -> None:  # noqa: ARG002  it is drawn at its own rate

@@ -57,7 +57,7 @@ def summary_text(document: Mapping[str, Any]) -> str:
     if document["loss"] is not None:
         rows.insert(1, ("loss", f"{number(document['loss'])} (mean of the last epoch)"))
     if discarded["tasks"]:
-        rows.append(("discarded", f"{discarded['tasks']} tasks, {discarded['records']:,} records: see `trireme tasks`"))
+        rows.append(("discarded", f"{discarded['tasks']} tasks, {discarded['records']:,} records"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 

@@ -70,10 +70,13 @@ def run_command(request: RunRequest) -> int:
 async def _run(request: RunRequest) -> int:
     interrupt = Interrupt()
     with interrupt.listening():
-        settings, inspection = await _settings(request)
+        decided = _decided(request)
+        port, standbys = _number(decided, "port", 65535), _number(decided, "standbys", 16)
+        if port and not request.dry_run:
+            run_dir.check_port(HOST, port)
+        settings, inspection = await _with_script(request, decided)
         job = str(settings["job"].value) if "job" in settings else job_name(request.script)
         data_dir = Path(str(settings["data_dir"].value)) if "data_dir" in settings else DATA_DIR
-        port, standbys = _number(settings, "port", 65535), _number(settings, "standbys", 16)
         spec = job_spec(
             settings | {"job": Setting(job, "--job")},
             script=str(request.script.absolute()),
@@ -84,8 +87,6 @@ async def _run(request: RunRequest) -> int:
         if request.dry_run:
             print(spec.model_dump_json(exclude_none=True, indent=2))  # noqa: T201
             return exits.OK
-        if port:
-            run_dir.check_port(HOST, port)
         with run_dir.opened(data_dir, job) as folder:
             remains, script = resume.examine(folder), resume.script_digest(request.script)
             plan = resume.decide(remains, spec, script, folder, fresh=request.fresh)
@@ -111,15 +112,18 @@ def _prepare(folder: Path, start: resume.Start, script: str) -> None:
         raise UsageError(msg) from error
 
 
-async def _settings(request: RunRequest) -> tuple[dict[str, Setting], Inspection]:
-    """Everything but the script is looked at first: importing torch takes seconds, a wrong flag should not."""
+def _decided(request: RunRequest) -> dict[str, Setting]:
+    """What is said outside the script: looked at first, for importing torch takes seconds and a wrong flag should not."""
     flags = from_flags({**from_assignments(request.assignments), **_given(request.flags)})
-    stronger = [flags, from_environment(), from_toml(Path(TOML))]
-    decided = merge(stronger)
+    decided = merge([flags, from_environment(), from_toml(Path(TOML))])
     check_fields(decided)
+    return decided
+
+
+async def _with_script(request: RunRequest, decided: dict[str, Setting]) -> tuple[dict[str, Setting], Inspection]:
     known = {name: setting.value for name, setting in decided.items() if name in SETTINGS}
     inspection = await inspect(request.script, known, check=request.check)
-    return merge([*stronger, from_script(inspection.config)]), inspection
+    return merge([from_script(inspection.config)]) | decided, inspection
 
 
 def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,7 +179,7 @@ async def _train(spec: JobSpec, folder: Path, port: int, standbys: int, interrup
     screen = display()
     started = clock.monotonic()
     try:
-        follower = Follower(screen)
+        follower = Follower(spec.mode, screen)
         cluster = LocalCluster(spec, folder, port=port, standbys=standbys, on_event=follower.on_child)
         interrupt.cluster = cluster
         async with cluster:

@@ -60,6 +60,17 @@ def test_the_first_ctrl_c_stops_all_children_in_order(trireme, tmp_path):
         assert '"signal": "SIGTERM"' in (logs / f"{name}.log").read_text()
 
 
+def test_the_second_ctrl_c_kills(trireme, tmp_path):
+    process = trireme.start("run", write_script(tmp_path), "--epochs", 100_000, "--trainers", 1)
+    _wait_for(process, "RUNNING")
+    trainer = next(child for child in trireme.family() if "trainer_agent" in child.cmdline())
+    trainer.suspend()  # it will not stop by itself
+    process.send_signal(signal.SIGINT)
+    _wait_for(process, "once more to kill")
+    process.send_signal(signal.SIGINT)
+    assert trireme.end_of(process).code == 130
+
+
 def test_ctrl_c_before_anything_is_started_leaves_nothing(trireme, tmp_path):
     process = trireme.start("run", write_script(tmp_path, head="import time\ntime.sleep(60)\n"))
     while len(trireme.family()) < 2:  # the launcher, and the child that imports the script

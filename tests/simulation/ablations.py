@@ -9,12 +9,14 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from master_service.core.changes import DropPending
 from master_service.core.tasks import TaskQueue
 from master_service.transact import Transactor
 from pserver_service.core.accumulator import Accumulator
 from pserver_service.core.blocks import Verdict
 from pserver_service.core.ledger import Ledger
 from pserver_service.service import Pserver
+from shared.messages import PushHeader
 
 
 @contextlib.contextmanager
@@ -33,8 +35,22 @@ def no_term_fence() -> Any:
 
 
 def no_attempt_fence() -> Any:
-    """Any report about a task is taken, whoever sends it."""
-    return replaced(TaskQueue, "check_attempt", lambda *_: None)
+    """Any report about a task is taken, whoever sends it and however late."""
+    apply, sign_of_life = TaskQueue.apply, TaskQueue.sign_of_life
+
+    def applied(self: TaskQueue, change: Any, now: float) -> None:
+        if not (isinstance(change, DropPending) and change.task_id not in self.pending):
+            apply(self, change, now)
+
+    def seen(self: TaskQueue, task_id: str, minibatches: int, now: float) -> None:
+        if task_id in self.pending:
+            sign_of_life(self, task_id, minibatches, now)
+
+    return _both(
+        replaced(TaskQueue, "check_attempt", lambda *_: None),
+        replaced(TaskQueue, "apply", applied),
+        replaced(TaskQueue, "sign_of_life", seen),
+    )
 
 
 def no_generation_fence() -> Any:
@@ -48,14 +64,26 @@ def no_tree_dedup() -> Any:
 
 
 def no_ledger_dedup() -> Any:
-    """A minibatch that was applied is applied again."""
-    judge = Ledger.judge
+    """A minibatch that a block has is applied to it again; the books themselves stay as they are."""
+    judge, enter = Ledger.judge, Ledger.enter
 
-    def judged(self: Ledger, push: Any, task: int, block: int) -> Verdict:
+    def judged(self: Ledger, push: PushHeader, task: int, block: int) -> Verdict:
         verdict = judge(self, push, task, block)
-        return Verdict.APPLIED if verdict is Verdict.DUPLICATE and self._books(push.epoch) is not None else verdict
+        return Verdict.APPLIED if verdict is Verdict.DUPLICATE else verdict
 
-    return replaced(Ledger, "judge", judged)
+    def entered(self: Ledger, push: PushHeader, task: int, block: int) -> None:
+        books = self._books(push.epoch)
+        if books is not None and task in books.open and books.open[task].next[block] == push.start:
+            enter(self, push, task, block)
+
+    return _both(replaced(Ledger, "judge", judged), replaced(Ledger, "enter", entered))
+
+
+def _both(*blocks: contextlib.AbstractContextManager[None]) -> contextlib.ExitStack:
+    stack = contextlib.ExitStack()
+    for block in blocks:
+        stack.enter_context(block)
+    return stack
 
 
 ABLATIONS: dict[str, Callable[[], Any]] = {

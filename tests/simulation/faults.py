@@ -17,7 +17,7 @@ from tests.simulation.network import CALM, Weather, weather_of
 class Kind(StrEnum):
     KILL_TRAINER = "kill trainer"
     KILL_TRAINERS = "kill every trainer"
-    KILL_PSERVER = "kill pserver before the parameters are there"
+    KILL_PSERVER = "kill pserver"
     JOIN_TRAINER = "join trainer"
     FREEZE_TRAINER = "freeze trainer"
     CUT_TRAINER = "cut trainer off"
@@ -138,7 +138,7 @@ def plan(seed: int, mode: Mode) -> Plan:
     rng = random.Random(f"{mode}-{seed}")
     files, task_records, minibatch, lanes = JOBS[rng.randrange(len(JOBS))]
     slowness = rng.choice([0.05, 0.3, 0.8])
-    speed = Speed(slowness / 2, slowness, stall=rng.choice([0.0, 0.0, 0.05]), stall_s=rng.choice([2.0, 12.0]))
+    speed = Speed(slowness / 2, slowness, stall=rng.choice([0.0, 0.0, 0.05]), stall_s=rng.choice([2.0, 7.0]))
     job = Job(
         mode=mode,
         files=files,
@@ -153,7 +153,7 @@ def plan(seed: int, mode: Mode) -> Plan:
         seed=seed,
         job=job,
         pull_every=rng.choice([1, 2, 3]) if mode is Mode.ASYNC else 1,
-        evaluate=rng.random() < 0.3,
+        evaluate=rng.random() < 0.5,
         trainers=rng.choice([1, 2, 3, 4]),
         pservers=rng.choice([1, 2, 3]),
         masters=rng.choice([1, 2, 2]),
@@ -189,7 +189,7 @@ def _fault(rng: random.Random, kind: Kind, window_s: float, mode: Mode) -> Fault
         case Kind.FREEZE_TRAINER | Kind.FREEZE_MASTER:
             return Fault(at, kind, pick, rng.choice([0.5, 3.0, 8.0, 15.0]))
         case Kind.CUT_TRAINER:
-            return Fault(at, kind, pick, rng.choice([0.5, 3.0, 9.0]), peer=rng.choice(list(Peer)))
+            return Fault(at, kind, pick, rng.choice([0.5, 3.0, 9.0, 14.0]), peer=rng.choice(list(Peer)))
         case Kind.CUT_MASTER:
             return Fault(
                 at, kind, pick, rng.choice([0.5, 3.0, 6.0, 9.0]), peer=rng.choice([Peer.ETCD, Peer.ETCD, Peer.ALL])

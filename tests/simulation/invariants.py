@@ -12,13 +12,13 @@ from shared.records import EvaluationSums, JobResult, Mode, Phase, TaskMeta
 from tests.simulation.compute import RECORD_SLOTS, applied_of, param_blocks
 from tests.simulation.faults import Job
 from tests.simulation.reference import final_parameters, task_minibatches, tasks_of
-from tests.simulation.world import World
+from tests.simulation.world import World, described
 
 
 def violations(world: World) -> Iterator[str]:
     yield from world.failures
     yield from world.etcd.violations
-    yield from (f"a handler crashed: {error!r}" for error in world.network.crashes)
+    yield from (f"a handler crashed: {described(error)}" for error in world.network.crashes)
     if world.state.phase is not Phase.COMPLETED:
         yield f"the job is {world.state.phase}: {world.state.reason}"
         return
@@ -85,7 +85,7 @@ def _difference(one: bytes, other: bytes) -> str:
 
 def _applications(job: Job) -> list[float]:
     """Per record: epochs / n, n being the records of the push that holds it. Its push: push_every minibatches of a task
-    in that epoch's order, so n depends on where the order puts the record; see `_applied_in`."""
+    in that epoch's order, so n depends on where the order puts the record."""
     expected = [0.0] * sum(job.files)
     for epoch in range(job.epochs):
         for names, count in _pushes(job, epoch):

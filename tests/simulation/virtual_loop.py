@@ -19,6 +19,7 @@ import heapq
 import random
 import selectors
 import socket
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
@@ -149,6 +150,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.set_task_factory(lambda _, work, context=None: _Task(work, loop=self, context=context))
         self.set_exception_handler(lambda _, context: self.errors.append(context))
 
+    def unbounded(self) -> None:
+        self._max_seconds = self._max_callbacks = sys.maxsize
+
     def next_number(self) -> int:
         self._numbers += 1
         return self._numbers
@@ -261,4 +265,22 @@ def run(loop: VirtualLoop, main: Coroutine[Any, Any, Any], rng: random.Random) -
         try:
             return loop.run_until_complete(main)
         finally:
+            loop.unbounded()
+            with contextlib.suppress(Deadlock):
+                loop.run_until_complete(_unwound())
             loop.close()
+
+
+async def _unwound() -> None:
+    """As asyncio.Runner does: generators that were left behind are closed, then what is left is cancelled.
+
+    Tasks of processes that stay dead stay as they are."""
+    await asyncio.get_running_loop().shutdown_asyncgens()
+    for _ in range(3):
+        for _ in range(3):
+            await asyncio.sleep(0)
+        left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=1.0)

@@ -45,7 +45,19 @@ HOMES = {
     "cloudpickle": (),
 }
 
-PURE = {*["__future__", "dataclasses", "enum", "typing", "collections", "itertools", "functools", "math", "heapq", "bisect", "numpy", "torch"]}
+PURE = {
+    "__future__",
+    "bisect",
+    "collections",
+    "dataclasses",
+    "enum",
+    "functools",
+    "heapq",
+    "itertools",
+    "math",
+    "typing",
+}
+PURE |= {"numpy", "torch"}  # where arrays are the subject
 PURE_SHARED = {"records", "datasets", "messages", "lanes", "slots", "errors", "keys", "manifest"}
 
 

@@ -88,7 +88,7 @@ class Cluster:
         self.pservers = [Pserver(spec.job, f"pserver-{index}-x", index) for index in range(spec.pservers)]
         self.master = Master(self.etcd, self.keys, name="master-0", url="http://127.0.0.1:1", spec=spec)
         self.port = MasterPort(self.master)
-        self.agents: dict[str, Agent] = {}
+        self.computes: dict[str, TorchCompute] = {}
         self.running: dict[str, asyncio.Task[int]] = {}
         self.stopping: dict[str, asyncio.Event] = {}
         self._computing = ThreadPoolExecutor(1)
@@ -131,7 +131,7 @@ class Cluster:
             offload=offload,
             stopping=self.stopping[name],
         )
-        self.agents[name] = agent
+        self.computes[name] = compute
         self.running[name] = self._group.create_task(self._outcome(agent))
         return agent
 

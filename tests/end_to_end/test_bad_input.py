@@ -1,0 +1,152 @@
+"""What users get wrong: one clear message each, no stack trace for what is no bug, no child left, the right exit code."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import numpy as np
+import pytest
+
+from tests.end_to_end.scripts import HEAD, LOSS, write_script
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+
+FAILS_IN_TRAINERS = LOSS.replace(
+    "    return", "    if 'TRIREME_NAME' in os.environ: raise RuntimeError('boom')\n    return"
+)
+
+
+def one_message(done, code, *parts):
+    """Exit code, nothing on stdout, and a short message that has all parts and no stack trace."""
+    assert done.code == code, done.err
+    assert done.out == ""
+    for part in parts:
+        assert part in done.err
+    assert "Traceback" not in done.err
+    assert len(done.err.strip().splitlines()) <= 2
+    assert done.err.count("error: ") == 1
+
+
+def test_a_missing_script(trireme):
+    one_message(trireme.run("run", "nope.py"), 2, "nope.py does not exist", "give the path of a Python file")
+
+
+def test_a_folder_instead_of_a_script(trireme, tmp_path):
+    one_message(trireme.run("run", tmp_path), 2, "is a directory")
+
+
+def test_a_module_without_model(trireme, tmp_path):
+    script = write_script(tmp_path, model="")
+    one_message(trireme.run("run", script), 2, f"{script} has no function 'model'", "def model()")
+
+
+def test_a_dataset_that_does_not_exist(trireme, tmp_path):
+    script = write_script(tmp_path, dataset="def dataset():\n    return trireme.data.Parquet('none-*.parquet')\n")
+    one_message(trireme.run("run", script), 2, "none-*.parquet matches no file")
+
+
+def test_an_unreadable_dataset(trireme, tmp_path):
+    script = write_script(tmp_path, dataset="def dataset():\n    return trireme.data.Parquet(str(HERE / 'x.npy'))\n")
+    one_message(trireme.run("run", script), 2, "x.npy cannot be read as Parquet")
+
+
+def test_an_empty_dataset(trireme, tmp_path):
+    np.save(tmp_path / "none.npy", np.zeros((0, 8), np.float32))
+    script = write_script(tmp_path, dataset="def dataset():\n    return trireme.data.Npy(str(HERE / 'none.npy'))\n")
+    one_message(trireme.run("run", script), 2, "none.npy has no records")
+
+
+def test_an_optimizer_that_cannot_run_on_the_servers(trireme, tmp_path):
+    script = write_script(
+        tmp_path, optimizer="def optimizer(model):\n    return torch.optim.LBFGS(model.parameters())\n"
+    )
+    one_message(trireme.run("run", script), 2, "LBFGS", "use one of torch.optim: SGD, Adam")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lanes", 6], "lanes must be a power of two, got 6; use 4 or 8 (from --lanes)"),
+        (["--epochs", "0"], "--epochs = 0: input should be greater than or equal to 1"),
+        (["--mode", "fast"], "--mode = 'fast': input should be 'sync' or 'async'"),
+        (["--port", 70_000], "--port = 70000: a whole number from 0 to 65535 is needed"),
+        (["--job", "My Job"], "--job = 'My Job'"),
+        (["--set", "colour=blue"], "no setting 'colour'"),
+        (["--global-batch-size", 30], "global_batch_size 30 is not a multiple of lanes 4"),
+    ],
+)
+def test_settings_that_cannot_be(trireme, tmp_path, flags, message):
+    one_message(trireme.run("run", write_script(tmp_path), *flags), 2, message)
+
+
+def test_lanes_of_the_scripts_config_that_are_no_power_of_two(trireme, tmp_path):
+    script = write_script(tmp_path, config="config = trireme.Config(lanes=6)\n")
+    one_message(trireme.run("run", script), 2, "trireme.Config: lanes must be a power of two, got 6; use 4 or 8")
+
+
+def test_a_port_in_use(trireme, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        one_message(trireme.run("run", write_script(tmp_path), "--port", port), 2, f"port {port}", "is not free")
+
+
+def test_a_data_directory_that_cannot_be_written(trireme, tmp_path):
+    script = write_script(tmp_path)
+    one_message(trireme.run("run", script, "--data-dir", script), 2, "cannot be written", "--data-dir")
+
+
+def test_an_etcd_that_is_none(trireme, tmp_path):
+    script = write_script(tmp_path)
+    one_message(trireme.run("run", script, "--no-check", ETCD_BIN=str(script)), 2, "ETCD_BIN", "not an executable file")
+
+
+def the_users_traceback(done, *parts):
+    assert (done.code, done.out) == (1, "")
+    assert done.err.count("Traceback (most recent call last)") == 1
+    assert done.err.startswith("Traceback")
+    for part in parts:
+        assert part in done.err
+    assert "trainer_agent" not in done.err
+
+
+def test_a_script_that_does_not_import(trireme, tmp_path):
+    script = write_script(tmp_path, head=HEAD + "import nonexistent_thing\n")
+    the_users_traceback(trireme.run("run", script), "script.py", "No module named 'nonexistent_thing'")
+
+
+def test_a_script_that_is_no_python(trireme, tmp_path):
+    done = trireme.run("run", write_script(tmp_path, model="def model(:\n"))
+    assert (done.code, done.out) == (1, "")
+    assert "SyntaxError: invalid syntax" in done.err
+    assert "trainer_agent" not in done.err
+
+
+def test_a_model_that_fails_in_forward(trireme, tmp_path):
+    script = write_script(tmp_path, loss="def loss(model, batch):\n    return model(batch['z'])\n")
+    the_users_traceback(trireme.run("run", script), "in loss", "KeyError: 'z'", "in the first minibatch")
+
+
+def test_records_of_the_wrong_shape(trireme, tmp_path):
+    script = write_script(tmp_path, model="def model():\n    return nn.Linear(9, 1)\n")
+    the_users_traceback(trireme.run("run", script), "cannot be multiplied", "in the first minibatch")
+
+
+def test_a_model_that_fails_only_in_training_tells_its_task(trireme, tmp_path):
+    script = write_script(tmp_path, head="import os\n" + HEAD, loss=FAILS_IN_TRAINERS)
+    done = trireme.run("run", script, "--json")
+    assert done.code == 1
+    assert done.err.count("Traceback (most recent call last)") == 1
+    assert "RuntimeError: boom\nin task " in done.err
+    assert "job failed: RuntimeError twice before the first step was done: boom" in done.err
+    assert "trainer_agent" not in done.err
+    result = json.loads(done.out)
+    assert (result["phase"], result["failure"]["error_type"]) == ("FAILED", "RuntimeError")
+
+
+def test_a_script_that_ends_its_process(trireme, tmp_path):
+    done = trireme.run("run", write_script(tmp_path, model="import os\nos._exit(7)\n"))
+    assert (done.code, done.out) == (1, "")
+    assert "ended the process that imports it (exit code 7)" in done.err

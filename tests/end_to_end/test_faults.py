@@ -1,0 +1,186 @@
+"""Real processes are killed in the middle of a run; in synchronous mode not one bit of the result may change."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections import Counter
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.datasets import Npy
+from shared.records import JobSpec, Phase
+from tests.end_to_end.scripts import EVALUATION, LOSS, RECORDS, write_script
+from trainer_agent.pservers import HttpPserver
+from trireme.client import Client
+from trireme.local import LocalCluster
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+
+EPOCHS = 40
+STEPS = EPOCHS * RECORDS // 32
+END_S = 120.0
+SLOW_LOSS = LOSS.replace("    return", "    time.sleep(0.004)\n    return").replace("\ndef", "import time\n\n\ndef")
+
+
+def spec_of(folder: Path, **changes) -> JobSpec:
+    (folder / "data").mkdir(exist_ok=True)
+    script = write_script(folder / "data", loss=SLOW_LOSS, evaluation=EVALUATION)
+    files = [str(folder / "data" / name) for name in ("x.npy", "y.npy")]
+    settings = {
+        "job": "faults",
+        "script": str(script),
+        "dataset": Npy(*files, aligned=True),
+        "evaluation_dataset": Npy(*files, aligned=True),
+        "storage": str(folder / "run"),
+        "epochs": EPOCHS,
+        "global_batch_size": 32,
+        "lanes": 4,
+        "seed": 3,
+        "records_per_task": 16,
+        "block_bytes": 256,
+        "trainers": 2,
+        "pservers": 2,
+    }
+    return JobSpec.model_validate({**settings, **changes})
+
+
+@asynccontextmanager
+async def cluster_of(spec: JobSpec, folder: Path, **options):
+    """A running job; `cluster.deaths` counts its children's deaths by name."""
+    deaths: Counter[str] = Counter()
+    cluster = LocalCluster(
+        spec,
+        folder / "run",
+        on_event=lambda event: deaths.update([event.child] if event.what == "died" else []),
+        **options,
+    )
+    cluster.deaths = deaths
+    async with cluster:
+        yield cluster
+    assert not any(child.alive for child in cluster.children.values())
+    assert not cluster.embedded.running
+
+
+async def reach_step(cluster: LocalCluster, step: int) -> None:
+    """Wait until the job has done that many steps."""
+    async with asyncio.timeout(END_S):
+        while True:
+            async with Client(await cluster.master_url()) as client:
+                job = await client.job()
+            assert job["phase"] in {"WAITING", "RUNNING"}, job
+            if (job["progress"].get("step") or 0) >= step:
+                return
+            await asyncio.sleep(0.05)
+
+
+async def completed(cluster: LocalCluster) -> dict[str, torch.Tensor]:
+    state = await cluster.wait(END_S)
+    assert state.phase is Phase.COMPLETED, state
+    assert state.result.trained_records == EPOCHS * RECORDS
+    assert state.result.discarded_tasks == 0
+    return torch.load(state.result.exports["state_dict"], weights_only=True)
+
+
+def same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> dict[str, torch.Tensor]:
+    """One trainer, one parameter server, nobody dies."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+
+    async def run() -> dict[str, torch.Tensor]:
+        async with cluster_of(spec_of(folder, trainers=1, pservers=1), folder) as cluster:
+            return await completed(cluster)
+
+    return asyncio.run(run())
+
+
+async def test_more_trainers_and_pservers_give_the_same_bits(tmp_path, undisturbed):
+    async with cluster_of(spec_of(tmp_path, trainers=3, pservers=3), tmp_path) as cluster:
+        assert same_bits(await completed(cluster), undisturbed)
+
+
+async def test_a_killed_trainer_and_a_new_one_change_no_bit(tmp_path, undisturbed):
+    async with cluster_of(spec_of(tmp_path), tmp_path) as cluster:
+        await reach_step(cluster, STEPS // 5)
+        cluster.kill("trainer-0")
+        await cluster.add_trainer()
+        await reach_step(cluster, 2 * STEPS // 5)
+        cluster.kill("trainer-1")
+        assert same_bits(await completed(cluster), undisturbed)
+        assert cluster.deaths == {"trainer-0": 1, "trainer-1": 1}
+
+
+async def test_a_killed_master_changes_no_bit(tmp_path, undisturbed):
+    async with cluster_of(spec_of(tmp_path), tmp_path) as cluster:
+        await reach_step(cluster, STEPS // 5)
+        cluster.kill("master-0")
+        assert same_bits(await completed(cluster), undisturbed)
+        assert cluster.deaths == {"master-0": 1}
+
+
+async def test_a_standby_takes_over_from_a_killed_master(tmp_path, undisturbed):
+    async with cluster_of(spec_of(tmp_path), tmp_path, standbys=1) as cluster:
+        await reach_step(cluster, STEPS // 5)
+        before = await cluster.master_url()
+        leader = "master-0" if await _leads(cluster, "master-0") else "master-1"
+        cluster.kill(leader)
+        await cluster.directory.wait_for(lambda view: view.master and view.master.url != before, 10, "a new leader")
+        assert same_bits(await completed(cluster), undisturbed)
+
+
+async def test_a_killed_etcd_that_comes_back_changes_no_bit(tmp_path, undisturbed):
+    async with cluster_of(spec_of(tmp_path), tmp_path) as cluster:
+        await reach_step(cluster, STEPS // 5)
+        cluster.kill("etcd")
+        assert same_bits(await completed(cluster), undisturbed)
+        assert cluster.deaths["etcd"] == 1
+
+
+async def test_a_killed_parameter_server_fails_the_job_with_the_reason(tmp_path):
+    async with cluster_of(spec_of(tmp_path, trainers=1), tmp_path) as cluster:
+        await reach_step(cluster, 5)
+        cluster.kill("pserver-1")
+        state = await cluster.wait(END_S)
+    assert state.phase is Phase.FAILED
+    assert "no checkpoint exists" in state.reason
+
+
+async def test_a_frozen_trainer_is_left_behind_and_changes_no_bit(tmp_path, undisturbed):
+    async with cluster_of(spec_of(tmp_path, lease_ttl_s=2.0), tmp_path) as cluster:
+        await reach_step(cluster, STEPS // 5)
+        cluster.kill("trainer-1", signal.SIGSTOP)
+        try:
+            assert same_bits(await completed(cluster), undisturbed)
+        finally:
+            cluster.kill("trainer-1", signal.SIGCONT)
+
+
+async def test_an_asynchronous_job_applies_every_minibatch_exactly_once_though_a_trainer_is_killed(tmp_path):
+    spec = spec_of(tmp_path, mode="async", global_batch_size=8, lanes=1)
+    async with cluster_of(spec, tmp_path) as cluster:
+        await reach_step(cluster, 50)
+        cluster.kill("trainer-1")
+        await completed(cluster)
+        assert cluster.deaths["trainer-1"] == 1
+        for member in cluster.directory.pservers.values():
+            pserver = HttpPserver(member, "")
+            try:
+                info = await pserver.info()
+            finally:
+                await pserver.close()
+            assert info.updates == info.blocks * EPOCHS * RECORDS // 8
+            for epoch in info.ledger:
+                assert (epoch.applied_lowest, epoch.applied_highest) == (RECORDS // 8, RECORDS // 8)
+                assert (epoch.tasks_closed, epoch.tasks_open) == (RECORDS // 16, 0)
+
+
+async def _leads(cluster: LocalCluster, name: str) -> bool:
+    async with Client(await cluster.master_url()) as client:
+        return (await client.job())["master"]["master_id"].startswith(f"{name}-")
