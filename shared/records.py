@@ -140,10 +140,9 @@ class JobResult(Record):
 
 
 class JobState(Record):
-    """`trainers`: the members of this generation, in order of arrival. `timeline`: generation of the last roll-back
-    (versions repeat after one: whoever holds parameters of another timeline forgets them). `checkpoint`: uuid of the
-    checkpoint this timeline starts from. Both change only together, with phase ROLLING_BACK; `slots` too is written only
-    in the transaction that begins a timeline."""
+    """`trainers`: of this generation, in order of arrival. `timeline`: generation of the last roll-back (versions repeat
+    after one: whoever holds parameters of another timeline forgets them). `checkpoint`: uuid of where it starts from.
+    Both change only together; `slots` too is written only in the transaction that begins a timeline."""
 
     phase: Phase = Phase.WAITING
     stage: Stage = Stage.TRAIN
@@ -339,8 +338,7 @@ class TaskAnswer(Record):
 
 
 class TaskProgress(Record):
-    """`epoch`, `timeline` (here and in the other reports): the task's, so that a report delayed into the next epoch or
-    over a roll-back is known as stale."""
+    """`epoch`, `timeline` (in all reports): the task's, so that a late one is known as stale."""
 
     trainer: str
     attempt: int
@@ -399,6 +397,3 @@ class StepMetrics(Record):
 class MetricBatch(Record):
     trainer: str
     steps: tuple[StepMetrics, ...]
-
-
-JsonObject = dict[str, Any]

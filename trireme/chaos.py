@@ -10,16 +10,14 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import signal
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
 import psutil
 
-from shared import clock
+from shared import clock, ids
 from shared import etcd as etcd_client
 from shared.errors import DeadlineExceeded, NotFound, PeerError, TriremeError
 from shared.keys import Keys
@@ -101,7 +99,7 @@ def _victim(folder: Path, name: str | None, *, at_random: bool) -> tuple[str, in
         msg = f"nothing of the run in {folder} is alive"
         raise NotFound(msg, hint="start it with `trireme run SCRIPT`")
     if at_random:
-        name = random.SystemRandom().choice(sorted(alive))
+        name = ids.source.choice(sorted(alive))
     if name not in alive:
         msg = f"there is no child {name!r} alive; there are {', '.join(sorted(alive))}"
         raise NotFound(msg)
@@ -256,13 +254,13 @@ class _Watcher:
         deadline = clock.monotonic() + SETTLE_S
         while not signs and clock.monotonic() < deadline:
             signs += [
-                (_seconds(stamp, line["time"]), "the launcher saw it exit")
+                (clock.seconds_between(stamp, line["time"]), "the launcher saw it exit")
                 for line in read_events(self._folder)
                 if (line["child"], line["pid"], line["what"]) == (receipt.killed, receipt.pid, "died")
             ]
             await asyncio.sleep(POLL_S)
         for event in await self._events(after):
-            seconds = _seconds(stamp, event["event_time"])
+            seconds = clock.seconds_between(stamp, event["event_time"])
             fields = event["fields"]
             if seconds < 0:
                 continue
@@ -304,7 +302,3 @@ class _Watcher:
     def _master(self) -> Client:
         facts = json.loads((self._folder / run_dir.RUN_FILE).read_text(encoding="utf-8"))
         return Client(str(facts["url"]), token=self._token, timeout_s=ANSWER_S)
-
-
-def _seconds(since: str, then: str) -> float:
-    return (datetime.fromisoformat(then) - datetime.fromisoformat(since)).total_seconds()
