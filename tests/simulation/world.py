@@ -299,10 +299,17 @@ class World:
             process.dead = process.frozen = False
             process.release()
         for _ in range(UNWINDING_ROUNDS):
-            left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            if not left:
+            await asyncio.sleep(0)
+            left = _others()
+            if not left and not (
+                left := _others()
+            ):  # dropping the first list may end a generator, which a task then closes
                 return
             for task in left:
                 task.cancel()
             await asyncio.wait(left, timeout=10.0)
         self.failures.append(f"tasks that resist being cancelled: {left}")
+
+
+def _others() -> list[asyncio.Task[Any]]:
+    return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
