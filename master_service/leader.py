@@ -19,6 +19,7 @@ from master_service.core.file_table import FileTable
 from master_service.tables import Tables
 from master_service.transact import Deposed
 from shared import clock, ids, telemetry
+from shared.checkpoints import ELASTIC
 from shared.datasets import Dataset
 from shared.errors import Conflict, DatasetError, NotFound, PeerError
 from shared.etcd import Compare, Etcd, Get, KeyValue, Lease, Put, lock
@@ -82,13 +83,19 @@ async def take_over(
     that cannot be read makes a failed job, not an error: the user reads why in the job's state.
     """
     address = MasterAddress(url=url, term=term).to_bytes()
-    commit_revision = await _prove(etcd, keys, lease, term, [Put(keys.master_address, address, lease.id)])
+
+    async def prove(writes: list[Put]) -> int:
+        return await _prove(etcd, keys, lease, term, writes)
+
+    commit_revision = await prove([Put(keys.master_address, address, lease.id)])
     found, revision = await store.read_all(etcd, keys)
     spec = _agreed_spec(keys, found, spec)
-    if keys.spec not in found:
+    stored = found.get(keys.spec)
+    if stored is None or JobSpec.model_validate_json(stored.value) != spec:
         writes = [Put(keys.spec, spec.to_bytes()), Put(keys.pservers_desired, str(spec.pservers).encode())]
-        state = JobState(reason="counting the dataset's records")
-        commit_revision = await _prove(etcd, keys, lease, term, [*writes, Put(keys.state, state.to_bytes())])
+        if stored is None:
+            writes.append(Put(keys.state, JobState(reason="counting the dataset's records").to_bytes()))
+        commit_revision = await prove(writes)
         found, revision = await store.read_all(etcd, keys)
     books, unreadable = await _open_books(found.get(keys.task_meta), spec, tables(spec))
     if unreadable is None:
@@ -98,7 +105,7 @@ async def take_over(
         books.state = _failed(JobState.model_validate_json(found[keys.state].value), unreadable)
         opening = [Put(keys.state, books.state.to_bytes())]
     if opening:
-        commit_revision = await _prove(etcd, keys, lease, term, opening)
+        commit_revision = await prove(opening)
     log.info("took_over", term=term, books=repr(books))
     return Takeover(term, commit_revision, revision, found, books)
 
@@ -135,6 +142,7 @@ async def _prove(etcd: Etcd, keys: Keys, lease: Lease, term: int, writes: list[P
 
 
 def _agreed_spec(keys: Keys, found: dict[str, KeyValue], given: JobSpec | None) -> JobSpec:
+    """The job's; `given` may ask for other numbers of members, nothing else. Raises NotFound, Conflict."""
     stored = found.get(keys.spec)
     if stored is None:
         if given is None:
@@ -142,15 +150,19 @@ def _agreed_spec(keys: Keys, found: dict[str, KeyValue], given: JobSpec | None) 
             raise NotFound(msg)
         return given
     spec = JobSpec.model_validate_json(stored.value)
-    if given is not None and given != spec:
-        differing = [name for name in JobSpec.model_fields if getattr(given, name) != getattr(spec, name)]
+    if given is None:
+        return spec
+    differing = [
+        name for name in JobSpec.model_fields if name not in ELASTIC and getattr(given, name) != getattr(spec, name)
+    ]
+    if differing:
         name = differing[0]
         msg = (
             f"job {keys.job} exists with another spec: {name} is {getattr(spec, name)!r} there and "
             f"{getattr(given, name)!r} here; use another job name, or the same values"
         )
         raise Conflict(msg, differing=differing)
-    return spec
+    return given
 
 
 async def _open_books(meta: KeyValue | None, spec: JobSpec, tables: Tables) -> tuple[Books, DatasetError | None]:

@@ -1,6 +1,6 @@
 """One term of one master: the writer, the watch of members and the sweep, all ending together.
 
-members change -> follow (generation, lanes, phase) -> lost trainers' tasks go back
+members change -> follow (generation, lanes, phase) -> lost trainers' tasks go back, a roll-back advances (recovery.py)
 every sweep    -> tasks over their time -> requeued, discarded, or (lanes) their trainer put out
 """
 
@@ -13,14 +13,19 @@ from master_service.core import books as decisions
 from master_service.core.books import Books
 from master_service.core.changes import Decision, Event
 from master_service.core.members import Members, follow
+from master_service.core.metrics import Metrics
 from master_service.leader import Takeover
+from master_service.manifests import Manifests
+from master_service.recovery import Recovery
 from master_service.transact import Transactor
 from master_service.watching import MembersWatch
-from shared import clock, telemetry
+from shared import clock, ids, telemetry
+from shared.errors import NotLeader, PeerError
 from shared.etcd import Etcd, Lease
 from shared.keys import Keys
 
 SWEEP_S = 1.0
+PAUSE_S = 0.5
 
 log = telemetry.logger("reign")
 
@@ -29,7 +34,14 @@ class Reign:
     """`books` may be read at any time; they change only through `writer`."""
 
     def __init__(
-        self, etcd: Etcd, keys: Keys, lease: Lease, start: Takeover, on_events: Callable[[Sequence[Event]], None]
+        self,
+        etcd: Etcd,
+        keys: Keys,
+        lease: Lease,
+        start: Takeover,
+        on_events: Callable[[Sequence[Event]], None],
+        manifests: Manifests,
+        metrics: Metrics,
     ) -> None:
         self.term = start.term
         self.lease = lease
@@ -47,6 +59,7 @@ class Reign:
             commit_revision=start.commit_revision,
             on_events=on_events,
         )
+        self._recovery = Recovery(etcd, keys, self.writer, manifests, metrics)
 
     async def run(self) -> None:
         """Until the lock is lost (raises Deposed in an ExceptionGroup) or cancelled."""
@@ -75,6 +88,15 @@ class Reign:
             self._changed.clear()
             await self.writer.decide(_follow)
             await self._put_back_lost()
+            try:
+                if await self._recovery.advance():
+                    self._changed.set()
+            except NotLeader:
+                raise
+            except PeerError as error:  # etcd is away; what was read or revoked is done again
+                log.warning("recovery_delayed", cause=error.message)
+                await asyncio.sleep(ids.jitter(PAUSE_S))
+                self._changed.set()
 
     async def _put_back_lost(self) -> None:
         while await self.writer.decide(lambda books, _: decisions.put_back_lost(books)):

@@ -16,6 +16,7 @@ from master_service.core.changes import Event
 from master_service.core.metrics import Metrics
 from master_service.events import EventRing
 from master_service.leader import Probe, campaign, take_over
+from master_service.manifests import Manifests, StoredManifests
 from master_service.reign import Reign
 from master_service.tables import StoredTables, Tables
 from shared import clock, http, ids, telemetry
@@ -47,6 +48,10 @@ def stored_tables(spec: JobSpec) -> Tables:
     return StoredTables(spec.storage)
 
 
+def stored_manifests(spec: JobSpec) -> Manifests:
+    return StoredManifests(spec.storage, spec.job)
+
+
 class Master:
     """`url` is where its REST is served; `spec` is needed for a job's first master only. Run `run()`."""
 
@@ -60,6 +65,7 @@ class Master:
         spec: JobSpec | None = None,
         ttl_s: float = 3.0,
         tables: Callable[[JobSpec], Tables] = stored_tables,
+        manifests: Callable[[JobSpec], Manifests] = stored_manifests,
         probe: Probe = http.refuses_connections,
     ) -> None:
         self.name, self.url = name, url
@@ -67,6 +73,7 @@ class Master:
         self.events = EventRing()
         self.metrics = Metrics()
         self._etcd, self._spec, self._ttl_s, self._tables, self._probe = etcd, spec, ttl_s, tables, probe
+        self._manifests = manifests
         self._reign: Reign | None = None
         self._leader = ""
         self._leading = False
@@ -109,7 +116,8 @@ class Master:
         term = await campaign(self._etcd, self.keys, me, lease, self._probe, self._see_leader)
         self._leading, self._leader = True, self.url
         start = await take_over(self._etcd, self.keys, self.url, lease, term, self._spec, self._tables)
-        self._reign = Reign(self._etcd, self.keys, lease, start, self.events.add)
+        manifests = self._manifests(start.books.spec)
+        self._reign = Reign(self._etcd, self.keys, lease, start, self.events.add, manifests, self.metrics)
         self.events.begin_term(term)
         self.events.add([Event("master_elected", f"{self.name} leads in term {term}", {"term": term, "url": self.url})])
         done = start.books.training

@@ -10,13 +10,16 @@ from collections.abc import Iterable
 from master_service.core.books import Books
 from master_service.core.changes import (
     Change,
+    DropDiscarded,
     DropPending,
     DropRequeued,
+    ForgetParameters,
     NextEpoch,
     PutCursor,
     PutDiscarded,
     PutLanes,
     PutPending,
+    PutRefetch,
     PutRequeued,
     PutSlots,
     PutState,
@@ -74,6 +77,12 @@ def _operations(keys: Keys, books: Books, change: Change) -> tuple[Put | Delete,
             return (Delete(keys.requeued(task_id)),)
         case PutDiscarded(task_id, lost, _):
             return (Put(keys.discarded(f"{task_id}@{lost.epoch}"), lost.to_bytes()),)
+        case DropDiscarded(task_id, epoch):
+            return (Delete(keys.discarded(f"{task_id}@{epoch}")),)
+        case PutRefetch(refetch):
+            return (Put(keys.refetch, refetch.to_bytes()),)
+        case ForgetParameters():
+            return (Delete(keys.layout), Delete(keys.init_done))
         case NextEpoch(epoch):
             meta = books.meta.model_copy(update={"epoch": epoch})
             return (*(Delete(of("0"), of(":")) for of in (keys.cursor, keys.pending, keys.requeued)), Put(keys.task_meta, meta.to_bytes()))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Who is there, as etcd says: two watches (trainers; pservers and initialisation) kept as one `Members` value."""
+"""Who is there, as etcd says: three watches (trainers; pservers and initialisation; the newest checkpoint) kept as one `Members` value."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from master_service.core.members import Members
 from shared import telemetry
 from shared.etcd import Etcd, KeyValue, WatchBatch
 from shared.keys import Keys
+from shared.manifest import CheckpointLatest
 from shared.records import PserverMember, TrainerMember
 
-M = TypeVar("M", PserverMember, TrainerMember)
+M = TypeVar("M", PserverMember, TrainerMember, CheckpointLatest)
 log = telemetry.logger("watching")
 
 
@@ -25,7 +26,11 @@ class MembersWatch:
     def __init__(self, etcd: Etcd, keys: Keys, on_change: Callable[[Members], None]) -> None:
         self._etcd, self._keys, self._on_change = etcd, keys, on_change
         self._kvs: dict[str, KeyValue] = {}
-        self._ranges = ((keys.trainers, keys.trainers[:-1] + "0"), keys.directory())
+        self._ranges = (
+            (keys.trainers, keys.trainers[:-1] + "0"),
+            keys.directory(),
+            (keys.latest, keys.latest + "\0"),
+        )
 
     def start(self, found: Iterable[KeyValue]) -> Members:
         """Take a first reading."""
@@ -33,7 +38,7 @@ class MembersWatch:
         return self.members()
 
     async def run(self, start_revision: int) -> None:
-        """Follow both ranges from `start_revision` on, until cancelled."""
+        """Follow all ranges from `start_revision` on, until cancelled."""
         async with asyncio.TaskGroup() as group:
             for first, end in self._ranges:
                 group.create_task(self._follow(first, end, start_revision))
@@ -45,13 +50,14 @@ class MembersWatch:
         )
         pservers = [(kv, _parsed(PserverMember, kv)) for key, kv in self._kvs.items() if key.startswith(keys.pservers)]
         members = [_parsed(TrainerMember, kv) for kv in trainers]
-        layout = self._kvs.get(keys.layout)
+        layout, latest = self._kvs.get(keys.layout), self._kvs.get(keys.latest)
         return Members(
             trainers={m.trainer: m for m in members if m},
             pservers={m.index: m for _, m in pservers if m},
             pserver_revisions={m.index: kv.create_revision for kv, m in pservers if m},
             layout_revision=layout.create_revision if layout else 0,
             init_done=keys.init_done in self._kvs,
+            latest=_parsed(CheckpointLatest, latest) if latest else None,
         )
 
     async def _follow(self, first: str, end: str, start_revision: int) -> None:
@@ -77,8 +83,10 @@ class MembersWatch:
 
     def _is_followed(self, key: str) -> bool:
         keys = self._keys
+        if key == keys.refetch:
+            return False
         trainer = key.startswith(keys.trainers) and "/" not in key.removeprefix(keys.trainers)
-        return trainer or key.startswith(keys.pservers) or key in (keys.layout, keys.init_done)
+        return trainer or key.startswith(keys.pservers) or key in (keys.layout, keys.init_done, keys.latest)
 
 
 def _parsed(kind: type[M], kv: KeyValue) -> M | None:

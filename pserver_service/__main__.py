@@ -10,15 +10,16 @@ import asyncio
 import os
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pserver_service.registration import Registration
-    from pserver_service.service import Pserver
     from pserver_service.settings import Settings
 
 INDEX_LOST = 75
 CONFIGURATION = 2
+BACKGROUND_THREADS = 3  # a part being written, a commit, a checkpoint being loaded
 
 
 def main() -> int:
@@ -51,6 +52,7 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
 
     from pserver_service.app import make_app, serving  # noqa: PLC0415
     from pserver_service.core.optimizers import warm_up  # noqa: PLC0415
+    from pserver_service.member import Member  # noqa: PLC0415
     from pserver_service.registration import Registration  # noqa: PLC0415
     from pserver_service.service import Pserver  # noqa: PLC0415
     from shared import etcd as etcd_client  # noqa: PLC0415
@@ -72,6 +74,7 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
         cert=settings.etcd_cert,
         key=settings.etcd_key,
     )
+    background = ThreadPoolExecutor(BACKGROUND_THREADS, "checkpoints")
     try:
         async with serving(app, settings.host, settings.port, settings.uds) as listening:
             member = PserverMember(
@@ -84,10 +87,12 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
             )
             directory = Directory(etcd, keys)
             registration = Registration(etcd, keys, directory, member)
+            offload = partial(asyncio.get_running_loop().run_in_executor, background)
+            life = Member(etcd, keys, directory, pserver, registration, offload)
             async with asyncio.TaskGroup() as group:
                 tasks = [
                     group.create_task(stopping.wait()),
-                    group.create_task(_work(pserver, registration, settings.claim_wait_s)),
+                    group.create_task(life.run(settings.claim_wait_s)),
                     group.create_task(directory.run()),
                 ]
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -98,13 +103,8 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
             await registration.release()
             return 0
     finally:
+        background.shutdown(wait=False, cancel_futures=True)
         await etcd.close()
-
-
-async def _work(pserver: Pserver, registration: Registration, wait_s: float) -> None:
-    """Returns when the index is lost."""
-    pserver.index = await registration.claim(wait_s)
-    await registration.hold()
 
 
 def _advertised(settings: Settings) -> str:

@@ -17,7 +17,7 @@ from shared.directory import Directory
 from shared.errors import DeadlineExceeded, PeerError
 from shared.etcd import Compare, Etcd, KeyValue, Lease, LeaseLost, OutcomeUnknown, Put
 from shared.keys import Keys
-from shared.records import PserverMember
+from shared.records import PserverMember, Restored
 
 OUTAGE_S = 24 * 3600.0  # how long etcd may be away before a pserver gives up
 PAUSE_S = 0.5
@@ -76,6 +76,32 @@ class Registration:
             lease = await self._renew_claim()
         log.error("index_lost", index=self.member.index, incarnation=self.member.incarnation)
 
+    @property
+    def lease(self) -> Lease:
+        """Of the claimed index. Raises LeaseLost before the claim."""
+        if self._lease is None:
+            raise LeaseLost("no index is claimed, so there is no lease")
+        return self._lease
+
+    @property
+    def held(self) -> Compare:
+        """Holds while the index is this process's: compare it in every write that only its holder may do."""
+        return Compare.create(self._keys.pserver(self.member.index), "==", self._created)
+
+    async def tell(self, restored: Restored) -> bool:
+        """Write into the key what became of a roll-back; False if the index is lost. Raises PeerError: try again."""
+        key = self._keys.pserver(self.member.index)
+        while True:
+            found = await self._etcd.get(key)
+            if found is None or not self._is_mine(found) or found.create_revision != self._created:
+                return False
+            member = self.member.model_copy(update={"restored": restored})
+            put = Put(key, member.to_bytes(), self.lease.id)
+            # mod, as in _renew_claim: a late attempt must not put a forgotten lease back
+            if (await self._etcd.txn([Compare.mod(key, "==", found.mod_revision)], [put])).succeeded:
+                self.member = self.member.model_copy(update={"restored": restored})
+                return True
+
     async def release(self) -> None:
         """Give the index back at once; if etcd is away the lease runs out by itself."""
         if self._lease is None:
@@ -119,7 +145,7 @@ class Registration:
                 # mod, not create: an attempt without an answer that lands late would put its forgotten lease back
                 if (await self._etcd.txn([Compare.mod(key, "==", found.mod_revision)], [put])).succeeded:
                     log.info("lease_replaced", index=self.member.index, lease=f"{lease.id:x}")
-                    self.member, self._lease = member, lease
+                    self.member, self._lease = self.member.model_copy(update={"lease": lease.id}), lease
                     return lease
             except (PeerError, LeaseLost) as error:
                 log.warning("etcd_away", index=self.member.index, cause=str(error))

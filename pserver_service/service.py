@@ -12,9 +12,11 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from pserver_service.core.blocks import Verdict
 from pserver_service.core.buffers import Buffer
+from pserver_service.core.snapshot import Schedule
 from pserver_service.core.store import Push, Store
 from shared import clock, telemetry
 from shared.errors import BadFrame, InvalidArgument, LayoutMismatch, NotReady, StaleGeneration, WrongOwner
@@ -58,7 +60,7 @@ class Counters:
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
-    """A pull that waits: blocks it still misses, and those of them that have arrived."""
+    """A pull that waits: blocks it still misses, and those of them that have arrived (or its store was dropped)."""
 
     version: int
     missing: set[int]
@@ -67,7 +69,9 @@ class _Waiting:
 
 
 class Pserver:
-    """`index` is set once it is claimed. `max_wait_s` caps how long a pull may wait for blocks."""
+    """`index` and `schedule` (of checkpoints; None: none) are set once the index is claimed. `max_wait_s` caps how long a
+    pull may wait for blocks. `snapshot_ready` is set when `store.take_snapshot()` has one. `timeline` and `checkpoint`: of
+    the parameters, see JobState."""
 
     def __init__(self, job: str, incarnation: str, index: int = -1, max_wait_s: float = 60.0) -> None:
         self.job = job
@@ -76,6 +80,11 @@ class Pserver:
         self.generation = 0
         self.term = 0
         self.store: Store | None = None
+        self.schedule: Schedule | None = None
+        self.timeline = 0
+        self.checkpoint = ""
+        self.checkpoint_error = ""
+        self.snapshot_ready = asyncio.Event()
         self.counters = Counters()
         self._max_wait_s = max_wait_s
         self._waiting: list[_Waiting] = []
@@ -97,16 +106,31 @@ class Pserver:
         if self._is_same(header):
             return
         self._fence(header)
-        store = Store(header)
+        store = Store(header, self.schedule)
         async for item, payload in blocks:
             store.add_block(item.block, memoryview(payload))
             await asyncio.sleep(0)
         store.seal()
+        self._fence(header)
         if not self._is_same(header):
-            self.store = store
+            store.save_first()
+            self.store, self.timeline = store, header.timeline
+            self._look_for_snapshot()
             log.info(
                 "initialised", index=self.index, mode=store.mode.value, blocks=len(store.blocks), bytes=store.bytes
             )
+
+    def drop(self, generation: int) -> None:
+        """Forget the parameters: NOT_READY until `restore`. Pushes below `generation` are stale from now on."""
+        self.generation = max(self.generation, generation)
+        self.store = None
+        for waiting in self._waiting:
+            waiting.event.set()
+
+    def restore(self, store: Store, timeline: int, checkpoint: str) -> None:
+        """Serve what was loaded."""
+        self.store, self.timeline, self.checkpoint = store, timeline, checkpoint
+        log.info("restored", index=self.index, timeline=timeline, checkpoint=checkpoint, store=repr(store))
 
     async def push(self, header: PushHeader, blocks: AsyncIterator[tuple[PushBlock, Payload]]) -> PushAnswer:
         """Apply block after block; blocks before a break of the stream stay applied.
@@ -152,6 +176,9 @@ class Pserver:
         if store is None:
             yield PullEnd(code="NOT_READY", message=self._not_ready().message)
             return
+        if request.generation < self.timeline:
+            yield PullEnd(code="GONE", message=f"the job was rolled back in generation {self.timeline}: join again")
+            return
         self._check_pull(store, request)
         self.counters.pulls += 1
         deadline = clock.monotonic() + min(max(request.wait_s, 0.0), self._max_wait_s)
@@ -164,6 +191,9 @@ class Pserver:
             while due or waiting.missing:
                 if not due and not await self._arrivals(waiting, due, deadline):
                     yield self._too_early(store, waiting)
+                    return
+                if self.store is not store:
+                    yield PullEnd(code="NOT_READY", message="the job is being rolled back")
                     return
                 number = due.popleft()
                 found = store.pull(number, request.version)
@@ -196,7 +226,8 @@ class Pserver:
             self._waiting.remove(waiting)
 
     async def info(self) -> PserverInfo:
-        common = {"job": self.job, "index": self.index, "incarnation": self.incarnation}
+        common: dict[str, Any] = {"job": self.job, "index": self.index, "incarnation": self.incarnation}
+        common |= {"timeline": self.timeline, "checkpoint_error": self.checkpoint_error}
         store = self.store
         if store is None:
             return PserverInfo(**common, generation=self.generation, term=self.term, ready=False)
@@ -306,7 +337,12 @@ class Pserver:
             verdict = store.apply(push, item, view)
         if state is not None and state.version != before:
             self._announce(item.block, state.version)
+            self._look_for_snapshot()
         return verdict
+
+    def _look_for_snapshot(self) -> None:
+        if self.store is not None and self.store.snapshot_waits:
+            self.snapshot_ready.set()
 
     def _announce(self, number: int, version: int) -> None:
         for waiting in self._waiting:

@@ -18,3 +18,8 @@ def monotonic() -> float:
 def timestamp() -> str:
     """RFC 3339 UTC, for people; no decision reads it."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def seconds_between(earlier: str, later: str) -> float:
+    """Of two such timestamps; negative if they are the other way round."""
+    return (datetime.fromisoformat(later) - datetime.fromisoformat(earlier)).total_seconds()

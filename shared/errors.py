@@ -112,6 +112,12 @@ class DatasetError(CallerError):
     code, status = "DATASET_INVALID", 422
 
 
+class CheckpointUnusable(CallerError):
+    """A checkpoint that must not be loaded: damaged, incomplete, or of another job or model. Try the one before."""
+
+    code, status = "CHECKPOINT_UNUSABLE", 422
+
+
 class UserCodeError(CallerError):
     """The user's module raised. `details`: error_type, traceback, task."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import uuid
 
 source: random.Random = random.SystemRandom()
 
@@ -16,3 +17,8 @@ def new_id(prefix: str = "") -> str:
 def jitter(seconds: float) -> float:
     """Between half of `seconds` and all of it."""
     return seconds * (0.5 + source.random() / 2)
+
+
+def named_uuid(*parts: str | int) -> str:
+    """The same uuid wherever it is made of the same parts."""
+    return str(uuid.uuid5(uuid.NAMESPACE_OID, "/".join(map(str, parts))))

@@ -17,6 +17,12 @@
     tasks/discarded/<task>  DiscardedTask   -          master                        lock + mod_revision
     tasks/evaluation        EvaluationSums  -          master                        lock
     tasks/commit            text            -          master                        lock + mod_revision
+    trainers/re-fetch       Refetch         -          master                        lock
+    checkpoints/<uuid>/<ps>          CheckpointStarted  pserver's  pserver           own create_revision
+    checkpoints/<uuid>/begun         CheckpointStarted  -          pserver           own create_revision
+    checkpoints/<uuid>/finished/<ps> CheckpointPart     -          pserver           own create_revision
+    checkpoints/finish_lock          text               holder's   pserver           create = 0
+    checkpoints/latest               CheckpointLatest   -          finish_lock       lock + all parts + state + own mod_revision
 
 Values are UTF-8 JSON of the records in records.py (integers as decimal text).
 """
@@ -75,6 +81,42 @@ class Keys:
 
     def trainer(self, trainer_id: str) -> str:
         return self._of("trainers", trainer_id)
+
+    @property
+    def refetch(self) -> str:
+        """Among the trainers' keys: tells observers that everybody reads the parameters again."""
+        return self._of("trainers", "re-fetch")
+
+    @property
+    def checkpoints(self) -> str:
+        """Prefix of all about checkpoints."""
+        return self._of("checkpoints", "")
+
+    @property
+    def latest(self) -> str:
+        return self._of("checkpoints", "latest")
+
+    @property
+    def finish_lock(self) -> str:
+        return self._of("checkpoints", "finish_lock")
+
+    def checkpoint(self, uuid: str) -> str:
+        """Prefix of one checkpoint's keys."""
+        return self._of("checkpoints", uuid, "")
+
+    def checkpoint_started(self, uuid: str, index: int) -> str:
+        return self._of("checkpoints", uuid, index)
+
+    def checkpoint_begun(self, uuid: str) -> str:
+        """Stays until the checkpoint's files are deleted, so that no crash leaves files that nobody knows of."""
+        return self._of("checkpoints", uuid, "begun")
+
+    def checkpoint_parts(self, uuid: str) -> str:
+        """Prefix of one checkpoint's finished parts."""
+        return self._of("checkpoints", uuid, "finished", "")
+
+    def checkpoint_part(self, uuid: str, index: int) -> str:
+        return self._of("checkpoints", uuid, "finished", index)
 
     @property
     def slots(self) -> str:

@@ -54,13 +54,15 @@ class MessageHeader(Record):
 
 
 class InitHeader(MessageHeader):
-    """Opens `POST /v1/init`; `blocks` of the initial values follow, each as InitBlock + payload."""
+    """Opens `POST /v1/init`; `blocks` of the initial values follow, each as InitBlock + payload. `timeline`: the job's (0
+    unless it began once more)."""
 
     mode: Mode
     lanes: int
     layout: Layout
     pserver: int
     record: StepRecord
+    timeline: int = 0
 
 
 class InitBlock(Record):
@@ -157,7 +159,8 @@ class EpochLedger(Record):
 
 
 class PserverInfo(Record):
-    """`ready`: initialised. `lowest`/`highest`: block versions. `updates`: optimizer steps over all blocks."""
+    """`ready`: initialised. `lowest`/`highest`: block versions. `updates`: optimizer steps over all blocks. `timeline`:
+    that of its parameters (0: never rolled back). `checkpoint_error`: why its last part could not be written."""
 
     job: str
     index: int
@@ -173,3 +176,5 @@ class PserverInfo(Record):
     highest: int = 0
     updates: int = 0
     ledger: tuple[EpochLedger, ...] = ()
+    timeline: int = 0
+    checkpoint_error: str = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -59,6 +59,9 @@ class JobSpec(Record):
     max_task_failures: int = Field(default=3, ge=1)
     max_discarded_fraction: float = Field(default=0.01, ge=0, le=1)
     max_user_failures: int = Field(default=3, ge=1)
+    checkpoint_every_steps: int | None = Field(default=None, ge=1)
+    checkpoint_every_epochs: int | None = Field(default=1, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1, le=100)
 
     @model_validator(mode="after")
     def _consistent(self) -> JobSpec:
@@ -137,7 +140,9 @@ class JobResult(Record):
 
 
 class JobState(Record):
-    """`trainers`: the members of this generation, in order of arrival."""
+    """`trainers`: of this generation, in order of arrival. `timeline`: generation of the last roll-back (versions repeat
+    after one: whoever holds parameters of another timeline forgets them). `checkpoint`: uuid of where it starts from.
+    Both change only together; `slots` too is written only in the transaction that begins a timeline."""
 
     phase: Phase = Phase.WAITING
     stage: Stage = Stage.TRAIN
@@ -146,6 +151,8 @@ class JobState(Record):
     failure: UserFailure | None = None
     result: JobResult = Field(default_factory=JobResult)
     trainers: tuple[str, ...] = ()
+    timeline: int = 0
+    checkpoint: str = ""
 
 
 # ---------------------------------------------------------------- members
@@ -164,8 +171,17 @@ class MasterAddress(Record):
     term: int
 
 
+class Restored(Record):
+    """What a pserver did about a roll-back: it serves `checkpoint` in `timeline`, or cannot (`error` says why)."""
+
+    timeline: int
+    checkpoint: str
+    error: str = ""
+
+
 class PserverMember(Record):
-    """`uds`: path of the UNIX socket beside `url`, empty if none. `lease`: see MasterLock."""
+    """`uds`: path of the UNIX socket beside `url`, empty if none. `lease`: see MasterLock. `restored`: its answer to the
+    last roll-back it took part in. One that never did holds parameters only if its key is older than `layout`."""
 
     index: int
     url: str
@@ -174,6 +190,7 @@ class PserverMember(Record):
     pid: int
     lease: int = 0
     uds: str = ""
+    restored: Restored | None = None
 
 
 class TrainerMember(Record):
@@ -277,7 +294,7 @@ class EvaluationSums(Record):
 class Task(Record):
     """One shard of work. `task_id`: "17" (TRAIN), "evaluate-3", "export-0".
 
-    `index` is its place in `stream` (of `stream_length` tasks) in this epoch; `offset` is the byte at which record
+    `timeline`: the job's when it was given; reports carry it back. `index` is its place in `stream` (of `stream_length` tasks) in this epoch; `offset` is the byte at which record
     `first` starts, where the format has lines.
     """
 
@@ -292,6 +309,7 @@ class Task(Record):
     first: int = 0
     count: int = 0
     offset: int | None = None
+    timeline: int = 0
 
 
 class AcquireTask(Record):
@@ -320,12 +338,13 @@ class TaskAnswer(Record):
 
 
 class TaskProgress(Record):
-    """`epoch` (here and in the other reports): the task's, so that a report delayed into the next epoch is known as stale."""
+    """`epoch`, `timeline` (in all reports): the task's, so that a late one is known as stale."""
 
     trainer: str
     attempt: int
     minibatches: int
     epoch: int | None = None
+    timeline: int | None = None
 
 
 class CompleteTask(Record):
@@ -337,6 +356,7 @@ class CompleteTask(Record):
     sums: dict[str, float] = Field(default_factory=dict)
     exports: dict[str, str] = Field(default_factory=dict)
     epoch: int | None = None
+    timeline: int | None = None
 
 
 class FailTask(Record):
@@ -344,6 +364,7 @@ class FailTask(Record):
     attempt: int
     failure: UserFailure
     epoch: int | None = None
+    timeline: int | None = None
 
 
 class TaskSummary(Record):
@@ -376,6 +397,3 @@ class StepMetrics(Record):
 class MetricBatch(Record):
     trainer: str
     steps: tuple[StepMetrics, ...]
-
-
-JsonObject = dict[str, Any]

@@ -5,6 +5,7 @@ expand(glob) -> files      open_read(url)      write_atomic(url): all or nothing
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
@@ -116,6 +117,23 @@ def write_bytes(url: str, content: bytes | memoryview) -> None:
     """`content` under `url`, all or nothing."""
     with write_atomic(url) as file:
         file.write(content)
+
+
+def names(url: str) -> list[str]:
+    """What lies directly in a folder, sorted; nothing if it is not there. Raises OSError."""
+    filesystem, path = _resolve(url)
+    try:
+        found = filesystem.ls(path, detail=False)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted({str(name).rstrip("/").rsplit("/", 1)[-1] for name in found})
+
+
+def remove_tree(url: str) -> None:
+    """The folder and all in it; one that is not there is fine. Raises OSError."""
+    filesystem, path = _resolve(url)
+    with contextlib.suppress(FileNotFoundError):
+        filesystem.rm(path, recursive=True)
 
 
 @contextmanager

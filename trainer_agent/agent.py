@@ -26,6 +26,7 @@ from trainer_agent.master import MasterPort
 from trainer_agent.membership import Membership
 from trainer_agent.reports import Reports
 from trainer_agent.retry import persist
+from trainer_agent.timeline import RolledBack, on_timeline, timeline_of
 from trainer_agent.transfer import Connect, Transfer
 from trainer_agent.user_module import failure_of
 
@@ -72,6 +73,7 @@ class Agent:
 
     async def run(self) -> int:
         """0: the job is complete, or asked to stop; 1: the job failed; LEASE_LOST: start me again as somebody new."""
+        timeline = timeline_of(self._directory)
         await self._membership.register()
         with single_error():
             async with asyncio.TaskGroup() as group:
@@ -79,6 +81,7 @@ class Agent:
                 work = group.create_task(self._work())
                 ends = {
                     group.create_task(self._membership.hold()): LEASE_LOST,
+                    group.create_task(self._started_over(timeline)): LEASE_LOST,
                     group.create_task(self._job_failed()): FAILED,
                     group.create_task(self._stopped()): OK,
                 }
@@ -106,14 +109,14 @@ class Agent:
             )
             while not self._stopping.is_set():
                 await self._wait_for_duty()
-                duty = self._duty()
+                duty, timeline = self._duty(), timeline_of(self._directory)
                 first = None
                 if duty is Duty.TRAIN:
                     first = await self._train()
+                    timeline = self._loop.timeline if self._loop else timeline
                     await self._reports.flush(FLUSH_S)
                 if duty in (Duty.TRAIN, Duty.FINISH) and self._duty() is not Duty.LEAVE:
-                    self._active = finishing = self._finishing()
-                    await finishing.run(first)
+                    await self._finish(timeline, first)
                 if self._duty() is Duty.LEAVE:
                     break
                 await self._directory.changed(self._directory.revision, LOOK_S)
@@ -137,6 +140,15 @@ class Agent:
         while self._directory.state is None or self._directory.state.phase is not Phase.FAILED:
             await self._directory.changed(self._directory.revision, LOOK_S)
 
+    async def _started_over(self, timeline: int) -> None:
+        """Ends when the job begins once more without any checkpoint: this model may have been trained already, and only
+        a new one has initial values to give."""
+        while True:
+            state = self._directory.state
+            if state is not None and state.timeline != timeline and not state.checkpoint:
+                return
+            await self._directory.changed(self._directory.revision, LOOK_S)
+
     async def _stopped(self) -> None:
         """Ends when `stopping` is set and no minibatch is under way, or LEAVE_S later."""
         await self._stopping.wait()
@@ -153,7 +165,12 @@ class Agent:
         self._active = self._loop
         return await self._loop.run()
 
-    def _finishing(self) -> Finishing:
-        return Finishing(
+    async def _finish(self, timeline: int, first: Task | None) -> None:
+        """Returns early if the job went back to a checkpoint: there may be training to do again."""
+        self._active = finishing = Finishing(
             self._directory, self._etcd, self._compute, self._transfer, self._source, self._master, self._stopping
         )
+        try:
+            await on_timeline(self._directory, timeline, finishing.run(first))
+        except RolledBack as error:
+            log.info("rolled_back", cause=str(error))

@@ -65,6 +65,11 @@ class AsyncLoop:
         return [self._held] if self._held else []
 
     @property
+    def timeline(self) -> int:
+        """Asynchronous jobs do not go back to checkpoints yet."""
+        return 0
+
+    @property
     def busy(self) -> bool:
         """Whether a task is at hand."""
         return self._held is not None
@@ -155,7 +160,13 @@ class AsyncLoop:
                 self._next = self._background.create_task(self._ahead())
             await self._push_range(held, count, start, end)
             start = end
-        done = CompleteTask(trainer=self._source.trainer, attempt=task.attempt, records=task.count, epoch=task.epoch)
+        done = CompleteTask(
+            trainer=self._source.trainer,
+            attempt=task.attempt,
+            records=task.count,
+            epoch=task.epoch,
+            timeline=task.timeline,
+        )
         self._reports.complete(task, done)
         self._held = None
 

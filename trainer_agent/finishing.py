@@ -120,4 +120,5 @@ class Finishing:
             sums=sums or {},
             exports=exports or {},
             epoch=task.epoch,
+            timeline=task.timeline,
         )

@@ -120,6 +120,7 @@ async def _fill(
         job=spec.job,
         term=directory.master.term if directory.master else 0,
         generation=directory.state.generation if directory.state else 0,
+        timeline=directory.state.timeline if directory.state else 0,
         mode=spec.mode,
         lanes=spec.lanes if sync else 1,
         layout=compute.layout,

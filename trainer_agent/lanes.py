@@ -111,7 +111,9 @@ class TaskSource:
 
     async def fail(self, task: Task, failure: UserFailure) -> None:
         """Tell the master that this attempt failed; what happens to the task is its decision."""
-        failed = FailTask(trainer=self.trainer, attempt=task.attempt, failure=failure, epoch=task.epoch)
+        failed = FailTask(
+            trainer=self.trainer, attempt=task.attempt, failure=failure, epoch=task.epoch, timeline=task.timeline
+        )
         try:
             await persist(
                 lambda: self._master.fail_task(task.task_id, failed), f"reporting that task {task.task_id} failed"

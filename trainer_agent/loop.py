@@ -5,6 +5,7 @@
         missing lanes = mine - acknowledged ─► gradients, node by node ─► pushed block by block
         meanwhile version s + 1 is pulled into the staging vector
     version s + 1 whole ─► swap; tasks finished in s are complete          GONE ─► forget, join again
+    the job went back to a checkpoint (another timeline) ─► forget parameters, positions and tasks, join again
 
 The version is all the state there is: any trainer that has it can compute any lane of the step and gets the same bits.
 """
@@ -27,6 +28,7 @@ from trainer_agent.core.agent import Duty, Next, Verdict, next_duty, nodes_to_co
 from trainer_agent.groups import single_error
 from trainer_agent.lanes import LaneReader, Portion, TaskFailed, TaskSource, TrainingOver, described
 from trainer_agent.reports import Reports
+from trainer_agent.timeline import RolledBack, on_timeline, timeline_of
 from trainer_agent.transfer import Outbox, Transfer
 from trainer_agent.user_module import failure_of
 
@@ -65,6 +67,7 @@ class SyncLoop:
         self._source, self._reports, self._stopping = source, reports, stopping
         self._readers: dict[int, LaneReader] = {}
         self._record: StepRecord | None = None
+        self.timeline = timeline_of(directory)
         self._lane_zero: tuple[int, LaneZero] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -86,9 +89,9 @@ class SyncLoop:
             async with asyncio.TaskGroup() as self._background:
                 while (await self._duty()).duty is Duty.TRAIN:
                     try:
-                        with single_error():
-                            self._record = self._record or await self._join()
-                            self._record = await self._step(self._record)
+                        await self._advance()
+                    except RolledBack as error:
+                        log.info("rolled_back", cause=str(error))
                     except Gone as error:
                         log.info("joining_again", cause=error.message)
                         self._record = None
@@ -100,6 +103,19 @@ class SyncLoop:
                         break
                 for reader in self._readers.values():
                     reader.drop()
+
+    async def _advance(self) -> None:
+        """Join if need be, then one step, both in one timeline. Raises RolledBack, Gone, TaskFailed, TrainingOver."""
+        timeline = timeline_of(self._directory)
+        if timeline != self.timeline:
+            self.timeline, self._record, self._lane_zero = timeline, None, None
+            self._keep_readers((0, 0))
+        with single_error():
+            self._record = await on_timeline(self._directory, timeline, self._joined_step())
+
+    async def _joined_step(self) -> StepRecord:
+        self._record = self._record or await self._join()
+        return await self._step(self._record)
 
     async def _duty(self) -> Next:
         """What to do; waits as long as there is nothing to do but the job goes on. A spare forgets its parameters."""
@@ -117,7 +133,7 @@ class SyncLoop:
 
     async def _join(self) -> StepRecord:
         """All blocks at the lowest version in force. Raises Gone if it is overtaken."""
-        version = min(info.lowest for info in await self._transfer.infos())
+        version = min(info.lowest for info in await self._transfer.infos(self.timeline))
         with single_error():
             record = await self._transfer.pull(version)
         if record is None:
@@ -270,7 +286,13 @@ class SyncLoop:
         log.debug("step_committed", step=step, epoch=epoch)
 
     def _complete(self, task: Task) -> None:
-        done = CompleteTask(trainer=self._source.trainer, attempt=task.attempt, records=task.count, epoch=task.epoch)
+        done = CompleteTask(
+            trainer=self._source.trainer,
+            attempt=task.attempt,
+            records=task.count,
+            epoch=task.epoch,
+            timeline=task.timeline,
+        )
         self._reports.complete(task, done)
 
     def _keep_readers(self, lanes: Interval) -> None:

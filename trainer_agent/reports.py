@@ -110,7 +110,11 @@ class Reports:
             await asyncio.sleep(PROGRESS_S)
             for task, minibatches in self._held():
                 progress = TaskProgress(
-                    trainer=self._trainer, attempt=task.attempt, minibatches=minibatches, epoch=task.epoch
+                    trainer=self._trainer,
+                    attempt=task.attempt,
+                    minibatches=minibatches,
+                    epoch=task.epoch,
+                    timeline=task.timeline,
                 )
                 await self._once(self._master.report_progress(task.task_id, progress))
 

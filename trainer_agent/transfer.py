@@ -169,13 +169,15 @@ class Transfer:
 
     # ------------------------------------------------------------ questions
 
-    async def infos(self) -> list[PserverInfo]:
-        """Of all parameter servers that hold blocks; waits until they are initialised."""
+    async def infos(self, timeline: int = 0) -> list[PserverInfo]:
+        """Of all parameter servers that hold blocks; waits until they have the parameters of that timeline."""
 
         async def ready(port: PserverPort) -> PserverInfo:
             info = await port.info()
             if not info.ready:
                 raise NotReady(f"pserver {info.index} has no parameters yet")
+            if info.timeline != timeline:
+                raise NotReady(f"pserver {info.index} has parameters of timeline {info.timeline}, not of {timeline}")
             return info
 
         return await self._everywhere(lambda index: self._ask(index, ready))

@@ -18,6 +18,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+chaos = typer.Typer(help="Break a running local job on purpose, and see it get over it.", no_args_is_help=True)
+app.add_typer(chaos, name="chaos")
+
 Job = Annotated[
     str | None, typer.Option("--job", help="Name of the job. Default: the one started last.", metavar="NAME")
 ]
@@ -26,6 +29,10 @@ Url = Annotated[
     str | None, typer.Option("--url", help="The master's address, instead of a local run's.", metavar="URL")
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+
+Which = Annotated[str | None, typer.Argument(help="A step, or how the checkpoint's uuid begins.", metavar="CHECKPOINT")]
+checkpoint = typer.Typer(help="Checkpoints of a job, running or not.", no_args_is_help=True)
+app.add_typer(checkpoint, name="checkpoint")
 
 
 @app.command()
@@ -55,12 +62,20 @@ def run(
         list[str] | None, typer.Option("--set", help="Any other setting of trireme.Config.", metavar="NAME=VALUE")
     ] = None,
     check: Annotated[bool, typer.Option(help="Try one minibatch before anything is started.")] = True,
+    fresh: Annotated[
+        bool,
+        typer.Option("--fresh", help="Start anew; what the job's last run left is moved to its folder's previous/."),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job's spec as JSON, start nothing.")] = False,
     as_json: Json = False,
 ) -> None:
     """Train SCRIPT on this machine: etcd, master, parameter servers and trainers as supervised processes.
 
     Settings: flag, else environment (TRIREME_EPOCHS, ...), else trireme.toml, else the script's config, else the default.
+
+    The same command again: an unfinished job goes on from its last checkpoint, also with other numbers of trainers and
+    parameter servers (synchronous mode; other settings must be the same). A completed one is left as it is. One that
+    failed starts anew, and so does any with --fresh; what it left is kept in its folder's previous/.
     """
     from trireme.run_command import RunRequest, run_command  # noqa: PLC0415
 
@@ -80,7 +95,9 @@ def run(
         "port": port,
         "standbys": standbys,
     }
-    request = RunRequest(script, flags, tuple(assignments or ()), check=check, dry_run=dry_run, as_json=as_json)
+    request = RunRequest(
+        script, flags, tuple(assignments or ()), check=check, dry_run=dry_run, fresh=fresh, as_json=as_json
+    )
     raise typer.Exit(run_command(request))
 
 
@@ -112,6 +129,60 @@ def members(job: Job = None, data_dir: DataDir = None, url: Url = None, as_json:
     from trireme.ask import ask, show_members  # noqa: PLC0415
 
     raise typer.Exit(ask(show_members, job, data_dir, url, as_json=as_json))
+
+
+@checkpoint.command(name="list")
+def checkpoint_list(job: Job = None, data_dir: DataDir = None, as_json: Json = False) -> None:
+    """The checkpoints of a job, newest first."""
+    from trireme.checkpoint import show  # noqa: PLC0415
+
+    raise typer.Exit(show(job, data_dir, as_json=as_json))
+
+
+@checkpoint.command(name="verify")
+def checkpoint_verify(which: Which = None, job: Job = None, data_dir: DataDir = None, as_json: Json = False) -> None:
+    """Read every file of a checkpoint (of all, if none is named) and compare the checksums; exit code 1 if one is damaged."""
+    from trireme.checkpoint import verify  # noqa: PLC0415
+
+    raise typer.Exit(verify(job, data_dir, which, as_json=as_json))
+
+
+@app.command()
+def export(
+    which: Which = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the files. Default: export-step-N in the job's folder.", metavar="DIR"),
+    ] = None,
+    job: Job = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint (the newest, if none is named) as model.safetensors and model.pt, which plain PyTorch loads.
+
+    Loads the job's script to build the model; it must be the one the checkpoint was made with.
+    """
+    from trireme.checkpoint import export as run_export  # noqa: PLC0415
+
+    raise typer.Exit(run_export(job, data_dir, which, out, as_json=as_json))
+
+
+@chaos.command("kill")
+def chaos_kill(
+    name: Annotated[
+        str | None, typer.Argument(help="trainer-0, pserver-1, master-0, etcd, ...", metavar="[NAME]")
+    ] = None,
+    at_random: Annotated[bool, typer.Option("--random", help="Any process of the job.")] = False,
+    job: Job = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """SIGKILL a process of a running local job. The receipt: how it was noticed, when training went on, what it cost."""
+    if (name is None) is not at_random:
+        raise typer.BadParameter("give either a NAME or --random")
+    from trireme.chaos import kill  # noqa: PLC0415
+
+    raise typer.Exit(kill(name, job, data_dir, at_random=at_random, as_json=as_json))
 
 
 @app.command()

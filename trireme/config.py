@@ -41,6 +41,9 @@ class Config:
     max_task_failures: int | None = None
     max_discarded_fraction: float | None = None
     max_user_failures: int | None = None
+    checkpoint_every_steps: int | None = None
+    checkpoint_every_epochs: int | None = None
+    keep_checkpoints: int | None = None
 
     def __post_init__(self) -> None:
         from trireme.spec import field_problems  # noqa: PLC0415  pydantic, only when a script says something

@@ -10,8 +10,9 @@ from typing import Any
 from shared import clock
 from shared.errors import PeerError, TriremeError
 from shared.records import Mode, Phase
+from trireme.children import ChildEvent
 from trireme.client import Client
-from trireme.local import ChildEvent, LocalCluster
+from trireme.local import LocalCluster
 from trireme.progress import Display, Progress
 from trireme.report import Counts
 
@@ -21,6 +22,10 @@ TOLD = {
     "master_elected",
     "job_running",
     "generation_changed",
+    "rolling_back",
+    "rolled_back",
+    "checkpoint_unusable",
+    "started_over",
     "member_dead",
     "task_discarded",
     "stage_changed",

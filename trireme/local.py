@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,11 +26,12 @@ from shared.etcd import Fatal
 from shared.etcd.embedded import EmbeddedEtcd
 from shared.keys import Keys
 from shared.records import JobSpec, JobState, MasterLock, PserverMember, TrainerMember
-from trireme.children import TAIL_LINES, Child, Exit, tail_of
+from trireme.children import TAIL_LINES, Child, ChildEvent, Exit, append_event, tail_of
 from trireme.restarts import RestartPolicy
 
 HOST = "127.0.0.1"
-MODULES = {"trainer": "trainer_agent", "pserver": "pserver_service", "master": "master_service"}  # in stopping order
+# in stopping order; no master is left to see the parameter servers go, or it would roll the job back
+MODULES = {"trainer": "trainer_agent", "master": "master_service", "pserver": "pserver_service"}
 GRACE_S = 5.0
 START_TIMEOUT_S = 60.0
 REVOKE_TIMEOUT_S = 2.0
@@ -45,18 +45,8 @@ class ClusterError(TriremeError):
     code = "CLUSTER_FAILED"
 
 
-@dataclass(frozen=True, slots=True)
-class ChildEvent:
-    """`what`: started, died, restarted, finished. `cause`: how it ended."""
-
-    child: str
-    what: str
-    cause: str = ""
-    pid: int = 0
-
-
 class LocalCluster:
-    """`run_dir` gets spec.json, logs/<child>.log and etcd/; `port` is the first master's (0: any free one).
+    """`run_dir` gets spec.json, logs/<child>.log, children.jsonl and etcd/ (an earlier run's is gone on with); `port` is the first master's (0: any free one).
 
     `on_event` hears of every start and death. Children by name: `trainer-0`, `pserver-0`, `master-0`, `etcd`.
     """
@@ -148,9 +138,14 @@ class LocalCluster:
         argv = [sys.executable, "-P", "-m", MODULES[role]]
         child = self.children[name] = Child(name, argv, environment, self.run_dir / "logs" / f"{name}.log")
         await child.start()
-        self._on_event(ChildEvent(name, "started", pid=child.pid))
+        self._tell(ChildEvent(name, "started", pid=child.pid))
         self.accompany(self._supervise(child))
         return child
+
+    def _tell(self, event: ChildEvent) -> None:
+        """To whoever listens, and into the folder for other commands."""
+        append_event(self.run_dir, event)
+        self._on_event(event)
 
     async def _supervise(self, child: Child) -> None:
         policy = RestartPolicy()
@@ -159,9 +154,9 @@ class LocalCluster:
             if self._stopping:
                 return
             if end.code == 0 and await self._is_final():
-                self._on_event(ChildEvent(child.name, "finished", pid=end.pid))
+                self._tell(ChildEvent(child.name, "finished", pid=end.pid))
                 return
-            self._on_event(ChildEvent(child.name, "died", str(end), end.pid))
+            self._tell(ChildEvent(child.name, "died", str(end), end.pid))
             await self._bury(child, end)
             delay_s = policy.delay_s(end.code, end.lived_s)
             if delay_s is None:
@@ -172,7 +167,7 @@ class LocalCluster:
             if self._stopping or _is_final(self.directory.state):
                 return
             await child.start()
-            self._on_event(ChildEvent(child.name, "restarted", str(end), child.pid))
+            self._tell(ChildEvent(child.name, "restarted", str(end), child.pid))
 
     async def _supervise_etcd(self) -> None:
         policy = RestartPolicy()
@@ -183,7 +178,7 @@ class LocalCluster:
             while not self.embedded.running:
                 if self._stopping:
                     return
-                self._on_event(ChildEvent("etcd", "died", str(end), end.pid))
+                self._tell(ChildEvent("etcd", "died", str(end), end.pid))
                 delay_s = policy.delay_s(end.code, end.lived_s)
                 if delay_s is None:
                     tail = tail_of(self.embedded.log_path, TAIL_LINES)
@@ -194,7 +189,7 @@ class LocalCluster:
                 await asyncio.sleep(delay_s)
                 with contextlib.suppress(Fatal):  # told by its next death
                     await self.embedded.start()
-            self._on_event(ChildEvent("etcd", "restarted", str(end), self.embedded.pid or 0))
+            self._tell(ChildEvent("etcd", "restarted", str(end), self.embedded.pid or 0))
 
     async def _is_final(self) -> bool:
         """True if the job is over; a trainer may leave a moment before we hear of it."""
@@ -216,12 +211,20 @@ class LocalCluster:
                 for lease in await self._leases_of(child, end.pid):
                     await self.etcd.revoke(lease, timeout_s=REVOKE_TIMEOUT_S)
         except (TriremeError, TimeoutError) as error:  # etcd is away: the lease runs out by itself
-            self._on_event(ChildEvent(child.name, "lease_left", f"{type(error).__name__}: {error}", end.pid))
+            self._tell(ChildEvent(child.name, "lease_left", f"{type(error).__name__}: {error}", end.pid))
+
+    async def _bury_predecessors(self) -> None:
+        """The members of an earlier run died with it (children do not outlive their launcher, and we have its lock);
+        an etcd that starts on its old data gives their leases a new life. Raises PeerError."""
+        found = await self.etcd.range(self._keys.prefix, prefix=True, keys_only=True)
+        for lease in sorted({item.lease for item in found.kvs if item.lease}):
+            await self.etcd.revoke(lease, timeout_s=REVOKE_TIMEOUT_S)
 
     async def _leases_of(self, child: Child, pid: int) -> list[int]:
         if child.name.startswith("trainer-"):
             found = await self.etcd.range(self._keys.trainers, prefix=True)
-            members = [TrainerMember.model_validate_json(item.value) for item in found.kvs]
+            kvs = [item for item in found.kvs if item.key != self._keys.refetch]
+            members = [TrainerMember.model_validate_json(item.value) for item in kvs]
             return [member.lease for member in members if member.pid == pid]
         if child.name.startswith("pserver-"):
             found = await self.etcd.range(self._keys.pservers, prefix=True)
@@ -254,6 +257,8 @@ class LocalCluster:
         await self.embedded.start()
         self.etcd = etcd_client.connect([self.embedded.url])
         self._opened.push_async_callback(self.etcd.close)
+        await self._bury_predecessors()
+        self._tell(ChildEvent("etcd", "started", pid=self.embedded.pid or 0))
         self.directory = Directory(self.etcd, self._keys)
         self.accompany(self._supervise_etcd())
         self.accompany(self.directory.run())
@@ -299,7 +304,7 @@ class LocalCluster:
             raise cancelled
 
     async def stop(self) -> None:
-        """End all children in order: trainers, parameter servers, masters, etcd. Takes at most GRACE_S for each kind."""
+        """End all children in order: trainers, masters, parameter servers, etcd. Takes at most GRACE_S for each kind."""
         self._stopping = True
         if not self._final.done() or self._final.exception() is None:  # an exception nobody asked for is no warning
             self._final.cancel()

@@ -1,4 +1,4 @@
-"""`trireme run`: settings -> inspection of the script -> local cluster -> progress -> summary and exit code."""
+"""`trireme run`: settings -> inspection of the script -> what is there already -> local cluster -> summary and exit code."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 from shared import clock, telemetry
 from shared.errors import TriremeError
-from shared.records import JobSpec, JobState, Phase
-from trireme import exits, run_dir
+from shared.records import JobSpec, JobState, Mode, Phase
+from trireme import exits, resume, run_dir
 from trireme.follow import Follower
 from trireme.local import HOST, LocalCluster
 from trireme.preflight import Inspection, ScriptError, check_path, inspect
@@ -37,6 +37,7 @@ from trireme.spec import (
 )
 
 DATA_DIR = Path(".trireme")
+PUBLISH_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class RunRequest:
     assignments: tuple[str, ...] = ()
     check: bool = True
     dry_run: bool = False
+    fresh: bool = False
     as_json: bool = False
 
 
@@ -86,7 +88,28 @@ async def _run(request: RunRequest) -> int:
             print(spec.model_dump_json(exclude_none=True, indent=2))  # noqa: T201
             return exits.OK
         with run_dir.opened(data_dir, job) as folder:
+            remains, script = resume.examine(folder), resume.script_digest(request.script)
+            plan = resume.decide(remains, spec, script, folder, fresh=request.fresh)
+            if plan.sentence:
+                print(plan.sentence, file=sys.stderr)  # noqa: T201
+            if plan.start is resume.Start.DONE and remains.result is not None:
+                print(json.dumps(remains.result) if request.as_json else summary_text(remains.result))  # noqa: T201
+                return exits.OK
+            _prepare(folder, plan.start, script)
             return await _train(spec, folder, port, standbys, interrupt, as_json=request.as_json)
+
+
+def _prepare(folder: Path, start: resume.Start, script: str) -> None:
+    """Raises UsageError if the folder's content cannot be moved or written."""
+    try:
+        if start is resume.Start.NEW:
+            resume.set_aside(folder)
+            resume.write_start(folder, script)
+        (folder / run_dir.RUN_FILE).unlink(missing_ok=True)
+        (folder / "logs").mkdir(exist_ok=True)
+    except OSError as error:
+        msg = f"what the last run left in {folder} cannot be moved: {error}; choose another --data-dir"
+        raise UsageError(msg) from error
 
 
 def _decided(request: RunRequest) -> dict[str, Setting]:
@@ -163,9 +186,14 @@ async def _train(spec: JobSpec, folder: Path, port: int, standbys: int, interrup
             state = await _follow_to_the_end(cluster, follower, folder, screen)
             counts = await follower.last_counts(cluster)
         seconds = clock.monotonic() - started
+    except asyncio.CancelledError:
+        if spec.mode is Mode.SYNC:
+            screen.event(f"job {spec.job} is unfinished; the same command goes on with it")
+        raise
     finally:
         screen.close()
     document = result_document(spec, state, counts, seconds, folder)
+    resume.write_result(folder, document)
     if state.phase is not Phase.COMPLETED:
         print(failure_text(state, folder), file=sys.stderr)  # noqa: T201
     print(json.dumps(document) if as_json else summary_text(document))  # noqa: T201
@@ -174,7 +202,18 @@ async def _train(spec: JobSpec, folder: Path, port: int, standbys: int, interrup
 
 async def _follow_to_the_end(cluster: LocalCluster, follower: Follower, folder: Path, screen: Display) -> JobState:
     url = await cluster.master_url()
-    run_dir.write_run_file(folder, {"job": cluster.spec.job, "url": url, "etcd": cluster.embedded.url})
+    cluster.accompany(_publish(cluster, folder))
     screen.event(f"job {cluster.spec.job}: master {url}, logs in {folder / 'logs'}")
     cluster.accompany(follower.run(cluster))
     return await cluster.wait()
+
+
+async def _publish(cluster: LocalCluster, folder: Path) -> None:
+    """Other commands find the leading master by the run file, also after another one took over."""
+    told = ""
+    while True:
+        url = cluster.directory.master.url if cluster.directory.master else told
+        if url != told:
+            run_dir.write_run_file(folder, {"job": cluster.spec.job, "url": url, "etcd": cluster.embedded.url})
+            told = url
+        await cluster.directory.changed(cluster.directory.revision, PUBLISH_S)

@@ -1,4 +1,4 @@
-"""The folder of one job's runs: DATA_DIR/JOB/{spec.json, run.json, lock, etcd/, logs/, export/}.
+"""The folder of one job's runs: DATA_DIR/JOB/{spec.json, run.json, lock, etcd/, logs/, checkpoints/, export/, ...}.
 
 One run at a time: the lock file is flocked for as long as the launcher lives, so it needs no cleaning up after a crash.
 """
@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +21,7 @@ RUN_FILE = "run.json"
 
 @contextlib.contextmanager
 def opened(data_dir: Path, job: str) -> Iterator[Path]:
-    """The job's folder, ours alone and without the remains of its last run (its exports stay until they are replaced).
+    """The job's folder, ours alone; what an earlier run left in it is still there (resume.py decides about it).
 
     Raises UsageError if it cannot be written or another run has it.
     """
@@ -46,21 +45,7 @@ def opened(data_dir: Path, job: str) -> Iterator[Path]:
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
         lock.flush()
-        try:
-            _clear(run_dir)
-        except OSError as error:
-            msg = f"the remains of the last run in {run_dir} cannot be removed: {error}; choose another --data-dir"
-            raise UsageError(msg) from error
         yield run_dir
-
-
-def _clear(run_dir: Path) -> None:
-    for name in ("etcd", "logs"):
-        if (run_dir / name).exists():
-            shutil.rmtree(run_dir / name)
-    for path in (run_dir / RUN_FILE, *run_dir.glob("dataset-*.json")):
-        path.unlink(missing_ok=True)
-    (run_dir / "logs").mkdir()
 
 
 def write_run_file(run_dir: Path, facts: dict[str, Any]) -> None:

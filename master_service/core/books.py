@@ -6,16 +6,18 @@ decide: books -> Decision (nothing changes)       apply: Change -> books, once e
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from master_service.core import job
 from master_service.core.changes import (
     Change,
     Decision,
     Event,
+    ForgetParameters,
     NextEpoch,
     PutCursor,
     PutLanes,
+    PutRefetch,
     PutRequeued,
     PutSlots,
     PutState,
@@ -26,7 +28,7 @@ from master_service.core.members import Members
 from master_service.core.pace import Pace
 from master_service.core.streams import Streams
 from master_service.core.tasks import WAIT_S, Closing, TaskQueue
-from shared.errors import InvalidArgument, NotFound, StaleGeneration
+from shared.errors import InvalidArgument, NotFound, StaleAttempt, StaleGeneration
 from shared.records import (
     AcquireTask,
     CompleteTask,
@@ -137,6 +139,10 @@ class Books:
                 self.slots = slots
             case PutSums(sums):
                 self.sums = sums
+            case PutRefetch(_):
+                pass
+            case ForgetParameters():
+                self.members = replace(self.members, layout_revision=0, init_done=False)
             case NextEpoch(epoch):
                 self.meta = self.meta.model_copy(update={"epoch": epoch})
                 self.training.apply(change, now)
@@ -163,8 +169,15 @@ def acquire(books: Books, ask: AcquireTask) -> Decision[TaskAnswer]:
             TaskAnswer(answer="wait", reason=f"the job is {state.phase}: {state.reason}", retry_after_s=WAIT_S)
         )
     check_generation(books, ask)
-    if ask.stream is not None:
-        return _acquire_lane(books, ask, ask.stream)
+    decision = _acquire_lane(books, ask, ask.stream) if ask.stream is not None else _acquire_shared(books, ask)
+    task = decision.answer.task
+    if task is None or not state.timeline:
+        return decision
+    task = task.model_copy(update={"timeline": state.timeline})
+    return replace(decision, answer=decision.answer.model_copy(update={"task": task}))
+
+
+def _acquire_shared(books: Books, ask: AcquireTask) -> Decision[TaskAnswer]:
     queue = books.due
     if queue is None:
         return Decision(TaskAnswer(answer="end", reason="the job is done"))
@@ -173,7 +186,7 @@ def acquire(books: Books, ask: AcquireTask) -> Decision[TaskAnswer]:
         return Decision(TaskAnswer(answer="wait", reason=reason, retry_after_s=WAIT_S))
     answer, changes = queue.dispatch(ask)
     if answer.answer == "end":  # this stage is closed and the next one not yet committed
-        answer = TaskAnswer(answer="wait", reason=f"{state.stage} is closing", retry_after_s=WAIT_S)
+        answer = TaskAnswer(answer="wait", reason=f"{books.state.stage} is closing", retry_after_s=WAIT_S)
     return Decision(answer, changes)
 
 
@@ -189,6 +202,7 @@ def close_epoch(books: Books, ask: AcquireTask) -> Decision[None]:
 def report_progress(books: Books, task_id: str, report: TaskProgress) -> Decision[TaskQueue]:
     """Answers the queue whose task shows life. Raises StaleAttempt, NotFound."""
     queue = books.queue_of(task_id)
+    _check_timeline(books, task_id, report)
     queue.check_attempt(task_id, report.attempt, report.trainer, report.epoch)
     return Decision(queue)
 
@@ -196,6 +210,7 @@ def report_progress(books: Books, task_id: str, report: TaskProgress) -> Decisio
 def complete(books: Books, task_id: str, report: CompleteTask) -> Decision[None]:
     """Raises StaleAttempt, NotFound. Sums and exports are written with the end of the task, so never twice."""
     queue = books.queue_of(task_id)
+    _check_timeline(books, task_id, report)
     closing = queue.finish(task_id, report.attempt, report.trainer, report.epoch)
     if not closing.changes:
         return Decision(None)
@@ -211,6 +226,7 @@ def complete(books: Books, task_id: str, report: CompleteTask) -> Decision[None]
 def fail_task(books: Books, task_id: str, report: FailTask) -> Decision[UserFailure | None]:
     """Raises StaleAttempt, NotFound. Answers the failure if it was news; the caller counts it against the budget."""
     queue = books.queue_of(task_id)
+    _check_timeline(books, task_id, report)
     cause = f"{report.failure.error_type}: {report.failure.message}"
     closing = queue.fail(task_id, report.attempt, report.trainer, cause, report.epoch)
     if not closing.changes:
@@ -247,7 +263,7 @@ def expire(books: Books, now: float) -> Decision[list[str]]:
 def put_back_lost(books: Books) -> Decision[bool]:
     """Tasks of trainers that are no members any more go back, at most some at a time; answers whether more are left."""
     queue = books.due
-    if queue is None or books.state.phase.final:
+    if queue is None or books.state.phase is not Phase.RUNNING:
         return Decision(False)
     members = set(books.state.trainers)
     lost = [(task_id, p.record.trainer) for task_id, p in queue.pending.items() if p.record.trainer not in members]
@@ -306,6 +322,16 @@ def check_generation(books: Books, ask: AcquireTask) -> None:
 
 
 # -------------------------------------------------------------------- parts
+
+
+def _check_timeline(books: Books, task_id: str, report: TaskProgress | CompleteTask | FailTask) -> None:
+    """Attempts are counted anew after a roll-back. Raises StaleAttempt for a report from before it."""
+    if report.timeline is not None and report.timeline != books.state.timeline:
+        msg = (
+            f"task {task_id} attempt {report.attempt} of {report.trainer} is stale: it was given in timeline "
+            f"{report.timeline}, the job has gone back to a checkpoint in timeline {books.state.timeline}; fetch a new task"
+        )
+        raise StaleAttempt(msg)
 
 
 def _has_kind(task_id: str) -> bool:

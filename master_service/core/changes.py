@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from shared.manifest import Refetch
 from shared.records import (
     DiscardedTask,
     EvaluationSums,
@@ -63,8 +64,17 @@ class PutDiscarded:
 
 
 @dataclass(frozen=True, slots=True)
+class DropDiscarded:
+    """The task is given again: the job went back to before it was discarded."""
+
+    task_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class NextEpoch:
-    """Training is at `epoch` now: all cursors are 0, nothing is pending or requeued. Ends a group commit."""
+    """Training is at `epoch` now (an earlier one after a roll-back): all cursors are 0, nothing is pending or requeued.
+    Ends a group commit."""
 
     epoch: int
 
@@ -89,6 +99,18 @@ class PutSlots:
     slots: SlotMap
 
 
+@dataclass(frozen=True, slots=True)
+class PutRefetch:
+    """For observers: everybody reads the parameters again."""
+
+    refetch: Refetch
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetParameters:
+    """Layout and init_ps/done go: somebody initialises the parameters anew."""
+
+
 Change = (
     PutCursor
     | PutPending
@@ -96,11 +118,14 @@ Change = (
     | PutRequeued
     | DropRequeued
     | PutDiscarded
+    | DropDiscarded
     | NextEpoch
     | PutSums
     | PutState
     | PutLanes
     | PutSlots
+    | PutRefetch
+    | ForgetParameters
 )
 
 

@@ -1,7 +1,7 @@
 """Members and generations: what follows from who is there.
 
 WAITING    all pservers -> slot map;  parameters initialised + a trainer -> RUNNING, generation 1
-RUNNING    a trainer joined or died -> generation + 1 (and new lanes);  a pserver died -> FAILED
+RUNNING    a trainer joined or died -> generation + 1 (and new lanes);  a pserver died -> ROLLING_BACK (rollback.py)
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from master_service.core import rollback
 from master_service.core.changes import Change, Decision, Event, PutLanes, PutSlots, PutState
-from master_service.core.job import fail
 from master_service.core.placement import assign_lanes
+from shared.manifest import CheckpointLatest
 from shared.records import JobSpec, JobState, LaneMap, Mode, Phase, PserverMember, SlotMap, TrainerMember
 from shared.slots import spread
 
@@ -19,13 +20,14 @@ from shared.slots import spread
 @dataclass(frozen=True, slots=True)
 class Members:
     """Who is registered. Trainers in order of arrival. The revisions are etcd's: of each `ps/<index>` and of `layout`
-    when they were created (0: not there)."""
+    when they were created (0: not there). `latest`: the newest checkpoint."""
 
     trainers: Mapping[str, TrainerMember] = field(default_factory=dict)
     pservers: Mapping[int, PserverMember] = field(default_factory=dict)
     pserver_revisions: Mapping[int, int] = field(default_factory=dict)
     layout_revision: int = 0
     init_done: bool = False
+    latest: CheckpointLatest | None = None
 
     def __repr__(self) -> str:
         done = "initialised" if self.init_done else "not initialised"
@@ -38,14 +40,16 @@ def follow(
     """What the membership asks for now. Idempotent: applied, the same members ask for nothing more."""
     if state.phase.final:
         return Decision(None)
+    if state.phase is Phase.ROLLING_BACK:
+        return rollback.supervise(spec, state, slots, members)
+    cause = rollback.loss(spec, state, slots, members) if members.init_done else ""
+    if cause:
+        return rollback.begin(spec, state, slots, members, cause)
     missing = [index for index in range(spec.pservers) if index not in members.pservers]
-    if members.init_done:
-        lost = _lost_pservers(spec, members, missing)
-        if lost:
-            return fail(state, lost)
     changes: tuple[Change, ...] = ()
-    if slots is None and not missing:
-        changes = (PutSlots(SlotMap(version=1, owners=spread(spec.slot_count, spec.pservers))),)
+    if not missing and (slots is None or not rollback.fits(slots, spec)):
+        version = slots.version + 1 if slots else 1
+        changes = (PutSlots(SlotMap(version=version, owners=spread(spec.slot_count, spec.pservers))),)
     now = tuple(members.trainers)
     if state.phase is Phase.WAITING:
         obstacle = _obstacle(spec, members, missing)
@@ -54,18 +58,6 @@ def follow(
     elif set(now) == set(state.trainers):
         return Decision(None, changes)
     return Decision(None, changes) + _regroup(spec, state, lanes, now)
-
-
-def _lost_pservers(spec: JobSpec, members: Members, missing: list[int]) -> str:
-    """Why the parameters are not whole any more, or ""."""
-    if missing:
-        return f"pserver {missing[0]} died and no checkpoint exists; start the job again"
-    for index in range(spec.pservers):
-        if members.pserver_revisions.get(index, 0) > members.layout_revision > 0:
-            return (
-                f"pserver {index} was replaced after it was initialised and no checkpoint exists; start the job again"
-            )
-    return ""
 
 
 def _obstacle(spec: JobSpec, members: Members, missing: list[int]) -> str:

@@ -57,6 +57,17 @@ class Metrics:
         seconds = max(now - first[0], 1e-3)
         return (sum(records for _, records in self.recent) - first[1]) / seconds
 
+    def records_from(self, step: int) -> int:
+        """Records of the steps that made the versions after `step`, as far as they were reported and are kept."""
+        return sum(sums.records for number, sums in self.steps.items() if number >= step)
+
+    def rewind(self, step: int) -> None:
+        """In place. The job goes on from version `step`: what came after it is trained again."""
+        for number in [number for number in self.steps if number >= step]:
+            del self.steps[number]
+        self.step = min(self.step, step)
+        self.recent.clear()
+
     def _forget(self, now: float) -> None:
         while self.recent and (self.recent[0][0] < now - WINDOW_S or len(self.recent) > 4096):
             self.recent.popleft()

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from master_service.core.changes import (
     Change,
+    DropDiscarded,
     DropPending,
     DropRequeued,
     NextEpoch,
@@ -187,9 +188,8 @@ class TaskQueue:
 
     def finish(self, task_id: str, attempt: int, trainer: str, epoch: int | None = None) -> Closing:
         """Raises StaleAttempt. A doubled report changes nothing; nor does one of a lane's task known to be committed."""
-        if self._reported(task_id, attempt, trainer, epoch):
-            return Closing(())
-        if self.by_lane and task_id not in self.pending and self.state_of(task_id) == "DONE":
+        committed = self.by_lane and task_id not in self.pending and self.state_of(task_id) == "DONE"
+        if committed or self._reported(task_id, attempt, trainer, epoch):
             return Closing(())
         self.check_attempt(task_id, attempt, trainer, epoch)
         return self._closing(task_id, (DropPending(task_id, reported=True),))
@@ -281,7 +281,11 @@ class TaskQueue:
                 del self.requeued[task_id]
             case PutDiscarded(task_id, lost, _):
                 self.discarded[lost.epoch, task_id] = change
+            case DropDiscarded(task_id, epoch):
+                del self.discarded[epoch, task_id]
             case NextEpoch(epoch):
+                if epoch <= self.epoch:
+                    self.reported.clear()  # back to a checkpoint: attempts are counted anew
                 for task_id, held in self.pending.items():
                     self._remember(task_id, held.record)
                 self.epoch, self.dispatched = epoch, 0
@@ -361,11 +365,8 @@ class TaskQueue:
     def _and_close(self, committed: tuple[Change, ...]) -> tuple[Change, ...]:
         """With the next epoch, if nothing of this one is left after them."""
         left = len(self.pending) + len(self.requeued) - len(committed)
-        return (
-            (*committed, NextEpoch(self.epoch + 1))
-            if committed and not left and self.dispatched == self.total
-            else committed
-        )
+        closed = bool(committed) and not left and self.dispatched == self.total
+        return (*committed, NextEpoch(self.epoch + 1)) if closed else committed
 
     def _requeue(self, task_id: str, held: PendingTask, failures: int, cause: str) -> PutRequeued:
         back = RequeuedTask(
@@ -386,8 +387,7 @@ class TaskQueue:
 
     def _reported(self, task_id: str, attempt: int, trainer: str, epoch: int | None) -> bool:
         """Whether this very report was taken before (its answer got lost). Bounded memory, empty in a new master."""
-        held = self.pending.get(task_id)
-        if held and (held.record.attempt, held.record.trainer) == (attempt, trainer):
+        if (held := self.pending.get(task_id)) and (held.record.attempt, held.record.trainer) == (attempt, trainer):
             return False
         epochs = (self.epoch, self.epoch - 1) if epoch is None else (epoch,)
         return any((e, task_id, attempt, trainer) in self.reported for e in epochs)

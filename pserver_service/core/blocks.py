@@ -84,6 +84,10 @@ class BlockState:
             replaced.release()
         self.version += 1
 
+    def optimizer_state(self) -> dict[str, torch.Tensor]:
+        """Not copies: read them before the next step."""
+        return {} if self._optimizer is None else self._optimizer.state()
+
     def _stepped(self, value: torch.Tensor | None, options: Options) -> Buffer:
         """The next values, in a buffer with a reference of its own; without data they are the present ones."""
         if value is None:

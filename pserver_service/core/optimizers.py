@@ -98,6 +98,16 @@ class BlockOptimizer:
         self._optimizer.step()
         self._parameter.grad = None
 
+    def state(self) -> dict[str, torch.Tensor]:
+        """The state's tensors, not copies; empty before the first step of most classes."""
+        found: dict[str, Any] = self._optimizer.state.get(self._parameter, {})
+        return {name: value for name, value in found.items() if value is not None}
+
+    def load(self, state: dict[str, torch.Tensor]) -> None:
+        """Go on from a saved state; the tensors are the optimizer's from now on."""
+        if state:
+            self._optimizer.state[self._parameter] = dict(state)
+
 
 def warm_up() -> None:
     """Load what torch loads at the first optimizer (1.5 s), before the first request needs one."""

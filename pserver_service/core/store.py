@@ -6,7 +6,10 @@ init --> Store;  admit(header) --> Push;  apply(push, block, payload) --> Verdic
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+import torch
 
 from pserver_service.core.blocks import BlockState, Verdict
 from pserver_service.core.buffers import Buffer, BufferPool, tensor_over
@@ -14,9 +17,10 @@ from pserver_service.core.geometry import Geometry
 from pserver_service.core.history import History
 from pserver_service.core.ledger import Ledger
 from pserver_service.core.optimizers import BlockOptimizer, Options, arguments, options_of
+from pserver_service.core.snapshot import Schedule, Snapshot
 from shared.errors import BadFrame, InvalidArgument, LayoutMismatch
 from shared.lanes import Interval, is_aligned
-from shared.messages import InitHeader, PushBlock, PushHeader
+from shared.messages import InitHeader, PushBlock, PushHeader, StepRecord
 from shared.records import Mode
 from shared.slots import Block
 
@@ -36,9 +40,13 @@ class Push:
 
 
 class Store:
-    """Blocks are added by `add_block` once, before the first push."""
+    """Blocks are added by `add_block` (or `place_block`) once, before the first push; then `seal`.
 
-    def __init__(self, header: InitHeader) -> None:
+    `schedule` says which versions are copied for checkpoints (None: none); a new one comes too soon if the copy before
+    it still waits to be taken: then the one of the higher rank is kept, and `skipped` counts.
+    """
+
+    def __init__(self, header: InitHeader, schedule: Schedule | None = None) -> None:
         if header.lanes < 1 or header.lanes & (header.lanes - 1):
             msg = f"lanes is {header.lanes}: expected a power of two"
             raise InvalidArgument(msg)
@@ -50,7 +58,10 @@ class Store:
         self.blocks: dict[int, BlockState] = {}
         self.history = History(header.record)
         self.ledger = Ledger(0)
-        self._first_version = header.record.version
+        self.skipped = 0
+        self._schedule = schedule if self.mode is Mode.SYNC else None
+        self._snapshot: Snapshot | None = None
+        self._first_version = self._considered = header.record.version
         self._positions: dict[int, int] = {}
         self._no_options: Options = {}
         spec = header.layout.optimizer
@@ -73,12 +84,21 @@ class Store:
             raise BadFrame(msg)
         values = self.pool.take(place.dtype, place.elements)
         values.view[:] = payload.cast("B")
+        self.place_block(number, values, {})
+
+    def place_block(self, number: int, values: Buffer, state: Mapping[str, torch.Tensor]) -> None:
+        """A block and its optimizer's state, both the store's from now on; `values` are of the block's size."""
+        place = self.geometry.block(number)
+        assert place is not None
+        assert number not in self.blocks
         chosen = self._arguments[place.segment]
         optimizer = None if chosen is None else BlockOptimizer(self.layout.optimizer.name, chosen, values.tensor)
-        state = BlockState(place, values, self.pool, self.lanes, optimizer)
-        state.version = self._first_version
+        if optimizer is not None:
+            optimizer.load(dict(state))
+        block = BlockState(place, values, self.pool, self.lanes, optimizer)
+        block.version = self._first_version
         self._positions[number] = len(self.blocks)
-        self.blocks[number] = state
+        self.blocks[number] = block
 
     def seal(self) -> None:
         """All blocks are there."""
@@ -141,6 +161,7 @@ class Store:
             verdict = state.push(push.header.step, item.lanes, value, item.count, options)
             if state.version != before:
                 self.history.fix(state.version)
+                self._save(state)
             return verdict
         index = self._positions[item.block]
         verdict = self.ledger.judge(push.header, push.task, index)
@@ -157,6 +178,53 @@ class Store:
         if state is None:
             return Verdict.WRONG_OWNER
         return state.current if version is None else state.pull(version)
+
+    # ------------------------------------------------------------ snapshots
+
+    def save_first(self) -> None:
+        """Copy the version that all blocks have now, if the schedule has it: that of the initial values."""
+        record = self.history.record(self._first_version)
+        if record is not None and self.blocks:
+            self._begin(record)
+            for state in self.blocks.values():
+                self._enter(state)
+
+    @property
+    def snapshot_waits(self) -> bool:
+        return self._snapshot is not None and self._snapshot.whole
+
+    def take_snapshot(self) -> Snapshot | None:
+        """The whole snapshot that waits, if one does; the caller releases it."""
+        if not self.snapshot_waits:
+            return None
+        taken, self._snapshot = self._snapshot, None
+        return taken
+
+    def _save(self, state: BlockState) -> None:
+        """`state` has just reached its version."""
+        if self._schedule is None:
+            return
+        if state.version > self._considered:
+            self._considered = state.version
+            record = self.history.record(state.version)
+            if record is not None:
+                self._begin(record)
+        self._enter(state)
+
+    def _begin(self, record: StepRecord) -> None:
+        rank = self._schedule.rank(record) if self._schedule is not None else None
+        if rank is None:
+            return
+        if self._snapshot is not None:
+            self.skipped += 1
+            if rank < self._snapshot.rank:
+                return
+            self._snapshot.release()
+        self._snapshot = Snapshot(record, rank, self.blocks)
+
+    def _enter(self, state: BlockState) -> None:
+        if self._snapshot is not None and self._snapshot.version == state.version:
+            self._snapshot.add(state, self.pool)
 
     def _fits(self, push: Push, lanes: Interval) -> bool:
         """Whether `lanes` is a node of the tree and the header says where each of its readers stands."""

@@ -1,4 +1,4 @@
-"""The folder of a job's runs: one run at a time, no remains of the last one."""
+"""The folder of a job's runs: one run at a time, and how it is found."""
 
 from __future__ import annotations
 
@@ -9,22 +9,6 @@ import pytest
 
 from trireme import run_dir
 from trireme.spec import UsageError
-
-
-def test_the_remains_of_the_last_run_go_and_its_exports_stay(tmp_path):
-    with run_dir.opened(tmp_path, "ctr") as folder:
-        (folder / "etcd").mkdir()
-        (folder / "logs" / "trainer-0.log").write_text("old")
-        (folder / "export").mkdir()
-        (folder / "export" / "model.pt").write_text("kept")
-        run_dir.write_run_file(folder, {"url": "http://127.0.0.1:1"})
-    with run_dir.opened(tmp_path, "ctr") as folder:
-        assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) == [
-            "export",
-            "export/model.pt",
-            "lock",
-            "logs",
-        ]
 
 
 def test_a_job_runs_once_at_a_time(tmp_path):

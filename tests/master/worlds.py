@@ -15,7 +15,19 @@ from shared.datasets import Dataset, TextLines
 from shared.etcd import Etcd
 from shared.etcd.simulated import SimulatedEtcd
 from shared.keys import Keys
-from shared.records import AcquireTask, CompleteTask, JobSpec, Mode, PserverMember, Stage, Task, TrainerMember
+from shared.manifest import CheckpointRef, Manifest
+from shared.records import (
+    AcquireTask,
+    CompleteTask,
+    JobSpec,
+    JobState,
+    Mode,
+    PserverMember,
+    Restored,
+    Stage,
+    Task,
+    TrainerMember,
+)
 from tests.simulation.virtual_loop import VirtualLoop
 from tests.simulation.virtual_loop import run as run_virtually
 
@@ -72,11 +84,26 @@ class Tables:
         return table_of(self.tasks, 10, digest)
 
 
+class Manifests:
+    """Manifests from memory, by uuid; an exception is raised."""
+
+    def __init__(self) -> None:
+        self.by_uuid: dict[str, Manifest | Exception] = {}
+
+    async def read(self, ref: CheckpointRef) -> Manifest:
+        await asyncio.sleep(0.01)
+        found = self.by_uuid[ref.uuid]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
 class World:
     """One etcd, any number of masters, and members as mere keys. `dead`: urls that refuse connections."""
 
     def __init__(self, spec: JobSpec, tables: Tables | None = None) -> None:
         self.spec, self.tables = spec, tables or Tables()
+        self.manifests = Manifests()
         self.simulated = SimulatedEtcd()
         self.etcd = Etcd(self.simulated.transport("members"))
         self.dead: set[str] = set()
@@ -94,6 +121,7 @@ class World:
             url=f"http://{name}",
             spec=self.spec,
             tables=lambda _: self.tables,
+            manifests=lambda _: self.manifests,
             probe=probe,
         )
 
@@ -105,12 +133,23 @@ class World:
         )
         await self.etcd.put(KEYS.trainer(trainer), member.to_bytes(), lease)
 
-    async def add_pserver(self, index: int) -> None:
+    async def add_pserver(self, index: int, restored: Restored | None = None) -> None:
         lease = (await self.etcd.grant(3600)).id
         self.leases[f"pserver-{index}"] = lease
         url = f"http://pserver-{index}"
-        member = PserverMember(index=index, url=url, incarnation=f"ps-{lease}", host="h", pid=1, lease=lease)
+        member = PserverMember(
+            index=index, url=url, incarnation=f"ps-{lease}", host="h", pid=1, lease=lease, restored=restored
+        )
         await self.etcd.put(KEYS.pserver(index), member.to_bytes(), lease)
+
+    async def restore(self, index: int, state: JobState, error: str = "") -> None:
+        """The pserver says that it has the checkpoint's parameters, or why not."""
+        key = KEYS.pserver(index)
+        found = await self.etcd.get(key)
+        assert found is not None
+        said = Restored(timeline=state.timeline, checkpoint=state.checkpoint, error=error)
+        member = PserverMember.model_validate_json(found.value).model_copy(update={"restored": said})
+        await self.etcd.put(key, member.to_bytes(), found.lease)
 
     async def lose(self, member: str) -> None:
         await self.etcd.revoke(self.leases.pop(member))

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import time
 import tracemalloc
 from contextlib import aclosing
 
@@ -106,6 +107,17 @@ async def test_a_pull_that_waits_too_long_says_for_what(pserver):
     found, end = await pulled(pserver, pull_request(1, range(3), wait_s=0.02))
     assert list(found) == [1]
     assert end == PullEnd(code="TOO_EARLY", message="2 blocks have not reached version 1 (block 0 is at 0): ask again")
+
+
+async def test_a_block_that_comes_in_the_moment_the_wait_runs_out_is_sent(pserver):
+    """As after a freeze: the deadline has passed and the block is there in the same turn of the loop."""
+    asking = asyncio.ensure_future(pulled(pserver, pull_request(1, [0], wait_s=0.02)))
+    await asyncio.sleep(0.005)
+    push = pserver.store.admit(push_header(0))
+    time.sleep(0.05)
+    pserver._apply(pserver.store, push, *item(0, ONES))
+    blocks, end = await asking
+    assert (set(blocks), end.code) == ({0}, "OK")
 
 
 async def test_the_wait_of_a_pull_is_capped():

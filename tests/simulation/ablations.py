@@ -21,7 +21,7 @@ from shared.messages import PushHeader
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    original = getattr(owner, name)
+    original = vars(owner)[name]  # a static method stays one
     setattr(owner, name, function)
     try:
         yield

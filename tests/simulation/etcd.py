@@ -12,6 +12,7 @@ from typing import Any
 from shared.etcd.simulated import SimulatedEtcd
 from shared.keys import Keys
 from shared.records import JobState, MasterAddress, MasterLock, Phase
+from tests.simulation.checkpoints import CheckpointWitness
 from tests.simulation.network import Network
 
 
@@ -26,6 +27,7 @@ class WitnessedEtcd(SimulatedEtcd):
         self.state = JobState()
         self.term = 0
         self._url_of = url_of
+        self._checkpoints = CheckpointWitness(keys.job)
         self._seen = 0
         self._prefix = keys.prefix.encode()
         self._masters_own = tuple(
@@ -78,6 +80,8 @@ class WitnessedEtcd(SimulatedEtcd):
             if state.phase is Phase.FAILED:
                 self.violations.append(f"the job failed: {state.reason}")
             self.state = state
+        elif key == self.keys.latest:
+            self.violations += self._checkpoints.judge(kv["value"])
         elif key == self.keys.master_lock:
             self._grow(kv["create_revision"])
         elif key == self.keys.master_address:

@@ -17,7 +17,7 @@ from tests.simulation.network import CALM, Weather, weather_of
 class Kind(StrEnum):
     KILL_TRAINER = "kill trainer"
     KILL_TRAINERS = "kill every trainer"
-    KILL_PSERVER = "kill pserver before the parameters are there"
+    KILL_PSERVER = "kill pserver"
     JOIN_TRAINER = "join trainer"
     FREEZE_TRAINER = "freeze trainer"
     CUT_TRAINER = "cut trainer off"
@@ -92,6 +92,7 @@ class Plan:
     pservers: int
     masters: int
     speed: Speed
+    checkpoint_every: int | None = None
     weather: Weather = CALM
     faults: tuple[Fault, ...] = ()
 
@@ -117,7 +118,7 @@ class Plan:
     def __str__(self) -> str:
         head = (
             f"seed {self.seed} {self.job}\n  {self.masters} masters, {self.pservers} pservers, {self.trainers} trainers, "
-            f"pull_every {self.pull_every}, evaluate {self.evaluate}\n  {self.speed}\n  {self.weather}"
+            f"pull_every {self.pull_every}, evaluate {self.evaluate}, checkpoint_every {self.checkpoint_every}\n  {self.speed}\n  {self.weather}"
         )
         return "\n".join([head, *(f"  {fault}" for fault in self.faults)])
 
@@ -157,10 +158,11 @@ def plan(seed: int, mode: Mode) -> Plan:
         pservers=rng.choice([1, 2, 3]),
         masters=rng.choice([1, 2, 2]),
         speed=speed,
+        checkpoint_every=rng.choice([None, 1, 3]) if mode is Mode.SYNC else None,
         weather=weather_of(rng),
     )
     faults = [
-        _fault(rng, rng.choice(kinds), plan.window_s)
+        _fault(rng, rng.choice(kinds), plan.window_s, mode)
         for kinds in [_kinds(rng)]
         for _ in range(rng.choice([0, 3, 6, 12]))
     ]
@@ -172,10 +174,12 @@ def _kinds(rng: random.Random) -> list[Kind]:
     return rng.sample(list(Kind), 2) if rng.random() < 0.4 else list(Kind)
 
 
-def _fault(rng: random.Random, kind: Kind, window_s: float) -> Fault:
+def _fault(rng: random.Random, kind: Kind, window_s: float, mode: Mode) -> Fault:
     at, pick = window_s * rng.random() ** rng.choice([1, 2]), rng.random()
     match kind:
-        case Kind.KILL_PSERVER:
+        case Kind.KILL_PSERVER if mode is Mode.SYNC:
+            return Fault(at, kind, pick, rng.choice([0.1, 1.0, 4.0]), noticed=rng.random() < 0.5)
+        case Kind.KILL_PSERVER:  # asynchronous jobs have no checkpoints yet: before they are initialised
             return Fault(rng.uniform(0, 2.0), kind, pick, rng.choice([0.1, 1.0]), noticed=rng.random() < 0.5)
         case Kind.KILL_TRAINER | Kind.KILL_TRAINERS | Kind.KILL_MASTER:
             lasts = rng.choice([0.1, 1.0, 4.0])
@@ -191,6 +195,7 @@ def _fault(rng: random.Random, kind: Kind, window_s: float) -> Fault:
                 at, kind, pick, rng.choice([0.5, 3.0, 6.0, 9.0]), peer=rng.choice([Peer.ETCD, Peer.ETCD, Peer.ALL])
             )
         case Kind.FREEZE_PSERVER:
-            return Fault(at, kind, pick, rng.choice([0.2, 1.0]))  # shorter than its lease: losing one ends the job
+            longer = [8.0, 15.0] if mode is Mode.SYNC else []  # than its lease: the job rolls back
+            return Fault(at, kind, pick, rng.choice([0.2, 1.0, *longer]))
         case Kind.RESTART_ETCD:
             return Fault(at, kind, pick, rng.choice([0.3, 1.5, 8.0]))

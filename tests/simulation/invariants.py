@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -57,6 +58,10 @@ def _parameters(world: World) -> Iterator[str]:
     if any(one != other for one, other in pairwise(exported)):
         yield "two exports differ"
     final = world.final_parameters()
+    if (
+        len(final) < len(exported[-1]) and job.mode is Mode.SYNC
+    ):  # a parameter server died after the end: the export stays
+        final = exported[-1]
     if exported[-1] != final:
         yield "the export is not what the parameter servers hold"
     if job.mode is Mode.SYNC:
@@ -107,7 +112,7 @@ def _evaluation(world: World) -> Iterator[str]:
     if sums.sums != expected or sums.finished != len(tasks_of(job)):
         yield f"evaluation added up to {sums}, expected {expected} from {len(tasks_of(job))} tasks"
     seen = {digest for digest, _ in world.notes.evaluated}
-    if seen != {world.final_digest()}:
+    if seen != {hashlib.sha256(world.notes.exported[-1]).hexdigest()}:
         yield f"evaluation saw {len(seen)} sets of parameters, not the final ones only"
 
 

@@ -13,13 +13,16 @@ from master_service.service import Master
 from pserver_service.__main__ import INDEX_LOST
 from pserver_service.core.blocks import Verdict
 from pserver_service.core.store import Push, Store
+from pserver_service.member import Member
 from pserver_service.registration import Registration
 from pserver_service.service import Payload, Pserver
-from shared import ids
+from shared import checkpoints, ids
 from shared.datasets import Custom, Dataset
 from shared.directory import Directory
+from shared.manifest import CheckpointRef, Manifest
 from shared.messages import PushBlock
 from shared.records import JobSpec, PserverMember, TrainerMember
+from tests.simulation.checkpoints import STORAGE
 from tests.simulation.compute import BLOCK_BYTES, Speed, TinyCompute
 from tests.simulation.dataset import files_of
 from tests.simulation.faults import Plan
@@ -56,12 +59,24 @@ def spec_of(plan: Plan) -> JobSpec:
         slot_count=128,
         push_every=job.push_every,
         pull_every=plan.pull_every,
-        storage="memory://simulated",
+        storage=STORAGE,
         lease_ttl_s=LEASE_TTL_S,
         task_timeout_floor_s=TASK_FLOOR_S,
         task_timeout_ceiling_s=TASK_CEILING_S,
         max_task_failures=MAX_FAILURES,
+        checkpoint_every_steps=plan.checkpoint_every,
     )
+
+
+class MemoryManifests:
+    """master_service.manifests.Manifests, without a thread."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        self._spec = spec
+
+    async def read(self, ref: CheckpointRef) -> Manifest:
+        await asyncio.sleep(0.005)
+        return checkpoints.read_manifest(self._spec.storage, self._spec.job, ref)
 
 
 class MemoryTables:
@@ -117,6 +132,7 @@ async def master(world: World, seat: Seat) -> int:
         spec=world.spec,
         ttl_s=MASTER_TTL_S,
         tables=lambda _: MemoryTables(world.plan),
+        manifests=MemoryManifests,
         probe=world.network.refuses,
     )
     seat.service = service
@@ -134,13 +150,10 @@ async def pserver(world: World, seat: Seat) -> int:
     directory = Directory(etcd, world.keys)
     member = PserverMember(index=-1, url=seat.url, incarnation=service.incarnation, host="simulated", pid=1)
     registration = Registration(etcd, world.keys, directory, member)
-
-    async def work() -> None:
-        service.index = await registration.claim(300.0)
-        await registration.hold()
+    life = Member(etcd, world.keys, directory, service, registration, at_once)
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(part) for part in (seat.stopping.wait(), work(), directory.run())]
+        tasks = [group.create_task(part) for part in (seat.stopping.wait(), life.run(300.0), directory.run())]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()

@@ -113,7 +113,8 @@ async def _inflict(world: World, fault: Fault) -> None:
                     group.create_task(_kill(world, seat, fault))
         case Kind.KILL_PSERVER:
             seat = _pick(world, fault)
-            if seat and (seat.service is None or seat.service.store is None):  # with parameters its death ends the job
+            empty = seat is not None and (seat.service is None or seat.service.store is None)
+            if seat and (empty or world.plan.job.mode is Mode.SYNC):  # without checkpoints its death ends the job
                 await _kill(world, seat, fault)
         case Kind.HAND_OVER:
             if seat := _pick(world, fault):

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
-from shared import ids
+from shared import clock, ids
 
 Context = contextvars.Context
 CLOCK_RESOLUTION = 1e-9
@@ -229,7 +229,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 @contextlib.contextmanager
 def isolated(rng: random.Random) -> Iterator[None]:
-    """`shared.ids` draws from `rng`, sockets and threads are refused, the garbage collector waits; all restored."""
+    """`shared.ids` draws from `rng`, the wall clock shows loop time, sockets and threads are refused, the garbage
+    collector waits; all restored."""
 
     def refuse(what: str) -> Callable[..., Any]:
         def refused(*args: Any, **_: Any) -> Any:
@@ -238,9 +239,11 @@ def isolated(rng: random.Random) -> Iterator[None]:
         return refused
 
     source, start, connect, bind = ids.source, threading.Thread.start, socket.socket.connect, socket.socket.bind
+    timestamp = clock.timestamp
     collecting = gc.isenabled()
     gc.disable()
     ids.source = rng
+    clock.timestamp = lambda: f"{clock.monotonic():.3f}"
     threading.Thread.start = refuse("a thread")  # type: ignore[method-assign]
     socket.socket.connect = refuse("a socket")  # type: ignore[method-assign]
     socket.socket.bind = refuse("a socket")  # type: ignore[method-assign]
@@ -248,6 +251,7 @@ def isolated(rng: random.Random) -> Iterator[None]:
         yield
     finally:
         ids.source = source
+        clock.timestamp = timestamp
         threading.Thread.start = start  # type: ignore[method-assign]
         socket.socket.connect = connect  # type: ignore[method-assign]
         socket.socket.bind = bind  # type: ignore[method-assign]

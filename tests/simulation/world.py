@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pserver_service.core.store import Store
+from pserver_service.service import Pserver
+from shared import storage
 from shared.directory import Directory
 from shared.errors import TriremeError
 from shared.etcd import Etcd
 from shared.keys import Keys
-from shared.records import JobState, MasterLock, Mode, Phase
+from shared.records import JobState, MasterLock, Mode, Phase, PserverMember
 from tests.simulation import mains
 from tests.simulation.compute import Notes
 from tests.simulation.etcd import WitnessedEtcd
@@ -89,6 +91,7 @@ class World:
         self.inflicted = 0
         self._launcher = self.processes["launcher"] = Process("launcher")
         self._say = say
+        storage.remove_tree(self.spec.storage)
 
     # ------------------------------------------------------------ processes
 
@@ -239,9 +242,18 @@ class World:
     # ------------------------------------------------------------ state
 
     def stores(self) -> list[tuple[int, Store]]:
-        """Of all parameter servers that are alive and initialised, by index."""
-        found = [seat.service for seat in self.seats.values() if seat.kind == "pserver" and seat.service is not None]
-        return sorted((pserver.index, pserver.store) for pserver in found if pserver.store is not None)
+        """Of the registered parameter servers that have parameters of the job's timeline, by index."""
+        services = [seat.service for seat in self.seats.values() if seat.kind == "pserver" and seat.alive]
+        found = {
+            pserver.index: pserver.store
+            for pserver in services
+            if pserver is not None and pserver.timeline == self.state.timeline and self._is_registered(pserver)
+        }
+        return [(index, found[index]) for index in sorted(found) if found[index] is not None]
+
+    def _is_registered(self, pserver: Pserver) -> bool:
+        kv = self.etcd.value(self.keys.pserver(pserver.index))
+        return kv is not None and PserverMember.model_validate_json(kv).incarnation == pserver.incarnation
 
     def final_parameters(self) -> bytes:
         blocks = {number: state for _, store in self.stores() for number, state in store.blocks.items()}
@@ -255,7 +267,7 @@ class World:
         if self.plan.job.mode is not Mode.SYNC:
             return
         versions = [state.version for _, store in self.stores() for state in store.blocks.values()]
-        if max(versions) - min(versions) > 1 and len(self.failures) < 5:
+        if versions and max(versions) - min(versions) > 1 and len(self.failures) < 5:
             self.failures.append(f"block versions are {sorted(versions)}: more than one apart")
 
     def digest(self) -> str:
@@ -287,10 +299,17 @@ class World:
             process.dead = process.frozen = False
             process.release()
         for _ in range(UNWINDING_ROUNDS):
-            left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            if not left:
+            await asyncio.sleep(0)
+            left = _others()
+            if not left and not (
+                left := _others()
+            ):  # dropping the first list may end a generator, which a task then closes
                 return
             for task in left:
                 task.cancel()
             await asyncio.wait(left, timeout=10.0)
         self.failures.append(f"tasks that resist being cancelled: {left}")
+
+
+def _others() -> list[asyncio.Task[Any]]:
+    return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]

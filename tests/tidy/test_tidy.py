@@ -58,7 +58,7 @@ PURE = {
     "typing",
 }
 PURE |= {"numpy", "torch"}  # where arrays are the subject
-PURE_SHARED = {"records", "datasets", "messages", "lanes", "slots", "errors", "keys"}
+PURE_SHARED = {"records", "datasets", "messages", "lanes", "slots", "errors", "keys", "manifest"}
 
 
 def imports(path: Path, *, top_level_only: bool = False) -> Iterator[tuple[str, int]]:

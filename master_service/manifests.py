@@ -1,0 +1,27 @@
+"""Manifests of checkpoints, read by the master to know where the lanes' readers stood."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from shared import checkpoints
+from shared.manifest import CheckpointRef, Manifest
+
+
+class Manifests(Protocol):
+    """The port to the job's storage; a simulation reads without threads."""
+
+    async def read(self, ref: CheckpointRef) -> Manifest:
+        """Raises CheckpointUnusable; OSError: the storage has trouble."""
+        ...
+
+
+class StoredManifests:
+    """In `storage` (an fsspec URL)."""
+
+    def __init__(self, storage: str, job: str) -> None:
+        self._storage, self._job = storage, job
+
+    async def read(self, ref: CheckpointRef) -> Manifest:
+        return await asyncio.to_thread(checkpoints.read_manifest, self._storage, self._job, ref)

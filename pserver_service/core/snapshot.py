@@ -1,0 +1,125 @@
+"""Which versions become checkpoints, and the copy of one: blocks enter it one by one, as they reach the version.
+
+    version due --first block--> collecting --last block--> whole --taken--> written, released
+
+Values are never changed in place in synchronous mode, so a snapshot only retains their buffer; the optimizer's state is copied.
+Everybody decides by the same record, so all parameter servers copy the same versions unless one of them is too slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pserver_service.core.blocks import BlockState
+from pserver_service.core.buffers import Buffer, BufferPool
+from shared.manifest import CheckpointLatest, CheckpointRef
+from shared.messages import StepRecord
+from shared.records import JobSpec
+
+_EPOCHS = 1 << 16
+_ALWAYS = 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """From the job's spec. The first and the last version are always due."""
+
+    every_steps: int | None
+    every_epochs: int | None
+    epochs: int
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> Schedule:
+        return cls(spec.checkpoint_every_steps, spec.checkpoint_every_epochs, spec.epochs)
+
+    def rank(self, record: StepRecord) -> int | None:
+        """None: no checkpoint of this version. Else which of two to keep if both cannot be written: the higher one.
+
+        Epochs rank above steps, and the n-th by the power of two that divides n: parameter servers that are too slow by
+        any factor still agree on every 2nd, 4th, ... of them.
+        """
+        ranks = [0]
+        if record.version == 0:
+            ranks.append(_ALWAYS)
+        if self.every_steps and record.version % self.every_steps == 0:
+            ranks.append(_twos(record.version // self.every_steps))
+        if record.positions and all(position.exhausted for position in record.positions):
+            done = max(position.epoch for position in record.positions) + 1
+            if done >= self.epochs:
+                ranks.append(_ALWAYS)
+            if self.every_epochs and done % self.every_epochs == 0:
+                ranks.append(_EPOCHS + _twos(done // self.every_epochs))
+        return max(ranks) or None
+
+
+def _twos(number: int) -> int:
+    """1 + the exponent of the largest power of two that divides `number`; 0 for 0."""
+    return (number & -number).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    buffer: Buffer
+    shape: tuple[int, ...]
+
+
+class Snapshot:
+    """`tensors`: by the names they have in the file, `block.<n>` and `block.<n>.<state>`."""
+
+    def __init__(self, record: StepRecord, rank: int, blocks: Iterable[int]) -> None:
+        self.record = record
+        self.rank = rank
+        self.tensors: dict[str, SavedTensor] = {}
+        self._missing = set(blocks)
+
+    def __repr__(self) -> str:
+        return f"<Snapshot of version {self.version}: {len(self.tensors)} tensors, {len(self._missing)} blocks missing>"
+
+    @property
+    def version(self) -> int:
+        return self.record.version
+
+    @property
+    def whole(self) -> bool:
+        return not self._missing
+
+    @property
+    def bytes(self) -> int:
+        return sum(saved.buffer.view.nbytes for saved in self.tensors.values())
+
+    def add(self, state: BlockState, pool: BufferPool) -> None:
+        """Copy a block that has just reached this version."""
+        number = state.place.number
+        self._missing.remove(number)
+        self.tensors[f"block.{number}"] = SavedTensor(state.current.retain(), (state.place.elements,))
+        for name, tensor in state.optimizer_state().items():
+            copy = pool.take(str(tensor.dtype).removeprefix("torch."), tensor.numel())
+            copy.tensor.copy_(tensor.reshape(-1))
+            self.tensors[f"block.{number}.{name}"] = SavedTensor(copy, tuple(tensor.shape))
+
+    def release(self) -> None:
+        """Its memory may be used again; nobody may read it any more."""
+        for saved in self.tensors.values():
+            saved.buffer.release()
+        self.tensors = {}
+
+
+def kept_after(
+    latest: CheckpointLatest | None, new: CheckpointRef, restored: str, count: int
+) -> tuple[CheckpointRef, ...]:
+    """What may be loaded once `new` is the latest: at most `count`, newest first.
+
+    `restored`: what this timeline was loaded from. Where something older than `latest` had to be taken, `latest` and its
+    like were found damaged: they count no more.
+    """
+    older = list(latest.kept) if latest is not None else []
+    if latest is not None and latest.timeline < new.timeline:
+        uuids = [ref.uuid for ref in older]
+        older = older[uuids.index(restored) :] if restored in uuids else older
+    return (new, *older)[:count]
+
+
+def is_newer(ref: CheckpointRef, latest: CheckpointLatest | None) -> bool:
+    """Versions repeat after a roll-back, so the timeline counts first."""
+    return latest is None or (ref.timeline, ref.step) > (latest.timeline, latest.step)

@@ -1,0 +1,144 @@
+"""Parts of checkpoints on storage: what a background thread does while training goes on. Everything here blocks.
+
+Snapshot -> pserver-<i>.<token>.safetensors        parts of any number of pservers -> Store
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+
+from pserver_service.core.buffers import DTYPES, Buffer, bytes_of
+from pserver_service.core.snapshot import Schedule, Snapshot
+from pserver_service.core.store import Store
+from shared import checkpoints, storage, tensor_file
+from shared.errors import CheckpointUnusable
+from shared.manifest import CheckpointPart, CheckpointRef, Manifest
+from shared.messages import InitHeader
+from shared.records import SlotMap
+from shared.slots import Block, slot_of
+from shared.tensor_file import Entry, Summary
+
+Offload = Callable[..., Awaitable[Any]]
+"""`await offload(function, *arguments)`: run it where blocking does no harm."""
+
+
+def write_part(url: str, metadata: Mapping[str, str], snapshot: Snapshot) -> Summary:
+    """All tensors of a snapshot. Raises OSError."""
+    tensors = []
+    for name, saved in snapshot.tensors.items():
+        dtype = str(saved.buffer.tensor.dtype).removeprefix("torch.")
+        tensors.append((Entry(name, dtype, saved.shape), saved.buffer.view))
+    return tensor_file.write(url, metadata, tensors)
+
+
+def write_manifest(storage_url: str, manifest: Manifest) -> str:
+    """Its name. Raises OSError."""
+    content = manifest.to_bytes()
+    name = checkpoints.manifest_name(content)
+    storage.write_bytes(storage.join(checkpoints.folder(storage_url, manifest.uuid), name), content)
+    return name
+
+
+def remove(storage_url: str, uuids: Iterable[str]) -> None:
+    """Delete the files of these checkpoints. Raises OSError."""
+    for uuid in uuids:
+        storage.remove_tree(checkpoints.folder(storage_url, uuid))
+
+
+def load(
+    storage_url: str, job: str, digest: str, ref: CheckpointRef, index: int, slots: SlotMap, schedule: Schedule | None
+) -> Store:
+    """A store of the blocks that `slots` gives to pserver `index`, from whatever parts hold them; all parts that are
+    needed are read whole and checked. `digest`: of the job's layout.
+
+    Raises CheckpointUnusable, OSError.
+    """
+    manifest = checkpoints.read_manifest(storage_url, job, ref)
+    if manifest.layout.digest != digest:
+        msg = (
+            f"checkpoint {ref.uuid} is of model {manifest.layout.digest[:12]}, the job's model is {digest[:12]}: "
+            "names, shapes or dtypes of its parameters differ"
+        )
+        raise CheckpointUnusable(msg, hint="go on with the script the checkpoint was made with, or start a new job")
+    store = Store(_header(manifest, index), schedule)
+    wanted = _wanted(manifest, store, index, slots)
+    parts = {part.pserver: part for part in manifest.parts}
+    for owner, blocks in sorted(wanted.items()):
+        if owner not in parts:
+            _lacks(ref, f"part of pserver {owner}")
+        _load_part(storage_url, ref, parts[owner], blocks, store)
+    store.seal()
+    return store
+
+
+def _header(manifest: Manifest, index: int) -> InitHeader:
+    return InitHeader(
+        job=manifest.job,
+        generation=manifest.timeline,
+        mode=manifest.mode,
+        lanes=manifest.lanes,
+        layout=manifest.layout,
+        pserver=index,
+        record=manifest.record,
+    )
+
+
+def _wanted(manifest: Manifest, store: Store, index: int, slots: SlotMap) -> dict[int, dict[int, Block]]:
+    """Writer of the part -> the blocks in it that are pserver `index`'s now."""
+    wanted: dict[int, dict[int, Block]] = defaultdict(dict)
+    for number in range(store.geometry.blocks):
+        slot = slot_of(number, manifest.layout.slot_count)
+        block = store.geometry.block(number)
+        if slots.owners[slot] == index and block is not None:
+            wanted[manifest.slots.owners[slot]][number] = block
+    return wanted
+
+
+@dataclass(slots=True)
+class _Loading:
+    """One block on its way from a part."""
+
+    place: Block
+    values: Buffer | None = None
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def _load_part(
+    storage_url: str, ref: CheckpointRef, part: CheckpointPart, blocks: Mapping[int, Block], store: Store
+) -> None:
+    loading = {number: _Loading(block) for number, block in blocks.items()}
+
+    def sink(entry: Entry) -> memoryview | None:
+        _, number, name = [*entry.name.split(".", 2), "", ""][:3]
+        item = loading.get(int(number)) if number.isdecimal() else None
+        if item is None:
+            return None
+        if not name:
+            if entry.dtype != item.place.dtype or entry.shape != (item.place.elements,):
+                _lacks(
+                    ref,
+                    f"block {number} of {item.place.elements} {item.place.dtype}: it has {entry.shape} {entry.dtype}",
+                )
+            item.values = store.pool.take(entry.dtype, item.place.elements)
+            return item.values.view
+        if entry.shape not in ((), (item.place.elements,)):
+            _lacks(ref, f"{name} of block {number} for {item.place.elements} elements: it has {entry.shape}")
+        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        item.state[name] = tensor
+        return bytes_of(tensor.reshape(-1))
+
+    checkpoints.read_part(storage_url, ref, part, sink)
+    for number, item in sorted(loading.items()):
+        if item.values is None:
+            _lacks(ref, f"block {number} in {part.file}")
+        store.place_block(number, item.values, item.state)
+
+
+def _lacks(ref: CheckpointRef, what: str) -> NoReturn:
+    msg = f"checkpoint {ref.uuid} (step {ref.step}) cannot be used: it lacks {what}"
+    raise CheckpointUnusable(msg, hint="the one before it is taken if there is one", uuid=ref.uuid)

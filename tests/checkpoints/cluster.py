@@ -1,0 +1,278 @@
+"""Parameter servers as processes on the virtual loop, with a simulated etcd and real files. The test is master and trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pserver_service.core.store import Store
+from pserver_service.member import Member
+from pserver_service.registration import Registration
+from pserver_service.service import Pserver
+from shared import checkpoints, ids
+from shared.directory import Directory
+from shared.etcd import Etcd, Put
+from shared.etcd.simulated import SimulatedEtcd
+from shared.keys import Keys
+from shared.manifest import CheckpointLatest
+from shared.messages import InitBlock, PushBlock, PushHeader
+from shared.records import JobSpec, JobState, Phase, PserverMember
+from shared.slots import Layout
+from tests.checkpoints import parts
+from tests.simulation import quiet_logs
+from tests.simulation.virtual_loop import Process, VirtualLoop, run
+
+KEYS = Keys(parts.JOB)
+TTL_S = 5.0
+CLUSTERS: list[Cluster] = []
+"""Those of the scenario that is played."""
+
+
+def play(scenario: Callable[..., Any], *arguments: Any) -> Any:
+    """Run `scenario(*arguments)` on a loop of its own, with the same order of everything each time."""
+    rng = random.Random(1)
+    loop = VirtualLoop(None, max_seconds=3600.0, max_callbacks=500_000)
+
+    async def main() -> Any:
+        try:
+            return await scenario(*arguments)
+        finally:
+            while CLUSTERS:
+                await CLUSTERS.pop().close()
+
+    with quiet_logs.configured(quiet_logs.nobody):
+        result = run(loop, main(), rng)
+    assert not loop.errors, loop.errors
+    return result
+
+
+class Mortal(Process):
+    """Stops by itself after so many turns of its code: at any await, one after the other."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.turns = 0
+        self.last_turn: int | None = None
+        self.at_last: Callable[[], None] = self.kill
+
+    @property
+    def stopped(self) -> bool:
+        if not self.dead and not self.frozen:
+            self.turns += 1
+            if self.last_turn is not None and self.turns >= self.last_turn:
+                self.last_turn = None
+                self.at_last()
+        return self.dead or self.frozen
+
+
+async def offload(work: Callable[..., Any], *arguments: Any) -> Any:
+    await asyncio.sleep(0.01)
+    result = work(*arguments)
+    await asyncio.sleep(0.01)
+    return result
+
+
+class Node:
+    """One incarnation of a parameter server."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self.process = Mortal(name)
+        self.etcd = Etcd(cluster.etcd.transport(name))
+        self.pserver = Pserver(parts.JOB, ids.new_id(name))
+        self.directory = Directory(self.etcd, KEYS)
+        member = PserverMember(index=-1, url=name, incarnation=self.pserver.incarnation, host="h", pid=1)
+        self.registration = Registration(self.etcd, KEYS, self.directory, member)
+        self.member = Member(self.etcd, KEYS, self.directory, self.pserver, self.registration, cluster.offload)
+        self.task = self.process.spawn(self._live())
+
+    async def _live(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            following = group.create_task(self.directory.run())
+            await self.member.run(600.0)
+            following.cancel()
+
+
+class Cluster:
+    def __init__(self, storage: str, pservers: int = 2, layout: Layout | None = None, **spec: Any) -> None:
+        self.storage = storage
+        self.etcd = SimulatedEtcd(delay_s=(0.002, 0.002))  # so a kill falls before, while and after etcd does something
+        self.client = Etcd(self.etcd.transport("test"))
+        self.layout = layout or parts.layout_of()
+        self.offload = offload
+        self.slots = parts.slot_map(pservers)
+        self.state = JobState(phase=Phase.RUNNING, generation=1)
+        self.spec = JobSpec(
+            job=parts.JOB,
+            script="s.py",
+            dataset={"kind": "text_lines", "urls": ("-",)},
+            lanes=parts.LANES,
+            global_batch_size=4,
+            pservers=pservers,
+            storage=storage,
+            lease_ttl_s=TTL_S,
+            **{"checkpoint_every_steps": 2, "epochs": 99, **spec},
+        )
+        self.nodes: dict[int, Node] = {}
+        self.every: list[Node] = []
+        CLUSTERS.append(self)
+
+    # ------------------------------------------------------------ members
+
+    async def start(self, name: str) -> Node:
+        """A new process; returns once it has its index."""
+        node = Node(self, name)
+        self.every.append(node)
+        await until(lambda: node.pserver.index >= 0, f"{name} has an index", 4 * TTL_S)
+        self.nodes[node.pserver.index] = node
+        return node
+
+    async def open(self) -> None:
+        """Everybody is there, initialised, and the checkpoint of version 0 is committed."""
+        await self.client.put(KEYS.spec, self.spec.to_bytes())
+        await self.client.put(KEYS.pservers_desired, str(self.spec.pservers).encode())
+        await self.write_state(self.state)
+        for number in range(self.spec.pservers):
+            await self.start(f"ps-{number}")
+        await self.initialise()
+
+    async def initialise(self) -> None:
+        values = parts.initial(self.layout)
+        for index, node in self.nodes.items():
+            items = [
+                (InitBlock(block=n), parts.bytes_view(values[n]))
+                for n in parts.blocks_of(self.layout, index, self.slots)
+            ]
+            await node.pserver.init(parts.header_of(self.layout, index), stream(items))
+        await self.client.put(KEYS.layout, self.layout.to_bytes())
+
+    async def write_state(self, state: JobState, slots: Any = None) -> None:
+        self.state, self.slots = state, slots or self.slots
+        await self.client.txn([], [Put(KEYS.state, state.to_bytes()), Put(KEYS.slots, self.slots.to_bytes())])
+
+    async def roll_back(self, pservers: int | None = None, checkpoint: str | None = None) -> list[PserverMember]:
+        """What the master does when a pserver is lost; the members' answers."""
+        latest = await self.latest()
+        generation = self.state.generation + 1
+        state = self.state.model_copy(
+            update={
+                "phase": Phase.ROLLING_BACK,
+                "generation": generation,
+                "timeline": generation,
+                "checkpoint": checkpoint or (latest.uuid if latest else ""),
+            }
+        )
+        slots = parts.slot_map(pservers, self.slots.version + 1) if pservers else self.slots
+        await self.write_state(state, slots)
+        goal = (state.timeline, state.checkpoint)
+        while True:
+            members = await self.members()
+            said = [m.restored and (m.restored.timeline, m.restored.checkpoint) for m in members.values()]
+            if len(said) == (pservers or self.spec.pservers) and all(each == goal for each in said):
+                break
+            await asyncio.sleep(0.1)
+        if not any(member.restored.error for member in members.values()):
+            await self.write_state(state.model_copy(update={"phase": Phase.RUNNING, "generation": generation + 1}))
+        return list(members.values())
+
+    async def members(self) -> dict[int, PserverMember]:
+        found = [
+            PserverMember.model_validate_json(kv.value)
+            for kv in (await self.client.range(KEYS.pservers, prefix=True)).kvs
+        ]
+        return {member.index: member for member in found}
+
+    # ------------------------------------------------------------ training
+
+    async def train(self, first: int, last: int) -> None:
+        """Steps [first, last) at all parameter servers that live; like a trainer it waits for nobody's checkpoint."""
+        for step in range(first, last):
+            for lane in range(parts.LANES):
+                for node in self.nodes.values():
+                    if not node.process.dead and not node.process.frozen:
+                        await self.push(node, step, lane)
+            await asyncio.sleep(0.001)
+
+    async def push(self, node: Node, step: int, lane: int) -> Any:
+        gradients = parts.gradient(self.layout, step, lane)
+        header: PushHeader = parts.push_header(step, lane, generation=self.state.generation)
+        assert node.pserver.store is not None
+        items = [
+            (PushBlock(block=n, lanes=(lane, lane + 1), count=3 + lane), parts.bytes_view(gradients[n]))
+            for n in node.pserver.store.blocks
+        ]
+        return await node.pserver.push(header, stream(items))
+
+    @property
+    def stores(self) -> list[Store]:
+        return [node.pserver.store for _, node in sorted(self.nodes.items())]
+
+    # ------------------------------------------------------------ checkpoints
+
+    async def latest(self) -> CheckpointLatest | None:
+        found = await self.client.get(KEYS.latest)
+        return CheckpointLatest.model_validate_json(found.value) if found else None
+
+    async def committed(self, step: int, limit_s: float = 60.0) -> CheckpointLatest:
+        """Wait until the checkpoint of `step` in this timeline is the latest one and its committer is done."""
+        loop = asyncio.get_running_loop()
+        limit = loop.time() + limit_s
+        while True:
+            latest = await self.latest()
+            found = latest is not None and (latest.timeline, latest.step) == (self.state.timeline, step)
+            if found and await self.client.get(KEYS.finish_lock) is None:
+                return latest
+            assert loop.time() < limit, f"latest is {latest} after {limit_s} s, expected step {step}"
+            await asyncio.sleep(0.05)
+
+    async def tree(self) -> dict[str, bytes]:
+        """All keys about checkpoints."""
+        found = await self.client.range(KEYS.checkpoints, prefix=True)
+        return {kv.key.removeprefix(KEYS.checkpoints): kv.value for kv in found.kvs}
+
+    def check_latest(self, latest: CheckpointLatest) -> None:
+        """Every kept checkpoint loads, and has the bits of an undisturbed job at that step."""
+        for ref in latest.kept:
+            manifest = checkpoints.read_manifest(self.storage, parts.JOB, ref)
+            checkpoints.verify_parts(self.storage, ref, manifest)
+            assert manifest.record.version == ref.step
+            assert parts.state_of(parts.load(self.storage, ref, 1)) == expected(self.layout, ref.step), ref
+
+    async def close(self) -> None:
+        for node in self.every:
+            node.process.at_last = lambda: None
+            node.process.dead = node.process.frozen = False
+            node.process.release()
+            node.task.cancel()
+        await asyncio.wait([node.task for node in self.every], timeout=30.0)
+
+
+def folders(storage: str | Path) -> set[str]:
+    return {path.name for path in (Path(storage) / "checkpoints").iterdir()}
+
+
+_EXPECTED: dict[tuple[str, int], dict[str, bytes]] = {}
+
+
+def expected(layout: Layout, step: int) -> dict[str, bytes]:
+    key = (layout.optimizer.name, step)
+    if key not in _EXPECTED:
+        stores = parts.fresh(layout, 1)
+        parts.train(layout, stores, 0, step)
+        _EXPECTED[key] = parts.state_of(stores)
+    return _EXPECTED[key]
+
+
+async def stream(items: list[Any]) -> Any:
+    for item in items:
+        yield item
+
+
+async def until(predicate: Callable[[], bool], what: str, limit_s: float = 30.0) -> None:
+    loop = asyncio.get_running_loop()
+    limit = loop.time() + limit_s
+    while not predicate():
+        assert loop.time() < limit, f"not within {limit_s} s: {what}"
+        await asyncio.sleep(0.05)

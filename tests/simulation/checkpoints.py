@@ -1,0 +1,50 @@
+"""A witness of checkpoints: whatever `latest` names loads at that very moment, is of one version, and has the bits that
+this version had whenever it was saved before."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+from shared import checkpoints
+from shared.errors import CheckpointUnusable
+from shared.manifest import CheckpointLatest, CheckpointRef
+from shared.tensor_file import Entry
+
+STORAGE = "memory://simulated"
+
+
+class CheckpointWitness:
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self._order = (-1, -1)
+        self._bits: dict[int, str] = {}
+
+    def judge(self, value: bytes) -> Iterator[str]:
+        """What is wrong with a new `checkpoints/latest`."""
+        latest = CheckpointLatest.model_validate_json(value)
+        order = (latest.timeline, latest.step)
+        if order <= self._order:
+            yield f"latest went from (timeline, step) {self._order} to {order}"
+        self._order = order
+        for ref in latest.kept:
+            try:
+                bits = self._bits_of(ref)
+            except CheckpointUnusable as error:
+                yield f"latest keeps what cannot be loaded: {error}"
+                continue
+            if self._bits.setdefault(ref.step, bits) != bits:
+                yield f"two checkpoints of step {ref.step} differ"
+
+    def _bits_of(self, ref: CheckpointRef) -> str:
+        manifest = checkpoints.read_manifest(STORAGE, self._job, ref)
+        blocks: dict[str, bytearray] = {}
+
+        def place(entry: Entry) -> memoryview:
+            blocks[entry.name] = bytearray(entry.bytes)
+            return memoryview(blocks[entry.name])
+
+        for part in manifest.parts:
+            checkpoints.read_part(STORAGE, ref, part, place)
+        content = (manifest.record.model_dump(), sorted(blocks.items()))
+        return hashlib.sha256(repr(content).encode()).hexdigest()
