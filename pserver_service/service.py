@@ -189,11 +189,12 @@ class Pserver:
         try:
             due = deque(request.blocks)
             while due or waiting.missing:
-                if not due and not await self._arrivals(waiting, due, deadline):
-                    yield self._too_early(store, waiting)
-                    return
+                something = bool(due) or await self._arrivals(waiting, due, deadline)
                 if self.store is not store:
                     yield PullEnd(code="NOT_READY", message="the job is being rolled back")
+                    return
+                if not something:
+                    yield self._too_early(store, waiting)
                     return
                 number = due.popleft()
                 found = store.pull(number, request.version)
