@@ -65,6 +65,7 @@ def test_the_same_seed_is_the_same_run_down_to_every_key_of_etcd(mode):
     assert play(8, mode).digest != one.digest
 
 
+@pytest.mark.timeout(150)  # two interpreters, one after the other
 def test_a_run_does_not_depend_on_the_interpreters_hash_seed():
     code = (
         "from shared.records import Mode; from tests.simulation.play import play;"
