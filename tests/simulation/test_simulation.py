@@ -66,6 +66,7 @@ def test_the_same_seed_is_the_same_run_down_to_every_key_of_etcd(mode):
 
 
 @pytest.mark.timeout(150)  # two interpreters, one after the other
+@pytest.mark.timeout(240)
 def test_a_run_does_not_depend_on_the_interpreters_hash_seed():
     code = (
         "from shared.records import Mode; from tests.simulation.play import play;"
@@ -79,7 +80,7 @@ def test_a_run_does_not_depend_on_the_interpreters_hash_seed():
             capture_output=True,
             text=True,
             check=True,
-            timeout=50,
+            timeout=100,
         ).stdout
         for seed in ("1", "2")
     }
