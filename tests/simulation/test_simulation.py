@@ -66,7 +66,6 @@ def test_the_same_seed_is_the_same_run_down_to_every_key_of_etcd(mode):
 
 
 @pytest.mark.timeout(150)  # two interpreters, one after the other
-@pytest.mark.timeout(240)
 def test_a_run_does_not_depend_on_the_interpreters_hash_seed():
     code = (
         "from shared.records import Mode; from tests.simulation.play import play;"
