@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP) ## set up, then train examples/digits with 2 trainers and 2 parameter servers
 	@echo "==> training examples/digits with 2 trainers and 2 parameter servers"
-	@$(BIN)/trireme run examples/digits/digits.py --job demo --trainers 2 --pservers 2
+	@$(BIN)/trireme run examples/digits/digits.py --job demo --trainers 2 --pservers 2 --fresh
 
 test: lint types pytest ## ruff, mypy --strict, pytest: what CI runs
 
