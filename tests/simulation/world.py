@@ -130,6 +130,8 @@ class World:
         except asyncio.CancelledError:
             return
         self.say(f"exit {process.name}: {outcome!r}")
+        if seat.process is not process:  # unwound at the end, long after its death
+            return
         seat.exits.append(outcome)
         self.bury(seat)
         self._plan_restart(seat, outcome)
