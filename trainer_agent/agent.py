@@ -83,6 +83,7 @@ class Agent:
                     group.create_task(self._membership.hold()): LEASE_LOST,
                     group.create_task(self._started_over(timeline)): LEASE_LOST,
                     group.create_task(self._job_failed()): FAILED,
+                    group.create_task(self._job_completed()): OK,
                     group.create_task(self._stopped()): OK,
                 }
                 try:
@@ -139,6 +140,12 @@ class Agent:
         """Ends when the job has failed: whatever this trainer waits for will not come."""
         while self._directory.state is None or self._directory.state.phase is not Phase.FAILED:
             await self._directory.changed(self._directory.revision, LOOK_S)
+
+    async def _job_completed(self) -> None:
+        """Ends some time after the job is complete: the masters may have left, and nobody answers the last reports."""
+        while self._directory.state is None or self._directory.state.phase is not Phase.COMPLETED:
+            await self._directory.changed(self._directory.revision, LOOK_S)
+        await asyncio.sleep(LEAVE_S)
 
     async def _started_over(self, timeline: int) -> None:
         """Ends when the job begins once more without any checkpoint: this model may have been trained already, and only
