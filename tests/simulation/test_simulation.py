@@ -26,6 +26,7 @@ SEEDS = [range(first * CHUNK, (first + 1) * CHUNK) for first in range(CHUNKS)]
 # seeds that found something once, and what it was
 REGRESSIONS = {
     (Mode.ASYNC, 2): "a repeated initialisation on a stale view deleted the published layout",
+    (Mode.ASYNC, 133): "a trainer waited for the answer of a master that had left the completed job",
     (Mode.ASYNC, 3089): "a takeover's first attempt landed late and wrote the job's state back to generation 0",
     (Mode.ASYNC, 3191): "the same",
     (Mode.SYNC, 133): "a block that arrived as a pull timed out was announced but not taken",
