@@ -33,6 +33,8 @@ def make_app(pserver: Pserver, *, token: str = "", stall_s: float = 30.0, idle_s
     app = web.Application(middlewares=[guard(token)])
     app[data.PSERVER] = pserver
     app[data.PATIENCE] = Patience(stall_s, idle_s)
+    app[data.STREAMS] = data.Streams()
+    app.on_shutdown.append(data.close_streams)
     app.add_routes(data.routes)
     app.add_routes(health.routes)
     return app

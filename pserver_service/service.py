@@ -8,14 +8,12 @@ Nothing is locked: a block changes between two awaits, and whoever sends its val
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from pserver_service.core.blocks import Verdict
-from pserver_service.core.buffers import Buffer
-from pserver_service.core.store import Push, Store
+from pserver_service.calls import Payload, Pulling, Pushing
+from pserver_service.core.store import Store
 from shared import clock, telemetry
 from shared.errors import BadFrame, InvalidArgument, LayoutMismatch, NotReady, StaleGeneration, WrongOwner
 from shared.messages import (
@@ -32,13 +30,9 @@ from shared.messages import (
     PushAnswer,
     PushBlock,
     PushHeader,
-    Refusal,
-    StepRecord,
 )
 from shared.records import Mode
 from shared.slots import ELEMENT_BYTES
-
-Payload = bytes | bytearray | memoryview
 
 log = telemetry.logger("pserver")
 
@@ -56,16 +50,6 @@ class Counters:
     bytes_pulled: int = 0
 
 
-@dataclass(eq=False, slots=True)
-class _Waiting:
-    """A pull that waits: blocks it still misses, and those of them that have arrived."""
-
-    version: int
-    missing: set[int]
-    arrived: deque[int] = field(default_factory=deque)
-    event: asyncio.Event = field(default_factory=asyncio.Event)
-
-
 class Pserver:
     """`index` is set once it is claimed. `max_wait_s` caps how long a pull may wait for blocks."""
 
@@ -78,7 +62,7 @@ class Pserver:
         self.store: Store | None = None
         self.counters = Counters()
         self._max_wait_s = max_wait_s
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[Pulling] = []
 
     def __repr__(self) -> str:
         return f"<Pserver {self.index} of {self.job}, generation {self.generation}: {self.store!r}, {len(self._waiting)} pulls wait>"
@@ -114,31 +98,11 @@ class Pserver:
         Writable payloads are borrowed until the next block and may be overwritten. Raises NotReady, StaleGeneration,
         LayoutMismatch, BadFrame (nothing of the push was used).
         """
-        store = self._ready(header)
-        self._fence(header)
-        push = store.admit(header)
-        self.counters.pushes += 1
-        applied = duplicate = 0
-        refused: list[Refusal] = []
+        pushing = self.begin_push(header)
         async for item, payload in blocks:
-            verdict = (
-                Verdict.STALE_GENERATION
-                if self.is_stale(header.generation)
-                else self._apply(store, push, item, payload)
-            )
-            if verdict is Verdict.APPLIED:
-                applied += 1
-            elif verdict is Verdict.DUPLICATE:
-                duplicate += 1
-            else:
-                state = store.blocks.get(item.block)
-                version = state.version if state else 0
-                refused.append(Refusal(block=item.block, lanes=item.lanes, code=verdict, version=version))
+            pushing.apply(item, payload)
             await asyncio.sleep(0)
-        self.counters.blocks_applied += applied
-        self.counters.blocks_duplicate += duplicate
-        self.counters.blocks_refused += len(refused)
-        return PushAnswer(applied=applied, duplicate=duplicate, refused=tuple(refused), generation=self.generation)
+        return pushing.answer()
 
     async def pull(self, request: PullRequest) -> AsyncGenerator[tuple[PulledBlock, memoryview] | PullEnd, None]:
         """Blocks as they are there (a payload is valid until the next one is asked for), then a PullEnd.
@@ -146,54 +110,33 @@ class Pserver:
         Waits at most `request.wait_s`. Raises WrongOwner, InvalidArgument, LayoutMismatch before the first block. Close
         it (`aclosing`) if it is not read to its end.
         """
-        self._check(request)
-        self.generation = max(self.generation, request.generation)
-        store = self.store
-        if store is None:
-            yield PullEnd(code="NOT_READY", message=self._not_ready().message)
+        arrived = asyncio.Event()
+        pulling = self.begin_pull(request, arrived.set)
+        if isinstance(pulling, PullEnd):
+            yield pulling
             return
-        self._check_pull(store, request)
-        self.counters.pulls += 1
-        deadline = clock.monotonic() + min(max(request.wait_s, 0.0), self._max_wait_s)
-        waiting = _Waiting(-1 if request.version is None else request.version, set())
-        self._waiting.append(waiting)
-        lowest = store.highest
-        record: StepRecord | None = None
         try:
-            due = deque(request.blocks)
-            while due or waiting.missing:
-                if not due and not await self._arrivals(waiting, due, deadline):
-                    yield self._too_early(store, waiting)
-                    return
-                number = due.popleft()
-                found = store.pull(number, request.version)
-                if found is Verdict.TOO_EARLY:
-                    waiting.missing.add(number)
-                elif isinstance(found, Buffer):
-                    version = store.blocks[number].version if request.version is None else request.version
-                    lowest = min(lowest, version)
-                    record = record or store.history.record(
-                        version
-                    )  # it may be forgotten while blocks are on their way
-                    found.retain()
+            while True:
+                arrived.clear()
+                found = pulling.next()
+                if found is None:
                     try:
-                        self.counters.bytes_pulled += found.view.nbytes
-                        yield PulledBlock(block=number, version=version), found.view
-                    finally:
-                        found.release()
-                else:
-                    held = store.blocks[number].version
-                    yield PullEnd(
-                        code="GONE",
-                        message=f"block {number} is at version {held}, {request.version} was asked: join again",
-                    )
+                        async with asyncio.timeout_at(pulling.deadline):
+                            await arrived.wait()
+                    except TimeoutError:
+                        yield pulling.too_early()
+                        return
+                elif isinstance(found, PullEnd):
+                    yield found
                     return
-            version = lowest if request.version is None else request.version
-            if record is None or record.version != version:
-                record = store.history.record(version)
-            yield PullEnd(code="OK", record=record if store.mode is Mode.SYNC else None)
+                else:
+                    number, version, buffer = found
+                    try:
+                        yield PulledBlock(block=number, version=version), buffer.view
+                    finally:
+                        buffer.release()
         finally:
-            self._waiting.remove(waiting)
+            pulling.close()
 
     async def info(self) -> PserverInfo:
         common = {"job": self.job, "index": self.index, "incarnation": self.incarnation}
@@ -223,6 +166,39 @@ class Pserver:
             msg = f"task {query.task_id[:40]!r} is not in the ledger: only training tasks (numbers) are"
             raise InvalidArgument(msg)
         return self.store.ledger.next_of(query.epoch, int(query.task_id))
+
+    # ------------------------------------------------------------ the same, for whoever is called back by a transport
+
+    def begin_push(self, header: PushHeader) -> Pushing:
+        """Raises as `push`."""
+        store = self._ready(header)
+        self._fence(header)
+        pushing = Pushing(self, store, header)
+        self.counters.pushes += 1
+        return pushing
+
+    def begin_pull(self, request: PullRequest, arrived: Callable[[], None]) -> Pulling | PullEnd:
+        """Raises as `pull`."""
+        self._check(request)
+        self.generation = max(self.generation, request.generation)
+        store = self.store
+        if store is None:
+            return PullEnd(code="NOT_READY", message=self._not_ready().message)
+        self._check_pull(store, request)
+        self.counters.pulls += 1
+        deadline = clock.monotonic() + min(max(request.wait_s, 0.0), self._max_wait_s)
+        pulling = Pulling(self, store, request, deadline, arrived)
+        self._waiting.append(pulling)
+        return pulling
+
+    def announce(self, number: int, version: int) -> None:
+        """A block has reached a version: pulls that wait for it go on."""
+        for pulling in tuple(self._waiting):
+            pulling.stepped(number, version)
+
+    def forget(self, pulling: Pulling) -> None:
+        if pulling in self._waiting:
+            self._waiting.remove(pulling)
 
     @contextmanager
     def receiving(self, header: PushHeader) -> Iterator[tuple[memoryview, int]]:
@@ -289,50 +265,3 @@ class Pserver:
         if foreign is not None:
             msg = f"block {foreign} is not at pserver {self.index}: read the slot map again"
             raise WrongOwner(msg, block=foreign)
-
-    # ------------------------------------------------------------ parts
-
-    def _apply(self, store: Store, push: Push, item: PushBlock, payload: Payload) -> Verdict:
-        view = memoryview(payload).cast("B")
-        state = store.blocks.get(item.block)
-        self.counters.bytes_pushed += view.nbytes
-        before = state.version if state else 0
-        if view.readonly and state is not None and view.nbytes == state.place.bytes:
-            scratch = store.pool.take(state.place.dtype, state.place.elements)
-            scratch.view[:] = view
-            verdict = store.apply(push, item, scratch.view)
-            scratch.release()
-        else:
-            verdict = store.apply(push, item, view)
-        if state is not None and state.version != before:
-            self._announce(item.block, state.version)
-        return verdict
-
-    def _announce(self, number: int, version: int) -> None:
-        for waiting in self._waiting:
-            if waiting.version == version and number in waiting.missing:
-                waiting.missing.remove(number)
-                waiting.arrived.append(number)
-                waiting.event.set()
-
-    @staticmethod
-    async def _arrivals(waiting: _Waiting, due: deque[int], deadline: float) -> bool:
-        """Move what has arrived into `due`; False if nothing has by the deadline."""
-        if not waiting.arrived:
-            waiting.event.clear()
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await waiting.event.wait()
-            except TimeoutError:
-                pass  # what arrived at that very moment is taken
-        due.extend(waiting.arrived)
-        waiting.arrived.clear()
-        return bool(due)
-
-    def _too_early(self, store: Store, waiting: _Waiting) -> PullEnd:
-        number = min(waiting.missing)
-        held = store.blocks[number].version
-        return PullEnd(
-            code="TOO_EARLY",
-            message=f"{len(waiting.missing)} blocks have not reached version {waiting.version} (block {number} is at {held}): ask again",
-        )

@@ -4,7 +4,8 @@
 
     feed --> Opened(header) --> place(header, size) -> memory --> Filled(header, memory) ... --> Ended(header)
 
-The end map makes truncation visible. The decoder does no I/O and never allocates for a payload: it asks `place` for memory
+The end map makes truncation visible. On an upgraded stream (shared/stream.py) the same maps and blocks follow each other
+without end, and say in an `id` which request they belong to. The decoder does no I/O and never allocates for a payload: it asks `place` for memory
 once it knows a block's header and length, and everything is bounded before that. Nothing here changes any state of a
 service, so a malformed frame cannot either.
 """
@@ -24,11 +25,12 @@ from shared.records import Record
 
 CONTENT_TYPE = "application/msgpack"
 Fields = dict[str, Any]
-Place = Callable[[Fields, int], memoryview]
+Place = Callable[[Fields, int], memoryview | None]
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 _PAIR, _BIN8, _BIN16, _BIN32 = 0x92, 0xC4, 0xC5, 0xC6
 _BIN_LENGTH_BYTES = {_BIN8: 1, _BIN16: 2, _BIN32: 4}
+_SKIPPED = memoryview(bytearray(64 << 10))  # where bytes go that nobody wants
 _PORTION_BYTES = 1024  # of a chunk looked at for a header at a time: what is copied beyond the header is at most this
 
 
@@ -75,10 +77,14 @@ class _State(Enum):
 # ---------------------------------------------------------------- writing
 
 
+def plain(fields: Mapping[str, Any] | Record) -> Fields:
+    """What goes on the wire of a record."""
+    return fields.model_dump(exclude_none=True) if isinstance(fields, Record) else dict(fields)
+
+
 def encode(fields: Mapping[str, Any] | Record) -> bytes:
     """One msgpack map: a message header, or a whole message without blocks."""
-    plain = fields.model_dump(exclude_none=True) if isinstance(fields, Record) else dict(fields)
-    packed: bytes = msgpack.packb(plain)
+    packed: bytes = msgpack.packb(plain(fields))
     return packed
 
 
@@ -94,8 +100,7 @@ def encode_block(fields: Mapping[str, Any] | Record, size: int) -> bytes:
 
 
 def encode_end(fields: Mapping[str, Any] | Record | None = None) -> bytes:
-    plain = fields.model_dump(exclude_none=True) if isinstance(fields, Record) else dict(fields or {})
-    return encode({"end": True, **plain})
+    return encode({"end": True, **plain(fields or {})})
 
 
 # ---------------------------------------------------------------- reading
@@ -172,21 +177,24 @@ class _MapReader:
 class Decoder:
     """One body. Feed it bytes as they come, or read straight into `vacant` and say `advance`; `finish` at the end.
 
-    `place(header, size)` gives writable memory of exactly `size` bytes for a block, or raises to refuse the body; without
-    it each payload gets memory of its own. After an error the decoder refuses everything.
+    `place(header, size)` gives writable memory of exactly `size` bytes for a block, None to skip it, or raises to refuse
+    the body; without it each payload gets memory of its own. After an error the decoder refuses everything.
+    `endless`: maps and blocks in any order (`place` counts blocks and bounds them); each map is `Opened`.
     """
 
-    def __init__(self, limits: Limits, place: Place | None = None) -> None:
+    def __init__(self, limits: Limits, place: Place | None = None, *, endless: bool = False) -> None:
         self.limits = limits  # may be set anew between blocks: the header tells what is to come
+        self._endless = endless
         self._place = place or (lambda _header, size: memoryview(bytearray(size)))
         self._state = _State.OBJECT
-        self._opened = False
+        self._opened = endless
         self._in_block = False
         self._reader: _MapReader | None = None
         self._header: Fields = {}
         self._length = bytearray()
         self._payload = memoryview(b"")
         self._filled = 0
+        self._skip = 0  # bytes left of a payload that nobody wants
         self.blocks = 0
 
     def __repr__(self) -> str:
@@ -200,10 +208,17 @@ class Decoder:
     @property
     def vacant(self) -> memoryview:
         """Where the next bytes of the current payload belong; empty between payloads (then use `feed`)."""
+        if self._skip:
+            return _SKIPPED[: self._skip]
         return self._payload[self._filled :] if self._state is _State.PAYLOAD else memoryview(b"")
 
     def advance(self, count: int) -> Filled | None:
-        """`count` bytes were written to the start of `vacant`; the block if that completes it."""
+        """`count` bytes were written to the start of `vacant`; the block if that completes it and it is wanted."""
+        if self._skip:
+            self._skip -= count
+            if not self._skip:
+                self._state, self._in_block = _State.OBJECT, False
+            return None
         self._filled += count
         if self._filled < len(self._payload):
             return None
@@ -260,7 +275,7 @@ class Decoder:
                 msg = "the body begins with a block: expected the message's header map"
                 raise BadFrame(msg)
             self.blocks += 1
-            if self.blocks > self.limits.blocks:
+            if self.blocks > self.limits.blocks and not self._endless:
                 msg = f"more than {self.limits.blocks} blocks in one body"
                 raise TooLarge(msg)
             self._in_block, taken = True, 1
@@ -269,7 +284,8 @@ class Decoder:
         else:
             msg = f"byte 0x{first:02x} begins neither a map nor a [header, bin] pair"
             raise BadFrame(msg)
-        limit = self.limits.block_header_bytes if self._opened else self.limits.header_bytes
+        small = self._in_block if self._endless else self._opened
+        limit = self.limits.block_header_bytes if small else self.limits.header_bytes
         self._state, self._reader = _State.MAP, _MapReader(limit)
         return taken, None
 
@@ -278,7 +294,7 @@ class Decoder:
         if self._in_block:
             self._state, self._header = _State.LENGTH, fields
             return None
-        if not self._opened:
+        if not self._opened or self._endless:
             self._state, self._opened = _State.OBJECT, True
             return Opened(fields)
         if fields.get("end") is not True:
@@ -303,6 +319,10 @@ class Decoder:
             msg = f"a payload of {size} bytes: the limit is {self.limits.payload_bytes}"
             raise TooLarge(msg)
         place = self._place(self._header, size)
+        if place is None:
+            self._skip, self._state = size, _State.PAYLOAD if size else _State.OBJECT
+            self._in_block = bool(size)
+            return len(part), None
         assert place.nbytes == size, f"place for {size} bytes has {place.nbytes}"
         self._payload, self._filled, self._state = place.cast("B"), 0, _State.PAYLOAD
         return len(part), self.advance(0)

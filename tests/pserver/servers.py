@@ -24,22 +24,25 @@ from tests.pserver.jobs import (
     values_of,
 )
 from trainer_agent.pservers import HttpPserver
+from trainer_agent.stream import StreamPserver
 
 TOKEN = "boat"
 PLAIN = OptimizerSpec(name="SGD", defaults={"lr": 1.0}, groups=({},))
 LAYOUT = layout_of(200_000, block_bytes=1 << 18, optimizer=PLAIN)  # three blocks of 256 KiB and a short one
 SIZES = {block.number: block.elements for block in LAYOUT.blocks()}
 STALL_S = 1.5
+TRANSPORTS = ["tcp", "unix", "stream tcp", "stream unix"]
 
 
 class Server:
     """A pserver on a socket, and a client of it."""
 
-    def __init__(self, pserver: Pserver, url: str, uds: str) -> None:
+    def __init__(self, pserver: Pserver, url: str, uds: str, connect=HttpPserver) -> None:
         self.pserver, self.url = pserver, url
         host = socket.gethostname()
         self.member = PserverMember(index=0, url=url, incarnation="ps-1", host=host, pid=1, uds=uds)
-        self.client = HttpPserver(self.member, TOKEN, stall_s=20)
+        self.connect = connect
+        self.client = connect(self.member, TOKEN, stall_s=20)
 
     async def initialise(self, layout=LAYOUT, mode=Mode.SYNC, lanes=4):
         values = values_of(layout)
@@ -60,13 +63,15 @@ class Server:
 
 @pytest_asyncio.fixture
 async def server(request, tmp_path):
-    """Over TCP; `parametrize("server", ["tcp", "unix"], indirect=True)` for both."""
-    uds = str(tmp_path / "ps.sock") if getattr(request, "param", "tcp") == "unix" else ""
+    """Plain requests over TCP; `parametrize("server", TRANSPORTS, indirect=True)` for all."""
+    transport = getattr(request, "param", "tcp")
+    uds = str(tmp_path / "ps.sock") if "unix" in transport else ""
+    connect = StreamPserver if "stream" in transport else HttpPserver
     pserver = Pserver(JOB, "ps-1", index=0)
     async with serving(
         make_app(pserver, token=TOKEN, stall_s=STALL_S, idle_s=2 * STALL_S), "127.0.0.1", 0, uds
     ) as listening:
-        made = Server(pserver, f"http://127.0.0.1:{listening.port}", listening.uds)
+        made = Server(pserver, f"http://127.0.0.1:{listening.port}", listening.uds, connect)
         async with made.client:
             yield made
         async with asyncio.timeout(5):
