@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from shared import clock, wire
 from shared.errors import PeerError, TriremeError
@@ -103,9 +103,8 @@ class FrameStream(asyncio.BufferedProtocol):
             transport.resume_reading()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.set_write_buffer_limits(high=0)  # so that `paused` tells whether it refers to our memory
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
+        self._transport.set_write_buffer_limits(high=0)  # so that `paused` tells whether it refers to our memory
         plain = transport.get_extra_info("socket")
         if plain is not None:
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import dataclass, field
 
 from aiohttp import web
 
@@ -39,8 +40,11 @@ PATIENCE = web.AppKey("patience", Patience)
 MESSAGE_BYTES = 16 << 20  # of a message without blocks: a pull names its blocks
 
 
-class Streams(set[PserverStream]):
+@dataclass(frozen=True, slots=True)
+class Streams:
     """Those open now."""
+
+    open: set[PserverStream] = field(default_factory=set)
 
 
 STREAMS = web.AppKey("streams", Streams)
@@ -133,17 +137,17 @@ async def stream(request: web.Request) -> web.StreamResponse:
     patience, streams = request.app[PATIENCE], request.app[STREAMS]
     upgraded = PserverStream(request.app[PSERVER], patience.stall_s, patience.idle_s, lost)
     upgraded.take_over(transport)
-    streams.add(upgraded)
+    streams.open.add(upgraded)
     try:
         await over
     finally:
-        streams.discard(upgraded)
+        streams.open.discard(upgraded)
         upgraded.abort()
     return response
 
 
 async def close_streams(app: web.Application) -> None:
-    for upgraded in tuple(app[STREAMS]):
+    for upgraded in tuple(app[STREAMS].open):
         upgraded.abort()
 
 
