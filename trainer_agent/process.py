@@ -27,9 +27,9 @@ from trainer_agent.compute import T
 from trainer_agent.groups import single_error
 from trainer_agent.master import HttpMaster, MasterPort
 from trainer_agent.model import TorchCompute
-from trainer_agent.pservers import HttpPserver
 from trainer_agent.retry import persist
 from trainer_agent.settings import Settings
+from trainer_agent.stream import StreamPserver
 from trainer_agent.user_module import failure_of, load
 
 REPORT_S = 30.0
@@ -128,7 +128,7 @@ class Connections:
 
     def __init__(self, token: str, stall_s: float) -> None:
         self._token, self._stall_s = token, stall_s
-        self._open: dict[str, HttpPserver] = {}
+        self._open: dict[str, StreamPserver] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -137,9 +137,9 @@ class Connections:
         for port in self._open.values():
             await port.close()
 
-    def __call__(self, member: PserverMember) -> HttpPserver:
+    def __call__(self, member: PserverMember) -> StreamPserver:
         if member.incarnation not in self._open:
-            self._open[member.incarnation] = HttpPserver(member, self._token, stall_s=self._stall_s)
+            self._open[member.incarnation] = StreamPserver(member, self._token, stall_s=self._stall_s)
         return self._open[member.incarnation]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Self
 
@@ -192,6 +192,28 @@ class TrainerStream(FrameStream):
         return DeadlineExceeded(f"{self._name}: nothing moved on the stream for {seconds:g} s")
 
 
+@asynccontextmanager
+async def _until(answer: asyncio.Future[wire.Fields]) -> AsyncIterator[None]:
+    """Run the block, but leave it as soon as `answer` is there, wherever it waits."""
+    inside = True
+    try:
+        async with asyncio.timeout(None) as limit:
+
+            def leave(_: object) -> None:
+                if inside:
+                    limit.reschedule(clock.monotonic())
+
+            answer.add_done_callback(leave)
+            try:
+                yield
+            finally:
+                inside = False
+                answer.remove_done_callback(leave)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+
+
 class StreamPserver:
     """A PserverPort: pushes and pulls on the stream, over the UNIX socket if the member is on this host, else TCP; the rest,
     and everything if the pserver refuses to upgrade, as plain requests. Close it (`async with`)."""
@@ -232,14 +254,13 @@ class StreamPserver:
         if stream is None:
             return await self.plain.push(header, blocks)
         with stream.call("push", header) as (number, call):
-            async for item, payload in blocks:
-                if call.answer.done():
-                    break  # refused: send no more
-                view = memoryview(payload).cast("B")
-                fields = {"id": number, "block": item.block, "lanes": item.lanes, "count": item.count}
-                await stream.taken(self._stall_s)
-                stream.send(wire.encode_block(fields, view.nbytes), view)
-                await stream.taken(self._stall_s)
+            async with _until(call.answer):  # an answer before the end is a refusal: send no more
+                async for item, payload in blocks:
+                    view = memoryview(payload).cast("B")
+                    fields = {"id": number, "block": item.block, "lanes": item.lanes, "count": item.count}
+                    await stream.taken(self._stall_s)
+                    stream.send(wire.encode_block(fields, view.nbytes), view)
+                    await stream.taken(self._stall_s)
             stream.send_map({"id": number, "end": True})
             return wire.read(PushAnswer, await stream.answered(call, self._stall_s))
 

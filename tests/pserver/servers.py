@@ -68,10 +68,10 @@ async def server(request, tmp_path):
     uds = str(tmp_path / "ps.sock") if "unix" in transport else ""
     connect = StreamPserver if "stream" in transport else HttpPserver
     pserver = Pserver(JOB, "ps-1", index=0)
-    async with serving(
-        make_app(pserver, token=TOKEN, stall_s=STALL_S, idle_s=2 * STALL_S), "127.0.0.1", 0, uds
-    ) as listening:
+    app = make_app(pserver, token=TOKEN, stall_s=STALL_S, idle_s=2 * STALL_S)
+    async with serving(app, "127.0.0.1", 0, uds) as listening:
         made = Server(pserver, f"http://127.0.0.1:{listening.port}", listening.uds, connect)
+        made.app = app
         async with made.client:
             yield made
         async with asyncio.timeout(5):
