@@ -35,8 +35,6 @@ def main() -> int:
 def _train() -> int:
     from pydantic import ValidationError  # noqa: PLC0415
 
-    from shared import service, telemetry  # noqa: PLC0415
-    from trainer_agent.process import serve  # noqa: PLC0415
     from trainer_agent.settings import Settings  # noqa: PLC0415
 
     try:
@@ -45,6 +43,9 @@ def _train() -> int:
         for item in error.errors():
             sys.stderr.write(f"TRIREME_{'_'.join(map(str, item['loc'])).upper()}: {item['msg']}\n")
         return CONFIGURATION
+    from shared import service, telemetry  # noqa: PLC0415  torch is loaded only for settings that make sense
+    from trainer_agent.process import serve  # noqa: PLC0415
+
     telemetry.configure(level=settings.log_level, service="trainer", job=settings.job)
     return service.run(lambda stopping: serve(settings, stopping))
 

@@ -22,7 +22,7 @@ from trainer_agent.compute import Compute, Records
 from trainer_agent.core.agent import Duty, Verdict, next_duty
 from trainer_agent.data import minibatches_in
 from trainer_agent.groups import single_error
-from trainer_agent.lanes import Holding, TaskFailed, TaskSource, TrainingOver, described
+from trainer_agent.lanes import Holding, TaskFailed, TaskSource, TrainingOver, described, outcome_of
 from trainer_agent.reports import Reports
 from trainer_agent.transfer import Outbox, Transfer
 from trainer_agent.user_module import failure_of
@@ -116,7 +116,8 @@ class AsyncLoop:
     async def _fetched(self) -> Holding | Task:
         """The next task with its records, fetched ahead if possible. Raises TrainingOver, TaskFailed, StaleGeneration."""
         if self._next is not None:
-            ahead, self._next = await self._next, None
+            ahead = await outcome_of(self._next)
+            self._next = None
             if isinstance(ahead, TaskFailed):
                 raise ahead
             if ahead is not None:

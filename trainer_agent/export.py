@@ -1,19 +1,12 @@
-"""The trained model as files that plain PyTorch loads: `model.safetensors` and `model.pt`, whole or not there.
-
-state_dict ──copy──► bytes ──write──► name.partial ──fsync, rename──► name
-"""
+"""The trained model as files that plain PyTorch loads: `model.safetensors` and `model.pt`, whole or not there."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from typing import Any, BinaryIO
-
-import fsspec
 import torch
-from fsspec.implementations.local import LocalFileSystem
 from safetensors.torch import save
 from torch import nn
+
+from shared import storage
 
 
 def write_model(model: nn.Module, directory: str) -> dict[str, str]:
@@ -23,24 +16,11 @@ def write_model(model: nn.Module, directory: str) -> dict[str, str]:
         for name, value in model.state_dict().items()
         if isinstance(value, torch.Tensor)
     }
-    return {
-        "safetensors": _write(directory, "model.safetensors", lambda file: file.write(save(state))),
-        "state_dict": _write(directory, "model.pt", lambda file: torch.save(state, file)),
+    urls = {
+        "safetensors": storage.join(directory, "model.safetensors"),
+        "state_dict": storage.join(directory, "model.pt"),
     }
-
-
-def _write(directory: str, name: str, fill: Callable[[BinaryIO], Any]) -> str:
-    filesystem, path = fsspec.core.url_to_fs(directory)
-    filesystem.makedirs(path, exist_ok=True)
-    final = f"{path.rstrip('/')}/{name}"
-    if not isinstance(filesystem, LocalFileSystem):
-        with filesystem.open(final, "wb") as file:  # object stores show a file when it is closed, whole
-            fill(file)
-        return str(filesystem.unstrip_protocol(final))
-    partial = f"{final}.partial-{os.getpid()}"
-    with open(partial, "wb") as local:  # noqa: PTH123  fsspec's local path
-        fill(local)
-        local.flush()
-        os.fsync(local.fileno())
-    os.replace(partial, final)  # noqa: PTH105
-    return final
+    storage.write_bytes(urls["safetensors"], save(state))
+    with storage.write_atomic(urls["state_dict"]) as file:
+        torch.save(state, file)
+    return urls

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 
-from shared import telemetry
+from shared import storage, telemetry
 from shared.directory import Directory
-from shared.errors import StaleAttempt, StaleGeneration, UserCodeError
+from shared.errors import InvalidArgument, StaleAttempt, StaleGeneration, UserCodeError
 from shared.etcd import Etcd
 from shared.records import CompleteTask, EvaluationSums, Task, TaskKind
 from trainer_agent.compute import Compute
@@ -99,9 +99,15 @@ class Finishing:
 
     async def _export(self, task: Task) -> CompleteTask:
         """The metrics travel in the export's own report: only a trainer can run the user's `metrics(sums)`."""
-        found = await self._etcd.get(self._directory.keys.evaluation)
+        key = self._directory.keys.evaluation
+        found = await persist(lambda: self._etcd.get(key), "the sums of the evaluation")
         sums = EvaluationSums.model_validate_json(found.value).sums if found else {}
-        exports = await self._compute.export(f"{self._source.spec.storage.rstrip('/')}/export")
+        place = storage.join(self._source.spec.storage, "export")
+        try:
+            exports = await self._compute.export(place)
+        except (OSError, InvalidArgument) as error:
+            message = f"the model cannot be written to {place}: {error}"
+            raise TaskFailed(task, InvalidArgument(message)) from error
         return self._report(task, exports=exports, sums=await self._compute.metrics(sums) if sums else {})
 
     def _report(

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from shared import telemetry
 from shared.directory import Directory
 from shared.errors import LayoutMismatch, NotReady, PeerError, StaleGeneration, WrongOwner
-from shared.etcd import Compare, Etcd, Put
+from shared.etcd import Compare, Etcd, LeaseLost, Put
 from shared.messages import InitBlock, InitHeader, LanePosition, StepRecord
 from shared.records import JobSpec, Mode, PserverMember
 from shared.slots import Layout
@@ -41,7 +41,7 @@ async def ensure_initialised(
         try:
             if _all_there(directory, spec) and await _lock(directory, etcd, membership.lease_id, trainer):
                 await _initialise(spec, directory, etcd, trainer, compute, connect)
-        except (PeerError, StaleGeneration, WrongOwner) as error:
+        except (PeerError, StaleGeneration, WrongOwner, LeaseLost) as error:
             await patience.failed(error)
         await directory.changed(directory.revision, LOOK_S)
     check_layout(compute.layout, directory.layout)

@@ -17,7 +17,7 @@ from shared import ids
 from shared.errors import CallerError, DatasetError, TriremeError
 from shared.messages import LanePosition
 from shared.records import AcquireTask, FailTask, JobSpec, Task, TaskAnswer, UserFailure
-from trainer_agent.compute import Offload, Records
+from trainer_agent.compute import Offload, Records, T
 from trainer_agent.data import Reader, Shard, minibatch_indices, open_dataset
 from trainer_agent.master import MasterPort
 from trainer_agent.retry import persist
@@ -163,7 +163,8 @@ class LaneReader:
     async def _fetched(self, position: LanePosition) -> Holding | LanePosition:
         """The task at `position`; or the position to go on from, if there is none."""
         if self._next is not None:
-            ahead, self._next = await self._next, None
+            ahead = await outcome_of(self._next)
+            self._next = None
             if ahead is not None and (ahead.task.epoch, ahead.task.index) == (position.epoch, position.index):
                 return ahead
         answer = await self._source.acquire(self._generation(), self._lane, position.epoch, position.index)
@@ -210,6 +211,14 @@ class LaneReader:
         return Portion(before, after, records, held.task, finishes)
 
 
+async def outcome_of(task: asyncio.Task[T]) -> T | None:
+    """What a background task found, None if it was cancelled; being cancelled here leaves it running."""
+    await asyncio.wait([task])
+    return None if task.cancelled() else task.result()
+
+
 def described(task: Task) -> str:
     """For people: `task 7 (train.parquet records 512-1023)`."""
+    if not task.file:
+        return f"task {task.task_id}"
     return f"task {task.task_id} ({task.file} records {task.first}-{task.first + task.count - 1})"

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 
-from shared import ids, telemetry
+from shared import clock, ids, telemetry
 from shared.errors import PeerError, TriremeError
 from shared.etcd import Compare, Etcd, Lease, LeaseLost, OutcomeUnknown, Put
 from shared.keys import Keys
 from shared.records import TrainerMember
 from trainer_agent.retry import persist
 
+OUTAGE_S = 24 * 3600.0  # how long etcd may be away before a trainer gives up
 PAUSE_S = 0.5
 LEAVE_S = 2.0
 
@@ -83,7 +84,8 @@ class Membership:
 
     async def _renew(self) -> Lease | None:
         """A new lease under the key if it is still there, None if it is not."""
-        while True:
+        deadline = clock.monotonic() + OUTAGE_S
+        while clock.monotonic() < deadline:
             try:
                 found = await self._etcd.get(self._key)
                 if found is None or found.create_revision != self._created:
@@ -99,3 +101,4 @@ class Membership:
             except (PeerError, LeaseLost) as error:
                 log.warning("etcd_away", cause=str(error))
                 await asyncio.sleep(ids.jitter(PAUSE_S))
+        return None

@@ -51,6 +51,7 @@ class TorchCompute:
         self._buffers = LiveBuffers(self.model, self.plan)
         self._tree = GradientTree(self.plan, self._device)
         self._bound_slot = -1
+        self._gradient_views: dict[int, list[torch.Tensor]] = {}
         self._due: list[int] | None = None
         self._may_overlap = False
         self._count_gradients()
@@ -163,7 +164,9 @@ class TorchCompute:
         for segment in gradients.segments:
             segment.zero_()
         if slot != self._bound_slot:
-            for parameter, view in zip(self._parameters, gradients.views(self.plan.parameters), strict=True):
+            if slot not in self._gradient_views:
+                self._gradient_views[slot] = gradients.views(self.plan.parameters)
+            for parameter, view in zip(self._parameters, self._gradient_views[slot], strict=True):
                 parameter.grad = view
             self._bound_slot = slot
         self._buffers.load(self._current)

@@ -7,7 +7,8 @@ staging vector ◄── blocks of one version as they are there    pull: the ve
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from shared import telemetry
@@ -62,7 +63,7 @@ class Outbox:
             await self._more.wait()
         return bool(self._items)
 
-    async def stream(self) -> AsyncIterator[tuple[PushBlock, memoryview]]:
+    async def stream(self) -> AsyncGenerator[tuple[PushBlock, memoryview], None]:
         sent = 0
         while True:
             while sent < len(self._items):
@@ -149,7 +150,8 @@ class Transfer:
         patience = Patience(f"pushing step {header.step} to pserver {index}")
         while True:
             try:
-                answer = await self._port(index).push(header, outbox.stream())
+                async with aclosing(outbox.stream()) as blocks:
+                    answer = await self._port(index).push(header, blocks)
             except StaleGeneration:
                 return Verdict.STALE
             except PeerError as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 from shared import clock
 from shared.errors import PeerError, TriremeError
-from shared.records import Phase
+from shared.records import Mode, Phase
 from trireme.client import Client
 from trireme.local import ChildEvent, LocalCluster
 from trireme.progress import Display, Progress
@@ -22,10 +22,17 @@ TOLD = {
     "job_running",
     "generation_changed",
     "member_dead",
-    "task_requeued",
     "task_discarded",
     "stage_changed",
     "user_failure",
+}
+
+
+CONSEQUENCES = {
+    ("trainer", Mode.SYNC): "its lanes move to the others, no record is lost",
+    ("trainer", Mode.ASYNC): "its tasks go on elsewhere, where the ledgers stand",
+    ("master", Mode.SYNC): "trainers go on meanwhile",
+    ("master", Mode.ASYNC): "trainers go on meanwhile",
 }
 
 
@@ -56,7 +63,9 @@ def progress_of(job: dict[str, Any], restarts: int) -> Progress:
 class Follower:
     """`restarts` by child; the last loss and step seen stay for the summary."""
 
-    def __init__(self, screen: Display) -> None:
+    def __init__(self, mode: Mode, screen: Display) -> None:
+        self._mode = mode
+        self._asking = asyncio.Lock()
         self.restarts: Counter[str] = Counter()
         self._screen = screen
         self._last: dict[str, Any] = {}
@@ -65,7 +74,9 @@ class Follower:
     def on_child(self, event: ChildEvent) -> None:
         match event.what:
             case "died":
-                self._screen.event(f"{event.child} died ({event.cause}, pid {event.pid}); it is started again")
+                consequence = CONSEQUENCES.get((event.child.rpartition("-")[0], self._mode))
+                then = f"{consequence}; it is started again" if consequence else "it is started again"
+                self._screen.event(f"{event.child} died ({event.cause}, pid {event.pid}): {then}")
             case "restarted":
                 self.restarts[event.child] += 1
             case "lease_left":
@@ -90,12 +101,15 @@ class Follower:
         return Counts(dict(self.restarts), progress.get("loss"), progress.get("step"))
 
     async def _ask(self, cluster: LocalCluster) -> None:
-        async with Client(await cluster.master_url(REQUEST_TIMEOUT_S), timeout_s=REQUEST_TIMEOUT_S) as client:
+        async with (
+            self._asking,  # each event is told once
+            Client(await cluster.master_url(REQUEST_TIMEOUT_S), timeout_s=REQUEST_TIMEOUT_S) as client,
+        ):
             page = await client.events(after=self._after)
             self._last = await client.job()
-        self._after = page["next_after"]
+            self._after = page["next_after"]
         for event in page["events"]:
-            if event["name"] in TOLD:
+            if event["name"] in TOLD or (event["name"] == "task_requeued" and "failures" in event["fields"]):
                 self._screen.event(event["message"])
         if not Phase(self._last["phase"]).final:  # then the summary follows
             self._screen.show(progress_of(self._last, self.restarts.total()), clock.monotonic())

@@ -81,6 +81,7 @@ class LocalCluster:
         self._on_event = on_event
         self._keys = Keys(spec.job)
         self._stopping = False
+        self._opened = contextlib.AsyncExitStack()
         self._tasks = asyncio.TaskGroup()
         self._running: list[asyncio.Task[None]] = []
         self._final: asyncio.Future[JobState]
@@ -249,8 +250,10 @@ class LocalCluster:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         (self.run_dir / "logs").mkdir(exist_ok=True)
         (self.run_dir / "spec.json").write_bytes(self.spec.to_bytes())
+        self._opened.push_async_callback(self.embedded.stop)
         await self.embedded.start()
         self.etcd = etcd_client.connect([self.embedded.url])
+        self._opened.push_async_callback(self.etcd.close)
         self.directory = Directory(self.etcd, self._keys)
         self.accompany(self._supervise_etcd())
         self.accompany(self.directory.run())
@@ -302,13 +305,13 @@ class LocalCluster:
             self._final.cancel()
         for task in self._running:
             task.cancel()
+        if self._running:
+            await asyncio.wait(self._running, timeout=GRACE_S)  # nobody starts a child again from here on
         for role in MODULES:
             async with asyncio.TaskGroup() as group:
                 for child in self._of(role):
                     group.create_task(child.end(GRACE_S))
-        if hasattr(self, "etcd"):
-            await self.etcd.close()
-        await self.embedded.stop()
+        await self._opened.aclose()
 
 
 def _is_final(state: JobState | None) -> bool:

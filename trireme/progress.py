@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 LINE_EVERY_S = 5.0
+LINE_AT_MOST_EVERY_S = 1.0
 REFRESH_PER_SECOND = 4
 
 
@@ -88,7 +89,7 @@ class Display(Protocol):
 
 
 class LineDisplay:
-    """For logs and pipes: events at once, progress every `LINE_EVERY_S` seconds and whenever epoch or phase change."""
+    """For logs and pipes: events at once, progress every `LINE_EVERY_S` seconds and soon after epoch or phase changed."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -96,8 +97,10 @@ class LineDisplay:
 
     def show(self, progress: Progress, now: float) -> None:
         place = (progress.phase, progress.stage, progress.epoch)
-        if self._last is not None and self._last[1] == place and now - self._last[0] < LINE_EVERY_S:
-            return
+        if self._last is not None:
+            since_s, before = now - self._last[0], self._last[1]
+            if since_s < (LINE_EVERY_S if before == place else LINE_AT_MOST_EVERY_S):
+                return
         self._last = (now, place)
         self.event(f"{progress.phase}  {progress.training()}  {progress.members()}")
 

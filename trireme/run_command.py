@@ -156,7 +156,7 @@ async def _train(spec: JobSpec, folder: Path, port: int, standbys: int, interrup
     screen = display()
     started = clock.monotonic()
     try:
-        follower = Follower(screen)
+        follower = Follower(spec.mode, screen)
         cluster = LocalCluster(spec, folder, port=port, standbys=standbys, on_event=follower.on_child)
         interrupt.cluster = cluster
         async with cluster:

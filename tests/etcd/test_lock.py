@@ -59,10 +59,10 @@ async def test_the_lock_of_a_dead_holder_is_taken_when_its_lease_ends(world):
     dead = await etcd.grant(2)
     await acquire(etcd, key, b"dead", dead)
     begun = clock.monotonic()
-    lease = await etcd.grant(10)
-    async with asyncio.timeout(5):
+    lease = await etcd.grant(30)
+    async with asyncio.timeout(15):
         await acquire(etcd, key, b"next", lease)
-    assert 1.5 < clock.monotonic() - begun < 3.5
+    assert 1.5 < clock.monotonic() - begun < 10  # a busy machine is late; etcd is not early
     await lease.revoke()
 
 
@@ -103,5 +103,5 @@ async def test_waiting_ends_when_the_candidates_own_lease_is_lost(world):
     begun = clock.monotonic()
     with pytest.raises(LeaseLost):
         await acquire(etcd, world.key, b"me", mine)
-    assert clock.monotonic() - begun < 2.2
+    assert clock.monotonic() - begun < 10  # the holder would keep it for 60 s
     await holder.revoke()

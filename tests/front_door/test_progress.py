@@ -63,7 +63,8 @@ def lines_of(*shown):
 
 def test_without_a_terminal_a_line_comes_every_few_seconds_and_with_each_epoch():
     later = Progress(phase="RUNNING", stage="TRAIN", epoch=2, epochs=5)
-    lines = lines_of((RUNNING, 0.0), (RUNNING, LINE_EVERY_S / 2), (RUNNING, LINE_EVERY_S), (later, LINE_EVERY_S + 0.1))
+    shown = [(RUNNING, 0.0), (RUNNING, LINE_EVERY_S / 2), (RUNNING, LINE_EVERY_S)]
+    lines = lines_of(*shown, (later, LINE_EVERY_S + 0.1), (later, LINE_EVERY_S + 1.2))
     assert [line.split("  ")[1] for line in lines] == ["epoch 2/5", "epoch 2/5", "epoch 3/5"]
 
 

@@ -80,7 +80,7 @@ def _difference(one: bytes, other: bytes) -> str:
 
 def _applications(job: Job) -> list[float]:
     """Per record: epochs / n, n being the records of the push that holds it. Its push: push_every minibatches of a task
-    in that epoch's order, so n depends on where the order puts the record; see `_applied_in`."""
+    in that epoch's order, so n depends on where the order puts the record."""
     expected = [0.0] * sum(job.files)
     for epoch in range(job.epochs):
         for names, count in _pushes(job, epoch):

@@ -247,19 +247,19 @@ class Pipe:
         self._travelling: deque[Any] = deque()
         self._arrived: deque[Any] = deque()
         self._moving = False
-        self._closed = False
-        self._error: TriremeError | None = None
+        self.closed = False
+        self.error: TriremeError | None = None
         self._changed = asyncio.Event()
 
     async def put(self, item: Any) -> None:
-        while len(self._travelling) + len(self._arrived) >= STREAM_WINDOW and self._error is None:
+        while len(self._travelling) + len(self._arrived) >= STREAM_WINDOW and self.error is None:
             self._changed.clear()
             await self._changed.wait()
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         await asyncio.sleep(self.network.delay() / 4)
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         copied = self.copy(item)
         self.sent.append(copied)
         self._travelling.append(copied)
@@ -269,13 +269,13 @@ class Pipe:
             self.break_off(PeerError("connection was reset"))
 
     def close(self) -> None:
-        self._closed = True
+        self.closed = True
         self._notify()
 
     def break_off(self, error: TriremeError) -> None:
         """What is still travelling is lost; what has arrived can still be read."""
-        if self._error is None and not (self._closed and not self._travelling):
-            self._error = error
+        if self.error is None and not (self.closed and not self._travelling):
+            self.error = error
             self._travelling.clear()
             self._notify()
 
@@ -303,20 +303,28 @@ class Pipe:
                 item = self._arrived.popleft()
                 self._notify()
                 yield item
-            elif self._error is not None:
-                raise self._error
-            elif self._closed and not self._travelling:
+            elif self.error is not None:
+                raise self.error
+            elif self.closed and not self._travelling:
                 return
             else:
                 self._changed.clear()
                 await self._changed.wait()
 
 
-async def replay(items: list[Any], network: Network) -> AsyncIterator[Any]:
-    """A stream that was sent before, once more."""
-    for item in items:
-        await asyncio.sleep(network.delay())
-        yield item
+async def replay(pipe: Pipe) -> AsyncIterator[Any]:
+    """What the pipe carried, once more; broken where it broke."""
+    sent = 0
+    while True:
+        while sent < len(pipe.sent):
+            await asyncio.sleep(pipe.network.delay())
+            yield pipe.sent[sent]
+            sent += 1
+        if pipe.closed:
+            return
+        if pipe.error is not None:
+            raise pipe.error
+        await asyncio.sleep(0.1)
 
 
 def weather_of(rng: random.Random) -> Weather:

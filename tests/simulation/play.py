@@ -29,6 +29,7 @@ class Outcome:
     seconds: float
     callbacks: int
     counts: dict[str, int]
+    inflicted: int
 
     def __str__(self) -> str:
         mode = self.plan.job.mode.value
@@ -53,11 +54,14 @@ def play(seed: int, mode: Mode, say: Callable[[str], None] | None = None, plan: 
         f"loop: {context.get('message')}: {context.get('exception') or context.get('task')!r}"
         for context in loop.errors
     ]
-    return Outcome(plan, broken, world.digest(), world.ended_s, loop.callbacks, world.network.counts)
+    return Outcome(
+        plan, broken, world.digest(), world.ended_s, world.ended_callbacks, world.network.counts, world.inflicted
+    )
 
 
 async def _play(world: World) -> None:
     plan, loop = world.plan, asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
     supervisor = world.processes["supervisor"] = Process("supervisor")
     world.open()
     faults = supervisor.spawn(_faults(world))
@@ -70,7 +74,7 @@ async def _play(world: World) -> None:
             faults.cancel()
         elif not faults.cancelled() and (error := faults.exception()) is not None:
             raise AssertionError(f"the schedule crashed: {error!r}") from error
-        world.ended_s = loop.time()
+        world.ended_s, world.ended_callbacks = loop.time(), loop.callbacks
         if not world.over:
             world.failures.append(f"not over {plan.bound_s:.0f} s after the last fault: {world.describe()}")
         else:

@@ -123,7 +123,7 @@ class SimulatedPserver:
         pipe = self._pipe()
 
         async def again(service: Any) -> Any:
-            return await receive(service, replay(pipe.sent, self._network))
+            return await receive(service, replay(pipe))
 
         async with self._calling(lambda s: receive(s, _stalling(pipe)), again, pipe) as reply:
             feeding = asyncio.ensure_future(_feed(pipe, blocks))

@@ -11,90 +11,26 @@ import random
 import signal
 import traceback
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from master_service.core.file_table import FileTable
-from master_service.service import Master
-from pserver_service.__main__ import INDEX_LOST
-from pserver_service.core.blocks import Verdict
-from pserver_service.core.store import Push, Store
-from pserver_service.registration import Registration
-from pserver_service.service import Payload, Pserver
-from shared import ids
-from shared.datasets import Custom, Dataset
+from pserver_service.core.store import Store
 from shared.directory import Directory
 from shared.errors import TriremeError
 from shared.etcd import Etcd
 from shared.keys import Keys
-from shared.messages import PushBlock
-from shared.records import JobSpec, JobState, MasterLock, Mode, Phase, PserverMember, TrainerMember
-from tests.simulation.compute import BLOCK_BYTES, Notes, Speed, TinyCompute
-from tests.simulation.dataset import files_of
+from shared.records import JobState, MasterLock, Mode, Phase
+from tests.simulation import mains
+from tests.simulation.compute import Notes
 from tests.simulation.etcd import WitnessedEtcd
 from tests.simulation.faults import Plan
 from tests.simulation.network import CALM, Network, Weather
-from tests.simulation.ports import SimulatedMaster, SimulatedPserver
+from tests.simulation.ports import SimulatedMaster
 from tests.simulation.virtual_loop import Process
-from trainer_agent.agent import Agent
 from trireme.restarts import RestartPolicy
 
-MASTER_TTL_S = 3.0
-LEASE_TTL_S = 5.0
 LEAVE_S = 60.0
 UNWINDING_ROUNDS = 8
-MAX_FAILURES = 1000  # slowness must not discard records here: every record is trained
-TASK_FLOOR_S, TASK_CEILING_S = 4.0, 8.0
-TRAINING = Custom("training", reader="tests.simulation.dataset:reader")
-EVALUATION = Custom("evaluation", reader="tests.simulation.dataset:reader")
-
-
-def spec_of(plan: Plan) -> JobSpec:
-    job = plan.job
-    return JobSpec(
-        job="simulated",
-        script="simulated.py",
-        dataset=TRAINING,
-        evaluation_dataset=EVALUATION if plan.evaluate else None,
-        mode=job.mode,
-        epochs=job.epochs,
-        global_batch_size=job.minibatch * job.lanes,
-        lanes=job.lanes,
-        seed=job.seed,
-        trainers=plan.trainers,
-        pservers=plan.pservers,
-        records_per_task=job.task_records,
-        block_bytes=BLOCK_BYTES,
-        slot_count=128,
-        push_every=job.push_every,
-        pull_every=plan.pull_every,
-        storage="memory://simulated",
-        lease_ttl_s=LEASE_TTL_S,
-        task_timeout_floor_s=TASK_FLOOR_S,
-        task_timeout_ceiling_s=TASK_CEILING_S,
-        max_task_failures=MAX_FAILURES,
-    )
-
-
-class MemoryTables:
-    """master_service.tables.Tables: counted at once."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-
-    async def count(self, source: Dataset, task_records: int) -> FileTable:
-        await asyncio.sleep(0.05)
-        files = files_of(source.urls[0], self._plan.job)
-        table = FileTable(files, task_records)
-        digest = hashlib.sha256(repr(table.to_map()).encode()).hexdigest()
-        return FileTable(files, task_records, digest)
-
-    async def load(self, digest: str) -> FileTable:
-        for source in (TRAINING, EVALUATION):
-            table = await self.count(source, self._plan.job.task_records)
-            if table.digest == digest:
-                return table
-        raise AssertionError(f"no table {digest}")
 
 
 def described(error: BaseException) -> str:
@@ -110,29 +46,6 @@ def _expected(error: BaseException) -> bool:
     if isinstance(error, BaseExceptionGroup):
         return all(_expected(inner) for inner in error.exceptions)
     return isinstance(error, TriremeError)
-
-
-async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
-    """trainer_agent.compute.Offload without a thread."""
-    await asyncio.sleep(0.002)
-    return work(*arguments)
-
-
-class WitnessedPserver(Pserver):
-    """Tells if it applies a push of a generation older than one it has seen."""
-
-    def __init__(self, job: str, incarnation: str, failures: list[str]) -> None:
-        super().__init__(job, incarnation)
-        self._seen, self._failures = 0, failures
-
-    def _apply(self, store: Store, push: Push, item: PushBlock, payload: Payload) -> Verdict:
-        self._seen = max(self._seen, self.generation)
-        verdict = super()._apply(store, push, item, payload)
-        if verdict is Verdict.APPLIED and push.header.generation < self._seen and len(self._failures) < MAX_FAILURES:
-            self._failures.append(
-                f"{self.incarnation} applied a push of generation {push.header.generation} after {self._seen}"
-            )
-        return verdict
 
 
 @dataclass
@@ -162,7 +75,7 @@ class World:
 
     def __init__(self, plan: Plan, rng: random.Random, say: Callable[[str], None] = lambda _: None) -> None:
         self.plan = plan
-        self.spec = spec_of(plan)
+        self.spec = mains.spec_of(plan)
         self.keys = Keys(self.spec.job)
         self.rng = rng
         self.notes = Notes()
@@ -172,7 +85,7 @@ class World:
         self.processes: dict[str, Process] = {}
         self.urls: dict[str, str] = {}
         self.failures: list[str] = []
-        self.ended_s = 0.0
+        self.ended_s, self.ended_callbacks = 0.0, 0
         self.inflicted = 0
         self._launcher = self.processes["launcher"] = Process("launcher")
         self._say = say
@@ -193,12 +106,12 @@ class World:
         self.processes[process.name] = process
         self.urls[process.name] = seat.url
         self.say(f"start {process.name}")
-        mains: dict[str, Callable[[Seat], Coroutine[Any, Any, Any]]] = {
-            "master": self._master,
-            "pserver": self._pserver,
-            "trainer": self._trainer,
+        main: dict[str, Callable[[World, Seat], Coroutine[Any, Any, Any]]] = {
+            "master": mains.master,
+            "pserver": mains.pserver,
+            "trainer": mains.trainer,
         }
-        process.spawn(self._watched(seat, process, mains[kind](seat)))
+        process.spawn(self._watched(seat, process, main[kind](self, seat)))
         return seat
 
     async def _watched(self, seat: Seat, process: Process, main: Coroutine[Any, Any, Any]) -> None:
@@ -245,69 +158,6 @@ class World:
         return self.urls.get(client, client)
 
     # ------------------------------------------------------------ mains
-
-    async def _master(self, seat: Seat) -> int:
-        master = Master(
-            self.etcd_of(seat.process),
-            self.keys,
-            name=ids.new_id(seat.name),
-            url=seat.url,
-            spec=self.spec,
-            ttl_s=MASTER_TTL_S,
-            tables=lambda _: MemoryTables(self.plan),
-            probe=self.network.refuses,
-        )
-        seat.service = master
-        self.network.listen(seat.url, seat.process, master)
-        await master.run(seat.stopping)
-        return 0
-
-    async def _pserver(self, seat: Seat) -> int:
-        """As pserver_service/__main__.py, without HTTP."""
-        etcd = self.etcd_of(seat.process)
-        pserver = WitnessedPserver(self.keys.job, ids.new_id(seat.name), self.failures)
-        seat.service = pserver
-        self.network.listen(seat.url, seat.process, pserver)
-        directory = Directory(etcd, self.keys)
-        member = PserverMember(index=-1, url=seat.url, incarnation=pserver.incarnation, host="simulated", pid=1)
-        registration = Registration(etcd, self.keys, directory, member)
-
-        async def work() -> None:
-            pserver.index = await registration.claim(300.0)
-            await registration.hold()
-
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(part) for part in (seat.stopping.wait(), work(), directory.run())]
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks:
-                task.cancel()
-        return 0 if seat.stopping.is_set() else INDEX_LOST
-
-    async def _trainer(self, seat: Seat) -> int:
-        """As trainer_agent/__main__.py, without the user's module, torch and HTTP."""
-        etcd = self.etcd_of(seat.process)
-        name = ids.new_id(seat.name)
-        directory = Directory(etcd, self.keys)
-        self.network.listen(seat.url, seat.process, None)
-        async with asyncio.TaskGroup() as group:
-            following = group.create_task(directory.run())
-            await directory.wait_for(lambda view: view.spec is not None, 600.0, "the job's spec")
-            assert directory.spec is not None
-            agent = Agent(
-                directory.spec,
-                TrainerMember(trainer=name, url=seat.url, incarnation=name, host="simulated", pid=1),
-                etcd=etcd,
-                directory=directory,
-                compute=TinyCompute(self.plan.job.mode, self.notes, self.rng, self._speed()),
-                master=SimulatedMaster(self.network, directory),
-                connect=lambda member: SimulatedPserver(self.network, member, self.check_versions),
-                offload=at_once,
-                stopping=seat.stopping,
-            )
-            seat.service = agent
-            code = await agent.run()
-            following.cancel()
-        return code
 
     # ------------------------------------------------------------ the launcher
 
@@ -387,11 +237,6 @@ class World:
             await asyncio.sleep(0.25)
 
     # ------------------------------------------------------------ state
-
-    def _speed(self) -> Speed:
-        """Some trainers are slower than others."""
-        speed, factor = self.plan.speed, self.rng.choice([1.0, 1.0, 3.0])
-        return replace(speed, low_s=speed.low_s * factor, high_s=speed.high_s * factor)
 
     def stores(self) -> list[tuple[int, Store]]:
         """Of all parameter servers that are alive and initialised, by index."""

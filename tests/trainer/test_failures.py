@@ -171,3 +171,13 @@ async def test_a_name_that_is_taken_is_not_taken_over(member):
     await etcd.txn([], [Put(keys.trainer("trainer-0-x"), b"{}")])
     with pytest.raises(PeerError, match="is taken"):
         await membership._try_register()
+
+
+async def test_a_model_that_cannot_be_written_fails_the_job_with_the_place_and_the_cause(tmp_path):
+    spec = spec_for(write_script(tmp_path), epochs=1)
+    async with cluster(spec, 1) as made:
+        await made.directory.wait_for(lambda view: view.init_done, 20, "parameters")
+        (tmp_path / "storage" / "export").write_text("a file where a folder should be")
+        state = await made.ended()
+    assert (state.phase, state.failure.task) == (Phase.FAILED, "task export-0")
+    assert state.failure.message.startswith(f"the model cannot be written to {tmp_path}/storage/export: ")

@@ -1,0 +1,180 @@
+"""What runs in each process: the product's compositions with the simulation's ports in place of HTTP, files and torch."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from master_service.core.file_table import FileTable
+from master_service.service import Master
+from pserver_service.__main__ import INDEX_LOST
+from pserver_service.core.blocks import Verdict
+from pserver_service.core.store import Push, Store
+from pserver_service.registration import Registration
+from pserver_service.service import Payload, Pserver
+from shared import ids
+from shared.datasets import Custom, Dataset
+from shared.directory import Directory
+from shared.messages import PushBlock
+from shared.records import JobSpec, PserverMember, TrainerMember
+from tests.simulation.compute import BLOCK_BYTES, Speed, TinyCompute
+from tests.simulation.dataset import files_of
+from tests.simulation.faults import Plan
+from tests.simulation.ports import SimulatedMaster, SimulatedPserver
+from trainer_agent.agent import Agent
+
+if TYPE_CHECKING:
+    from tests.simulation.world import Seat, World
+
+MASTER_TTL_S = 3.0
+LEASE_TTL_S = 5.0
+MAX_FAILURES = 1000  # slowness must not discard records here: every record is trained
+TASK_FLOOR_S, TASK_CEILING_S = 4.0, 8.0
+TRAINING = Custom("training", reader="tests.simulation.dataset:reader")
+EVALUATION = Custom("evaluation", reader="tests.simulation.dataset:reader")
+
+
+def spec_of(plan: Plan) -> JobSpec:
+    job = plan.job
+    return JobSpec(
+        job="simulated",
+        script="simulated.py",
+        dataset=TRAINING,
+        evaluation_dataset=EVALUATION if plan.evaluate else None,
+        mode=job.mode,
+        epochs=job.epochs,
+        global_batch_size=job.minibatch * job.lanes,
+        lanes=job.lanes,
+        seed=job.seed,
+        trainers=plan.trainers,
+        pservers=plan.pservers,
+        records_per_task=job.task_records,
+        block_bytes=BLOCK_BYTES,
+        slot_count=128,
+        push_every=job.push_every,
+        pull_every=plan.pull_every,
+        storage="memory://simulated",
+        lease_ttl_s=LEASE_TTL_S,
+        task_timeout_floor_s=TASK_FLOOR_S,
+        task_timeout_ceiling_s=TASK_CEILING_S,
+        max_task_failures=MAX_FAILURES,
+    )
+
+
+class MemoryTables:
+    """master_service.tables.Tables: counted at once."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    async def count(self, source: Dataset, task_records: int) -> FileTable:
+        await asyncio.sleep(0.05)
+        files = files_of(source.urls[0], self._plan.job)
+        table = FileTable(files, task_records)
+        digest = hashlib.sha256(repr(table.to_map()).encode()).hexdigest()
+        return FileTable(files, task_records, digest)
+
+    async def load(self, digest: str) -> FileTable:
+        for source in (TRAINING, EVALUATION):
+            table = await self.count(source, self._plan.job.task_records)
+            if table.digest == digest:
+                return table
+        raise AssertionError(f"no table {digest}")
+
+
+async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
+    """trainer_agent.compute.Offload without a thread."""
+    await asyncio.sleep(0.002)
+    return work(*arguments)
+
+
+class WitnessedPserver(Pserver):
+    """Tells if it applies a push of a generation older than one it has seen."""
+
+    def __init__(self, job: str, incarnation: str, failures: list[str]) -> None:
+        super().__init__(job, incarnation)
+        self._seen, self._failures = 0, failures
+
+    def _apply(self, store: Store, push: Push, item: PushBlock, payload: Payload) -> Verdict:
+        self._seen = max(self._seen, self.generation)
+        verdict = super()._apply(store, push, item, payload)
+        if verdict is Verdict.APPLIED and push.header.generation < self._seen and len(self._failures) < MAX_FAILURES:
+            self._failures.append(
+                f"{self.incarnation} applied a push of generation {push.header.generation} after {self._seen}"
+            )
+        return verdict
+
+
+async def master(world: World, seat: Seat) -> int:
+    service = Master(
+        world.etcd_of(seat.process),
+        world.keys,
+        name=ids.new_id(seat.name),
+        url=seat.url,
+        spec=world.spec,
+        ttl_s=MASTER_TTL_S,
+        tables=lambda _: MemoryTables(world.plan),
+        probe=world.network.refuses,
+    )
+    seat.service = service
+    world.network.listen(seat.url, seat.process, service)
+    await service.run(seat.stopping)
+    return 0
+
+
+async def pserver(world: World, seat: Seat) -> int:
+    """As pserver_service/__main__.py, without HTTP."""
+    etcd = world.etcd_of(seat.process)
+    service = WitnessedPserver(world.keys.job, ids.new_id(seat.name), world.failures)
+    seat.service = service
+    world.network.listen(seat.url, seat.process, service)
+    directory = Directory(etcd, world.keys)
+    member = PserverMember(index=-1, url=seat.url, incarnation=service.incarnation, host="simulated", pid=1)
+    registration = Registration(etcd, world.keys, directory, member)
+
+    async def work() -> None:
+        service.index = await registration.claim(300.0)
+        await registration.hold()
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(part) for part in (seat.stopping.wait(), work(), directory.run())]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+    return 0 if seat.stopping.is_set() else INDEX_LOST
+
+
+async def trainer(world: World, seat: Seat) -> int:
+    """As trainer_agent/__main__.py, without the user's module, torch and HTTP."""
+    etcd = world.etcd_of(seat.process)
+    name = ids.new_id(seat.name)
+    directory = Directory(etcd, world.keys)
+    world.network.listen(seat.url, seat.process, None)
+    async with asyncio.TaskGroup() as group:
+        following = group.create_task(directory.run())
+        await directory.wait_for(lambda view: view.spec is not None, 600.0, "the job's spec")
+        assert directory.spec is not None
+        agent = Agent(
+            directory.spec,
+            TrainerMember(trainer=name, url=seat.url, incarnation=name, host="simulated", pid=1),
+            etcd=etcd,
+            directory=directory,
+            compute=TinyCompute(world.plan.job.mode, world.notes, world.rng, _speed(world)),
+            master=SimulatedMaster(world.network, directory),
+            connect=lambda member: SimulatedPserver(world.network, member, world.check_versions),
+            offload=at_once,
+            stopping=seat.stopping,
+        )
+        seat.service = agent
+        code = await agent.run()
+        following.cancel()
+    return code
+
+
+def _speed(world: World) -> Speed:
+    """Some trainers are slower than others."""
+    speed, factor = world.plan.speed, world.rng.choice([1.0, 1.0, 3.0])
+    return replace(speed, low_s=speed.low_s * factor, high_s=speed.high_s * factor)
