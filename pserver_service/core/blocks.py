@@ -92,7 +92,6 @@ class BlockState:
         if self._optimizer is None:
             values.tensor.copy_(value)
         else:
-            values.tensor.copy_(self.current.tensor)
-            self._optimizer.step(values.tensor, value, options)
+            self._optimizer.step_into(values.tensor, self.current.tensor, value, options)
             self.updates += 1
         return values

@@ -17,9 +17,10 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 class Buffer:
     """`tensor`: 1-d, 64-byte aligned; `view`: its bytes, writable."""
 
-    __slots__ = ("_pool", "references", "tensor", "view")
+    __slots__ = ("_pool", "kind", "references", "tensor", "view")
 
-    def __init__(self, pool: BufferPool, tensor: torch.Tensor) -> None:
+    def __init__(self, pool: BufferPool, kind: tuple[str, int], tensor: torch.Tensor) -> None:
+        self.kind = kind
         self.tensor = tensor
         self.view = bytes_of(tensor)
         self.references = 1
@@ -59,14 +60,13 @@ class BufferPool:
             buffer.references = 1
             self.free_bytes -= buffer.view.nbytes
             return buffer
-        buffer = Buffer(self, torch.empty(elements, dtype=DTYPES[dtype]))
+        buffer = Buffer(self, (dtype, elements), torch.empty(elements, dtype=DTYPES[dtype]))
         self.allocated_bytes += buffer.view.nbytes
         return buffer
 
     def put_back(self, buffer: Buffer) -> None:
         """Called by the last `release`."""
-        name = str(buffer.tensor.dtype).removeprefix("torch.")
-        self._free[name, buffer.tensor.numel()].append(buffer)
+        self._free[buffer.kind].append(buffer)
         self.free_bytes += buffer.view.nbytes
 
 
