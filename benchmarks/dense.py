@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 from benchmarks.ours import Ours
 from benchmarks.rivals import Floor, Gloo, Rpc
@@ -33,7 +34,17 @@ TITLES = {
     "unix2": "ours, stream, UNIX socket, 2 trainers",
     "gloo": "gloo all-reduce + local step, 2 ranks",
 }
+BASES: tuple[str, ...] = ("floor", "rpc-tcp", "rpc", "gloo", "tcp")
 WARM_UP = 3
+
+
+class Contender(Protocol):
+    """Anything that can be asked to do rounds; `round` gives seconds, `check` whether the numbers came out right."""
+
+    def setup(self, mib: int, optimizer: str) -> None: ...
+    def round(self) -> float: ...
+    def check(self) -> bool: ...
+    def close(self) -> None: ...
 
 
 @dataclass
@@ -49,7 +60,7 @@ class Row:
     ratios: dict[str, float]
 
 
-def makers(directory: str, block_kib: int) -> dict[str, Callable[[], object]]:
+def makers(directory: str, block_kib: int) -> dict[str, Callable[[], Contender]]:
     return {
         "floor": Floor,
         "plain": lambda: Ours("plain", 1, "", block_kib),
@@ -71,7 +82,7 @@ def loopback_bytes() -> int:
     return 0
 
 
-def measure(contenders: dict[str, object], mib: int, optimizer: str, rounds: int) -> list[Row]:
+def measure(contenders: dict[str, Contender], mib: int, optimizer: str, rounds: int) -> list[Row]:
     times: dict[str, list[float]] = {name: [] for name in contenders}
     moved: dict[str, list[int]] = {name: [] for name in contenders}
     for contender in contenders.values():
@@ -101,11 +112,14 @@ def measure(contenders: dict[str, object], mib: int, optimizer: str, rounds: int
     return rows
 
 
+HEAD = (
+    "| what | MiB | optimizer | median ms | quartiles | best | net MB | x floor | x RPC TCP | x RPC | x gloo | right |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
 def table(rows: list[Row]) -> str:
-    lines = [
-        "| what | MiB | optimizer | median ms | quartiles | best | net MB | x floor | x RPC TCP | x RPC | x gloo | right |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for row in rows:
         ratios = " | ".join(
             f"{row.ratios[k]:.2f}" if k in row.ratios else "" for k in ("floor", "rpc-tcp", "rpc", "gloo")
@@ -130,19 +144,20 @@ def main() -> int:
     given = parser.parse_args()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
-        contenders = {}
+        contenders: dict[str, Contender] = {}
         for name, make in makers(directory, given.block_kib).items():
             if name in given.rows.split(","):
                 contenders[name] = make()
                 stack.callback(contenders[name].close)
         for optimizer in given.optimizers.split(","):
             for mib in map(int, given.mib.split(",")):
-                rows += measure(contenders, mib, optimizer, given.rounds)
+                found = measure(contenders, mib, optimizer, given.rounds)
+                if not given.json:
+                    print(table(found) if rows else f"{HEAD}\n{table(found)}", flush=True)
+                rows += found
     if given.json:
         machine = {"cpus": os.cpu_count(), "machine": platform.platform(), "python": platform.python_version()}
         print(json.dumps({"machine": machine, "rows": [asdict(row) for row in rows]}, indent=1))
-    else:
-        print(table(rows))
     return 0 if all(row.right for row in rows) else 1
 
 
