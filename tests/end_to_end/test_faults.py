@@ -170,10 +170,12 @@ async def rolled_back(cluster: LocalCluster, timeline: int) -> None:
 async def test_a_killed_parameter_server_fails_an_asynchronous_job_with_the_reason(tmp_path):
     async with cluster_of(spec_of(tmp_path, trainers=1, mode="async", lanes=1), tmp_path) as cluster:
         await reach_step(cluster, 5)
+        pid = cluster.children["pserver-1"].pid  # which index it claimed is a race
+        index = next(member.index for member in cluster.directory.pservers.values() if member.pid == pid)
         cluster.kill("pserver-1")
         state = await cluster.wait(END_S)
     assert state.phase is Phase.FAILED
-    assert state.reason == "pserver 1 is gone and asynchronous jobs have no checkpoints yet; start the job again"
+    assert state.reason == f"pserver {index} is gone and asynchronous jobs have no checkpoints yet; start the job again"
 
 
 async def test_a_frozen_trainer_is_left_behind_and_changes_no_bit(tmp_path, undisturbed):
