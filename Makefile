@@ -9,9 +9,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
-PYTEST_WORKERS ?= 2
+PYTEST_WORKERS ?= 3
+FAULTS ?= 30
 
-.PHONY: help setup demo test lint types pytest format clean
+.PHONY: help setup demo test lint types pytest soak format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r name text; do printf '  make %-8s %s\n' "$$name" "$$text"; done
@@ -47,7 +48,10 @@ types: $(STAMP) ## mypy --strict
 
 pytest: $(STAMP) ## the tests (without those marked soak)
 	@echo "==> pytest on $(PYTEST_WORKERS) processes"
-	@$(BIN)/python -m pytest -q -m 'not soak' -n $(PYTEST_WORKERS)
+	@$(BIN)/python -m pytest -q -m 'not soak' -n $(PYTEST_WORKERS) --dist worksteal
+
+soak: $(STAMP) ## kill and freeze a job's processes at random, compare every bit: make soak [SEED=7] [FAULTS=30] [TRANSPORT=shm]
+	@$(BIN)/python -m tests.soak --faults $(FAULTS) $(if $(SEED),--seed $(SEED)) $(if $(TRANSPORT),--transport $(TRANSPORT))
 
 format: $(STAMP) ## rewrite the sources in the house format
 	@$(BIN)/ruff check --quiet --fix . && $(BIN)/ruff format --quiet .

@@ -1,5 +1,5 @@
 #!/bin/bash
-# master | pserver | trainer: that service, reachable by the container's address; anything else is run as it is.
+# master | pserver | trainer | masterless: that service, reachable by the container's address; anything else is run as it is.
 set -euo pipefail
 
 role="${1:-}"
@@ -7,6 +7,7 @@ case "$role" in
 master) module=master_service ;;
 pserver) module=pserver_service ;;
 trainer) module=trainer_agent ;;
+masterless) module=trireme.masterless ;;
 *) exec "$@" ;;
 esac
 

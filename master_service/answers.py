@@ -8,6 +8,7 @@ from pydantic import Field
 
 from master_service.events import EventRecord
 from shared.records import JobResult, JobSpec, Mode, Phase, Record, Stage, TaskKind, UserFailure
+from shared.saving import Losses
 
 
 class Empty(Record):
@@ -63,6 +64,8 @@ class MasterView(Record):
 
 
 class Job(Record):
+    """`losses`: by parameter server, minibatches that its blocks never got."""
+
     job: str
     phase: Phase
     stage: Stage
@@ -72,6 +75,7 @@ class Job(Record):
     failure: UserFailure | None = None
     progress: JobProgress
     members: MemberCounts
+    losses: Losses
     result: JobResult
     master: MasterView
     spec: JobSpec
@@ -126,6 +130,36 @@ class SuspectAnswer(Record):
     """`dead`: nothing listened at its address, its lease is revoked."""
 
     dead: bool
+
+
+class CreateCheckpoint(Record):
+    """`cause`: for people, why. `limit_s`: the operation fails if there is no checkpoint by then."""
+
+    cause: str = Field(default="", max_length=200)
+    limit_s: float = Field(default=600.0, gt=0, le=86400)
+
+
+class CheckpointView(Record):
+    """`state`: LATEST, KEPT (the job would go back to it if the newer ones were damaged), LEFT (of an older timeline: the
+    job went back to an older one by a wish)."""
+
+    checkpoint_id: str
+    step: int
+    timeline: int
+    state: str
+
+
+class CheckpointDetails(CheckpointView):
+    epoch: int
+    pservers: int
+    size_bytes: int
+    write_time: str
+    files: tuple[str, ...]
+
+
+class CheckpointPage(Record):
+    checkpoints: tuple[CheckpointView, ...]
+    next_page_token: str = ""
 
 
 class EventPage(Record):

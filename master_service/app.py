@@ -1,6 +1,7 @@
 """The REST API around a `Master`: request id and body bound, token, routes, problems.
 
 request -> bounded (ASGI) -> token -> route: decode -> master -> encode        every error -> problem+json
+    └─ what is asked for every task: direct.py, without FastAPI
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from fastapi import Depends, FastAPI, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from master_service import problems
-from master_service.routes import job, members, system, task_leases, tasks
+from master_service.direct import DirectTaskLeases
+from master_service.routes import checkpoints, job, members, operations, system, task_leases, tasks
 from master_service.service import Master
-from shared import ids, telemetry
+from shared import telemetry
 from shared.errors import TooLarge, Unauthorized
 
 MAX_BODY_BYTES = 1 << 20
@@ -24,8 +26,13 @@ log = telemetry.logger("rest")
 DESCRIPTION = "Control plane of one Trireme job: tasks, members, progress. Errors are RFC 9457 problem details."
 
 
-def make_app(master: Master, *, token: str = "") -> FastAPI:
-    """`token` empty: no authentication (for 127.0.0.1 only)."""
+def make_app(master: Master, *, token: str = "") -> ASGIApp:
+    """What is served. `token` empty: no authentication (for 127.0.0.1 only)."""
+    return DirectTaskLeases(make_api(master, token=token), master, token, max_body_bytes=MAX_BODY_BYTES)
+
+
+def make_api(master: Master, *, token: str = "") -> FastAPI:
+    """All routes by FastAPI, with their documentation."""
 
     async def authorised(request: Request) -> None:
         given = request.headers.get("authorization", "")
@@ -42,8 +49,8 @@ def make_app(master: Master, *, token: str = "") -> FastAPI:
         openapi_url="/v1/openapi.json",
     )
     app.state.master = master
-    for router in (job.router, tasks.router, task_leases.router, members.router, system.router):
-        app.include_router(router, dependencies=[Depends(authorised)])
+    for room in (job, tasks, task_leases, members, checkpoints, operations, system):
+        app.include_router(room.router, dependencies=[Depends(authorised)])
     app.include_router(system.open_router)
     problems.install(app)
     app.add_middleware(Bounded)
@@ -61,9 +68,7 @@ class Bounded:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        given = headers.get(b"x-request-id", b"").decode("latin-1")
-        request_id = given if given.isascii() and given.isprintable() and 0 < len(given) <= 64 else ids.new_id("req")
-        scope["request_id"] = request_id
+        request_id = scope["request_id"] = problems.request_id_of(headers)
         seen, started = 0, False
 
         async def bounded_receive() -> Message:

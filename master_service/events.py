@@ -59,13 +59,17 @@ class EventRing:
         found = [event for event in self._kept if event.event_id > event_id]
         return found[:limit]
 
+    async def next(self, limit_s: float) -> None:
+        """Wait for something new, at most `limit_s`."""
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._arrived.wait()
+        except TimeoutError:
+            pass
+
     async def wait(self, event_id: int, limit: int, wait_s: float) -> list[EventRecord]:
         """As `after`; if there are none, wait for one at most `wait_s`."""
         if not (found := self.after(event_id, limit)) and wait_s > 0:
-            try:
-                async with asyncio.timeout(wait_s):
-                    await self._arrived.wait()
-            except TimeoutError:
-                return []
+            await self.next(wait_s)
             found = self.after(event_id, limit)
         return found

@@ -1,4 +1,4 @@
-"""Manifests of checkpoints, read by the master to know where the lanes' readers stood."""
+"""Checkpoints' files, read by the master: the manifest to know where the lanes' readers stood, all to know them good."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ class Manifests(Protocol):
         """Raises CheckpointUnusable; OSError: the storage has trouble."""
         ...
 
+    async def verify(self, ref: CheckpointRef) -> None:
+        """Read all its parts, too. Raises as `read`."""
+        ...
+
 
 class StoredManifests:
     """In `storage` (an fsspec URL)."""
@@ -25,3 +29,7 @@ class StoredManifests:
 
     async def read(self, ref: CheckpointRef) -> Manifest:
         return await asyncio.to_thread(checkpoints.read_manifest, self._storage, self._job, ref)
+
+    async def verify(self, ref: CheckpointRef) -> None:
+        manifest = await self.read(ref)
+        await asyncio.to_thread(checkpoints.verify_parts, self._storage, ref, manifest)

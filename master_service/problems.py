@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -12,10 +13,17 @@ from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
 
 from master_service.answers import Problem, ProblemPart
+from shared import ids
 from shared.errors import InvalidArgument, NotFound, TriremeError
 
 CONTENT_TYPE = "application/problem+json"
 CODES = {404: NotFound.code, 405: "METHOD_NOT_ALLOWED", 422: InvalidArgument.code}
+
+
+def request_id_of(headers: Mapping[bytes, bytes]) -> str:
+    """The caller's own, if it is short text, or a new one."""
+    given = headers.get(b"x-request-id", b"").decode("latin-1")
+    return given if given.isascii() and given.isprintable() and 0 < len(given) <= 64 else ids.new_id("req")
 
 
 def problem_response(problem: Problem, headers: dict[str, str] | None = None) -> Response:

@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import Field, field_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic import Field, ValidationError
+
+from shared.errors import InvalidArgument
+from shared.records import JobSpec
+from shared.settings import MemberSettings
 
 
-class Settings(BaseSettings):
-    """`spec`: path of the JobSpec as JSON, needed for a job's first master. `advertise`: the host that peers use."""
+class Settings(MemberSettings):
+    """`spec`: path of the JobSpec as JSON, needed for a job's first master."""
 
-    model_config = SettingsConfigDict(env_prefix="TRIREME_", frozen=True)
-
-    job: str
-    root: str = "trireme"
-    etcd: Annotated[tuple[str, ...], NoDecode] = ("http://127.0.0.1:2379",)
-    etcd_user: str = ""
-    etcd_password: str = ""
-    etcd_ca: str = ""
-    etcd_cert: str = ""
-    etcd_key: str = ""
-    token: str = ""
-    host: str = "127.0.0.1"
-    port: int = Field(default=0, ge=0, le=65535)
-    advertise: str = ""
     name: str = "master"
-    log_level: str = "INFO"
     spec: Path | None = None
     master_ttl_s: float = Field(default=3.0, ge=2.0)
 
-    @field_validator("etcd", mode="before")
-    @classmethod
-    def _urls(cls, value: object) -> object:
-        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+def read_spec(path: Path) -> JobSpec:
+    """Of TRIREME_SPEC. Raises InvalidArgument if the file cannot be read or is no job spec."""
+    try:
+        return JobSpec.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        msg = f"TRIREME_SPEC={path} is no job spec: {error}"
+        raise InvalidArgument(msg) from error

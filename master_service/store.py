@@ -10,14 +10,22 @@ from collections.abc import Iterable
 from master_service.core.books import Books
 from master_service.core.changes import (
     Change,
+    DropCut,
     DropDiscarded,
+    DropOperation,
+    DropPause,
     DropPending,
     DropRequeued,
     ForgetParameters,
     NextEpoch,
     PutCursor,
+    PutCut,
     PutDiscarded,
+    PutFailures,
     PutLanes,
+    PutLosses,
+    PutOperation,
+    PutPause,
     PutPending,
     PutRefetch,
     PutRequeued,
@@ -26,8 +34,11 @@ from master_service.core.changes import (
     PutSums,
 )
 from shared.errors import Conflict
-from shared.etcd import Delete, Etcd, KeyValue, Put
+from shared.etcd import Delete, Etcd, KeyValue, Put, WatchEvent
 from shared.keys import Keys
+from shared.operations import CheckpointRequest, Operation, OperationKind
+from shared.queue_records import FailureCounts
+from shared.reading import must_read, read_record, understood
 from shared.records import (
     DiscardedTask,
     EvaluationSums,
@@ -38,6 +49,7 @@ from shared.records import (
     SlotMap,
     TaskMeta,
 )
+from shared.saving import Losses
 
 PAGE = 500
 
@@ -65,6 +77,18 @@ def _operations(keys: Keys, books: Books, change: Change) -> tuple[Put | Delete,
             return (Put(keys.slots, slots.to_bytes()),)
         case PutSums(sums):
             return (Put(keys.evaluation, sums.to_bytes()),)
+        case PutFailures(counts):
+            return (Put(keys.failures, counts.to_bytes()),)
+        case PutLosses(losses):
+            return (Put(keys.losses, losses.to_bytes()),)
+        case PutPause(pause, lease):
+            return (Put(keys.pause, pause.to_bytes(), lease),)
+        case DropPause():
+            return (Delete(keys.pause),)
+        case PutCut(uuid, cut):
+            return (Put(keys.checkpoint_cut(uuid), cut.to_bytes()),)
+        case DropCut(uuid):
+            return (Delete(keys.checkpoint_cut(uuid)),)
         case PutCursor(stream, position):
             return (Put(keys.cursor(stream), str(position).encode()),)
         case PutPending(task_id, task):
@@ -81,11 +105,25 @@ def _operations(keys: Keys, books: Books, change: Change) -> tuple[Put | Delete,
             return (Delete(keys.discarded(f"{task_id}@{epoch}")),)
         case PutRefetch(refetch):
             return (Put(keys.refetch, refetch.to_bytes()),)
+        case PutOperation(operation):
+            return (Put(keys.operation(operation.operation_id), operation.to_bytes()), *_request(keys, operation))
+        case DropOperation(operation_id):
+            return (Delete(keys.operation(operation_id)),)
         case ForgetParameters():
             return (Delete(keys.layout), Delete(keys.init_done))
         case NextEpoch(epoch):
             meta = books.meta.model_copy(update={"epoch": epoch})
             return (*(Delete(of("0"), of(":")) for of in (keys.cursor, keys.pending, keys.requeued)), Put(keys.task_meta, meta.to_bytes()))  # fmt: skip
+
+
+def _request(keys: Keys, operation: Operation) -> tuple[Put | Delete, ...]:
+    """What tells the members of a checkpoint that is asked for; at most one operation does at a time."""
+    if operation.kind is not OperationKind.CREATE_CHECKPOINT:
+        return ()
+    if not operation.running:
+        return (Delete(keys.checkpoint_request),)
+    request = CheckpointRequest(operation=operation.operation_id, attempt=operation.attempt)
+    return (Put(keys.checkpoint_request, request.to_bytes()),)
 
 
 async def read_all(etcd: Etcd, keys: Keys) -> tuple[dict[str, KeyValue], int]:
@@ -102,17 +140,54 @@ async def read_all(etcd: Etcd, keys: Keys) -> tuple[dict[str, KeyValue], int]:
 
 
 def restore(books: Books, keys: Keys, found: dict[str, KeyValue], now: float) -> None:
-    """In place: fresh books take what etcd holds. Pending tasks get a fresh full deadline. Raises Conflict."""
+    """In place: fresh books take what etcd holds. Pending tasks get a fresh full deadline. Raises Conflict,
+    StateUnreadable."""
     kv = found.get(keys.task_meta)
     if kv is not None:
-        meta = TaskMeta.model_validate_json(kv.value)
+        meta = must_read(TaskMeta, kv.key, kv.value)
         _check_same_dataset(books.meta, meta)
         books.meta = meta
         books.training.epoch = meta.epoch
     for key in sorted(found):
-        change = _change(keys, books, key, found[key].value)
+        with understood(key, found[key].value):
+            change = _change(keys, books, key, found[key].value)
+            if change is not None:
+                books.apply(change, now)
+
+
+def follow(books: Books, keys: Keys, event: WatchEvent, now: float) -> None:
+    """In place: books that hold all writes before take somebody else's. Raises StateUnreadable."""
+    with understood(event.kv.key, event.kv.value):
+        change = _change_of(keys, books, event)
         if change is not None:
             books.apply(change, now)
+
+
+def _change_of(keys: Keys, books: Books, event: WatchEvent) -> Change | None:
+    """None if the write is not about the books."""
+    key = event.kv.key
+    if event.type == "put":
+        if key == keys.task_meta:
+            return NextEpoch(TaskMeta.model_validate_json(event.kv.value).epoch)
+        return _change(keys, books, key, event.kv.value)
+    if key.startswith(keys.operations):
+        return DropOperation(keys.name_of(key))
+    if not key.startswith(keys.tasks):
+        return None
+    kind, _, name = key.removeprefix(keys.tasks).partition("/")
+    match kind:
+        case "cursor":
+            return PutCursor(name, 0)
+        case "pending":
+            return DropPending(name) if name in books.queue_of(name).pending else None
+        case "requeued":
+            return DropRequeued(name) if name in books.queue_of(name).requeued else None
+        case "discarded":
+            task_id, _, epoch = name.partition("@")
+            known = (int(epoch), task_id) in books.queue_of(task_id).discarded
+            return DropDiscarded(task_id, int(epoch)) if known else None
+        case _:
+            return None
 
 
 def _change(keys: Keys, books: Books, key: str, value: bytes) -> Change | None:
@@ -123,8 +198,15 @@ def _change(keys: Keys, books: Books, key: str, value: bytes) -> Change | None:
         return PutLanes(LaneMap.model_validate_json(value))
     if key == keys.slots:
         return PutSlots(SlotMap.model_validate_json(value))
+    if key == keys.failures:
+        return PutFailures(FailureCounts.model_validate_json(value))
     if key == keys.evaluation:
         return PutSums(EvaluationSums.model_validate_json(value))
+    if key == keys.losses:
+        return PutLosses(Losses.model_validate_json(value))
+    if key.startswith(keys.operations):
+        operation = read_record(Operation, key, value)
+        return PutOperation(operation) if operation is not None else None
     if not key.startswith(keys.tasks):
         return None
     kind, _, name = key.removeprefix(keys.tasks).partition("/")

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from master_service.answers import (
+    CheckpointDetails,
+    CheckpointPage,
+    CheckpointView,
     Job,
     JobProgress,
     MasterView,
@@ -19,18 +22,19 @@ from master_service.answers import (
 )
 from master_service.core.books import Books
 from master_service.core.metrics import Metrics
+from master_service.core.operations import abandoned, find_checkpoint
 from master_service.core.tasks import TaskQueue
 from master_service.service import Master
 from shared import clock
 from shared.errors import InvalidArgument, NotFound
+from shared.manifest import CheckpointRef
 from shared.records import Mode, PserverMember, Stage, TaskKind, TrainerMember
 
 SCANNED_AT_ONCE = 10_000
 
 
-def job(master: Master) -> Job:
-    books, now = master.books, clock.monotonic()
-    spec, state = books.spec, books.state
+def job(books: Books, metrics: Metrics, master: MasterView) -> Job:
+    spec, state, now = books.spec, books.state, clock.monotonic()
     return Job(
         job=spec.job,
         phase=state.phase,
@@ -39,15 +43,16 @@ def job(master: Master) -> Job:
         generation=state.generation,
         reason=state.reason,
         failure=state.failure,
-        progress=_progress(books, master.metrics, now),
+        progress=_progress(books, metrics, now),
         members=MemberCounts(
             trainers=len(books.members.trainers),
             trainers_desired=spec.trainers,
             pservers=len(books.members.pservers),
             pservers_desired=spec.pservers,
         ),
+        losses=books.losses,
         result=state.result,
-        master=MasterView(master_id=master.name, url=master.url, term=master.reign.term),
+        master=master,
         spec=spec,
     )
 
@@ -191,6 +196,40 @@ def member_view(books: Books, member: TrainerMember | PserverMember) -> MemberVi
         lanes=lanes,
         tasks=tuple(held),
     )
+
+
+# ------------------------------------------------------------------ checkpoints
+
+
+def checkpoints(books: Books, page_size: int, page_token: str) -> CheckpointPage:
+    kept = books.members.latest.kept if books.members.latest else ()
+    start = _offset(page_token)
+    page = tuple(_checkpoint(books, ref) for ref in kept[start : start + page_size])
+    return CheckpointPage(
+        checkpoints=page, next_page_token=str(start + page_size) if len(kept) > start + page_size else ""
+    )
+
+
+async def checkpoint_details(master: Master, checkpoint_id: str) -> CheckpointDetails:
+    """Raises NotFound, CheckpointUnusable."""
+    ref = find_checkpoint(master.books, checkpoint_id)
+    view, manifest = _checkpoint(master.books, ref), await master.reign.manifests.read(ref)
+    return CheckpointDetails(
+        **view.model_dump(),
+        epoch=max((position.epoch for position in manifest.record.positions), default=0),
+        pservers=len(manifest.parts),
+        size_bytes=sum(part.bytes for part in manifest.parts),
+        write_time=manifest.timestamp,
+        files=tuple(part.file for part in manifest.parts),
+    )
+
+
+def _checkpoint(books: Books, ref: CheckpointRef) -> CheckpointView:
+    latest = books.members.latest
+    state = "LATEST" if latest is not None and ref.uuid == latest.uuid else "KEPT"
+    if ref.uuid in abandoned(books):
+        state = "LEFT"
+    return CheckpointView(checkpoint_id=ref.uuid, step=ref.step, timeline=ref.timeline, state=state)
 
 
 # ------------------------------------------------------------------ metrics

@@ -5,19 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from contextlib import aclosing
-from typing import TypeVar
-
-from pydantic import ValidationError
 
 from master_service.core.members import Members
-from shared import telemetry
 from shared.etcd import Etcd, KeyValue, WatchBatch
 from shared.keys import Keys
-from shared.manifest import CheckpointLatest
+from shared.manifest import CheckpointLatest, OwnCheckpoints
+from shared.reading import read_record
 from shared.records import PserverMember, TrainerMember
-
-M = TypeVar("M", PserverMember, TrainerMember, CheckpointLatest)
-log = telemetry.logger("watching")
 
 
 class MembersWatch:
@@ -30,6 +24,7 @@ class MembersWatch:
             (keys.trainers, keys.trainers[:-1] + "0"),
             keys.directory(),
             (keys.latest, keys.latest + "\0"),
+            (keys.own_prefix, keys.own_prefix[:-1] + "0"),
         )
 
     def start(self, found: Iterable[KeyValue]) -> Members:
@@ -48,8 +43,17 @@ class MembersWatch:
         trainers = sorted(
             (kv for key, kv in self._kvs.items() if key.startswith(keys.trainers)), key=lambda kv: kv.create_revision
         )
-        pservers = [(kv, _parsed(PserverMember, kv)) for key, kv in self._kvs.items() if key.startswith(keys.pservers)]
-        members = [_parsed(TrainerMember, kv) for kv in trainers]
+        pservers = [
+            (kv, read_record(PserverMember, kv.key, kv.value))
+            for key, kv in self._kvs.items()
+            if key.startswith(keys.pservers)
+        ]
+        members = [read_record(TrainerMember, kv.key, kv.value) for kv in trainers]
+        own = [
+            read_record(OwnCheckpoints, kv.key, kv.value)
+            for key, kv in self._kvs.items()
+            if key.startswith(keys.own_prefix)
+        ]
         layout, latest = self._kvs.get(keys.layout), self._kvs.get(keys.latest)
         return Members(
             trainers={m.trainer: m for m in members if m},
@@ -57,17 +61,18 @@ class MembersWatch:
             pserver_revisions={m.index: kv.create_revision for kv, m in pservers if m},
             layout_revision=layout.create_revision if layout else 0,
             init_done=keys.init_done in self._kvs,
-            latest=_parsed(CheckpointLatest, latest) if latest else None,
+            latest=read_record(CheckpointLatest, latest.key, latest.value) if latest else None,
+            own={each.pserver: each for each in own if each},
         )
 
     async def _follow(self, first: str, end: str, start_revision: int) -> None:
         async with aclosing(self._etcd.watch(first, end, start_revision=start_revision)) as batches:
             async for batch in batches:
-                if self._take(batch, first, end):
+                if self.take(batch, first, end):
                     self._on_change(self.members())
 
-    def _take(self, batch: WatchBatch, first: str, end: str) -> bool:
-        """Whether something that is followed changed."""
+    def take(self, batch: WatchBatch, first: str, end: str) -> bool:
+        """Take what a watch of [first, end) tells; whether something that is followed changed."""
         before = dict(self._kvs)
         if batch.reset:
             self._kvs = {key: kv for key, kv in self._kvs.items() if not first <= key < end}
@@ -83,15 +88,5 @@ class MembersWatch:
 
     def _is_followed(self, key: str) -> bool:
         keys = self._keys
-        if key == keys.refetch:
-            return False
-        trainer = key.startswith(keys.trainers) and "/" not in key.removeprefix(keys.trainers)
-        return trainer or key.startswith(keys.pservers) or key in (keys.layout, keys.init_done, keys.latest)
-
-
-def _parsed(kind: type[M], kv: KeyValue) -> M | None:
-    try:
-        return kind.model_validate_json(kv.value)
-    except ValidationError as error:
-        log.warning("member_unreadable", key=kv.key, cause=str(error))
-        return None
+        others = key in (keys.layout, keys.init_done, keys.latest)
+        return keys.is_trainer(key) or others or key.startswith((keys.pservers, keys.own_prefix))

@@ -1,6 +1,7 @@
 """`python -m pserver_service`: one parameter server, configured by TRIREME_* variables.
 
-bind -> claim ps/<index> -> serve ... SIGTERM: give the index back, exit 0;  index lost: exit 75, to be started anew
+bind -> claim ps/<index> -> serve ... SIGTERM: save what can be saved, give the index back, exit 0 (drain.py)
+                                      index lost: exit 75, to be started anew
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ import asyncio
 import os
 import socket
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 INDEX_LOST = 75
 CONFIGURATION = 2
-BACKGROUND_THREADS = 3  # a part being written, a commit, a checkpoint being loaded
+LEAVE_S = 5.0  # to give the index back and to close connections
 
 
 def main() -> int:
@@ -28,7 +27,7 @@ def main() -> int:
     )
     parser.epilog = (
         "Settings come from the environment: TRIREME_JOB (required), TRIREME_ETCD, TRIREME_TOKEN, TRIREME_HOST, TRIREME_PORT, "
-        "TRIREME_ADVERTISE, TRIREME_UDS, TRIREME_NAME, TRIREME_THREADS, TRIREME_LOG_LEVEL."
+        "TRIREME_ADVERTISE, TRIREME_UDS, TRIREME_NAME, TRIREME_THREADS, TRIREME_DRAIN_SECONDS, TRIREME_LOG_LEVEL."
     )
     parser.parse_args()
 
@@ -44,39 +43,37 @@ def main() -> int:
             sys.stderr.write(f"TRIREME_{'_'.join(map(str, item['loc'])).upper()}: {item['msg']}\n")
         return CONFIGURATION
     telemetry.configure(level=settings.log_level, service="pserver", job=settings.job)
-    return service.run(lambda stopping: _serve(settings, stopping))
+    limit_s = settings.drain_seconds + LEAVE_S
+    return service.run(lambda stopping: _serve(settings, stopping), drain_s=limit_s)
 
 
 async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     import torch  # noqa: PLC0415
 
-    from pserver_service.app import make_app, serving  # noqa: PLC0415
-    from pserver_service.core.optimizers import warm_up  # noqa: PLC0415
+    from pserver_service.app import make_app, serving, socket_path  # noqa: PLC0415
+    from pserver_service.background import Background  # noqa: PLC0415
     from pserver_service.member import Member  # noqa: PLC0415
     from pserver_service.registration import Registration  # noqa: PLC0415
     from pserver_service.service import Pserver  # noqa: PLC0415
-    from shared import etcd as etcd_client  # noqa: PLC0415
+    from pserver_service.sharing import Chunks  # noqa: PLC0415
+    from pserver_service.surroundings import Surroundings  # noqa: PLC0415
     from shared import ids  # noqa: PLC0415
     from shared.directory import Directory  # noqa: PLC0415
     from shared.keys import Keys  # noqa: PLC0415
+    from shared.light_torch import optimizers_without_compiler  # noqa: PLC0415
     from shared.records import PserverMember  # noqa: PLC0415
 
     torch.set_num_threads(settings.threads)
-    warm_up()
-    pserver = Pserver(settings.job, ids.new_id(settings.name), max_wait_s=settings.max_wait_s)
+    optimizers_without_compiler()
+    allocate = Chunks if settings.uds else None  # trainers on this host read blocks where they lie
+    pserver = Pserver(settings.job, ids.new_id(settings.name), max_wait_s=settings.max_wait_s, allocate=allocate)
     app = make_app(pserver, token=settings.token, stall_s=settings.stall_s, idle_s=settings.idle_s)
     keys = Keys(settings.job, settings.root)
-    etcd = etcd_client.connect(
-        settings.etcd,
-        user=settings.etcd_user,
-        password=settings.etcd_password,
-        ca=settings.etcd_ca,
-        cert=settings.etcd_cert,
-        key=settings.etcd_key,
-    )
-    background = ThreadPoolExecutor(BACKGROUND_THREADS, "checkpoints")
+    etcd = settings.connect()
+    background = Background()
     try:
-        async with serving(app, settings.host, settings.port, settings.uds) as listening:
+        uds = socket_path(settings.uds, pserver.incarnation)
+        async with serving(app, settings.host, settings.port, uds) as listening:
             member = PserverMember(
                 index=-1,
                 url=f"http://{_advertised(settings)}:{listening.port}",
@@ -87,23 +84,11 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
             )
             directory = Directory(etcd, keys)
             registration = Registration(etcd, keys, directory, member)
-            offload = partial(asyncio.get_running_loop().run_in_executor, background)
-            life = Member(etcd, keys, directory, pserver, registration, offload)
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(stopping.wait()),
-                    group.create_task(life.run(settings.claim_wait_s)),
-                    group.create_task(directory.run()),
-                ]
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in tasks:
-                    task.cancel()
-            if not stopping.is_set():
-                return INDEX_LOST
-            await registration.release()
-            return 0
+            life = Member(Surroundings(etcd, keys, directory, pserver, registration, background))
+            left = await life.serve(stopping, settings.claim_wait_s, settings.drain_seconds)
+            return 0 if left else INDEX_LOST
     finally:
-        background.shutdown(wait=False, cancel_futures=True)
+        background.close()
         await etcd.close()
 
 

@@ -11,43 +11,46 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from dataclasses import dataclass, field
-
-from pydantic import ValidationError
+from dataclasses import dataclass
 
 from pserver_service import disk
-from pserver_service.core.snapshot import is_newer, kept_after
-from pserver_service.disk import Offload
-from pserver_service.registration import Registration
-from pserver_service.service import Pserver
-from shared import checkpoints, clock, telemetry
-from shared.directory import Directory
-from shared.errors import PeerError
-from shared.etcd import Compare, Delete, Etcd, Get, KeyValue, LeaseLost, OutcomeUnknown, Put
+from pserver_service.core.snapshot import is_final, is_newer, kept_after
+from pserver_service.cuts import Cut, GivenUp
+from pserver_service.seen import Seen
+from pserver_service.surroundings import Surroundings
+from pserver_service.trouble import Trouble
+from shared import checkpoints, clock, storage, telemetry
+from shared.errors import InvalidArgument, PeerError
+from shared.etcd import Compare, Delete, Get, KeyValue, LeaseLost, OutcomeUnknown, Put
 from shared.etcd.lock import try_acquire
 from shared.etcd.operations import MAX_OPERATIONS
-from shared.keys import Keys
-from shared.manifest import CheckpointLatest, CheckpointPart, CheckpointRef, CheckpointStarted, Manifest
+from shared.manifest import (
+    CheckpointLatest,
+    CheckpointPart,
+    CheckpointPlace,
+    CheckpointRef,
+    Manifest,
+)
 from shared.messages import StepRecord
+from shared.reading import must_read, read_record
 from shared.records import JobSpec, JobState, Mode, Phase, SlotMap
 from shared.slots import Layout
 
 RETRY_S = 2.0
 UNLOCK_S = 2.0
 ATTEMPTS = 5
+FILES_AT_ONCE = 50
+NO_CHECKPOINTS = ("latest", "pservers")  # what lies below `checkpoints/` beside the uuids
 
 log = telemetry.logger("pserver.commit")
 
 
-class GivenUp(Exception):
-    """The index, a part or the timeline of what was begun is no more."""
-
-
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A checkpoint that this pserver's part is in; what the manifest says beside the parts."""
+    """A checkpoint that this pserver's part is in; what the manifest says beside the parts. `cut`: of a paused one."""
 
     uuid: str
+    file: str
     timeline: int
     slots: SlotMap
     layout: Layout
@@ -55,19 +58,18 @@ class Written:
     lanes: int
     record: StepRecord
     restored: str
+    cut: Cut | None = None
 
     @property
     def order(self) -> tuple[int, int]:
         return self.timeline, self.record.version
 
-
-@dataclass(slots=True)
-class _Seen:
-    """What the watch of `checkpoints/` knows."""
-
-    parts: dict[str, set[int]] = field(default_factory=dict)
-    holder: str = ""
-    latest: CheckpointLatest | None = None
+    @property
+    def operation(self) -> str:
+        """The one that asked for it, or was under way; "" if there was none."""
+        if self.cut is not None:
+            return self.cut.operation
+        return self.record.asked.operation if self.record.asked is not None else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,34 +82,36 @@ class _View:
     latest_revision: int
     parts: dict[int, KeyValue]
     term: int
+    files: frozenset[str] = frozenset()
 
 
 class Committer:
-    """`add` what has this pserver's part; `offload` runs what blocks."""
+    """`add` what has this pserver's part."""
 
-    def __init__(
-        self,
-        etcd: Etcd,
-        keys: Keys,
-        directory: Directory,
-        pserver: Pserver,
-        registration: Registration,
-        offload: Offload,
-    ) -> None:
-        self._etcd = etcd
-        self._keys = keys
-        self._directory = directory
-        self._pserver = pserver
-        self._registration = registration
-        self._offload = offload
+    def __init__(self, around: Surroundings, trouble: Trouble) -> None:
+        self._etcd, self._keys, self._directory = around.etcd, around.keys, around.directory
+        self._pserver, self._registration, self._offload = around.pserver, around.registration, around.offload
+        self._trouble = trouble
         self._written: dict[str, Written] = {}
-        self._seen = _Seen()
+        self._seen = Seen(self._keys)
         self._left: Compare | None = None  # a lock that could not be given back yet
+        self._committing = False
         self._news = asyncio.Event()
 
     def __repr__(self) -> str:
         latest = f"step {self._seen.latest.step}" if self._seen.latest else "none"
         return f"<Committer {self._pserver.index}: latest {latest}, {len(self._written)} wait for other parts>"
+
+    @property
+    def latest(self) -> CheckpointLatest | None:
+        return self._seen.latest
+
+    @property
+    def busy(self) -> bool:
+        """Whether something with this pserver's part is being committed, or may be: all who miss in it are alive."""
+        self._forget_old()
+        there = self._directory.pservers
+        return self._committing or any(there.keys() >= self._missing(written) for written in self._written.values())
 
     def add(self, written: Written) -> None:
         self._written[written.uuid] = written
@@ -123,27 +127,12 @@ class Committer:
         async with aclosing(self._etcd.watch(self._keys.checkpoints, prefix=True)) as batches:
             async for batch in batches:
                 if batch.reset:
-                    self._seen = _Seen()
+                    self._seen = Seen(self._keys)
                     for kv in batch.kvs:
-                        self._see(kv.key, kv.value)
+                        self._seen.take(kv.key, kv.value)
                 for event in batch.events:
-                    self._see(event.kv.key, event.kv.value if event.type == "put" else None)
+                    self._seen.take(event.kv.key, event.kv.value if event.type == "put" else None)
                 self._news.set()
-
-    def _see(self, key: str, value: bytes | None) -> None:
-        if key == self._keys.finish_lock:
-            self._seen.holder = (value or b"").decode(errors="replace")
-        elif key == self._keys.latest:
-            self._seen.latest = read_latest(value)
-        elif "/finished/" in key:
-            uuid, _, index = key.removeprefix(self._keys.checkpoints).split("/")
-            parts = self._seen.parts.setdefault(uuid, set())
-            if value is None:
-                parts.discard(int(index))
-                if not parts:
-                    del self._seen.parts[uuid]
-            else:
-                parts.add(int(index))
 
     async def _finish_whole(self) -> None:
         """Commit the newest checkpoint that has all its parts, as often as there is a new one."""
@@ -155,12 +144,14 @@ class Committer:
                 pass
             self._news.clear()
             self._forget_old()
+            await self._withdraw_failed()
             whole = [written for written in self._written.values() if self._is_whole(written)]
             if self._left is not None:
                 await self._unlock(self._left)
             if not whole or self._seen.holder not in {"", self._pserver.incarnation}:
                 continue
             newest = max(whole, key=lambda written: written.order)
+            self._committing = True
             try:
                 await self._finish(newest)
             except GivenUp as lost:
@@ -168,12 +159,23 @@ class Committer:
                 log.info("commit_given_up", step=newest.record.version, cause=str(lost))
             except (PeerError, LeaseLost) as error:
                 log.warning("commit_delayed", step=newest.record.version, cause=str(error))
+            except (OSError, InvalidArgument) as error:
+                self._written.pop(newest.uuid, None)
+                self._trouble.begin("commit", self._message(newest, error))
             except Exception as error:
                 self._written.pop(newest.uuid, None)
-                self._pserver.checkpoint_error = (
-                    f"the checkpoint of step {newest.record.version} was not committed: {error}"
-                )
+                self._trouble.begin("commit", self._message(newest, error))
                 log.exception("commit_failed", step=newest.record.version)
+            else:
+                self._trouble.end("commit")
+            finally:
+                self._committing = False
+
+    def _message(self, written: Written, error: Exception) -> str:
+        return (
+            f"the checkpoint of step {written.record.version} is written and cannot be committed: {error}; training goes on "
+            "and the checkpoints before it stay; make room or give the job a storage that can be written"
+        )
 
     def _forget_old(self) -> None:
         latest = self._seen.latest
@@ -182,8 +184,25 @@ class Committer:
             if superseded or written.timeline != self._pserver.timeline:
                 del self._written[uuid]
 
+    async def _withdraw_failed(self) -> None:
+        """Delete the own part of what somebody could not write his of: it will never be whole, and the room is needed."""
+        for uuid in self._seen.failed.intersection(self._written):
+            written = self._written.pop(uuid)
+            url = storage.join(checkpoints.folder(self._spec.storage, uuid), written.file)
+            part = self._keys.checkpoint_part(uuid, self._pserver.index)
+            try:
+                await self._etcd.txn([self._registration.held], [Delete(part)])
+                await self._offload(storage.remove_file, url)
+            except (OSError, PeerError, LeaseLost) as error:  # it goes with the next one that is committed
+                log.warning("part_not_withdrawn", step=written.record.version, cause=str(error))
+
     def _is_whole(self, written: Written) -> bool:
-        return self._seen.parts.get(written.uuid, set()).issuperset(checkpoints.writers(written.layout, written.slots))
+        if written.cut is not None and written.uuid not in self._seen.copied:
+            return False
+        return not self._missing(written)
+
+    def _missing(self, written: Written) -> set[int]:
+        return set(checkpoints.writers(written.layout, written.slots)) - self._seen.parts.get(written.uuid, set())
 
     async def _finish(self, written: Written) -> None:
         """Take the lock, commit, clean up, unlock. Raises GivenUp, PeerError, LeaseLost, OSError."""
@@ -208,7 +227,14 @@ class Committer:
     async def _commit(self, written: Written, lock: Compare) -> CheckpointLatest | None:
         """What is latest now: this, or a newer one; None: something moved, look again. Raises GivenUp."""
         view = await self._look(written.uuid)
-        ref = CheckpointRef(uuid=written.uuid, step=written.record.version, timeline=written.timeline, manifest="")
+        ref = CheckpointRef(
+            uuid=written.uuid,
+            step=written.record.version,
+            timeline=written.timeline,
+            manifest="",
+            origin=written.restored,
+            asked=bool(written.operation),
+        )
         if view.latest is not None and not is_newer(ref, view.latest):
             return view.latest
         if obstacle := self._obstacle(written, view):
@@ -224,10 +250,13 @@ class Committer:
             timestamp=manifest.timestamp,
             manifest=name,
             slots=written.slots,
-            kept=kept_after(view.latest, ref, written.restored, self._spec.keep_checkpoints),
+            kept=kept_after(view.latest, ref, view.state.damaged, self._spec.keep_checkpoints),
+            operation=written.operation,
+            final=is_final(written.record, self._spec.epochs),
         )
         try:
-            committed = await self._etcd.txn(self._proofs(view, lock), [Put(self._keys.latest, new.to_bytes())])
+            writes = [Put(self._keys.latest, new.to_bytes()), *self._positions(written, view)]
+            committed = await self._etcd.txn(self._proofs(view, lock), writes)
         except OutcomeUnknown:
             return None
         if not committed.succeeded:
@@ -237,17 +266,18 @@ class Committer:
 
     async def _look(self, uuid: str) -> _View:
         parts = self._keys.checkpoint_parts(uuid)
-        read = await self._etcd.txn(
-            [], [Get(self._keys.state), Get(self._keys.latest), Get(parts, prefix=True), Get(self._keys.master_lock)]
-        )
-        state, latest, master = read.range(0).first, read.range(1).first, read.range(3).first
+        keys = self._keys
+        reads = [Get(keys.state), Get(keys.latest), Get(parts, prefix=True), Get(keys.master_lock)]
+        found = await self._etcd.txn([], [*reads, Get(keys.latest_files, prefix=True, keys_only=True)])
+        state, latest, master = found.range(0).first, found.range(1).first, found.range(3).first
         return _View(
-            state=JobState.model_validate_json(state.value) if state else JobState(),
+            state=must_read(JobState, keys.state, state.value) if state else JobState(),
             state_revision=state.mod_revision if state else 0,
-            latest=read_latest(latest.value if latest else None),
+            latest=read_record(CheckpointLatest, keys.latest, latest.value if latest else None),
             latest_revision=latest.mod_revision if latest else 0,
-            parts={int(self._keys.name_of(kv.key)): kv for kv in read.range(2).kvs},
+            parts={part[1]: kv for kv in found.range(2).kvs if (part := keys.part_in(kv.key))},
             term=master.create_revision if master else self._pserver.term,
+            files=frozenset(kv.key for kv in found.range(4).kvs),
         )
 
     @staticmethod
@@ -269,6 +299,14 @@ class Committer:
             *(Compare.create(kv.key, "==", kv.create_revision) for kv in parts),
         ]
 
+    def _positions(self, written: Written, view: _View) -> list[Put | Delete]:
+        """`latest/files/<trainer>`, for people; the manifest has them all."""
+        readers = written.cut.readers if written.cut is not None else {}
+        named = sorted(readers.items())[:FILES_AT_ONCE]
+        puts = {self._keys.latest_file(trainer): paused for trainer, paused in named}
+        stale = sorted(view.files - puts.keys())[:FILES_AT_ONCE]
+        return [*(Put(key, paused.to_bytes()) for key, paused in puts.items()), *(Delete(key) for key in stale)]
+
     def _manifest(self, written: Written, view: _View) -> Manifest:
         parts = [view.parts[index] for index in checkpoints.writers(written.layout, written.slots)]
         return Manifest(
@@ -286,7 +324,9 @@ class Committer:
             slots=written.slots,
             layout=written.layout,
             record=written.record,
-            parts=tuple(CheckpointPart.model_validate_json(kv.value) for kv in parts),
+            parts=tuple(must_read(CheckpointPart, kv.key, kv.value) for kv in parts),
+            queue=written.cut.queue if written.cut is not None else {},
+            readers=written.cut.readers if written.cut is not None else {},
         )
 
     async def _clean_up(self, latest: CheckpointLatest) -> None:
@@ -296,7 +336,10 @@ class Committer:
         stale: dict[str, None] = {}
         for kv in found.kvs:
             uuid, *rest = kv.key.removeprefix(self._keys.checkpoints).split("/")
-            if rest and uuid not in kept and _order(kv) < (latest.timeline, latest.step):
+            if not rest or uuid in (*kept, *NO_CHECKPOINTS):
+                continue
+            place = read_record(CheckpointPlace, kv.key, kv.value)  # all records there say it
+            if place is not None and (place.timeline, place.step) < (latest.timeline, latest.step):
                 stale[uuid] = None
         if not stale:
             return
@@ -322,20 +365,3 @@ class Committer:
     def _spec(self) -> JobSpec:
         assert self._directory.spec is not None, "the index is claimed only with the spec known"
         return self._directory.spec
-
-
-def read_latest(value: bytes | None) -> CheckpointLatest | None:
-    """None: there is none, or it cannot be read (which is logged)."""
-    if value is None:
-        return None
-    try:
-        return CheckpointLatest.model_validate_json(value)
-    except ValidationError as error:
-        log.warning("value_unreadable", key="checkpoints/latest", cause=str(error))
-        return None
-
-
-def _order(kv: KeyValue) -> tuple[int, int]:
-    """(timeline, step) of anything below `checkpoints/<uuid>/`; all these records say it."""
-    started = CheckpointStarted.model_validate_json(kv.value)
-    return started.timeline, started.step

@@ -12,28 +12,47 @@ from typing import Any, NoReturn
 
 import torch
 
-from pserver_service.core.buffers import DTYPES, Buffer, bytes_of
+from pserver_service.core.buffers import Buffer, BufferPool, bytes_of
+from pserver_service.core.ledger import Ledger
 from pserver_service.core.snapshot import Schedule, Snapshot
 from pserver_service.core.store import Store
-from shared import checkpoints, storage, tensor_file
-from shared.errors import CheckpointUnusable
+from shared import checkpoints, saved_ledger, storage, tensor_file
+from shared.errors import BadFrame, CheckpointUnusable
 from shared.manifest import CheckpointPart, CheckpointRef, Manifest
 from shared.messages import InitHeader
-from shared.records import SlotMap
+from shared.narrow import DTYPES
+from shared.records import Mode, SlotMap
+from shared.saved_ledger import SavedLedger
 from shared.slots import Block, slot_of
 from shared.tensor_file import Entry, Summary
 
+LEDGER = "ledger"
 Offload = Callable[..., Awaitable[Any]]
 """`await offload(function, *arguments)`: run it where blocking does no harm."""
 
 
 def write_part(url: str, metadata: Mapping[str, str], snapshot: Snapshot) -> Summary:
-    """All tensors of a snapshot. Raises OSError."""
+    """All tensors of a snapshot, and its ledger. Raises OSError."""
     tensors = []
+    if snapshot.ledger is not None:
+        metadata = {**metadata, LEDGER: saved_ledger.to_text(snapshot.ledger, snapshot.blocks)}
     for name, saved in snapshot.tensors.items():
         dtype = str(saved.buffer.tensor.dtype).removeprefix("torch.")
         tensors.append((Entry(name, dtype, saved.shape), saved.buffer.view))
     return tensor_file.write(url, metadata, tensors)
+
+
+def part_metadata(job: str, uuid: str, version: int, timeline: int, index: int, digest: str) -> dict[str, str]:
+    """What a part says of itself, for people and other programs; `digest`: of the job's layout."""
+    return {
+        "format": "pt",
+        "job": job,
+        "uuid": uuid,
+        "step": str(version),
+        "timeline": str(timeline),
+        "pserver": str(index),
+        "digest": digest,
+    }
 
 
 def write_manifest(storage_url: str, manifest: Manifest) -> str:
@@ -51,13 +70,45 @@ def remove(storage_url: str, uuids: Iterable[str]) -> None:
 
 
 def load(
-    storage_url: str, job: str, digest: str, ref: CheckpointRef, index: int, slots: SlotMap, schedule: Schedule | None
+    storage_url: str,
+    job: str,
+    digest: str,
+    ref: CheckpointRef,
+    index: int,
+    slots: SlotMap,
+    schedule: Schedule | None,
+    pool: BufferPool | None = None,
 ) -> Store:
     """A store of the blocks that `slots` gives to pserver `index`, from whatever parts hold them; all parts that are
     needed are read whole and checked. `digest`: of the job's layout.
 
     Raises CheckpointUnusable, OSError.
     """
+    manifest = _read_manifest(storage_url, job, digest, ref)
+    return _load(storage_url, manifest, ref, index, slots, schedule, pool)
+
+
+def load_with_positions(
+    storage_url: str,
+    job: str,
+    digest: str,
+    ref: CheckpointRef,
+    index: int,
+    slots: SlotMap,
+    schedule: Schedule | None,
+    pool: BufferPool | None = None,
+) -> tuple[Store, dict[str, int]]:
+    """As `load`, and of each task that was open at the checkpoint how many minibatches all blocks have (-1: all).
+
+    Raises CheckpointUnusable, OSError.
+    """
+    manifest = _read_manifest(storage_url, job, digest, ref)
+    store = _load(storage_url, manifest, ref, index, slots, schedule, pool)
+    positions = store.ledger.positions(checkpoints.open_tasks(manifest))
+    return store, {str(task): minibatches for task, minibatches in positions.items()}
+
+
+def _read_manifest(storage_url: str, job: str, digest: str, ref: CheckpointRef) -> Manifest:
     manifest = checkpoints.read_manifest(storage_url, job, ref)
     if manifest.layout.digest != digest:
         msg = (
@@ -65,15 +116,43 @@ def load(
             "names, shapes or dtypes of its parameters differ"
         )
         raise CheckpointUnusable(msg, hint="go on with the script the checkpoint was made with, or start a new job")
-    store = Store(_header(manifest, index), schedule)
+    return manifest
+
+
+def _load(
+    storage_url: str,
+    manifest: Manifest,
+    ref: CheckpointRef,
+    index: int,
+    slots: SlotMap,
+    schedule: Schedule | None,
+    pool: BufferPool | None,
+) -> Store:
+    store = Store(_header(manifest, index), schedule, pool)
     wanted = _wanted(manifest, store, index, slots)
     parts = {part.pserver: part for part in manifest.parts}
+    ledgers: dict[int, tuple[SavedLedger, int]] = {}
     for owner, blocks in sorted(wanted.items()):
         if owner not in parts:
             _lacks(ref, f"part of pserver {owner}")
-        _load_part(storage_url, ref, parts[owner], blocks, store)
+        summary = _load_part(storage_url, ref, parts[owner], blocks, store)
+        if manifest.mode is Mode.ASYNC:
+            ledgers |= _ledger(ref, summary)
     store.seal()
+    if manifest.mode is Mode.ASYNC:
+        if missing := [number for number in store.blocks if number not in ledgers]:
+            _lacks(ref, f"ledger of blocks {missing[:4]}")
+        store.ledger = Ledger.loaded([ledgers[number] for number in store.blocks])
     return store
+
+
+def _ledger(ref: CheckpointRef, summary: Summary) -> dict[int, tuple[SavedLedger, int]]:
+    """Block -> the ledger of its part, and its position there."""
+    try:
+        ledger, blocks = saved_ledger.from_text(summary.metadata.get(LEDGER, ""))
+    except BadFrame as error:
+        _lacks(ref, f"ledger of its part: {error.message}")
+    return {number: (ledger, position) for position, number in enumerate(blocks)}
 
 
 def _header(manifest: Manifest, index: int) -> InitHeader:
@@ -110,7 +189,7 @@ class _Loading:
 
 def _load_part(
     storage_url: str, ref: CheckpointRef, part: CheckpointPart, blocks: Mapping[int, Block], store: Store
-) -> None:
+) -> Summary:
     loading = {number: _Loading(block) for number, block in blocks.items()}
 
     def sink(entry: Entry) -> memoryview | None:
@@ -132,11 +211,12 @@ def _load_part(
         item.state[name] = tensor
         return bytes_of(tensor.reshape(-1))
 
-    checkpoints.read_part(storage_url, ref, part, sink)
+    summary = checkpoints.read_part(storage_url, ref, part, sink)
     for number, item in sorted(loading.items()):
         if item.values is None:
             _lacks(ref, f"block {number} in {part.file}")
         store.place_block(number, item.values, item.state)
+    return summary
 
 
 def _lacks(ref: CheckpointRef, what: str) -> NoReturn:

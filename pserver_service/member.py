@@ -6,40 +6,67 @@ import asyncio
 
 from pserver_service.checkpoints import Checkpointer
 from pserver_service.core.snapshot import Schedule
-from pserver_service.disk import Offload
-from pserver_service.registration import Registration
+from pserver_service.drain import Drain
+from pserver_service.independent import Independent
+from pserver_service.pauses import Pauses
+from pserver_service.rejoin import Rejoin
 from pserver_service.rollback import Rollback
-from pserver_service.service import Pserver
-from shared.directory import Directory
-from shared.etcd import Etcd
-from shared.keys import Keys
+from pserver_service.surroundings import Surroundings
+from pserver_service.tearing import Tearing
 
 
 class Member:
-    """Run `directory` beside it. `offload` runs what blocks, one thing at a time."""
+    """`serve` is the whole life. (`run`: without its end; run `directory` beside it.)"""
 
-    def __init__(
-        self,
-        etcd: Etcd,
-        keys: Keys,
-        directory: Directory,
-        pserver: Pserver,
-        registration: Registration,
-        offload: Offload,
-    ) -> None:
-        self._directory = directory
-        self._pserver = pserver
-        self._registration = registration
-        self.checkpointer = Checkpointer(etcd, keys, directory, pserver, registration, offload)
-        self.rollback = Rollback(etcd, keys, directory, pserver, registration, offload)
+    def __init__(self, around: Surroundings) -> None:
+        directory, pserver, registration = around.directory, around.pserver, around.registration
+        self._directory, self._pserver, self._registration = directory, pserver, registration
+        self.checkpointer = Checkpointer(around)
+        self.pauses = Pauses(directory, pserver, registration)
+        self.independent = Independent(around)
+        self.drain = Drain(directory, pserver, registration, self.checkpointer)
+        self.tearing = Tearing(pserver, registration)
+        self.rollback = Rollback(around)
+        self.rejoin = Rejoin(around)
+
+    async def serve(self, stopping: asyncio.Event, claim_wait_s: float, drain_seconds: float) -> bool:
+        """True: asked to stop, drained (drain.py) and left. False: the index is lost. Raises DeadlineExceeded as `run`."""
+        async with asyncio.TaskGroup() as group:
+            life, following = group.create_task(self.run(claim_wait_s)), group.create_task(self._directory.run())
+            asked = group.create_task(stopping.wait())
+            await asyncio.wait((life, following, asked), return_when=asyncio.FIRST_COMPLETED)
+            if stopping.is_set() and not life.done():
+                draining = group.create_task(self.drain.run(drain_seconds))
+                await asyncio.wait((life, draining), return_when=asyncio.FIRST_COMPLETED)
+                draining.cancel()
+            for task in (life, following, asked):
+                task.cancel()
+        if not stopping.is_set():
+            return False
+        await self._registration.release()
+        return True
 
     async def run(self, claim_wait_s: float) -> None:
-        """Returns when the index is lost. Raises DeadlineExceeded if none is to be had within `claim_wait_s`."""
+        """Returns when the index is lost or not wanted any more. Raises DeadlineExceeded if none is to be had within `claim_wait_s`."""
         self._pserver.index = await self._registration.claim(claim_wait_s)
+        self._pserver.in_doubt = lambda: self._registration.in_doubt
         assert self._directory.spec is not None
         self._pserver.schedule = Schedule.of(self._directory.spec)
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self.checkpointer.run()), group.create_task(self.rollback.run())]
-            await self._registration.hold()
-            for task in tasks:
+            parts = (
+                self.checkpointer,
+                self.pauses,
+                self.independent,
+                self.tearing,
+                self.rollback,
+                self.rejoin,
+            )
+            tasks = [group.create_task(part.run()) for part in parts]
+            holding, unwanted = (
+                group.create_task(wait()) for wait in (self._registration.hold, self._registration.unwanted)
+            )
+            await asyncio.wait((holding, unwanted), return_when=asyncio.FIRST_COMPLETED)
+            if unwanted.done():
+                await self._registration.release()
+            for task in (*tasks, holding, unwanted):
                 task.cancel()

@@ -1,26 +1,31 @@
 """The place of a pserver among its peers: `ps/<index>` in etcd, under a lease.
 
     wait for ps_desired and a free index --> claim (create = 0) --> hold ... key gone or another's --> lost: stop serving, exit
+                                                                      `---- fewer are desired --> give it back, exit
 
-A lease is a hint of life. When it ends only by the local clock because etcd is away, the pserver goes on serving (pushes are
-fenced by generation, and nobody takes an index while etcd is away); once etcd is back it looks: its key still there means it
-takes a new lease, its key gone means it is out.
+A lease is a hint of life. When it is over by the local clock the pserver answers nobody until it has looked: it may have slept
+while another took its index. Its key still there means it takes a new lease, its key gone means it is out; etcd away means it
+goes on serving (pushes are fenced by generation, and nobody takes an index meanwhile) and looks until etcd is back.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from shared import clock, ids, telemetry
 from shared.directory import Directory
 from shared.errors import DeadlineExceeded, PeerError
 from shared.etcd import Compare, Etcd, KeyValue, Lease, LeaseLost, OutcomeUnknown, Put
 from shared.keys import Keys
+from shared.reading import read_record
 from shared.records import PserverMember, Restored
 
 OUTAGE_S = 24 * 3600.0  # how long etcd may be away before a pserver gives up
 PAUSE_S = 0.5
+LOOK_S = 5.0
+LOOK_ATTEMPT_S = 1.0  # of one look after the lease is over: nobody is served meanwhile
 RELEASE_S = 2.0
 
 log = telemetry.logger("pserver.registration")
@@ -40,6 +45,7 @@ class Registration:
         self.member = member
         self._lease: Lease | None = None
         self._created = 0
+        self._etcd_away = False
 
     def __repr__(self) -> str:
         return f"<Registration of {self.member.incarnation} as {self.member.index}: {self._lease!r}>"
@@ -74,7 +80,18 @@ class Registration:
         while lease is not None:
             await lease.keep_alive()
             lease = await self._renew_claim()
+            self._etcd_away = False
         log.error("index_lost", index=self.member.index, incarnation=self.member.incarnation)
+
+    async def unwanted(self) -> None:
+        """Returns when the job wants fewer parameter servers than it has indices up to this one: it was begun again with
+        fewer after this one had claimed a place among as many as before, so lower ones may be free."""
+        while True:
+            revision, desired = self._directory.revision, self._directory.pservers_desired
+            if desired is not None and self.member.index >= desired:
+                log.warning("index_not_wanted", index=self.member.index, desired=desired)
+                return
+            await self._directory.changed(revision, LOOK_S)
 
     @property
     def lease(self) -> Lease:
@@ -84,23 +101,40 @@ class Registration:
         return self._lease
 
     @property
+    def in_doubt(self) -> bool:
+        """The lease is over by the local clock, and etcd was not yet asked whether the index is still this process's."""
+        return self._lease is not None and not self._lease.alive and not self._etcd_away
+
+    @property
     def held(self) -> Compare:
         """Holds while the index is this process's: compare it in every write that only its holder may do."""
         return Compare.create(self._keys.pserver(self.member.index), "==", self._created)
 
-    async def tell(self, restored: Restored) -> bool:
-        """Write into the key what became of a roll-back; False if the index is lost. Raises PeerError: try again."""
+    async def tell(self, **said: Any) -> bool:
+        """Write fields of PserverMember into the key (what became of a roll-back, which checkpoint is copied); False if
+        the index is lost. Raises PeerError: try again."""
         key = self._keys.pserver(self.member.index)
         while True:
             found = await self._etcd.get(key)
             if found is None or not self._is_mine(found) or found.create_revision != self._created:
                 return False
-            member = self.member.model_copy(update={"restored": restored})
+            member = self.member.model_copy(update=said)
             put = Put(key, member.to_bytes(), self.lease.id)
             # mod, as in _renew_claim: a late attempt must not put a forgotten lease back
             if (await self._etcd.txn([Compare.mod(key, "==", found.mod_revision)], [put])).succeeded:
-                self.member = self.member.model_copy(update={"restored": restored})
+                self.member = self.member.model_copy(update=said)
                 return True
+
+    async def answer(self, restored: Restored, is_current: Callable[[], bool]) -> None:
+        """Tell what became of a roll-back or a return, again while etcd is away, as long as `is_current()`."""
+        while is_current():
+            try:
+                await self.tell(restored=restored, waits="")
+            except (PeerError, LeaseLost) as error:
+                log.warning("etcd_away", index=self.member.index, cause=str(error))
+                await asyncio.sleep(ids.jitter(PAUSE_S))
+            else:
+                return
 
     async def release(self) -> None:
         """Give the index back at once; if etcd is away the lease runs out by itself."""
@@ -136,7 +170,7 @@ class Registration:
         deadline = clock.monotonic() + OUTAGE_S
         while clock.monotonic() < deadline:
             try:
-                found = await self._etcd.get(key)
+                found = await self._etcd.get(key, timeout_s=LOOK_ATTEMPT_S)
                 if found is None or not self._is_mine(found) or found.create_revision != self._created:
                     return None
                 lease = await self._etcd.grant(self._lease.ttl_s if self._lease else 5.0)
@@ -148,9 +182,11 @@ class Registration:
                     self.member, self._lease = self.member.model_copy(update={"lease": lease.id}), lease
                     return lease
             except (PeerError, LeaseLost) as error:
+                self._etcd_away = True
                 log.warning("etcd_away", index=self.member.index, cause=str(error))
                 await asyncio.sleep(ids.jitter(PAUSE_S))
         return None
 
     def _is_mine(self, found: KeyValue) -> bool:
-        return PserverMember.model_validate_json(found.value).incarnation == self.member.incarnation
+        member = read_record(PserverMember, found.key, found.value)
+        return member is not None and member.incarnation == self.member.incarnation

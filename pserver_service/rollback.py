@@ -8,44 +8,31 @@ from __future__ import annotations
 
 import asyncio
 
-from pserver_service import disk
-from pserver_service.commit import read_latest
+from pserver_service import disk, loading
 from pserver_service.core.store import Store
-from pserver_service.disk import Offload
-from pserver_service.registration import Registration
-from pserver_service.service import Pserver
+from pserver_service.surroundings import Surroundings
 from shared import ids, telemetry
-from shared.directory import Directory
 from shared.errors import CheckpointUnusable, PeerError
-from shared.etcd import Etcd, LeaseLost
-from shared.keys import Keys
+from shared.manifest import CheckpointLatest
+from shared.reading import read_record
 from shared.records import JobState, Phase, Restored
 
 LOOK_S = 5.0
 PAUSE_S = 0.5
-STORAGE_TRIES = 4
 
 log = telemetry.logger("pserver.rollback")
 
 
-class Rollback:
-    """`offload` runs what blocks."""
+class _Superseded(CheckpointUnusable):
+    """It is not kept any more."""
 
-    def __init__(
-        self,
-        etcd: Etcd,
-        keys: Keys,
-        directory: Directory,
-        pserver: Pserver,
-        registration: Registration,
-        offload: Offload,
-    ) -> None:
-        self._etcd = etcd
-        self._keys = keys
-        self._directory = directory
-        self._pserver = pserver
-        self._registration = registration
-        self._offload = offload
+
+class Rollback:
+    """Answers each roll-back once, with what was loaded or why nothing could be."""
+
+    def __init__(self, around: Surroundings) -> None:
+        self._etcd, self._keys, self._directory = around.etcd, around.keys, around.directory
+        self._pserver, self._registration, self._around = around.pserver, around.registration, around
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -65,66 +52,35 @@ class Rollback:
     async def _roll_back(self, state: JobState) -> None:
         log.info("rolling_back", index=self._pserver.index, timeline=state.timeline, checkpoint=state.checkpoint)
         self._pserver.drop(state.generation)
-        troubles = 0
         while self._is_current(state):
-            cause = ""
+            cause, superseded = "", False
             try:
                 store = await self._load(state)
                 if not self._is_current(state):
                     return
                 self._pserver.restore(store, state.timeline, state.checkpoint)
             except CheckpointUnusable as error:
-                cause = error.message
+                cause, superseded = error.message, isinstance(error, _Superseded)
             except PeerError as error:
                 log.warning("restore_delayed", index=self._pserver.index, cause=str(error))
                 await asyncio.sleep(ids.jitter(PAUSE_S))
                 continue
-            except Exception as error:
-                log.exception("restore_failed", index=self._pserver.index, troubles=troubles)
-                troubles += 1
-                if troubles < STORAGE_TRIES:
-                    await asyncio.sleep(ids.jitter(PAUSE_S * 2**troubles))
-                    continue
-                cause = f"checkpoint {state.checkpoint} could not be read, {troubles} times: {error!r}"
             if cause:
                 log.error("checkpoint_unusable", index=self._pserver.index, message=cause)
-            await self._say(Restored(timeline=state.timeline, checkpoint=state.checkpoint, error=cause), state)
+            said = Restored(timeline=state.timeline, checkpoint=state.checkpoint, error=cause, superseded=superseded)
+            await self._registration.answer(said, lambda: self._is_current(state))
             return
 
     async def _load(self, state: JobState) -> Store:
-        """Raises CheckpointUnusable, PeerError, and whatever storage raises."""
+        """Raises CheckpointUnusable, PeerError."""
         found = await self._etcd.get(self._keys.latest)
-        latest = read_latest(found.value if found else None)
+        latest = read_record(CheckpointLatest, self._keys.latest, found.value if found else None)
         refs = {ref.uuid: ref for ref in latest.kept} if latest else {}
         if state.checkpoint not in refs:
             msg = f"checkpoint {state.checkpoint!r} is not among those kept: {', '.join(refs) or 'none'}"
-            raise CheckpointUnusable(msg)
-        layout, slots, spec = self._directory.layout, self._directory.slots, self._directory.spec
-        if layout is None or slots is None or spec is None:
-            raise PeerError("the layout or the slot map is not there yet")
-        store: Store = await self._offload(
-            disk.load,
-            spec.storage,
-            self._keys.job,
-            layout.digest,
-            refs[state.checkpoint],
-            self._pserver.index,
-            slots,
-            self._pserver.schedule,
-        )
-        if self._directory.slots != slots:
-            raise PeerError("the slot map changed while the checkpoint was read")
-        return store
-
-    async def _say(self, restored: Restored, state: JobState) -> None:
-        while self._is_current(state):
-            try:
-                await self._registration.tell(restored)
-            except (PeerError, LeaseLost) as error:
-                log.warning("etcd_away", index=self._pserver.index, cause=str(error))
-                await asyncio.sleep(ids.jitter(PAUSE_S))
-            else:
-                return
+            raise _Superseded(msg)
+        ref = refs[state.checkpoint]
+        return await loading.load(self._around, disk.load, ref)
 
     def _is_current(self, state: JobState) -> bool:
         now = self._directory.state

@@ -8,16 +8,15 @@ Nothing is locked: a block changes between two awaits, and whoever sends its val
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
-from pserver_service.core.blocks import Verdict
-from pserver_service.core.buffers import Buffer
+from pserver_service.calls import Payload, Pulling, Pushing
+from pserver_service.core.buffers import Allocate, Buffer, BufferPool
 from pserver_service.core.snapshot import Schedule
-from pserver_service.core.store import Push, Store
+from pserver_service.core.store import Store
 from shared import clock, telemetry
 from shared.errors import BadFrame, InvalidArgument, LayoutMismatch, NotReady, StaleGeneration, WrongOwner
 from shared.messages import (
@@ -34,13 +33,11 @@ from shared.messages import (
     PushAnswer,
     PushBlock,
     PushHeader,
-    Refusal,
     StepRecord,
 )
 from shared.records import Mode
+from shared.saving import Torn
 from shared.slots import ELEMENT_BYTES
-
-Payload = bytes | bytearray | memoryview
 
 log = telemetry.logger("pserver")
 
@@ -58,22 +55,19 @@ class Counters:
     bytes_pulled: int = 0
 
 
-@dataclass(eq=False, slots=True)
-class _Waiting:
-    """A pull that waits: blocks it still misses, and those of them that have arrived (or its store was dropped)."""
-
-    version: int
-    missing: set[int]
-    arrived: deque[int] = field(default_factory=deque)
-    event: asyncio.Event = field(default_factory=asyncio.Event)
-
-
 class Pserver:
     """`index` and `schedule` (of checkpoints; None: none) are set once the index is claimed. `max_wait_s` caps how long a
-    pull may wait for blocks. `snapshot_ready` is set when `store.take_snapshot()` has one. `timeline` and `checkpoint`: of
-    the parameters, see JobState."""
+    pull may wait for blocks. `in_doubt`: whether the index may be another's by now; nothing is answered meanwhile. `snapshot_ready` is set when `store.take_snapshot()` has one. `timeline` and `checkpoint`: of
+    the parameters, see JobState. `allocate`: where the memory of blocks comes from."""
 
-    def __init__(self, job: str, incarnation: str, index: int = -1, max_wait_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        job: str,
+        incarnation: str,
+        index: int = -1,
+        max_wait_s: float = 60.0,
+        allocate: Callable[[], Allocate] | None = None,
+    ) -> None:
         self.job = job
         self.incarnation = incarnation
         self.index = index
@@ -84,10 +78,14 @@ class Pserver:
         self.timeline = 0
         self.checkpoint = ""
         self.checkpoint_error = ""
+        self.torn: Torn | None = None
+        self.torn_seen = asyncio.Event()
+        self.in_doubt: Callable[[], bool] = lambda: False
         self.snapshot_ready = asyncio.Event()
         self.counters = Counters()
         self._max_wait_s = max_wait_s
-        self._waiting: list[_Waiting] = []
+        self._allocate = allocate
+        self._waiting: list[Pulling] = []
 
     def __repr__(self) -> str:
         return f"<Pserver {self.index} of {self.job}, generation {self.generation}: {self.store!r}, {len(self._waiting)} pulls wait>"
@@ -106,7 +104,7 @@ class Pserver:
         if self._is_same(header):
             return
         self._fence(header)
-        store = Store(header, self.schedule)
+        store = Store(header, self.schedule, self.new_pool())
         async for item, payload in blocks:
             store.add_block(item.block, memoryview(payload))
             await asyncio.sleep(0)
@@ -120,17 +118,34 @@ class Pserver:
                 "initialised", index=self.index, mode=store.mode.value, blocks=len(store.blocks), bytes=store.bytes
             )
 
+    def new_pool(self) -> BufferPool:
+        """For the blocks of a new store."""
+        return BufferPool(self._allocate() if self._allocate is not None else None)
+
     def drop(self, generation: int) -> None:
         """Forget the parameters: NOT_READY until `restore`. Pushes below `generation` are stale from now on."""
         self.generation = max(self.generation, generation)
         self.store = None
-        for waiting in self._waiting:
-            waiting.event.set()
+        for pulling in tuple(self._waiting):
+            pulling.wake()
+
+    def tear(self, cause: str) -> None:
+        """A step here can never be whole: the parameters are lost, which `torn_seen` tells whoever tells the master."""
+        log.error("step_torn", index=self.index, timeline=self.timeline, cause=cause)
+        self.torn = Torn(timeline=self.timeline, cause=f"pserver {self.index}: {cause}")
+        self.torn_seen.set()
 
     def restore(self, store: Store, timeline: int, checkpoint: str) -> None:
         """Serve what was loaded."""
         self.store, self.timeline, self.checkpoint = store, timeline, checkpoint
         log.info("restored", index=self.index, timeline=timeline, checkpoint=checkpoint, store=repr(store))
+
+    def copy_now(self, record: StepRecord, generation: int) -> None:
+        """Asynchronous: copy everything for a checkpoint. Pushes below `generation` are stale from now on."""
+        self.generation = max(self.generation, generation)
+        if self.store is not None and self.store.blocks:
+            self.store.copy_now(record)
+            self._look_for_snapshot()
 
     async def push(self, header: PushHeader, blocks: AsyncIterator[tuple[PushBlock, Payload]]) -> PushAnswer:
         """Apply block after block; blocks before a break of the stream stay applied.
@@ -138,31 +153,11 @@ class Pserver:
         Writable payloads are borrowed until the next block and may be overwritten. Raises NotReady, StaleGeneration,
         LayoutMismatch, BadFrame (nothing of the push was used).
         """
-        store = self._ready(header)
-        self._fence(header)
-        push = store.admit(header)
-        self.counters.pushes += 1
-        applied = duplicate = 0
-        refused: list[Refusal] = []
+        pushing = self.begin_push(header)
         async for item, payload in blocks:
-            verdict = (
-                Verdict.STALE_GENERATION
-                if self.is_stale(header.generation)
-                else self._apply(store, push, item, payload)
-            )
-            if verdict is Verdict.APPLIED:
-                applied += 1
-            elif verdict is Verdict.DUPLICATE:
-                duplicate += 1
-            else:
-                state = store.blocks.get(item.block)
-                version = state.version if state else 0
-                refused.append(Refusal(block=item.block, lanes=item.lanes, code=verdict, version=version))
+            pushing.apply(item, payload)
             await asyncio.sleep(0)
-        self.counters.blocks_applied += applied
-        self.counters.blocks_duplicate += duplicate
-        self.counters.blocks_refused += len(refused)
-        return PushAnswer(applied=applied, duplicate=duplicate, refused=tuple(refused), generation=self.generation)
+        return pushing.answer()
 
     async def pull(self, request: PullRequest) -> AsyncGenerator[tuple[PulledBlock, memoryview] | PullEnd, None]:
         """Blocks as they are there (a payload is valid until the next one is asked for), then a PullEnd.
@@ -170,61 +165,32 @@ class Pserver:
         Waits at most `request.wait_s`. Raises WrongOwner, InvalidArgument, LayoutMismatch before the first block. Close
         it (`aclosing`) if it is not read to its end.
         """
-        self._check(request)
-        self.generation = max(self.generation, request.generation)
-        store = self.store
-        if store is None:
-            yield PullEnd(code="NOT_READY", message=self._not_ready().message)
+        arrived = asyncio.Event()
+        pulling = self.begin_pull(request, arrived.set)
+        if isinstance(pulling, PullEnd):
+            yield pulling
             return
-        if request.generation < self.timeline:
-            yield PullEnd(code="GONE", message=f"the job was rolled back in generation {self.timeline}: join again")
-            return
-        self._check_pull(store, request)
-        self.counters.pulls += 1
-        deadline = clock.monotonic() + min(max(request.wait_s, 0.0), self._max_wait_s)
-        waiting = _Waiting(-1 if request.version is None else request.version, set())
-        self._waiting.append(waiting)
-        lowest = store.highest
-        record: StepRecord | None = None
         try:
-            due = deque(request.blocks)
-            while due or waiting.missing:
-                something = bool(due) or await self._arrivals(waiting, due, deadline)
-                if self.store is not store:
-                    yield PullEnd(code="NOT_READY", message="the job is being rolled back")
+            while True:
+                arrived.clear()
+                found = pulling.next()
+                if found is None and clock.monotonic() >= pulling.deadline:
+                    found = pulling.too_early()
+                if found is None:
+                    with suppress(TimeoutError):  # what arrived at that very moment is taken
+                        async with asyncio.timeout_at(pulling.deadline):
+                            await arrived.wait()
+                elif isinstance(found, PullEnd):
+                    yield found
                     return
-                if not something:
-                    yield self._too_early(store, waiting)
-                    return
-                number = due.popleft()
-                found = store.pull(number, request.version)
-                if found is Verdict.TOO_EARLY:
-                    waiting.missing.add(number)
-                elif isinstance(found, Buffer):
-                    version = store.blocks[number].version if request.version is None else request.version
-                    lowest = min(lowest, version)
-                    record = record or store.history.record(
-                        version
-                    )  # it may be forgotten while blocks are on their way
-                    found.retain()
-                    try:
-                        self.counters.bytes_pulled += found.view.nbytes
-                        yield PulledBlock(block=number, version=version), found.view
-                    finally:
-                        found.release()
                 else:
-                    held = store.blocks[number].version
-                    yield PullEnd(
-                        code="GONE",
-                        message=f"block {number} is at version {held}, {request.version} was asked: join again",
-                    )
-                    return
-            version = lowest if request.version is None else request.version
-            if record is None or record.version != version:
-                record = store.history.record(version)
-            yield PullEnd(code="OK", record=record if store.mode is Mode.SYNC else None)
+                    number, version, buffer = found
+                    try:
+                        yield PulledBlock(block=number, version=version, dtype=pulling.narrow(number)), buffer.view
+                    finally:
+                        buffer.release()
         finally:
-            self._waiting.remove(waiting)
+            pulling.close()
 
     async def info(self) -> PserverInfo:
         common: dict[str, Any] = {"job": self.job, "index": self.index, "incarnation": self.incarnation}
@@ -256,16 +222,63 @@ class Pserver:
             raise InvalidArgument(msg)
         return self.store.ledger.next_of(query.epoch, int(query.task_id))
 
+    # ------------------------------------------------------------ the same, for whoever is called back by a transport
+
+    def begin_push(self, header: PushHeader) -> Pushing:
+        """Raises as `push`."""
+        store = self._ready(header)
+        self._fence(header)
+        pushing = self._pushing(store, header)
+        self.counters.pushes += 1
+        return pushing
+
+    def begin_pull(self, request: PullRequest, arrived: Callable[[], None]) -> Pulling | PullEnd:
+        """Raises as `pull`."""
+        self._check(request)
+        self.generation = max(self.generation, request.generation)
+        store = self.store
+        if store is None:
+            return PullEnd(code="NOT_READY", message=self._not_ready().message)
+        if request.generation < self.timeline:
+            return PullEnd(code="GONE", message=f"the job was rolled back in generation {self.timeline}: join again")
+        self._check_pull(store, request)
+        self.counters.pulls += 1
+        deadline = clock.monotonic() + min(max(request.wait_s, 0.0), self._max_wait_s)
+        pulling = Pulling(self, store, request, deadline, arrived)
+        self._waiting.append(pulling)
+        return pulling
+
+    def stepped(self, number: int, version: int) -> None:
+        """A block has reached a version: pulls that wait for it go on, and it may be the last one of a snapshot."""
+        for pulling in tuple(self._waiting):
+            pulling.stepped(number, version)
+        self._look_for_snapshot()
+
+    def forget(self, pulling: Pulling) -> None:
+        if pulling in self._waiting:
+            self._waiting.remove(pulling)
+
     @contextmanager
     def receiving(self, header: PushHeader) -> Iterator[tuple[memoryview, int]]:
         """Memory to receive one block of a push in, and how many blocks it may have at most. Raises NotReady, LayoutMismatch."""
-        store = self._ready(header)
-        elements = store.layout.block_bytes // ELEMENT_BYTES["float32"]
-        buffer = store.pool.take("float32", elements)
+        buffer, blocks = self.memory_for(header)
         try:
-            yield buffer.view, 2 * store.lanes * max(1, len(store.blocks))
+            yield buffer.view, blocks
         finally:
             buffer.release()
+
+    def memory_for(self, header: PushHeader) -> tuple[Buffer, int]:
+        """The same, for whoever releases the buffer himself."""
+        store = self._ready(header)
+        elements = store.layout.block_bytes // ELEMENT_BYTES["float32"]
+        return store.pool.take("float32", elements), 2 * store.lanes * max(1, len(store.blocks))
+
+    def _pushing(self, store: Store, header: PushHeader) -> Pushing:
+        return Pushing(self, store, header)
+
+    def _look_for_snapshot(self) -> None:
+        if self.store is not None and self.store.snapshot_waits:
+            self.snapshot_ready.set()
 
     # ------------------------------------------------------------ checks
 
@@ -285,10 +298,17 @@ class Pserver:
         if header.job != self.job:
             msg = f"message of job {header.job!r} at a pserver of job {self.job!r}: check TRIREME_JOB"
             raise LayoutMismatch(msg)
+        if self.in_doubt():
+            msg = f"pserver {self.index} ({self.incarnation}) slept longer than its lease and looks whether its index is still its own; ask again"
+            raise NotReady(msg)
         self.term = max(self.term, header.term)
 
     def _ready(self, header: MessageHeader) -> Store:
         self._check(header)
+        return self.loaded()
+
+    def loaded(self) -> Store:
+        """Raises NotReady."""
         if self.store is None:
             raise self._not_ready()
         return self.store
@@ -321,55 +341,3 @@ class Pserver:
         if foreign is not None:
             msg = f"block {foreign} is not at pserver {self.index}: read the slot map again"
             raise WrongOwner(msg, block=foreign)
-
-    # ------------------------------------------------------------ parts
-
-    def _apply(self, store: Store, push: Push, item: PushBlock, payload: Payload) -> Verdict:
-        view = memoryview(payload).cast("B")
-        state = store.blocks.get(item.block)
-        self.counters.bytes_pushed += view.nbytes
-        before = state.version if state else 0
-        if view.readonly and state is not None and view.nbytes == state.place.bytes:
-            scratch = store.pool.take(state.place.dtype, state.place.elements)
-            scratch.view[:] = view
-            verdict = store.apply(push, item, scratch.view)
-            scratch.release()
-        else:
-            verdict = store.apply(push, item, view)
-        if state is not None and state.version != before:
-            self._announce(item.block, state.version)
-            self._look_for_snapshot()
-        return verdict
-
-    def _look_for_snapshot(self) -> None:
-        if self.store is not None and self.store.snapshot_waits:
-            self.snapshot_ready.set()
-
-    def _announce(self, number: int, version: int) -> None:
-        for waiting in self._waiting:
-            if waiting.version == version and number in waiting.missing:
-                waiting.missing.remove(number)
-                waiting.arrived.append(number)
-                waiting.event.set()
-
-    @staticmethod
-    async def _arrivals(waiting: _Waiting, due: deque[int], deadline: float) -> bool:
-        """Move what has arrived into `due`; False if nothing has by the deadline."""
-        if not waiting.arrived:
-            waiting.event.clear()
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await waiting.event.wait()
-            except TimeoutError:
-                pass  # what arrived at that very moment is taken
-        due.extend(waiting.arrived)
-        waiting.arrived.clear()
-        return bool(due)
-
-    def _too_early(self, store: Store, waiting: _Waiting) -> PullEnd:
-        number = min(waiting.missing)
-        held = store.blocks[number].version
-        return PullEnd(
-            code="TOO_EARLY",
-            message=f"{len(waiting.missing)} blocks have not reached version {waiting.version} (block {number} is at {held}): ask again",
-        )

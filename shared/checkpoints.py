@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from shared import ids, storage, tensor_file
 from shared.errors import BadFrame, CheckpointUnusable, InvalidArgument
 from shared.manifest import CheckpointPart, CheckpointRef, Manifest
-from shared.records import JobSpec, SlotMap
+from shared.records import JobSpec, SlotMap, TaskMeta
 from shared.slots import Layout, slot_of
 
 MAX_MANIFEST_BYTES = 64 << 20
@@ -88,6 +88,17 @@ def read_manifest(storage_url: str, job: str, ref: CheckpointRef) -> Manifest:
     return manifest
 
 
+def open_tasks(manifest: Manifest) -> dict[int, int]:
+    """Task -> epoch of all training tasks that were open at an asynchronous checkpoint. Raises CheckpointUnusable."""
+    names = [name.partition("/") for name in manifest.queue]
+    try:
+        epoch = TaskMeta.model_validate_json(manifest.queue["meta"]).epoch
+    except (KeyError, ValidationError) as error:
+        msg = f"checkpoint {manifest.uuid} (step {manifest.step}) cannot be used: its queue cannot be read: {error!r}"
+        raise CheckpointUnusable(msg) from error
+    return {int(task): epoch for kind, _, task in names if kind in ("pending", "requeued") and task.isdecimal()}
+
+
 def found(storage_url: str) -> tuple[list[CheckpointRef], list[str]]:
     """Every checkpoint, newest first, and the manifests that nobody can read: what there is without etcd. Raises OSError.
 
@@ -110,7 +121,9 @@ def found(storage_url: str) -> tuple[list[CheckpointRef], list[str]]:
     return sorted(refs, key=lambda ref: (ref.timeline, ref.step, ref.manifest), reverse=True), unreadable
 
 
-def read_part(storage_url: str, ref: CheckpointRef, part: CheckpointPart, sink: tensor_file.Sink) -> None:
+def read_part(
+    storage_url: str, ref: CheckpointRef, part: CheckpointPart, sink: tensor_file.Sink
+) -> tensor_file.Summary:
     """Read one part whole into the memory that `sink` names; what it holds counts only if this returns.
 
     Raises CheckpointUnusable: missing, truncated, changed, or not of this checkpoint; OSError: the storage has trouble.
@@ -123,13 +136,14 @@ def read_part(storage_url: str, ref: CheckpointRef, part: CheckpointPart, sink: 
     except (*_DEFINITE, InvalidArgument, BadFrame) as error:
         _unusable(ref, f"{url} cannot be read: {error}", error)
     if not is_intact(found, part):
-        _unusable(ref, f"{url} has MD5 {found.md5}, {part.md5} was written")
+        _unusable(ref, f"{url} has checksum {found.checksum}, {part.checksum} was written")
     if found.metadata.get("uuid") != ref.uuid:
         _unusable(ref, f"{url} is of checkpoint {found.metadata.get('uuid')}")
+    return found
 
 
 def is_intact(read: tensor_file.Summary, part: CheckpointPart) -> bool:
-    return read.md5 == part.md5
+    return read.checksum == part.checksum
 
 
 def verify_parts(storage_url: str, ref: CheckpointRef, manifest: Manifest) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 
@@ -23,3 +24,8 @@ def timestamp() -> str:
 def seconds_between(earlier: str, later: str) -> float:
     """Of two such timestamps; negative if they are the other way round."""
     return (datetime.fromisoformat(later) - datetime.fromisoformat(earlier)).total_seconds()
+
+
+def reader() -> Callable[[], float]:
+    """`monotonic` of the loop that runs now, for whoever asks very often."""
+    return asyncio.get_running_loop().time

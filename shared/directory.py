@@ -11,20 +11,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from typing import TypeVar
 
-from pydantic import ValidationError
-
-from shared import clock, telemetry
+from shared import clock
 from shared.errors import DeadlineExceeded
 from shared.etcd import Etcd, KeyValue, WatchEvent
 from shared.keys import Keys
-from shared.records import JobSpec, JobState, LaneMap, MasterAddress, PserverMember, Record, SlotMap
+from shared.operations import CheckpointRequest
+from shared.reading import read_number, read_record
+from shared.records import JobSpec, JobState, LaneMap, MasterAddress, PserverMember, SlotMap
 from shared.slots import Layout
-
-log = telemetry.logger("directory")
-
-T = TypeVar("T", bound=Record)
 
 
 class Directory:
@@ -40,6 +35,7 @@ class Directory:
         self.master: MasterAddress | None = None
         self.pservers: dict[int, PserverMember] = {}
         self.pservers_desired: int | None = None
+        self.checkpoint_request: CheckpointRequest | None = None
         self.init_done = False
         self.revision = 0
         self._etcd = etcd
@@ -94,6 +90,7 @@ class Directory:
 
     def _replace(self, kvs: Sequence[KeyValue]) -> None:
         self.spec = self.state = self.lanes = self.slots = self.layout = self.master = self.pservers_desired = None
+        self.checkpoint_request = None
         self.pservers = {}
         self.init_done = False
         for kv in kvs:
@@ -106,51 +103,33 @@ class Directory:
         keys = self.keys
         match key:
             case keys.spec:
-                self.spec = _parse(JobSpec, key, value)
+                self.spec = read_record(JobSpec, key, value)
             case keys.state:
-                self.state = _parse(JobState, key, value)
+                self.state = read_record(JobState, key, value)
             case keys.lanes:
-                self.lanes = _parse(LaneMap, key, value)
+                self.lanes = read_record(LaneMap, key, value)
             case keys.slots:
-                self.slots = _parse(SlotMap, key, value)
+                self.slots = read_record(SlotMap, key, value)
             case keys.layout:
-                self.layout = _parse(Layout, key, value)
+                self.layout = read_record(Layout, key, value)
             case keys.master_address:
-                self.master = _parse(MasterAddress, key, value)
+                self.master = read_record(MasterAddress, key, value)
+            case keys.checkpoint_request:
+                self.checkpoint_request = read_record(CheckpointRequest, key, value)
             case keys.pservers_desired:
-                self.pservers_desired = _number(key, value)
+                self.pservers_desired = read_number(key, value)
             case keys.init_done:
                 self.init_done = value is not None
             case _ if key.startswith(keys.pservers):
                 self._set_pserver(key, value)
 
     def _set_pserver(self, key: str, value: bytes | None) -> None:
-        index = _number(key, self.keys.name_of(key).encode())
+        index = read_number(key, self.keys.name_of(key).encode())
         if index is None:
             return
-        member = _parse(PserverMember, key, value)
+        member = read_record(PserverMember, key, value)
         pservers = {**self.pservers}
         pservers.pop(index, None)
         if member is not None:
             pservers[index] = member
         self.pservers = dict(sorted(pservers.items()))
-
-
-def _parse(kind: type[T], key: str, value: bytes | None) -> T | None:
-    if value is None:
-        return None
-    try:
-        return kind.model_validate_json(value)
-    except ValidationError as error:
-        log.warning("value_unreadable", key=key, bytes=len(value), cause=str(error))
-        return None
-
-
-def _number(key: str, value: bytes | None) -> int | None:
-    if value is None:
-        return None
-    try:
-        return int(value)
-    except ValueError:
-        log.warning("value_unreadable", key=key, value=value[:100], cause="not an integer")
-        return None

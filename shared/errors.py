@@ -66,6 +66,12 @@ class StaleAttempt(CallerError):
     code, status = "STALE_ATTEMPT", 409
 
 
+class StepTorn(CallerError):
+    """Blocks of the step hold data of a lane that was discarded since: the job goes back to a checkpoint; wait for it."""
+
+    code, status = "STEP_TORN", 409
+
+
 class StaleGeneration(CallerError):
     """The membership has moved on: read lanes and addresses again."""
 
@@ -116,6 +122,12 @@ class CheckpointUnusable(CallerError):
     """A checkpoint that must not be loaded: damaged, incomplete, or of another job or model. Try the one before."""
 
     code, status = "CHECKPOINT_UNUSABLE", 422
+
+
+class StateUnreadable(CallerError):
+    """A key of the job's own in etcd holds what this version does not understand: nothing is decided on a guess."""
+
+    code, status = "STATE_UNREADABLE", 500
 
 
 class UserCodeError(CallerError):

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from shared.job_spec import Narrow
 from shared.records import Mode, Record
 from shared.slots import Layout
 
@@ -30,12 +31,22 @@ class LanePosition(Record):
     exhausted: bool = False
 
 
+class CheckpointAsked(Record):
+    """A checkpoint on demand (the operation's n-th attempt): due at `version`, as said by lane 0's owner of `generation`."""
+
+    operation: str
+    attempt: int
+    generation: int
+    version: int
+
+
 class LaneZero(Record):
     """What lane 0 carries for everybody. `options[g]`: numeric options (lr, betas, …) the optimizer groups had in this
     step; `scheduler`: the state of the learning-rate scheduler after this step, with the options it set."""
 
     options: tuple[dict[str, Any], ...]
     scheduler: dict[str, Any] = Field(default_factory=dict)
+    asked: CheckpointAsked | None = None
 
 
 class StepRecord(Record):
@@ -44,6 +55,10 @@ class StepRecord(Record):
     version: int
     positions: tuple[LanePosition, ...]
     lane_zero: LaneZero | None = None
+
+    @property
+    def asked(self) -> CheckpointAsked | None:
+        return self.lane_zero.asked if self.lane_zero is not None else None
 
 
 class MessageHeader(Record):
@@ -70,7 +85,8 @@ class InitBlock(Record):
 
 
 class PushHeader(MessageHeader):
-    """Sync: `step`, `positions` of the pushed lanes after the step, `lane_zero` iff lane 0 is among them.
+    """Sync: `step`, `positions` of the pushed lanes after the step, `lane_zero` iff lane 0 is among them. `claim`: without
+    blocks; from now on data of these lanes in this step counts only with these positions.
 
     Async: `epoch`, `task_id`, `attempt`, minibatches [start, end) of `minibatches`, and `lane_zero` with the options.
     """
@@ -80,6 +96,7 @@ class PushHeader(MessageHeader):
     step: int = 0
     positions: tuple[LanePosition, ...] = ()
     lane_zero: LaneZero | None = None
+    claim: bool = False
     epoch: int = 0
     task_id: str = ""
     attempt: int = 0
@@ -89,11 +106,13 @@ class PushHeader(MessageHeader):
 
 
 class PushBlock(Record):
-    """`lanes` [first, last) and `count` samples of this node (sync); async leaves lanes (0, 1)."""
+    """`lanes` [first, last) and `count` samples of this node (sync); async leaves lanes (0, 1). `dtype`: the payload's, if
+    it is not the block's own."""
 
     block: int
     lanes: tuple[int, int] = (0, 1)
     count: int
+    dtype: Narrow | None = None
 
 
 class Refusal(Record):
@@ -103,6 +122,7 @@ class Refusal(Record):
     lanes: tuple[int, int]
     code: str
     version: int
+    message: str = ""
 
 
 class PushAnswer(Record):
@@ -115,22 +135,29 @@ class PushAnswer(Record):
 
 
 class PullRequest(MessageHeader):
-    """`version` None: whatever is current. `wait_s` bounds the wait for blocks that are not there yet."""
+    """`version` None: whatever is current. `wait_s` bounds the wait for blocks that are not there yet. `dtype`: what float32
+    parameters are to be cast to."""
 
     version: int | None = None
     blocks: tuple[int, ...]
     wait_s: float = 0.0
+    dtype: Narrow | None = None
 
 
 class PulledBlock(Record):
+    """`version`: in plain requests; on a stream nobody asks, and without it the headers of all steps are equal. `dtype`: the
+    payload's, if it is not the block's own."""
+
     block: int
-    version: int
+    version: int | None = None
+    dtype: Narrow | None = None
 
 
 class PullEnd(Record):
-    """`code`: OK, TOO_EARLY (wait ran out), GONE or NOT_READY; `record` of the version when OK and sync."""
+    """`code`: OK, TOO_EARLY (wait ran out), GONE, NOT_READY or OVERFLOW (values do not fit the dtype that was asked for);
+    `record` of the version when OK and sync."""
 
-    code: Literal["OK", "TOO_EARLY", "GONE", "NOT_READY"]
+    code: Literal["OK", "TOO_EARLY", "GONE", "NOT_READY", "OVERFLOW"]
     message: str = ""
     record: StepRecord | None = None
 

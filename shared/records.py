@@ -3,96 +3,53 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field
 
-from shared.datasets import Dataset
+from shared.job_spec import Dispatch, JobSpec, Mode
+from shared.metrics import MetricBatch, StepMetrics
+from shared.queue_records import DiscardedTask, EvaluationSums, PendingTask, RequeuedTask, TaskMeta
+from shared.record import Record
+from shared.saving import Losses, Paused, Saving, Torn
+from shared.task_records import (
+    AcquireTask,
+    Completed,
+    CompleteTask,
+    FailTask,
+    TakeNext,
+    Task,
+    TaskAnswer,
+    TaskKind,
+    TaskProgress,
+    UserFailure,
+)
 
-
-class Record(BaseModel):
-    """Unknown fields are ignored: a newer peer may send more."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    def to_bytes(self) -> bytes:
-        return self.model_dump_json(exclude_none=True).encode()
+__all__ = [  # of other files, under the one name that everybody imports from
+    "AcquireTask",
+    "CompleteTask",
+    "Completed",
+    "DiscardedTask",
+    "Dispatch",
+    "EvaluationSums",
+    "FailTask",
+    "JobSpec",
+    "MetricBatch",
+    "Mode",
+    "PendingTask",
+    "Record",
+    "RequeuedTask",
+    "StepMetrics",
+    "TakeNext",
+    "Task",
+    "TaskAnswer",
+    "TaskKind",
+    "TaskMeta",
+    "TaskProgress",
+    "UserFailure",
+]
 
 
 # ---------------------------------------------------------------- job
-
-
-class Mode(StrEnum):
-    SYNC = "sync"
-    ASYNC = "async"
-
-
-class JobSpec(Record):
-    """What the user asked for; written once. Durations in seconds, sizes in bytes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    job: str = Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")
-    script: str
-    dataset: Dataset
-    evaluation_dataset: Dataset | None = None
-    mode: Mode = Mode.SYNC
-    epochs: int = Field(default=1, ge=1)
-    global_batch_size: int = Field(default=256, ge=1)
-    lanes: int = Field(default=8, ge=1, le=1024)
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    trainers: int = Field(default=2, ge=1)
-    pservers: int = Field(default=1, ge=1, le=128)
-    records_per_task: int | None = Field(default=None, ge=1)
-    block_bytes: int = Field(default=1 << 20, ge=256, le=64 << 20)
-    slot_count: int = Field(default=1024, ge=128, le=1024)
-    push_every: int = Field(default=1, ge=1)
-    pull_every: int = Field(default=1, ge=1)
-    clip_norm: float | None = Field(default=None, gt=0)
-    threads_per_trainer: int = Field(default=1, ge=1)
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    shuffle: bool = True
-    storage: str
-    lease_ttl_s: float = Field(default=5.0, ge=2.0)
-    task_timeout_floor_s: float = Field(default=30.0, gt=0)
-    task_timeout_ceiling_s: float = Field(default=1200.0, gt=0)
-    max_task_failures: int = Field(default=3, ge=1)
-    max_discarded_fraction: float = Field(default=0.01, ge=0, le=1)
-    max_user_failures: int = Field(default=3, ge=1)
-    checkpoint_every_steps: int | None = Field(default=None, ge=1)
-    checkpoint_every_epochs: int | None = Field(default=1, ge=1)
-    keep_checkpoints: int = Field(default=2, ge=1, le=100)
-
-    @model_validator(mode="after")
-    def _consistent(self) -> JobSpec:
-        if self.lanes & (self.lanes - 1):
-            below = 1 << (self.lanes.bit_length() - 1)
-            msg = f"lanes must be a power of two, got {self.lanes}; use {below} or {below * 2}"
-            raise ValueError(msg)
-        if self.mode is Mode.SYNC and self.global_batch_size < self.lanes:
-            msg = f"global_batch_size {self.global_batch_size} is less than lanes {self.lanes}: every lane needs a record; lower lanes"
-            raise ValueError(msg)
-        if self.mode is Mode.SYNC and self.global_batch_size % self.lanes:
-            msg = f"global_batch_size {self.global_batch_size} is not a multiple of lanes {self.lanes}: lanes take equal shares"
-            raise ValueError(msg)
-        if self.block_bytes % 64:
-            msg = f"block_bytes must be a multiple of 64, got {self.block_bytes}"
-            raise ValueError(msg)
-        return self
-
-    @property
-    def minibatch_size(self) -> int:
-        """Records of one forward/backward: a lane's share of a step (sync), the whole batch (async)."""
-        return self.global_batch_size // self.lanes if self.mode is Mode.SYNC else self.global_batch_size
-
-    @property
-    def streams(self) -> int:
-        return self.lanes if self.mode is Mode.SYNC else 1
-
-    @property
-    def task_records(self) -> int:
-        """Records per task: as given, else 16 minibatches."""
-        return self.records_per_task or 16 * self.minibatch_size
 
 
 class Phase(StrEnum):
@@ -119,30 +76,25 @@ class Stage(StrEnum):
     DONE = "DONE"
 
 
-class UserFailure(Record):
-    """An exception of the user's module. `task`: where it happened, for people (`task 7 (file.parquet rows 0-511)`)."""
-
-    error_type: str
-    message: str
-    traceback: str = ""
-    task: str = ""
-    trainer: str = ""
-
-
 class JobResult(Record):
-    """Filled as a job ends: metrics of the evaluation, paths of the exported model, counts."""
+    """Filled as a job ends: metrics of the evaluation, paths of the exported model, counts, what was lost."""
 
     metrics: dict[str, float] = Field(default_factory=dict)
     exports: dict[str, str] = Field(default_factory=dict)
     discarded_tasks: int = 0
     discarded_records: int = 0
     trained_records: int = 0
+    losses: Losses = Field(default_factory=Losses)
 
 
 class JobState(Record):
     """`trainers`: of this generation, in order of arrival. `timeline`: generation of the last roll-back (versions repeat
-    after one: whoever holds parameters of another timeline forgets them). `checkpoint`: uuid of where it starts from.
-    Both change only together; `slots` too is written only in the transaction that begins a timeline."""
+    after one: whoever holds parameters of another timeline forgets them). `checkpoint`: uuid of where it starts from. Both
+    change only together; `slots` too is written only in the transaction that begins a timeline. `damaged`: checkpoints
+    that could not be loaded.
+
+    Asynchronous: `saving` while CHECKPOINTING, `saved` counts those begun. `absent`: parameter servers that are waited
+    for; `mended`: generation in which the last one was back; `mends`: index -> incarnation of those that came back."""
 
     phase: Phase = Phase.WAITING
     stage: Stage = Stage.TRAIN
@@ -153,6 +105,12 @@ class JobState(Record):
     trainers: tuple[str, ...] = ()
     timeline: int = 0
     checkpoint: str = ""
+    damaged: tuple[str, ...] = ()
+    saving: Saving | None = None
+    saved: int = 0
+    absent: tuple[int, ...] = ()
+    mended: int = 0
+    mends: dict[str, str] = Field(default_factory=dict)
 
 
 # ---------------------------------------------------------------- members
@@ -172,16 +130,27 @@ class MasterAddress(Record):
 
 
 class Restored(Record):
-    """What a pserver did about a roll-back: it serves `checkpoint` in `timeline`, or cannot (`error` says why)."""
+    """What a pserver did about a roll-back: it serves `checkpoint` in `timeline`, or cannot (`error` says why).
+
+    `superseded`: it is not kept any more, since a newer one became the latest before the roll-back began: no damage.
+    `rejoined`: it came back alone, the others went on; `positions`: of the tasks that were open at that checkpoint the
+    minibatches that all its `blocks` have (-1: all); `damaged`: what is wrong with newer checkpoints."""
 
     timeline: int
     checkpoint: str
     error: str = ""
+    superseded: bool = False
+    rejoined: bool = False
+    positions: dict[str, int] = Field(default_factory=dict)
+    blocks: int = 0
+    damaged: str = ""
 
 
 class PserverMember(Record):
     """`uds`: path of the UNIX socket beside `url`, empty if none. `lease`: see MasterLock. `restored`: its answer to the
-    last roll-back it took part in. One that never did holds parameters only if its key is older than `layout`."""
+    last roll-back it took part in. One that never did holds parameters only if its key is older than `layout`. `copied`:
+    the last paused checkpoint it has copied. `draining`: asked to leave, it would like a checkpoint of this version or later
+    first. `trouble`, `waits`: why it cannot write, or load, checkpoints now. `torn`: why its parameters are of no use."""
 
     index: int
     url: str
@@ -191,10 +160,15 @@ class PserverMember(Record):
     lease: int = 0
     uds: str = ""
     restored: Restored | None = None
+    copied: str = ""
+    draining: int | None = None
+    trouble: str = ""
+    waits: str = ""
+    torn: Torn | None = None
 
 
 class TrainerMember(Record):
-    """`url` answers /healthz: the probe that tells a dead trainer from a slow one."""
+    """`url` answers /healthz: the probe that tells a dead trainer from a slow one. `paused`: see Paused."""
 
     trainer: str
     url: str
@@ -202,6 +176,7 @@ class TrainerMember(Record):
     host: str
     pid: int
     lease: int = 0
+    paused: Paused | None = None
 
 
 class LaneInterval(Record):
@@ -235,138 +210,6 @@ class SlotMap(Record):
 # ---------------------------------------------------------------- tasks
 
 
-class TaskKind(StrEnum):
-    TRAIN = "TRAIN"
-    EVALUATE = "EVALUATE"
-    PREDICT = "PREDICT"
-    EXPORT = "EXPORT"
-
-
-class TaskMeta(Record):
-    """`digest`: of the file table; `tasks`: tasks of one epoch."""
-
-    epoch: int
-    digest: str
-    seed: int
-    tasks: int
-    evaluation_tasks: int = 0
-    evaluation_digest: str = ""
-
-
-class PendingTask(Record):
-    """`remaining_s`: deadline as remaining seconds at the time of writing. `request`: the idempotency key that got it."""
-
-    attempt: int
-    trainer: str
-    stream: str
-    epoch: int
-    index: int
-    remaining_s: float
-    failures: int = 0
-    request: str = ""
-
-
-class RequeuedTask(Record):
-    attempts: int
-    failures: int
-    cause: str
-    stream: str
-    epoch: int
-    index: int
-
-
-class DiscardedTask(Record):
-    attempts: int
-    failures: int
-    cause: str
-    epoch: int
-    stream: str
-    index: int
-
-
-class EvaluationSums(Record):
-    """Sums over the evaluation tasks finished so far; written in the txn that finishes the task, so never twice."""
-
-    sums: dict[str, float] = Field(default_factory=dict)
-    finished: int = 0
-
-
-class Task(Record):
-    """One shard of work. `task_id`: "17" (TRAIN), "evaluate-3", "export-0".
-
-    `timeline`: the job's when it was given; reports carry it back. `index` is its place in `stream` (of `stream_length` tasks) in this epoch; `offset` is the byte at which record
-    `first` starts, where the format has lines.
-    """
-
-    task_id: str
-    kind: TaskKind
-    attempt: int
-    epoch: int = 0
-    stream: int = 0
-    index: int = 0
-    stream_length: int = 0
-    file: str = ""
-    first: int = 0
-    count: int = 0
-    offset: int | None = None
-    timeline: int = 0
-
-
-class AcquireTask(Record):
-    """`stream`: a lane (sync training) or None for whatever is due. In sync mode `epoch` and `index` say which task of
-    the lane is wanted, and that every task of that lane before it is committed; asking for `epoch` also says that
-    *all* lanes have committed the epochs before it."""
-
-    trainer: str
-    request: str
-    generation: int
-    stream: int | None = None
-    epoch: int = 0
-    index: int = 0
-
-
-class TaskAnswer(Record):
-    """`task`: here it is. `wait`: nothing now, ask again after `retry_after_s`. `skip`: that task is discarded, go to
-    the next index. `exhausted`: the lane has no task at that index in this epoch. `end`: training (stream given) or
-    the whole job (stream None) is over."""
-
-    answer: Literal["task", "wait", "skip", "exhausted", "end"]
-    reason: str = ""
-    retry_after_s: float = 0.0
-    task: Task | None = None
-    stream_length: int = 0
-
-
-class TaskProgress(Record):
-    """`epoch`, `timeline` (in all reports): the task's, so that a late one is known as stale."""
-
-    trainer: str
-    attempt: int
-    minibatches: int
-    epoch: int | None = None
-    timeline: int | None = None
-
-
-class CompleteTask(Record):
-    """`sums`: an EVALUATE task's, or what the user's `metrics(sums)` made of all of them (EXPORT); `exports`: files by kind."""
-
-    trainer: str
-    attempt: int
-    records: int = 0
-    sums: dict[str, float] = Field(default_factory=dict)
-    exports: dict[str, str] = Field(default_factory=dict)
-    epoch: int | None = None
-    timeline: int | None = None
-
-
-class FailTask(Record):
-    trainer: str
-    attempt: int
-    failure: UserFailure
-    epoch: int | None = None
-    timeline: int | None = None
-
-
 class TaskSummary(Record):
     """Counts of the current epoch (`stage` says which queue)."""
 
@@ -380,20 +223,3 @@ class TaskSummary(Record):
     discarded: int
     records_total: int
     records_done: int
-
-
-# ---------------------------------------------------------------- metrics
-
-
-class StepMetrics(Record):
-    """One trainer's share of a step (sync) or of some minibatches (async): sum of loss x records."""
-
-    step: int
-    epoch: int
-    loss_sum: float
-    records: int
-
-
-class MetricBatch(Record):
-    trainer: str
-    steps: tuple[StepMetrics, ...]

@@ -1,13 +1,15 @@
 """What every service process does the same: signals, uvloop, the last line of defence.
 
 start -> main(stopping) ... SIGTERM/SIGINT -> stopping is set -> main drains and returns its exit code
-                            a second signal, or DRAIN_SECONDS without an end -> cancelled
+                            `drain_s` without an end -> cancelled        a second signal -> out, at once
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import sys
 from collections.abc import Awaitable, Callable
 
 from shared import telemetry
@@ -19,7 +21,7 @@ INTERRUPTED = 130
 log = telemetry.logger("service")
 
 
-def run(main: Callable[[asyncio.Event], Awaitable[int]]) -> int:
+def run(main: Callable[[asyncio.Event], Awaitable[int]], drain_s: float = DRAIN_SECONDS) -> int:
     """Run a service to its end and return the process exit code; errors made for people are logged as one line."""
     try:
         import uvloop  # noqa: PLC0415  not on every platform
@@ -28,20 +30,21 @@ def run(main: Callable[[asyncio.Event], Awaitable[int]]) -> int:
     except ImportError:
         factory = None
     with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(_guarded(main))
+        return runner.run(_guarded(main, drain_s))
 
 
-async def _guarded(main: Callable[[asyncio.Event], Awaitable[int]]) -> int:
+async def _guarded(main: Callable[[asyncio.Event], Awaitable[int]], drain_s: float) -> int:
     loop, stopping = asyncio.get_running_loop(), asyncio.Event()
     work = asyncio.ensure_future(main(stopping))
 
     def on_signal(name: str) -> None:
         if stopping.is_set():
-            work.cancel()
-            return
+            log.info("stopped_at_once", signal=name)
+            sys.stderr.flush()
+            os._exit(INTERRUPTED)  # an ordinary end would wait for threads that compute or write
         log.info("stopping", signal=name)
         stopping.set()
-        loop.call_later(DRAIN_SECONDS, work.cancel)
+        loop.call_later(drain_s, work.cancel)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number.name)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
-from shared.records import Record
+from shared.job_spec import Narrow, Transported
+from shared.record import Record
 
 ALIGNMENT_BYTES = 64
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
@@ -26,6 +28,13 @@ class Segment(Record):
     @property
     def bytes(self) -> int:
         return self.elements * ELEMENT_BYTES[self.dtype]
+
+    def travels_as(self, dtype: Transported) -> Narrow | None:
+        """What its blocks are cast to if float32 parameters travel as `dtype`; None: they travel as they are.
+
+        Buffers are never cast: they are few, and statistics would lose what changes them little by little.
+        """
+        return None if dtype == "float32" or self.kind != "param" or self.dtype != "float32" else dtype
 
 
 class OptimizerSpec(Record):
@@ -45,6 +54,17 @@ class Layout(Record):
     optimizer: OptimizerSpec
     slot_count: int = 1024
 
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Of all segments laid end to end, each on ALIGNMENT_BYTES; in bytes."""
+        sizes = [-(-segment.bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for segment in self.segments]
+        return tuple(accumulate(sizes, initial=0))[:-1]
+
+    @property
+    def vector_bytes(self) -> int:
+        """Of all segments laid so."""
+        return self.offsets[-1] + self.segments[-1].bytes if self.segments else 0
+
     def blocks(self) -> Iterator[Block]:
         """All blocks, numbered from 0 through the segments in order; the last block of a segment may be shorter."""
         number = 0
@@ -53,6 +73,10 @@ class Layout(Record):
             for first in range(0, segment.elements, step):
                 yield Block(number, index, first, min(step, segment.elements - first), segment.dtype)
                 number += 1
+
+    def payloads(self, dtype: Transported) -> list[Narrow | None]:
+        """Of each block: see Segment.travels_as."""
+        return [self.segments[block.segment].travels_as(dtype) for block in self.blocks()]
 
 
 @dataclass(frozen=True, slots=True)

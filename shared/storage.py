@@ -1,6 +1,9 @@
 """Files by URL: local paths and whatever fsspec opens (s3://, gs://, memory://, …). Everything here blocks.
 
 expand(glob) -> files      open_read(url)      write_atomic(url): all or nothing, under a name others may read at once
+
+Trouble is OSError with a message for people: FileNotFoundError and PermissionError where trying again does not help,
+ConnectionError where the store cannot be reached.
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ from typing import Any, BinaryIO, cast
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from shared import ids
+from shared import ids, object_store
 from shared.errors import DatasetError, InvalidArgument
 
+TEMPORARY = ".tmp"
 _MAGIC = frozenset("*?[")
 _FILE_ERRORS = (OSError, ValueError, EOFError, KeyError, TypeError, NotImplementedError, ImportError, InvalidArgument)
 
@@ -50,31 +54,34 @@ def expand(url: str) -> list[str]:
     Raises InvalidArgument for an unknown protocol, OSError if the place cannot be listed.
     """
     filesystem, path = _resolve(url)
-    if filesystem.isfile(path):
-        found = [path]
-    elif is_glob(path):
-        found = sorted(name for name, info in filesystem.glob(path, detail=True).items() if info["type"] == "file")
-    else:
-        found = []
+    with _explaining(url):
+        if filesystem.isfile(path):
+            found = [path]
+        elif is_glob(path):
+            found = sorted(name for name, info in filesystem.glob(path, detail=True).items() if info["type"] == "file")
+        else:
+            found = []
     return [_rebuilt(url, filesystem, str(name)) for name in found]
 
 
 def exists(url: str) -> bool:
     filesystem, path = _resolve(url)
-    return bool(filesystem.exists(path))
+    with _explaining(url):
+        return bool(filesystem.exists(path))
 
 
 def size(url: str) -> int:
     """Bytes of a file. Raises FileNotFoundError."""
     filesystem, path = _resolve(url)
-    return int(filesystem.size(path))
+    with _explaining(url):
+        return int(filesystem.size(path))
 
 
 @contextmanager
 def open_read(url: str) -> Iterator[BinaryIO]:
     """The file, seekable, for reading. Raises OSError, InvalidArgument."""
     filesystem, path = _resolve(url)
-    with filesystem.open(path, "rb") as file:
+    with _explaining(url), filesystem.open(path, "rb") as file:
         yield cast("BinaryIO", file)
 
 
@@ -87,9 +94,14 @@ def read_bytes(url: str) -> bytes:
 def write_atomic(url: str) -> Iterator[BinaryIO]:
     """A file to write into; it appears under `url` when the block ends without an exception, complete, else not at all.
 
-    Local: temp name in the same folder, fsync, rename, fsync of the folder. Remote: written locally, then put as one object.
+    Local: temp name in the same folder, fsync, rename, fsync of the folder. S3: one upload, completed or aborted.
+    Elsewhere: written locally, then put as one file.
     """
     filesystem, name = _resolve(url)
+    if object_store.is_s3(url):
+        with _explaining(url), object_store.write(filesystem, name) as file:
+            yield file
+        return
     if not isinstance(filesystem, LocalFileSystem):
         with tempfile.TemporaryDirectory(prefix="trireme-") as folder:
             local = Path(folder) / "object"
@@ -100,7 +112,7 @@ def write_atomic(url: str) -> Iterator[BinaryIO]:
         return
     path = Path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{ids.new_id()}.tmp")
+    temporary = path.with_name(f".{path.name}.{ids.new_id()}{TEMPORARY}")
     try:
         with temporary.open("xb") as file:
             yield file
@@ -115,6 +127,11 @@ def write_atomic(url: str) -> Iterator[BinaryIO]:
 
 def write_bytes(url: str, content: bytes | memoryview) -> None:
     """`content` under `url`, all or nothing."""
+    filesystem, name = _resolve(url)
+    if object_store.is_s3(url):
+        with _explaining(url):
+            filesystem.pipe_file(name, bytes(content))
+        return
     with write_atomic(url) as file:
         file.write(content)
 
@@ -123,17 +140,59 @@ def names(url: str) -> list[str]:
     """What lies directly in a folder, sorted; nothing if it is not there. Raises OSError."""
     filesystem, path = _resolve(url)
     try:
-        found = filesystem.ls(path, detail=False)
+        with _explaining(url):
+            found = filesystem.ls(path, detail=False)
+    except object_store.NoBucket:
+        raise
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted({str(name).rstrip("/").rsplit("/", 1)[-1] for name in found})
 
 
-def remove_tree(url: str) -> None:
-    """The folder and all in it; one that is not there is fine. Raises OSError."""
+def remove_file(url: str) -> None:
+    """One that is not there is fine. Raises OSError."""
     filesystem, path = _resolve(url)
+    with _explaining(url), contextlib.suppress(FileNotFoundError):
+        filesystem.rm_file(path)
+
+
+def remove_tree(url: str) -> None:
+    """The folder and all in it, also what was begun and never finished; one that is not there is fine. Raises OSError."""
+    filesystem, path = _resolve(url)
+    if object_store.is_s3(url):
+        with _explaining(url):
+            object_store.remove_tree(filesystem, path)
+        return
     with contextlib.suppress(FileNotFoundError):
         filesystem.rm(path, recursive=True)
+
+
+def sweep(url: str) -> int:
+    """Remove what writers that died left unfinished anywhere below the folder; nobody may be writing there. How many.
+
+    Raises OSError.
+    """
+    filesystem, path = _resolve(url)
+    if object_store.is_s3(url):
+        with _explaining(url):
+            return object_store.abort_uploads(filesystem, path)
+    if not isinstance(filesystem, LocalFileSystem):
+        return 0
+    left = list(Path(path).rglob(f".*{TEMPORARY}"))
+    for temporary in left:
+        temporary.unlink(missing_ok=True)
+    return len(left)
+
+
+def check_writable(url: str) -> None:
+    """Write a small file below the folder, read it and delete it. Raises OSError, InvalidArgument: why that cannot be."""
+    probe = join(url, f"probe-{ids.new_id()}")
+    content = probe.encode()
+    write_bytes(probe, content)
+    found = read_bytes(probe)
+    remove_file(probe)
+    if found != content:
+        raise OSError(f"{probe} was written with {len(content)} bytes and read with {len(found)}")
 
 
 @contextmanager
@@ -153,7 +212,21 @@ def reading(url: str, kind: str) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def _explaining(url: str) -> Iterator[None]:
+    """What an object store's client raises becomes an OSError with a message for people."""
+    try:
+        yield
+    except Exception as error:
+        if explained := object_store.explained(error, url):
+            raise explained from error
+        raise
+
+
 def _resolve(url: str) -> tuple[Any, str]:
+    if object_store.is_s3(url):
+        filesystem = object_store.filesystem()
+        return filesystem, str(filesystem._strip_protocol(url))  # noqa: SLF001  fsspec has no public name for it
     try:
         filesystem, path = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:

@@ -4,9 +4,11 @@
 
     feed --> Opened(header) --> place(header, size) -> memory --> Filled(header, memory) ... --> Ended(header)
 
-The end map makes truncation visible. The decoder does no I/O and never allocates for a payload: it asks `place` for memory
-once it knows a block's header and length, and everything is bounded before that. Nothing here changes any state of a
-service, so a malformed frame cannot either.
+The end map makes truncation visible. On an upgraded stream (shared/stream.py) the same maps and blocks follow each other
+without end, and say in an `id` which request they belong to: step after step the same headers, byte for byte, so what precedes
+a payload is parsed and checked once and then recognised. The decoder does no I/O and never allocates for a payload: it asks
+`place` for memory once it knows a block's header and length, and everything is bounded before that. Nothing here changes any
+state of a service, so a malformed frame cannot either.
 """
 
 from __future__ import annotations
@@ -24,11 +26,14 @@ from shared.records import Record
 
 CONTENT_TYPE = "application/msgpack"
 Fields = dict[str, Any]
-Place = Callable[[Fields, int], memoryview]
+Place = Callable[[Any, int], memoryview | None]
+Prepare = Callable[[Fields], Any]
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 _PAIR, _BIN8, _BIN16, _BIN32 = 0x92, 0xC4, 0xC5, 0xC6
 _BIN_LENGTH_BYTES = {_BIN8: 1, _BIN16: 2, _BIN32: 4}
+_SKIPPED = memoryview(bytearray(64 << 10))  # where bytes go that nobody wants
+KNOWN_BYTES, KNOWN_HEADERS = 128, 8192  # of what precedes a payload: how long and how many are remembered
 _PORTION_BYTES = 1024  # of a chunk looked at for a header at a time: what is copied beyond the header is at most this
 
 
@@ -49,9 +54,9 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """A block is complete; `payload` is the memory that `place` gave."""
+    """A block is complete; `payload` is the memory that `place` gave, `header` as it was prepared."""
 
-    header: Fields
+    header: Any
     payload: memoryview
 
 
@@ -75,10 +80,14 @@ class _State(Enum):
 # ---------------------------------------------------------------- writing
 
 
+def plain(fields: Mapping[str, Any] | Record) -> Fields:
+    """What goes on the wire of a record."""
+    return fields.model_dump(exclude_none=True) if isinstance(fields, Record) else dict(fields)
+
+
 def encode(fields: Mapping[str, Any] | Record) -> bytes:
     """One msgpack map: a message header, or a whole message without blocks."""
-    plain = fields.model_dump(exclude_none=True) if isinstance(fields, Record) else dict(fields)
-    packed: bytes = msgpack.packb(plain)
+    packed: bytes = msgpack.packb(plain(fields))
     return packed
 
 
@@ -94,8 +103,7 @@ def encode_block(fields: Mapping[str, Any] | Record, size: int) -> bytes:
 
 
 def encode_end(fields: Mapping[str, Any] | Record | None = None) -> bytes:
-    plain = fields.model_dump(exclude_none=True) if isinstance(fields, Record) else dict(fields or {})
-    return encode({"end": True, **plain})
+    return encode({"end": True, **plain(fields or {})})
 
 
 # ---------------------------------------------------------------- reading
@@ -172,21 +180,32 @@ class _MapReader:
 class Decoder:
     """One body. Feed it bytes as they come, or read straight into `vacant` and say `advance`; `finish` at the end.
 
-    `place(header, size)` gives writable memory of exactly `size` bytes for a block, or raises to refuse the body; without
-    it each payload gets memory of its own. After an error the decoder refuses everything.
+    `place(header, size)` gives writable memory of exactly `size` bytes for a block, None to skip it, or raises to refuse
+    the body; without it each payload gets memory of its own. After an error the decoder refuses everything.
+    `endless`: maps and blocks in any order (`place` counts blocks and bounds them); each map is `Opened`.
+    `prepare` makes of a block's header what `place` is given, and may raise to refuse it; it must depend on the header alone:
+    what it made is remembered and used again for an equal one.
     """
 
-    def __init__(self, limits: Limits, place: Place | None = None) -> None:
+    def __init__(
+        self, limits: Limits, place: Place | None = None, *, endless: bool = False, prepare: Prepare | None = None
+    ) -> None:
         self.limits = limits  # may be set anew between blocks: the header tells what is to come
+        self._endless = endless
+        self._prepare = prepare
+        self._known: dict[bytes, tuple[Any, int]] = {}  # what precedes a payload -> its header, prepared, and its size
+        self._lengths: list[int] = []  # of those, the latest first
+        self._beginning = bytearray()  # of this block, up to its payload
         self._place = place or (lambda _header, size: memoryview(bytearray(size)))
         self._state = _State.OBJECT
-        self._opened = False
+        self._opened = endless
         self._in_block = False
         self._reader: _MapReader | None = None
-        self._header: Fields = {}
+        self._header: Any = {}
         self._length = bytearray()
         self._payload = memoryview(b"")
         self._filled = 0
+        self._skip = 0  # bytes left of a payload that nobody wants
         self.blocks = 0
 
     def __repr__(self) -> str:
@@ -200,10 +219,17 @@ class Decoder:
     @property
     def vacant(self) -> memoryview:
         """Where the next bytes of the current payload belong; empty between payloads (then use `feed`)."""
+        if self._skip:
+            return _SKIPPED[: self._skip]
         return self._payload[self._filled :] if self._state is _State.PAYLOAD else memoryview(b"")
 
     def advance(self, count: int) -> Filled | None:
-        """`count` bytes were written to the start of `vacant`; the block if that completes it."""
+        """`count` bytes were written to the start of `vacant`; the block if that completes it and it is wanted."""
+        if self._skip:
+            self._skip -= count
+            if not self._skip:
+                self._state, self._in_block = _State.OBJECT, False
+            return None
         self._filled += count
         if self._filled < len(self._payload):
             return None
@@ -240,10 +266,12 @@ class Decoder:
         """Bytes taken from `view`, and what they complete."""
         match self._state:
             case _State.OBJECT:
-                return self._begin(view[0])
+                return self._recognised(view) if view[0] == _PAIR and self._known else self._begin(view[0])
             case _State.MAP:
                 assert self._reader is not None
                 taken = self._reader.feed(view)
+                if self._in_block and len(self._beginning) <= KNOWN_BYTES:
+                    self._beginning += view[:taken]
                 return taken, None if self._reader.fields is None else self._map(self._reader.fields)
             case _State.LENGTH:
                 return self._bin_length(view)
@@ -260,25 +288,27 @@ class Decoder:
                 msg = "the body begins with a block: expected the message's header map"
                 raise BadFrame(msg)
             self.blocks += 1
-            if self.blocks > self.limits.blocks:
+            if self.blocks > self.limits.blocks and not self._endless:
                 msg = f"more than {self.limits.blocks} blocks in one body"
                 raise TooLarge(msg)
             self._in_block, taken = True, 1
+            self._beginning[:] = bytes((_PAIR,))
         elif 0x80 <= first <= 0x8F or first in {0xDE, 0xDF}:
             taken = 0
         else:
             msg = f"byte 0x{first:02x} begins neither a map nor a [header, bin] pair"
             raise BadFrame(msg)
-        limit = self.limits.block_header_bytes if self._opened else self.limits.header_bytes
+        small = self._in_block if self._endless else self._opened
+        limit = self.limits.block_header_bytes if small else self.limits.header_bytes
         self._state, self._reader = _State.MAP, _MapReader(limit)
         return taken, None
 
     def _map(self, fields: Fields) -> Event | None:
         self._reader = None
         if self._in_block:
-            self._state, self._header = _State.LENGTH, fields
+            self._state, self._header = _State.LENGTH, self._prepare(fields) if self._prepare else fields
             return None
-        if not self._opened:
+        if not self._opened or self._endless:
             self._state, self._opened = _State.OBJECT, True
             return Opened(fields)
         if fields.get("end") is not True:
@@ -298,11 +328,41 @@ class Decoder:
         if len(part) < needed:
             return len(part), None
         size = int.from_bytes(self._length[1:], "big")
+        if self._prepare is not None and size <= self.limits.payload_bytes:
+            self._remember(bytes(self._beginning + self._length), size)
         self._length.clear()
+        return len(part), self._begin_payload(size)
+
+    def _begin_payload(self, size: int) -> Filled | None:
         if size > self.limits.payload_bytes:
             msg = f"a payload of {size} bytes: the limit is {self.limits.payload_bytes}"
             raise TooLarge(msg)
         place = self._place(self._header, size)
+        if place is None:
+            self._skip, self._state = size, _State.PAYLOAD if size else _State.OBJECT
+            self._in_block = bool(size)
+            return None
         assert place.nbytes == size, f"place for {size} bytes has {place.nbytes}"
         self._payload, self._filled, self._state = place.cast("B"), 0, _State.PAYLOAD
-        return len(part), self.advance(0)
+        return self.advance(0)
+
+    def _remember(self, beginning: bytes, size: int) -> None:
+        if len(beginning) > KNOWN_BYTES:
+            return
+        if len(self._known) >= KNOWN_HEADERS:
+            self._known.clear()
+            self._lengths.clear()
+        self._known[beginning] = self._header, size
+        if len(beginning) not in self._lengths:
+            self._lengths.insert(0, len(beginning))
+
+    def _recognised(self, view: memoryview) -> tuple[int, Filled | None]:
+        """No beginning is the start of another one, so equal bytes say the same."""
+        for length in self._lengths:
+            known = self._known.get(bytes(view[:length]))
+            if known is not None:
+                self.blocks += 1
+                self._in_block = True
+                self._header, size = known
+                return length, self._begin_payload(size)
+        return self._begin(view[0])

@@ -11,9 +11,10 @@ import asyncio
 
 from shared import clock, telemetry
 from shared.directory import Directory
-from shared.errors import LayoutMismatch, UserCodeError
+from shared.errors import InvalidArgument, LayoutMismatch, UserCodeError
 from shared.etcd import Etcd
 from shared.records import JobSpec, Mode, Phase, Task, TrainerMember
+from shared.saving import Paused
 from trainer_agent.async_loop import AsyncLoop
 from trainer_agent.compute import Compute, Offload
 from trainer_agent.core.agent import Duty, next_duty
@@ -24,6 +25,7 @@ from trainer_agent.lanes import TaskSource
 from trainer_agent.loop import SyncLoop
 from trainer_agent.master import MasterPort
 from trainer_agent.membership import Membership
+from trainer_agent.pauser import Pauser
 from trainer_agent.reports import Reports
 from trainer_agent.retry import persist
 from trainer_agent.timeline import RolledBack, on_timeline, timeline_of
@@ -63,7 +65,9 @@ class Agent:
         self._active: SyncLoop | AsyncLoop | Finishing | None = None
         self._source = TaskSource(spec, master, member.trainer, offload)
         self._reports = Reports(master, member.trainer, self._held)
-        self._transfer = Transfer(directory, connect, compute, self._reports.suspect)
+        self._transfer = Transfer(directory, connect, compute, self._reports.suspect, spec.parameter_dtype)
+        self._first = compute.initial_lane_zero()
+        self._pauser = Pauser(etcd, directory, self._membership, self._position, self._flush)
 
     def __repr__(self) -> str:
         return f"<Agent {self._member.trainer} of {self._spec.job}>"
@@ -71,13 +75,21 @@ class Agent:
     def _held(self) -> list[tuple[Task, int]]:
         return self._loop.held() if self._loop else []
 
+    def _position(self) -> Paused:
+        return self._loop.position() if isinstance(self._loop, AsyncLoop) else Paused(uuid="")
+
+    async def _flush(self) -> None:
+        await self._reports.flush(FLUSH_S)
+
     async def run(self) -> int:
         """0: the job is complete, or asked to stop; 1: the job failed; LEASE_LOST: start me again as somebody new."""
         timeline = timeline_of(self._directory)
         await self._membership.register()
         with single_error():
             async with asyncio.TaskGroup() as group:
-                reporter = group.create_task(self._reports.run())
+                helpers = [group.create_task(self._reports.run())]
+                if self._spec.mode is Mode.ASYNC:
+                    helpers.append(group.create_task(self._pauser.run()))
                 work = group.create_task(self._work())
                 ends = {
                     group.create_task(self._membership.hold()): LEASE_LOST,
@@ -93,7 +105,7 @@ class Agent:
                         code = work.result()
                     await self._membership.leave()
                 finally:
-                    for task in (reporter, work, *ends):
+                    for task in (*helpers, work, *ends):
                         task.cancel()
         log.info("left", code=code)
         return code
@@ -121,7 +133,7 @@ class Agent:
                 if self._duty() is Duty.LEAVE:
                     break
                 await self._directory.changed(self._directory.revision, LOOK_S)
-        except (UserCodeError, LayoutMismatch) as error:
+        except (InvalidArgument, UserCodeError, LayoutMismatch) as error:
             failure = failure_of(error, trainer=self._member.trainer)
             await persist(lambda: self._master.report_failure(self._member.trainer, failure), "reporting a failure")
             raise
@@ -165,17 +177,19 @@ class Agent:
 
     async def _train(self) -> Task | None:
         """A task of another kind, if one came where training tasks come from."""
-        kind = SyncLoop if self._spec.mode is Mode.SYNC else AsyncLoop
-        self._loop = kind(
-            self._spec, self._directory, self._compute, self._transfer, self._source, self._reports, self._stopping
-        )
-        self._active = self._loop
-        return await self._loop.run()
+        parts = (self._spec, self._directory, self._compute, self._transfer)
+        loop: SyncLoop | AsyncLoop
+        if self._spec.mode is Mode.SYNC:
+            loop = SyncLoop(*parts, self._source, self._reports, self._stopping)
+        else:
+            loop = AsyncLoop(*parts, self._source, self._reports, self._stopping, self._pauser, self._first)
+        self._active = self._loop = loop
+        return await loop.run()
 
     async def _finish(self, timeline: int, first: Task | None) -> None:
         """Returns early if the job went back to a checkpoint: there may be training to do again."""
         self._active = finishing = Finishing(
-            self._directory, self._etcd, self._compute, self._transfer, self._source, self._master, self._stopping
+            self._directory, self._etcd, self._compute, self._transfer, self._source, self._stopping
         )
         try:
             await on_timeline(self._directory, timeline, finishing.run(first))

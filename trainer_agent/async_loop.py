@@ -3,7 +3,8 @@
     task (attempt > 1: resume at the lowest ledger entry) ─► minibatches [start, end) ─► weighted mean ─► push ─► pull
 
 A push always covers [k n, (k + 1) n) of its task, so boundaries never differ between attempts, and the ledgers of the
-blocks make each minibatch count exactly once.
+blocks make each minibatch count exactly once. A pserver that came back from a checkpoint expects earlier minibatches: the
+task resumes at the lowest entry once more. One out of reach may be skipped; what it missed is reported with the task.
 """
 
 from __future__ import annotations
@@ -14,16 +15,20 @@ from collections.abc import Mapping
 
 from shared import telemetry
 from shared.directory import Directory
-from shared.errors import DeadlineExceeded, StaleGeneration, TriremeError, UserCodeError
+from shared.errors import DeadlineExceeded, Gone, StaleGeneration, TriremeError, UserCodeError
 from shared.lanes import step_seed
 from shared.messages import LaneZero, LedgerQuery, PushBlock, PushHeader
 from shared.records import CompleteTask, JobSpec, Mode, StepMetrics, Task, TaskKind
+from shared.saving import Paused
 from trainer_agent.compute import Compute, Records
 from trainer_agent.core.agent import Duty, Verdict, next_duty
 from trainer_agent.data import minibatches_in
 from trainer_agent.groups import single_error
 from trainer_agent.lanes import Holding, TaskFailed, TaskSource, TrainingOver, described, outcome_of
+from trainer_agent.pauser import Pauser
 from trainer_agent.reports import Reports
+from trainer_agent.retry import Patience
+from trainer_agent.timeline import RolledBack, on_timeline, timeline_of
 from trainer_agent.transfer import Outbox, Transfer
 from trainer_agent.user_module import failure_of
 
@@ -37,8 +42,14 @@ class Superseded(Exception):
     """A higher attempt of the task is at work."""
 
 
+class Behind(Exception):
+    """A parameter server came back from a checkpoint: it expects earlier minibatches of the task."""
+
+
 class AsyncLoop:
-    """`run` until there is nothing to train; its result is a task of another kind that came instead, if any."""
+    """`run` until there is nothing to train; its result is a task of another kind that came instead, if any.
+
+    `first`: the schedule's state before any step, to begin it again after a roll-back."""
 
     def __init__(
         self,
@@ -49,13 +60,20 @@ class AsyncLoop:
         source: TaskSource,
         reports: Reports,
         stopping: asyncio.Event,
+        pauser: Pauser,
+        first: LaneZero,
     ) -> None:
+        self._pauser, self._first = pauser, first
+        self.timeline = timeline_of(directory)
         self._spec, self._directory, self._compute, self._transfer = spec, directory, compute, transfer
+        self._payloads = compute.layout.payloads(spec.gradient_dtype)
         self._source, self._reports, self._stopping = source, reports, stopping
         self._next: asyncio.Task[Holding | Task | TaskFailed | None] | None = None
         self._held: tuple[Task, int] | None = None
         self._begun, self._options = -1, LaneZero(options=())
-        self._unpulled = 0
+        self._pulled, self._unpulled = False, 0
+        self._generation = 0  # in which the pushes of the task at hand began
+        self._skipped: dict[int, int] = {}  # of the task at hand: minibatches by pserver
 
     def __repr__(self) -> str:
         return f"<AsyncLoop of {self._source.trainer}: {self._held[0].task_id if self._held else 'no task'}>"
@@ -64,10 +82,20 @@ class AsyncLoop:
         """The task at hand and the minibatches of it that are pushed."""
         return [self._held] if self._held else []
 
-    @property
-    def timeline(self) -> int:
-        """Asynchronous jobs do not go back to checkpoints yet."""
-        return 0
+    def position(self) -> Paused:
+        """Where the reader stands."""
+        if self._held is None:
+            return Paused(uuid="")
+        task, minibatch = self._held
+        return Paused(
+            uuid="",
+            epoch=task.epoch,
+            task_id=task.task_id,
+            attempt=task.attempt,
+            minibatch=minibatch,
+            file=task.file,
+            offset=task.first + min(task.count, minibatch * self._spec.minibatch_size),
+        )
 
     @property
     def busy(self) -> bool:
@@ -76,16 +104,27 @@ class AsyncLoop:
 
     async def run(self) -> Task | None:
         with single_error():
-            await self._pull()
             async with asyncio.TaskGroup() as self._background:
-                try:
-                    return await self._tasks()
-                finally:
-                    self._held = None
-                    if self._next is not None:
-                        self._next.cancel()
+                while True:
+                    self.timeline = timeline_of(self._directory)
+                    try:
+                        with single_error():
+                            return await on_timeline(self._directory, self.timeline, self._tasks())
+                    except RolledBack as error:
+                        log.info("rolled_back", cause=str(error))
+                    finally:
+                        self._held = None
+                        if self._next is not None:
+                            self._next.cancel()
+                            self._next = None
 
     async def _tasks(self) -> Task | None:
+        """In one timeline of the job."""
+        self._compute.restore(self._first)
+        self._pulled = False
+        self._begun, self._options = -1, LaneZero(options=())
+        await self._transfer.infos(self.timeline)
+        await self._pull()
         while await self._may_go_on():
             try:
                 found = await self._fetched()
@@ -111,8 +150,8 @@ class AsyncLoop:
         """Between minibatches: False if training is over or this trainer is asked to stop; a pause is waited for."""
         while not self._stopping.is_set():
             duty = next_duty(self._directory.state, None, self._source.trainer, Mode.ASYNC).duty
-            if duty is not Duty.WAIT:
-                return duty is Duty.TRAIN
+            if duty is not Duty.WAIT or self._pauser.lifted:
+                return duty in (Duty.TRAIN, Duty.WAIT)
             await self._directory.changed(self._directory.revision, REFRESH_S)
         return False
 
@@ -150,6 +189,7 @@ class AsyncLoop:
         """Raises TaskFailed, Superseded."""
         task, every = held.task, self._spec.push_every
         count = minibatches_in(len(held.shard), self._spec.minibatch_size)
+        self._generation, self._skipped = self._transfer.generation, {}
         start = await self._resume_at(task, count) if task.attempt > 1 else 0
         while start < count:
             self._held = task, start
@@ -158,23 +198,34 @@ class AsyncLoop:
             end = min(start - start % every + every, count)
             if end == count and self._next is None:
                 self._next = self._background.create_task(self._ahead())
-            await self._push_range(held, count, start, end)
-            start = end
+            try:
+                with self._pauser.pushing(), single_error():
+                    await self._push_range(held, count, start, end)
+            except Behind as error:
+                log.info("task_falls_back", task=task.task_id, minibatch=start, cause=str(error))
+                start = await self._resume_at(task, count)
+            else:
+                start = end
         done = CompleteTask(
             trainer=self._source.trainer,
             attempt=task.attempt,
             records=task.count,
             epoch=task.epoch,
             timeline=task.timeline,
+            generation=self._generation,
+            skipped={str(index): minibatches for index, minibatches in sorted(self._skipped.items())},
         )
         self._reports.complete(task, done)
         self._held = None
 
     async def _resume_at(self, task: Task, count: int) -> int:
-        """The lowest minibatch that some block still expects."""
+        """The lowest minibatch that some block still expects; a pserver out of reach is taken to miss what lies before."""
+        self._generation = self._transfer.generation
+        query = LedgerQuery(epoch=task.epoch, task_id=task.task_id)
         with single_error():
-            ledgers = await self._transfer.ledgers(LedgerQuery(epoch=task.epoch, task_id=task.task_id))
-        start = min(count if ledger.closed else ledger.next for ledger in ledgers)
+            ledgers = await self._transfer.ledgers(query, self._spec.skip_after_seconds)
+        start = min((count if ledger.closed else ledger.next for ledger in ledgers.values()), default=0)
+        self._skipped = {index: start for index in self._transfer.routes.blocks if start and index not in ledgers}
         log.info("task_resumed", task=task.task_id, attempt=task.attempt, minibatch=start)
         return start
 
@@ -202,16 +253,25 @@ class AsyncLoop:
             )
             with single_error():
                 async with asyncio.TaskGroup() as group:
-                    pushes = [group.create_task(self._transfer.push(i, header, box)) for i, box in outboxes.items()]
+                    skip_after_s = self._spec.skip_after_seconds
+                    pushes = {
+                        index: group.create_task(self._transfer.push(index, header, box, skip_after_s))
+                        for index, box in outboxes.items()
+                    }
                     if not computed:
                         loss_sum = await self._gradients(task, minibatches, outboxes)
                         computed = True
-            verdicts = [push.result() for push in pushes]
-            if Verdict.FENCED in verdicts:
+            verdicts = {index: push.result() for index, push in pushes.items()}
+            if Verdict.FENCED in verdicts.values():
                 raise Superseded(f"attempt {task.attempt} of task {task.task_id} was overtaken by another trainer")
-            if Verdict.STALE not in verdicts:
+            if Verdict.STALE not in verdicts.values():
                 break
             await self._newer_generation(header.generation)
+        if behind := [index for index, found in verdicts.items() if found is Verdict.BEHIND]:
+            raise Behind(f"pservers {behind} expect earlier minibatches than {start}")
+        for index, found in verdicts.items():
+            if found is Verdict.SKIPPED:
+                self._skipped[index] = self._skipped.get(index, 0) + end - start
         records = sum(len(minibatch) for minibatch in minibatches.values())
         self._reports.share(StepMetrics(step=number, epoch=task.epoch, loss_sum=loss_sum, records=records))
         self._unpulled += end - start
@@ -226,7 +286,8 @@ class AsyncLoop:
         owners = self._transfer.routes.owners
 
         def finished(block: int) -> None:
-            item = PushBlock.model_construct(block=block, lanes=(0, 1), count=count)
+            dtype = self._payloads[block]
+            item = PushBlock.model_construct(block=block, lanes=(0, 1), count=count, dtype=dtype)
             outboxes[owners[block]].add(item, self._compute.contribution(node, block))
 
         loss_sum = 0.0
@@ -268,7 +329,13 @@ class AsyncLoop:
 
     async def _pull(self) -> None:
         """Whatever is current, block by block."""
-        with single_error():
-            await self._transfer.pull(None)
+        patience = Patience("pulling parameters of the job's timeline")
+        while True:
+            try:
+                with single_error():
+                    await self._transfer.pull(None, self._spec.skip_after_seconds if self._pulled else None)
+                break
+            except Gone as error:  # the view is late
+                await patience.failed(error)
         self._compute.swap()
-        self._unpulled = 0
+        self._pulled, self._unpulled = True, 0

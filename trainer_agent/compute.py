@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from shared.job_spec import Narrow
 from shared.lanes import Interval
 from shared.messages import LaneZero
 from shared.slots import Layout
@@ -49,6 +50,9 @@ class Compute(Protocol):
     def staging(self, block: int) -> memoryview:
         """Writable bytes where a pull puts the block's next value."""
 
+    def widen(self, block: int, dtype: Narrow, payload: memoryview) -> None:
+        """The block's next value, which came in a narrower dtype, goes where a pull of its own dtype would have put it."""
+
     def swap(self) -> None:
         """The staging vector, complete, becomes the parameters in use; the old one becomes the staging vector."""
 
@@ -59,7 +63,8 @@ class Compute(Protocol):
         """What version 0 carries: the options the optimizer groups start with and the scheduler's first state."""
 
     def restore(self, lane_zero: LaneZero) -> None:
-        """Scheduler and options as after the step that made a version; the next `begin_step` goes on from there."""
+        """Scheduler and options as after the step that made a version; the next `begin_step` goes on from there. What
+        casts of earlier gradients left out is forgotten."""
 
     async def gradient(
         self, node: Interval, lane: int, seed: int, records: Records | None, finished: Callable[[int], None]
@@ -69,7 +74,7 @@ class Compute(Protocol):
         The lanes of a node [first, last) come in order, one call each. `finished(block)` is called in the event loop,
         exactly once per block, during the call for the last lane of the node, as soon as backward has finished with
         the block: from then on `contribution(node, block)` is the weighted mean over the node's lanes
-        (shared.lanes.combine, canonical tree). Cancelled, it returns only when no thread touches the vectors any more.
+        (shared.lanes.combine, canonical tree), cast to the dtype in which gradients travel. Cancelled, it returns only when no thread touches the vectors any more.
         """
 
     def contribution(self, node: Interval, block: int) -> memoryview:

@@ -1,22 +1,23 @@
 """After training: evaluate on the final parameters, export them, until the job is over.
 
 acquire ─► EVALUATE: sums over the task's minibatches      EXPORT: files, and metrics out of all sums      end
+              └─ complete, which brings the next one
 """
 
 from __future__ import annotations
 
 import asyncio
 
-from shared import storage, telemetry
+from shared import ids, storage, telemetry
 from shared.directory import Directory
-from shared.errors import InvalidArgument, StaleAttempt, StaleGeneration, UserCodeError
+from shared.errors import InvalidArgument, StaleGeneration, UserCodeError
 from shared.etcd import Etcd
-from shared.records import CompleteTask, EvaluationSums, Task, TaskKind
+from shared.reading import must_read
+from shared.records import CompleteTask, EvaluationSums, TakeNext, Task, TaskKind
 from trainer_agent.compute import Compute
 from trainer_agent.data import minibatches_in
 from trainer_agent.groups import single_error
 from trainer_agent.lanes import Holding, TaskFailed, TaskSource, described
-from trainer_agent.master import MasterPort
 from trainer_agent.retry import persist
 from trainer_agent.transfer import Transfer
 from trainer_agent.user_module import failure_of
@@ -36,56 +37,57 @@ class Finishing:
         compute: Compute,
         transfer: Transfer,
         source: TaskSource,
-        master: MasterPort,
         stopping: asyncio.Event,
     ) -> None:
         self._directory, self._etcd, self._compute = directory, etcd, compute
-        self._transfer, self._source, self._master, self._stopping = transfer, source, master, stopping
+        self._transfer, self._source, self._stopping = transfer, source, stopping
         self._pulled = False
         self.busy = False
 
     async def run(self, first: Task | None = None) -> None:
         """`first`: a task that was acquired already."""
-        if first is not None:
-            await self._do(first)
+        task, request = first, ""
         while not self._stopping.is_set():
+            if task is not None:
+                request = ids.new_id("task")
+                task = await self._do(task, request)
+                continue
             try:
-                answer = await self._source.acquire(self._transfer.generation)
+                answer = await self._source.acquire(self._transfer.generation, request=request)
             except StaleGeneration:
                 await self._directory.changed(self._directory.revision, REFRESH_S)
                 continue
             if answer.answer == "end":
                 return
-            if answer.task is not None:
-                await self._do(answer.task)
+            task, request = answer.task, ""
 
-    async def _do(self, task: Task) -> None:
+    async def _do(self, task: Task, request: str) -> Task | None:
+        """The next task, if it came with the end of this one."""
         self.busy = True
         try:
-            await self._work(task)
+            return await self._work(task, request)
         finally:
             self.busy = False
 
-    async def _work(self, task: Task) -> None:
+    async def _work(self, task: Task, request: str) -> Task | None:
         log.info("task_started", task=task.task_id, attempt=task.attempt)
         try:
             await self._pull_final()
             done = await (self._evaluate(task) if task.kind is TaskKind.EVALUATE else self._export(task))
         except UserCodeError as error:
             await self._source.fail(task, failure_of(error, task=described(task), trainer=self._source.trainer))
-            return
+            return None
         except TaskFailed as failed:
             await self._source.fail(task, failure_of(failed.error, task=described(task), trainer=self._source.trainer))
-            return
-        try:
-            await persist(lambda: self._master.complete_task(task.task_id, done), f"completing task {task.task_id}")
-        except StaleAttempt as error:
-            log.info("report_refused", task=task.task_id, cause=error.message)
+            return None
+        more = task.kind is TaskKind.EVALUATE and not self._stopping.is_set()
+        following = TakeNext(request=request, generation=self._transfer.generation) if more else None
+        return await self._source.complete(task, done, following)
 
     async def _pull_final(self) -> None:
         if not self._pulled:
             with single_error():
-                await self._transfer.pull(None)
+                await self._transfer.pull(None, exact=True)
             self._compute.swap()
             self._pulled = True
 
@@ -101,7 +103,7 @@ class Finishing:
         """The metrics travel in the export's own report: only a trainer can run the user's `metrics(sums)`."""
         key = self._directory.keys.evaluation
         found = await persist(lambda: self._etcd.get(key), "the sums of the evaluation")
-        sums = EvaluationSums.model_validate_json(found.value).sums if found else {}
+        sums = must_read(EvaluationSums, key, found.value).sums if found else {}
         place = storage.join(self._source.spec.storage, "export")
         try:
             exports = await self._compute.export(place)

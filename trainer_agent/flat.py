@@ -12,18 +12,23 @@ import hashlib
 import json
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
 
+from shared import telemetry
 from shared.errors import InvalidArgument
+from shared.job_spec import Transported
+from shared.narrow import DTYPES
+from shared.shared_memory import Region
 from shared.slots import ALIGNMENT_BYTES, ELEMENT_BYTES, Block, Layout, Segment
 from trainer_agent.optimizer import spec_of
 
-DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.int64: "int64"}
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+log = telemetry.logger("flat")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +70,25 @@ class Plan:
 
 
 class Vector:
-    """One flat vector of the whole layout: a zeroed tensor per segment."""
+    """One flat vector of the whole layout: a zeroed tensor per segment, in the dtype in which it travels as `dtype`.
+    `shared`: in memory that parameter servers on this host may read, if there is such memory."""
 
-    def __init__(self, plan: Plan, device: torch.device, *, pinned: bool = False) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        device: torch.device,
+        *,
+        pinned: bool = False,
+        dtype: Transported = "float32",
+        shared: bool = False,
+    ) -> None:
+        dtypes = [DTYPES[s.travels_as(dtype) or s.dtype] for s in plan.layout.segments]
+        self._region = _region(plan.layout.vector_bytes) if shared else None
         self.segments = [
-            torch.zeros(s.elements, dtype=TORCH_DTYPES[s.dtype], device=device, pin_memory=pinned)
-            for s in plan.layout.segments
+            torch.zeros(s.elements, dtype=dtypes[number], device=device, pin_memory=pinned)
+            if self._region is None
+            else torch.frombuffer(self._region, dtype=dtypes[number], count=s.elements, offset=offset)
+            for number, (s, offset) in enumerate(zip(plan.layout.segments, plan.layout.offsets, strict=True))
         ]
         self.blocks = [self.segments[b.segment][b.first : b.first + b.elements] for b in plan.blocks]
 
@@ -82,7 +100,23 @@ class Vector:
 
     def memory(self) -> list[memoryview]:
         """Bytes of each block (of a vector in host memory)."""
-        return [bytes_of(block) for block in self.blocks]
+        if self._region is None:
+            return [bytes_of(block) for block in self.blocks]
+        whole, start = memoryview(self._region), self.segments[0].data_ptr()
+        return [whole[block.data_ptr() - start :][: block.nbytes] for block in self.blocks]
+
+    @property
+    def lost(self) -> bool:
+        """Whether somebody may still read it as what it is now: then it must not be written to any more."""
+        return self._region is not None and self._region.lost
+
+
+def _region(size: int) -> Region | None:
+    try:
+        return Region.create(size)
+    except OSError as error:
+        log.info("memory_not_shared", cause=f"{type(error).__name__}: {error}")
+        return None
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -98,7 +132,7 @@ def plan(model: nn.Module, optimizer: torch.optim.Optimizer, block_bytes: int, s
     buffers that are neither floating-point nor int64.
     """
     spec = spec_of(optimizer)
-    group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    group_of = groups_of(optimizer)
     named = dict(model.named_parameters())
     strangers = set(group_of) - {id(p) for p in named.values()}
     if strangers:
@@ -132,12 +166,21 @@ def plan(model: nn.Module, optimizer: torch.optim.Optimizer, block_bytes: int, s
 
 def digest(model: nn.Module, group_of: dict[int, int]) -> str:
     """SHA-256 over names, shapes, dtypes and optimizer groups, in the model's order."""
-    entries = [
+    return hashlib.sha256(json.dumps(tensors_of(model, group_of)).encode()).hexdigest()
+
+
+def tensors_of(model: nn.Module, group_of: dict[int, int]) -> list[list[Any]]:
+    """[kind, name, shape, dtype, optimizer group] of each parameter and buffer, in the model's order; JSON."""
+    return [
         [kind, name, list(tensor.shape), str(tensor.dtype), group_of.get(id(tensor), -1)]
         for kind, tensors in (("param", model.named_parameters()), ("buffer", model.named_buffers()))
         for name, tensor in tensors
     ]
-    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """id of a parameter -> number of its group."""
+    return {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
 
 class _Builder:
@@ -165,8 +208,8 @@ class _Builder:
 def _dtype(name: str, tensor: torch.Tensor) -> str:
     if nn.parameter.is_lazy(tensor):
         raise InvalidArgument(f"{name} is not initialised", hint="model() must return a module without lazy parameters")
-    if tensor.dtype not in DTYPES or (isinstance(tensor, nn.Parameter) and not tensor.is_floating_point()):
+    if tensor.dtype not in _NAMES or (isinstance(tensor, nn.Parameter) and not tensor.is_floating_point()):
         raise InvalidArgument(
             f"{name} has dtype {tensor.dtype}", hint="use float32, bfloat16 or float16 (model.float() converts)"
         )
-    return DTYPES[tensor.dtype]
+    return _NAMES[tensor.dtype]

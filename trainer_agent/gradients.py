@@ -4,19 +4,21 @@
     lane 3, the node's last ─► slot 2: as backward finishes a block, 2 into 1, 1 into 0, announced, pushed from slot 0
 
 Slots are allocated once: log2 of the lanes of a node, plus one. Not thread-safe: one thread computes at a time.
+In synchronous mode every node of the tree is rounded to the dtype in which gradients travel (shared.narrow.round_to).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from shared.job_spec import Narrow
 from shared.lanes import Interval, combine
+from shared.narrow import DTYPES, round_to
 from trainer_agent.flat import Plan, Vector
-
-HOST = torch.device("cpu")
+from trainer_agent.outbound import Outbound, overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +31,32 @@ class Entry:
 
 
 class GradientTree:
-    """The nodes of one step. `open` ... `finish(block)` ... `close` around a node's last lane, `add` for the lanes before."""
+    """The nodes of one step. `open` ... `finish(block)` ... `close` around a node's last lane, `add` for the lanes before.
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
-        self._plan, self._device = plan, device
+    `outbound`: where finished blocks wait if they do not travel from the slot they were computed in. `rounded`: what each
+    block is rounded to at every node. `shared`: see Vector. `add`, `finish` and `close` raise OverflowError for what does not
+    fit.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        device: torch.device,
+        outbound: Outbound | None = None,
+        rounded: Sequence[Narrow | None] = (),
+        *,
+        shared: bool = False,
+    ) -> None:
+        self._plan, self._device, self._outbound = plan, device, outbound
+        self._shared = shared and outbound is None
+        self._rounded = rounded if any(rounded) else [None] * len(plan.blocks)
+        self._rounds = any(rounded)
+        self._scratch: dict[str, torch.Tensor] = {}
         self._slots: list[Vector] = []
         self._free: list[int] = []
         self._memory: dict[int, list[memoryview]] = {}
         self._entries: list[Entry] = []
         self._results: dict[Interval, int | None] = {}
-        self._outbound = _Outbound(plan, device) if device.type != "cpu" else None
         self._fold: list[Entry] = []
         self._done: list[bool] = []
         self._announce: Callable[[int], object] = bool
@@ -49,12 +67,23 @@ class GradientTree:
     def take(self) -> int:
         """A slot for the next backward; its old content is still there."""
         if not self._free:
-            self._slots.append(Vector(self._plan, self._device))
+            self._slots.append(self._vector())
             self._free.append(len(self._slots) - 1)
-        return self._free.pop()
+        slot = self._free.pop()
+        if self._slots[slot].lost:
+            self._slots[slot] = self._vector()
+            self._memory.pop(slot, None)
+        if self._outbound is not None:
+            self._outbound.renew(slot)
+        return slot
+
+    def _vector(self) -> Vector:
+        return Vector(self._plan, self._device, shared=self._shared)
 
     def forget(self) -> None:
         """All slots may be overwritten."""
+        if self._outbound is not None:
+            self._outbound.forget_copies()
         self._entries, self._results = [], {}
         self._free = list(reversed(range(len(self._slots))))
 
@@ -71,6 +100,7 @@ class GradientTree:
 
     def add(self, entry: Entry) -> None:
         """A lane that is not the node's last: equal neighbours become one subtree, like carries of a binary counter."""
+        self._round_all(entry)
         self._entries.append(entry)
         while len(self._entries) > 1 and self._entries[-1].lanes == self._entries[-2].lanes:
             right, left = self._entries.pop(), self._entries.pop()
@@ -80,7 +110,9 @@ class GradientTree:
                         combine(x, left.count, y, right.count)
                 self._free.append(right.slot)
             slot = left.slot if left.slot is not None else right.slot
-            self._entries.append(Entry(left.lanes + right.lanes, left.count + right.count, slot))
+            both = Entry(left.lanes + right.lanes, left.count + right.count, slot)
+            self._round_all(both)
+            self._entries.append(both)
 
     def open(self, node: Interval, last: Entry, announce: Callable[[int], object]) -> None:
         """The node's last lane starts: decide where the result will lie (the leftmost subtree that has data)."""
@@ -98,13 +130,15 @@ class GradientTree:
         *lefts, right = self._fold
         total, count = self._slots[right.slot].blocks[block] if right.slot is not None else None, right.count
         with torch.no_grad():
+            self._round(block, total)
             for left in reversed(lefts):
                 mine = self._slots[left.slot].blocks[block] if left.slot is not None else None
                 total, count = combine(mine, left.count, total, count)
+                self._round(block, total)
         if self._outbound is None:
             self._announce(block)
         else:
-            self._outbound.copy(self._result, block, self._slots[self._result])
+            self._outbound.put(self._result, block, self._slots[self._result].blocks[block], self._announce)
 
     def close(self) -> None:
         """Finish what is left (parameters without gradient, buffers); the slots of the other subtrees become free."""
@@ -116,37 +150,19 @@ class GradientTree:
         self._free += [e.slot for e in reversed(self._fold) if e.slot is not None and e.slot != self._result]
         self._entries, self._fold, self._announce = [], [], bool
 
+    def _round_all(self, entry: Entry) -> None:
+        if self._rounds and entry.slot is not None:
+            for block, values in enumerate(self._slots[entry.slot].blocks):
+                self._round(block, values)
 
-class _Outbound:
-    """GPU only: finished blocks go to page-locked host memory on a stream of their own, beside backward."""
-
-    def __init__(self, plan: Plan, device: torch.device) -> None:
-        self._plan, self._device = plan, device
-        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._hosts: dict[int, tuple[Vector, list[memoryview]]] = {}
-        self._copies: list[tuple[int, torch.cuda.Event]] = []
-
-    def memory(self, slot: int) -> list[memoryview]:
-        return self._host(slot)[1]
-
-    def copy(self, slot: int, block: int, vector: Vector) -> None:
-        """Queue the copy behind what the computing stream has been given so far."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        copied: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
-            self._host(slot)[0].blocks[block].copy_(vector.blocks[block], non_blocking=True)
-            copied.record()
-        self._copies.append((block, copied))
-
-    def drain(self, announce: Callable[[int], object]) -> None:
-        """Announce each block when its copy is there."""
-        for block, copied in self._copies:
-            copied.synchronize()
-            announce(block)
-        self._copies.clear()
-
-    def _host(self, slot: int) -> tuple[Vector, list[memoryview]]:
-        if slot not in self._hosts:
-            host = Vector(self._plan, HOST, pinned=True)
-            self._hosts[slot] = host, host.memory()
-        return self._hosts[slot]
+    def _round(self, block: int, values: torch.Tensor | None) -> None:
+        dtype = self._rounded[block]
+        if dtype is None or values is None:
+            return
+        if dtype not in self._scratch:
+            largest = max(block.elements for block in self._plan.blocks)
+            self._scratch[dtype] = torch.empty(largest, dtype=DTYPES[dtype], device=self._device)
+        try:
+            round_to(values, self._scratch[dtype][: values.numel()])
+        except OverflowError as error:
+            raise overflow(block, error) from None

@@ -14,6 +14,7 @@ from shared.directory import Directory
 from shared.errors import LayoutMismatch, NotReady, PeerError, StaleGeneration, WrongOwner
 from shared.etcd import Compare, Etcd, LeaseLost, Put
 from shared.messages import InitBlock, InitHeader, LanePosition, StepRecord
+from shared.reading import read_record
 from shared.records import JobSpec, Mode, PserverMember
 from shared.slots import Layout
 from trainer_agent.compute import Compute
@@ -39,7 +40,7 @@ async def ensure_initialised(
         if directory.state is not None and directory.state.phase.final:
             return
         try:
-            if _all_there(directory, spec) and await _lock(directory, etcd, membership.lease_id, trainer):
+            if _all_there(directory) and await _lock(directory, etcd, membership.lease_id, trainer):
                 await _initialise(spec, directory, etcd, trainer, compute, connect)
         except (PeerError, StaleGeneration, WrongOwner, LeaseLost) as error:
             await patience.failed(error)
@@ -71,8 +72,10 @@ def _sizes(layout: Layout) -> str:
     return ", ".join(f"{s.elements} {s.dtype} {s.kind}" for s in layout.segments)
 
 
-def _all_there(directory: Directory, spec: JobSpec) -> bool:
-    return directory.slots is not None and len(directory.pservers) == spec.pservers
+def _all_there(directory: Directory) -> bool:
+    """Asked of etcd, not of the spec this trainer began with: the job may have been begun again with other numbers since."""
+    wanted, slots = directory.pservers_desired, directory.slots
+    return slots is not None and max(slots.owners) + 1 == len(directory.pservers) == wanted
 
 
 async def _lock(directory: Directory, etcd: Etcd, lease_id: int, trainer: str) -> bool:
@@ -92,10 +95,11 @@ async def _initialise(
     keys = directory.keys
     if await etcd.get(keys.init_done) is not None:
         return  # the view is only late
-    registered = {kv.key: kv for kv in (await etcd.range(keys.pservers, prefix=True)).kvs}
-    members = [PserverMember.model_validate_json(kv.value) for kv in registered.values()]
-    if len(members) != spec.pservers or directory.slots is None:
-        raise NotReady(f"{len(members)} of {spec.pservers} parameter servers are registered")
+    registered = (await etcd.range(keys.pservers, prefix=True)).kvs
+    found = {kv.key: (kv, member) for kv in registered if (member := read_record(PserverMember, kv.key, kv.value))}
+    members = [member for _, member in found.values()]
+    if len(members) != directory.pservers_desired or directory.slots is None:
+        raise NotReady(f"{len(members)} of {directory.pservers_desired} parameter servers are registered")
     log.info("initialising", pservers=len(members), blocks=sum(1 for _ in compute.layout.blocks()))
     routes = route(compute.layout, directory.slots)
     with single_error():
@@ -103,7 +107,7 @@ async def _initialise(
             for member in members:
                 group.create_task(_fill(spec, directory, member, compute, routes, connect))
     # both keys in one transaction: a run repeated on a stale view cannot take a published layout away
-    same = [Compare.create(key, "==", kv.create_revision) for key, kv in registered.items()]
+    same = [Compare.create(key, "==", kv.create_revision) for key, (kv, _) in found.items()]
     mine = [Compare.value(keys.init_lock, "==", trainer.encode()), Compare.create(keys.layout, "==", 0)]
     published = [Put(keys.layout, compute.layout.to_bytes()), Put(keys.init_done, trainer.encode())]
     if not (await etcd.txn([*same, *mine], published)).succeeded:

@@ -1,6 +1,6 @@
 """`python -m trainer_agent inspect SCRIPT`: one JSON object on stdout for whoever starts jobs. No side effects.
 
-    {"config", "dataset", "evaluation_dataset", "parameters", "optimizer"}   |   {"error": {code, message, hint, details}}
+    {"config", "dataset", "evaluation_dataset", "model"}   |   {"error": {code, message, hint, details}}
     exit 0                                                                       2: not usable as it is, 1: its code raised
 
 The check builds model, layout and optimizer, and runs the first minibatch forward and backward.
@@ -59,6 +59,7 @@ def _inspect(script: str, check: bool, settings: dict[str, str]) -> dict[str, An
 
 
 def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, settings: dict[str, Any]) -> dict[str, Any]:
+    from trainer_agent.flat import groups_of, tensors_of  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.model import TorchCompute  # noqa: PLC0415  torch only when it is needed
 
     spec = _spec(user, dataset, evaluation, settings)
@@ -69,8 +70,8 @@ def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, setting
         if evaluation is not None:
             held_out = first_records(evaluation, spec.minibatch_size)
             asyncio.run(_evaluate(compute, held_out))
-    parameters = sum(parameter.numel() for parameter in compute.model.parameters())
-    return {"parameters": parameters, "optimizer": compute.layout.optimizer.name}
+    tensors = tensors_of(compute.model, groups_of(compute.optimizer))
+    return {"model": {"tensors": tensors, "optimizer": _plain(compute.layout.optimizer)}}
 
 
 async def _forward_and_backward(compute: Any, minibatch: Records) -> None:

@@ -13,14 +13,16 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shared import ids
-from shared.errors import CallerError, DatasetError, TriremeError
+from shared import ids, telemetry
+from shared.errors import CallerError, DatasetError, StaleAttempt, TriremeError
 from shared.messages import LanePosition
-from shared.records import AcquireTask, FailTask, JobSpec, Task, TaskAnswer, UserFailure
+from shared.records import AcquireTask, CompleteTask, FailTask, JobSpec, TakeNext, Task, TaskAnswer, UserFailure
 from trainer_agent.compute import Offload, Records, T
 from trainer_agent.data import Reader, Shard, minibatch_indices, open_dataset
 from trainer_agent.master import MasterPort
 from trainer_agent.retry import persist
+
+log = telemetry.logger("tasks")
 
 
 class TrainingOver(Exception):
@@ -37,13 +39,15 @@ class TaskFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """A lane's share of one step. `finishes`: these are the last records of `task`."""
+    """A lane's share of one step. `finishes`: these are the last records of `task`. `skipped`: a discarded task was passed,
+    whose data blocks may have been given in this very step."""
 
     before: LanePosition
     after: LanePosition
     records: Records | None = None
     task: Task | None = None
     finishes: bool = False
+    skipped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +66,14 @@ class TaskSource:
         self._master, self._offload = master, offload
         self._readers: dict[str, Reader] = {}
 
-    async def acquire(self, generation: int, stream: int | None = None, epoch: int = 0, index: int = 0) -> TaskAnswer:
-        """One answer of the master that is not "wait". Raises StaleGeneration, DeadlineExceeded, Conflict."""
+    async def acquire(
+        self, generation: int, stream: int | None = None, epoch: int = 0, index: int = 0, *, request: str = ""
+    ) -> TaskAnswer:
+        """One answer of the master that is not "wait"; `request`: asked before. Raises StaleGeneration, DeadlineExceeded,
+        Conflict."""
         ask = AcquireTask(
             trainer=self.trainer,
-            request=ids.new_id("task"),
+            request=request or ids.new_id("task"),
             generation=generation,
             stream=stream,
             epoch=epoch,
@@ -78,6 +85,16 @@ class TaskSource:
             if answer.answer != "wait":
                 return answer
             await asyncio.sleep(ids.jitter(answer.retry_after_s or 0.2))
+
+    async def complete(self, task: Task, done: CompleteTask, following: TakeNext | None = None) -> Task | None:
+        """`task` is done; with `following` the next one, if there is one at once: else `acquire` that very request."""
+        report = done.model_copy(update={"next": following})
+        try:
+            what = f"completing task {task.task_id}"
+            return (await persist(lambda: self._master.complete_task(task.task_id, report), what)).next
+        except StaleAttempt as error:
+            log.info("report_refused", task=task.task_id, cause=error.message)
+            return None
 
     async def read(self, task: Task) -> Shard:
         """The records of a task. Raises TaskFailed."""
@@ -148,7 +165,7 @@ class LaneReader:
                 self._held = found
             return self._portion(before, position, self._held)
         self._held = None
-        return Portion(before, position)
+        return Portion(before, position, skipped=position.index != before.index)
 
     def prefetch(self, position: LanePosition, group: asyncio.TaskGroup) -> None:
         """The lane's next step starts a new task: acquire and read it meanwhile."""
@@ -210,7 +227,7 @@ class LaneReader:
             after = position.model_copy(update={"index": position.index + 1, "offset": 0, "exhausted": over})
         else:
             after = position.model_copy(update={"offset": offset})
-        return Portion(before, after, records, held.task, finishes)
+        return Portion(before, after, records, held.task, finishes, position.index != before.index)
 
 
 async def outcome_of(task: asyncio.Task[T]) -> T | None:

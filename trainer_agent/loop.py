@@ -19,12 +19,20 @@ from dataclasses import dataclass, field
 
 from shared import telemetry
 from shared.directory import Directory
-from shared.errors import DeadlineExceeded, Gone, StaleGeneration, UserCodeError
+from shared.errors import DeadlineExceeded, Gone, StaleGeneration, StepTorn, UserCodeError
 from shared.lanes import Interval, step_seed
 from shared.messages import LanePosition, LaneZero, PushBlock, PushHeader, StepRecord
 from shared.records import CompleteTask, JobSpec, Mode, StepMetrics, Task
 from trainer_agent.compute import Compute, LaneResult
-from trainer_agent.core.agent import Duty, Next, Verdict, next_duty, nodes_to_compute, positions_of_step
+from trainer_agent.core.agent import (
+    Duty,
+    Next,
+    Verdict,
+    asked_in_step,
+    next_duty,
+    nodes_to_compute,
+    positions_of_step,
+)
 from trainer_agent.groups import single_error
 from trainer_agent.lanes import LaneReader, Portion, TaskFailed, TaskSource, TrainingOver, described
 from trainer_agent.reports import Reports
@@ -33,6 +41,7 @@ from trainer_agent.transfer import Outbox, Transfer
 from trainer_agent.user_module import failure_of
 
 SETTLE_S = 10.0
+TORN_S = 60.0
 IDLE_S = 30.0
 REFRESH_S = 0.5
 
@@ -64,6 +73,7 @@ class SyncLoop:
         stopping: asyncio.Event,
     ) -> None:
         self._spec, self._directory, self._compute, self._transfer = spec, directory, compute, transfer
+        self._payloads = compute.layout.payloads(spec.gradient_dtype)
         self._source, self._reports, self._stopping = source, reports, stopping
         self._readers: dict[int, LaneReader] = {}
         self._record: StepRecord | None = None
@@ -153,7 +163,8 @@ class SyncLoop:
         if positions[0].epoch >= self._spec.epochs:
             await self._announce_end(positions[0].epoch)
         if self._lane_zero is None or self._lane_zero[0] != step:
-            self._lane_zero = step, self._compute.begin_step()
+            asked = asked_in_step(self._directory.checkpoint_request, self._transfer.generation, step, record.asked)
+            self._lane_zero = step, self._compute.begin_step().model_copy(update={"asked": asked})
         shares: dict[int, tuple[Portion, LaneResult]] = {}
         self._idle.clear()
         try:
@@ -220,12 +231,33 @@ class SyncLoop:
             positions=tuple(portion.after for portion in work.portions.values()),
             lane_zero=lane_zero if 0 in work.lanes else None,
         )
+        await self._claim(header, work)
         with single_error():
             async with asyncio.TaskGroup() as group:
                 pushes = [group.create_task(self._transfer.push(i, header, box)) for i, box in work.outboxes.items()]
                 if not work.computed:
                     await self._gradients(step, work)
         return all(push.result() is Verdict.ACKNOWLEDGED for push in pushes)
+
+    async def _claim(self, header: PushHeader, work: Round) -> None:
+        """Lanes that go on behind a discarded task: its data may be at some blocks already, or on its way there. Every
+        parameter server must promise to take none of it before any is given the next task's. Raises RolledBack."""
+        skipped = [lane for lane, portion in work.portions.items() if portion.skipped]
+        if not skipped:
+            return
+        positions = tuple(work.portions[lane].after for lane in skipped)
+        lane_zero = header.lane_zero if 0 in skipped else None
+        claim = header.model_copy(update={"claim": True, "positions": positions, "lane_zero": lane_zero})
+        try:
+            with single_error():
+                await self._transfer.claim(claim)
+        except StepTorn as error:
+            log.warning("step_torn", step=header.step, cause=error.message)
+            timeline = self.timeline
+            await self._directory.wait_for(
+                lambda seen: timeline_of(seen) != timeline, TORN_S, "the job to go back behind a torn step"
+            )
+            raise RolledBack(error.message) from error
 
     async def _gradients(self, step: int, work: Round) -> None:
         """Node by node, lane by lane; each block goes into its outbox as soon as backward has finished it."""
@@ -235,7 +267,8 @@ class SyncLoop:
             count = sum(len(portions[lane].records or ()) for lane in range(*node))
 
             def finished(block: int, node: Interval = node, count: int = count) -> None:
-                item = PushBlock.model_construct(block=block, lanes=node, count=count)
+                dtype = self._payloads[block]
+                item = PushBlock.model_construct(block=block, lanes=node, count=count, dtype=dtype)
                 work.outboxes[owners[block]].add(item, self._compute.contribution(node, block))
 
             for lane in range(*node):

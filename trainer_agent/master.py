@@ -12,6 +12,7 @@ from shared.errors import NotLeader
 from shared.http import call_json
 from shared.records import (
     AcquireTask,
+    Completed,
     CompleteTask,
     FailTask,
     MetricBatch,
@@ -29,10 +30,10 @@ class MasterPort(Protocol):
 
     async def acquire_task(self, ask: AcquireTask) -> TaskAnswer: ...
     async def report_progress(self, task_id: str, progress: TaskProgress) -> None: ...
-    async def complete_task(self, task_id: str, done: CompleteTask) -> None: ...
+    async def complete_task(self, task_id: str, done: CompleteTask) -> Completed: ...
     async def fail_task(self, task_id: str, failed: FailTask) -> None: ...
     async def report_metrics(self, batch: MetricBatch) -> None: ...
-    async def report_suspect(self, member_id: str) -> None: ...
+    async def report_suspect(self, member_id: str) -> object: ...
     async def report_failure(self, member_id: str, failure: UserFailure) -> None: ...
 
 
@@ -49,8 +50,8 @@ class HttpMaster:
     async def report_progress(self, task_id: str, progress: TaskProgress) -> None:
         await self._post(f"/v1/task-leases/{quote(task_id)}/progress", progress)
 
-    async def complete_task(self, task_id: str, done: CompleteTask) -> None:
-        await self._post(f"/v1/task-leases/{quote(task_id)}/complete", done)
+    async def complete_task(self, task_id: str, done: CompleteTask) -> Completed:
+        return Completed.model_validate(await self._post(f"/v1/task-leases/{quote(task_id)}/complete", done))
 
     async def fail_task(self, task_id: str, failed: FailTask) -> None:
         await self._post(f"/v1/task-leases/{quote(task_id)}/fail", failed)

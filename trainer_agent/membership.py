@@ -9,6 +9,7 @@ Once etcd answers again, a key that is still there gets a new lease, and a key t
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from shared import clock, ids, telemetry
 from shared.errors import PeerError, TriremeError
@@ -55,6 +56,19 @@ class Membership:
                 return
             lease = await self._renew()
         log.error("membership_lost", trainer=self.member.trainer)
+
+    async def tell(self, **said: Any) -> bool:
+        """Write fields of TrainerMember into the key; False if the place is lost. Raises PeerError: try again."""
+        while True:
+            found = await self._etcd.get(self._key)
+            if found is None or found.create_revision != self._created:
+                return False
+            member = self.member.model_copy(update=said)
+            put = Put(self._key, member.to_bytes(), self.lease_id)
+            # mod, as in _renew: a late attempt must not put a forgotten lease back
+            if (await self._etcd.txn([Compare.mod(self._key, "==", found.mod_revision)], [put])).succeeded:
+                self.member = self.member.model_copy(update=said)
+                return True
 
     async def leave(self) -> None:
         """Give the place up at once; if etcd is away the lease runs out by itself."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from functools import partial
@@ -20,9 +21,12 @@ import torch
 from torch import nn
 
 from shared.errors import DatasetError, InvalidArgument
+from shared.job_spec import Narrow
 from shared.lanes import Interval
+from shared.light_torch import optimizers_without_compiler
 from shared.messages import LaneZero
-from shared.records import JobSpec
+from shared.narrow import DTYPES
+from shared.records import JobSpec, Mode
 from shared.slots import Layout
 from trainer_agent import optimizer as optimizers
 from trainer_agent.buffers import LiveBuffers
@@ -30,28 +34,37 @@ from trainer_agent.compute import LaneResult, Records, T
 from trainer_agent.data.collate import default_collate
 from trainer_agent.export import write_model
 from trainer_agent.flat import Plan, Vector, bytes_of, plan
-from trainer_agent.gradients import HOST, Entry, GradientTree
+from trainer_agent.gradients import Entry, GradientTree
+from trainer_agent.outbound import HOST, Outbound
 from trainer_agent.user_module import UserModule
 
 
 class TorchCompute:
-    """See trainer_agent.compute.Compute. `executor` runs one call at a time; building takes as long as model() does."""
+    """See trainer_agent.compute.Compute. `executor` runs one call at a time; building takes as long as model() does.
+    `shared`: gradients lie where parameter servers on this host can read them."""
 
-    def __init__(self, user: UserModule, spec: JobSpec, executor: Executor) -> None:
+    def __init__(self, user: UserModule, spec: JobSpec, executor: Executor, *, shared: bool = False) -> None:
         torch.set_num_threads(spec.threads_per_trainer)
         self._user, self._executor, self._clip_norm = user, executor, spec.clip_norm
         self._device = device_of(spec.device)
         torch.manual_seed(spec.seed)
         self.model = checked_model(user.call("model")).to(self._device)
+        optimizers_without_compiler()
         self.optimizer = user.call("optimizer", self.model)
         self.plan: Plan = plan(self.model, self.optimizer, spec.block_bytes, spec.slot_count)
         self._scheduler = user.call("scheduler", self.optimizer) if user.has("scheduler") else None
         vars(self.optimizer)["_opt_called"] = True  # the servers step; without it schedulers warn about their order
         self._bind_parameters()
         self._buffers = LiveBuffers(self.model, self.plan)
-        self._tree = GradientTree(self.plan, self._device)
-        self._bound_slot = -1
-        self._gradient_views: dict[int, list[torch.Tensor]] = {}
+        payloads = self.layout.payloads(spec.gradient_dtype)
+        self._outbound: Outbound | None = None
+        if any(payloads) or self._device.type != "cpu":
+            feedback = spec.feeds_errors_back
+            self._outbound = Outbound(self.plan, self._device, spec.gradient_dtype, feedback=feedback, shared=shared)
+        rounded = payloads if spec.mode is Mode.SYNC else ()
+        self._tree = GradientTree(self.plan, self._device, self._outbound, rounded, shared=shared)
+        self._bound: Vector | None = None
+        self._gradient_views: weakref.WeakKeyDictionary[Vector, list[torch.Tensor]] = weakref.WeakKeyDictionary()
         self._due: list[int] | None = None
         self._may_overlap = False
         self._count_gradients()
@@ -98,6 +111,9 @@ class TorchCompute:
     def staging(self, block: int) -> memoryview:
         return self._staging_memory[block]
 
+    def widen(self, block: int, dtype: Narrow, payload: memoryview) -> None:
+        self._staging.blocks[block].copy_(torch.frombuffer(payload, dtype=DTYPES[dtype]))
+
     def swap(self) -> None:
         if self._device.type != "cpu":
             for target, source in zip(self._current.segments, self._staging.segments, strict=True):
@@ -123,6 +139,8 @@ class TorchCompute:
 
     def restore(self, lane_zero: LaneZero) -> None:
         optimizers.restore(self.optimizer, self._scheduler, lane_zero)
+        if self._outbound is not None:
+            self._outbound.forget_rests()
 
     # ------------------------------------------------------------ gradients
 
@@ -154,21 +172,21 @@ class TorchCompute:
         loss_sum = self._backward(seed, records, entry.slot) if records and entry.slot is not None else 0.0
         if last:
             self._due = None
-            self._tree.close()
+            self._user.guard(self._tree.close)
         else:
-            self._tree.add(entry)
+            self._user.guard(self._tree.add, entry)
         return LaneResult(loss_sum, entry.count)
 
     def _backward(self, seed: int, records: Records, slot: int) -> float:
         gradients = self._tree.vector(slot)
         for segment in gradients.segments:
             segment.zero_()
-        if slot != self._bound_slot:
-            if slot not in self._gradient_views:
-                self._gradient_views[slot] = gradients.views(self.plan.parameters)
-            for parameter, view in zip(self._parameters, self._gradient_views[slot], strict=True):
+        if gradients is not self._bound:
+            if gradients not in self._gradient_views:
+                self._gradient_views[gradients] = gradients.views(self.plan.parameters)
+            for parameter, view in zip(self._parameters, self._gradient_views[gradients], strict=True):
                 parameter.grad = view
-            self._bound_slot = slot
+            self._bound = gradients
         self._buffers.load(self._current)
         seed_everything(seed)
         self.model.train()

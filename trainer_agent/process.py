@@ -10,7 +10,8 @@ import os
 import socket
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, Self
 
 import aiohttp
@@ -19,36 +20,63 @@ from aiohttp import web
 from shared import etcd as etcd_client
 from shared import http, ids, telemetry
 from shared.directory import Directory
-from shared.errors import CallerError, TriremeError
+from shared.errors import CallerError, InvalidArgument, TriremeError
 from shared.keys import Keys
-from shared.records import JobSpec, PserverMember, TrainerMember
+from shared.records import Dispatch, JobSpec, PserverMember, TrainerMember
 from trainer_agent.agent import FAILED, Agent
 from trainer_agent.compute import T
 from trainer_agent.groups import single_error
 from trainer_agent.master import HttpMaster, MasterPort
 from trainer_agent.model import TorchCompute
-from trainer_agent.pservers import HttpPserver
+from trainer_agent.pservers import HttpPserver, PserverPort, socket_of
 from trainer_agent.retry import persist
 from trainer_agent.settings import Settings
+from trainer_agent.stream import StreamPserver
 from trainer_agent.user_module import failure_of, load
 
 REPORT_S = 30.0
 READER_THREADS = 2
 
+_ANOTHER_DISPATCH = {
+    Dispatch.ETCD: "job {job} has dispatch: etcd, its trainers keep the task queue themselves; start them with `python -m trireme.masterless`",
+    Dispatch.MASTER: "job {job} has dispatch: master; start its trainers with `python -m trainer_agent`, and a master",
+}
+
 log = telemetry.logger("process")
 
 
-async def serve(settings: Settings, stopping: asyncio.Event) -> int:
-    """The trainer's exit code; see Agent.run. Leaves no task, thread or socket behind."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a trainer runs: `url` answers as long as it lives."""
+
+    trainer: str
+    url: str
+    etcd: etcd_client.Etcd
+    directory: Directory
+    client: aiohttp.ClientSession
+
+
+@asynccontextmanager
+async def at_the_master(place: Place) -> AsyncIterator[MasterPort]:
+    """The port of a job with a master."""
+    yield HttpMaster(place.directory, place.client)
+
+
+Reach = Callable[[Place], AbstractAsyncContextManager[MasterPort]]
+
+
+async def serve(
+    settings: Settings,
+    stopping: asyncio.Event,
+    reach: Reach = at_the_master,
+    dispatch: Dispatch = Dispatch.MASTER,
+) -> int:
+    """The trainer's exit code; see Agent.run. Leaves no task, thread or socket behind.
+
+    `reach` opens the port for tasks and reports, as jobs of that `dispatch` have it; others are refused.
+    """
     async with AsyncExitStack() as stack:
-        etcd = etcd_client.connect(
-            settings.etcd,
-            user=settings.etcd_user,
-            password=settings.etcd_password,
-            ca=settings.etcd_ca,
-            cert=settings.etcd_cert,
-            key=settings.etcd_key,
-        )
+        etcd = settings.connect()
         stack.push_async_callback(etcd.close)
         directory = Directory(etcd, Keys(settings.job, settings.root))
         client = await stack.enter_async_context(http.session(settings.token))
@@ -56,7 +84,7 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> int:
             async with asyncio.TaskGroup() as group:
                 following = group.create_task(directory.run())
                 try:
-                    return await _run(settings, stopping, stack, etcd, directory, client)
+                    return await _run(settings, stopping, stack, etcd, directory, client, reach, dispatch)
                 finally:
                     following.cancel()
 
@@ -68,29 +96,36 @@ async def _run(
     etcd: etcd_client.Etcd,
     directory: Directory,
     client: aiohttp.ClientSession,
+    reach: Reach,
+    dispatch: Dispatch,
 ) -> int:
     trainer = ids.new_id(settings.name)
     telemetry.configure(level=settings.log_level, service="trainer", job=settings.job, member=trainer)
+    port = await stack.enter_async_context(_health(settings.host, settings.port))
+    url = f"http://{_advertised(settings)}:{port}"
+    master = await stack.enter_async_context(reach(Place(trainer, url, etcd, directory, client)))
     await directory.wait_for(lambda view: view.spec is not None, settings.spec_wait_s, "the job's spec")
     assert directory.spec is not None
-    spec, master = directory.spec, HttpMaster(directory, client)
+    spec = directory.spec
+    if spec.dispatch is not dispatch:
+        raise InvalidArgument(_ANOTHER_DISPATCH[spec.dispatch].format(job=spec.job))
     computing = stack.enter_context(ThreadPoolExecutor(1, "compute"))
     reading = stack.enter_context(ThreadPoolExecutor(READER_THREADS, "read"))
     try:
-        compute = await asyncio.get_running_loop().run_in_executor(computing, _build, spec, computing)
+        shared = settings.transport in {"auto", "shm"}
+        compute = await asyncio.get_running_loop().run_in_executor(computing, _build, spec, computing, shared)
     except CallerError as error:
         await _report_start(master, trainer, error)
         return FAILED
     log.info("model_built", compute=repr(compute))
-    port = await stack.enter_async_context(_health(settings.host, settings.port))
     member = TrainerMember(
         trainer=trainer,
-        url=f"http://{_advertised(settings)}:{port}",
+        url=url,
         incarnation=trainer,
         host=socket.gethostname(),
         pid=os.getpid(),
     )
-    pservers = await stack.enter_async_context(Connections(settings.token, settings.stall_s))
+    pservers = await stack.enter_async_context(Connections(settings))
 
     async def offload(work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(reading, work, *arguments)
@@ -109,8 +144,8 @@ async def _run(
     return await agent.run()
 
 
-def _build(spec: JobSpec, executor: ThreadPoolExecutor) -> TorchCompute:
-    return TorchCompute(load(spec.script), spec, executor)
+def _build(spec: JobSpec, executor: ThreadPoolExecutor, shared: bool) -> TorchCompute:
+    return TorchCompute(load(spec.script), spec, executor, shared=shared)
 
 
 async def _report_start(master: MasterPort, trainer: str, error: TriremeError) -> None:
@@ -126,9 +161,9 @@ async def _report_start(master: MasterPort, trainer: str, error: TriremeError) -
 class Connections:
     """A port to each incarnation of each pserver, opened when first asked for."""
 
-    def __init__(self, token: str, stall_s: float) -> None:
-        self._token, self._stall_s = token, stall_s
-        self._open: dict[str, HttpPserver] = {}
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._open: dict[str, HttpPserver | StreamPserver] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -137,10 +172,24 @@ class Connections:
         for port in self._open.values():
             await port.close()
 
-    def __call__(self, member: PserverMember) -> HttpPserver:
+    def __call__(self, member: PserverMember) -> PserverPort:
         if member.incarnation not in self._open:
-            self._open[member.incarnation] = HttpPserver(member, self._token, stall_s=self._stall_s)
+            self._open[member.incarnation] = self._port(member)
         return self._open[member.incarnation]
+
+    def _port(self, member: PserverMember) -> HttpPserver | StreamPserver:
+        token, stall_s, transport = self._settings.token, self._settings.stall_s, self._settings.transport
+        if transport in {"tcp", "http"}:
+            member = member.model_copy(update={"uds": ""})
+        elif transport != "auto" and not socket_of(member):
+            raise InvalidArgument(
+                f"TRIREME_TRANSPORT is {transport}, but pserver {member.index} on {member.host} has no UNIX socket that is open "
+                f"to this process on {socket.gethostname()}",
+                hint="use auto, or give the parameter server a TRIREME_UDS that both can reach",
+            )
+        if transport == "http":
+            return HttpPserver(member, token, stall_s=stall_s)
+        return StreamPserver(member, token, stall_s=stall_s, share=transport in {"auto", "shm"})
 
 
 @asynccontextmanager

@@ -207,9 +207,7 @@ class HttpPserver:
 
     def _session(self) -> aiohttp.ClientSession:
         if self._client is None:
-            member = self.member
-            here = bool(member.uds) and member.host == socket.gethostname() and os.path.exists(member.uds)  # noqa: PTH110
-            self._client = http.session(self._token, uds=member.uds if here else "")
+            self._client = http.session(self._token, uds=socket_of(self.member))
         return self._client
 
     def _silent(self, path: str, seconds: float) -> DeadlineExceeded:
@@ -224,6 +222,12 @@ class HttpPserver:
             return from_map(wire.decode(await _whole(response), ANSWER_BYTES))
         except BadFrame:
             return PeerError(f"{self!r} answered {response.status} {response.reason}")
+
+
+def socket_of(member: PserverMember) -> str:
+    """The member's UNIX socket if it is on this host and open to this user, else empty."""
+    here = bool(member.uds) and member.host == socket.gethostname() and os.access(member.uds, os.W_OK)
+    return member.uds if here else ""
 
 
 async def _whole(response: aiohttp.ClientResponse) -> bytes:

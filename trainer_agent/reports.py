@@ -124,14 +124,14 @@ class Reports:
             log.info("peer_suspected", member=member_id, cause=cause)
             await self._once(self._master.report_suspect(member_id))
 
-    async def _tell(self, call: Callable[[], Awaitable[None]], what: str, limit_s: float = 600.0) -> None:
+    async def _tell(self, call: Callable[[], Awaitable[object]], what: str, limit_s: float = 600.0) -> None:
         """Until the master has heard it, or it turns out to be stale, or the limit is reached."""
         try:
             await persist(call, what, limit_s)
         except (CallerError, PeerError) as error:
             log.debug("report_refused", what=what, cause=str(error))
 
-    async def _once(self, call: Awaitable[None]) -> None:
+    async def _once(self, call: Awaitable[object]) -> None:
         try:
             await call
         except TriremeError as error:

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Literal
 
-from pydantic import Field, field_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic import Field
+
+from shared.settings import MemberSettings
 
 
-class Settings(BaseSettings):
-    """`advertise`: the host that peers use. Durations in seconds; what the job is, is in its spec, not here."""
+class Settings(MemberSettings):
+    """`transport` to parameter servers: `auto` is the fastest way both ends have, `shm`
+    the upgraded stream over a UNIX socket with payloads in shared memory, `unix` without, `tcp` the stream over TCP, `http`
+    plain requests. `shm` and `unix` need a socket, so both ends on one host. Durations in seconds; what the job is, is in its spec, not here."""
 
-    model_config = SettingsConfigDict(env_prefix="TRIREME_", frozen=True)
-
-    job: str
-    root: str = "trireme"
-    etcd: Annotated[tuple[str, ...], NoDecode] = ("http://127.0.0.1:2379",)
-    etcd_user: str = ""
-    etcd_password: str = ""
-    etcd_ca: str = ""
-    etcd_cert: str = ""
-    etcd_key: str = ""
-    token: str = ""
-    host: str = "127.0.0.1"
-    port: int = Field(default=0, ge=0, le=65535)
-    advertise: str = ""
     name: str = "trainer"
-    log_level: str = "INFO"
+    transport: Literal["auto", "shm", "unix", "tcp", "http"] = "auto"
     stall_s: float = Field(default=30.0, gt=0)
     spec_wait_s: float = Field(default=300.0, gt=0)
-
-    @field_validator("etcd", mode="before")
-    @classmethod
-    def _urls(cls, value: object) -> object:
-        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value

@@ -11,9 +11,10 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from shared import telemetry
+from shared import clock, telemetry
 from shared.directory import Directory
-from shared.errors import Gone, NotReady, PeerError, StaleGeneration, TriremeError
+from shared.errors import BadFrame, Gone, InvalidArgument, NotReady, PeerError, StaleGeneration, TriremeError
+from shared.job_spec import Narrow, Transported
 from shared.messages import (
     LedgerAnswer,
     LedgerQuery,
@@ -25,6 +26,7 @@ from shared.messages import (
     StepRecord,
 )
 from shared.records import PserverMember
+from shared.slots import ELEMENT_BYTES
 from trainer_agent.compute import Compute
 from trainer_agent.core.agent import Verdict, verdict
 from trainer_agent.core.routing import Routes, route
@@ -38,6 +40,10 @@ T = TypeVar("T")
 Connect = Callable[[PserverMember], PserverPort]
 Suspect = Callable[[str, str], None]
 log = telemetry.logger("transfer")
+
+
+class _Skipped(Exception):
+    """A pserver gave no answer for too long."""
 
 
 class Outbox:
@@ -78,9 +84,20 @@ class Outbox:
 class Transfer:
     """All parameter servers of the job, as one."""
 
-    def __init__(self, directory: Directory, connect: Connect, compute: Compute, suspect: Suspect) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        connect: Connect,
+        compute: Compute,
+        suspect: Suspect,
+        parameter_dtype: Transported = "float32",
+    ) -> None:
         self._directory, self._connect, self._compute, self._suspect = directory, connect, compute, suspect
         self._routes: Routes | None = None
+        self._away: dict[int, float] = {}  # pservers that do not answer, and since when
+        self._narrow: Narrow | None = None if parameter_dtype == "float32" else parameter_dtype
+        self._narrowed = compute.layout.payloads(parameter_dtype)
+        self._landing: dict[int, memoryview] = {}  # by pserver: where a block lies until it is widened
 
     @property
     def routes(self) -> Routes:
@@ -102,49 +119,80 @@ class Transfer:
 
     # ------------------------------------------------------------ pull
 
-    async def pull(self, version: int | None) -> StepRecord | None:
+    async def pull(
+        self, version: int | None, skip_after_s: float | None = None, *, exact: bool = False
+    ) -> StepRecord | None:
         """Every block at `version` (None: whatever is current) into the staging vector; the version's record.
 
-        Waits for blocks that are not there yet. Raises Gone if the version is no longer kept.
+        Waits for blocks that are not there yet; after `skip_after_s` without an answer a pserver's blocks stay what they
+        are. `exact`: in full precision, whatever the job's parameter_dtype. Raises Gone if the version is no longer kept,
+        InvalidArgument if parameters do not fit that dtype.
         """
-        return next(iter(await self._everywhere(lambda index: self._pull_from(index, version))), None)
+        narrow = None if exact else self._narrow
+        records = await self._everywhere(lambda index: self._pull_from(index, version, skip_after_s, narrow))
+        return next(iter(records), None)
 
-    async def _pull_from(self, index: int, version: int | None) -> StepRecord | None:
+    async def _pull_from(
+        self, index: int, version: int | None, skip_after_s: float | None, narrow: Narrow | None
+    ) -> StepRecord | None:
         missing = dict.fromkeys(self.routes.blocks[index])
         record: StepRecord | None = None
         patience = Patience(f"pulling {'parameters' if version is None else f'version {version}'} from pserver {index}")
 
+        def place(item: PulledBlock) -> memoryview:
+            expected = self._narrowed[item.block] if narrow is not None else None
+            if item.dtype != expected:
+                raise BadFrame(
+                    f"block {item.block} came from pserver {index} as {item.dtype or 'it is'}, {expected or 'as it is'} was asked "
+                    "for; run the same version everywhere"
+                )
+            whole = self._compute.staging(item.block)
+            if item.dtype is None:
+                return whole
+            if index not in self._landing:
+                self._landing[index] = memoryview(bytearray(self._compute.layout.block_bytes))
+            return self._landing[index][: whole.nbytes * ELEMENT_BYTES[item.dtype] // ELEMENT_BYTES["float32"]]
+
         def placed(item: PulledBlock) -> None:
+            if item.dtype is not None:
+                self._compute.widen(item.block, item.dtype, place(item))
             missing.pop(item.block, None)
 
         while missing:
             before = len(missing)
-            request = PullRequest(**self.envelope(), version=version, blocks=tuple(missing), wait_s=PULL_WAIT_S)
+            wanted = {"version": version, "blocks": tuple(missing), "wait_s": PULL_WAIT_S, "dtype": narrow}
             try:
-                end = await self._port(index).pull(request, self._place, placed)
+                end = await self._port(index).pull(PullRequest(**self.envelope(), **wanted), place, placed)
             except (PeerError, StaleGeneration) as error:
+                if self._is_given_up(index, skip_after_s):
+                    for block in missing:
+                        self._compute.staging(block)[:] = self._compute.current(block)
+                    return record
                 await self._look_again(index, error)
                 await patience.failed(error)
                 continue
+            self._away.pop(index, None)
             record = end.record or record
             if len(missing) < before:
                 patience.reset()
             match end.code:
                 case "GONE":
                     raise Gone(end.message)
+                case "OVERFLOW":
+                    raise InvalidArgument(end.message, hint=f"parameter_dtype is {narrow}; start the job with another")
                 case "TOO_EARLY":
                     patience.waited(end.message)
                 case "NOT_READY" | "OK" if missing:
                     await patience.failed(end.message or f"{len(missing)} blocks did not come")
         return record
 
-    def _place(self, item: PulledBlock) -> memoryview:
-        return self._compute.staging(item.block)
-
     # ------------------------------------------------------------ push
 
-    async def push(self, index: int, header: PushHeader, outbox: Outbox) -> Verdict:
-        """ACKNOWLEDGED (each block), or STALE, FENCED: the header's generation or attempt is over, nothing is lost."""
+    async def push(self, index: int, header: PushHeader, outbox: Outbox, skip_after_s: float | None = None) -> Verdict:
+        """ACKNOWLEDGED (each block), or STALE, FENCED: the header's generation or attempt is over, nothing is lost.
+
+        Asynchronous: BEHIND, the pserver came back from a checkpoint; SKIPPED, it gave no answer for `skip_after_s`.
+        """
         if not await outbox.started():
             return Verdict.ACKNOWLEDGED
         patience = Patience(f"pushing step {header.step} to pserver {index}")
@@ -155,10 +203,13 @@ class Transfer:
             except StaleGeneration:
                 return Verdict.STALE
             except PeerError as error:
+                if self._is_given_up(index, skip_after_s):
+                    return Verdict.SKIPPED
                 await self._look_again(index, error)
                 problem: object = error
             else:
-                found, problem = verdict(answer)
+                self._away.pop(index, None)
+                found, problem = verdict(answer, header.mode)
                 if found is Verdict.BROKEN:
                     raise TriremeError(f"pserver {index} refused a push of step {header.step}: {problem}")
                 if found is not Verdict.AGAIN:
@@ -166,6 +217,11 @@ class Transfer:
             if self.generation > header.generation:
                 return Verdict.STALE
             await patience.failed(problem)
+
+    async def claim(self, header: PushHeader) -> None:
+        """From now on no parameter server takes other data of the header's lanes in its step. Raises StepTorn (one has
+        such data already: the job will go back to a checkpoint), StaleGeneration."""
+        await self._everywhere(lambda index: self._ask(index, lambda port: port.push(header, _nothing())))
 
     # ------------------------------------------------------------ questions
 
@@ -182,19 +238,42 @@ class Transfer:
 
         return await self._everywhere(lambda index: self._ask(index, ready))
 
-    async def ledgers(self, query: LedgerQuery) -> list[LedgerAnswer]:
-        return await self._everywhere(lambda index: self._ask(index, lambda port: port.ledger(query)))
+    async def ledgers(self, query: LedgerQuery, skip_after_s: float | None = None) -> dict[int, LedgerAnswer]:
+        """By pserver; without those that gave no answer for `skip_after_s`."""
 
-    async def _ask(self, index: int, question: Callable[[PserverPort], Coroutine[Any, Any, T]]) -> T:
+        async def ask(index: int) -> tuple[int, LedgerAnswer | None]:
+            try:
+                return index, await self._ask(index, lambda port: port.ledger(query), skip_after_s)
+            except _Skipped:
+                return index, None
+
+        return {index: answer for index, answer in await self._everywhere(ask) if answer is not None}
+
+    async def _ask(
+        self,
+        index: int,
+        question: Callable[[PserverPort], Coroutine[Any, Any, T]],
+        skip_after_s: float | None = None,
+    ) -> T:
         patience = Patience(f"an answer from pserver {index}")
         while True:
             try:
-                return await question(self._port(index))
+                answer = await question(self._port(index))
             except PeerError as error:
+                if self._is_given_up(index, skip_after_s):
+                    raise _Skipped from error
                 await self._look_again(index, error)
                 await patience.failed(error)
+            else:
+                self._away.pop(index, None)
+                return answer
 
     # ------------------------------------------------------------ peers
+
+    def _is_given_up(self, index: int, skip_after_s: float | None) -> bool:
+        """A failure of that pserver: whether it has been away for too long."""
+        since = self._away.setdefault(index, clock.monotonic())
+        return skip_after_s is not None and clock.monotonic() - since >= skip_after_s
 
     async def _everywhere(self, ask: Callable[[int], Coroutine[Any, Any, T]]) -> list[T]:
         async with asyncio.TaskGroup() as group:
@@ -213,3 +292,8 @@ class Transfer:
         if member is not None and not isinstance(error, NotReady | StaleGeneration):
             self._suspect(member.incarnation, str(error))
             await self._directory.changed(self._directory.revision, REFRESH_S)
+
+
+async def _nothing() -> AsyncGenerator[tuple[PushBlock, memoryview], None]:
+    return
+    yield

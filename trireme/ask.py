@@ -7,22 +7,29 @@ import json
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
+from shared import telemetry
 from shared.errors import NotFound, TriremeError
 from trireme import exits, run_dir
 from trireme.client import Client
 from trireme.follow import progress_of
-from trireme.run_command import DATA_DIR
+from trireme.reach import reach
+from trireme.report import loss_rows
+from trireme.run_dir import DATA_DIR
+
+if TYPE_CHECKING:
+    from trireme.spectator import Spectator
 
 Show = Callable[..., Awaitable[dict[str, Any]]]
 
 
 def ask(show: Show, job: str | None, data_dir: Path | None, url: str | None, *, as_json: bool, **query: Any) -> int:
     """Run one question; returns the exit code."""
+    telemetry.configure(level="ERROR", json=False)
     try:
         document = asyncio.run(_ask(show, address(job, data_dir, url), as_json=as_json, query=query))
     except TriremeError as error:
@@ -33,7 +40,7 @@ def ask(show: Show, job: str | None, data_dir: Path | None, url: str | None, *, 
 
 
 async def _ask(show: Show, url: str, *, as_json: bool, query: dict[str, Any]) -> dict[str, Any]:
-    async with Client(url, token=os.environ.get("TRIREME_TOKEN", "")) as client:
+    async with reach(url, token=os.environ.get("TRIREME_TOKEN", "")) as client:
         return await show(client, None if as_json else Console(), **query)
 
 
@@ -49,7 +56,7 @@ def address(job: str | None, data_dir: Path | None, url: str | None) -> str:
     return str(facts["url"])
 
 
-async def show_status(client: Client, console: Console | None) -> dict[str, Any]:
+async def show_status(client: Client | Spectator, console: Console | None) -> dict[str, Any]:
     job = await client.job()
     if console:
         progress = progress_of(job, restarts=0)
@@ -59,13 +66,15 @@ async def show_status(client: Client, console: Console | None) -> dict[str, Any]
         console.print(
             f"trainers {members['trainers']}/{members['trainers_desired']}  "
             f"pservers {members['pservers']}/{members['pservers_desired']}  generation {job['generation']}  "
-            f"master {job['master']['master_id']} (term {job['master']['term']})",
+            f"{'master' if job['spec']['dispatch'] == 'master' else 'sweeper'} {job['master']['master_id']} (term {job['master']['term']})",
             highlight=False,
         )
+        for name, text in loss_rows(job["losses"]):
+            console.print(f"{name}  {text}", highlight=False)
     return job
 
 
-async def show_tasks(client: Client, console: Console | None, state: str | None = None) -> dict[str, Any]:
+async def show_tasks(client: Client | Spectator, console: Console | None, state: str | None = None) -> dict[str, Any]:
     summary = await client.task_summary()
     tasks = [task async for task in client.tasks(state.upper() if state else None)]
     if console:
@@ -78,7 +87,7 @@ async def show_tasks(client: Client, console: Console | None, state: str | None 
     return {"summary": summary, "tasks": tasks}
 
 
-async def show_members(client: Client, console: Console | None) -> dict[str, Any]:
+async def show_members(client: Client | Spectator, console: Console | None) -> dict[str, Any]:
     members = [member async for member in client.members()]
     if console:
         _print_table(console, ("member_id", "kind", "url", "host", "pid", "lanes", "tasks"), members)

@@ -16,13 +16,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from shared import checkpoints
-from shared.errors import CheckpointUnusable, NotFound, TriremeError
+from shared import checkpoints, storage
+from shared.errors import CheckpointUnusable, NotFound, PeerError, TriremeError
 from shared.manifest import CheckpointRef, Manifest
 from shared.records import JobSpec
 from shared.tensor_file import Entry
 from trireme import exits, run_dir
-from trireme.run_command import DATA_DIR
+from trireme.run_dir import DATA_DIR
 
 Answer = tuple[dict[str, Any], int]
 
@@ -57,6 +57,8 @@ def _answer(work: Callable[[], Answer], *, as_json: bool) -> int:
         document, code = work()
     except TriremeError as error:
         return exits.tell(error, as_json=as_json)
+    except OSError as error:
+        return exits.tell(PeerError(f"the job's storage cannot be read: {error}"), as_json=as_json)
     if as_json:
         print(json.dumps(document))  # noqa: T201
     return code
@@ -130,8 +132,11 @@ def _choose(spec: JobSpec, which: str | None) -> CheckpointRef:
 def _export(spec: JobSpec, which: str | None, out: Path | None, *, as_json: bool) -> Answer:
     ref = _choose(spec, which)
     manifest = checkpoints.read_manifest(spec.storage, spec.job, ref)
-    exports = asyncio.run(_write_model(spec, ref, manifest, str(out or Path(spec.storage) / f"export-step-{ref.step}")))
+    exports = asyncio.run(
+        _write_model(spec, ref, manifest, str(out or storage.join(spec.storage, f"export-step-{ref.step}")))
+    )
     if not as_json:
+        Console(soft_wrap=True).print(f"checkpoint  step {ref.step}, {ref.uuid}", highlight=False)
         for kind, path in exports.items():
             Console(soft_wrap=True).print(f"{kind}  {path}", highlight=False)
     return {"job": spec.job, "checkpoint": ref.uuid, "step": ref.step, "exports": exports}, exits.OK

@@ -16,11 +16,18 @@ from pathlib import Path
 from typing import IO, Any
 
 from shared import clock
-from shared.etcd.embedded import die_with_parent
+from shared.errors import TriremeError
+from trireme.processes import Process, Start, spawn
 
 TAIL_BYTES = 16 << 10
 TAIL_LINES = 15
 EVENTS_FILE = "children.jsonl"
+
+
+class ClusterError(TriremeError):
+    """The cluster cannot go on: a child that ends again and again, or no trainer left. `details`: child, log, tail."""
+
+    code = "CLUSTER_FAILED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +71,16 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
 class Child:
     """A process that may be started again after it ended; `starts` counts how often."""
 
-    def __init__(self, name: str, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, name: str, argv: Sequence[str], environment: Mapping[str, str], log: Path, start: Start = spawn
+    ) -> None:
         self.name = name
         self.argv = tuple(argv)
         self.environment = dict(environment)
         self.log = log
         self.starts = 0
-        self._process: asyncio.subprocess.Process | None = None
+        self._start = start
+        self._process: Process | None = None
         self._since = 0.0
 
     def __repr__(self) -> str:
@@ -90,15 +100,7 @@ class Child:
         """Start the process; its output is appended to `log`."""
         assert not self.alive, f"{self!r} is started twice"
         with self._open_log() as out:
-            self._process = await asyncio.create_subprocess_exec(
-                *self.argv,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                env=self.environment,
-                start_new_session=True,
-                preexec_fn=die_with_parent(),
-            )
+            self._process = await self._start(self.argv, self.environment, out, out)
         self.starts += 1
         self._since = clock.monotonic()
 

@@ -31,6 +31,9 @@ Url = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 Which = Annotated[str | None, typer.Argument(help="A step, or how the checkpoint's uuid begins.", metavar="CHECKPOINT")]
+WaitS = Annotated[
+    float, typer.Option("--wait-s", help="How long to wait for the end; 0: not at all.", min=0, metavar="S")
+]
 checkpoint = typer.Typer(help="Checkpoints of a job, running or not.", no_args_is_help=True)
 app.add_typer(checkpoint, name="checkpoint")
 
@@ -39,6 +42,10 @@ app.add_typer(checkpoint, name="checkpoint")
 def run(
     script: Annotated[Path, typer.Argument(help="A Python file with model, dataset, loss and optimizer.")],
     mode: Annotated[str | None, typer.Option(help="sync (deterministic) or async.", metavar="sync|async")] = None,
+    dispatch: Annotated[
+        str | None,
+        typer.Option(help="Who keeps the task queue: a master, or the trainers themselves.", metavar="master|etcd"),
+    ] = None,
     trainers: Annotated[int | None, typer.Option(help="Number of trainers.", metavar="N")] = None,
     pservers: Annotated[int | None, typer.Option(help="Number of parameter servers.", metavar="N")] = None,
     lanes: Annotated[
@@ -52,12 +59,28 @@ def run(
     push_every: Annotated[int | None, typer.Option(help="Async: minibatches per push.", metavar="N")] = None,
     pull_every: Annotated[int | None, typer.Option(help="Async: minibatches per pull.", metavar="N")] = None,
     device: Annotated[str | None, typer.Option(help="Where trainers compute.", metavar="auto|cpu|cuda")] = None,
+    gradient_dtype: Annotated[
+        str | None, typer.Option(help="How gradients travel.", metavar="float32|bfloat16|float16")
+    ] = None,
+    parameter_dtype: Annotated[
+        str | None, typer.Option(help="How pulled parameters travel.", metavar="float32|bfloat16|float16")
+    ] = None,
     job: Annotated[str | None, typer.Option(help="Name of the job. Default: the script's.", metavar="NAME")] = None,
     data_dir: DataDir = None,
     port: Annotated[
         int | None, typer.Option(help="Port of the master's REST. Default: any free one.", metavar="P")
     ] = None,
     standbys: Annotated[int | None, typer.Option(help="Hot standby masters.", metavar="N")] = None,
+    spare_pservers: Annotated[
+        int | None, typer.Option(help="Parameter servers that wait for another one's death.", metavar="N")
+    ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            help="Checkpoints and exports below this path or URL (s3://bucket/runs), not in the job's folder.",
+            metavar="URL",
+        ),
+    ] = None,
     assignments: Annotated[
         list[str] | None, typer.Option("--set", help="Any other setting of trireme.Config.", metavar="NAME=VALUE")
     ] = None,
@@ -81,6 +104,7 @@ def run(
 
     flags: dict[str, Any] = {
         "mode": mode,
+        "dispatch": dispatch,
         "trainers": trainers,
         "pservers": pservers,
         "lanes": lanes,
@@ -90,10 +114,14 @@ def run(
         "push_every": push_every,
         "pull_every": pull_every,
         "device": device,
+        "gradient_dtype": gradient_dtype,
+        "parameter_dtype": parameter_dtype,
         "job": job,
         "data_dir": data_dir,
         "port": port,
         "standbys": standbys,
+        "spare_pservers": spare_pservers,
+        "storage": storage,
     }
     request = RunRequest(
         script, flags, tuple(assignments or ()), check=check, dry_run=dry_run, fresh=fresh, as_json=as_json
@@ -137,6 +165,36 @@ def checkpoint_list(job: Job = None, data_dir: DataDir = None, as_json: Json = F
     from trireme.checkpoint import show  # noqa: PLC0415
 
     raise typer.Exit(show(job, data_dir, as_json=as_json))
+
+
+@checkpoint.command(name="create")
+def checkpoint_create(
+    wait_s: WaitS = 120.0, job: Job = None, data_dir: DataDir = None, url: Url = None, as_json: Json = False
+) -> None:
+    """Save one of the next steps of a running job now; training does not stop for it (synchronous mode).
+
+    Prints the operation: the checkpoint once it is there. Exit code 7: not there within --wait-s; it goes on.
+    """
+    from trireme.operations import create  # noqa: PLC0415
+
+    raise typer.Exit(create(job, data_dir, url, wait_s, as_json=as_json))
+
+
+@checkpoint.command(name="restore")
+def checkpoint_restore(
+    which: Annotated[str, typer.Argument(help="A step, or how the checkpoint's uuid begins.", metavar="CHECKPOINT")],
+    wait_s: WaitS = 120.0,
+    job: Job = None,
+    data_dir: DataDir = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Take a running job back to a checkpoint; it trains on from there, to the same bits. Nothing is stopped before the
+    checkpoint's files are found good (exit code 1 if they are not); newer checkpoints stay, and one can go back to them.
+    """
+    from trireme.operations import restore  # noqa: PLC0415
+
+    raise typer.Exit(restore(job, data_dir, url, which, wait_s, as_json=as_json))
 
 
 @checkpoint.command(name="verify")

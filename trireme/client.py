@@ -6,22 +6,30 @@ async with Client("http://127.0.0.1:8470") as client:
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, Self
 
 import httpx
 
-from shared.errors import DeadlineExceeded, PeerError, TriremeError, Unauthorized, from_map
+from shared import clock, ids
+from shared.errors import DeadlineExceeded, InvalidArgument, NotReady, PeerError, TriremeError, Unauthorized, from_map
 
 TIMEOUT_S = 10.0
+MASTERLESS = "etcd+"  # etcd+http://HOST:PORT/JOB names a job without a master (reach.py)
+PAUSE_S = 0.2
 
 
 class Client:
     """`async with` opens and closes it. Raises the TriremeError the master names; PeerError if nobody answers at `url`;
-    DeadlineExceeded if an answer takes more than `timeout_s`."""
+    DeadlineExceeded if an answer takes more than `timeout_s`. A master that is just taking over is asked again that long."""
 
     def __init__(self, url: str, *, token: str = "", timeout_s: float = TIMEOUT_S) -> None:
+        if url.startswith(MASTERLESS):
+            msg = f"{url} names a masterless job: there is no master to ask for this"
+            raise InvalidArgument(msg, hint="see docs/masterless.md for the commands that work")
         self.url = url.rstrip("/")
+        self._timeout_s = timeout_s
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {token}"} if token else {},
@@ -61,6 +69,22 @@ class Client:
     async def metrics(self) -> dict[str, Any]:
         return await self._call("GET", "/v1/metrics")
 
+    async def create_checkpoint(self, key: str, *, cause: str = "", limit_s: float = 600.0) -> dict[str, Any]:
+        """An operation (see `operation`); the same `key` is the same one."""
+        return await self._call("POST", "/v1/checkpoints", key=key, body={"cause": cause, "limit_s": limit_s})
+
+    def checkpoints(self) -> AsyncIterator[dict[str, Any]]:
+        """Those that can be gone back to."""
+        return self._list("/v1/checkpoints", "checkpoints", {})
+
+    async def restore_checkpoint(self, checkpoint_id: str, key: str) -> dict[str, Any]:
+        """An operation."""
+        return await self._call("POST", f"/v1/checkpoints/{checkpoint_id}/restore", key=key)
+
+    async def operation(self, operation_id: str, wait_s: float = 0.0) -> dict[str, Any]:
+        """As it stands: `state` RUNNING (`reason`: what it waits for), DONE or FAILED; waits up to `wait_s` for its end."""
+        return await self._call("GET", f"/v1/operations/{operation_id}", {"wait_s": wait_s})
+
     async def version(self) -> dict[str, Any]:
         return await self._call("GET", "/v1/version")
 
@@ -76,9 +100,30 @@ class Client:
             if not token:
                 return
 
-    async def _call(self, method: str, path: str, query: dict[str, Any] | None = None) -> dict[str, Any]:
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        query: dict[str, Any] | None = None,
+        *,
+        key: str = "",
+        body: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        deadline = clock.monotonic() + self._timeout_s
+        while True:
+            try:
+                return await self._ask(method, path, query, key, body)
+            except NotReady:
+                if clock.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(ids.jitter(PAUSE_S))
+
+    async def _ask(
+        self, method: str, path: str, query: dict[str, Any] | None, key: str, body: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        headers = {"Idempotency-Key": key} if key else {}
         try:
-            response = await self._http.request(method, path, params=query or {})
+            response = await self._http.request(method, path, params=query or {}, headers=headers, json=body)
         except httpx.TimeoutException as error:
             msg = f"{method} {self.url}{path} gave no answer in time ({type(error).__name__})"
             raise DeadlineExceeded(msg) from error

@@ -20,6 +20,7 @@ class Config:
 
     job: str | None = None
     mode: str | None = None
+    dispatch: str | None = None
     epochs: int | None = None
     global_batch_size: int | None = None
     lanes: int | None = None
@@ -44,6 +45,13 @@ class Config:
     checkpoint_every_steps: int | None = None
     checkpoint_every_epochs: int | None = None
     keep_checkpoints: int | None = None
+    checkpoint_every_seconds: float | None = None
+    checkpoint_kind: str | None = None
+    skip_after_seconds: float | None = None
+    gradient_dtype: str | None = None
+    parameter_dtype: str | None = None
+    error_feedback: bool | None = None
+    recovery_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         from trireme.spec import field_problems  # noqa: PLC0415  pydantic, only when a script says something

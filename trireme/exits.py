@@ -7,6 +7,7 @@ import sys
 
 from shared.errors import (
     CallerError,
+    CheckpointUnusable,
     Conflict,
     DatasetError,
     DeadlineExceeded,
@@ -17,13 +18,14 @@ from shared.errors import (
     UserCodeError,
 )
 from shared.records import UserFailure
-from trireme.local import ClusterError
+from trireme.children import ClusterError
 
 OK, JOB_FAILED, USAGE, NOT_FOUND, CONFLICT, AUTH, UNREACHABLE, TIMED_OUT, INTERRUPTED = 0, 1, 2, 3, 4, 5, 6, 7, 130
 
 _CODES: tuple[tuple[type[TriremeError], int], ...] = (  # the first that fits
     (ClusterError, JOB_FAILED),
     (DatasetError, JOB_FAILED),
+    (CheckpointUnusable, JOB_FAILED),
     (UserCodeError, JOB_FAILED),
     (NotFound, NOT_FOUND),
     (Conflict, CONFLICT),

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shared import clock
 from shared.errors import PeerError, TriremeError
 from shared.records import Mode, Phase
 from trireme.children import ChildEvent
-from trireme.client import Client
-from trireme.local import LocalCluster
 from trireme.progress import Display, Progress
 from trireme.report import Counts
+
+if TYPE_CHECKING:
+    from trireme.local import LocalCluster
 
 POLL_S = 0.5
 REQUEST_TIMEOUT_S = 5.0
@@ -25,7 +26,13 @@ TOLD = {
     "rolling_back",
     "rolled_back",
     "checkpoint_unusable",
+    "checkpoint_failed",
+    "storage_away",
+    "checkpoint_works_again",
     "started_over",
+    "pserver_lost",
+    "pserver_back",
+    "checkpoint_given_up",
     "member_dead",
     "task_discarded",
     "stage_changed",
@@ -36,6 +43,7 @@ TOLD = {
 CONSEQUENCES = {
     ("trainer", Mode.SYNC): "its lanes move to the others, no record is lost",
     ("trainer", Mode.ASYNC): "its tasks go on elsewhere, where the ledgers stand",
+    ("pserver", Mode.ASYNC): "it comes back from its newest checkpoint, the others go on",
     ("master", Mode.SYNC): "trainers go on meanwhile",
     ("master", Mode.ASYNC): "trainers go on meanwhile",
 }
@@ -102,13 +110,17 @@ class Follower:
         """What the summary wants, as far as it can still be had."""
         with contextlib.suppress(TriremeError):
             await self._ask(cluster)  # events of the end included
+        discarded: list[dict[str, Any]] = []
+        with contextlib.suppress(TriremeError):
+            async with cluster.client(REQUEST_TIMEOUT_S) as client:
+                discarded = [task async for task in client.tasks("DISCARDED")]
         progress = self._last.get("progress", {})
-        return Counts(dict(self.restarts), progress.get("loss"), progress.get("step"))
+        return Counts(dict(self.restarts), progress.get("loss"), progress.get("step"), discarded)
 
     async def _ask(self, cluster: LocalCluster) -> None:
         async with (
             self._asking,  # each event is told once
-            Client(await cluster.master_url(REQUEST_TIMEOUT_S), timeout_s=REQUEST_TIMEOUT_S) as client,
+            cluster.client(REQUEST_TIMEOUT_S) as client,
         ):
             page = await client.events(after=self._after)
             self._last = await client.job()

@@ -13,8 +13,8 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,28 +25,34 @@ from shared.errors import DeadlineExceeded, TriremeError
 from shared.etcd import Fatal
 from shared.etcd.embedded import EmbeddedEtcd
 from shared.keys import Keys
-from shared.records import JobSpec, JobState, MasterLock, PserverMember, TrainerMember
-from trireme.children import TAIL_LINES, Child, ChildEvent, Exit, append_event, tail_of
+from shared.records import Dispatch, JobSpec, JobState
+from trireme.burial import leases_of
+from trireme.children import TAIL_LINES, Child, ChildEvent, ClusterError, Exit, append_event, tail_of
+from trireme.client import Client
+from trireme.processes import PYTHON_MODULE, ForkServer, inherited_environment
+from trireme.reach import address
 from trireme.restarts import RestartPolicy
+from trireme.run_dir import sockets
+from trireme.spectator import Spectator
 
 HOST = "127.0.0.1"
 # in stopping order; no master is left to see the parameter servers go, or it would roll the job back
 MODULES = {"trainer": "trainer_agent", "master": "master_service", "pserver": "pserver_service"}
+MASTERLESS_TRAINER = "trireme.masterless"
 GRACE_S = 5.0
+PSERVER_GRACE_S = 15.0  # for a part that is being written
 START_TIMEOUT_S = 60.0
 REVOKE_TIMEOUT_S = 2.0
 FINAL_TIMEOUT_S = 1.0
 FOLLOW_S = 5.0
-
-
-class ClusterError(TriremeError):
-    """The cluster cannot go on: a child that ends again and again, or no trainer left. `details`: child, log, tail."""
-
-    code = "CLUSTER_FAILED"
+PASSED_ON = ("TRIREME_TRANSPORT",)  # of our own environment; the rest is in the spec
+SPARE_WAIT_S = 365 * 24 * 3600.0  # whoever finds no free place is a spare
 
 
 class LocalCluster:
     """`run_dir` gets spec.json, logs/<child>.log, children.jsonl and etcd/ (an earlier run's is gone on with); `port` is the first master's (0: any free one).
+    Spare parameter servers have all loaded and wait: the first to see a place free takes it. `forks` starts the children
+    (None: one of its own, until the cluster ends).
 
     `on_event` hears of every start and death. Children by name: `trainer-0`, `pserver-0`, `master-0`, `etcd`.
     """
@@ -58,7 +64,9 @@ class LocalCluster:
         *,
         port: int = 0,
         standbys: int = 0,
+        spare_pservers: int = 0,
         environment: Mapping[str, str] | None = None,
+        forks: ForkServer | None = None,
         on_event: Callable[[ChildEvent], None] = lambda _: None,
     ) -> None:
         self.spec = spec
@@ -67,7 +75,10 @@ class LocalCluster:
         self.embedded = EmbeddedEtcd(run_dir / "etcd", log_path=run_dir / "logs" / "etcd.log")
         self._port = port
         self._standbys = standbys
+        self._spare_pservers = spare_pservers
         self._extra = dict(environment or {})
+        self._forks = forks or ForkServer()
+        self._own_forks = forks is None
         self._on_event = on_event
         self._keys = Keys(spec.job)
         self._stopping = False
@@ -75,6 +86,8 @@ class LocalCluster:
         self._tasks = asyncio.TaskGroup()
         self._running: list[asyncio.Task[None]] = []
         self._final: asyncio.Future[JobState]
+        self._spectator: Spectator | None = None
+        self.masterless = spec.dispatch is Dispatch.ETCD
         self.etcd: etcd_client.Etcd
         self.directory: Directory
 
@@ -93,6 +106,22 @@ class LocalCluster:
             msg = f"job {self.spec.job} is not over after {timeout_s:g} s: {self.directory.state!r}"
             raise DeadlineExceeded(msg) from error
 
+    @property
+    def url(self) -> str:
+        """The leading master's, "" while there is none; of a masterless job its place in etcd, as commands take it."""
+        if self.masterless:
+            return address(self.embedded.url, self.spec.job)
+        return self.directory.master.url if self.directory.master else ""
+
+    @asynccontextmanager
+    async def client(self, timeout_s: float) -> AsyncIterator[Client | Spectator]:
+        """Whoever answers questions about the job. Raises DeadlineExceeded."""
+        if self._spectator is not None:
+            yield self._spectator
+            return
+        async with Client(await self.master_url(timeout_s), timeout_s=timeout_s) as client:
+            yield client
+
     async def master_url(self, timeout_s: float = START_TIMEOUT_S) -> str:
         """Where the leading master's REST is; raises DeadlineExceeded."""
         await self.directory.wait_for(lambda view: view.master is not None, timeout_s, "a master")
@@ -101,6 +130,10 @@ class LocalCluster:
 
     async def add_trainer(self) -> Child:
         return await self._add("trainer")
+
+    @property
+    def _spec_path(self) -> dict[str, str]:
+        return {"TRIREME_SPEC": str(self.run_dir / "spec.json")}
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> int:
         """Send a signal to a child (it will be started again); returns its pid."""
@@ -124,19 +157,19 @@ class LocalCluster:
 
     async def _add(self, role: str, settings: Mapping[str, str] | None = None) -> Child:
         name = f"{role}-{len(self._of(role))}"
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("TRIREME_")}
-        environment |= {
-            "PYTHONUNBUFFERED": "1",
+        variables = inherited_environment() | {
             "TRIREME_JOB": self.spec.job,
             "TRIREME_ETCD": self.embedded.url,
             "TRIREME_HOST": HOST,
             "TRIREME_NAME": name,
+            **(self._spec_path if self.masterless and role == "trainer" else {}),
+            **{name: os.environ[name] for name in PASSED_ON if name in os.environ},
             **self._extra,
             **(settings or {}),
         }
-        # -P: the user's working directory must not shadow our packages
-        argv = [sys.executable, "-P", "-m", MODULES[role]]
-        child = self.children[name] = Child(name, argv, environment, self.run_dir / "logs" / f"{name}.log")
+        module = MASTERLESS_TRAINER if self.masterless and role == "trainer" else MODULES[role]
+        log = self.run_dir / "logs" / f"{name}.log"
+        child = self.children[name] = Child(name, [*PYTHON_MODULE, module], variables, log, self._forks.start)
         await child.start()
         self._tell(ChildEvent(name, "started", pid=child.pid))
         self.accompany(self._supervise(child))
@@ -208,7 +241,7 @@ class LocalCluster:
         """
         try:
             async with asyncio.timeout(REVOKE_TIMEOUT_S):
-                for lease in await self._leases_of(child, end.pid):
+                for lease in await leases_of(self.etcd, self._keys, child.name, end.pid):
                     await self.etcd.revoke(lease, timeout_s=REVOKE_TIMEOUT_S)
         except (TriremeError, TimeoutError) as error:  # etcd is away: the lease runs out by itself
             self._tell(ChildEvent(child.name, "lease_left", f"{type(error).__name__}: {error}", end.pid))
@@ -219,20 +252,6 @@ class LocalCluster:
         found = await self.etcd.range(self._keys.prefix, prefix=True, keys_only=True)
         for lease in sorted({item.lease for item in found.kvs if item.lease}):
             await self.etcd.revoke(lease, timeout_s=REVOKE_TIMEOUT_S)
-
-    async def _leases_of(self, child: Child, pid: int) -> list[int]:
-        if child.name.startswith("trainer-"):
-            found = await self.etcd.range(self._keys.trainers, prefix=True)
-            kvs = [item for item in found.kvs if item.key != self._keys.refetch]
-            members = [TrainerMember.model_validate_json(item.value) for item in kvs]
-            return [member.lease for member in members if member.pid == pid]
-        if child.name.startswith("pserver-"):
-            found = await self.etcd.range(self._keys.pservers, prefix=True)
-            pservers = [PserverMember.model_validate_json(item.value) for item in found.kvs]
-            return [member.lease for member in pservers if member.pid == pid]
-        lock = await self.etcd.get(self._keys.master_lock)
-        holder = MasterLock.model_validate_json(lock.value) if lock else None
-        return [holder.lease] if holder and holder.master.startswith(f"{child.name}-") else []
 
     # ------------------------------------------------------------ start and stop
 
@@ -253,6 +272,8 @@ class LocalCluster:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         (self.run_dir / "logs").mkdir(exist_ok=True)
         (self.run_dir / "spec.json").write_bytes(self.spec.to_bytes())
+        if self._own_forks:
+            self._opened.enter_context(self._forks)
         self._opened.push_async_callback(self.embedded.stop)
         await self.embedded.start()
         self.etcd = etcd_client.connect([self.embedded.url])
@@ -263,11 +284,16 @@ class LocalCluster:
         self.accompany(self._supervise_etcd())
         self.accompany(self.directory.run())
         self.accompany(self._follow_state())
-        for index in range(1 + self._standbys):
-            port = self._port if index == 0 else 0
-            await self._add("master", {"TRIREME_PORT": str(port), "TRIREME_SPEC": str(self.run_dir / "spec.json")})
-        for _ in range(self.spec.pservers):
-            await self._add("pserver")
+        if self.masterless:
+            self._spectator = Spectator(self.etcd, self._keys)
+            self.accompany(self._spectator.run())
+        for index in range(0 if self.masterless else 1 + self._standbys):
+            await self._add("master", {"TRIREME_PORT": str(self._port if index == 0 else 0), **self._spec_path})
+        settings = {"TRIREME_UDS": str(self._opened.enter_context(sockets(self.run_dir)))}
+        if self._spare_pservers:
+            settings["TRIREME_CLAIM_WAIT_S"] = str(SPARE_WAIT_S)
+        for _ in range(self.spec.pservers + self._spare_pservers):
+            await self._add("pserver", settings)
         for _ in range(self.spec.trainers):
             await self._add("trainer")
 
@@ -304,7 +330,8 @@ class LocalCluster:
             raise cancelled
 
     async def stop(self) -> None:
-        """End all children in order: trainers, masters, parameter servers, etcd. Takes at most GRACE_S for each kind."""
+        """End all children in order: trainers, masters, parameter servers, etcd. Takes at most GRACE_S for each kind
+        (PSERVER_GRACE_S for parameter servers)."""
         self._stopping = True
         if not self._final.done() or self._final.exception() is None:  # an exception nobody asked for is no warning
             self._final.cancel()
@@ -315,7 +342,7 @@ class LocalCluster:
         for role in MODULES:
             async with asyncio.TaskGroup() as group:
                 for child in self._of(role):
-                    group.create_task(child.end(GRACE_S))
+                    group.create_task(child.end(PSERVER_GRACE_S if role == "pserver" else GRACE_S))
         await self._opened.aclose()
 
 

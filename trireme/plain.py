@@ -78,7 +78,14 @@ def plain_spec(user: UserModule, flags: Mapping[str, Any]) -> JobSpec:
     """
     sources = [settings.from_flags(flags), settings.from_environment(), settings.from_toml(Path(settings.TOML))]
     merged = settings.merge([*sources, settings.from_script(user.config)])
-    one_lane = {name: settings.Setting(value, "plain training") for name, value in {"mode": "sync", "lanes": 1}.items()}
+    alone = {
+        "mode": "sync",
+        "lanes": 1,
+        "gradient_dtype": "float32",
+        "parameter_dtype": "float32",
+        "error_feedback": None,
+    }
+    one_lane = {name: settings.Setting(value, "plain training") for name, value in alone.items()}
     named = {"job": settings.Setting(settings.job_name(user.path), "the script")}
     return settings.job_spec(
         named | merged | one_lane,

@@ -1,28 +1,27 @@
 """Ask a child process what the user's script says, and whether it works, before anything is started.
 
 The launcher itself never imports the script (nor torch). `python -m trainer_agent inspect SCRIPT` prints one JSON
-object: {"config": {...}, "dataset": {...}, "evaluation_dataset": {...} | null} or {"error": {...}}.
+object: {"config": {...}, "dataset": {...}, "evaluation_dataset": {...} | null, "model": {...}} or {"error": {...}}.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import sys
+import signal
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from shared.etcd.embedded import die_with_parent
 from shared.records import UserFailure
 from trireme.config import ConfigError
+from trireme.processes import PYTHON_MODULE, Start, inherited_environment, spawn
 from trireme.spec import UsageError
 
 TIMEOUT_S = 300.0
 USAGE = 2
-ANSWER_BYTES = 16 << 20
 
 
 class ScriptError(Exception):
@@ -38,6 +37,7 @@ class Inspection:
     config: dict[str, Any]
     dataset: dict[str, Any]
     evaluation_dataset: dict[str, Any] | None
+    model: dict[str, Any] | None = None
 
 
 def check_path(script: Path) -> None:
@@ -48,37 +48,35 @@ def check_path(script: Path) -> None:
         raise UsageError(msg)
 
 
-async def inspect(script: Path, settings: Mapping[str, Any], *, check: bool = True) -> Inspection:
+async def inspect(script: Path, settings: Mapping[str, Any], *, check: bool = True, start: Start = spawn) -> Inspection:
     """Raises UsageError if this is no script for us, ScriptError if it raises by itself.
 
     `check`: also build the model and run one minibatch forward and backward, with `settings` over the script's config.
     """
-    argv = [sys.executable, "-P", "-m", "trainer_agent", "inspect", str(script)]
+    argv = [*PYTHON_MODULE, "trainer_agent", "inspect", str(script)]
     if not check:
         argv.append("--no-check")
     for name, value in settings.items():
         argv += ["--set", f"{name}={value}"]
-    child = await asyncio.create_subprocess_exec(
-        *argv,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={name: value for name, value in os.environ.items() if not name.startswith("TRIREME_")},
-        limit=ANSWER_BYTES,
-        start_new_session=True,
-        preexec_fn=die_with_parent(),
-    )
-    try:
-        async with asyncio.timeout(TIMEOUT_S):
-            out, err = await child.communicate()
-    except TimeoutError as error:
-        msg = f"{script} took more than {TIMEOUT_S:g} s to import, build its model and run one minibatch; --no-check skips the trial"
-        raise UsageError(msg) from error
-    finally:
-        if child.returncode is None:
-            child.kill()
-            await child.wait()
-    return _read_answer(script, child.returncode or 0, out.decode(errors="replace"), err.decode(errors="replace"))
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        child = await start(argv, inherited_environment(), out, err)
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                code = await child.wait()
+        except TimeoutError as error:
+            msg = f"{script} took more than {TIMEOUT_S:g} s to import, build its model and run one minibatch; --no-check skips the trial"
+            raise UsageError(msg) from error
+        finally:
+            if child.returncode is None:
+                child.send_signal(signal.SIGKILL)
+                await child.wait()
+        said, complained = (_text(file) for file in (out, err))
+    return _read_answer(script, code, said, complained)
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
 def _read_answer(script: Path, code: int, out: str, err: str) -> Inspection:
@@ -108,4 +106,6 @@ def _read_answer(script: Path, code: int, out: str, err: str) -> Inspection:
                 task=str(details.get("task", "")),
             )
         )
-    return Inspection(answer.get("config") or {}, answer["dataset"], answer.get("evaluation_dataset"))
+    return Inspection(
+        answer.get("config") or {}, answer["dataset"], answer.get("evaluation_dataset"), answer.get("model")
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,12 @@ class Counts:
     restarts: Mapping[str, int]
     loss: float | None = None
     steps: int | None = None
+    discarded: Sequence[Mapping[str, Any]] = ()
+
+
+LISTED = 100  # discarded tasks in the document
+SHOWN = 5  # and in the summary
+FACTS = ("task_id", "kind", "epoch", "file", "first", "count", "failures", "cause")
 
 
 def result_document(spec: JobSpec, state: JobState, counts: Counts, seconds: float, folder: Path) -> dict[str, Any]:
@@ -34,7 +40,12 @@ def result_document(spec: JobSpec, state: JobState, counts: Counts, seconds: flo
         "loss": counts.loss,
         "steps": counts.steps,
         "records": result.trained_records,
-        "discarded": {"tasks": result.discarded_tasks, "records": result.discarded_records},
+        "discarded": {
+            "tasks": result.discarded_tasks or len(counts.discarded),
+            "records": result.discarded_records or sum(int(task["count"]) for task in counts.discarded),
+            "list": [{name: task[name] for name in FACTS} for task in counts.discarded[:LISTED]],
+        },
+        "losses": result.losses.model_dump(),
         "generations": state.generation,
         "restarts": dict(counts.restarts),
         "exports": result.exports,
@@ -46,11 +57,11 @@ def result_document(spec: JobSpec, state: JobState, counts: Counts, seconds: flo
 def summary_text(document: Mapping[str, Any]) -> str:
     """The same for people, one fact a line."""
     restarts = ", ".join(f"{name} {count}" for name, count in document["restarts"].items()) or "none"
-    discarded = document["discarded"]
+    discarded, generations = document["discarded"], document["generations"]
     rows = [
         ("job", f"{document['job']} {document['phase']} after {document['seconds']:.1f} s ({document['mode']})"),
         ("records", f"{document['records']:,} in {document['epochs']} epochs"),
-        ("restarts", f"{restarts}; {document['generations']} generations of members"),
+        ("restarts", f"{restarts}; {generations} generation{'s' * (generations != 1)} of members"),
         *[(name, number(value)) for name, value in document["metrics"].items()],
         *[(f"model ({kind})", path) for kind, path in document["exports"].items()],
     ]
@@ -58,8 +69,29 @@ def summary_text(document: Mapping[str, Any]) -> str:
         rows.insert(1, ("training loss", f"{number(document['loss'])} (mean of the last epoch)"))
     if discarded["tasks"]:
         rows.append(("discarded", f"{discarded['tasks']} tasks, {discarded['records']:,} records"))
+        rows += [("", _lost(task)) for task in discarded["list"][:SHOWN]]
+        if discarded["tasks"] > SHOWN:
+            rows.append(("", f"and {discarded['tasks'] - SHOWN} more: trireme run --json lists them"))
+    rows += loss_rows(document["losses"])
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _lost(task: Mapping[str, Any]) -> str:
+    last = task["first"] + task["count"] - 1
+    return f"{task['file']} records {task['first']}-{last}, epoch {task['epoch']}: {task['cause']}"
+
+
+def loss_rows(losses: Mapping[str, Mapping[str, int]]) -> list[tuple[str, str]]:
+    """What parameter servers never got, one row a cause: `pserver 1: 12 minibatches`."""
+    return [
+        (
+            f"updates {cause}",
+            ", ".join(f"pserver {index}: {count:,} minibatches" for index, count in losses[cause].items()),
+        )
+        for cause in ("lost", "skipped")
+        if losses.get(cause)
+    ]
 
 
 def number(value: float) -> str:

@@ -1,6 +1,6 @@
 """How soon a dead child is started again, and when not any more.
 
-A child that somebody killed (SIGKILL, SIGTERM: preemption, out of memory, chaos) is started again for ever. A child that
+A child that somebody killed or asked to leave (SIGKILL, SIGTERM: preemption, out of memory, chaos) is started again for ever. A child that
 ends itself right after its start, again and again, will not do better the next time.
 """
 
@@ -13,7 +13,7 @@ EARLY_S = 30.0
 MAX_EARLY_ENDS = 5
 FIRST_DELAY_S = 0.1
 MAX_DELAY_S = 3.0
-_FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
+_FROM_OUTSIDE = {0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}  # 0: it was asked to leave
 
 
 @dataclass(slots=True)

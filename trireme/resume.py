@@ -1,8 +1,7 @@
 """What an earlier run of the same job left in its folder, and what the same command does about it.
 
 nothing                        start
-unfinished (synchronous)       go on from the last checkpoint, if everything but the number of members is the same
-unfinished (asynchronous)      start anew: it has no checkpoints yet
+unfinished                     go on from the last checkpoint, if everything but the number of members is the same
 FAILED                         start anew: what made it fail was probably mended
 COMPLETED                      say so, train nothing
 --fresh                        start anew
@@ -23,7 +22,8 @@ from pydantic import ValidationError
 
 from shared.checkpoints import ELASTIC
 from shared.errors import Conflict
-from shared.records import JobSpec, Mode, Phase
+from shared.records import JobSpec, Phase
+from trireme import model_facts
 
 SPEC_FILE, SCRIPT_FILE, RESULT_FILE = "spec.json", "script.sha256", "result.json"
 PREVIOUS = "previous"
@@ -42,6 +42,7 @@ class Remains:
 
     spec: JobSpec | None = None
     script: str = ""
+    model: model_facts.Facts | None = None
     result: dict[str, Any] | None = None
 
     @property
@@ -70,10 +71,19 @@ def examine(folder: Path) -> Remains:
     if result is None and not (folder / "etcd").exists():
         return Remains()
     script = folder / SCRIPT_FILE
-    return Remains(spec, script.read_text(encoding="utf-8") if script.exists() else "", result)
+    text = script.read_text(encoding="utf-8") if script.exists() else ""
+    return Remains(spec, text, model_facts.read(folder), result)
 
 
-def decide(remains: Remains, spec: JobSpec, script: str, folder: Path, *, fresh: bool) -> Plan:
+def decide(
+    remains: Remains,
+    spec: JobSpec,
+    script: str,
+    folder: Path,
+    *,
+    fresh: bool,
+    model: model_facts.Facts | None = None,
+) -> Plan:
     """Raises Conflict where going on, or leaving it at that, is not what was asked for."""
     old = remains.spec
     aside = f"what it left is in {folder / PREVIOUS}"
@@ -97,8 +107,16 @@ def decide(remains: Remains, spec: JobSpec, script: str, folder: Path, *, fresh:
             msg = f"job {spec.job} in {folder} is completed with another version of {spec.script}"
             raise Conflict(msg, hint="use another name (--job NAME), or --fresh to train it anew")
         return Plan(Start.DONE, f"job {spec.job} is completed already; --fresh trains it anew")
-    if spec.mode is not Mode.SYNC:
-        return Plan(Start.NEW, f"job {spec.job} was unfinished, but asynchronous; it starts anew, {aside}")
+    if spec.checkpoint_kind == "independent" and old.pservers != spec.pservers:
+        msg = (
+            f"job {spec.job} in {folder} was made with {old.pservers} parameter servers, {spec.pservers} are asked for: "
+            "independent checkpoints load only with as many"
+        )
+        raise Conflict(msg, hint=f"use --pservers {old.pservers}, or --fresh to start it anew")
+    if different_model := model_facts.difference(remains.model, model):
+        msg = f"job {spec.job} in {folder} is unfinished and its model has changed: {different_model}"
+        hint = "its checkpoints are of the old one: restore the script, use another name (--job NAME), or --fresh to start it anew"
+        raise Conflict(msg, hint=hint)
     members = ", ".join(f"{getattr(old, n)} -> {getattr(spec, n)} {n}" for n in ELASTIC if _differ(old, spec, n))
     note = f"; {Path(spec.script).name} has changed since it began" if changed else ""
     return Plan(Start.GO_ON, f"job {spec.job} is unfinished: it goes on{f' ({members})' if members else ''}{note}")
@@ -130,7 +148,8 @@ def set_aside(folder: Path) -> None:
         path.rename(previous / path.name)
 
 
-def write_start(folder: Path, script: str) -> None:
+def write_start(folder: Path, script: str, model: model_facts.Facts | None = None) -> None:
+    model_facts.write(folder, model)
     (folder / SCRIPT_FILE).write_text(script, encoding="utf-8")
 
 

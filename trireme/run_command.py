@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,11 +12,14 @@ from typing import Any
 
 from shared import clock, telemetry
 from shared.errors import TriremeError
-from shared.records import JobSpec, JobState, Mode, Phase
-from trireme import exits, resume, run_dir
+from shared.records import Dispatch, JobSpec, JobState, Phase
+from trireme import exits, resume, run_dir, stores
 from trireme.follow import Follower
+from trireme.interrupt import Interrupt, resuming_command
 from trireme.local import HOST, LocalCluster
+from trireme.model_facts import Facts
 from trireme.preflight import Inspection, ScriptError, check_path, inspect
+from trireme.processes import ForkServer
 from trireme.progress import Display, display
 from trireme.report import failure_text, result_document, summary_text
 from trireme.spec import (
@@ -36,7 +38,6 @@ from trireme.spec import (
     merge,
 )
 
-DATA_DIR = Path(".trireme")
 PUBLISH_S = 5.0
 
 
@@ -69,42 +70,52 @@ def run_command(request: RunRequest) -> int:
 
 async def _run(request: RunRequest) -> int:
     interrupt = Interrupt()
-    with interrupt.listening():
+    with interrupt, ForkServer() as forks:
         decided = _decided(request)
-        port, standbys = _number(decided, "port", 65535), _number(decided, "standbys", 16)
+        port = _number(decided, "port", 65535)
+        extra = {name: _number(decided, name, 16) for name in ("standbys", "spare_pservers")}
         if port and not request.dry_run:
             run_dir.check_port(HOST, port)
-        settings, inspection = await _with_script(request, decided)
+        settings, inspection = await _with_script(request, decided, forks)
         job = str(settings["job"].value) if "job" in settings else job_name(request.script)
-        data_dir = Path(str(settings["data_dir"].value)) if "data_dir" in settings else DATA_DIR
+        data_dir = Path(str(settings["data_dir"].value)) if "data_dir" in settings else run_dir.DATA_DIR
+        base = str(settings["storage"].value) if "storage" in settings else None
         spec = job_spec(
             settings | {"job": Setting(job, "--job")},
             script=str(request.script.absolute()),
             dataset=inspection.dataset,
             evaluation_dataset=inspection.evaluation_dataset,
-            storage=str((data_dir / job).absolute()),
+            storage=stores.place_of(base, job, (data_dir / job).absolute()),
         )
+        if spec.dispatch is Dispatch.ETCD and (port or extra["standbys"]):
+            named = "port" if port else "standbys"
+            msg = f"{decided[named].origin} is about masters, and with dispatch etcd there is none; leave it out"
+            raise UsageError(msg)
         if request.dry_run:
-            print(spec.model_dump_json(exclude_none=True, indent=2))  # noqa: T201
+            print(spec.model_dump_json(indent=2))  # noqa: T201
             return exits.OK
         with run_dir.opened(data_dir, job) as folder:
             remains, script = resume.examine(folder), resume.script_digest(request.script)
-            plan = resume.decide(remains, spec, script, folder, fresh=request.fresh)
+            last = stores.place_of(base, job, folder, remains.spec.storage if remains.spec else "")
+            going_on = spec.model_copy(update={"storage": last})
+            plan = resume.decide(remains, going_on, script, folder, fresh=request.fresh, model=inspection.model)
             if plan.sentence:
                 print(plan.sentence, file=sys.stderr)  # noqa: T201
             if plan.start is resume.Start.DONE and remains.result is not None:
                 print(json.dumps(remains.result) if request.as_json else summary_text(remains.result))  # noqa: T201
                 return exits.OK
-            _prepare(folder, plan.start, script)
-            return await _train(spec, folder, port, standbys, interrupt, as_json=request.as_json)
+            spec = spec if plan.start is resume.Start.NEW else going_on
+            await stores.check(spec.storage, lambda sentence: print(sentence, file=sys.stderr))  # noqa: T201
+            _prepare(folder, plan.start, script, inspection.model)
+            return await _train(spec, folder, port, extra, interrupt, forks, as_json=request.as_json)
 
 
-def _prepare(folder: Path, start: resume.Start, script: str) -> None:
+def _prepare(folder: Path, start: resume.Start, script: str, model: Facts | None) -> None:
     """Raises UsageError if the folder's content cannot be moved or written."""
     try:
         if start is resume.Start.NEW:
             resume.set_aside(folder)
-            resume.write_start(folder, script)
+            resume.write_start(folder, script, model)
         (folder / run_dir.RUN_FILE).unlink(missing_ok=True)
         (folder / "logs").mkdir(exist_ok=True)
     except OSError as error:
@@ -120,9 +131,11 @@ def _decided(request: RunRequest) -> dict[str, Setting]:
     return decided
 
 
-async def _with_script(request: RunRequest, decided: dict[str, Setting]) -> tuple[dict[str, Setting], Inspection]:
+async def _with_script(
+    request: RunRequest, decided: dict[str, Setting], forks: ForkServer
+) -> tuple[dict[str, Setting], Inspection]:
     known = {name: setting.value for name, setting in decided.items() if name in SETTINGS}
-    inspection = await inspect(request.script, known, check=request.check)
+    inspection = await inspect(request.script, known, check=request.check, start=forks.start)
     return merge([from_script(inspection.config)]) | decided, inspection
 
 
@@ -142,53 +155,38 @@ def _number(settings: Mapping[str, Setting], name: str, highest: int) -> int:
     return value
 
 
-class Interrupt:
-    """The first Ctrl-C (or SIGTERM) cancels the run, which stops its children; the second one kills them."""
-
-    def __init__(self) -> None:
-        self.cluster: LocalCluster | None = None
-        self.count = 0
-        self._run = asyncio.current_task()
-
-    def listening(self) -> _Listening:
-        return _Listening(self)
-
-    def hear(self) -> None:
-        self.count += 1
-        if self.count == 1 and self._run is not None:
-            print("stopping; once more to kill", file=sys.stderr)  # noqa: T201
-            self._run.cancel()
-        elif self.cluster is not None:
-            self.cluster.kill_all()
-
-
-class _Listening:
-    def __init__(self, interrupt: Interrupt) -> None:
-        self._interrupt = interrupt
-
-    def __enter__(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._interrupt.hear)
-
-    def __exit__(self, *_: object) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().remove_signal_handler(number)
-
-
-async def _train(spec: JobSpec, folder: Path, port: int, standbys: int, interrupt: Interrupt, *, as_json: bool) -> int:
+async def _train(
+    spec: JobSpec,
+    folder: Path,
+    port: int,
+    extra: Mapping[str, int],
+    interrupt: Interrupt,
+    forks: ForkServer,
+    *,
+    as_json: bool,
+) -> int:
+    """`extra`: how many processes of a kind wait for another one's death."""
     screen = display()
     started = clock.monotonic()
     try:
         follower = Follower(spec.mode, screen)
-        cluster = LocalCluster(spec, folder, port=port, standbys=standbys, on_event=follower.on_child)
-        interrupt.cluster = cluster
+        cluster = LocalCluster(
+            spec,
+            folder,
+            port=port,
+            standbys=extra["standbys"],
+            spare_pservers=extra["spare_pservers"],
+            forks=forks,
+            on_event=follower.on_child,
+        )
+        interrupt.cluster, interrupt.say = cluster, screen.event
         async with cluster:
+            interrupt.ready = True
             state = await _follow_to_the_end(cluster, follower, folder, screen)
             counts = await follower.last_counts(cluster)
         seconds = clock.monotonic() - started
     except asyncio.CancelledError:
-        if spec.mode is Mode.SYNC:
-            screen.event(f"job {spec.job} is unfinished; the same command goes on with it")
+        screen.event(f"job {spec.job} is unfinished; go on with it: {resuming_command()}")
         raise
     finally:
         screen.close()
@@ -201,9 +199,9 @@ async def _train(spec: JobSpec, folder: Path, port: int, standbys: int, interrup
 
 
 async def _follow_to_the_end(cluster: LocalCluster, follower: Follower, folder: Path, screen: Display) -> JobState:
-    url = await cluster.master_url()
+    who = f"no master, queue in {cluster.url}" if cluster.masterless else f"master {await cluster.master_url()}"
     cluster.accompany(_publish(cluster, folder))
-    screen.event(f"job {cluster.spec.job}: master {url}, logs in {folder / 'logs'}")
+    screen.event(f"job {cluster.spec.job}: {who}, logs in {folder / 'logs'}")
     cluster.accompany(follower.run(cluster))
     return await cluster.wait()
 
@@ -212,7 +210,7 @@ async def _publish(cluster: LocalCluster, folder: Path) -> None:
     """Other commands find the leading master by the run file, also after another one took over."""
     told = ""
     while True:
-        url = cluster.directory.master.url if cluster.directory.master else told
+        url = cluster.url or told
         if url != told:
             run_dir.write_run_file(folder, {"job": cluster.spec.job, "url": url, "etcd": cluster.embedded.url})
             told = url

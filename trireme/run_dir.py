@@ -9,14 +9,19 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from trireme.spec import UsageError
 
+DATA_DIR = Path(".trireme")
 RUN_FILE = "run.json"
+SOCKETS = "sockets"
+PREFIX = "trireme-"
 
 
 @contextlib.contextmanager
@@ -63,6 +68,24 @@ def read_run_file(data_dir: Path, job: str | None) -> dict[str, Any] | None:
         return None
     facts: dict[str, Any] = json.loads(max(found)[1].read_text(encoding="utf-8"))
     return facts
+
+
+@contextlib.contextmanager
+def sockets(run_dir: Path) -> Iterator[Path]:
+    """A folder of our own for UNIX sockets, empty, removed afterwards: DATA_DIR/JOB/sockets is a link to it, for the path of
+    a socket may have 107 bytes only. One that a killed run left behind is removed now."""
+    link = run_dir / SOCKETS
+    if link.is_symlink():
+        if link.readlink().name.startswith(PREFIX):
+            shutil.rmtree(link.readlink(), ignore_errors=True)
+        link.unlink()
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    try:
+        link.symlink_to(folder)
+        yield folder
+    finally:
+        link.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_port(host: str, port: int) -> None:

@@ -22,7 +22,7 @@ from shared.records import JobSpec
 from trireme.config import Config
 
 SETTINGS = tuple(field.name for field in fields(Config))
-LAUNCHER_SETTINGS = ("data_dir", "port", "standbys")
+LAUNCHER_SETTINGS = ("data_dir", "port", "standbys", "spare_pservers", "storage")
 TOML = "trireme.toml"
 
 

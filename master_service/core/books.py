@@ -1,6 +1,6 @@
 """The master's books: everything it decides from, and the decisions about tasks.
 
-books = what etcd holds (job, lanes, slots, queues) + what a new master starts afresh (deadlines, budget)
+books = what etcd holds (job, lanes, slots, queues) + what a new master starts afresh (deadlines)
 decide: books -> Decision (nothing changes)       apply: Change -> books, once etcd has it
 """
 
@@ -8,15 +8,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from master_service.core import job
+from master_service.core import absence, job
 from master_service.core.changes import (
     Change,
     Decision,
+    DropCut,
+    DropOperation,
+    DropPause,
     Event,
     ForgetParameters,
     NextEpoch,
     PutCursor,
+    PutCut,
+    PutFailures,
     PutLanes,
+    PutLosses,
+    PutOperation,
+    PutPause,
     PutRefetch,
     PutRequeued,
     PutSlots,
@@ -25,7 +33,9 @@ from master_service.core.changes import (
 )
 from master_service.core.file_table import FileTable
 from master_service.core.members import Members
+from master_service.core.operations import Operations
 from master_service.core.pace import Pace
+from master_service.core.result import result
 from master_service.core.streams import Streams
 from master_service.core.tasks import WAIT_S, Closing, TaskQueue
 from shared.errors import InvalidArgument, NotFound, StaleAttempt, StaleGeneration
@@ -48,6 +58,7 @@ from shared.records import (
     TaskSummary,
     UserFailure,
 )
+from shared.saving import Losses
 
 REQUEUES_AT_ONCE = 40
 KIND_OF = {Stage.TRAIN: TaskKind.TRAIN, Stage.EVALUATE: TaskKind.EVALUATE, Stage.EXPORT: TaskKind.EXPORT}
@@ -63,7 +74,9 @@ class Books:
     lanes: LaneMap | None = None
     slots: SlotMap | None = None
     sums: EvaluationSums = field(default_factory=EvaluationSums)
+    losses: Losses = field(default_factory=Losses)
     members: Members = field(default_factory=Members)
+    operations: Operations = field(default_factory=Operations)
 
     @classmethod
     def open(cls, spec: JobSpec, table: FileTable, evaluation: FileTable | None) -> Books:
@@ -72,16 +85,13 @@ class Books:
         def pace() -> Pace:
             return Pace(spec.task_timeout_floor_s, spec.task_timeout_ceiling_s)
 
-        streams = Streams(TaskKind.TRAIN, table, spec.streams, spec.seed, spec.shuffle)
+        streams, allowed = Streams(TaskKind.TRAIN, table, spec.streams, spec.seed, spec.shuffle), spec.max_task_failures
         queues = {
-            TaskKind.TRAIN: TaskQueue(
-                streams, pace(), spec.mode is Mode.SYNC, spec.epochs, max_failures=spec.max_task_failures
-            ),
-            TaskKind.EXPORT: TaskQueue(Streams(TaskKind.EXPORT), pace(), max_failures=spec.max_task_failures),
+            TaskKind.TRAIN: TaskQueue(streams, pace(), spec.mode is Mode.SYNC, spec.epochs, max_failures=allowed),
+            TaskKind.EXPORT: TaskQueue(Streams(TaskKind.EXPORT), pace(), max_failures=allowed),
         }
         if evaluation is not None:
-            streams = Streams(TaskKind.EVALUATE, evaluation)
-            queues[TaskKind.EVALUATE] = TaskQueue(streams, pace(), max_failures=spec.max_task_failures)
+            queues[TaskKind.EVALUATE] = TaskQueue(Streams(TaskKind.EVALUATE, evaluation), pace(), max_failures=allowed)
         meta = TaskMeta(
             epoch=0,
             digest=table.digest,
@@ -104,7 +114,7 @@ class Books:
 
     def queue_of(self, task_id: str) -> TaskQueue:
         """Raises NotFound if no queue can hold that id."""
-        kind = TaskKind(task_id.rpartition("-")[0].upper() or "TRAIN") if _has_kind(task_id) else None
+        kind = TaskKind.TRAIN if task_id.isdigit() else _kind_of(task_id)
         if kind is None or kind not in self.queues:
             msg = f"task {task_id} does not exist"
             raise NotFound(msg)
@@ -139,8 +149,14 @@ class Books:
                 self.slots = slots
             case PutSums(sums):
                 self.sums = sums
-            case PutRefetch(_):
+            case PutFailures(counts):
+                self.budget.counts = counts
+            case PutLosses(losses):
+                self.losses = losses
+            case PutRefetch() | PutPause() | DropPause() | PutCut() | DropCut():
                 pass
+            case PutOperation() | DropOperation():
+                self.operations.apply(change, now)
             case ForgetParameters():
                 self.members = replace(self.members, layout_revision=0, init_done=False)
             case NextEpoch(epoch):
@@ -208,13 +224,19 @@ def report_progress(books: Books, task_id: str, report: TaskProgress) -> Decisio
 
 
 def complete(books: Books, task_id: str, report: CompleteTask) -> Decision[None]:
-    """Raises StaleAttempt, NotFound. Sums and exports are written with the end of the task, so never twice."""
+    """Raises StaleAttempt, NotFound, NotReady. Sums and exports are written with the end of the task, so never twice."""
     queue = books.queue_of(task_id)
     _check_timeline(books, task_id, report)
     closing = queue.finish(task_id, report.attempt, report.trainer, report.epoch)
     if not closing.changes:
         return Decision(None)
+    if queue.kind is TaskKind.TRAIN and absence.is_outdated(books.state, books.members, report.generation):
+        cause = "a parameter server came back from a checkpoint meanwhile"
+        event = Event("task_requeued", f"task {task_id} goes back: {cause}", {"task": task_id, "cause": cause})
+        return Decision(None, queue.put_back(task_id, cause), (event,))
     changes = closing.changes
+    if report.skipped and queue.kind is TaskKind.TRAIN:
+        changes = (*changes, PutLosses(books.losses.with_skipped(report.skipped)))
     if queue.kind is TaskKind.EVALUATE:
         sums = dict(books.sums.sums)
         for name, value in report.sums.items():
@@ -224,7 +246,7 @@ def complete(books: Books, task_id: str, report: CompleteTask) -> Decision[None]
 
 
 def fail_task(books: Books, task_id: str, report: FailTask) -> Decision[UserFailure | None]:
-    """Raises StaleAttempt, NotFound. Answers the failure if it was news; the caller counts it against the budget."""
+    """Raises StaleAttempt, NotFound. Answers the failure if it was news; it also counts against the job's budget."""
     queue = books.queue_of(task_id)
     _check_timeline(books, task_id, report)
     cause = f"{report.failure.error_type}: {report.failure.message}"
@@ -233,7 +255,8 @@ def fail_task(books: Books, task_id: str, report: FailTask) -> Decision[UserFail
         return Decision(None)
     where = report.failure.task or queue.streams.describe(task_id)
     failure = report.failure.model_copy(update={"trainer": report.failure.trainer or report.trainer, "task": where})
-    return Decision(failure) + _ended_badly(books, queue, task_id, cause, closing, failure)
+    ended = Decision(failure) + _ended_badly(books, queue, task_id, cause, closing, failure)
+    return ended + books.budget.spend(job.state_after(books.state, ended), failure, in_task=True)
 
 
 def expire(books: Books, now: float) -> Decision[list[str]]:
@@ -243,7 +266,8 @@ def expire(books: Books, now: float) -> Decision[list[str]]:
     to others), and the rest get their time anew.
     """
     queue = books.due
-    late = queue.overdue(now) if queue and books.state.phase is Phase.RUNNING else []
+    calm = books.state.phase is Phase.RUNNING and not books.state.absent  # else tasks wait through no fault of theirs
+    late = queue.overdue(now) if queue and calm else []
     if queue is None or not late:
         return Decision([])
     blamed = late[:1] if queue.by_lane else late[:REQUEUES_AT_ONCE]
@@ -294,7 +318,7 @@ def after(
         update |= {
             "phase": Phase.COMPLETED,
             "reason": "trained, evaluated and exported",
-            "result": _result(books, report),
+            "result": result(books, report),
         }
         event = Event(
             "job_completed", f"job {spec.job} is completed", {"exports": len(report.exports) if report else 0}
@@ -334,9 +358,10 @@ def _check_timeline(books: Books, task_id: str, report: TaskProgress | CompleteT
         raise StaleAttempt(msg)
 
 
-def _has_kind(task_id: str) -> bool:
+def _kind_of(task_id: str) -> TaskKind | None:
     kind = task_id.rpartition("-")[0]
-    return not kind or (kind == kind.lower() and kind.upper() in TaskKind.__members__ and kind != "train")
+    known = not kind or (kind == kind.lower() and kind.upper() in TaskKind.__members__ and kind != "train")
+    return TaskKind(kind.upper() or "TRAIN") if known else None
 
 
 def _acquire_lane(books: Books, ask: AcquireTask, lane: int) -> Decision[TaskAnswer]:
@@ -373,18 +398,3 @@ def _ended_badly(
         )
         return ended + job.fail(books.state, reason, failure)
     return ended + after(books, closing.changes, last=closing.last)
-
-
-def _result(books: Books, report: CompleteTask | None) -> object:
-    """`report`: the export's; its sums are the user's `metrics(sums)`, else the sums themselves are the metrics."""
-    discarded = list(books.training.discarded.values())
-    lost = sum(change.records for change in discarded)
-    return books.state.result.model_copy(
-        update={
-            "metrics": (report.sums if report else {}) or books.sums.sums,
-            "exports": report.exports if report else {},
-            "discarded_tasks": len(discarded),
-            "discarded_records": lost,
-            "trained_records": books.spec.epochs * books.training.streams.records - lost,
-        }
-    )

@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from shared.manifest import Refetch
+from shared.manifest import CheckpointCut, Refetch
+from shared.operations import Operation
+from shared.queue_records import FailureCounts
 from shared.records import (
     DiscardedTask,
     EvaluationSums,
@@ -19,6 +21,7 @@ from shared.records import (
     RequeuedTask,
     SlotMap,
 )
+from shared.saving import Losses, Pause
 
 Answer_co = TypeVar("Answer_co", covariant=True)
 
@@ -85,6 +88,11 @@ class PutSums:
 
 
 @dataclass(frozen=True, slots=True)
+class PutFailures:
+    counts: FailureCounts
+
+
+@dataclass(frozen=True, slots=True)
 class PutState:
     state: JobState
 
@@ -111,6 +119,51 @@ class ForgetParameters:
     """Layout and init_ps/done go: somebody initialises the parameters anew."""
 
 
+@dataclass(frozen=True, slots=True)
+class PutLosses:
+    losses: Losses
+
+
+@dataclass(frozen=True, slots=True)
+class PutPause:
+    """Asynchronous trainers stop; under the master's lease, so that the pause ends with it."""
+
+    pause: Pause
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropPause:
+    """Trainers go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class PutCut:
+    uuid: str
+    cut: CheckpointCut
+
+
+@dataclass(frozen=True, slots=True)
+class DropCut:
+    """The checkpoint can never be committed."""
+
+    uuid: str
+
+
+@dataclass(frozen=True, slots=True)
+class PutOperation:
+    """While a CREATE_CHECKPOINT is running, its request stands in `job/checkpoint`; it goes with the operation's end."""
+
+    operation: Operation
+
+
+@dataclass(frozen=True, slots=True)
+class DropOperation:
+    """Ended long ago."""
+
+    operation_id: str
+
+
 Change = (
     PutCursor
     | PutPending
@@ -121,11 +174,19 @@ Change = (
     | DropDiscarded
     | NextEpoch
     | PutSums
+    | PutFailures
     | PutState
     | PutLanes
     | PutSlots
     | PutRefetch
     | ForgetParameters
+    | PutLosses
+    | PutPause
+    | DropPause
+    | PutCut
+    | DropCut
+    | PutOperation
+    | DropOperation
 )
 
 

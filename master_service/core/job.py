@@ -7,13 +7,14 @@ WAITING --parameters initialised, a trainer there--> RUNNING: TRAIN -> EVALUATE 
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
-from master_service.core.changes import Decision, Event, PutState
+from master_service.core.changes import Decision, Event, PutFailures, PutState
+from shared.queue_records import FailureCounts, error_digest
 from shared.records import JobSpec, JobState, Phase, Stage, UserFailure
 
-REMEMBERED_ERRORS = 256
+REMEMBERED_ERRORS = 64
 
 
 def next_stage(spec: JobSpec, stage: Stage) -> Stage:
@@ -39,7 +40,7 @@ def fail(state: JobState, reason: str, failure: UserFailure | None = None) -> De
 
 @dataclass
 class FailureBudget:
-    """Counts the users' errors that may fail a job. In memory: a new master starts a new budget.
+    """Counts the users' errors that may fail a job; `counts` is what etcd holds, so a new master goes on counting.
 
     Before the first committed step the same error twice is enough: it would fail for ever. A failure inside a task after
     that is the task's own affair (it is discarded when its failures are spent); one outside tasks always counts.
@@ -47,19 +48,26 @@ class FailureBudget:
 
     allowed: int
     started: bool = False
-    total: int = 0
-    seen: Counter[tuple[str, str]] = field(default_factory=Counter)
+    counts: FailureCounts = field(default_factory=FailureCounts)
 
-    def count(self, failure: UserFailure, *, in_task: bool) -> str:
-        """In place. Why the job must fail now, or ""."""
-        if in_task and self.started:
-            return ""
-        self.total += 1
-        error = (failure.error_type, failure.message)
-        if len(self.seen) < REMEMBERED_ERRORS or error in self.seen:
-            self.seen[error] += 1
-        if not self.started and self.seen[error] >= 2:
-            return f"{failure.error_type} twice before the first step was done: {failure.message}"
-        if self.total >= self.allowed:
-            return f"{self.total} failures of the user's code (max_user_failures {self.allowed}), the last: {failure.error_type}: {failure.message}"
-        return ""
+    def spend(self, state: JobState, failure: UserFailure, *, in_task: bool) -> Decision[None]:
+        """The counts after one more failure, and the end of the job if it was one too many."""
+        if state.phase.final or (in_task and self.started):
+            return Decision(None)
+        error, total = error_digest(failure.error_type, failure.message), self.counts.total + 1
+        times = self.counts.seen.get(error, 0) + 1
+        kept = error in self.counts.seen or len(self.counts.seen) < REMEMBERED_ERRORS
+        counts = FailureCounts(total=total, seen={**self.counts.seen, error: times} if kept else self.counts.seen)
+        spent: Decision[None] = Decision(None, (PutFailures(counts),))
+        what = f"{failure.error_type}: {failure.message}"
+        if not self.started and times >= 2:
+            reason = f"{failure.error_type} twice before the first step was done: {failure.message}"
+        elif total >= self.allowed:
+            reason = f"{total} failures of the user's code (max_user_failures {self.allowed}), the last: {what}"
+        else:
+            return spent
+        return spent + fail(state, reason, failure)
+
+
+def state_after(state: JobState, decision: Decision[Any]) -> JobState:
+    return next((change.state for change in decision.changes if isinstance(change, PutState)), state)

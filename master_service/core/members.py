@@ -2,6 +2,7 @@
 
 WAITING    all pservers -> slot map;  parameters initialised + a trainer -> RUNNING, generation 1
 RUNNING    a trainer joined or died -> generation + 1 (and new lanes);  a pserver died -> ROLLING_BACK (rollback.py)
+           asynchronous: a pserver died -> absent (absence.py);  a checkpoint is due -> CHECKPOINTING (saving.py)
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from master_service.core import rollback
+from master_service.core import absence, rollback, saving
 from master_service.core.changes import Change, Decision, Event, PutLanes, PutSlots, PutState
 from master_service.core.placement import assign_lanes
-from shared.manifest import CheckpointLatest
+from shared.manifest import CheckpointLatest, OwnCheckpoints
 from shared.records import JobSpec, JobState, LaneMap, Mode, Phase, PserverMember, SlotMap, TrainerMember
 from shared.slots import spread
 
@@ -20,7 +21,7 @@ from shared.slots import spread
 @dataclass(frozen=True, slots=True)
 class Members:
     """Who is registered. Trainers in order of arrival. The revisions are etcd's: of each `ps/<index>` and of `layout`
-    when they were created (0: not there). `latest`: the newest checkpoint."""
+    when they were created (0: not there). `latest`: the newest checkpoint; `own`: independent ones, by pserver."""
 
     trainers: Mapping[str, TrainerMember] = field(default_factory=dict)
     pservers: Mapping[int, PserverMember] = field(default_factory=dict)
@@ -28,10 +29,27 @@ class Members:
     layout_revision: int = 0
     init_done: bool = False
     latest: CheckpointLatest | None = None
+    own: Mapping[int, OwnCheckpoints] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         done = "initialised" if self.init_done else "not initialised"
         return f"<Members: {len(self.pservers)} pservers, {len(self.trainers)} trainers, {done}>"
+
+
+def checkpoint_news(before: Members, now: Members) -> tuple[Event, ...]:
+    """Who cannot write checkpoints any more, and who can again; who waits for the storage to load one."""
+    events = []
+    for index, member in sorted(now.pservers.items()):
+        told = before.pservers[index].trouble if index in before.pservers else ""
+        if member.waits and not (index in before.pservers and before.pservers[index].waits):
+            events.append(Event("storage_away", member.waits, {"pserver": index}))
+        if member.trouble and not told:
+            events.append(Event("checkpoint_failed", member.trouble, {"pserver": index}))
+        if told and not member.trouble:
+            events.append(
+                Event("checkpoint_works_again", f"pserver {index} writes checkpoints again", {"pserver": index})
+            )
+    return tuple(events)
 
 
 def follow(
@@ -42,9 +60,14 @@ def follow(
         return Decision(None)
     if state.phase is Phase.ROLLING_BACK:
         return rollback.supervise(spec, state, slots, members)
-    cause = rollback.loss(spec, state, slots, members) if members.init_done else ""
-    if cause:
-        return rollback.begin(spec, state, slots, members, cause)
+    if state.phase is Phase.CHECKPOINTING:
+        return saving.supervise(spec, state, members)
+    if spec.mode is Mode.ASYNC:
+        missed = absence.look(spec, state, slots, members)
+        if missed.changes:
+            return missed
+    elif members.init_done and (cause := rollback.loss(spec, state, slots, members)):
+        return rollback.go_back(spec, state, slots, members, cause)
     missing = [index for index in range(spec.pservers) if index not in members.pservers]
     changes: tuple[Change, ...] = ()
     if not missing and (slots is None or not rollback.fits(slots, spec)):

@@ -5,6 +5,7 @@ A silence is the time between two signs of life of one attempt: dispatch, each p
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -18,15 +19,20 @@ FACTOR = 4.0
 class Pace:
     floor_s: float
     ceiling_s: float
-    silences: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _seen: deque[float] = field(default_factory=deque)
+    _ordered: list[float] = field(default_factory=list)
 
     def observe(self, silence_s: float) -> None:
-        self.silences.append(silence_s)
+        """In place; of the last WINDOW silences."""
+        if len(self._seen) == WINDOW:
+            del self._ordered[bisect_left(self._ordered, self._seen.popleft())]
+        self._seen.append(silence_s)
+        insort(self._ordered, silence_s)
 
     def allowed_s(self) -> float:
         """The ceiling until ENOUGH silences were seen: a first batch may compile, download, warm up."""
-        if len(self.silences) < ENOUGH:
+        count = len(self._ordered)
+        if count < ENOUGH:
             return self.ceiling_s
-        ordered = sorted(self.silences)
-        high = ordered[min(len(ordered) - 1, int(QUANTILE * len(ordered)))]
+        high = self._ordered[min(count - 1, int(QUANTILE * count))]
         return min(self.ceiling_s, max(self.floor_s, FACTOR * high))

@@ -31,7 +31,7 @@ from master_service.core.changes import (
 from master_service.core.job import fail, next_stage
 from master_service.core.placement import assign_lanes
 from master_service.core.tasks import TaskQueue
-from shared.manifest import CheckpointLatest, CheckpointRef, Refetch
+from shared.manifest import CheckpointLatest, CheckpointRef, Refetch, history
 from shared.messages import LanePosition
 from shared.records import (
     EvaluationSums,
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from master_service.core.members import Members
 
 CAUSE = "the job went back to a checkpoint"
+_NO_ABSENCE: dict[str, object] = {"saving": None, "absent": (), "mended": 0, "mends": {}}
 
 # -------------------------------------------------------------------- whether, and to where
 
@@ -66,6 +67,9 @@ def loss(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members
             return f"pserver {index} is gone"
         if not holds(state, members, index):
             return f"pserver {index} was replaced by an empty one"
+        torn = members.pservers[index].torn
+        if torn is not None and torn.timeline == state.timeline:
+            return torn.cause
     return ""
 
 
@@ -74,8 +78,11 @@ def holds(state: JobState, members: Members, index: int) -> bool:
     member = members.pservers.get(index)
     if member is None:
         return False
+    said = member.restored
+    if said is not None and said.rejoined:
+        noted = state.mends.get(str(index)) == member.incarnation
+        return noted and not said.error and said.timeline == state.timeline
     if state.checkpoint:
-        said = member.restored
         return (
             said is not None
             and not said.error
@@ -88,12 +95,13 @@ def fits(slots: SlotMap, spec: JobSpec) -> bool:
     return max(slots.owners) + 1 == spec.pservers
 
 
-def begin(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members, cause: str) -> Decision[None]:
+def go_back(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members, cause: str) -> Decision[None]:
     """The parameters are lost: back to the newest checkpoint. Without one, from the start once nobody holds any."""
-    if spec.mode is not Mode.SYNC:
-        return fail(state, f"{cause} and asynchronous jobs have no checkpoints yet; start the job again")
     if members.latest is not None:
-        return _back_to(spec, state, slots, members.latest.kept[0], cause)
+        usable = _usable(state, members.latest)
+        if not usable:
+            return fail(state, f"{cause} and no checkpoint is left that could be loaded")
+        return back_to(spec, state, slots, usable[0], cause)
     if survivors(spec, state, members):
         return Decision(None)
     restarted = state.model_copy(
@@ -105,6 +113,7 @@ def begin(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Member
             "checkpoint": "",
             "reason": f"{cause} and no checkpoint exists yet: training starts over",
             "trainers": (),
+            **_NO_ABSENCE,
         }
     )
     changes = (PutState(restarted), ForgetParameters(), *_new_slots(spec, slots), NextEpoch(0))
@@ -115,7 +124,8 @@ def survivors(spec: JobSpec, state: JobState, members: Members) -> list[PserverM
     """Pservers that hold a part of parameters whose rest is lost, where there is no checkpoint to go back to: they
     have to leave, so that everybody is empty."""
     lost = members.init_done and bool(loss(spec, state, None, members))
-    if state.phase.final or spec.mode is not Mode.SYNC or state.checkpoint or members.latest is not None or not lost:
+    holding = state.checkpoint or members.latest is not None or spec.mode is not Mode.SYNC
+    if state.phase.final or holding or not lost:
         return []
     return [members.pservers[index] for index in sorted(members.pservers) if holds(state, members, index)]
 
@@ -123,10 +133,12 @@ def survivors(spec: JobSpec, state: JobState, members: Members) -> list[PserverM
 def supervise(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members) -> Decision[None]:
     """While everybody restores: another checkpoint if somebody cannot, a new beginning if the number of pservers changed."""
     if slots is not None and not fits(slots, spec):
-        return begin(spec, state, slots, members, loss(spec, state, slots, members))
+        return go_back(spec, state, slots, members, loss(spec, state, slots, members))
     for index in sorted(members.pservers):
         said = members.pservers[index].restored
         if said is not None and said.error and (said.timeline, said.checkpoint) == (state.timeline, state.checkpoint):
+            if said.superseded:
+                return choose_again(spec, state, slots, members.latest)
             return fall_back(spec, state, slots, members.latest, f"pserver {index}: {said.error}")
     return Decision(None)
 
@@ -147,17 +159,40 @@ def fall_back(
     """The checkpoint of this roll-back cannot be used: the one before it, or the end of the job."""
     if state.phase is not Phase.ROLLING_BACK:
         return Decision(None)
-    kept = latest.kept if latest else ()
-    place = next((number for number, ref in enumerate(kept) if ref.uuid == state.checkpoint), -1)
+    state = state.model_copy(update={"damaged": (*state.damaged, state.checkpoint)})
+    usable = _usable(state, latest) if latest else ()
     fields: dict[str, str | int | float | bool] = {"checkpoint": state.checkpoint, "cause": error}
     warning: Decision[None] = Decision(None, (), (Event("checkpoint_unusable", error, fields),))
-    if place + 1 >= len(kept):
+    if not usable:
         reason = f"no checkpoint is left that could be loaded; the last one tried: {error}"
         return warning + fail(state, reason)
-    return warning + _back_to(spec, state, slots, kept[place + 1], f"checkpoint {state.checkpoint} cannot be used")
+    return warning + back_to(spec, state, slots, usable[0], f"checkpoint {state.checkpoint} cannot be used")
 
 
-def _back_to(spec: JobSpec, state: JobState, slots: SlotMap | None, ref: CheckpointRef, cause: str) -> Decision[None]:
+def choose_again(
+    spec: JobSpec, state: JobState, slots: SlotMap | None, latest: CheckpointLatest | None
+) -> Decision[None]:
+    """The chosen checkpoint was deleted because a newer one of the timeline that was left became the latest just before."""
+    if state.phase is not Phase.ROLLING_BACK or latest is None or ref_of(latest, state.checkpoint) is not None:
+        return Decision(None)  # the pserver has seen more of etcd than this view
+    newest = next((ref for ref in latest.kept if ref.uuid not in state.damaged), None)
+    cause = f"a newer checkpoint had taken the place of {state.checkpoint}"
+    if newest is None:
+        return fail(state, f"{cause}, and all that are kept are damaged")
+    return back_to(spec, state, slots, newest, cause)
+
+
+def _usable(state: JobState, latest: CheckpointLatest) -> tuple[CheckpointRef, ...]:
+    """What this job's parameters come from, newest first: not what it left by a wish, not what could not be loaded.
+
+    All that are kept, if what the timeline began with is not among them: it was deleted as the timeline began.
+    """
+    mine = history(latest.kept, state.timeline, state.checkpoint) or latest.kept
+    return tuple(ref for ref in mine if ref.uuid not in state.damaged)
+
+
+def back_to(spec: JobSpec, state: JobState, slots: SlotMap | None, ref: CheckpointRef, cause: str) -> Decision[None]:
+    """Everybody loads that checkpoint."""
     timeline = state.generation + 1
     reason = f"{cause}: everybody goes back to step {ref.step}"
     back = state.model_copy(
@@ -167,6 +202,7 @@ def _back_to(spec: JobSpec, state: JobState, slots: SlotMap | None, ref: Checkpo
             "timeline": timeline,
             "checkpoint": ref.uuid,
             "reason": reason,
+            **_NO_ABSENCE,
         }
     )
     fields: dict[str, str | int | float | bool] = {
@@ -192,9 +228,9 @@ def epoch_at(positions: Sequence[LanePosition]) -> int:
     return positions[0].epoch + all(position.exhausted for position in positions)
 
 
-def stage_at(spec: JobSpec, stage: Stage, positions: Sequence[LanePosition]) -> Stage:
+def stage_at(spec: JobSpec, stage: Stage, epoch: int) -> Stage:
     """Training goes on if anything of it is left; else what follows it is not undone."""
-    if epoch_at(positions) < spec.epochs:
+    if epoch < spec.epochs:
         return Stage.TRAIN
     return next_stage(spec, stage) if stage is Stage.TRAIN else stage
 
@@ -214,14 +250,17 @@ def rewinding(books: Books, positions: Sequence[LanePosition]) -> tuple[Change, 
     again = epoch_at(positions) < books.spec.epochs
     for kind, queue in books.queues.items():
         if kind is not TaskKind.TRAIN:
-            changes += _from_the_start(queue) if again else _put_back(queue)
+            changes += from_the_start(queue) if again else put_back(queue)
     if again and books.sums != EvaluationSums():
         changes.append(PutSums(EvaluationSums()))
     return tuple(changes)
 
 
 def _training(queue: TaskQueue, positions: Sequence[LanePosition]) -> Iterator[Change]:
-    """Cursors say what is done; a task that is done in part is given again: it goes back to the requeued."""
+    """Cursors say what is done; a task that is done in part is given again: it goes back to the requeued.
+
+    What was discarded since stays discarded: it would fail again, and might tear the same step again.
+    """
     epoch, streams = epoch_at(positions), queue.streams
     consumed = {p.lane: streams.length(p.lane) if p.exhausted else p.index for p in positions}
     if epoch == positions[0].epoch:
@@ -229,19 +268,14 @@ def _training(queue: TaskQueue, positions: Sequence[LanePosition]) -> Iterator[C
             partly = position.offset > 0 and not position.exhausted
             if cursor := consumed[position.lane] + partly:
                 yield PutCursor(streams.name(position.lane), cursor)
-            if partly:
-                task_id = streams.at(epoch, position.lane, position.index)
+            task_id = streams.at(epoch, position.lane, position.index) if partly else ""
+            if partly and (epoch, task_id) not in queue.discarded:
                 name = streams.name(position.lane)
                 back = RequeuedTask(attempts=1, failures=0, cause=CAUSE, stream=name, epoch=epoch, index=position.index)
                 yield PutRequeued(task_id, back)
-    for (of_epoch, task_id), lost in queue.discarded.items():
-        lane = int(lost.task.stream)
-        before = of_epoch < epoch or (of_epoch == epoch and lost.task.index < consumed[lane])
-        if not before:
-            yield DropDiscarded(task_id, of_epoch)
 
 
-def _from_the_start(queue: TaskQueue) -> Iterator[Change]:
+def from_the_start(queue: TaskQueue) -> Iterator[Change]:
     for task_id in queue.pending:
         yield DropPending(task_id)
     for task_id in queue.requeued:
@@ -253,7 +287,7 @@ def _from_the_start(queue: TaskQueue) -> Iterator[Change]:
             yield PutCursor(name, 0)
 
 
-def _put_back(queue: TaskQueue) -> Iterator[Change]:
+def put_back(queue: TaskQueue) -> Iterator[Change]:
     for task_id in queue.pending:
         yield from queue.put_back(task_id, CAUSE)
 
@@ -270,10 +304,11 @@ def done_since(books: Books, positions: Sequence[LanePosition]) -> int:
     return max(0, round(tasks * streams.records / streams.total))
 
 
-def resume(
-    books: Books, positions: Sequence[LanePosition], step: int, *, records: int, seconds: float
-) -> Decision[bool]:
-    """RUNNING again with whoever is there, if everybody (still) has the parameters; answers whether it is."""
+def resume(books: Books, epoch: int, step: int, *, records: int, seconds: float) -> Decision[bool]:
+    """RUNNING again with whoever is there, if everybody (still) has the parameters; answers whether it is.
+
+    `epoch`: the one that the checkpoint is in.
+    """
     spec, state, members = books.spec, books.state, books.members
     if not is_restored(spec, state, books.slots, members):
         return Decision(False)
@@ -283,19 +318,17 @@ def resume(
     running = state.model_copy(
         update={
             "phase": Phase.RUNNING,
-            "stage": stage_at(spec, state.stage, positions),
+            "stage": stage_at(spec, state.stage, epoch),
             "generation": generation,
             "reason": reason,
             "trainers": trainers,
         }
     )
-    intervals = assign_lanes(spec.lanes, books.lanes.intervals if books.lanes else (), trainers)
     refetch = Refetch(generation=generation, timeline=state.timeline, checkpoint=state.checkpoint)
-    changes = (
-        PutState(running),
-        PutLanes(LaneMap(generation=generation, lanes=spec.lanes, intervals=intervals)),
-        PutRefetch(refetch),
-    )
+    changes: tuple[Change, ...] = (PutState(running), PutRefetch(refetch))
+    if spec.mode is Mode.SYNC:
+        intervals = assign_lanes(spec.lanes, books.lanes.intervals if books.lanes else (), trainers)
+        changes = (*changes, PutLanes(LaneMap(generation=generation, lanes=spec.lanes, intervals=intervals)))
     message = f"rolled back to step {step} in {seconds:.1f} s; {records} records are trained again"
     fields: dict[str, str | int | float | bool] = {
         "step": step,

@@ -12,6 +12,8 @@ from master_service.core.order import EpochOrder, stream_length
 from shared.errors import NotFound
 from shared.records import Task, TaskKind
 
+REMEMBERED_ORDERS = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Streams:
@@ -25,6 +27,7 @@ class Streams:
     prefix: str = field(init=False)
     total: int = field(init=False)
     records: int = field(init=False)
+    _orders: dict[int, EpochOrder] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefix", "" if self.kind is TaskKind.TRAIN else self.kind.lower())
@@ -52,7 +55,13 @@ class Streams:
         return stream_length(self.total, self.count, stream)
 
     def order(self, epoch: int) -> EpochOrder:
-        return EpochOrder(self.total, self.seed, epoch, shuffle=self.shuffle)
+        """Made once: all keys of an epoch's order are hashes."""
+        found = self._orders.get(epoch)
+        if found is None:
+            if len(self._orders) >= REMEMBERED_ORDERS:
+                self._orders.clear()
+            found = self._orders[epoch] = EpochOrder(self.total, self.seed, epoch, shuffle=self.shuffle)
+        return found
 
     def at(self, epoch: int, stream: int, index: int) -> str:
         """Id of the task at (stream, index)."""

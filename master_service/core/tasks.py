@@ -115,16 +115,16 @@ class TaskQueue:
         if self.epoch >= self.epochs:
             lost = sum(epoch == self.epochs - 1 for epoch, _ in self.discarded)
             return 0, 0, self.total - lost, lost
-        lost = sum(epoch == self.epoch for epoch, _ in self.discarded)
-        todo = self.total - self.dispatched + len(self.requeued)
-        return todo, len(self.pending), self.total - todo - len(self.pending) - lost, lost
+        gone = [put.task for (epoch, _), put in self.discarded.items() if epoch == self.epoch]
+        ahead = sum(task.index >= self.cursors.get(task.stream, 0) for task in gone)  # after a roll-back
+        todo = self.total - self.dispatched + len(self.requeued) - ahead
+        return todo, len(self.pending), self.total - todo - len(self.pending) - len(gone), len(gone)
 
     # ---------------------------------------------------------------- dispatch
 
     def dispatch(self, ask: AcquireTask) -> tuple[TaskAnswer, tuple[Change, ...]]:
         """The next task of the shared stream: what was put back first, then what lies at the cursor."""
-        again = self._asked_before(ask)
-        if again:
+        if again := self._asked_before(ask):
             return again, ()
         if self.finished:
             return TaskAnswer(answer="end", reason=f"all {self.epochs} epochs of {self.kind} are done"), ()
@@ -150,17 +150,17 @@ class TaskQueue:
         length, name = self.streams.length(lane), self.streams.name(lane)
         if ask.epoch >= self.epochs:
             return TaskAnswer(answer="end", reason=f"all {self.epochs} epochs are done"), ()
-        again = self._asked_before(ask)
-        if again:
+        if again := self._asked_before(ask):
             return again, ()
         committed = self._committed(lane, ask.index) if ask.epoch == self.epoch else ()
+        cursor = length if ask.epoch < self.epoch else self.cursors.get(name, 0)
         if ask.index >= length:
             return TaskAnswer(answer="exhausted", stream_length=length), self._and_close(committed)
         task_id = self.streams.at(ask.epoch, lane, ask.index)
         if (ask.epoch, task_id) in self.discarded:
             skip = TaskAnswer(answer="skip", reason=f"task {task_id} is discarded", stream_length=length)
-            return skip, self._and_close(committed)
-        cursor = length if ask.epoch < self.epoch else self.cursors.get(name, 0)
+            passed = (PutCursor(name, ask.index + 1),) if (ask.epoch, ask.index) == (self.epoch, cursor) else ()
+            return skip, self._and_close(committed, passed)
         if ask.epoch == self.epoch and task_id in self.pending:
             held = self.pending[task_id].record
             given, put = self._give(ask, task_id, lane, ask.index, held.attempt, held.failures)
@@ -362,11 +362,11 @@ class TaskQueue:
         back = [DropRequeued(t) for t, r in self.requeued.items() if r.stream == name and r.index < index]
         return (*held, *back)
 
-    def _and_close(self, committed: tuple[Change, ...]) -> tuple[Change, ...]:
+    def _and_close(self, committed: tuple[Change, ...], passed: tuple[PutCursor, ...] = ()) -> tuple[Change, ...]:
         """With the next epoch, if nothing of this one is left after them."""
         left = len(self.pending) + len(self.requeued) - len(committed)
-        closed = bool(committed) and not left and self.dispatched == self.total
-        return (*committed, NextEpoch(self.epoch + 1)) if closed else committed
+        closed = bool(committed or passed) and not left and self.dispatched + len(passed) == self.total
+        return (*committed, *passed, NextEpoch(self.epoch + 1)) if closed else (*committed, *passed)
 
     def _requeue(self, task_id: str, held: PendingTask, failures: int, cause: str) -> PutRequeued:
         back = RequeuedTask(

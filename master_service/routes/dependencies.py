@@ -16,7 +16,7 @@ ANSWER_S = 8.0
 T = TypeVar("T")
 
 
-def _master(request: Request) -> Master:
+async def _master(request: Request) -> Master:  # not a plain function: those run in a thread each
     master: Master = request.app.state.master
     return master
 
@@ -32,5 +32,6 @@ async def answered(call: Awaitable[T]) -> T:
 
 
 MasterOf = Annotated[Master, Depends(_master)]
+WaitS = Annotated[float, Query(ge=0, le=30, description="wait at most so many seconds for the end")]
 PageSize = Annotated[int, Query(ge=1, le=1000, description="at most so many items")]
 PageToken = Annotated[str, Query(max_length=200, description="next_page_token of the page before")]

@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from master_service import views
-from master_service.answers import Empty, EventPage, Job, MetricPage
+from master_service.answers import Empty, EventPage, Job, MasterView, MetricPage
 from master_service.routes.dependencies import MasterOf, PageSize, PageToken
 from shared.records import MetricBatch
 
@@ -16,7 +16,8 @@ router = APIRouter(prefix="/v1")
 
 @router.get("/job", operation_id="getJob", tags=["job"])
 async def get_job(master: MasterOf) -> Job:
-    return views.job(master)
+    leader = MasterView(master_id=master.name, url=master.url, term=master.reign.term)
+    return views.job(master.books, master.metrics, leader)
 
 
 @router.get("/events", operation_id="listEvents", tags=["events"])

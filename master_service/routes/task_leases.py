@@ -9,7 +9,7 @@ from fastapi import APIRouter, Header
 from master_service.answers import Empty
 from master_service.routes.dependencies import MasterOf, answered
 from shared.errors import InvalidArgument
-from shared.records import AcquireTask, CompleteTask, FailTask, TaskAnswer, TaskProgress
+from shared.records import AcquireTask, Completed, CompleteTask, FailTask, TaskAnswer, TaskProgress
 
 router = APIRouter(prefix="/v1/task-leases", tags=["task leases"])
 
@@ -33,9 +33,9 @@ async def report_task_progress(master: MasterOf, task_id: str, progress: TaskPro
 
 
 @router.post("/{task_id}/complete", operation_id="completeTask")
-async def complete_task(master: MasterOf, task_id: str, done: CompleteTask) -> Empty:
-    await answered(master.complete_task(task_id, done))
-    return Empty()
+async def complete_task(master: MasterOf, task_id: str, done: CompleteTask) -> Completed:
+    """Done, exactly once however often it is said; with `next`, another task of the shared stream in the same transaction."""
+    return await answered(master.complete_task(task_id, done))
 
 
 @router.post("/{task_id}/fail", operation_id="failTask")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
+from pydantic import BeforeValidator
 
 from master_service import views
 from master_service.answers import TaskPage, TaskView
@@ -16,10 +17,15 @@ router = APIRouter(prefix="/v1", tags=["tasks"])
 TaskState = Literal["TODO", "PENDING", "REQUEUED", "DONE", "DISCARDED"]
 
 
+def _upper(state: object) -> object:
+    """`discarded` is as good as `DISCARDED`."""
+    return state.upper() if isinstance(state, str) else state
+
+
 @router.get("/tasks", operation_id="listTasks")
 async def list_tasks(
     master: MasterOf,
-    state: Annotated[TaskState | None, Query()] = None,
+    state: Annotated[TaskState | None, Query(), BeforeValidator(_upper)] = None,
     kind: TaskKind = TaskKind.TRAIN,
     page_size: PageSize = 100,
     page_token: PageToken = "",

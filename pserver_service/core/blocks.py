@@ -14,6 +14,7 @@ import torch
 from pserver_service.core.accumulator import Accumulator
 from pserver_service.core.buffers import Buffer, BufferPool
 from pserver_service.core.optimizers import BlockOptimizer, Options
+from shared.job_spec import Narrow
 from shared.lanes import Interval
 from shared.slots import Block
 
@@ -50,21 +51,55 @@ class BlockState:
     def __repr__(self) -> str:
         return f"<BlockState {self.place.number} version {self.version}: {self._tree!r}>"
 
-    def push(self, step: int, lanes: Interval, value: torch.Tensor | None, count: int, options: Options) -> Verdict:
-        """A node of step `step`; `value` is borrowed for the call and may be overwritten (None with count 0)."""
+    @property
+    def narrows(self) -> bool:
+        """Whether it may travel in a narrower dtype (see shared.slots.Segment.travels_as)."""
+        return self._optimizer is not None and self.place.dtype == "float32"
+
+    def push(
+        self,
+        step: int,
+        lanes: Interval,
+        value: torch.Tensor | None,
+        count: int,
+        options: Options,
+        memory: Buffer | None = None,
+        payload: Narrow | None = None,
+        *,
+        lent: bool = False,
+    ) -> Verdict:
+        """A node of step `step`; `value` (None with count 0), `memory`, `payload` and `lent`: see Accumulator.add."""
         if self.version > step or (self.version == step and self._tree.covers(lanes)):
             return Verdict.DUPLICATE
         if self.version < step:
             return Verdict.TOO_EARLY
-        whole = self._tree.add(lanes, value if count else None, count)
+        if value is not None and not self._tree.agrees(payload or self.place.dtype):
+            return Verdict.LAYOUT_MISMATCH
+        whole = self._tree.add(lanes, value if count else None, count, memory, payload, lent=lent)
         if whole is not None:
-            stepped = self._stepped(whole.value, options)
+            own = None
+            if whole.lent and whole.value is not None and not self._only_reads(options):
+                own = self.copied(whole.value)
+            stepped = self._stepped(whole.value if own is None else own.tensor, options)
             whole.release()
+            if own is not None:
+                own.release()
             if self.previous is not None:
                 self.previous.release()
             self.previous, self.current = self.current, stepped
+            self.previous.forget_narrowed()
             self.version += 1
         return Verdict.APPLIED
+
+    def _only_reads(self, options: Options) -> bool:
+        """Whether a step does not write into the memory of its gradient."""
+        return self._optimizer is None or self._optimizer.only_reads(options)
+
+    def copied(self, value: torch.Tensor) -> Buffer:
+        """For the caller to release."""
+        own = self._pool.take(self.place.dtype, self.place.elements)
+        own.tensor.copy_(value)
+        return own
 
     def pull(self, version: int) -> Buffer | Verdict:
         """The values of `version` (retain them to keep them), TOO_EARLY or GONE."""
@@ -77,6 +112,7 @@ class BlockState:
     def update(self, value: torch.Tensor | None, options: Options) -> None:
         """Asynchronous: apply a gradient (or take a buffer's value) at once; in place unless somebody reads."""
         if value is not None and self._optimizer is not None and self.current.references == 1:
+            self.current.forget_narrowed()
             self._optimizer.step(self.current.tensor, value, options)
             self.updates += 1
         else:
@@ -96,7 +132,6 @@ class BlockState:
         if self._optimizer is None:
             values.tensor.copy_(value)
         else:
-            values.tensor.copy_(self.current.tensor)
-            self._optimizer.step(values.tensor, value, options)
+            self._optimizer.step_into(values.tensor, self.current.tensor, value, options)
             self.updates += 1
         return values

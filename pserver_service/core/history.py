@@ -1,10 +1,14 @@
 """What versions carry beside their blocks: where each lane's reader stands and lane 0's state, for the last few versions.
 
 notes of step s (from push headers) --the first block completes step s--> StepRecord of version s + 1, fixed
+
+A lane's position says which records its data in the step is of. All blocks must be given the same: `agrees` compares. A task
+may be discarded after some blocks were given its data; whoever goes on with the next one claims the lane first, everywhere.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shared.messages import LanePosition, LaneZero, PushHeader, StepRecord
@@ -12,9 +16,15 @@ from shared.messages import LanePosition, LaneZero, PushHeader, StepRecord
 KEPT = 4
 
 
+Positions = Mapping[int, LanePosition]
+
+
 @dataclass(slots=True)
 class Notes:
+    """`positions`: of the data that blocks were given. `claimed`: of the data that may be given, lane by lane."""
+
     positions: dict[int, LanePosition] = field(default_factory=dict)
+    claimed: dict[int, LanePosition] = field(default_factory=dict)
     lane_zero: LaneZero | None = None
 
 
@@ -22,17 +32,44 @@ class History:
     def __init__(self, first: StepRecord) -> None:
         self._records = {first.version: first}
         self._notes: dict[int, Notes] = {}
+        self.claims = 0
 
     def __repr__(self) -> str:
         return f"<History of versions {sorted(self._records)}, notes of steps {sorted(self._notes)}>"
 
-    def note(self, header: PushHeader) -> None:
-        """A block took a push with this header: what it says of step `header.step` is true from now on."""
+    def note(self, header: PushHeader, positions: Positions, lanes: Iterable[int]) -> None:
+        """A block takes data of these lanes: what the header says of them in step `header.step` is true from now on."""
         if header.step + 1 in self._records:
             return
         notes = self._notes.setdefault(header.step, Notes())
-        notes.positions.update((position.lane, position) for position in header.positions)
+        notes.positions.update((lane, positions[lane]) for lane in lanes)
         notes.lane_zero = header.lane_zero or notes.lane_zero
+
+    def agrees(self, step: int, positions: Positions, lanes: Iterable[int]) -> bool:
+        """Whether data of `lanes` with these positions is what blocks have of them in that step, or may be given."""
+        held = self._held(step)
+        claimed = self._notes[step].claimed if step in self._notes else {}
+        return all(positions[lane] == held.get(lane, claimed.get(lane, positions[lane])) for lane in lanes)
+
+    def claim(self, step: int, positions: Positions) -> str:
+        """From now on no other data of these lanes is taken in that step. Why that cannot be (any more), or ""."""
+        held = self._held(step)
+        for lane, position in positions.items():
+            if (other := held.get(lane, position)) != position:
+                return (
+                    f"blocks have data of lane {lane} in step {step} up to task {other.index} of its stream, record {other.offset}, "
+                    f"which was discarded since: it cannot become that up to task {position.index}, record {position.offset}"
+                )
+        if step + 1 not in self._records:
+            self._notes.setdefault(step, Notes()).claimed.update(positions)
+            self.claims += 1
+        return ""
+
+    def _held(self, step: int) -> dict[int, LanePosition]:
+        """Positions of the data that blocks have in that step (of steps long ago nothing is known)."""
+        if (record := self._records.get(step + 1)) is not None:
+            return {position.lane: position for position in record.positions}
+        return self._notes[step].positions if step in self._notes else {}
 
     def lane_zero(self, step: int) -> LaneZero | None:
         """Lane 0's state after `step`, as far as it is known."""

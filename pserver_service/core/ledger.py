@@ -3,22 +3,28 @@
     open(next per block) --every block has every minibatch--> closed (one bit per task) --epoch is old--> counts only
 
 A push [start, end): start < next is a duplicate, start > next came too early, else it is due.
+A copy of the books goes into each part of a checkpoint (`saved`) and comes back from any number of them (`loaded`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pserver_service.core.blocks import Verdict
 from shared.messages import EpochLedger, LedgerAnswer, PushHeader
+from shared.saved_ledger import SavedEpoch, SavedLedger, SavedTask
 
 EPOCHS_IN_DETAIL = 2
 _CHUNK = 1024  # bits per entry of a sparse bitmap
+_ALL = 1 << 60  # minibatches of a task that a block has wholly, where nobody says how many those are
 
 
 @dataclass(slots=True)
 class OpenTask:
-    """`next[i]`: minibatch that block i (of this pserver, in order) expects; `unfinished`: blocks that miss some."""
+    """`next[i]`: minibatch that block i (of this pserver, in order) expects; `unfinished`: blocks that miss some.
+
+    `minibatches` is 0 until a push says it, where only parts of a checkpoint knew of the task."""
 
     minibatches: int
     next: list[int]
@@ -68,6 +74,8 @@ class Ledger:
         entry = books.open.get(task)
         if entry is None:
             entry = books.open[task] = OpenTask(push.minibatches, [0] * self._blocks, self._blocks)
+        if not entry.minibatches:
+            entry.minibatches = push.minibatches
         if push.minibatches != entry.minibatches:
             return Verdict.BAD_FRAME
         if push.attempt < entry.attempt:
@@ -99,6 +107,47 @@ class Ledger:
             return LedgerAnswer(closed=True)
         entry = books.open.get(task)
         return LedgerAnswer(next=min(entry.next) if entry else 0)
+
+    # ------------------------------------------------------------ checkpoints
+
+    def saved(self) -> SavedLedger:
+        """A copy; blocks stay named by their position."""
+        epochs = {
+            epoch: SavedEpoch(
+                applied=tuple(books.applied),
+                open={task: SavedTask(entry.minibatches, tuple(entry.next)) for task, entry in books.open.items()},
+                closed=dict(books.closed),
+                duplicates=books.duplicates,
+            )
+            for epoch, books in self._epochs.items()
+        }
+        return SavedLedger(epochs, tuple(self._old[epoch] for epoch in sorted(self._old)))
+
+    @classmethod
+    def loaded(cls, blocks: Sequence[tuple[SavedLedger, int]]) -> Ledger:
+        """The books of these blocks, each given as (the part's ledger, its position there).
+
+        A task is closed if it is at all of them. Attempts start anew: a roll-back fences what was sent before by generation.
+        """
+        ledger = cls(len(blocks))
+        parts = list({id(saved): saved for saved, _ in blocks}.values())
+        for epoch in sorted({epoch for part in parts for epoch in part.epochs}):
+            ledger._epochs[epoch] = _joined(epoch, parts, blocks)
+        ledger._old = {entry.epoch: entry for part in parts for entry in part.old if entry.epoch not in ledger._epochs}
+        while len(ledger._epochs) > EPOCHS_IN_DETAIL:
+            oldest = min(ledger._epochs)
+            ledger._old[oldest] = _counts(oldest, ledger._epochs.pop(oldest))
+        return ledger
+
+    def positions(self, tasks: Mapping[int, int]) -> dict[int, int]:
+        """Task -> minibatches that all blocks have; `tasks`: task -> epoch. A closed task has them all: -1."""
+        found = {}
+        for task, epoch in tasks.items():
+            answer = self.next_of(epoch, task)
+            found[task] = -1 if answer.closed else answer.next
+        return found
+
+    # ------------------------------------------------------------ parts
 
     def books(self) -> tuple[EpochLedger, ...]:
         """All epochs, oldest first."""
@@ -135,3 +184,50 @@ def _nothing(epoch: int) -> EpochLedger:
 
 def _one_more_duplicate(counts: EpochLedger) -> EpochLedger:
     return counts.model_copy(update={"duplicates": counts.duplicates + 1})
+
+
+def _joined(epoch: int, parts: Sequence[SavedLedger], blocks: Sequence[tuple[SavedLedger, int]]) -> EpochBooks:
+    """One epoch's books of blocks from several parts."""
+    nothing_known = SavedEpoch(applied=(), open={}, closed={}, duplicates=0)
+    of = {id(part): part.epochs.get(epoch, nothing_known) for part in parts}
+    mine = [(of[id(saved)], position) for saved, position in blocks]
+    books = EpochBooks([saved.applied[position] if saved.applied else 0 for saved, position in mine])
+    books.duplicates = sum(saved.duplicates for saved in of.values())
+    everywhere = _intersection([saved.closed for saved in of.values()])
+    books.closed = {chunk: bits for chunk, bits in everywhere.items() if bits}
+    books.closed_count = sum(bits.bit_count() for bits in books.closed.values())
+    for task in sorted({task for saved in of.values() for task in (*saved.open, *_tasks(saved.closed, everywhere))}):
+        known = next((saved.open[task].minibatches for saved in of.values() if task in saved.open), 0)
+        next_of = [_next(saved, position, task) for saved, position in mine]
+        unfinished = sum(each < (known or _ALL) for each in next_of)
+        books.open[task] = OpenTask(known, next_of, unfinished)
+        if not unfinished:
+            books.close(task)
+    return books
+
+
+def _next(saved: SavedEpoch, position: int, task: int) -> int:
+    entry = saved.open.get(task)
+    if entry is not None:
+        return entry.next[position]
+    return _ALL if saved.closed.get(task // _CHUNK, 0) >> (task % _CHUNK) & 1 else 0
+
+
+def _intersection(bitmaps: Sequence[Mapping[int, int]]) -> dict[int, int]:
+    """Bits that are set in all of them."""
+    first, *others = bitmaps
+    common = dict(first)
+    for other in others:
+        common = {chunk: bits & other.get(chunk, 0) for chunk, bits in common.items()}
+    return common
+
+
+def _tasks(bitmap: Mapping[int, int], without: Mapping[int, int]) -> list[int]:
+    """The tasks of a bitmap that are not in the other."""
+    tasks = []
+    for chunk, bits in bitmap.items():
+        left = bits & ~without.get(chunk, 0)
+        while left:
+            tasks.append(chunk * _CHUNK + (left & -left).bit_length() - 1)
+            left &= left - 1
+    return tasks

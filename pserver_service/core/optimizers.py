@@ -30,6 +30,7 @@ CLASSES: dict[str, type[torch.optim.Optimizer]] = {
 # how the arithmetic is done is chosen once, by the constructor; the rest may change with every step
 _FIXED = {"params", "foreach", "fused", "capturable", "differentiable", "initial_accumulator_value"}
 _OFF = {"capturable", "differentiable"}  # for CUDA graphs and for gradients of gradients: no use on a pserver
+_EXTRAS_OF_SGD = ("momentum", "weight_decay", "nesterov", "maximize")
 
 Options = dict[str, Any]
 
@@ -86,16 +87,34 @@ class BlockOptimizer:
         self._parameter = torch.nn.Parameter(values)
         self._optimizer: torch.optim.Optimizer = make([self._parameter], **chosen)
         self._options: Options | None = None
+        self._unhooked = _unhooked(type(self._optimizer).step)
+        self._plain_sgd = False
+
+    def only_reads(self, options: Options) -> bool:
+        """Whether `step_into` with such options leaves the gradient as it is."""
+        if options != self._options:
+            self._take(options)
+        return self._plain_sgd
+
+    def step_into(self, out: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor, options: Options) -> None:
+        """`out` = `values` stepped with `gradient` (its memory is scratch); `values` stay."""
+        if options != self._options:
+            self._take(options)
+        if self._plain_sgd:
+            # what SGD does with such options, without copying the values first: the same kernel, the same bits
+            torch.add(values, gradient, alpha=-self._optimizer.param_groups[0]["lr"], out=out)
+        else:
+            out.copy_(values)
+            self.step(out, gradient, options)
 
     def step(self, values: torch.Tensor, gradient: torch.Tensor, options: Options) -> None:
         """Step `values` **in place** with `gradient` (its memory is scratch), `options` being the group's in this step."""
-        if options is not self._options:
-            group = self._optimizer.param_groups[0]
-            group.update({name: value for name, value in options.items() if name in group and name not in _FIXED})
-            self._options = options
+        if options != self._options:
+            self._take(options)
         self._parameter.data = values
         self._parameter.grad = gradient
-        self._optimizer.step()
+        with torch.no_grad():
+            self._unhooked(self._optimizer)
         self._parameter.grad = None
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -108,7 +127,15 @@ class BlockOptimizer:
         if state:
             self._optimizer.state[self._parameter] = dict(state)
 
+    def _take(self, options: Options) -> None:
+        group = self._optimizer.param_groups[0]
+        group.update({name: value for name, value in options.items() if name in group and name not in _FIXED})
+        self._options = options
+        self._plain_sgd = isinstance(self._optimizer, torch.optim.SGD) and not any(map(group.get, _EXTRAS_OF_SGD))
 
-def warm_up() -> None:
-    """Load what torch loads at the first optimizer (1.5 s), before the first request needs one."""
-    _probe(torch.optim.SGD)
+
+def _unhooked(step: Any) -> Any:
+    """Without what torch wraps around a class's `step`: a record for the profiler, a word to the compiler, no_grad."""
+    while hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    return step

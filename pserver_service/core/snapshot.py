@@ -4,18 +4,20 @@
 
 Values are never changed in place in synchronous mode, so a snapshot only retains their buffer; the optimizer's state is copied.
 Everybody decides by the same record, so all parameter servers copy the same versions unless one of them is too slow.
+In asynchronous mode all blocks enter at one instant, with the ledger; an update then goes into a new buffer while a snapshot reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from pserver_service.core.blocks import BlockState
 from pserver_service.core.buffers import Buffer, BufferPool
-from shared.manifest import CheckpointLatest, CheckpointRef
+from shared.manifest import CheckpointLatest, CheckpointRef, history
 from shared.messages import StepRecord
 from shared.records import JobSpec
+from shared.saved_ledger import SavedLedger
 
 _EPOCHS = 1 << 16
 _ALWAYS = 1 << 32
@@ -23,7 +25,7 @@ _ALWAYS = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """From the job's spec. The first and the last version are always due."""
+    """From the job's spec. The first and the last version are always due, and one that was asked for."""
 
     every_steps: int | None
     every_epochs: int | None
@@ -40,17 +42,23 @@ class Schedule:
         any factor still agree on every 2nd, 4th, ... of them.
         """
         ranks = [0]
-        if record.version == 0:
+        if record.version == 0 or (record.asked is not None and record.asked.version == record.version):
             ranks.append(_ALWAYS)
         if self.every_steps and record.version % self.every_steps == 0:
             ranks.append(_twos(record.version // self.every_steps))
         if record.positions and all(position.exhausted for position in record.positions):
             done = max(position.epoch for position in record.positions) + 1
-            if done >= self.epochs:
+            if is_final(record, self.epochs):
                 ranks.append(_ALWAYS)
             if self.every_epochs and done % self.every_epochs == 0:
                 ranks.append(_EPOCHS + _twos(done // self.every_epochs))
         return max(ranks) or None
+
+
+def is_final(record: StepRecord, epochs: int) -> bool:
+    """Whether nothing is left to train after this version."""
+    over = bool(record.positions) and all(position.exhausted for position in record.positions)
+    return over and max(position.epoch for position in record.positions) + 1 >= epochs
 
 
 def _twos(number: int) -> int:
@@ -71,7 +79,9 @@ class Snapshot:
         self.record = record
         self.rank = rank
         self.tensors: dict[str, SavedTensor] = {}
-        self._missing = set(blocks)
+        self.ledger: SavedLedger | None = None
+        self.blocks = tuple(blocks)
+        self._missing = set(self.blocks)
 
     def __repr__(self) -> str:
         return f"<Snapshot of version {self.version}: {len(self.tensors)} tensors, {len(self._missing)} blocks missing>"
@@ -106,18 +116,15 @@ class Snapshot:
 
 
 def kept_after(
-    latest: CheckpointLatest | None, new: CheckpointRef, restored: str, count: int
+    latest: CheckpointLatest | None, new: CheckpointRef, damaged: Collection[str], count: int
 ) -> tuple[CheckpointRef, ...]:
-    """What may be loaded once `new` is the latest: at most `count`, newest first.
-
-    `restored`: what this timeline was loaded from. Where something older than `latest` had to be taken, `latest` and its
-    like were found damaged: they count no more.
-    """
-    older = list(latest.kept) if latest is not None else []
-    if latest is not None and latest.timeline < new.timeline:
-        uuids = [ref.uuid for ref in older]
-        older = older[uuids.index(restored) :] if restored in uuids else older
-    return (new, *older)[:count]
+    """What may be loaded once `new` is the latest: of its history, newest first, the last `count` and the last `count` that
+    somebody asked for; then as many of those that the job left by going back to an older one. Damaged ones count no more."""
+    kept = (new, *(ref for ref in (latest.kept if latest is not None else ()) if ref.uuid not in damaged))
+    mine = history(kept, new.timeline, new.origin)
+    left = [ref for ref in kept if ref not in mine]
+    asked = [ref for ref in mine if ref.asked][:count]
+    return (*mine[:count], *(ref for ref in mine[count:] if ref in asked), *left[:count])
 
 
 def is_newer(ref: CheckpointRef, latest: CheckpointLatest | None) -> bool:

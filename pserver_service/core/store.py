@@ -18,11 +18,11 @@ from pserver_service.core.history import History
 from pserver_service.core.ledger import Ledger
 from pserver_service.core.optimizers import BlockOptimizer, Options, arguments, options_of
 from pserver_service.core.snapshot import Schedule, Snapshot
-from shared.errors import BadFrame, InvalidArgument, LayoutMismatch
+from shared.errors import BadFrame, InvalidArgument, LayoutMismatch, StepTorn
 from shared.lanes import Interval, is_aligned
-from shared.messages import InitHeader, PushBlock, PushHeader, StepRecord
+from shared.messages import InitHeader, LanePosition, PushBlock, PushHeader, StepRecord
 from shared.records import Mode
-from shared.slots import Block
+from shared.slots import ELEMENT_BYTES, Block
 
 MAX_TASKS = 1 << 40
 
@@ -34,9 +34,10 @@ class Push:
     header: PushHeader
     task: int = -1
     options: tuple[Options, ...] | None = None
-    lanes: frozenset[int] = frozenset()
-    covered: dict[Interval, bool] = field(default_factory=dict)
-    noted: bool = False
+    positions: dict[int, LanePosition] = field(default_factory=dict)
+    judged: dict[Interval, Verdict | None] = field(default_factory=dict)
+    claims: int = 0
+    noted: set[Interval] = field(default_factory=set)
 
 
 class Store:
@@ -46,7 +47,7 @@ class Store:
     it still waits to be taken: then the one of the higher rank is kept, and `skipped` counts.
     """
 
-    def __init__(self, header: InitHeader, schedule: Schedule | None = None) -> None:
+    def __init__(self, header: InitHeader, schedule: Schedule | None = None, pool: BufferPool | None = None) -> None:
         if header.lanes < 1 or header.lanes & (header.lanes - 1):
             msg = f"lanes is {header.lanes}: expected a power of two"
             raise InvalidArgument(msg)
@@ -54,7 +55,7 @@ class Store:
         self.lanes = header.lanes if header.mode is Mode.SYNC else 1
         self.layout = header.layout
         self.geometry = Geometry(header.layout)
-        self.pool = BufferPool()
+        self.pool = pool or BufferPool()
         self.blocks: dict[int, BlockState] = {}
         self.history = History(header.record)
         self.ledger = Ledger(0)
@@ -123,7 +124,8 @@ class Store:
     # ------------------------------------------------------------ pushes
 
     def admit(self, header: PushHeader) -> Push:
-        """Check a push as a whole. Raises LayoutMismatch, BadFrame, InvalidArgument: nothing of it can be used."""
+        """Check a push as a whole. Raises LayoutMismatch, BadFrame, InvalidArgument: nothing of it can be used; StepTorn
+        for a claim that comes too late."""
         if header.mode is not self.mode:
             msg = f"push in {header.mode} mode: this job was initialised in {self.mode} mode"
             raise LayoutMismatch(msg)
@@ -135,30 +137,70 @@ class Store:
             options = tuple(options_of(group) for group in header.lane_zero.options)
         if self.mode is Mode.ASYNC:
             return Push(header, _task_number(header), options or ({},) * len(self.layout.optimizer.groups))
-        lanes = frozenset(position.lane for position in header.positions)
-        if 0 in lanes and options is None:
+        positions = {position.lane: position for position in header.positions}
+        if 0 in positions and options is None:
             msg = "a push of lane 0 without lane_zero: it carries the optimizer's options for everybody"
             raise BadFrame(msg)
-        return Push(header, options=options, lanes=lanes)
+        if header.claim and (obstacle := self.history.claim(header.step, positions)):
+            raise StepTorn(obstacle, hint="the job goes back to a checkpoint", step=header.step)
+        return Push(header, options=options, positions=positions, claims=self.history.claims)
 
-    def apply(self, push: Push, item: PushBlock, payload: memoryview) -> Verdict:
-        """Take one block's gradient. `payload` must be writable, is borrowed for the call and may be overwritten."""
+    def apply(self, push: Push, item: PushBlock, payload: memoryview, memory: Buffer | None = None) -> Verdict:
+        """Take one block's gradient. `payload` is borrowed for the call; if it is writable, it may be overwritten. `memory`: the
+        buffer at whose start it lies; it is retained if it has to wait for others and is of the block's kind."""
         state = self.blocks.get(item.block)
         if state is None:
             return Verdict.LAYOUT_MISMATCH if self.geometry.block(item.block) is None else Verdict.WRONG_OWNER
         place = state.place
         empty = item.count == 0 and payload.nbytes == 0
-        if item.count < 0 or (payload.nbytes != place.bytes and not empty):
+        if item.count < 0 or not (empty or fits(state, item, payload.nbytes)):
             return Verdict.LAYOUT_MISMATCH
-        value = None if item.count == 0 else tensor_over(payload, place.dtype)
+        if item.dtype is not None and item.count:
+            widened = self.pool.take(place.dtype, place.elements)
+            widened.tensor.copy_(tensor_over(payload, item.dtype))
+            verdict = self._taken(push, state, item, widened.tensor, widened)
+            widened.release()
+            return verdict
+        if memory is not None and memory.kind != (place.dtype, place.elements):
+            memory = None
+        value = None
+        if item.count:
+            value = tensor_over(payload, place.dtype) if memory is None else memory.tensor
+        return self._taken(push, state, item, value, memory, lent=payload.readonly)
+
+    def misfit(self, item: PushBlock, size: int) -> str:
+        """Why a payload of `size` bytes is a LAYOUT_MISMATCH."""
+        state = self.blocks.get(item.block)
+        if state is None:
+            return "the layout has no such block"
+        place = state.place
+        if item.count < 0 or ((size or item.count) and not fits(state, item, size)):
+            also = " or, cast, bfloat16 or float16" if state.narrows else ""
+            return f"{size} bytes of {item.dtype or place.dtype}: expected {place.elements} elements of {place.dtype}{also}"
+        return f"{item.dtype or place.dtype} in lanes {item.lanes} of {self.lanes}: expected a node of the tree, and one dtype in a step"
+
+    def _taken(
+        self,
+        push: Push,
+        state: BlockState,
+        item: PushBlock,
+        value: torch.Tensor | None,
+        memory: Buffer | None,
+        *,
+        lent: bool = False,
+    ) -> Verdict:
+        """`lent`: the value's memory is only ours to read; it is copied if more than that will be done with it."""
         if self.mode is Mode.SYNC:
-            if not self._fits(push, item.lanes):
-                return Verdict.LAYOUT_MISMATCH
+            if (refusal := self._judge(push, item.lanes)) is not None:
+                return refusal
             before = state.version
-            if before == push.header.step:
-                self._note(push)
-            options = self._options(push.header.step, place)
-            verdict = state.push(push.header.step, item.lanes, value, item.count, options)
+            if before == push.header.step and item.lanes not in push.noted:
+                push.noted.add(item.lanes)
+                self.history.note(push.header, push.positions, range(*item.lanes))
+            options = self._options(push.header.step, state.place)
+            verdict = state.push(
+                push.header.step, item.lanes, value, item.count, options, memory, item.dtype, lent=lent
+            )
             if state.version != before:
                 self.history.fix(state.version)
                 self._save(state)
@@ -167,8 +209,11 @@ class Store:
         verdict = self.ledger.judge(push.header, push.task, index)
         if verdict is Verdict.APPLIED:
             assert push.options is not None
-            group = self.layout.segments[place.segment].group
-            state.update(value, push.options[group] if group >= 0 else self._no_options)
+            group = self.layout.segments[state.place.segment].group
+            own = state.copied(value) if value is not None and lent else None
+            state.update(own.tensor if own else value, push.options[group] if group >= 0 else self._no_options)
+            if own is not None:
+                own.release()
             self.ledger.enter(push.header, push.task, index)
         return verdict
 
@@ -188,6 +233,18 @@ class Store:
             self._begin(record)
             for state in self.blocks.values():
                 self._enter(state)
+
+    def copy_now(self, record: StepRecord) -> None:
+        """Asynchronous: all blocks, their optimizers' state and the ledger as they are at this instant; a copy that
+        waits is given up for it. `record.version`: number of the checkpoint."""
+        copied = Snapshot(record, 0, self.blocks)
+        for state in self.blocks.values():
+            copied.add(state, self.pool)
+        copied.ledger = self.ledger.saved()
+        if self._snapshot is not None:
+            self.skipped += 1
+            self._snapshot.release()
+        self._snapshot = copied
 
     @property
     def snapshot_waits(self) -> bool:
@@ -226,23 +283,22 @@ class Store:
         if self._snapshot is not None and self._snapshot.version == state.version:
             self._snapshot.add(state, self.pool)
 
-    def _fits(self, push: Push, lanes: Interval) -> bool:
-        """Whether `lanes` is a node of the tree and the header says where each of its readers stands."""
-        fits = push.covered.get(lanes)
-        if fits is None:
-            first, last = lanes
-            fits = (
-                0 <= first < last <= self.lanes
-                and is_aligned(first, last)
-                and push.lanes.issuperset(range(first, last))
-            )
-            push.covered[lanes] = fits
-        return fits
-
-    def _note(self, push: Push) -> None:
-        if not push.noted:
-            push.noted = True
-            self.history.note(push.header)
+    def _judge(self, push: Push, lanes: Interval) -> Verdict | None:
+        """None if `lanes` is a node of the tree, and its data is what the step's other blocks have of these lanes."""
+        if push.claims != self.history.claims:
+            push.claims = self.history.claims
+            push.judged.clear()
+        if lanes in push.judged:
+            return push.judged[lanes]
+        first, last = lanes
+        verdict: Verdict | None = None
+        fits = 0 <= first < last <= self.lanes and is_aligned(first, last)
+        if not fits or not push.positions.keys() >= set(range(first, last)):
+            verdict = Verdict.LAYOUT_MISMATCH
+        elif not self.history.agrees(push.header.step, push.positions, range(first, last)):
+            verdict = Verdict.STALE_ATTEMPT
+        push.judged[lanes] = verdict
+        return verdict
 
     def _options(self, step: int, place: Block) -> Options:
         """Of the block's group in `step`; known whenever the tree gets whole, since lane 0's push brought them."""
@@ -255,6 +311,13 @@ class Store:
                 return self._no_options
             self._options_of_step = (step, tuple(options_of(given) for given in lane_zero.options))
         return self._options_of_step[1][group]
+
+
+def fits(state: BlockState, item: PushBlock, size: int) -> bool:
+    """Whether a payload of `size` bytes is the whole block, in its own dtype or in one that it may travel in."""
+    if item.dtype is None:
+        return size == state.place.bytes
+    return state.narrows and size == state.place.elements * ELEMENT_BYTES[item.dtype]
 
 
 def _task_number(header: PushHeader) -> int:

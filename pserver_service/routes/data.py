@@ -4,19 +4,24 @@ POST /v1/init  /v1/push   header, blocks, end  ->  PushAnswer map
 POST /v1/pull             PullRequest map      ->  header, blocks as they arrive, end
 POST /v1/ledger           LedgerQuery map      ->  LedgerAnswer map
 GET  /v1/info                                  ->  PserverInfo map (JSON if the caller accepts only that)
+
+GET  /v1/stream, Upgrade: trireme-frames/1     ->  101, pushes and pulls as frames (shared/stream.py)
 """
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import dataclass, field
 
 from aiohttp import web
 
 from pserver_service.core.geometry import MAX_BLOCK_BYTES, MAX_BLOCKS
 from pserver_service.routes.frames import Incoming, Patience, write_block
 from pserver_service.service import Pserver
+from pserver_service.stream import PserverStream
 from shared import wire
+from shared.errors import BadFrame
 from shared.messages import (
     PROTOCOL_VERSION,
     InitBlock,
@@ -28,11 +33,21 @@ from shared.messages import (
     PushHeader,
 )
 from shared.records import Record
+from shared.stream import PATH, UPGRADE
 
 PSERVER = web.AppKey("pserver", Pserver)
 PATIENCE = web.AppKey("patience", Patience)
 MESSAGE_BYTES = 16 << 20  # of a message without blocks: a pull names its blocks
 
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """Those open now."""
+
+    open: set[PserverStream] = field(default_factory=set)
+
+
+STREAMS = web.AppKey("streams", Streams)
 routes = web.RouteTableDef()
 
 
@@ -99,6 +114,41 @@ async def pull(request: web.Request) -> web.StreamResponse:
 async def ledger(request: web.Request) -> web.Response:
     query = wire.read(LedgerQuery, await _body(request))
     return _message(await request.app[PSERVER].ledger(query))
+
+
+@routes.get(PATH)
+async def stream(request: web.Request) -> web.StreamResponse:
+    """Hands the connection over to a PserverStream and stays until that is over."""
+    if request.headers.get("Upgrade", "").lower() != UPGRADE:
+        msg = f"{PATH} needs the header 'Upgrade: {UPGRADE}', not {request.headers.get('Upgrade', '')[:40]!r}"
+        return web.Response(body=wire.encode(BadFrame(msg).to_map()), status=426, headers={"Upgrade": UPGRADE})
+    response = web.StreamResponse(status=101, headers={"Upgrade": UPGRADE, "Connection": "Upgrade"})
+    await response.prepare(request)
+    transport, handler = request.transport, request.protocol
+    if transport is None:
+        return response
+    over = asyncio.get_running_loop().create_future()
+
+    def lost() -> None:
+        handler.connection_lost(None)  # aiohttp forgets the connection
+        if not over.done():
+            over.set_result(None)
+
+    patience, streams = request.app[PATIENCE], request.app[STREAMS]
+    upgraded = PserverStream(request.app[PSERVER], patience.stall_s, patience.idle_s, lost)
+    upgraded.take_over(transport)
+    streams.open.add(upgraded)
+    try:
+        await over
+    finally:
+        streams.open.discard(upgraded)
+        upgraded.abort()
+    return response
+
+
+async def close_streams(app: web.Application) -> None:
+    for upgraded in tuple(app[STREAMS].open):
+        upgraded.abort()
 
 
 def _message(record: Record) -> web.Response:

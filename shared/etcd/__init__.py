@@ -14,6 +14,7 @@ from shared.etcd.errors import (
     OutcomeUnknown,
     Retryable,
     Unauthenticated,
+    WentBack,
 )
 from shared.etcd.lease import Lease
 from shared.etcd.operations import Compare, Delete, Get, Operation, Put
@@ -42,6 +43,7 @@ __all__ = [
     "Unauthenticated",
     "WatchBatch",
     "WatchEvent",
+    "WentBack",
     "connect",
 ]
 

@@ -4,6 +4,9 @@
 
 Reads are repeated until the caller's deadline. A write is repeated only while it surely did not reach etcd; after that
 a lost answer is OutcomeUnknown, and only the caller can read back what it meant.
+
+What etcd answers is linearizable, so no answer is of a revision below one that was known when its request was sent: if one
+is, etcd was restored from something older, and WentBack ends whoever notices. A watch asks before it resumes.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from shared import clock
 from shared.errors import PeerError
 from shared.etcd.backoff import Backoff
-from shared.etcd.errors import LeaseLost, OutcomeUnknown, Retryable
+from shared.etcd.errors import LeaseLost, OutcomeUnknown, Retryable, WentBack
 from shared.etcd.lease import Lease
 from shared.etcd.operations import Compare, Delete, Get, Operation, Put, check_size, interval, txn_body
 from shared.etcd.results import KeyValue, RangeResult, TxnResult, WatchBatch
@@ -24,6 +27,7 @@ from shared.etcd.watch import watch
 
 ATTEMPT_TIMEOUT_S = 2.0
 TIMEOUT_S = 10.0
+LINEARIZABLE = {RANGE, PUT, DELETE, TXN}
 
 
 class Etcd:
@@ -31,6 +35,7 @@ class Etcd:
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
+        self._revision = 0  # the highest that was told
 
     # ------------------------------------------------------------ keys
 
@@ -87,14 +92,17 @@ class Etcd:
     ) -> AsyncGenerator[WatchBatch, None]:
         """Batches of changes from `start_revision` on, for ever; 0 starts with a snapshot (a `reset` batch).
 
-        After a compaction that outran the watch a `reset` batch comes. An outage only makes it late.
+        After a compaction that outran the watch a `reset` batch comes. An outage only makes it late. Raises WentBack.
         """
         first, last = interval(key, end, prefix)
 
         async def read() -> RangeResult:
             return await self.range(key, end, prefix)
 
-        return watch(self.transport, read, (first, last), start_revision)
+        async def current() -> int:
+            return (await self.range(key, count_only=True)).revision
+
+        return watch(self.transport, read, current, (first, last), start_revision)
 
     async def compact(self, revision: int, *, timeout_s: float = TIMEOUT_S) -> None:
         """Forget the history before `revision`. Raises Compacted if that was done already."""
@@ -137,7 +145,14 @@ class Etcd:
 
     async def _call(self, method: str, body: Body, timeout_s: float, what: str) -> Body:
         async def attempt(limit_s: float) -> Body:
-            return await self.transport.call(method, body, limit_s)
+            before = self._revision
+            answer = await self.transport.call(method, body, limit_s)
+            if method in LINEARIZABLE:
+                revision = answer["header"]["revision"]
+                if revision < before:
+                    raise WentBack.between(revision, before)
+                self._revision = max(self._revision, revision)
+            return answer
 
         return await _until_deadline(attempt, timeout_s, f"{method} of {what}", (Retryable,))
 

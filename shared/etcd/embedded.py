@@ -10,7 +10,6 @@ restart of the child, so clients just find it again.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import fcntl
 import importlib.util
 import os
@@ -19,9 +18,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import IO, Self
 
@@ -29,13 +26,13 @@ from shared import clock, telemetry
 from shared.errors import TriremeError
 from shared.etcd.client import Etcd
 from shared.etcd.errors import Fatal
+from shared.lifelines import die_with_parent
 
 HOST = "127.0.0.1"
 READY_TIMEOUT_S = 20.0
 TERM_TIMEOUT_S = 10.0
 PORT_ATTEMPTS = 5
 LOG_BYTES = 4 << 20
-_PR_SET_PDEATHSIG = 1
 
 log = telemetry.logger("etcd.embedded")
 
@@ -264,28 +261,6 @@ def free_ports(count: int) -> tuple[int, ...]:
     finally:
         for each in sockets:
             each.close()
-
-
-def die_with_parent() -> Callable[[], None] | None:
-    """A `preexec_fn` after which the kernel kills the child when its parent dies, even by SIGKILL; None where it cannot.
-
-    Linux sends it when the *thread* that started the child ends: start children from the main thread.
-    """
-    if sys.platform != "linux":
-        return None
-    libc, parent = _libc(), os.getpid()
-
-    def arrange() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return arrange
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
 
 
 async def _flags(binary: Path) -> tuple[str, ...]:

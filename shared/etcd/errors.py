@@ -7,6 +7,7 @@
     Unauthenticated  user or password refused (the transport has logged in again once)
     LimitExceeded    the request is larger than etcd takes: split it
     NoSpace          etcd's quota is used up: compact, defragment, disarm
+    WentBack         etcd is not the one it was: it holds less than it has told before
     Fatal            etcd answered something no repetition mends
 
 An answer of etcd's gateway names its error in one of three shapes: `{error, code, message}` (gateway v1), `{code, message}`
@@ -15,7 +16,7 @@ An answer of etcd's gateway names its error in one of three shapes: `{error, cod
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 from shared.errors import CallerError, PeerError, TriremeError
 
@@ -48,6 +49,23 @@ class LeaseLost(CallerError):
     """The lease expired or was revoked: the role it carried is over."""
 
     code, status = "LEASE_LOST", 409
+
+
+class WentBack(CallerError):
+    """etcd answers at a revision below one that it has told this process: what this process knows is true no more."""
+
+    code, status = "ETCD_WENT_BACK", 500
+
+    @classmethod
+    def between(cls, now: int, before: int) -> Self:
+        """etcd is at revision `now` and was at `before`."""
+        return cls(
+            f"etcd is at revision {now}, and was at {before} before: it was restored from an older backup, or lost its newest "
+            "writes. What was decided since then is not there any more, so nobody goes on from what he remembers",
+            hint="start the job again: it goes on from what etcd holds now and the checkpoints that it names",
+            now=now,
+            before=before,
+        )
 
 
 class Unauthenticated(CallerError):

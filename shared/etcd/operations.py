@@ -158,15 +158,16 @@ def check_size(size: int, what: str) -> None:
 def _refuse_duplicates(branch: Sequence[Operation]) -> None:
     """etcd refuses a key that is put twice, or put and deleted, in one branch."""
     deletes = [interval(op.key, op.end, op.prefix) for op in branch if isinstance(op, Delete)]
-    seen: set[str] = set()
+    seen = {first for first, end in deletes if not end}
+    ranges = [(first, end) for first, end in deletes if end]
     for op in branch:
         if not isinstance(op, Put):
             continue
         key = op.key.encode()
-        if op.key in seen or any(covers(first, end, key) for first, end in deletes):
+        if key in seen or any(covers(first, end, key) for first, end in ranges):
             msg = f"the transaction writes {op.key} twice; one branch may touch a key once"
             raise LimitExceeded(msg)
-        seen.add(op.key)
+        seen.add(key)
 
 
 def covers(first: bytes, end: bytes, key: bytes) -> bool:

@@ -82,10 +82,15 @@ class Lessor:
         self._expire()
 
     def _schedule(self) -> None:
-        """One timer, set for the earliest deadline and moved only when it fires: renewals cost nothing."""
-        if self._running and self._terms and self._timer is None:
-            due = min(term.deadline + term.late_s for term in self._terms.values())
-            self._timer = asyncio.get_running_loop().call_at(due, self._on_timer, context=self._context)
+        """One timer for the earliest deadline; a renewal leaves it alone and costs nothing, a shorter lease moves it."""
+        if not self._running or not self._terms:
+            return
+        due = min(term.deadline + term.late_s for term in self._terms.values())
+        if self._timer is not None:
+            if self._timer.when() <= due:
+                return
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(due, self._on_timer, context=self._context)
 
     def _on_timer(self) -> None:
         self._timer = None

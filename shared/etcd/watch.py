@@ -2,6 +2,7 @@
 
 It resumes at the last event's mod_revision + 1 (or the last progress notification's revision + 1), so no event is
 lost or seen twice, and takes a silence of three progress intervals for a broken connection: a frozen etcd says nothing.
+Before it resumes it asks where etcd is: one that was restored from an older backup would have nothing to tell for long.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from contextlib import aclosing
 from shared import telemetry
 from shared.errors import TriremeError
 from shared.etcd.backoff import Backoff
-from shared.etcd.errors import Compacted, Retryable
+from shared.etcd.errors import Compacted, Retryable, WentBack
 from shared.etcd.results import RangeResult, WatchBatch, WatchEvent
 from shared.etcd.transport import WATCH, Body, Transport
 
@@ -26,14 +27,16 @@ log = telemetry.logger("etcd.watch")
 async def watch(
     transport: Transport,
     read: Callable[[], Awaitable[RangeResult]],
+    current: Callable[[], Awaitable[int]],
     interval: tuple[bytes, bytes],
     start_revision: int,
 ) -> AsyncGenerator[WatchBatch, None]:
     """Batches of events of `interval` from `start_revision` on (0: a snapshot first, as a reset batch).
 
-    `read` gives a snapshot of the interval. Errors are logged and the watch goes on; only closing or cancelling ends it.
+    `read` gives a snapshot of the interval, `current` etcd's revision. Errors are logged and the watch goes on; only closing
+    or cancelling ends it, or WentBack.
     """
-    due = start_revision
+    due, broken = start_revision, False
     backoff = Backoff()
     health = _Health(interval[0].decode("utf-8", "replace"))
     while True:
@@ -42,6 +45,9 @@ async def watch(
                 snapshot = await read()
                 due = snapshot.revision + 1
                 yield WatchBatch(snapshot.revision, reset=True, kvs=snapshot.kvs)
+            elif broken and (now := await current()) < due - 1:
+                raise WentBack.between(now, due - 1)
+            broken = True
             async with aclosing(transport.stream(WATCH, _request(interval, due))) as messages:
                 while True:
                     async with asyncio.timeout(IDLE_LIMIT_S):
@@ -63,6 +69,8 @@ async def watch(
         except Compacted as error:
             log.warning("watch_compacted", key=health.key, due=due, cause=str(error))
             due = 0
+        except WentBack:
+            raise
         except TimeoutError:
             health.bad(due, f"silent for {IDLE_LIMIT_S:g} s")
         except TriremeError as error:

@@ -12,26 +12,29 @@ from pserver_service.core.store import Store
 from pserver_service.member import Member
 from pserver_service.registration import Registration
 from pserver_service.service import Pserver
+from pserver_service.surroundings import Surroundings
 from shared import checkpoints, ids
 from shared.directory import Directory
 from shared.etcd import Etcd, Put
 from shared.etcd.simulated import SimulatedEtcd
 from shared.keys import Keys
 from shared.manifest import CheckpointLatest
-from shared.messages import InitBlock, PushBlock, PushHeader
+from shared.messages import CheckpointAsked, InitBlock, PushBlock, PushHeader
 from shared.records import JobSpec, JobState, Phase, PserverMember
 from shared.slots import Layout
 from tests.checkpoints import parts
+from tests.checkpoints.doom import Doom
 from tests.simulation import quiet_logs
 from tests.simulation.virtual_loop import Process, VirtualLoop, run
 
 KEYS = Keys(parts.JOB)
 TTL_S = 5.0
+DRAIN_S = 8.0
 CLUSTERS: list[Cluster] = []
 """Those of the scenario that is played."""
 
 
-def play(scenario: Callable[..., Any], *arguments: Any) -> Any:
+def play(scenario: Callable[..., Any], *arguments: Any, offline: bool = True) -> Any:
     """Run `scenario(*arguments)` on a loop of its own, with the same order of everything each time."""
     rng = random.Random(1)
     loop = VirtualLoop(None, max_seconds=3600.0, max_callbacks=500_000)
@@ -44,13 +47,13 @@ def play(scenario: Callable[..., Any], *arguments: Any) -> Any:
                 await CLUSTERS.pop().close()
 
     with quiet_logs.configured(quiet_logs.nobody):
-        result = run(loop, main(), rng)
+        result = run(loop, main(), rng, offline=offline)
     assert not loop.errors, loop.errors
     return result
 
 
 class Mortal(Process):
-    """Stops by itself after so many turns of its code: at any await, one after the other."""
+    """Stops by itself after so many turns of its code (what runs between two awaits): at any await, one after the other."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -68,31 +71,22 @@ class Mortal(Process):
         return self.dead or self.frozen
 
 
-async def offload(work: Callable[..., Any], *arguments: Any) -> Any:
-    await asyncio.sleep(0.01)
-    result = work(*arguments)
-    await asyncio.sleep(0.01)
-    return result
-
-
 class Node:
     """One incarnation of a parameter server."""
 
     def __init__(self, cluster: Cluster, name: str) -> None:
         self.process = Mortal(name)
-        self.etcd = Etcd(cluster.etcd.transport(name))
+        self.doom = Doom(self.process)
+        self.etcd = Etcd(self.doom.transport(cluster.etcd.transport(name)))
         self.pserver = Pserver(parts.JOB, ids.new_id(name))
         self.directory = Directory(self.etcd, KEYS)
         member = PserverMember(index=-1, url=name, incarnation=self.pserver.incarnation, host="h", pid=1)
         self.registration = Registration(self.etcd, KEYS, self.directory, member)
-        self.member = Member(self.etcd, KEYS, self.directory, self.pserver, self.registration, cluster.offload)
-        self.task = self.process.spawn(self._live())
-
-    async def _live(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            following = group.create_task(self.directory.run())
-            await self.member.run(600.0)
-            following.cancel()
+        self.member = Member(
+            Surroundings(self.etcd, KEYS, self.directory, self.pserver, self.registration, self.doom.offload)
+        )
+        self.stopping = asyncio.Event()
+        self.task = self.process.spawn(self.member.serve(self.stopping, 600.0, DRAIN_S))
 
 
 class Cluster:
@@ -101,7 +95,6 @@ class Cluster:
         self.etcd = SimulatedEtcd(delay_s=(0.002, 0.002))  # so a kill falls before, while and after etcd does something
         self.client = Etcd(self.etcd.transport("test"))
         self.layout = layout or parts.layout_of()
-        self.offload = offload
         self.slots = parts.slot_map(pservers)
         self.state = JobState(phase=Phase.RUNNING, generation=1)
         self.spec = JobSpec(
@@ -152,8 +145,18 @@ class Cluster:
         self.state, self.slots = state, slots or self.slots
         await self.client.txn([], [Put(KEYS.state, state.to_bytes()), Put(KEYS.slots, self.slots.to_bytes())])
 
-    async def roll_back(self, pservers: int | None = None, checkpoint: str | None = None) -> list[PserverMember]:
-        """What the master does when a pserver is lost; the members' answers."""
+    async def roll_back(
+        self, pservers: int | None = None, checkpoint: str | None = None, damaged: tuple[str, ...] = ()
+    ) -> list[PserverMember]:
+        """What the master does when a pserver is lost; the members' answers. It may have to choose again."""
+        members = await self._roll_back(pservers, checkpoint, damaged)
+        while any(member.restored.superseded for member in members) and checkpoint is None:
+            members = await self._roll_back(pservers, checkpoint, damaged)
+        return members
+
+    async def _roll_back(
+        self, pservers: int | None, checkpoint: str | None, damaged: tuple[str, ...]
+    ) -> list[PserverMember]:
         latest = await self.latest()
         generation = self.state.generation + 1
         state = self.state.model_copy(
@@ -162,6 +165,7 @@ class Cluster:
                 "generation": generation,
                 "timeline": generation,
                 "checkpoint": checkpoint or (latest.uuid if latest else ""),
+                "damaged": damaged,
             }
         )
         slots = parts.slot_map(pservers, self.slots.version + 1) if pservers else self.slots
@@ -186,18 +190,20 @@ class Cluster:
 
     # ------------------------------------------------------------ training
 
-    async def train(self, first: int, last: int) -> None:
+    async def train(self, first: int, last: int, asked: CheckpointAsked | None = None) -> None:
         """Steps [first, last) at all parameter servers that live; like a trainer it waits for nobody's checkpoint."""
         for step in range(first, last):
             for lane in range(parts.LANES):
                 for node in self.nodes.values():
                     if not node.process.dead and not node.process.frozen:
-                        await self.push(node, step, lane)
+                        await self.push(node, step, lane, asked)
             await asyncio.sleep(0.001)
 
-    async def push(self, node: Node, step: int, lane: int) -> Any:
+    async def push(self, node: Node, step: int, lane: int, asked: CheckpointAsked | None = None) -> Any:
         gradients = parts.gradient(self.layout, step, lane)
         header: PushHeader = parts.push_header(step, lane, generation=self.state.generation)
+        if asked is not None and header.lane_zero is not None:
+            header = header.model_copy(update={"lane_zero": header.lane_zero.model_copy(update={"asked": asked})})
         assert node.pserver.store is not None
         items = [
             (PushBlock(block=n, lanes=(lane, lane + 1), count=3 + lane), parts.bytes_view(gradients[n]))
@@ -253,11 +259,11 @@ def folders(storage: str | Path) -> set[str]:
     return {path.name for path in (Path(storage) / "checkpoints").iterdir()}
 
 
-_EXPECTED: dict[tuple[str, int], dict[str, bytes]] = {}
+_EXPECTED: dict[tuple[bytes, int], dict[str, bytes]] = {}
 
 
 def expected(layout: Layout, step: int) -> dict[str, bytes]:
-    key = (layout.optimizer.name, step)
+    key = (layout.to_bytes(), step)
     if key not in _EXPECTED:
         stores = parts.fresh(layout, 1)
         parts.train(layout, stores, 0, step)

@@ -143,7 +143,7 @@ def save(storage: str, layout: Layout, taken: list[Snapshot], slots: SlotMap, uu
                 step=record.version,
                 timeline=0,
                 file=file,
-                md5=summary.md5,
+                checksum=summary.checksum,
                 bytes=summary.bytes,
             )
         )

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import string
 
 import pytest
 
+from pserver_service import commit, disk
 from pserver_service.commit import Committer
 from pserver_service.core.snapshot import Schedule
 from pserver_service.registration import Registration
 from pserver_service.rollback import Rollback
+from pserver_service.service import Pserver
 from shared import checkpoints
+from shared.errors import CheckpointUnusable, StaleGeneration
 from shared.etcd import Compare
+from shared.manifest import CheckpointLatest, CheckpointPart
 from shared.records import JobState, Phase
 from tests.checkpoints import parts, test_kills
 from tests.checkpoints.cluster import KEYS, Cluster, play, until
@@ -33,7 +39,7 @@ def flipped_bit(tmp_path):
 
 
 def test_without_the_checksum_a_flipped_bit_is_loaded(tmp_path):
-    with pytest.raises(Exception, match="MD5"):
+    with pytest.raises(Exception, match="checksum"):
         flipped_bit(tmp_path / "with")
     with replaced(checkpoints, "is_intact", lambda *_: True):
         assert flipped_bit(tmp_path / "without")
@@ -101,12 +107,185 @@ def test_without_waiting_for_all_parts_latest_cannot_be_loaded(tmp_path):
 
 
 def test_without_the_fence_of_the_index_a_sleeper_publishes_after_it_was_replaced(tmp_path):
-    first, last = play(test_kills.count_turns, tmp_path / "counted", "ps-1")
-    found = []
-    with replaced(Registration, "held", property(lambda _: ALWAYS)):
-        for turn in range(first, last, 6):
-            try:
-                play(test_kills.frozen_at, tmp_path / str(turn), "ps-1", turn)
-            except AssertionError as error:
-                found.append(str(error))
-    assert any("it published nothing" in error for error in found)
+    _, turns = play(test_kills.undisturbed, tmp_path / "undisturbed", "ps-1")
+    with (
+        replaced(Registration, "held", property(lambda _: ALWAYS)),
+        pytest.raises(AssertionError, match="it published nothing"),
+    ):
+        for turn in turns[::2]:
+            play(test_kills.frozen_at, tmp_path / str(turn), "ps-1", turn)
+
+
+@contextlib.contextmanager
+def unproven(*keys, lock=True):
+    """`latest` is written without comparing these keys (prefixes); `lock` False: and whoever asks for the lock has it."""
+    proofs, acquire = Committer._proofs, commit.try_acquire
+    keys = keys if lock else (*keys, KEYS.finish_lock)
+
+    async def granted(*_):
+        return 1
+
+    def fewer(self, view, lock):
+        return [proof for proof in proofs(self, view, lock) if not proof.key.startswith(keys)]
+
+    with replaced(Committer, "_proofs", fewer), replaced(commit, "try_acquire", acquire if lock else granted):
+        yield
+
+
+async def a_late_finisher(storage):
+    """The one that commits version 2 is slow to publish it, its lease running on, while version 4 gets whole."""
+    cluster = Cluster(str(storage), keep_checkpoints=9)
+    await cluster.open()
+    await cluster.committed(0)
+    slept = []
+
+    async def slow(work, *arguments):
+        result = work(*arguments)
+        if work.__name__ == "write_manifest" and arguments[1].step == 2 and not slept:
+            slept.append(cluster)
+            await asyncio.sleep(10.0)
+        return result
+
+    for node in cluster.nodes.values():
+        node.member.checkpointer.committer._offload = slow
+    await cluster.train(0, 2)
+    await until(lambda: bool(slept), "one of them begins to commit")
+    await cluster.train(2, 4)
+    await asyncio.sleep(30.0)
+    puts = [event.kv.value for event in cluster.etcd.events() if event.kv.key == KEYS.latest]
+    return [CheckpointLatest.model_validate_json(value).step for value in puts]
+
+
+def test_latest_does_not_get_older_as_long_as_the_lock_or_latest_itself_is_compared(tmp_path):
+    assert play(a_late_finisher, tmp_path / "both") == [0, 2, 4]
+    with unproven(KEYS.latest):
+        assert play(a_late_finisher, tmp_path / "lock") == [0, 2, 4]
+    with unproven(lock=False):
+        assert play(a_late_finisher, tmp_path / "latest") == [0, 2, 4]
+    with unproven(KEYS.latest, lock=False):
+        steps = play(a_late_finisher, tmp_path / "neither")
+    assert steps != sorted(steps), "the late one overwrites the newer one"
+
+
+async def manifests_written(storage):
+    """How many pservers write one of version 2."""
+    cluster, written = Cluster(str(storage)), []
+    await cluster.open()
+    await cluster.committed(0)
+
+    def write_manifest(url, manifest, write=disk.write_manifest):
+        written.append(manifest.step)
+        return write(url, manifest)
+
+    with replaced(disk, "write_manifest", write_manifest):
+        await cluster.train(0, 2)
+        await cluster.committed(2)
+        await asyncio.sleep(1.0)
+    return written.count(2)
+
+
+def test_without_the_finish_lock_everybody_does_the_work_of_one(tmp_path):
+    assert play(manifests_written, tmp_path / "with") == 1
+    with unproven(lock=False):
+        assert play(manifests_written, tmp_path / "without") == 2
+
+
+async def a_part_withdrawn(storage):
+    """While the manifest is written, a pserver takes its part back."""
+    cluster = Cluster(str(storage))
+    await cluster.open()
+    await cluster.committed(0)
+
+    async def withdrawing(work, *arguments):
+        result = work(*arguments)
+        if work.__name__ == "write_manifest":
+            parts_of = {
+                key: CheckpointPart.model_validate_json(value)
+                for key, value in (await cluster.tree()).items()
+                if key.endswith("finished/1")
+            }
+            for key, part in parts_of.items():
+                if part.step == 2:
+                    await cluster.client.delete(KEYS.checkpoints + key)
+                    (storage / "checkpoints" / key.split("/")[0] / part.file).unlink()
+        return result
+
+    for node in cluster.nodes.values():
+        node.member.checkpointer.committer._offload = withdrawing
+    await cluster.train(0, 2)
+    await asyncio.sleep(5.0)
+    latest = await cluster.latest()
+    cluster.check_latest(latest)
+    return latest.step
+
+
+def test_without_comparing_the_parts_latest_names_one_that_was_withdrawn(tmp_path):
+    assert play(a_part_withdrawn, tmp_path / "with") == 0
+    uuids = [f"{KEYS.checkpoints}{digit}" for digit in string.hexdigits]
+    with unproven(*uuids), pytest.raises(CheckpointUnusable, match="cannot be read"):
+        play(a_part_withdrawn, tmp_path / "without")
+
+
+async def back_to_an_older_one(storage):
+    """The newest checkpoint is damaged, so version 4 is trained, and saved, once more."""
+    cluster = Cluster(str(storage))
+    await cluster.open()
+    await cluster.train(0, 2)
+    await cluster.committed(2)
+    await cluster.train(2, 4)
+    damaged = await cluster.committed(4)
+    await cluster.roll_back(checkpoint=damaged.kept[1].uuid, damaged=(damaged.uuid,))
+    await cluster.train(2, 4)
+    await cluster.committed(4, limit_s=10.0)
+
+
+def test_without_the_timeline_what_is_saved_after_a_roll_back_never_becomes_the_latest(tmp_path):
+    play(back_to_an_older_one, tmp_path / "with")
+    with (
+        replaced(commit, "is_newer", lambda ref, latest: latest is None or ref.step > latest.step),
+        pytest.raises(AssertionError, match="expected step 4"),
+    ):
+        play(back_to_an_older_one, tmp_path / "without")
+
+
+async def pushed_from_before(storage):
+    """A trainer that has not heard of the roll-back pushes."""
+    cluster = Cluster(str(storage), pservers=1)
+    await cluster.open()
+    await cluster.train(0, 2)
+    await cluster.committed(2)
+    old = cluster.state
+    await cluster.roll_back()
+    cluster.state = old
+    return await cluster.push(cluster.nodes[0], 2, 0)
+
+
+def test_without_the_fence_of_the_roll_back_pushes_of_before_it_are_applied_after_it(tmp_path):
+    with pytest.raises(StaleGeneration):
+        play(pushed_from_before, tmp_path / "with")
+    drop = Pserver.drop
+    with replaced(Pserver, "drop", lambda self, _: drop(self, 0)):
+        assert play(pushed_from_before, tmp_path / "without").applied > 0
+
+
+async def another_model(storage):
+    """The job's model is not the one of its checkpoint any more: other names, the same shapes."""
+    cluster = Cluster(str(storage))
+    await cluster.open()
+    await cluster.committed(0)
+    other = cluster.layout.model_copy(update={"digest": "d2"})
+    await cluster.client.put(KEYS.layout, other.to_bytes())
+    await asyncio.sleep(1.0)
+    return {member.restored.error for member in await cluster.roll_back()}
+
+
+def test_without_the_layout_digest_the_values_of_another_model_are_served(tmp_path):
+    errors = play(another_model, tmp_path / "with")
+    assert all("is of model d1, the job's model is d2" in error for error in errors)
+    load = disk.load
+
+    def careless(url, job, _digest, ref, *others):
+        return load(url, job, checkpoints.read_manifest(url, job, ref).layout.digest, ref, *others)
+
+    with replaced(disk, "load", careless):
+        assert play(another_model, tmp_path / "without") == {""}

@@ -39,7 +39,7 @@ def test_one_bit_that_flipped(saved):
     content[-5] ^= 1
     part.write_bytes(content)
     message = refused(saved)
-    assert "has MD5" in message
+    assert "has checksum" in message
     assert "was written" in message
 
 
@@ -64,7 +64,7 @@ def test_a_part_of_another_checkpoint(saved, tmp_path):
     parts.save(storage, layout, parts.snapshots(stores), parts.slot_map(2), uuid="u2")
     other = tmp_path / "checkpoints" / "u2" / "pserver-1.x.safetensors"
     (folder / "pserver-1.x.safetensors").write_bytes(other.read_bytes())
-    assert "MD5" in refused((storage, ref, folder))
+    assert "checksum" in refused((storage, ref, folder))
 
 
 def test_a_manifest_that_is_missing(saved):

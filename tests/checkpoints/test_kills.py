@@ -1,5 +1,5 @@
 """A parameter server dies, or sleeps and wakes, at every single await of the checkpoint protocol: `latest` always loads,
-never mixes versions, and the job goes on from it."""
+never mixes versions, never gets older, and the job goes on from it; files of nobody go with the next checkpoint."""
 
 from __future__ import annotations
 
@@ -11,77 +11,131 @@ from shared.records import PserverMember
 from tests.checkpoints import parts
 from tests.checkpoints.cluster import KEYS, TTL_S, Cluster, expected, folders, play
 
-SHARES = 2  # the awaits are dealt out over so many tests
 WINDOW_S = 1.0  # of virtual time: a checkpoint of version 2 takes 0.1
+NAMES = ("ps-0", "ps-1")
+LAYOUT = parts.layout_of(elements=64)  # 4, 2 and 1 blocks: both have some
 
 
 async def opened(storage):
     """Two parameter servers one step before version 2, which is due; `latest` is version 0, and only one is kept."""
-    cluster = Cluster(str(storage), keep_checkpoints=1)
+    cluster = Cluster(str(storage), keep_checkpoints=1, layout=LAYOUT)
     await cluster.open()
     await cluster.committed(0)
     await cluster.train(0, 1)
     return cluster
 
 
-async def count_turns(storage, name):
-    """Turns of that process before and after the checkpoint of version 2."""
+def node_of(cluster, name):
+    return next(node for node in cluster.every if node.process.name == name)
+
+
+async def undisturbed(storage, name):
+    """What that process does while the checkpoint of version 2 is made, and its turns before and after it."""
     cluster = await opened(storage)
-    process = next(node.process for node in cluster.every if node.process.name == name)
-    first = process.turns
+    node = node_of(cluster, name)
+    done, turns = len(node.doom.done), node.process.turns
     await cluster.train(1, 2)
     await cluster.committed(2)
-    return first, process.turns
+    return node.doom.done[done:], range(turns, node.process.turns + 4)
 
 
-async def go_on(cluster):
-    """A replacement takes the index, all load what is latest, training goes on to the next checkpoints."""
+async def go_on(cluster, before):
+    """The dead are replaced, all load what is latest, training goes on to the next checkpoints."""
     latest = await cluster.latest()
     assert latest.step in {0, 2}
+    assert (latest.timeline, latest.step) >= (before.timeline, before.step)
     cluster.check_latest(latest)
-    await cluster.start("ps-new")
+    for node in [node for node in cluster.nodes.values() if node.process.stopped]:
+        await cluster.start(f"{node.process.name}-new")
     answers = await cluster.roll_back()
     assert [member.restored.error for member in answers] == ["", ""]
-    step = (await cluster.latest()).step
+    return await trained_on(cluster)
+
+
+async def trained_on(cluster):
+    """From what all have loaded to version 4, which gets the latest, with nothing left of what was begun."""
+    step = cluster.stores[0].lowest
     assert parts.state_of(cluster.stores) == expected(cluster.layout, step)
     await cluster.train(step, 4)
     newest = await cluster.committed(4)
     assert parts.state_of(cluster.stores) == expected(cluster.layout, 4)
+    cluster.check_latest(newest)
     return newest
 
 
-async def killed_at(storage, name, turn):
+def assert_swept(cluster, newest):
+    assert folders(cluster.storage) == {newest.uuid}, "files of nobody are left"
+
+
+async def killed_before(storage, name, number, everybody=False):
+    """`number` of what it does at this checkpoint is done, the next thing not; `everybody` dies at that moment, or it alone."""
     cluster = await opened(storage)
-    victim = next(node for node in cluster.every if node.process.name == name)
-    victim.process.last_turn = turn
+    victim, before = node_of(cluster, name), await cluster.latest()
+    victims = list(cluster.nodes.values()) if everybody else [victim]
+    victim.doom.last = len(victim.doom.done) + number
+    victim.doom.at_last = lambda: [each.process.kill() for each in victims]
     await cluster.train(1, 2)
     await asyncio.sleep(WINDOW_S)
-    assert victim.process.dead, (turn, victim.process.turns)
-    cluster.etcd.disconnect(name)
-    cluster.etcd.forget(name)
-    newest = await go_on(cluster)
-    cluster.check_latest(newest)
-    assert folders(storage) == {newest.uuid}, "files of nobody are left"
-    return newest
+    assert victim.process.dead, (number, victim.doom.done)
+    for each in victims:
+        cluster.etcd.disconnect(each.process.name)
+        cluster.etcd.forget(each.process.name)
+    assert_swept(cluster, await go_on(cluster, before))
 
 
-@pytest.mark.parametrize("name", ["ps-0", "ps-1"])
-@pytest.mark.parametrize("share", range(SHARES))
-def test_a_pserver_killed_at_any_await_leaves_latest_usable(tmp_path, name, share):
-    first, last = play(count_turns, tmp_path / "counted", name)
-    for turn in range(first + 2 * share, last + 4, 2 * SHARES):
-        play(killed_at, tmp_path / str(turn), name, turn)
+@pytest.mark.parametrize("everybody", [False, True], ids=["alone", "with everybody"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pserver_killed_at_any_await_leaves_latest_usable(tmp_path, name, everybody):
+    done, _ = play(undisturbed, tmp_path / "undisturbed", name)
+    for number in range(len(done)):
+        play(killed_before, tmp_path / str(number), name, number, everybody)
+
+
+FILE = ["os.mkdir", "open", "os.fsync", "os.rename", "os.fsync"]
+STARTED = FINISHED = LOCK = LATEST = UNLOCK = "/kv/txn"
+OLDER_DELETED = ["os.remove"] * 3 + ["os.rmdir", "/kv/deleterange"]
+
+
+def test_the_moments_of_death_are_those_of_the_whole_protocol(tmp_path):
+    finisher, other = (play(undisturbed, tmp_path / name, name)[0] for name in NAMES)
+    part = [STARTED, *FILE, FINISHED]
+    assert finisher == [*part, LOCK, *FILE, LATEST, *OLDER_DELETED, UNLOCK]
+    assert other == [*part, LOCK], "it sees all parts too, and comes too late for the lock"
+
+
+async def going_back_before(storage, name, number):
+    """Nobody dies, but the job begins to roll back at that moment, with a checkpoint half made."""
+    cluster = await opened(storage)
+    victim, before, begun = node_of(cluster, name), await cluster.latest(), asyncio.Event()
+    victim.doom.last = len(victim.doom.done) + number
+    victim.doom.at_last = begun.set
+    await cluster.train(1, 2)
+    async with asyncio.timeout(WINDOW_S):
+        await begun.wait()
+    answers = await cluster.roll_back()
+    latest = await cluster.latest()
+    assert (latest.timeline, latest.step) >= (before.timeline, before.step)
+    cluster.check_latest(latest)
+    assert [member.restored.error for member in answers] == ["", ""]
+    assert_swept(cluster, await trained_on(cluster))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_roll_back_that_begins_at_any_await_finds_latest_usable(tmp_path, name):
+    done, _ = play(undisturbed, tmp_path / "undisturbed", name)
+    for number in range(len(done)):
+        play(going_back_before, tmp_path / str(number), name, number)
 
 
 async def frozen_at(storage, name, turn):
     cluster = await opened(storage)
-    victim = next(node for node in cluster.every if node.process.name == name)
+    victim, before = node_of(cluster, name), await cluster.latest()
     victim.process.at_last = victim.process.freeze
     victim.process.last_turn = turn
     await cluster.train(1, 2)
     await asyncio.sleep(WINDOW_S)
     assert victim.process.frozen
-    newest = await go_on(cluster)
+    newest = await go_on(cluster, before)
     members, tree = await cluster.members(), await cluster.tree()
     files = {path: path.stat().st_mtime_ns for path in storage.rglob("*.*")}
     victim.process.thaw()
@@ -97,32 +151,31 @@ async def frozen_at(storage, name, turn):
     )
 
 
-@pytest.mark.parametrize("name", ["ps-0", "ps-1"])
-@pytest.mark.parametrize("share", range(SHARES))
-def test_a_pserver_that_sleeps_at_any_await_and_wakes_after_its_replacement_publishes_nothing(tmp_path, name, share):
-    first, last = play(count_turns, tmp_path / "counted", name)
-    for turn in range(first + 2 * share, last + 4, 2 * SHARES):
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pserver_that_sleeps_at_any_await_and_wakes_after_its_replacement_publishes_nothing(tmp_path, name):
+    _, turns = play(undisturbed, tmp_path / "undisturbed", name)
+    for turn in turns:
         play(frozen_at, tmp_path / str(turn), name, turn)
 
 
-async def killed_while_restoring(storage, turn):
-    """The one that stays dies while it loads the latest checkpoint; both are replaced, and load it again."""
+async def killed_while_restoring(storage, name, turn):
+    """One stays when the other dies, and dies while it loads the latest checkpoint; both are replaced, and load it again."""
     cluster = await opened(storage)
-    victim = cluster.nodes[0]
-    cluster.nodes[1].process.kill()
-    cluster.etcd.forget("ps-1")
+    victim = node_of(cluster, name)
+    [other] = [node for node in cluster.nodes.values() if node is not victim]
+    other.process.kill()
+    cluster.etcd.forget(other.process.name)
     before = await cluster.latest()
-    replaced = asyncio.ensure_future(cluster.start("ps-1-new"))
-    await replaced
+    await cluster.start("ps-new")
     victim.process.last_turn = victim.process.turns + turn
     rolling = asyncio.ensure_future(cluster.roll_back())
     await asyncio.sleep(WINDOW_S)
     if not victim.process.dead:
         await rolling
         return False
-    cluster.etcd.forget("ps-0")
+    cluster.etcd.forget(name)
     rolling.cancel()
-    await cluster.start("ps-0-new")
+    await cluster.start("ps-newer")
     answers = await cluster.roll_back()
     assert [member.restored.error for member in answers] == ["", ""]
     assert await cluster.latest() == before
@@ -130,12 +183,13 @@ async def killed_while_restoring(storage, turn):
     return True
 
 
-def test_a_pserver_killed_at_any_await_of_a_roll_back_is_replaced(tmp_path):
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pserver_killed_at_any_await_of_a_roll_back_is_replaced(tmp_path, name):
     turn, died = 1, True
     while died:
-        died = play(killed_while_restoring, tmp_path / str(turn), turn)
-        turn += 2
-    assert turn > 20
+        died = play(killed_while_restoring, tmp_path / str(turn), name, turn)
+        turn += 1
+    assert turn > 12
 
 
 def test_the_lock_of_a_dead_committer_is_freed_and_another_commits(tmp_path):

@@ -159,7 +159,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_can_be_taken(tmp_pat
         assert "were written" in errors[1]
         assert str(damaged) in errors[1]
         assert cluster.nodes[1].pserver.store is None  # serves nothing rather than something else
-        answers = await cluster.roll_back(checkpoint=latest.kept[1].uuid)
+        answers = await cluster.roll_back(checkpoint=latest.kept[1].uuid, damaged=(latest.uuid,))
         assert [member.restored.error for member in answers] == ["", ""]
         assert parts.state_of(cluster.stores) == expected(cluster.layout, 2)
 
@@ -214,7 +214,7 @@ def test_storage_that_cannot_be_written_is_told_and_the_old_checkpoint_stays(tmp
         cluster.check_latest(before)
 
         del node.member.checkpointer._offload
-        node.member.checkpointer._offload = cluster.offload  # room was made
+        node.member.checkpointer._offload = node.doom.offload  # room was made
         await cluster.train(3, 4)
         cluster.check_latest(await cluster.committed(4))
         assert (await node.pserver.info()).checkpoint_error == ""

@@ -31,13 +31,14 @@ class Command:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.mark = uuid.uuid4().hex
+        self.environment: dict[str, str] = {}
 
     def start(self, *arguments: object, **environment: str) -> subprocess.Popen[str]:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("TRIREME_")}
         return subprocess.Popen(
             [sys.executable, "-m", "trireme", *map(str, arguments)],
             cwd=self.folder,
-            env=clean | {MARK: self.mark} | environment,
+            env=clean | {MARK: self.mark} | self.environment | environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

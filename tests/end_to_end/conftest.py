@@ -1,14 +1,37 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.end_to_end.command import Command, command_in
+from tests.end_to_end.once import made_once
 
 
 @pytest.fixture
 def trireme(tmp_path: Path) -> Iterator[Command]:
     with command_in(tmp_path) as command:
         yield command
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_servers() -> Iterator[None]:
+    from tests.end_to_end.test_faults import FORK_SERVERS
+
+    with FORK_SERVERS:
+        yield
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """What the job of test_faults.py gives with one trainer, one parameter server, and nobody dying."""
+    from tests.end_to_end.test_faults import cluster_of, completed, spec_of
+
+    async def run(folder: Path) -> dict[str, torch.Tensor]:
+        async with cluster_of(spec_of(folder, trainers=1, pservers=1), folder) as cluster:
+            return await completed(cluster)
+
+    return made_once("faults", tmp_path_factory, lambda folder: asyncio.run(run(folder)))

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import re
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
+from shared.errors import TriremeError
 from tests.end_to_end.command import Command, Done
+from tests.end_to_end.once import made_once
 from tests.end_to_end.scripts import EVALUATION, RECORDS, write_script
+from trireme import ask
+from trireme.reach import reach
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -33,10 +38,12 @@ SETTINGS = ("--epochs", EPOCHS, "--trainers", 2, "--set", "checkpoint_every_step
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    done = Command(folder).run("run", script_in(folder, slow=False), *SETTINGS, "--pservers", 1, "--json")
-    assert done.code == 0, done.err
-    return parameters(done)
+    def trained(folder: Path) -> dict[str, torch.Tensor]:
+        done = Command(folder).run("run", script_in(folder, slow=False), *SETTINGS, "--pservers", 1, "--json")
+        assert done.code == 0, done.err
+        return parameters(done)
+
+    return made_once("rollback", tmp_path_factory, trained)
 
 
 def script_in(folder: Path, *, slow: bool = True) -> Path:
@@ -68,14 +75,19 @@ def wait_for(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
 
 
 def wait_for_step(trireme: Command, step: int) -> int:
-    """Until the master has heard of `step`."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        done = trireme.run("status", "--json")
-        if done.code == 0 and (at := json.loads(done.out)["progress"].get("step") or 0) >= step:
-            return int(at)
-        time.sleep(0.05)
-    pytest.fail(f"step {step} was not reached")
+    """Until the master has heard of `step`; asked as `trireme status` does."""
+
+    async def reached() -> int:
+        async with asyncio.timeout(60):
+            while True:
+                with contextlib.suppress(TriremeError):
+                    async with reach(ask.address("script", trireme.folder / ".trireme", None)) as client:
+                        while (at := (await client.job())["progress"].get("step") or 0) < step:
+                            await asyncio.sleep(0.05)
+                        return int(at)
+                await asyncio.sleep(0.05)
+
+    return asyncio.run(reached())
 
 
 def test_a_pserver_killed_in_mid_training_costs_no_bit(trireme, tmp_path, undisturbed):
@@ -114,7 +126,10 @@ def test_chaos_says_what_it_could_kill_and_ctrl_c_only_interrupts(trireme, tmp_p
     assert re.search(r"next committed step [\d.]+ s \(step \d+\)\nrecords replayed +0\nrecords lost +0\n", killed.out)
     process.send_signal(signal.SIGINT)
     stopped = trireme.end_of(process)
-    assert (stopped.code, "is unfinished; the same command goes on with it" in stopped.err) == (130, True)
+    assert stopped.code == 130
+    assert re.search(r"^saved step \d+; stopping$", stopped.err, re.MULTILINE)
+    words = "job script is unfinished; go on with it: trireme run script.py --epochs 100000 --no-check"
+    assert words in stopped.err.replace(f"{tmp_path}/", "")
     again = trireme.start("run", tmp_path / "script.py", "--epochs", 100_000, "--no-check")
     wait_for(again, r"job script is unfinished: it goes on$")
     wait_for(again, r"rolled back to step \d+")
@@ -122,8 +137,8 @@ def test_chaos_says_what_it_could_kill_and_ctrl_c_only_interrupts(trireme, tmp_p
     assert trireme.end_of(again).code == 130
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 3)])
-def test_after_everything_was_killed_the_same_command_goes_on(trireme, tmp_path, undisturbed, before, after):
+def test_after_everything_was_killed_the_same_command_goes_on(trireme, tmp_path, undisturbed):
+    before, after = 2, 1
     script = script_in(tmp_path)
     process = trireme.start("run", script, *SETTINGS, "--pservers", before, "--json")
     wait_for(process, "generation 1")
@@ -134,11 +149,13 @@ def test_after_everything_was_killed_the_same_command_goes_on(trireme, tmp_path,
         victim.kill()
     trireme.end_of(process)
     (tmp_path / "slow").unlink()
+    orphan = tmp_path / ".trireme" / "script" / "checkpoints" / ".pserver-0.x.safetensors.killed-while-writing.tmp"
+    orphan.touch()
     process = trireme.start("run", script, *SETTINGS, "--pservers", after, "--json")
-    members = "" if before == after else rf" \({before} -> {after} pservers\)"
-    wait_for(process, rf"job script is unfinished: it goes on{members}")
+    wait_for(process, rf"job script is unfinished: it goes on \({before} -> {after} pservers\)")
     back = wait_for(process, r"rolled back to step (\d+)")
     assert at - 12 <= int(back[1]) < STEPS
+    assert not orphan.exists()
     done = trireme.end_of(process)
     assert done.code == 0, done.err
     assert json.loads(done.out)["records"] == EPOCHS * RECORDS
@@ -149,3 +166,49 @@ def test_after_everything_was_killed_the_same_command_goes_on(trireme, tmp_path,
     other = trireme.run("run", script, *SETTINGS, "--epochs", 3, "--json")
     assert other.code == 4
     assert f"completed with epochs = {EPOCHS}; now epochs = 3 is asked for" in other.err
+
+
+def test_saved_gone_back_and_interrupted_with_three_one_and_four_parameter_servers_it_loses_no_bit(
+    trireme, tmp_path, undisturbed
+):
+    """Checkpoints on demand only; a Ctrl-C saves one itself. The same command goes on each time."""
+    script = script_in(tmp_path)
+    settings = ("--epochs", EPOCHS, "--trainers", 1, "--no-check", "--set", "checkpoint_every_epochs=1000", "--json")
+    process = trireme.start("run", script, *settings, "--pservers", 3)
+    wait_for(process, "generation 1")
+    at = wait_for_step(trireme, 5)
+    created = trireme.run("checkpoint", "create", "--json")
+    assert created.code == 0, created.err
+    assert "waiting for the next step but one" in created.err
+    made = json.loads(created.out)
+    assert (made["state"], made["attempt"]) == ("DONE", 1)
+    assert at < made["step"] < STEPS
+    nowhere = trireme.run("checkpoint", "restore", "77777")
+    assert (nowhere.code, f"there are: step {made['step']} (" in nowhere.err) == (3, True)
+    back = trireme.run("checkpoint", "restore", made["step"], "--json")
+    assert back.code == 0, back.err
+    assert json.loads(back.out)["reason"] == f"the job goes on from step {made['step']}"
+    interrupted_at = interrupt(trireme, process)
+
+    process = trireme.start("run", script, *settings, "--pservers", 1)
+    wait_for(process, rf"rolled back to step {interrupted_at} ")
+    wait_for_step(trireme, interrupted_at + 3)
+    interrupted_at = interrupt(trireme, process)
+    assert not list((tmp_path / ".trireme").rglob("*.tmp"))
+
+    (tmp_path / "slow").unlink()
+    process = trireme.start("run", script, *settings, "--pservers", 4)
+    wait_for(process, rf"rolled back to step {interrupted_at} ")
+    done = trireme.end_of(process)
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["records"] == EPOCHS * RECORDS
+    assert_same(parameters(done), undisturbed)
+
+
+def interrupt(trireme: Command, process: subprocess.Popen[str]) -> int:
+    """Ctrl-C; the step that was saved."""
+    process.send_signal(signal.SIGINT)
+    saved = wait_for(process, r"^saved step (\d+); stopping")
+    done = trireme.end_of(process)
+    assert (done.code, "is unfinished; go on with it: trireme run " in done.err) == (130, True)
+    return int(saved[1])

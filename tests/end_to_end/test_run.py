@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.end_to_end.scripts import EVALUATION, RECORDS, write_script
+from tests.end_to_end.scripts import EVALUATION, RECORDS, UNHURRIED_LOSS, write_script
+from trireme.run_dir import SOCKETS, sockets
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -24,7 +25,7 @@ def test_a_model_trains_and_plain_pytorch_loads_it(trireme, tmp_path, mode):
     assert done.code == 0, done.err
     result = json.loads(done.out)
     assert (result["phase"], result["mode"], result["records"]) == ("COMPLETED", mode, 2 * RECORDS)
-    assert result["discarded"] == {"tasks": 0, "records": 0}
+    assert result["discarded"] == {"tasks": 0, "records": 0, "list": []}
     assert 0 < result["metrics"]["mse"] < 1
     assert (result["restarts"], result["failure"]) == ({}, None)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1))
@@ -47,7 +48,7 @@ def test_progress_goes_to_stderr_and_the_summary_to_stdout(trireme, tmp_path):
 
 
 def test_the_first_ctrl_c_stops_all_children_in_order(trireme, tmp_path):
-    process = trireme.start("run", write_script(tmp_path), "--epochs", 100_000)
+    process = trireme.start("run", write_script(tmp_path, loss=UNHURRIED_LOSS), "--epochs", 100_000)
     _wait_for(process, "RUNNING")
     before = time.monotonic()
     process.send_signal(signal.SIGINT)
@@ -61,12 +62,12 @@ def test_the_first_ctrl_c_stops_all_children_in_order(trireme, tmp_path):
 
 
 def test_the_second_ctrl_c_kills(trireme, tmp_path):
-    process = trireme.start("run", write_script(tmp_path), "--epochs", 100_000, "--trainers", 1)
+    process = trireme.start("run", write_script(tmp_path, loss=UNHURRIED_LOSS), "--epochs", 100_000, "--trainers", 1)
     _wait_for(process, "RUNNING")
-    trainer = next(child for child in trireme.family() if "trainer_agent" in child.cmdline())
+    trainer = next(child for child in trireme.family() if "trainer_agent" in " ".join(child.cmdline()))
     trainer.suspend()  # it will not stop by itself
     process.send_signal(signal.SIGINT)
-    _wait_for(process, "once more to kill")
+    _wait_for(process, "once more to stop at once")
     process.send_signal(signal.SIGINT)
     assert trireme.end_of(process).code == 130
 
@@ -82,8 +83,8 @@ def test_ctrl_c_before_anything_is_started_leaves_nothing(trireme, tmp_path):
 
 
 @pytest.mark.skipif(not psutil.LINUX, reason="PDEATHSIG is Linux's")
-def test_no_child_outlives_a_launcher_that_is_killed(trireme, tmp_path):
-    process = trireme.start("run", write_script(tmp_path), "--epochs", 100_000)
+def test_no_child_outlives_a_launcher_that_is_killed_and_the_next_run_removes_its_sockets(trireme, tmp_path):
+    process = trireme.start("run", write_script(tmp_path, loss=UNHURRIED_LOSS), "--epochs", 100_000)
     _wait_for(process, "RUNNING")
     assert len(trireme.family()) >= 5  # launcher, etcd's environment is its own: master, pserver, trainers
     etcd = next(child for child in psutil.Process(process.pid).children() if "etcd" in child.name())
@@ -91,10 +92,15 @@ def test_no_child_outlives_a_launcher_that_is_killed(trireme, tmp_path):
     trireme.end_of(process)
     psutil.wait_procs([etcd, *trireme.family()], timeout=5)
     assert not etcd.is_running()
+    link = next(path for path in tmp_path.rglob(SOCKETS) if path.is_symlink())
+    left = link.readlink()
+    assert list(left.iterdir())
+    with sockets(link.parent):  # as the same job's next run does
+        assert not left.exists()
 
 
 def test_status_tasks_and_members_ask_the_running_job(trireme, tmp_path):
-    process = trireme.start("run", write_script(tmp_path), "--epochs", 100_000)
+    process = trireme.start("run", write_script(tmp_path, loss=UNHURRIED_LOSS), "--epochs", 100_000)
     try:
         _wait_for(process, "RUNNING")
         status = json.loads(trireme.run("status", "--json").out)

@@ -14,7 +14,8 @@ import pytest
 from shared import clock
 from shared.errors import InvalidArgument
 from shared.etcd import Compare, Fatal, OutcomeUnknown, Put, Retryable, Unauthenticated, connect
-from shared.etcd.embedded import EmbeddedEtcd, die_with_parent, find_binary, free_ports
+from shared.etcd.embedded import EmbeddedEtcd, find_binary, free_ports
+from shared.lifelines import die_with_parent
 
 
 @asynccontextmanager

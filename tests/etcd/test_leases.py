@@ -13,6 +13,16 @@ from tests.etcd.worlds import everywhere
 
 
 @everywhere
+async def test_a_short_lease_granted_after_a_long_one_still_ends_in_its_own_time(world):
+    etcd = world.client()
+    await etcd.grant(3600)
+    short = await etcd.grant(2)
+    await etcd.put(world.key, b"", short.id)
+    await asyncio.sleep(4)
+    assert await etcd.get(world.key) is None
+
+
+@everywhere
 async def test_a_lease_that_nobody_renews_takes_its_keys_with_it_in_one_revision(world):
     etcd = world.client()
     kept, detached, loose = world.key + "kept", world.key + "detached", world.key + "loose"

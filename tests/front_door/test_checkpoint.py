@@ -35,9 +35,8 @@ def job(tmp_path):
 
 
 def write_run(folder: Path, script: str, **fields):
-    spec = JobSpec(
-        job=parts.JOB, script=script, dataset={"kind": "text_lines", "urls": ("-",)}, storage=str(folder), **fields
-    )
+    fixed = {"script": script, "dataset": {"kind": "text_lines", "urls": ("-",)}, "storage": str(folder)}
+    spec = JobSpec(**{"job": parts.JOB, **fixed, **fields})
     (folder / "spec.json").write_bytes(spec.to_bytes())
     (folder / "run.json").write_text(json.dumps({"job": parts.JOB, "url": "http://127.0.0.1:1"}), encoding="utf-8")
     return spec
@@ -76,6 +75,43 @@ def test_verify_names_the_damaged_file_and_exits_with_1(capsys, job):
     assert str(part) in damaged["damage"]
     assert ask(capsys, checkpoint.verify, job, "4")[0] == 0
     assert ask(capsys, checkpoint.verify, job, "0-")[0] == 1
+
+
+def replaced(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "a part cut short": ("pserver-0*", lambda path: replaced(path, path.read_bytes()[:-9]), "bytes, "),
+    "a bit that flipped": ("pserver-0*", lambda path: replaced(path, path.read_bytes()[:-1] + b"x"), "has checksum"),
+    "a part that is missing": ("pserver-1*", Path.unlink, "cannot be read"),
+    "an edited manifest": (
+        "manifest*",
+        lambda path: replaced(path, path.read_bytes().replace(b'"lanes":2', b'"lanes":4')),
+        "was changed after it was written",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_verify_names_each_problem_with_its_file(capsys, job, damage):
+    pattern, harm, message = DAMAGES[damage]
+    [path] = (job / "checkpoints" / "0-0").glob(pattern)
+    harm(path)
+    code, answer = ask(capsys, checkpoint.verify, job, None)
+    assert code == 1
+    assert [row["damage"] is None for row in answer["checkpoints"]] == [True, False]
+    assert message in answer["checkpoints"][1]["damage"]
+    assert str(path) in answer["checkpoints"][1]["damage"]
+
+
+def test_verify_names_a_checkpoint_of_another_job(capsys, job):
+    write_run(job, "s.py", job="other")
+    (job.parent / "other").symlink_to(job)
+    code, answer = ask(capsys, checkpoint.verify, job.parent / "other", None)
+    assert code == 1
+    assert all("is of job 'ctr'" in row["damage"] for row in answer["checkpoints"])
+    assert all("expected job 'other'" in row["damage"] for row in answer["checkpoints"])
 
 
 def test_verify_tells_of_a_manifest_that_is_none(capsys, job):
@@ -163,6 +199,6 @@ def test_export_refuses_a_damaged_checkpoint(capsys, trained, tmp_path):
     part = folder / "checkpoints" / "u1" / "pserver-0.x.safetensors"
     part.write_bytes(part.read_bytes()[:-1] + b"x")
     code, answer = ask(capsys, checkpoint.export, folder, None, tmp_path / "out")
-    assert code == 2
-    assert "MD5" in answer["error"]["message"]
+    assert code == 1
+    assert "checksum" in answer["error"]["message"]
     assert not (tmp_path / "out").exists()

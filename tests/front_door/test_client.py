@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from shared.errors import DeadlineExceeded, NotFound, NotLeader, PeerError, Unauthorized
+from shared.errors import DeadlineExceeded, NotFound, NotLeader, NotReady, PeerError, Unauthorized
 from trireme.client import Client
 
 
@@ -53,6 +53,24 @@ async def test_a_problem_becomes_the_error_it_names():
     async with answering(problem(404, code="NOT_FOUND", detail="no task 9")) as url, Client(url) as client:
         with pytest.raises(NotFound, match="no task 9"):
             await client.task("9")
+
+
+async def test_a_master_that_takes_over_is_asked_again_until_it_serves():
+    asked = []
+
+    async def handler(_):
+        asked.append(1)
+        if len(asked) < 3:
+            return web.json_response({"code": "NOT_READY", "detail": "is taking over", "retryable": True}, status=503)
+        return web.json_response({"phase": "RUNNING"})
+
+    async with answering(handler) as url, Client(url) as client:
+        assert await client.job() == {"phase": "RUNNING"}
+    assert len(asked) == 3
+    never = problem(503, code="NOT_READY", detail="is taking over", retryable=True)
+    async with answering(never) as url, Client(url, timeout_s=0.5) as client:
+        with pytest.raises(NotReady, match="taking over"):
+            await client.job()
 
 
 async def test_an_answer_that_is_no_problem_document_is_a_peers_error():

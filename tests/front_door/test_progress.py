@@ -93,9 +93,20 @@ def test_the_summary_tells_metrics_restarts_and_where_the_model_is():
 
 
 def test_discarded_records_are_told():
-    result = JobResult(discarded_tasks=1, discarded_records=64)
-    document = result_document(SPEC, JobState(phase=Phase.COMPLETED, result=result), Counts({}), 1.0, Path("/run"))
-    assert summary_text(document).splitlines()[-1] == "discarded  1 tasks, 64 records"
+    result = JobResult(discarded_tasks=7, discarded_records=64)
+    lost = {"task_id": "6", "kind": "TRAIN", "epoch": 1, "file": "/x.npy", "first": 24, "count": 4, "failures": 3}
+    lost |= {"cause": "ValueError: no", "stream": 0}
+    counts = Counts({}, discarded=[lost] * 7)
+    document = result_document(SPEC, JobState(phase=Phase.COMPLETED, result=result), counts, 1.0, Path("/run"))
+    line = "           /x.npy records 24-27, epoch 1: ValueError: no"
+    assert summary_text(document).splitlines()[-7:] == [
+        "discarded  7 tasks, 64 records",
+        *[line] * 5,
+        "           and 2 more: trireme run --json lists them",
+    ]
+    assert document["discarded"]["list"][0] == {name: lost[name] for name in lost if name != "stream"}
+    failed = result_document(SPEC, JobState(phase=Phase.FAILED), counts, 1.0, Path("/run"))
+    assert (failed["discarded"]["tasks"], failed["discarded"]["records"]) == (7, 28)
 
 
 def test_a_failed_job_shows_the_users_traceback_first():

@@ -56,6 +56,50 @@ def test_other_settings_are_refused_with_both_values_and_what_to_do(tmp_path, ph
     assert "--fresh" in caught.value.hint
 
 
+MODEL = {
+    "tensors": [["param", "0.weight", [16, 8], "torch.float32", 0], ["param", "0.bias", [16], "torch.float32", 0]],
+    "optimizer": {"name": "Adam", "defaults": {"lr": 0.1, "fused": None}, "groups": [{"lr": 0.1}]},
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"tensors": [["param", "0.weight", [32, 8], "torch.float32", 0], MODEL["tensors"][1]]},
+            "parameter 0.weight was float32 [16, 8], now it is float32 [32, 8]",
+        ),
+        ({"tensors": MODEL["tensors"][:1]}, "parameter 0.bias float32 [16] is not there any more"),
+        (
+            {"tensors": [*MODEL["tensors"], ["buffer", "1.mean", [], "torch.int64", -1]]},
+            "buffer 1.mean int64 [] is new",
+        ),
+        (
+            {"tensors": [["param", "1.weight", [16, 8], "torch.float32", 0], MODEL["tensors"][1]]},
+            "parameter 0.weight float32 [16, 8] was in the place of parameter 1.weight float32 [16, 8]",
+        ),
+        ({"optimizer": {"name": "SGD", "defaults": {}, "groups": []}}, "the optimizer was Adam, now it is SGD"),
+        (
+            {"optimizer": MODEL["optimizer"] | {"groups": [{"lr": 0.2}]}},
+            "the optimizer's lr was 0.1, now it is 0.2 (group 0)",
+        ),
+    ],
+)
+def test_an_unfinished_job_whose_model_or_optimizer_changed_is_refused_and_left_as_it_is(tmp_path, changed, message):
+    left(tmp_path, spec_of())
+    resume.write_start(tmp_path, "digest", MODEL)
+    remains = resume.examine(tmp_path)
+    with pytest.raises(Conflict) as caught:
+        resume.decide(remains, spec_of(), "another", tmp_path, fresh=False, model=MODEL | changed)
+    assert caught.value.message == f"job ctr in {tmp_path} is unfinished and its model has changed: {message}"
+    assert "restore the script" in caught.value.hint
+    assert resume.examine(tmp_path) == remains
+    for model in (MODEL, None, MODEL | {"optimizer": MODEL["optimizer"] | {"defaults": {"lr": 0.1, "new": 1}}}):
+        assert resume.decide(remains, spec_of(), "digest", tmp_path, fresh=False, model=model).start is Start.GO_ON
+    fresh = resume.decide(remains, spec_of(), "another", tmp_path, fresh=True, model=MODEL | changed)
+    assert fresh.start is Start.NEW
+
+
 def test_a_completed_job_is_left_as_it_is(tmp_path):
     remains = left(tmp_path, spec_of(), phase="COMPLETED")
     assert decide(remains, spec_of(), tmp_path).start is Start.DONE
@@ -63,19 +107,29 @@ def test_a_completed_job_is_left_as_it_is(tmp_path):
         decide(remains, spec_of(), tmp_path, script="another")
 
 
-def test_a_failed_or_asynchronous_job_starts_anew_and_says_where_the_old_one_is(tmp_path):
+def test_a_failed_job_starts_anew_and_says_where_the_old_one_is(tmp_path):
     remains = left(tmp_path, spec_of(), phase="FAILED")
     plan = decide(remains, spec_of(epochs=9), tmp_path)
     assert plan.start is Start.NEW
     assert plan.sentence.startswith("job ctr failed before (it was said); it starts anew")
-    unfinished = resume.Remains(spec_of(mode="async"), "digest")
-    assert decide(unfinished, spec_of(mode="async"), tmp_path).start is Start.NEW
+
+
+def test_an_unfinished_asynchronous_job_goes_on_and_independent_checkpoints_need_as_many_pservers(tmp_path):
+    unfinished = resume.Remains(spec_of(mode="async", pservers=2), "digest")
+    plan = decide(unfinished, spec_of(mode="async", pservers=3), tmp_path)
+    assert plan.sentence == "job ctr is unfinished: it goes on (2 -> 3 pservers)"
+    alone = {"mode": "async", "checkpoint_kind": "independent"}
+    unfinished = resume.Remains(spec_of(**alone, pservers=2), "digest")
+    assert decide(unfinished, spec_of(**alone, pservers=2, trainers=5), tmp_path).start is Start.GO_ON
+    with pytest.raises(Conflict, match=r"with 2 parameter servers, 3 are asked for: independent .* as many") as caught:
+        decide(unfinished, spec_of(**alone, pservers=3), tmp_path)
+    assert "--pservers 2" in caught.value.hint
 
 
 def test_fresh_starts_anew_whatever_there_is(tmp_path):
     for phase in ("COMPLETED", "FAILED", None):
         result = {"phase": phase, "reason": ""} if phase else None
-        remains = resume.Remains(spec_of(), "digest", result)
+        remains = resume.Remains(spec_of(), "digest", result=result)
         assert decide(remains, spec_of(epochs=7), tmp_path, fresh=True).start is Start.NEW
 
 

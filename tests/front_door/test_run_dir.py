@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +38,24 @@ def test_the_last_run_is_found_without_its_name(tmp_path):
         os.utime(tmp_path / job / run_dir.RUN_FILE, (time_s, time_s))
     assert run_dir.read_run_file(tmp_path, None) == {"job": "new"}
     assert run_dir.read_run_file(tmp_path, "old") == {"job": "old"}
+
+
+def test_sockets_lie_in_a_short_private_folder_that_no_end_of_a_run_leaves_behind(tmp_path):
+    with run_dir.sockets(tmp_path) as folder:
+        (folder / "pserver-0.sock").touch()
+        assert (tmp_path / "sockets").samefile(folder)
+        assert (stat.S_IMODE(folder.stat().st_mode), len(str(folder)) < 60) == (0o700, True)
+    assert not folder.exists()
+    assert not list(tmp_path.iterdir())
+
+
+def test_sockets_of_a_killed_run_are_swept_at_the_next_start(tmp_path):
+    left = Path(tempfile.mkdtemp(prefix="trireme-"))
+    (left / "pserver-0.sock").touch()
+    (tmp_path / "sockets").symlink_to(left)
+    with run_dir.sockets(tmp_path) as folder:
+        assert not left.exists()
+        assert not list(folder.iterdir())
 
 
 def test_a_port_in_use_is_told():

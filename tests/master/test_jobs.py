@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from master_service.service import Master
 from shared.datasets import TextLines
 from shared.errors import DatasetError, NotFound, StaleAttempt, StaleGeneration
 from shared.records import (
@@ -244,16 +245,43 @@ def test_failures_outside_tasks_use_the_budget_of_the_job() -> None:
     virtually(main)
 
 
-def test_a_dead_pserver_fails_the_job() -> None:
+@pytest.mark.parametrize("in_task", [True, False])
+def test_two_failures_across_a_change_of_the_master_count_as_two(in_task: bool) -> None:
+    async def main() -> None:
+        world = World(spec_of(max_user_failures=9))
+
+        async def fail(master: Master) -> None:
+            if not in_task:
+                await master.report_failure("t1", NO)
+                return
+            task = await take(world, master)
+            await master.fail_task(task.task_id, FailTask(trainer="t1", attempt=task.attempt, failure=NO))
+
+        async with running(world, "t1") as first:
+            await fail(first)
+            assert first.books.state.phase is Phase.RUNNING
+            counts = first.books.budget.counts
+            assert counts.total == 1
+        async with leading(world.master("m2")) as second:
+            assert second.books.budget.counts == counts
+            await fail(second)
+            state = second.books.state
+            assert (state.phase, state.reason) == (
+                Phase.FAILED,
+                "ValueError twice before the first step was done: no",
+            )
+
+    virtually(main)
+
+
+def test_a_dead_pserver_without_any_checkpoint_fails_an_asynchronous_job() -> None:
     async def main() -> None:
         world = World(spec_of(pservers=2))
         async with running(world, "t1") as master:
             await world.lose("pserver-1")
             await until(lambda: master.books.state.phase is Phase.FAILED, "the job to fail")
-            assert (
-                master.books.state.reason
-                == "pserver 1 is gone and asynchronous jobs have no checkpoints yet; start the job again"
-            )
+            reason = "pserver 1 is gone and no checkpoint of it exists yet; start the job again"
+            assert master.books.state.reason == reason
 
     virtually(main)
 

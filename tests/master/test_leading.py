@@ -8,9 +8,10 @@ import pytest
 
 from master_service import transact
 from master_service.core import job
+from master_service.leader import in_office
 from master_service.service import Master
 from master_service.transact import Transactor
-from shared.errors import NotLeader
+from shared.errors import NotLeader, StateUnreadable
 from shared.etcd import Compare, Etcd
 from shared.records import (
     MasterAddress,
@@ -120,6 +121,24 @@ def test_a_dead_leaders_lease_is_revoked_by_whoever_finds_its_port_closed() -> N
     virtually(main)
 
 
+def test_who_is_cancelled_in_office_hears_that_though_the_work_fails_meanwhile() -> None:
+    async def work(_lease) -> None:
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            raise NotLeader("this reign has ended") from None
+
+    async def main() -> None:
+        world = World(spec_of())
+        serving = asyncio.ensure_future(in_office(world.etcd, 3.0, asyncio.Event(), work))
+        await asyncio.sleep(1)
+        serving.cancel()
+        await asyncio.wait([serving], timeout=30)
+        assert serving.cancelled()
+
+    virtually(main)
+
+
 def test_another_spec_under_the_same_name_is_refused() -> None:
     async def main() -> None:
         world = World(spec_of())
@@ -127,6 +146,19 @@ def test_another_spec_under_the_same_name_is_refused() -> None:
             pass
         world.spec = spec_of(epochs=7)
         with pytest.raises(Exception, match="exists with another spec: epochs is 1 there and 7 here"):
+            await world.master("m2").run(asyncio.Event())
+
+    virtually(main)
+
+
+@pytest.mark.parametrize("key", [KEYS.state, KEYS.spec, KEYS.task_meta, KEYS.pending("3"), KEYS.cursor("nowhere")])
+def test_a_job_that_cannot_be_understood_is_not_guessed_at(key: str) -> None:
+    async def main() -> None:
+        world = World(spec_of())
+        async with leading(world.master()):
+            pass
+        await world.etcd.put(key, b"7 or so")
+        with pytest.raises(StateUnreadable, match=f"{key} in etcd cannot be understood: b'7 or so'"):
             await world.master("m2").run(asyncio.Event())
 
     virtually(main)
@@ -159,7 +191,7 @@ def test_a_master_without_its_lock_writes_nothing_and_steps_down() -> None:
 def test_without_the_fence_the_deposed_master_would_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ablation of the test above."""
 
-    def unfenced(_: Transactor) -> list[Compare]:
+    def unfenced(_: Transactor, _after: bytes) -> list[Compare]:
         return []
 
     monkeypatch.setattr(Transactor, "fence", unfenced)

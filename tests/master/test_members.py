@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from master_service.core.changes import Decision, PutLanes, PutSlots, PutState
+from master_service.core.changes import Decision, PutFailures, PutLanes, PutSlots, PutState
 from master_service.core.job import FailureBudget, fail, next_stage
-from master_service.core.members import Members, follow
+from master_service.core.members import Members, checkpoint_news, follow
 from master_service.core.metrics import Metrics
 from master_service.core.placement import assign_lanes, moved_lanes
 from shared.datasets import TextLines
@@ -161,20 +161,18 @@ def test_asynchronous_jobs_have_generations_but_no_lanes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("members", "cause"),
+    "members",
     [
-        (Members(trainers("a"), pservers(0), {0: 5}, layout_revision=10, init_done=True), "pserver 1 is gone"),
-        (
-            Members(trainers("a"), pservers(0, 1), {0: 5, 1: 11}, layout_revision=10, init_done=True),
-            "pserver 1 was replaced by an empty one",
-        ),
+        Members(trainers("a"), pservers(0), {0: 5}, layout_revision=10, init_done=True),
+        Members(trainers("a"), pservers(0, 1), {0: 5, 1: 11}, layout_revision=10, init_done=True),
     ],
+    ids=["gone", "replaced by an empty one"],
 )
-def test_lost_parameters_of_an_asynchronous_job_fail_it(members: Members, cause: str) -> None:
+def test_parameters_lost_before_any_checkpoint_fail_an_asynchronous_job(members: Members) -> None:
     spec = spec_of(mode=Mode.ASYNC, pservers=2, slot_count=128)
     state = state_after(follow(spec, RUNNING, None, SLOTS, members))
     assert state.phase is Phase.FAILED
-    assert state.reason == f"{cause} and asynchronous jobs have no checkpoints yet; start the job again"
+    assert state.reason == "pserver 1 is gone and no checkpoint of it exists yet; start the job again"
 
 
 def test_a_pserver_may_come_and_go_before_initialisation() -> None:
@@ -203,23 +201,49 @@ def test_stages_follow_each_other() -> None:
 NO = UserFailure(error_type="ValueError", message="no")
 
 
+def spend(budget: FailureBudget, failure: UserFailure, *, in_task: bool) -> str:
+    """Spent and, as etcd would, kept; why the job must fail now, or ""."""
+    reason = ""
+    for change in budget.spend(JobState(phase=Phase.RUNNING), failure, in_task=in_task).changes:
+        match change:
+            case PutFailures(counts):
+                budget.counts = counts
+            case PutState(state):
+                assert (state.phase, state.failure) == (Phase.FAILED, failure)
+                reason = state.reason
+    return reason
+
+
 def test_the_same_error_twice_before_the_first_step_fails_the_job_at_once() -> None:
     budget = FailureBudget(allowed=3)
-    assert budget.count(NO, in_task=True) == ""
-    assert budget.count(NO, in_task=True) == "ValueError twice before the first step was done: no"
+    assert spend(budget, NO, in_task=True) == ""
+    assert spend(budget, NO, in_task=True) == "ValueError twice before the first step was done: no"
 
 
 def test_different_errors_before_the_first_step_use_the_budget_up() -> None:
     budget = FailureBudget(allowed=3)
     failures = [NO.model_copy(update={"message": str(n)}) for n in range(3)]
-    assert [bool(budget.count(failure, in_task=True)) for failure in failures] == [False, False, True]
+    assert [bool(spend(budget, failure, in_task=True)) for failure in failures] == [False, False, True]
 
 
 def test_after_the_first_step_a_tasks_failure_is_the_tasks_own_affair() -> None:
     budget = FailureBudget(allowed=3, started=True)
-    assert [budget.count(NO, in_task=True) for _ in range(20)] == [""] * 20
-    outside = [budget.count(NO, in_task=False) for _ in range(3)]
+    assert [spend(budget, NO, in_task=True) for _ in range(20)] == [""] * 20
+    outside = [spend(budget, NO, in_task=False) for _ in range(3)]
     assert outside == ["", "", "3 failures of the user's code (max_user_failures 3), the last: ValueError: no"]
+
+
+def test_what_is_kept_of_the_budget_stays_small_whatever_the_errors_are() -> None:
+    budget = FailureBudget(allowed=10_000, started=True)
+    for number in range(1000):
+        spend(budget, NO.model_copy(update={"message": "long" * 1000 + str(number)}), in_task=False)
+    assert budget.counts.total == 1000
+    assert len(budget.counts.to_bytes()) < 2000
+
+
+def test_a_job_that_is_over_spends_nothing_more() -> None:
+    budget = FailureBudget(allowed=1)
+    assert budget.spend(JobState(phase=Phase.FAILED), NO, in_task=False) == Decision(None)
 
 
 # ------------------------------------------------------------------ metrics
@@ -246,3 +270,28 @@ def test_metrics_stay_bounded() -> None:
         metrics.add(batch(step, step, 1.0, 1), step * 1e-3)
     assert (len(metrics.steps), len(metrics.epochs), len(metrics.recent)) == (1000, 1000, 4096)
     assert next(iter(metrics.steps)) == 5000
+
+
+def test_a_pserver_that_cannot_write_checkpoints_is_an_event_once_and_when_it_is_over_another():
+    def seen(trouble):
+        member = PserverMember(index=1, url="u", incarnation="i", host="h", pid=1, trouble=trouble)
+        return Members(pservers={1: member})
+
+    nobody = Members()
+    [event] = checkpoint_news(nobody, seen("no room for step 2"))
+    assert (event.name, event.message, event.fields) == ("checkpoint_failed", "no room for step 2", {"pserver": 1})
+    assert checkpoint_news(seen("no room for step 2"), seen("no room for step 2")) == ()
+    assert checkpoint_news(nobody, seen("")) == ()
+    [event] = checkpoint_news(seen("no room for step 2"), seen(""))
+    assert event.name == "checkpoint_works_again"
+    assert checkpoint_news(seen("no room for step 2"), nobody) == ()
+
+
+def test_a_pserver_that_waits_for_its_storage_is_an_event_once():
+    def seen(waits):
+        return Members(pservers={1: PserverMember(index=1, url="u", incarnation="i", host="h", pid=1, waits=waits)})
+
+    [event] = checkpoint_news(seen(""), seen("no answer from http://s3"))
+    assert (event.name, event.message, event.fields) == ("storage_away", "no answer from http://s3", {"pserver": 1})
+    assert checkpoint_news(seen("no answer from http://s3"), seen("still none")) == ()
+    assert checkpoint_news(seen("no answer from http://s3"), seen("")) == ()

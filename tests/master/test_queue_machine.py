@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from master_service import store
 from master_service.core import books as decisions
 from master_service.core.books import Books
-from master_service.core.changes import Decision, PutDiscarded
+from master_service.core.changes import Decision, DropPending, PutDiscarded
+from master_service.core.turnover import complete_and_take
 from shared.errors import StaleAttempt, StaleGeneration
 from shared.etcd import KeyValue, Put
 from shared.records import (
@@ -25,6 +26,7 @@ from shared.records import (
     LaneMap,
     Mode,
     Phase,
+    TakeNext,
     Task,
     UserFailure,
 )
@@ -45,6 +47,7 @@ class Machine(RuleBasedStateMachine):
         self.spec: JobSpec = spec_of(mode=self.mode, epochs=EPOCHS, seed=seed, lanes=2, max_task_failures=2)
         self.table = table_of(tasks)
         self.books = Books.open(self.spec, self.table, None)
+        self.books.budget.started = True  # a failure is the affair of its task alone
         self.books.lanes = LaneMap(generation=1, lanes=2, intervals=(LaneInterval(trainer="t1", first=0, last=2),))
         self.keys: dict[str, bytes] = {}
         self.now = 0.0
@@ -118,6 +121,7 @@ class Machine(RuleBasedStateMachine):
     def a_new_master_takes_over(self) -> None:
         before = self.books
         self.books = Books.open(self.spec, self.table, None)
+        self.books.budget.started = True  # a failure is the affair of its task alone
         found = {key: KeyValue(key, value, 1, 1, 1, 0) for key, value in self.keys.items()}
         store.restore(self.books, KEYS, found, self.now)
         old, new = before.training, self.books.training
@@ -161,6 +165,25 @@ class SharedStream(Machine):
             assert (again.answer, again.changes) == (answer, ())
         if answer.task is not None:
             self.held.append((trainer, answer.task))
+
+    @rule(data=st.data(), doubled=st.booleans())
+    @precondition(lambda self: self.held)
+    def finish_and_take(self, data: st.DataObject, doubled: bool) -> None:
+        trainer, task = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        following = TakeNext(request=self.ask(trainer).request, generation=1)
+        report = CompleteTask(trainer=trainer, attempt=task.attempt, epoch=task.epoch, next=following)
+        try:
+            decision = complete_and_take(self.books, task.task_id, report)
+        except StaleAttempt:
+            return
+        if any(isinstance(change, DropPending) for change in decision.changes):
+            self.close(task.epoch, task.task_id, "finished")
+        self.commit(decision)
+        if (given := decision.answer.next) is not None:
+            self.held.append((trainer, given))
+            if doubled:
+                again = complete_and_take(self.books, task.task_id, report)
+                assert (again.answer, again.changes) == (decision.answer, ())
 
     @rule(data=st.data(), doubled=st.booleans())
     @precondition(lambda self: self.held)

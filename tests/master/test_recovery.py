@@ -197,6 +197,31 @@ def test_a_storage_in_trouble_is_asked_again() -> None:
     virtually(main)
 
 
+def test_a_storage_that_is_not_reached_is_waited_for_and_told_once() -> None:
+    """However long it takes: the checkpoint before is in the same place."""
+
+    async def main() -> None:
+        world = World(spec())
+        async with running(world, "t1") as master:
+            await checkpoint(world, 40, 30)
+            manifests = dict(world.manifests.by_uuid)
+            world.manifests.by_uuid.update(dict.fromkeys(manifests, ConnectionError("no answer from http://s3")))
+            await until(lambda: master.books.members.latest, "the checkpoint to be seen")
+            await world.lose("pserver-1")
+            state = await rolling_back(master, "at-40")
+            await asyncio.sleep(300.0)
+            assert master.books.state == state
+            told = [event.message for event in master.events.after(0, 1000) if event.name == "storage_away"]
+            assert told == ["the job waits for its storage to go back to a checkpoint: no answer from http://s3"]
+            world.manifests.by_uuid.update(manifests)
+            await world.add_pserver(1)
+            for index in range(2):
+                await world.restore(index, state)
+            await until(lambda: master.books.state.phase is Phase.RUNNING, "the job to run again")
+
+    virtually(main)
+
+
 def test_a_job_resumed_with_another_number_of_pservers_gets_a_new_slot_map() -> None:
     async def main() -> None:
         world = World(spec())

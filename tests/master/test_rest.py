@@ -62,7 +62,7 @@ async def test_a_task_is_acquired_shown_finished_and_counted() -> None:
         job = (await client.get("/v1/job")).json()
         assert job["progress"]["records_done"] == 8
         finished = await client.post(f"/v1/task-leases/{task['task_id']}/complete", json=report)
-        assert (finished.status_code, finished.json()) == (200, {})
+        assert (finished.status_code, finished.json()) == (200, {"next": None})
         summary = (await client.get("/v1/task-summary")).json()
         assert summary == {
             "epoch": 0, "epochs": 1, "stage": "TRAIN", "total": 10, "todo": 9, "pending": 0, "done": 1,
@@ -110,6 +110,21 @@ async def test_tasks_are_paged_and_chosen_by_state() -> None:
         assert len(await ids("&state=PENDING")) == 3
         assert len(await ids("&state=TODO")) == 22
         assert await ids("&state=DONE") == await ids("&state=DISCARDED") == await ids("&state=REQUEUED") == []
+
+
+async def test_what_was_discarded_is_listed_with_its_records_and_cause() -> None:
+    async with api_of(tasks=10, max_discarded_fraction=0.5, max_task_failures=1) as (_, master, client):
+        master.books.budget.started = True
+        task = (await client.post("/v1/task-leases", json=ask())).json()["task"]
+        failure = {"error_type": "ValueError", "message": "no", "traceback": "Traceback ...\nValueError: no\n"}
+        report = {"trainer": "t1", "attempt": 1, "failure": failure}
+        assert (await client.post(f"/v1/task-leases/{task['task_id']}/fail", json=report)).status_code == 200
+        for state in ("DISCARDED", "discarded"):
+            [lost] = (await client.get(f"/v1/tasks?state={state}")).json()["tasks"]
+            assert (lost["task_id"], lost["state"], lost["failures"]) == (task["task_id"], "DISCARDED", 1)
+            assert (lost["file"], lost["first"], lost["count"]) == (task["file"], task["first"], task["count"])
+            assert lost["cause"] == "ValueError: no"
+        assert (await client.get("/v1/tasks?state=lost")).status_code == 422
 
 
 async def test_members_are_listed_with_their_lanes_and_tasks() -> None:

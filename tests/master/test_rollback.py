@@ -104,17 +104,46 @@ def test_another_number_of_pservers_is_a_roll_back_with_a_new_slot_map() -> None
     assert any(isinstance(change, PutSlots) and change.slots.version == 3 for change in fewer.changes)
 
 
+def test_a_checkpoint_that_was_deleted_when_a_newer_one_came_is_not_damaged_the_newer_one_is_taken() -> None:
+    back = RUNNING.model_copy(
+        update={"phase": Phase.ROLLING_BACK, "generation": 5, "timeline": 5, "checkpoint": "superseded"}
+    )
+    answers = {
+        index: said.model_copy(update={"superseded": True}) for index, said in said(5, "not kept", "superseded").items()
+    }
+    decision = follow(SPEC, back, LANES, SLOTS, members_of(0, 1, restored=answers))
+    again = state_after(decision)
+    assert (again.phase, again.timeline, again.checkpoint, again.damaged) == (Phase.ROLLING_BACK, 6, "newest", ())
+    old_view = LATEST.model_copy(update={"kept": (NEWEST.model_copy(update={"uuid": "superseded"}),)})
+    late = members_of(0, 1, restored=answers, latest=old_view)
+    assert follow(SPEC, back, LANES, SLOTS, late) == Decision(None), "its watch will bring what the pserver saw"
+
+
 def test_a_checkpoint_that_cannot_be_used_is_followed_by_the_one_before_it_with_a_warning() -> None:
     back = RUNNING.model_copy(
         update={"phase": Phase.ROLLING_BACK, "generation": 5, "timeline": 5, "checkpoint": "newest"}
     )
-    decision = follow(SPEC, back, LANES, SLOTS, members_of(0, 1, restored=said(5, "part 1 has another MD5")))
+    decision = follow(SPEC, back, LANES, SLOTS, members_of(0, 1, restored=said(5, "part 1 has another checksum")))
     state = state_after(decision)
     assert (state.phase, state.timeline, state.checkpoint) == (Phase.ROLLING_BACK, 6, "older")
-    assert event_of(decision, "checkpoint_unusable").message == "pserver 0: part 1 has another MD5"
+    assert event_of(decision, "checkpoint_unusable").message == "pserver 0: part 1 has another checksum"
     last = follow(SPEC, state, LANES, SLOTS, members_of(0, 1, restored=said(6, "it is gone", "older")))
     assert state_after(last).phase is Phase.FAILED
     assert state_after(last).reason.startswith("no checkpoint is left that could be loaded; the last one tried: ")
+
+
+def test_a_checkpoint_that_was_deleted_as_the_roll_back_began_is_followed_by_the_newest_one() -> None:
+    back = RUNNING.model_copy(
+        update={"phase": Phase.ROLLING_BACK, "generation": 5, "timeline": 5, "checkpoint": "deleted"}
+    )
+    decision = follow(SPEC, back, LANES, SLOTS, members_of(0, 1, restored=said(5, "not among those kept", "deleted")))
+    assert (state_after(decision).checkpoint, state_after(decision).damaged) == ("newest", ("deleted",))
+
+
+def test_what_could_not_be_loaded_is_not_tried_again_at_the_next_loss() -> None:
+    state = RUNNING.model_copy(update={"timeline": 4, "checkpoint": "older", "damaged": ("newest",)})
+    decision = follow(SPEC, state, LANES, SLOTS, members_of(0, restored=said(4, checkpoint="older")))
+    assert state_after(decision).checkpoint == "older"
 
 
 def test_an_old_complaint_does_not_count_in_a_newer_timeline() -> None:
@@ -243,7 +272,7 @@ def test_from_any_positions_each_record_is_trained_exactly_once_afterwards(
     land(books, Decision(None, rollback.rewinding(books, positions)), 3e4)
     assert list(books.training.violations()) == []
     assert books.training.epoch == rollback.epoch_at(positions)
-    stage = rollback.stage_at(books.spec, books.state.stage, positions)
+    stage = rollback.stage_at(books.spec, books.state.stage, rollback.epoch_at(positions))
     books.state = books.state.model_copy(update={"stage": stage})
     assert train(books, readers, random.Random(0), 2000, 4e4)
     trained = sum((reader.trained for reader in readers), Counter())
@@ -267,13 +296,13 @@ def test_training_that_was_over_stays_over_and_what_follows_is_not_undone() -> N
     land(books, rollback.clear(over), 1.0)
     land(books, Decision(None, rollback.rewinding(books, over)), 1.0)
     assert (len(queue.pending), len(queue.requeued), books.training.epoch) == (0, 1, 1)
-    assert rollback.stage_at(books.spec, Stage.EVALUATE, over) is Stage.EVALUATE
-    assert rollback.stage_at(books.spec, Stage.TRAIN, over) is not Stage.TRAIN
+    assert rollback.stage_at(books.spec, Stage.EVALUATE, rollback.epoch_at(over)) is Stage.EVALUATE
+    assert rollback.stage_at(books.spec, Stage.TRAIN, rollback.epoch_at(over)) is not Stage.TRAIN
     early = [LanePosition(lane=0, epoch=0, index=1)]
     land(books, rollback.clear(early), 2.0)
     land(books, Decision(None, rollback.rewinding(books, early)), 2.0)
     assert (queue.cursors, queue.requeued, books.training.cursors) == ({"evaluate": 0}, {}, {"0": 1})
-    assert rollback.stage_at(books.spec, Stage.EXPORT, early) is Stage.TRAIN
+    assert rollback.stage_at(books.spec, Stage.EXPORT, rollback.epoch_at(early)) is Stage.TRAIN
 
 
 def test_a_report_from_before_the_roll_back_is_stale() -> None:
@@ -302,10 +331,10 @@ def test_everybody_restored_and_the_queue_rewound_the_job_runs_in_a_new_generati
     books.slots = SlotMap(version=1, owners=(0,) * 128)
     start = [LanePosition(lane=lane) for lane in range(2)]
     books.members = members_of(0)
-    waiting = rollback.resume(books, start, 40, records=8, seconds=1.25)
+    waiting = rollback.resume(books, rollback.epoch_at(start), 40, records=8, seconds=1.25)
     assert waiting == Decision(False)
     books.members = members_of(0, restored=said(5))
-    decision = rollback.resume(books, start, 40, records=8, seconds=1.25)
+    decision = rollback.resume(books, rollback.epoch_at(start), 40, records=8, seconds=1.25)
     state = state_after(decision)
     assert (decision.answer, state.phase, state.generation, state.timeline) == (True, Phase.RUNNING, 6, 5)
     assert (state.trainers, lanes_after(decision).generation) == (("a", "b"), 6)

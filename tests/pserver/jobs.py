@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
 from typing import Any
@@ -10,8 +12,8 @@ import pytest_asyncio
 import torch
 
 from pserver_service.core.buffers import bytes_of
-from pserver_service.core.optimizers import warm_up
 from pserver_service.service import Pserver
+from shared.light_torch import optimizers_without_compiler
 from shared.messages import (
     InitBlock,
     InitHeader,
@@ -27,7 +29,7 @@ from shared.messages import (
 from shared.records import Mode
 from shared.slots import Layout, OptimizerSpec, Segment
 
-warm_up()
+optimizers_without_compiler()
 JOB = "ctr"
 SGD = OptimizerSpec(name="SGD", defaults={"lr": 0.1, "momentum": 0.9}, groups=({},))
 
@@ -162,6 +164,18 @@ def check_invariants(pserver: Pserver) -> None:
     waiting = [n.buffer for s in pserver.store.blocks.values() for n in s._tree.nodes.values() if n.buffer is not None]
     held = sum(buffer.view.nbytes for buffer in [*kept.values(), *waiting])
     assert pserver.store.pool.allocated_bytes == held + pserver.store.pool.free_bytes
+
+
+async def settled(pserver: Pserver, limit_s: float = 5.0) -> None:
+    """`check_invariants`, but a connection that was cut off gives back what it held a moment later."""
+    until = time.monotonic() + limit_s
+    while True:
+        try:
+            return check_invariants(pserver)
+        except AssertionError:
+            if time.monotonic() >= until:
+                raise
+        await asyncio.sleep(0.01)
 
 
 PLAIN = OptimizerSpec(name="SGD", defaults={"lr": 1.0}, groups=({},))

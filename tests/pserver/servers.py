@@ -1,8 +1,8 @@
 """A pserver on real sockets, with the trainer's client and a plain one."""
 
-import asyncio
 import io
 import socket
+from functools import partial
 
 import aiohttp
 import msgpack
@@ -12,37 +12,77 @@ import torch
 from pserver_service.app import make_app, serving
 from pserver_service.core.buffers import bytes_of
 from pserver_service.service import Pserver
+from pserver_service.sharing import Chunks
 from shared.messages import InitBlock, PushBlock
 from shared.records import Mode, PserverMember
+from shared.shared_memory import Region
 from shared.slots import OptimizerSpec
 from tests.pserver.jobs import (
     JOB,
-    check_invariants,
     init_header,
     layout_of,
+    settled,
     stream,
     values_of,
 )
 from trainer_agent.pservers import HttpPserver
+from trainer_agent.stream import StreamPserver
 
 TOKEN = "boat"
 PLAIN = OptimizerSpec(name="SGD", defaults={"lr": 1.0}, groups=({},))
 LAYOUT = layout_of(200_000, block_bytes=1 << 18, optimizer=PLAIN)  # three blocks of 256 KiB and a short one
 SIZES = {block.number: block.elements for block in LAYOUT.blocks()}
-STALL_S = 1.5
+STALL_S = 1.0  # the server's patience with tests of modules that import this name
+PATIENCE_S = 20.0  # with all others: a busy machine is not what they test
+TRANSPORTS = ["tcp", "unix", "stream tcp", "stream unix", "stream shm"]
+
+
+class Sharer(StreamPserver):
+    """Payloads are put into a region, as a trainer's gradients are in one."""
+
+    layout = LAYOUT
+
+    def __init__(self, *arguments, **keywords):
+        super().__init__(*arguments, **keywords)
+        self.regions = []
+
+    async def push(self, header, blocks):
+        region = self.regions.pop() if self.regions else Region.create(self.layout.vector_bytes)
+        try:
+            return await super().push(header, self._moved(memoryview(region), blocks))
+        finally:
+            if not region.lost:
+                self.regions.append(region)
+
+    async def _moved(self, free, blocks):
+        async for block, payload in blocks:
+            place = free[: len(payload)]
+            place[:] = payload
+            free = free[-(-len(payload) // 64) * 64 :]
+            yield block, place
+
+
+CONNECT = {
+    "tcp": HttpPserver,
+    "unix": HttpPserver,
+    "stream tcp": StreamPserver,
+    "stream unix": partial(StreamPserver, share=False),
+    "stream shm": Sharer,
+}
 
 
 class Server:
     """A pserver on a socket, and a client of it."""
 
-    def __init__(self, pserver: Pserver, url: str, uds: str) -> None:
+    def __init__(self, pserver: Pserver, url: str, uds: str, connect=HttpPserver) -> None:
         self.pserver, self.url = pserver, url
         host = socket.gethostname()
         self.member = PserverMember(index=0, url=url, incarnation="ps-1", host=host, pid=1, uds=uds)
-        self.client = HttpPserver(self.member, TOKEN, stall_s=20)
+        self.connect = connect
+        self.client = connect(self.member, TOKEN, stall_s=20)
 
     async def initialise(self, layout=LAYOUT, mode=Mode.SYNC, lanes=4):
-        values = values_of(layout)
+        values, self.client.layout = values_of(layout), layout
         items = ((InitBlock(block=k), bytes_of(value)) for k, value in values.items())
         await self.client.init(init_header(layout, mode, lanes), stream(*items))
         return values
@@ -60,19 +100,19 @@ class Server:
 
 @pytest_asyncio.fixture
 async def server(request, tmp_path):
-    """Over TCP; `parametrize("server", ["tcp", "unix"], indirect=True)` for both."""
-    uds = str(tmp_path / "ps.sock") if getattr(request, "param", "tcp") == "unix" else ""
-    pserver = Pserver(JOB, "ps-1", index=0)
-    async with serving(
-        make_app(pserver, token=TOKEN, stall_s=STALL_S, idle_s=2 * STALL_S), "127.0.0.1", 0, uds
-    ) as listening:
-        made = Server(pserver, f"http://127.0.0.1:{listening.port}", listening.uds)
+    """Plain requests over TCP; `parametrize("server", TRANSPORTS, indirect=True)` for all."""
+    transport = getattr(request, "param", "tcp")
+    uds = "" if "tcp" in transport else str(tmp_path / "ps.sock")
+    connect = CONNECT[transport]
+    pserver = Pserver(JOB, "ps-1", index=0, allocate=Chunks if connect is Sharer else None)
+    stall_s = getattr(request.module, "STALL_S", PATIENCE_S)
+    app = make_app(pserver, token=TOKEN, stall_s=stall_s, idle_s=2 * stall_s)
+    async with serving(app, "127.0.0.1", 0, uds) as listening:
+        made = Server(pserver, f"http://127.0.0.1:{listening.port}", listening.uds, connect)
+        made.app = app
         async with made.client:
             yield made
-        async with asyncio.timeout(5):
-            while pserver._waiting:
-                await asyncio.sleep(0.01)
-    check_invariants(pserver)
+    await settled(pserver)
 
 
 def gradients(value: float = 1.0):

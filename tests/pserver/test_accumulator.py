@@ -1,7 +1,7 @@
 """The canonical tree: the same bits whatever the order and the cut of what arrives, and no memory but what waits."""
 
 import random
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from pserver_service.core.accumulator import Accumulator
 from pserver_service.core.buffers import BufferPool
 from shared.lanes import combine
 
-LANES, ELEMENTS = 16, 7
+LANES, FOUR, ELEMENTS = 16, 4, 7
 
 
 def lane(number: int) -> torch.Tensor:
@@ -117,3 +117,27 @@ def test_buffers_are_reused():
         whole.release()
     assert pool.allocated_bytes <= 4 * ELEMENTS * 4
     assert pool.free_bytes == pool.allocated_bytes
+
+
+def whole_of(order, values, counts, lent):
+    pool = BufferPool()
+    tree, whole = Accumulator(pool, FOUR, "float32", ELEMENTS), None
+    for lane in order:
+        value = values[lane].clone() if lane not in lent else values[lane]
+        whole = tree.add((lane, lane + 1), value if counts[lane] else None, counts[lane], lent=lane in lent)
+    assert whole is not None
+    result = whole.value.clone()
+    whole.release()
+    assert pool.free_bytes == pool.allocated_bytes
+    return result
+
+
+@pytest.mark.parametrize("counts", [(4, 4, 4, 4), (4, 3, 2, 1), (0, 4, 0, 0), (0, 0, 4, 4)])
+@pytest.mark.parametrize("lent", [range(FOUR), (0, 3), (2,)])
+def test_values_that_are_lent_give_the_same_bits_and_stay_what_they_are(counts, lent):
+    values = [lane(number) for number in range(FOUR)]
+    before = [value.clone() for value in values]
+    expected = whole_of(range(FOUR), values, counts, ())
+    for order in permutations(range(FOUR)):
+        assert torch.equal(whole_of(order, values, counts, lent), expected), order
+    assert all(map(torch.equal, values, before))

@@ -23,14 +23,15 @@ from tests.pserver.jobs import (
     pull_request,
     push_header,
 )
-from tests.pserver.servers import SIZES, TOKEN, Flat, gradients, server
+from tests.pserver.servers import SIZES, TOKEN, TRANSPORTS, Flat, gradients, server
 from trainer_agent.pservers import HttpPserver
+from trainer_agent.stream import StreamPserver
 
 __all__ = ["server"]
-both = pytest.mark.parametrize("server", ["tcp", "unix"], indirect=True)
+everywhere = pytest.mark.parametrize("server", TRANSPORTS, indirect=True)
 
 
-@both
+@everywhere
 async def test_init_push_and_pull_through_the_trainers_client(server):
     values, flat = await server.initialise(), Flat()
     for step in range(3):
@@ -43,12 +44,14 @@ async def test_init_push_and_pull_through_the_trainers_client(server):
     assert all(torch.equal(flat.values[k], values[k] - 1 - 1 - 1) for k in SIZES)
     info = await server.client.info()
     assert (info.ready, info.lowest, info.highest, info.blocks, info.bytes) == (True, 3, 3, 4, 800_000)
-    assert server.client._client.connector.__class__.__name__ == (
-        "UnixConnector" if server.member.uds else "TCPConnector"
-    )
+    plain = getattr(server.client, "plain", server.client)
+    assert plain._client.connector.__class__.__name__ == ("UnixConnector" if server.member.uds else "TCPConnector")
+    if isinstance(server.client, StreamPserver):
+        family = server.client._stream._transport.get_extra_info("socket").family
+        assert family is (socket.AF_UNIX if server.member.uds else socket.AF_INET)
 
 
-@both
+@everywhere
 async def test_a_pull_during_the_push_gets_blocks_as_they_are_stepped(server):
     values, flat = await server.initialise(), Flat()
 
@@ -67,7 +70,7 @@ async def test_a_pull_during_the_push_gets_blocks_as_they_are_stepped(server):
     assert all(torch.equal(flat.values[k], values[k] - 1) for k in SIZES)
 
 
-@both
+@everywhere
 async def test_asynchronous_training_through_the_trainers_client(server):
     values, flat = await server.initialise(mode=Mode.ASYNC), Flat()
     for _ in range(2):
@@ -78,7 +81,7 @@ async def test_asynchronous_training_through_the_trainers_client(server):
     assert (await server.client.info()).ledger[0].duplicates == 4
 
 
-@both
+@everywhere
 async def test_errors_arrive_as_what_they_are(server):
     with pytest.raises(NotReady, match="no parameters yet"):
         await server.client.push(push_header(0), gradients())
@@ -97,7 +100,7 @@ async def test_errors_arrive_as_what_they_are(server):
     assert (await server.client.info()).lowest == 1
 
 
-@both
+@everywhere
 async def test_an_exception_in_the_callers_iterator_comes_out_of_push(server):
     await server.initialise()
 
@@ -113,10 +116,10 @@ async def test_an_exception_in_the_callers_iterator_comes_out_of_push(server):
     assert (await server.client.push(push_header(0), gradients())).duplicate == 1
 
 
-@both
+@everywhere
 async def test_a_push_waits_for_its_caller_longer_than_for_the_pserver(server):
     await server.initialise()
-    impatient = HttpPserver(server.member, TOKEN, stall_s=0.15)
+    impatient = server.connect(server.member, TOKEN, stall_s=0.15)
 
     async def slow():
         for number, elements in SIZES.items():

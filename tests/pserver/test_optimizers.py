@@ -71,8 +71,11 @@ async def test_blocks_have_the_bits_of_plain_torch(name, options):
         optimizer.step()
         parts = torch.split(gradient, BLOCK_BYTES // 4)
         header = push_header(step, options=({**options, "lr": rate},))
-        answer = await pserver.push(header, stream(*(item(number, part) for number, part in enumerate(parts))))
+        items = [item(number, part) for number, part in enumerate(parts)]
+        answer = await pserver.push(header, stream(*items))
         assert answer.applied == len(parts) == len(pserver.store.blocks)
+        lent = all(payload == payload_of(part) for (_, payload), part in zip(items, parts, strict=True))
+        assert lent, "a payload that is only ours to read was written to"
     stepped = torch.cat([block.current.tensor for block in pserver.store.blocks.values()])
     assert torch.equal(stepped, whole.detach())
     check_invariants(pserver)
@@ -173,3 +176,24 @@ def test_values_are_the_same_for_the_same_seed():
     layout = layout_of(100)
     assert all(torch.equal(a, b) for a, b in zip(values_of(layout).values(), values_of(layout).values(), strict=True))
     assert options_of({"betas": [0.9, 0.99], "lr": 1}) == {"betas": (0.9, 0.99), "lr": 1}
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_plain_sgd_steps_into_other_memory_with_the_bits_of_torch(foreach):
+    """The shortcut that spares a copy; any further option leaves it."""
+    torch.manual_seed(5)
+    start, gradient = torch.randn(10_007), torch.randn(10_007)
+    for extra in ({}, {"momentum": 0.9}, {"weight_decay": 0.01}, {"maximize": True}):
+        parameter = torch.nn.Parameter(start.clone())
+        plain = torch.optim.SGD([parameter], lr=0.1, foreach=foreach, **extra)
+        ours = BlockOptimizer("SGD", {"lr": 0.1, "foreach": foreach}, start.clone())
+        values, out = start.clone(), torch.empty_like(start)
+        for rate in (0.1, 0.03, 0.7):
+            plain.param_groups[0]["lr"] = rate
+            parameter.grad = gradient.clone()
+            plain.step()
+            before = values.clone()
+            ours.step_into(out, values, gradient.clone(), {"lr": rate, **extra})
+            assert torch.equal(values, before)
+            assert torch.equal(out, parameter.detach())
+            values, out = out, values

@@ -3,8 +3,10 @@
 import asyncio
 import os
 import signal
+import stat
 import sys
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -43,9 +45,10 @@ async def closing(etcd: Etcd):
 
 
 @pytest.mark.processes
-async def test_a_pserver_claims_its_index_serves_and_gives_it_back(embedded_etcd: EmbeddedEtcd):
+async def test_a_pserver_claims_its_index_serves_and_gives_it_back(embedded_etcd: EmbeddedEtcd, tmp_path):
     async with closing(connect([embedded_etcd.url])) as etcd:
-        process = await start(TRIREME_JOB=JOB, TRIREME_ETCD=embedded_etcd.url, TRIREME_TOKEN="boat")
+        settings = {"TRIREME_ETCD": embedded_etcd.url, "TRIREME_TOKEN": "boat", "TRIREME_UDS": str(tmp_path)}
+        process = await start(TRIREME_JOB=JOB, **settings)
         try:
             await etcd.put(KEYS.spec, SPEC.to_bytes())
             await etcd.put(KEYS.pservers_desired, b"1")
@@ -56,8 +59,11 @@ async def test_a_pserver_claims_its_index_serves_and_gives_it_back(embedded_etcd
             assert (member.index, member.pid, member.lease) == (0, process.pid, found.lease)
             async with aiohttp.ClientSession() as session, session.get(member.url + "/readyz") as answer:
                 assert (answer.status, (await answer.json())["reason"]) == (503, "no parameters yet")
+            assert [str(path) for path in tmp_path.iterdir()] == [member.uds]
+            assert stat.S_IMODE(Path(member.uds).stat().st_mode) == 0o600
             process.send_signal(signal.SIGTERM)
             code, log = await ended(process)
+            assert not list(tmp_path.iterdir())
             assert code == 0, log
             assert await etcd.get(KEYS.pserver(0)) is None
         finally:

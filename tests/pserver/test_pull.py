@@ -9,9 +9,7 @@ from contextlib import aclosing
 import pytest
 import torch
 
-from shared.errors import (
-    InvalidArgument,
-)
+from shared.errors import InvalidArgument, NotReady
 from shared.messages import LanePosition, PullEnd
 from shared.records import Mode
 from shared.slots import OptimizerSpec
@@ -47,6 +45,17 @@ async def test_a_pull_of_a_version_has_one_version_of_every_block_and_its_record
     assert end.record.version == 1
     assert end.record.positions == push_header(0).positions
     assert end.record.lane_zero == push_header(0).lane_zero
+
+
+async def test_a_pserver_in_doubt_about_its_index_answers_nobody(pserver):
+    pserver.in_doubt = lambda: True
+    with pytest.raises(NotReady, match="slept longer than its lease"):
+        await pulled(pserver, pull_request(0, range(3)))
+    with pytest.raises(NotReady, match="ask again"):
+        await pserver.push(*whole_step(0))
+    pserver.in_doubt = lambda: False
+    _, end = await pulled(pserver, pull_request(0, range(3)))
+    assert end.record.version == 0
 
 
 async def test_records_are_merged_from_the_pushes_of_all_trainers(pserver):
@@ -113,9 +122,9 @@ async def test_a_block_that_comes_in_the_moment_the_wait_runs_out_is_sent(pserve
     """As after a freeze: the deadline has passed and the block is there in the same turn of the loop."""
     asking = asyncio.ensure_future(pulled(pserver, pull_request(1, [0], wait_s=0.02)))
     await asyncio.sleep(0.005)
-    push = pserver.store.admit(push_header(0))
+    pushing = pserver.begin_push(push_header(0))
     time.sleep(0.05)
-    pserver._apply(pserver.store, push, *item(0, ONES))
+    pushing.apply(*item(0, ONES))
     blocks, end = await asking
     assert (set(blocks), end.code) == ({0}, "OK")
 

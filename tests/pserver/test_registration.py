@@ -116,6 +116,15 @@ async def test_a_spare_waits_for_a_place_and_takes_that_of_a_dead_one(world):
 
 
 @virtual
+async def test_an_index_whose_key_says_something_else_now_is_lost(world):
+    etcd = await job(world)
+    async with candidate(world, "a") as one:
+        holding = await one.claim(10)
+        await etcd.put(KEYS.pserver(holding), b"not ours", one.lease.id)
+        assert await one.tell(draining=True) is False
+
+
+@virtual
 async def test_a_claim_whose_answer_is_lost_is_read_back(world):
     etcd = await job(world)
     async with candidate(world, "a") as one:
@@ -182,3 +191,35 @@ async def test_giving_the_index_back_does_not_hang_when_etcd_is_away(world):
         world.stop()
         async with asyncio.timeout(5):
             await one.release()
+
+
+@virtual
+async def test_a_pserver_that_slept_longer_than_its_lease_is_in_doubt_until_it_has_looked(world):
+    etcd = await job(world, 1)
+    async with candidate(world, "sleeper") as one, candidate(world, "b") as two:
+        assert not one.in_doubt
+        await one.claim(10)
+        assert not one.in_doubt
+        assert await two.claim(60) == 0  # nobody renews the sleeper's lease: another takes its place
+        assert one.in_doubt
+        await one.hold()
+        assert one.in_doubt
+        assert await members(etcd) == {0: "b"}
+
+
+@virtual
+async def test_while_etcd_is_away_there_is_nothing_to_doubt(world):
+    await job(world, 1)
+    async with candidate(world, "a") as one:
+        await one.claim(10)
+        holding = asyncio.ensure_future(one.hold())
+        world.stop()
+        doubted = 0
+        for _ in range(100):
+            await asyncio.sleep(TTL_S / 10)
+            doubted += one.in_doubt
+        assert doubted <= 5, "serving stops for one look at most"
+        world.start()
+        await asyncio.sleep(2 * TTL_S)
+        assert not one.in_doubt
+        holding.cancel()

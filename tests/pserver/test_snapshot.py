@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pserver_service.core.snapshot import Schedule, Snapshot, is_newer, kept_after
-from shared.manifest import CheckpointLatest, CheckpointRef
-from shared.messages import InitBlock, LanePosition, StepRecord
+from shared.manifest import CheckpointLatest, CheckpointRef, history
+from shared.messages import CheckpointAsked, InitBlock, LanePosition, LaneZero, StepRecord
 from shared.records import Mode, SlotMap
 from tests.pserver.jobs import (
     JOB,
@@ -50,6 +50,14 @@ def test_steps_are_due_at_multiples():
 def test_an_epoch_is_due_when_all_lanes_are_exhausted():
     one_lane = StepRecord(version=4, positions=(LanePosition(lane=0, exhausted=True), LanePosition(lane=1)))
     assert due(Schedule(None, 1, 3), record(3), one_lane, record(5, 0, True), record(6, 1)) == [5]
+
+
+def test_a_version_that_was_asked_for_is_due_and_none_that_only_carries_the_wish():
+    def carrying(version):
+        asked = CheckpointAsked(operation="op", attempt=1, generation=1, version=7)
+        return record(version).model_copy(update={"lane_zero": LaneZero(options=(), asked=asked)})
+
+    assert due(Schedule(None, None, 3), carrying(5), carrying(6), carrying(7), carrying(8)) == [7]
 
 
 def test_every_second_epoch_and_the_last_one():
@@ -186,8 +194,8 @@ async def test_a_pull_from_before_the_roll_back_has_to_join_again():
 # ------------------------------------------------------------ what is kept
 
 
-def ref(step, timeline=0):
-    return CheckpointRef(uuid=f"{timeline}-{step}", step=step, timeline=timeline, manifest="m")
+def ref(step, timeline=0, origin=""):
+    return CheckpointRef(uuid=f"{timeline}-{step}", step=step, timeline=timeline, manifest="m", origin=origin)
 
 
 def latest_of(*refs):
@@ -196,19 +204,35 @@ def latest_of(*refs):
 
 
 @pytest.mark.parametrize(
-    ("latest", "new", "restored", "kept"),
+    ("latest", "new", "damaged", "kept"),
     [
-        (None, ref(0), "", [ref(0)]),
-        (latest_of(ref(0)), ref(2), "", [ref(2), ref(0)]),
-        (latest_of(ref(2), ref(0)), ref(4), "", [ref(4), ref(2)]),
-        (latest_of(ref(4), ref(2)), ref(6, 9), "0-4", [ref(6, 9), ref(4)]),
-        (latest_of(ref(4), ref(2)), ref(4, 9), "0-2", [ref(4, 9), ref(2)]),  # 4 was damaged
-        (latest_of(ref(4, 9), ref(2)), ref(6, 9), "0-2", [ref(6, 9), ref(4, 9)]),
-        (latest_of(ref(4), ref(2)), ref(0, 9), "", [ref(0, 9), ref(4)]),
+        (None, ref(0), (), [ref(0)]),
+        (latest_of(ref(0)), ref(2), (), [ref(2), ref(0)]),
+        (latest_of(ref(2), ref(0)), ref(4), (), [ref(4), ref(2)]),
+        (latest_of(ref(4), ref(2)), ref(6, 9, "0-4"), (), [ref(6, 9, "0-4"), ref(4)]),
+        (latest_of(ref(4), ref(2)), ref(4, 9, "0-2"), ("0-4",), [ref(4, 9, "0-2"), ref(2)]),
+        (latest_of(ref(4, 9, "0-2"), ref(2)), ref(6, 9, "0-2"), (), [ref(6, 9, "0-2"), ref(4, 9, "0-2")]),
     ],
 )
-def test_two_are_kept_and_none_that_was_passed_over(latest, new, restored, kept):
-    assert kept_after(latest, new, restored, 2) == tuple(kept)
+def test_two_of_the_history_are_kept_and_none_that_is_damaged(latest, new, damaged, kept):
+    assert kept_after(latest, new, damaged, 2) == tuple(kept)
+
+
+def test_checkpoints_that_somebody_asked_for_are_not_pushed_out_by_the_schedule():
+    asked = [ref(step).model_copy(update={"asked": True}) for step in (1, 2, 5)]
+    kept = kept_after(latest_of(ref(6), asked[2], ref(4), ref(3), asked[1], asked[0]), ref(7), (), 2)
+    assert kept == (ref(7), ref(6), asked[2], asked[1])
+    assert kept_after(latest_of(*kept), ref(8), (), 2) == (ref(8), ref(7), asked[2], asked[1])
+
+
+def test_what_the_job_left_by_going_back_stays_beside_its_history_and_pushes_nothing_out():
+    went_back = kept_after(latest_of(ref(6), ref(4)), ref(5, 9, "0-4"), (), 2)
+    assert went_back == (ref(5, 9, "0-4"), ref(4), ref(6))
+    further = kept_after(latest_of(*went_back), ref(8, 9, "0-4"), (), 2)
+    assert further == (ref(8, 9, "0-4"), ref(5, 9, "0-4"), ref(6))
+    changed_its_mind = kept_after(latest_of(*further), ref(7, 12, "0-6"), (), 2)
+    assert changed_its_mind == (ref(7, 12, "0-6"), ref(6), ref(8, 9, "0-4"), ref(5, 9, "0-4"))
+    assert history(changed_its_mind, 12, "0-6") == (ref(7, 12, "0-6"), ref(6))
 
 
 def test_a_later_timeline_is_newer_whatever_its_step():

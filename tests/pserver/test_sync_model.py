@@ -219,7 +219,7 @@ async def test_without_superseding_overlapping_intervals_never_get_whole(monkeyp
 
 
 async def test_combining_in_order_of_arrival_changes_bits(monkeypatch):
-    def add(self, lanes, value, count):
+    def add(self, lanes, value, count, _memory, _payload, **_):
         self._supersede(lanes)
         self.nodes[lanes] = Node(None if value is None else value.clone(), count)
         if sum(last - first for first, last in self.nodes) < LANES:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 
 import pytest
 import safetensors.torch
 import torch
+import xxhash
 
 from shared import tensor_file
 from shared.errors import BadFrame
@@ -51,7 +51,7 @@ def test_the_library_reads_what_is_written(tmp_path):
     summary = written(tmp_path / "x.safetensors")
     content = (tmp_path / "x.safetensors").read_bytes()
     assert same(safetensors.torch.load_file(tmp_path / "x.safetensors"), TENSORS)
-    assert (summary.md5, summary.bytes) == (hashlib.md5(content).hexdigest(), len(content))
+    assert (summary.checksum, summary.bytes) == (f"xxh3-128:{xxhash.xxh3_128_hexdigest(content)}", len(content))
     with safetensors.safe_open(tmp_path / "x.safetensors", "pt") as file:
         assert file.metadata() == {"step": "7"}
 
@@ -61,6 +61,27 @@ def test_what_the_library_wrote_is_read(tmp_path):
     found, summary = read(tmp_path / "x.safetensors")
     assert same(found, TENSORS)
     assert summary.metadata == {"step": "7"}
+
+
+def test_any_flipped_byte_changes_the_checksum(tmp_path):
+    path = tmp_path / "x"
+    summary = written(path)
+    content = bytearray(path.read_bytes())
+    first = len(content) - summary.bytes + 8 + int.from_bytes(content[:8], "little")
+    for at in range(first, len(content)):
+        content[at] ^= 1
+        path.write_bytes(content)
+        assert read(path)[1].checksum != summary.checksum
+        content[at] ^= 1
+
+
+def test_a_tensor_of_several_chunks_goes_whole_through_the_checksum(tmp_path):
+    value = torch.arange(3 * tensor_file.CHUNK_BYTES // 4 + 5, dtype=torch.float32)
+    path = tmp_path / "x"
+    view = memoryview(value.view(torch.uint8).numpy())
+    summary = tensor_file.write(str(path), {}, [(tensor_file.Entry("a", "float32", tuple(value.shape)), view)])
+    assert summary.checksum == f"xxh3-128:{xxhash.xxh3_128_hexdigest(path.read_bytes())}"
+    assert tensor_file.read(str(path), lambda _: None) == summary
 
 
 def test_a_round_trip_gives_the_same_checksum(tmp_path):

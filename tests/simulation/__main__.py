@@ -8,7 +8,7 @@ import contextlib
 import sys
 import time
 
-from shared.records import Mode
+from shared.records import Dispatch, Mode
 from tests.simulation.ablations import ABLATIONS
 from tests.simulation.faults import plan
 from tests.simulation.play import play
@@ -19,17 +19,18 @@ ENOUGH = 8
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--mode", choices=[mode.value for mode in Mode], default="sync")
+    parser.add_argument("--dispatch", choices=[dispatch.value for dispatch in Dispatch], default="master")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=1, help="how many seeds from --seed on")
     parser.add_argument("--ablate", choices=list(ABLATIONS), help="switch a safeguard off")
     options = parser.parse_args()
-    mode, failed = Mode(options.mode), 0
+    mode, dispatch, failed = Mode(options.mode), Dispatch(options.dispatch), 0
     if options.seeds == 1:
-        print(plan(options.seed, mode))
+        print(plan(options.seed, mode, dispatch))
     for seed in range(options.seed, options.seed + options.seeds):
         began = time.perf_counter()
         with ABLATIONS[options.ablate]() if options.ablate else contextlib.nullcontext():
-            outcome = play(seed, mode, print if options.seeds == 1 else None)
+            outcome = play(seed, mode, print if options.seeds == 1 else None, dispatch=dispatch)
         failed += bool(outcome.broken)
         if failed > ENOUGH:
             break

@@ -11,9 +11,11 @@ from typing import Any
 
 from master_service.core.changes import DropPending
 from master_service.core.tasks import TaskQueue
+from master_service.shared_transact import SharedTransactor
 from master_service.transact import Transactor
 from pserver_service.core.accumulator import Accumulator
-from pserver_service.core.blocks import Verdict
+from pserver_service.core.blocks import BlockState, Verdict
+from pserver_service.core.buffers import Buffer
 from pserver_service.core.ledger import Ledger
 from pserver_service.service import Pserver
 from shared.messages import PushHeader
@@ -31,7 +33,12 @@ def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[No
 
 def no_term_fence() -> Any:
     """A master writes whether or not it still holds the lock."""
-    return replaced(Transactor, "fence", lambda _: [])
+    return replaced(Transactor, "fence", lambda *_: [])
+
+
+def no_commit_chain() -> Any:
+    """A trainer of a masterless job writes whether or not somebody else committed since it decided."""
+    return replaced(SharedTransactor, "fence", lambda _, mandate: [mandate.compare()] if mandate else [])
 
 
 def no_attempt_fence() -> Any:
@@ -79,6 +86,21 @@ def no_ledger_dedup() -> Any:
     return _both(replaced(Ledger, "judge", judged), replaced(Ledger, "enter", entered))
 
 
+def no_saved_ledger() -> Any:
+    """A parameter server comes back with its values, and forgets which minibatches are in them."""
+    return replaced(Ledger, "loaded", classmethod(lambda cls, blocks: cls(len(blocks))))
+
+
+def no_previous_version() -> Any:
+    """A block keeps only its newest values."""
+    pull = BlockState.pull
+
+    def pulled(self: BlockState, version: int) -> Buffer | Verdict:
+        return pull(self, version) if version >= self.version else Verdict.GONE
+
+    return replaced(BlockState, "pull", pulled)
+
+
 def _both(*blocks: contextlib.AbstractContextManager[None]) -> contextlib.ExitStack:
     stack = contextlib.ExitStack()
     for block in blocks:
@@ -88,8 +110,10 @@ def _both(*blocks: contextlib.AbstractContextManager[None]) -> contextlib.ExitSt
 
 ABLATIONS: dict[str, Callable[[], Any]] = {
     "term": no_term_fence,
+    "commit chain": no_commit_chain,
     "attempt": no_attempt_fence,
     "generation": no_generation_fence,
     "tree": no_tree_dedup,
     "ledger": no_ledger_dedup,
+    "saved ledger": no_saved_ledger,
 }

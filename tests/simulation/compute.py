@@ -21,8 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from shared.job_spec import Narrow, Transported
 from shared.lanes import Interval, combine
 from shared.messages import LaneZero
+from shared.narrow import DTYPES
 from shared.records import Mode
 from shared.slots import Block, Layout, OptimizerSpec, Segment
 from trainer_agent.compute import LaneResult, Records
@@ -81,8 +83,13 @@ class Speed:
 class TinyCompute:
     """trainer_agent.compute.Compute on numpy."""
 
-    def __init__(self, mode: Mode, notes: Notes, rng: random.Random, speed: Speed) -> None:
+    def __init__(
+        self, mode: Mode, notes: Notes, rng: random.Random, speed: Speed, travels_as: Transported = "float32"
+    ) -> None:
         self._layout = layout(mode)
+        self._travels_as = travels_as
+        self._payloads = self._layout.payloads(travels_as)
+        self._sent: dict[tuple[Interval, int], torch.Tensor] = {}
         self._blocks = list(self._layout.blocks())
         self._notes, self._rng, self._speed = notes, rng, speed
         self._vectors = [self._initial(), self._initial()]
@@ -111,6 +118,10 @@ class TinyCompute:
     def staging(self, block: int) -> memoryview:
         return self._view(self._vectors[1], block)
 
+    def widen(self, block: int, dtype: Narrow, payload: memoryview) -> None:
+        narrow = torch.frombuffer(payload, dtype=DTYPES[dtype])
+        self.staging(block)[:] = narrow.float().numpy().view(np.uint8).data
+
     def swap(self) -> None:
         self._vectors.reverse()
         self._notes.swaps += 1
@@ -137,7 +148,7 @@ class TinyCompute:
         if names:
             self._notes.gradients.append((seed, names))
         if lane == node[1] - 1:
-            self._nodes[node] = mean_over(node, self._lanes)
+            self._nodes[node] = mean_over(node, self._lanes, self._travels_as)
             order = [block.number for block in self._blocks]
             self._rng.shuffle(order)
             for block in order:
@@ -147,9 +158,17 @@ class TinyCompute:
         return LaneResult(float(sum(names)), len(names))
 
     def contribution(self, node: Interval, block: int) -> memoryview:
-        return self._view(self._nodes[node], block)
+        dtype, own = self._payloads[block], self._view(self._nodes[node], block)
+        if dtype is None:
+            return own
+        sent = self._sent[node, block] = torch.frombuffer(own, dtype=torch.float32).to(DTYPES[dtype])
+        memory: memoryview = sent.view(torch.uint8).numpy().data
+        return memory
 
     def forget_nodes(self) -> None:
+        for sent in self._sent.values():
+            sent.fill_(77)
+        self._sent.clear()
         for vectors in self._nodes.values():  # a late reader must see garbage, not luck
             for vector in vectors:
                 vector.fill(77)
@@ -192,20 +211,32 @@ def gradients(params: Sequence[np.ndarray[Any, Any]], seed: int, names: Sequence
     return result
 
 
+def rounded(vectors: Sequence[np.ndarray[Any, Any]], travels_as: Transported) -> list[np.ndarray[Any, Any]]:
+    """As they are after travelling: the two segments of parameters are cast, there and back."""
+    dtype = DTYPES[travels_as]
+    return [
+        torch.from_numpy(vector).to(dtype).float().numpy() if index < 2 else vector
+        for index, vector in enumerate(vectors)
+    ]
+
+
 def mean_over(
-    node: Interval, lanes: Mapping[int, tuple[list[np.ndarray[Any, Any]], int]]
+    node: Interval,
+    lanes: Mapping[int, tuple[list[np.ndarray[Any, Any]], int]],
+    travels_as: Transported = "float32",
 ) -> list[np.ndarray[Any, Any]]:
-    """The canonical tree over lanes [first, last) of (gradients, count)."""
+    """The canonical tree over lanes [first, last) of (gradients, count), rounded at every node."""
 
     def tree(first: int, last: int) -> tuple[list[torch.Tensor], int]:
         if last - first == 1:
             vectors, count = lanes[first]
-            return [torch.from_numpy(vector.copy()) for vector in vectors], count
+            return [torch.from_numpy(vector.copy()) for vector in rounded(vectors, travels_as)], count
         middle = (first + last) // 2
         left, left_count = tree(first, middle)
         right, right_count = tree(middle, last)
         pairs = [combine(a, left_count, b, right_count) for a, b in zip(left, right, strict=True)]
-        return [vector for vector, _ in pairs], left_count + right_count
+        means = rounded([vector.numpy() for vector, _ in pairs], travels_as)
+        return [torch.from_numpy(mean) for mean in means], left_count + right_count
 
     return [vector.numpy() for vector in tree(*node)[0]]
 

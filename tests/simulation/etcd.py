@@ -1,31 +1,38 @@
 """The simulated etcd with a witness inside: each write is judged the moment it is executed.
 
-Judged: who may write what (fencing of masters), that terms and generations never go back, and that a task of the queue
-is in one place only.
+Judged: who may write what (fencing of masters and sweepers), that terms and generations never go back, that a task of the
+queue is in one place only, and at one trainer only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 from shared.etcd.simulated import SimulatedEtcd
 from shared.keys import Keys
-from shared.records import JobState, MasterAddress, MasterLock, Phase
+from shared.manifest import CheckpointLatest
+from shared.records import Dispatch, JobSpec, JobState, MasterAddress, MasterLock, Phase
 from tests.simulation.checkpoints import CheckpointWitness
+from tests.simulation.dispatching import TaskWitness
 from tests.simulation.network import Network
 
 
 class WitnessedEtcd(SimulatedEtcd):
     """`violations` grow; `url_of(client)` names the master behind a client."""
 
-    def __init__(self, keys: Keys, network: Network, url_of: Callable[[str], str]) -> None:
+    def __init__(self, keys: Keys, network: Network, url_of: Callable[[str], str], spec: JobSpec) -> None:
         super().__init__(rng=network.rng)
+        self.office = keys.master_lock if spec.dispatch is Dispatch.MASTER else keys.sweep_lock
+        self._masterless = spec.dispatch is Dispatch.ETCD
+        self._tasks = TaskWitness(keys)
         self._network = network
         self.keys = keys
         self.violations: list[str] = []
         self.state = JobState()
         self.term = 0
+        self.checkpoints_seen: dict[str, CheckpointLatest] = {}
         self._url_of = url_of
         self._checkpoints = CheckpointWitness(keys.job)
         self._seen = 0
@@ -40,6 +47,8 @@ class WitnessedEtcd(SimulatedEtcd):
                 keys.slots,
                 keys.pservers_desired,
                 keys.master_address,
+                keys.checkpoint_request,
+                keys.operations,
             )
         )
 
@@ -57,18 +66,40 @@ class WitnessedEtcd(SimulatedEtcd):
         for event in events:
             kv = event["kv"]
             deleted = event.get("type") == "DELETE"
-            if kv["key"].startswith(self._masters_own) and not (deleted and kv["key"].endswith(b"/master/addr")):
-                self._check_writer(client, kv["key"].decode())
+            leased = kv["key"].startswith(self.keys.progresses.encode()) or kv["key"].endswith(b"/master/addr")
+            if kv["key"].startswith(self._masters_own) and not (deleted and leased):
+                self._check_writer(client, kv["key"].decode(), kv)
             if not deleted:
                 self._check_order(kv["key"].decode(), kv)
         if any(event["kv"]["key"].startswith(self.keys.tasks.encode()) for event in events):
             self._check_places()
+        for _, written in groupby(events, key=lambda event: event["kv"]["mod_revision"]):
+            self.violations += self._tasks.judge(list(written))
 
-    def _check_writer(self, client: str, key: str) -> None:
-        lock = self.value(self.keys.master_lock)
+    def overlook(self) -> None:
+        """What a test wrote into the store by itself is judged by nobody."""
+        self._seen = len(self.store.history)
+
+    def _check_writer(self, client: str, key: str, kv: dict[str, Any]) -> None:
+        lock = self.value(self.office)
         holder = MasterLock.model_validate_json(lock).url if lock is not None else "nobody"
-        if self._url_of(client) != holder:
-            self.violations.append(f"{client} wrote {key} while {holder} held the master lock")
+        if self._url_of(client) != holder and not (self._masterless and self._is_trainers(client, key, kv)):
+            self.violations.append(f"{client} wrote {key} while {holder} held {self.office}")
+
+    def _is_trainers(self, client: str, key: str, kv: dict[str, Any]) -> bool:
+        """What any trainer of a masterless job may write: the queue, and the stages that follow from it; and what anybody
+        may ask for."""
+        if key.startswith(self.keys.operations) or key in (self.keys.checkpoint_request, self.keys.commit):
+            return True
+        if not client.startswith("trainer"):
+            return False
+        if key != self.keys.state:
+            return (key.startswith(self.keys.tasks) and key != self.keys.task_meta) or self._closes_epoch(key, kv)
+        new, old = JobState.model_validate_json(kv["value"]), self.state
+        return (new.generation, new.timeline, new.trainers) == (old.generation, old.timeline, old.trainers)
+
+    def _closes_epoch(self, key: str, kv: dict[str, Any]) -> bool:
+        return key == self.keys.task_meta and kv["version"] > 1
 
     def _check_order(self, key: str, kv: dict[str, Any]) -> None:
         if key == self.keys.state:
@@ -82,6 +113,8 @@ class WitnessedEtcd(SimulatedEtcd):
             self.state = state
         elif key == self.keys.latest:
             self.violations += self._checkpoints.judge(kv["value"])
+            latest = CheckpointLatest.model_validate_json(kv["value"])
+            self.checkpoints_seen[latest.uuid] = latest
         elif key == self.keys.master_lock:
             self._grow(kv["create_revision"])
         elif key == self.keys.master_address:

@@ -9,9 +9,11 @@ import random
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from shared.records import Mode
+from shared.job_spec import Transported
+from shared.records import Dispatch, Mode
 from tests.simulation.compute import Speed
 from tests.simulation.network import CALM, Weather, weather_of
+from tests.simulation.wishes import Want, Wish, wishes_of
 
 
 class Kind(StrEnum):
@@ -27,6 +29,8 @@ class Kind(StrEnum):
     HAND_OVER = "terminate master"
     FREEZE_PSERVER = "freeze pserver"
     RESTART_ETCD = "restart etcd"
+    RESTART_ALL = "kill everything, go on with other members"
+    KILL_EVERYBODY = "kill everybody"
 
     @property
     def victim(self) -> str:
@@ -45,7 +49,8 @@ class Peer(StrEnum):
 @dataclass(frozen=True)
 class Fault:
     """`pick` in [0, 1) chooses among those alive when it happens; `lasts_s`: of a freeze, a cut, an outage, or until
-    the restart (None: never restarted); `noticed`: the launcher reports the death at once."""
+    the restart (None: never restarted); `noticed`: the launcher reports the death at once; `members`: pservers and trainers
+    from then on."""
 
     at_s: float
     kind: Kind
@@ -53,6 +58,7 @@ class Fault:
     lasts_s: float | None = None
     peer: Peer = Peer.ALL
     noticed: bool = False
+    members: tuple[int, int] = (0, 0)
 
     def __str__(self) -> str:
         tail = f" for {self.lasts_s:.2f} s" if self.lasts_s is not None else ""
@@ -72,6 +78,7 @@ class Job:
     epochs: int
     seed: int
     push_every: int = 1
+    travels_as: Transported = "float32"
 
     @property
     def minibatches(self) -> int:
@@ -93,11 +100,17 @@ class Plan:
     masters: int
     speed: Speed
     checkpoint_every: int | None = None
+    keep_checkpoints: int = 2
+    checkpoint_every_s: float | None = None
+    skip_after_s: float | None = None
+    independent: bool = False
+    dispatch: Dispatch = Dispatch.MASTER
     weather: Weather = CALM
     faults: tuple[Fault, ...] = ()
+    wishes: tuple[Wish, ...] = ()
 
     def undisturbed(self) -> Plan:
-        return replace(self, weather=CALM, faults=())
+        return replace(self, weather=CALM, faults=(), wishes=())
 
     @property
     def work_s(self) -> float:
@@ -113,14 +126,18 @@ class Plan:
     def bound_s(self) -> float:
         """After the last fault the job must end within this: everybody's leases and tasks' deadlines run out one after the
         other, everybody joins again, and one trainer does all the work, twice."""
-        return 90.0 + 2 * self.work_s
+        ways_back = sum(wish.want in {Want.GO_BACK, Want.PSERVER_LEAVES} for wish in self.wishes)
+        ways_back += sum(fault.kind is Kind.RESTART_ALL for fault in self.faults)
+        return 90.0 + (2 + ways_back) * self.work_s
 
     def __str__(self) -> str:
         head = (
-            f"seed {self.seed} {self.job}\n  {self.masters} masters, {self.pservers} pservers, {self.trainers} trainers, "
-            f"pull_every {self.pull_every}, evaluate {self.evaluate}, checkpoint_every {self.checkpoint_every}\n  {self.speed}\n  {self.weather}"
+            f"seed {self.seed} {self.job}\n  dispatch {self.dispatch}, {self.masters} masters, {self.pservers} pservers, "
+            f"{self.trainers} trainers, pull_every {self.pull_every}, evaluate {self.evaluate}, checkpoint_every "
+            f"{self.checkpoint_every or self.checkpoint_every_s} and keep {self.keep_checkpoints}, skip_after "
+            f"{self.skip_after_s}, independent {self.independent}\n  {self.speed}\n  {self.weather}"
         )
-        return "\n".join([head, *(f"  {fault}" for fault in self.faults)])
+        return "\n".join([head, *(f"  {event}" for event in (*self.faults, *self.wishes))])
 
 
 JOBS: tuple[tuple[tuple[int, ...], int, int, int], ...] = (
@@ -134,8 +151,12 @@ JOBS: tuple[tuple[tuple[int, ...], int, int, int], ...] = (
 )
 
 
-def plan(seed: int, mode: Mode) -> Plan:
-    rng = random.Random(f"{mode}-{seed}")
+DTYPES: tuple[Transported, ...] = ("float32", "float32", "bfloat16", "float16")
+
+
+def plan(seed: int, mode: Mode, dispatch: Dispatch = Dispatch.MASTER) -> Plan:
+    masterless = dispatch is Dispatch.ETCD
+    rng = random.Random(f"{mode}-{seed}{'-masterless' if masterless else ''}")
     files, task_records, minibatch, lanes = JOBS[rng.randrange(len(JOBS))]
     slowness = rng.choice([0.05, 0.3, 0.8])
     speed = Speed(slowness / 2, slowness, stall=rng.choice([0.0, 0.0, 0.05]), stall_s=rng.choice([2.0, 7.0]))
@@ -148,6 +169,7 @@ def plan(seed: int, mode: Mode) -> Plan:
         epochs=rng.choice([1, 2, 3]),
         seed=rng.randrange(3),
         push_every=rng.choice([1, 1, 2]) if mode is Mode.ASYNC else 1,
+        travels_as=random.Random(f"dtype-{seed}").choice(DTYPES) if mode is Mode.SYNC else "float32",
     )
     plan = Plan(
         seed=seed,
@@ -156,31 +178,57 @@ def plan(seed: int, mode: Mode) -> Plan:
         evaluate=rng.random() < 0.5,
         trainers=rng.choice([1, 2, 3, 4]),
         pservers=rng.choice([1, 2, 3]),
-        masters=rng.choice([1, 2, 2]),
+        masters=0 if masterless else rng.choice([1, 2, 2]),
         speed=speed,
         checkpoint_every=rng.choice([None, 1, 3]) if mode is Mode.SYNC else None,
+        checkpoint_every_s=rng.choice([None, 1.0, 4.0]) if mode is Mode.ASYNC else None,
+        skip_after_s=rng.choice([None, None, None, 0.5]) if mode is Mode.ASYNC else None,
+        independent=mode is Mode.ASYNC and rng.random() < 0.25,
+        dispatch=dispatch,
         weather=weather_of(rng),
     )
     faults = [
         _fault(rng, rng.choice(kinds), plan.window_s, mode)
-        for kinds in [_kinds(rng)]
+        for kinds in [_kinds(rng, mode, dispatch)]
         for _ in range(rng.choice([0, 3, 6, 12]))
     ]
-    return replace(plan, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
+    wishes = () if plan.independent else wishes_of(seed, mode, plan.window_s)  # those are refused there
+    plan = replace(plan, keep_checkpoints=random.Random(f"keep-{seed}").choice([1, 2]))
+    if random.Random(f"doubling-{mode}-{seed}").random() < 0.1:
+        plan = replace(plan, weather=replace(plan.weather, double=0.2))
+    faults += _restarts(random.Random(f"restarts-{mode}-{seed}"), plan)
+    return replace(plan, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)), wishes=wishes)
 
 
-def _kinds(rng: random.Random) -> list[Kind]:
+def _restarts(rng: random.Random, plan: Plan) -> list[Fault]:
+    """Of a job that goes on from its checkpoints; drawn apart, so that the other faults of a seed stay what they are."""
+    return [
+        Fault(
+            rng.uniform(0.0, 1.5 * plan.window_s),
+            Kind.RESTART_ALL,
+            lasts_s=rng.choice([0.1, 2.0, 20.0]),
+            members=(rng.choice([1, 2, 3, 4]), rng.choice([1, 2, 3, 4])),
+        )
+        for _ in range(rng.choice([0, 0, 0, 1, 2]))
+    ]
+
+
+def _kinds(rng: random.Random, mode: Mode, dispatch: Dispatch) -> list[Kind]:
     """Some runs concentrate on two kinds."""
-    return rng.sample(list(Kind), 2) if rng.random() < 0.4 else list(Kind)
+    apart = {Kind.RESTART_ALL} if mode is Mode.ASYNC else {Kind.RESTART_ALL, Kind.KILL_EVERYBODY}
+    kinds = [kind for kind in Kind if kind not in apart]
+    if dispatch is Dispatch.ETCD:
+        kinds = [kind for kind in kinds if kind.victim != "master" or kind is Kind.RESTART_ETCD]
+    return rng.sample(kinds, 2) if rng.random() < 0.4 else kinds
 
 
 def _fault(rng: random.Random, kind: Kind, window_s: float, mode: Mode) -> Fault:
     at, pick = window_s * rng.random() ** rng.choice([1, 2]), rng.random()
     match kind:
-        case Kind.KILL_PSERVER if mode is Mode.SYNC:
+        case Kind.KILL_PSERVER:
             return Fault(at, kind, pick, rng.choice([0.1, 1.0, 4.0]), noticed=rng.random() < 0.5)
-        case Kind.KILL_PSERVER:  # asynchronous jobs have no checkpoints yet: before they are initialised
-            return Fault(rng.uniform(0, 2.0), kind, pick, rng.choice([0.1, 1.0]), noticed=rng.random() < 0.5)
+        case Kind.KILL_EVERYBODY:
+            return Fault(at, kind, pick, rng.choice([0.1, 1.0, 6.0]))
         case Kind.KILL_TRAINER | Kind.KILL_TRAINERS | Kind.KILL_MASTER:
             lasts = rng.choice([0.1, 1.0, 4.0])
             return Fault(at, kind, pick, lasts, noticed=rng.random() < 0.5)

@@ -9,31 +9,38 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from master_service.core.file_table import FileTable
+from master_service.dispatcher import Dispatcher
 from master_service.service import Master
 from pserver_service.__main__ import INDEX_LOST
+from pserver_service.calls import Pushing
 from pserver_service.core.blocks import Verdict
-from pserver_service.core.store import Push, Store
+from pserver_service.core.buffers import Buffer
+from pserver_service.core.store import Store
 from pserver_service.member import Member
 from pserver_service.registration import Registration
-from pserver_service.service import Payload, Pserver
+from pserver_service.service import Pserver
+from pserver_service.surroundings import Surroundings
 from shared import checkpoints, ids
 from shared.datasets import Custom, Dataset
 from shared.directory import Directory
+from shared.etcd import Etcd
 from shared.manifest import CheckpointRef, Manifest
-from shared.messages import PushBlock
-from shared.records import JobSpec, PserverMember, TrainerMember
+from shared.messages import PushBlock, PushHeader
+from shared.records import Dispatch, JobSpec, PserverMember, TrainerMember
 from tests.simulation.checkpoints import STORAGE
 from tests.simulation.compute import BLOCK_BYTES, Speed, TinyCompute
 from tests.simulation.dataset import files_of
 from tests.simulation.faults import Plan
 from tests.simulation.ports import SimulatedMaster, SimulatedPserver
 from trainer_agent.agent import Agent
+from trireme.spectator import Spectator
 
 if TYPE_CHECKING:
     from tests.simulation.world import Seat, World
 
 MASTER_TTL_S = 3.0
 LEASE_TTL_S = 5.0
+DRAIN_S = 10.0
 MAX_FAILURES = 1000  # slowness must not discard records here: every record is trained
 TASK_FLOOR_S, TASK_CEILING_S = 4.0, 8.0
 TRAINING = Custom("training", reader="tests.simulation.dataset:reader")
@@ -48,6 +55,7 @@ def spec_of(plan: Plan) -> JobSpec:
         dataset=TRAINING,
         evaluation_dataset=EVALUATION if plan.evaluate else None,
         mode=job.mode,
+        dispatch=plan.dispatch,
         epochs=job.epochs,
         global_batch_size=job.minibatch * job.lanes,
         lanes=job.lanes,
@@ -58,6 +66,8 @@ def spec_of(plan: Plan) -> JobSpec:
         block_bytes=BLOCK_BYTES,
         slot_count=128,
         push_every=job.push_every,
+        gradient_dtype=job.travels_as,
+        parameter_dtype=job.travels_as,
         pull_every=plan.pull_every,
         storage=STORAGE,
         lease_ttl_s=LEASE_TTL_S,
@@ -65,6 +75,10 @@ def spec_of(plan: Plan) -> JobSpec:
         task_timeout_ceiling_s=TASK_CEILING_S,
         max_task_failures=MAX_FAILURES,
         checkpoint_every_steps=plan.checkpoint_every,
+        keep_checkpoints=plan.keep_checkpoints,
+        checkpoint_every_seconds=plan.checkpoint_every_s,
+        skip_after_seconds=plan.skip_after_s,
+        checkpoint_kind="independent" if plan.independent else "coordinated",
     )
 
 
@@ -77,6 +91,10 @@ class MemoryManifests:
     async def read(self, ref: CheckpointRef) -> Manifest:
         await asyncio.sleep(0.005)
         return checkpoints.read_manifest(self._spec.storage, self._spec.job, ref)
+
+    async def verify(self, ref: CheckpointRef) -> None:
+        manifest = await self.read(ref)
+        checkpoints.verify_parts(self._spec.storage, ref, manifest)
 
 
 class MemoryTables:
@@ -106,21 +124,33 @@ async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
     return work(*arguments)
 
 
+class WitnessedPushing(Pushing):
+    """Tells if a block takes a push of a generation older than one the pserver has seen."""
+
+    def __init__(self, pserver: WitnessedPserver, store: Store, header: PushHeader) -> None:
+        super().__init__(pserver, store, header)
+        self._witnessed, self._generation = pserver, header.generation
+
+    def _taken(self, item: PushBlock, view: memoryview, memory: Buffer | None) -> Verdict:
+        witness = self._witnessed
+        witness.seen = max(witness.seen, witness.generation)
+        verdict = super()._taken(item, view, memory)
+        if verdict is Verdict.APPLIED and self._generation < witness.seen and len(witness.failures) < MAX_FAILURES:
+            witness.failures.append(
+                f"{witness.incarnation} applied a push of generation {self._generation} after {witness.seen}"
+            )
+        return verdict
+
+
 class WitnessedPserver(Pserver):
-    """Tells if it applies a push of a generation older than one it has seen."""
+    """`seen`: the highest generation it has seen."""
 
     def __init__(self, job: str, incarnation: str, failures: list[str]) -> None:
         super().__init__(job, incarnation)
-        self._seen, self._failures = 0, failures
+        self.seen, self.failures = 0, failures
 
-    def _apply(self, store: Store, push: Push, item: PushBlock, payload: Payload) -> Verdict:
-        self._seen = max(self._seen, self.generation)
-        verdict = super()._apply(store, push, item, payload)
-        if verdict is Verdict.APPLIED and push.header.generation < self._seen and len(self._failures) < MAX_FAILURES:
-            self._failures.append(
-                f"{self.incarnation} applied a push of generation {push.header.generation} after {self._seen}"
-            )
-        return verdict
+    def _pushing(self, store: Store, header: PushHeader) -> Pushing:
+        return WitnessedPushing(self, store, header)
 
 
 async def master(world: World, seat: Seat) -> int:
@@ -150,24 +180,28 @@ async def pserver(world: World, seat: Seat) -> int:
     directory = Directory(etcd, world.keys)
     member = PserverMember(index=-1, url=seat.url, incarnation=service.incarnation, host="simulated", pid=1)
     registration = Registration(etcd, world.keys, directory, member)
-    life = Member(etcd, world.keys, directory, service, registration, at_once)
+    life = Member(Surroundings(etcd, world.keys, directory, service, registration, at_once))
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(part) for part in (seat.stopping.wait(), life.run(300.0), directory.run())]
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            task.cancel()
-    return 0 if seat.stopping.is_set() else INDEX_LOST
+    return 0 if await life.serve(seat.stopping, 300.0, DRAIN_S) else INDEX_LOST
+
+
+def spectator(world: World, etcd: Etcd) -> Spectator:
+    """What a launcher, or a command, sees of a masterless job, and asks of it."""
+    return Spectator(etcd, world.keys, tables=lambda _: MemoryTables(world.plan), manifests=MemoryManifests)
 
 
 async def trainer(world: World, seat: Seat) -> int:
-    """As trainer_agent/__main__.py, without the user's module, torch and HTTP."""
+    """As trainer_agent/__main__.py and trireme/masterless.py, without the user's module, torch and HTTP."""
     etcd = world.etcd_of(seat.process)
     name = ids.new_id(seat.name)
     directory = Directory(etcd, world.keys)
     world.network.listen(seat.url, seat.process, None)
+    left = asyncio.Event()
     async with asyncio.TaskGroup() as group:
         following = group.create_task(directory.run())
+        if world.plan.dispatch is Dispatch.ETCD:
+            seat.dispatcher = _dispatcher(world, seat, name)
+            group.create_task(seat.dispatcher.run(left))
         await directory.wait_for(lambda view: view.spec is not None, 600.0, "the job's spec")
         assert directory.spec is not None
         agent = Agent(
@@ -175,16 +209,31 @@ async def trainer(world: World, seat: Seat) -> int:
             TrainerMember(trainer=name, url=seat.url, incarnation=name, host="simulated", pid=1),
             etcd=etcd,
             directory=directory,
-            compute=TinyCompute(world.plan.job.mode, world.notes, world.rng, _speed(world)),
-            master=SimulatedMaster(world.network, directory),
+            compute=TinyCompute(world.plan.job.mode, world.notes, world.rng, _speed(world), world.plan.job.travels_as),
+            master=seat.dispatcher or SimulatedMaster(world.network, directory),
             connect=lambda member: SimulatedPserver(world.network, member, world.check_versions),
             offload=at_once,
             stopping=seat.stopping,
         )
         seat.service = agent
         code = await agent.run()
+        left.set()
         following.cancel()
     return code
+
+
+def _dispatcher(world: World, seat: Seat, name: str) -> Dispatcher:
+    return Dispatcher(
+        world.etcd_of(seat.process),
+        world.keys,
+        name=name,
+        url=seat.url,
+        spec=world.spec,
+        ttl_s=MASTER_TTL_S,
+        tables=lambda _: MemoryTables(world.plan),
+        manifests=MemoryManifests,
+        probe=world.network.refuses,
+    )
 
 
 def _speed(world: World) -> Speed:

@@ -7,8 +7,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shared.records import Mode
-from tests.simulation import quiet_logs
+from shared.operations import Operation
+from shared.records import Dispatch, Mode
+from tests.simulation import quiet_logs, wishes
 from tests.simulation.faults import Fault, Kind, Peer, Plan
 from tests.simulation.faults import plan as plan_of
 from tests.simulation.invariants import violations
@@ -30,16 +31,24 @@ class Outcome:
     callbacks: int
     counts: dict[str, int]
     inflicted: int
+    operations: tuple[Operation, ...] = ()
 
     def __str__(self) -> str:
         mode = self.plan.job.mode.value
         lines = "\n  ".join(self.broken[:12])
-        return f"{lines}\nreplay: python -m tests.simulation --mode {mode} --seed {self.plan.seed}"
+        dispatch = f" --dispatch {self.plan.dispatch}" if self.plan.dispatch is not Dispatch.MASTER else ""
+        return f"{lines}\nreplay: python -m tests.simulation --mode {mode}{dispatch} --seed {self.plan.seed}"
 
 
-def play(seed: int, mode: Mode, say: Callable[[str], None] | None = None, plan: Plan | None = None) -> Outcome:
+def play(
+    seed: int,
+    mode: Mode,
+    say: Callable[[str], None] | None = None,
+    plan: Plan | None = None,
+    dispatch: Dispatch = Dispatch.MASTER,
+) -> Outcome:
     """Run one seed. Raises nothing for what goes wrong inside: that is in `broken`."""
-    plan, say = plan or plan_of(seed, mode), say or quiet_logs.nobody
+    plan, say = plan or plan_of(seed, mode, dispatch), say or quiet_logs.nobody
     rng = random.Random(f"play-{mode}-{seed}")
     loop = VirtualLoop(rng, max_seconds=3600.0, max_callbacks=MAX_CALLBACKS)
     world = World(plan, rng, say)
@@ -55,7 +64,14 @@ def play(seed: int, mode: Mode, say: Callable[[str], None] | None = None, plan: 
         for context in loop.errors
     ]
     return Outcome(
-        plan, broken, world.digest(), world.ended_s, world.ended_callbacks, world.network.counts, world.inflicted
+        plan,
+        broken,
+        world.digest(),
+        world.ended_s,
+        world.ended_callbacks,
+        world.network.counts,
+        world.inflicted,
+        tuple(found for found in map(world.operation, world.granted) if found is not None),
     )
 
 
@@ -65,9 +81,11 @@ async def _play(world: World) -> None:
     supervisor = world.processes["supervisor"] = Process("supervisor")
     world.open()
     faults = supervisor.spawn(_faults(world))
+    supervisor.spawn(_wishes(world))
     supervisor.spawn(world.supervise())
     try:
-        last = max([fault.at_s + (fault.lasts_s or 0.0) for fault in plan.faults], default=0.0)
+        ends = [fault.at_s + (fault.lasts_s or 0.0) for fault in plan.faults]
+        last = max([*ends, *(wish.at_s for wish in plan.wishes)], default=0.0)
         while loop.time() < last + plan.bound_s and not world.over:
             await asyncio.sleep(0.25)
         if not faults.done():
@@ -80,6 +98,8 @@ async def _play(world: World) -> None:
         else:
             world.heal()
             await world.linger()
+            await wishes.settle(world)
+            world.failures += wishes.broken(world)
     finally:
         await world.end()
 
@@ -98,12 +118,28 @@ async def _faults(world: World) -> None:
         world.weather(CALM)
 
 
+async def _wishes(world: World) -> None:
+    loop = asyncio.get_running_loop()
+    async with asyncio.TaskGroup() as group:
+        for wish in world.plan.wishes:
+            await asyncio.sleep(max(0.0, wish.at_s - loop.time()))
+            if world.over:
+                break
+            group.create_task(wishes.grant(world, wish))
+
+
 async def _inflict(world: World, fault: Fault) -> None:
     match fault.kind:
         case Kind.JOIN_TRAINER:
             world.start(f"trainer-{sum(seat.kind == 'trainer' for seat in world.seats.values())}", "trainer")
         case Kind.RESTART_ETCD:
             await _restart_etcd(world, fault)
+        case Kind.RESTART_ALL:
+            if wishes.may_lose_pserver(world):
+                pservers, trainers = fault.members
+                # independent checkpoints load with as many parameter servers as before
+                same = world.spec.pservers if world.plan.independent else pservers
+                await world.restart(same, trainers, fault.lasts_s or 0.0)
         case Kind.KILL_TRAINER | Kind.KILL_MASTER:
             if seat := _pick(world, fault):
                 await _kill(world, seat, fault)
@@ -114,8 +150,13 @@ async def _inflict(world: World, fault: Fault) -> None:
         case Kind.KILL_PSERVER:
             seat = _pick(world, fault)
             empty = seat is not None and (seat.service is None or seat.service.store is None)
-            if seat and (empty or world.plan.job.mode is Mode.SYNC):  # without checkpoints its death ends the job
+            if seat and (empty or wishes.may_lose_pserver(world)):
                 await _kill(world, seat, fault)
+        case Kind.KILL_EVERYBODY:
+            if world.plan.job.mode is Mode.ASYNC and wishes.may_lose_pserver(world):
+                async with asyncio.TaskGroup() as group:
+                    for seat in [seat for seat in world.seats.values() if seat.alive]:
+                        group.create_task(_kill(world, seat, fault))
         case Kind.HAND_OVER:
             if seat := _pick(world, fault):
                 world.say(f"terminate {seat.process.name}")
@@ -129,9 +170,9 @@ async def _inflict(world: World, fault: Fault) -> None:
 
 
 def _pick(world: World, fault: Fault) -> Seat | None:
-    """Of the masters mostly the one that leads."""
+    """Of the masters (without: of the trainers) mostly the one that leads (sweeps)."""
     alive = [seat for seat in world.seats.values() if seat.kind == fault.kind.victim and seat.alive]
-    leading = [seat for seat in alive if seat.kind == "master" and world.leads(seat)]
+    leading = [seat for seat in alive if world.leads(seat)]
     if leading and fault.pick < 0.8:
         return leading[0]
     return alive[int(fault.pick * len(alive))] if alive else None
@@ -145,7 +186,7 @@ async def _kill(world: World, seat: Seat, fault: Fault) -> None:
         world.report_dead(seat.name)
     if fault.lasts_s is not None:
         await asyncio.sleep(fault.lasts_s)
-        if seat.process.name == name:
+        if seat.process.name == name and world.seats.get(seat.name) is seat:
             seat.wanted = True
             world.start(seat.name, seat.kind)
 
@@ -184,5 +225,6 @@ async def _restart_etcd(world: World, fault: Fault) -> None:
     world.say(f"stop etcd for {fault.lasts_s:g} s")
     world.etcd.stop()
     await asyncio.sleep(fault.lasts_s or 0.0)
-    world.say("start etcd")
-    world.etcd.start()
+    if world.etcd.stopped:
+        world.say("start etcd")
+        world.etcd.start()

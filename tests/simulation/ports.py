@@ -28,6 +28,7 @@ from shared.messages import (
 )
 from shared.records import (
     AcquireTask,
+    Completed,
     CompleteTask,
     FailTask,
     MetricBatch,
@@ -50,28 +51,29 @@ class SimulatedMaster:
         self._network, self._directory = network, directory
 
     async def acquire_task(self, ask: AcquireTask) -> TaskAnswer:
-        answer: TaskAnswer = await self._call(lambda master: master.acquire_task(ask))
+        answer: TaskAnswer = await self.call(lambda master: master.acquire_task(ask))
         return answer
 
     async def report_progress(self, task_id: str, progress: TaskProgress) -> None:
-        await self._call(lambda master: master.report_progress(task_id, progress))
+        await self.call(lambda master: master.report_progress(task_id, progress))
 
-    async def complete_task(self, task_id: str, done: CompleteTask) -> None:
-        await self._call(lambda master: master.complete_task(task_id, done))
+    async def complete_task(self, task_id: str, done: CompleteTask) -> Completed:
+        completed: Completed = await self.call(lambda master: master.complete_task(task_id, done))
+        return completed
 
     async def fail_task(self, task_id: str, failed: FailTask) -> None:
-        await self._call(lambda master: master.fail_task(task_id, failed))
+        await self.call(lambda master: master.fail_task(task_id, failed))
 
     async def report_metrics(self, batch: MetricBatch) -> None:
-        await self._call(lambda master: master.report_metrics(batch))
+        await self.call(lambda master: master.report_metrics(batch))
 
     async def report_suspect(self, member_id: str) -> None:
-        await self._call(lambda master: master.report_suspect(member_id))
+        await self.call(lambda master: master.report_suspect(member_id))
 
     async def report_failure(self, member_id: str, failure: UserFailure) -> None:
-        await self._call(lambda master: master.report_failure(member_id, failure))
+        await self.call(lambda master: master.report_failure(member_id, failure))
 
-    async def _call(self, invoke: Callable[[Any], Awaitable[Any]]) -> Any:
+    async def call(self, invoke: Callable[[Any], Awaitable[Any]]) -> Any:
         master = self._directory.master
         if master is None:
             raise NotLeader("no master has published its address")

@@ -13,7 +13,7 @@ import torch
 from master_service.core.order import EpochOrder
 from shared.lanes import step_seed
 from shared.records import Mode
-from tests.simulation.compute import RATE, gradients, layout, mean_over
+from tests.simulation.compute import RATE, gradients, layout, mean_over, rounded
 from tests.simulation.faults import Job
 from trainer_agent.data.order import minibatch_indices, minibatches_in
 
@@ -63,11 +63,11 @@ def final_parameters(job: Job) -> bytes:
     for epoch in range(job.epochs):
         streams = lane_streams(job, epoch)
         for number in range(max(len(stream) for stream in streams)):
-            lanes = {}
+            lanes, seen = {}, rounded(vectors, job.travels_as)
             for lane, stream in enumerate(streams):
                 names = stream[number] if number < len(stream) else []
-                lanes[lane] = (gradients(vectors, step_seed(job.seed, step, lane), names), len(names))
-            combined = mean_over((0, job.lanes), lanes)
+                lanes[lane] = (gradients(seen, step_seed(job.seed, step, lane), names), len(names))
+            combined = mean_over((0, job.lanes), lanes, job.travels_as)
             for param, gradient in zip(params, combined, strict=False):
                 param.grad = torch.from_numpy(gradient)
             optimizer.step()

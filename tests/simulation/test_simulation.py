@@ -8,19 +8,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from shared.records import Mode
+from shared.operations import OperationState
+from shared.records import Dispatch, Mode
 from tests.simulation import faults
 from tests.simulation.network import CALM
 from tests.simulation.play import Outcome, play
 from tests.simulation.reference import final_parameters
+from tests.simulation.wishes import Want
 
 ROOT = Path(__file__).parents[2]
-CHUNK, CHUNKS = 10, 20
+CHUNK, CHUNKS = 10, 14
 SEEDS = [range(first * CHUNK, (first + 1) * CHUNK) for first in range(CHUNKS)]
 
 # seeds that found something once, and what it was
@@ -29,7 +32,18 @@ REGRESSIONS = {
     (Mode.ASYNC, 133): "a trainer waited for the answer of a master that had left the completed job",
     (Mode.ASYNC, 3089): "a takeover's first attempt landed late and wrote the job's state back to generation 0",
     (Mode.ASYNC, 3191): "the same",
+    (Mode.SYNC, 4): "trainers of a job begun again with other numbers waited for as many pservers as before",
+    (Mode.SYNC, 47): "a pserver of a job begun again with fewer kept an index that is not wanted any more",
     (Mode.SYNC, 133): "a block that arrived as a pull timed out was announced but not taken",
+}
+
+
+MASTERLESS = [range(first * CHUNK, (first + 1) * CHUNK) for first in range(3)]
+
+
+MASTERLESS_REGRESSIONS = {
+    (Mode.ASYNC, 17): "a task was closed between a parameter server's return and the count of what it lacks",
+    (Mode.SYNC, 50): "a lease that could not be revoked in a process that was cancelled left an error nobody asked for",
 }
 
 
@@ -42,6 +56,18 @@ def kept(outcome: Outcome) -> None:
 def test_every_promise_is_kept_whatever_fails(mode, seeds):
     for seed in seeds:
         kept(play(seed, mode))
+
+
+@pytest.mark.parametrize("seeds", MASTERLESS, ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+@pytest.mark.parametrize("mode", list(Mode))
+def test_every_promise_is_kept_without_a_master(mode, seeds):
+    for seed in seeds:
+        kept(play(seed, mode, dispatch=Dispatch.ETCD))
+
+
+@pytest.mark.parametrize(("mode", "seed"), MASTERLESS_REGRESSIONS)
+def test_what_was_mended_without_a_master_stays_mended(mode, seed):
+    kept(play(seed, mode, dispatch=Dispatch.ETCD))
 
 
 @pytest.mark.parametrize(("mode", "seed"), REGRESSIONS)
@@ -66,33 +92,43 @@ def test_the_same_seed_is_the_same_run_down_to_every_key_of_etcd(mode):
     assert play(8, mode).digest != one.digest
 
 
-@pytest.mark.timeout(150)  # two interpreters, one after the other
 def test_a_run_does_not_depend_on_the_interpreters_hash_seed():
     code = (
         "from shared.records import Mode; from tests.simulation.play import play;"
-        "print([play(seed, mode).digest for seed in (3, 7) for mode in Mode])"
+        "print([play(3, mode).digest for mode in Mode])"
     )
-    answers = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=100,
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(answers) == 1
+    other = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    answer = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONHASHSEED": other},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    ).stdout
+    assert answer == f"{[play(3, mode).digest for mode in Mode]}\n"
 
 
 def test_the_schedules_really_hurt():
     """Faults happen while the job runs, and every kind of trouble of the network occurs."""
-    outcomes = [play(seed, Mode.SYNC) for seed in range(40)]
+    outcomes = [play(seed, Mode.SYNC) for seed in range(16)]
     counts = {name for outcome in outcomes for name in outcome.counts}
     assert counts >= {"lost requests", "lost replies", "doubled requests", "broken streams"}
-    assert sum(outcome.inflicted for outcome in outcomes) > 100
+    assert sum(outcome.inflicted for outcome in outcomes) > 40
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_wishes_are_granted_where_nothing_fails(mode):
+    """Checkpoints on demand, ways back and members that leave; the last checkpoint answers where training is over."""
+    wants: Counter[Want] = Counter()
+    for seed in range(16):
+        plan = replace(faults.plan(seed, mode), weather=CALM, faults=())
+        outcome = play(seed, mode, plan=plan)
+        kept(outcome)
+        assert {operation.state for operation in outcome.operations} <= {OperationState.DONE}, outcome.operations
+        wants.update(wish.want for wish in plan.wishes)
+    assert set(wants) == set(Want)
 
 
 @pytest.mark.parametrize("mode", list(Mode))

@@ -22,7 +22,7 @@ import socket
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
 from shared import clock, ids
@@ -140,6 +140,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     ) -> None:
         self._now = 0.0
         self._numbers = 0
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._rng = rng
         self._max_seconds = max_seconds
         self._max_callbacks = max_callbacks
@@ -181,46 +182,57 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
         raise AssertionError(f"a thread in the simulation: {func!r}; go through the injected executor")
 
+    def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> asyncio.TimerHandle:
+        """Timers of the same moment run in the order of their making."""
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        self._numbers += 1
+        heapq.heappush(self._timers, (when, self._numbers, timer))
+        return timer
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """It stays where it is until its time has come."""
+
     def _run_once(self) -> None:
         self._advance()
-        for handle in self._in_drawn_order():
-            if not handle._cancelled:
-                process = handle._context.get(_process)
-                if process is not None and process.stopped:  # frozen by a callback of this very turn
-                    process.held.append(handle)
-                else:
-                    handle._run()
-                    self.callbacks += 1
+        ready = self._ready
+        if len(ready) == 1:
+            self._run(ready.popleft())
+        else:
+            self._ready = deque()
+            for handle in self._in_drawn_order(ready):
+                self._run(handle)
         if self.callbacks > self._max_callbacks:
             raise Runaway(f"{self.callbacks} callbacks run by {self._now:.1f} s of virtual time; something spins")
 
+    def _run(self, handle: asyncio.Handle) -> None:
+        if handle._cancelled:
+            return
+        process = handle._context.get(_process)
+        if process is not None and process.stopped:
+            process.held.append(handle)
+        else:
+            handle._run()
+            self.callbacks += 1
+
     def _advance(self) -> None:
         """Move timers that are due to the ready queue; if nothing is ready, jump to the next one first."""
-        scheduled = self._scheduled
-        while scheduled and scheduled[0]._cancelled:
-            self._timer_cancelled_count -= 1
-            heapq.heappop(scheduled)._scheduled = False
+        timers = self._timers
+        while timers and timers[0][2]._cancelled:
+            heapq.heappop(timers)
         if not self._ready and not self._stopping:
-            if not scheduled:
+            if not timers:
                 raise Deadlock(f"nothing left to run at {self._now:.3f} s of virtual time")
-            self._now = max(self._now, scheduled[0]._when)
+            self._now = max(self._now, timers[0][0])
             if self._now > self._max_seconds:
                 raise Runaway(f"virtual time passed {self._max_seconds:g} s")
-        while scheduled and scheduled[0]._when < self._now + CLOCK_RESOLUTION:
-            handle = heapq.heappop(scheduled)
-            handle._scheduled = False
-            self._ready.append(handle)
+        while timers and timers[0][0] < self._now + CLOCK_RESOLUTION:
+            self._ready.append(heapq.heappop(timers)[2])
 
-    def _in_drawn_order(self) -> list[asyncio.Handle]:
-        """Everything ready now, first come first served within a process, processes in a drawn order."""
+    def _in_drawn_order(self, ready: Iterable[asyncio.Handle]) -> list[asyncio.Handle]:
+        """First come first served within a process, processes in a drawn order."""
         queues: dict[Process | None, list[asyncio.Handle]] = {}
-        for handle in self._ready:
-            process = handle._context.get(_process)
-            if process is not None and process.stopped:
-                process.held.append(handle)
-            else:
-                queues.setdefault(process, []).append(handle)
-        self._ready = deque()
+        for handle in ready:
+            queues.setdefault(handle._context.get(_process), []).append(handle)
         order = list(queues.values())
         if self._rng is not None and len(order) > 1:
             self._rng.shuffle(order)
@@ -228,9 +240,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 @contextlib.contextmanager
-def isolated(rng: random.Random) -> Iterator[None]:
-    """`shared.ids` draws from `rng`, the wall clock shows loop time, sockets and threads are refused, the garbage
-    collector waits; all restored."""
+def isolated(rng: random.Random, *, offline: bool = True) -> Iterator[None]:
+    """`shared.ids` draws from `rng`, the wall clock shows loop time, sockets and threads are refused (unless not
+    `offline`: for storage that is a real server), the garbage collector waits; all restored."""
 
     def refuse(what: str) -> Callable[..., Any]:
         def refused(*args: Any, **_: Any) -> Any:
@@ -244,9 +256,10 @@ def isolated(rng: random.Random) -> Iterator[None]:
     gc.disable()
     ids.source = rng
     clock.timestamp = lambda: f"{clock.monotonic():.3f}"
-    threading.Thread.start = refuse("a thread")  # type: ignore[method-assign]
-    socket.socket.connect = refuse("a socket")  # type: ignore[method-assign]
-    socket.socket.bind = refuse("a socket")  # type: ignore[method-assign]
+    if offline:
+        threading.Thread.start = refuse("a thread")  # type: ignore[method-assign]
+        socket.socket.connect = refuse("a socket")  # type: ignore[method-assign]
+        socket.socket.bind = refuse("a socket")  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -259,9 +272,9 @@ def isolated(rng: random.Random) -> Iterator[None]:
             gc.enable()
 
 
-def run(loop: VirtualLoop, main: Coroutine[Any, Any, Any], rng: random.Random) -> Any:
+def run(loop: VirtualLoop, main: Coroutine[Any, Any, Any], rng: random.Random, *, offline: bool = True) -> Any:
     """Run `main` to its end on `loop`, isolated, and close the loop."""
-    with isolated(rng):
+    with isolated(rng, offline=offline):
         try:
             return loop.run_until_complete(main)
         finally:

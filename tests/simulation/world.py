@@ -10,10 +10,11 @@ import hashlib
 import random
 import signal
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+from master_service.dispatcher import Dispatcher
 from pserver_service.core.store import Store
 from pserver_service.service import Pserver
 from shared import storage
@@ -21,7 +22,8 @@ from shared.directory import Directory
 from shared.errors import TriremeError
 from shared.etcd import Etcd
 from shared.keys import Keys
-from shared.records import JobState, MasterLock, Mode, Phase, PserverMember
+from shared.operations import Operation
+from shared.records import Dispatch, JobState, MasterLock, Mode, Phase, PserverMember
 from tests.simulation import mains
 from tests.simulation.compute import Notes
 from tests.simulation.etcd import WitnessedEtcd
@@ -29,6 +31,7 @@ from tests.simulation.faults import Plan
 from tests.simulation.network import CALM, Network, Weather
 from tests.simulation.ports import SimulatedMaster
 from tests.simulation.virtual_loop import Process
+from tests.simulation.wishes import Granted
 from trireme.restarts import RestartPolicy
 
 LEAVE_S = 60.0
@@ -52,13 +55,14 @@ def _expected(error: BaseException) -> bool:
 
 @dataclass
 class Seat:
-    """`service` is what the current process serves: a Master, a Pserver or nothing."""
+    """`service` is what the current process serves: a Master, a Pserver or nothing; a masterless trainer has a dispatcher."""
 
     name: str
     kind: str
     url: str = ""
     process: Process = field(default_factory=lambda: Process("nobody"))
     service: Any = None
+    dispatcher: Dispatcher | None = None
     incarnations: int = 0
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     exits: list[int] = field(default_factory=list)
@@ -82,14 +86,16 @@ class World:
         self.rng = rng
         self.notes = Notes()
         self.network = Network(rng)
-        self.etcd = WitnessedEtcd(self.keys, self.network, self._url_of)
+        self.etcd = WitnessedEtcd(self.keys, self.network, self._url_of, self.spec)
         self.seats: dict[str, Seat] = {}
         self.processes: dict[str, Process] = {}
+        self._born: dict[str, int] = {}
         self.urls: dict[str, str] = {}
         self.failures: list[str] = []
         self.ended_s, self.ended_callbacks = 0.0, 0
         self.inflicted = 0
-        self._launcher = self.processes["launcher"] = Process("launcher")
+        self.granted: list[Granted] = []
+        self._launcher = self._process("launcher")
         self._say = say
         storage.remove_tree(self.spec.storage)
 
@@ -103,10 +109,9 @@ class World:
         seat = self.seats.setdefault(name, Seat(name, kind))
         seat.incarnations += 1
         seat.started_s, seat.due_s = asyncio.get_running_loop().time(), None
-        process = Process(f"{name}#{seat.incarnations}")
+        process, seat.dispatcher = self._process(name), None
         seat.process, seat.stopping = process, asyncio.Event()
-        seat.url = f"http://{name}.{seat.incarnations}:1"
-        self.processes[process.name] = process
+        seat.url = f"http://{process.name.replace('#', '.')}:1"
         self.urls[process.name] = seat.url
         self.say(f"start {process.name}")
         main: dict[str, Callable[[World, Seat], Coroutine[Any, Any, Any]]] = {
@@ -116,6 +121,13 @@ class World:
         }
         process.spawn(self._watched(seat, process, main[kind](self, seat)))
         return seat
+
+    def _process(self, name: str) -> Process:
+        """No two have one name."""
+        self._born[name] = self._born.get(name, 0) + 1
+        process = Process(f"{name}#{self._born[name]}")
+        self.processes[process.name] = process
+        return process
 
     async def _watched(self, seat: Seat, process: Process, main: Coroutine[Any, Any, Any]) -> None:
         """The process itself: its end, by whatever cause, ends its connections."""
@@ -138,7 +150,7 @@ class World:
 
     def _plan_restart(self, seat: Seat, code: int) -> None:
         now = asyncio.get_running_loop().time()
-        if code == 0 and (seat.kind != "master" or not seat.stopping.is_set()):
+        if code == 0 and not seat.stopping.is_set():
             return
         delay_s = seat.restarts.delay_s(-signal.SIGTERM if code == 0 else code, now - seat.started_s)
         if delay_s is None:
@@ -168,12 +180,38 @@ class World:
 
     def open(self) -> None:
         """Start everybody and the launcher's own view of the job."""
-        plan = self.plan
-        for kind, count in (("master", plan.masters), ("pserver", plan.pservers), ("trainer", plan.trainers)):
+        for kind, count in (
+            ("master", self.plan.masters),
+            ("pserver", self.spec.pservers),
+            ("trainer", self.spec.trainers),
+        ):
             for number in range(count):
                 self.start(f"{kind}-{number}", kind)
         self._directory = Directory(self.etcd_of(self._launcher), self.keys)
         self._launcher.spawn(self._directory.run())
+        if self.plan.dispatch is Dispatch.ETCD:
+            self.spectator = mains.spectator(self, self.etcd_of(self._launcher))
+            self._launcher.spawn(self.spectator.run())
+
+    async def restart(self, pservers: int, trainers: int, after_s: float) -> None:
+        """A machine restarts: everybody dies at once, etcd and the launcher too, and the same command is given again with
+        other numbers of members. What is left is what etcd and the storage hold."""
+        self.say(f"kill everything; then {pservers} pservers and {trainers} trainers")
+        for seat in self.seats.values():
+            self.bury(seat)
+        self._launcher.kill()
+        self.etcd.disconnect(self._launcher.name)
+        if not self.etcd.stopped:
+            self.etcd.stop()
+        await asyncio.sleep(after_s)
+        for seat in self.seats.values():  # a fault may have started somebody meanwhile
+            self.bury(seat)
+        self.seats = {}
+        if self.etcd.stopped:
+            self.etcd.start()
+        self.spec = self.spec.model_copy(update={"pservers": pservers, "trainers": trainers})
+        self._launcher = self._process("launcher")
+        self.open()
 
     async def supervise(self) -> None:
         """Restart what ended by itself, as the launcher would."""
@@ -187,15 +225,16 @@ class World:
                     self.start(seat.name, seat.kind)
 
     def leads(self, seat: Seat) -> bool:
-        lock = self.etcd.value(self.keys.master_lock)
+        lock = self.etcd.value(self.etcd.office)
         return lock is not None and MasterLock.model_validate_json(lock).url == seat.url
 
     def _check_books(self) -> None:
         """Each task is in exactly one place."""
         for seat in self.seats.values():
-            if seat.kind == "master" and seat.alive and self.leads(seat):
+            desk = seat.service if seat.kind == "master" and self.leads(seat) else seat.dispatcher
+            if desk is not None and seat.alive:
                 try:
-                    queues = seat.service.books.queues
+                    queues = desk.books.queues
                 except TriremeError:
                     continue
                 self.failures += [f"{kind}: {line}" for kind, queue in queues.items() for line in queue.violations()][
@@ -203,15 +242,34 @@ class World:
                 ]
 
     def report_dead(self, name: str) -> None:
-        """The launcher saw its child exit and tells the master, once."""
+        """The launcher saw its child exit and tells the master, once; without a master it revokes the leases itself."""
 
         async def tell() -> None:
             try:
-                await SimulatedMaster(self.network, self._directory).report_suspect(name)
+                if self.plan.dispatch is Dispatch.ETCD:
+                    await self._revoke_leases_of(url)
+                else:
+                    await self.call_master(lambda master: master.report_suspect(name))
             except TriremeError as error:
                 self.say(f"report about {name} failed: {error}")
 
+        url = self.seats[name].url
         self._launcher.spawn(tell())
+
+    async def _revoke_leases_of(self, url: str) -> None:
+        etcd = self.etcd_of(self._launcher)
+        found = await etcd.range(self.keys.prefix, prefix=True)
+        for lease in sorted({kv.lease for kv in found.kvs if kv.lease and f'"{url}"'.encode() in kv.value}):
+            await etcd.revoke(lease)
+
+    async def call_master(self, invoke: Callable[[Any], Awaitable[Any]]) -> Any:
+        """As somebody outside. Raises TriremeError."""
+        return await SimulatedMaster(self.network, self._directory).call(invoke)
+
+    def operation(self, granted: Granted) -> Operation | None:
+        """As etcd has it now."""
+        value = self.etcd.value(self.keys.operation(granted.operation.operation_id))
+        return Operation.model_validate_json(value) if value is not None else None
 
     def weather(self, weather: Weather) -> None:
         self.say(f"weather: {weather}")

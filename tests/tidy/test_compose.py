@@ -27,15 +27,16 @@ def test_services_wait_until_what_they_need_is_healthy_or_done():
 
 
 def test_members_can_be_scaled():
-    for name in ("pserver", "trainer"):
+    for name in ("pserver", "trainer", "masterless"):
         assert not COMPOSE["services"][name].keys() & {"container_name", "ports"}
 
 
 def test_the_entry_points_are_modules_of_ours():
-    modules = dict(re.findall(r"^(\w+)\) module=(\w+)", ENTRYPOINT, re.MULTILINE))
-    assert modules == {"master": "master_service", "pserver": "pserver_service", "trainer": "trainer_agent"}
-    for module in modules.values():
-        assert importlib.util.find_spec(f"{module}.__main__"), module
+    modules = dict(re.findall(r"^(\w+)\) module=([\w.]+)", ENTRYPOINT, re.MULTILINE))
+    services = {"master": "master_service", "pserver": "pserver_service", "trainer": "trainer_agent"}
+    assert modules == services | {"masterless": "trireme.masterless"}
+    for module in (*(f"{service}.__main__" for service in services.values()), "trireme.masterless"):
+        assert importlib.util.find_spec(module), module
 
 
 def test_what_the_image_copies_exists():

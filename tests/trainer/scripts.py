@@ -73,7 +73,10 @@ def spec_for(script: Path, **values: Any) -> JobSpec:
         "pservers": 1,
         "task_timeout_floor_s": 20,
     }
-    return JobSpec(**(defaults | values))
+    chosen = defaults | values
+    if chosen.get("mode") == "async":  # these parameter servers take no checkpoints
+        chosen = {"checkpoint_kind": "independent", **chosen}
+    return JobSpec(**chosen)
 
 
 def train_plainly(script: Path, spec: JobSpec) -> dict[str, torch.Tensor]:

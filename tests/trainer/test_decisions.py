@@ -6,10 +6,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.lanes import is_aligned
-from shared.messages import LanePosition, PushAnswer, Refusal
+from shared.messages import CheckpointAsked, LanePosition, PushAnswer, Refusal
+from shared.operations import CheckpointRequest
 from shared.records import JobState, LaneInterval, LaneMap, Mode, Phase, SlotMap, Stage, StepMetrics
 from shared.slots import Layout, OptimizerSpec, Segment, spread
-from trainer_agent.core.agent import Duty, Next, Verdict, next_duty, nodes_to_compute, positions_of_step, verdict
+from trainer_agent.core.agent import (
+    Duty,
+    Next,
+    Verdict,
+    asked_in_step,
+    next_duty,
+    nodes_to_compute,
+    positions_of_step,
+    verdict,
+)
 from trainer_agent.core.pacing import CEILING_S, KEPT_STEPS, MetricBuffer, backoff_s
 from trainer_agent.core.routing import route
 
@@ -31,6 +41,16 @@ def test_a_trainer_waits_while_state_and_lanes_speak_of_different_generations():
 
 def test_a_trainer_without_lanes_is_a_hot_spare_and_waits():
     assert duty_of(RUNNING, trainer="other") == Next(Duty.WAIT, "a lane (this trainer is a hot spare)", 4)
+
+
+def test_a_checkpoint_on_demand_is_due_two_versions_on_and_said_anew_in_each_generation_and_attempt():
+    first = CheckpointRequest(operation="op", attempt=1)
+    asked = asked_in_step(first, 4, 10, None)
+    assert asked == CheckpointAsked(operation="op", attempt=1, generation=4, version=12)
+    assert asked_in_step(first, 4, 11, asked) == asked_in_step(first, 4, 50, asked) == asked
+    assert asked_in_step(first, 5, 11, asked).version == 13
+    assert asked_in_step(CheckpointRequest(operation="op", attempt=2), 4, 11, asked).version == 13
+    assert asked_in_step(None, 4, 11, asked) is None
 
 
 def test_async_trainers_need_no_lanes_but_must_be_counted_in():
@@ -70,11 +90,12 @@ def test_the_worst_refusal_decides_what_a_push_was():
     def answer(*codes):
         return PushAnswer(refused=tuple(Refusal(block=1, lanes=(0, 1), code=code, version=2) for code in codes))
 
-    assert verdict(PushAnswer(applied=3, duplicate=2)) == (Verdict.ACKNOWLEDGED, "")
-    assert verdict(answer("TOO_EARLY"))[0] is Verdict.AGAIN
-    assert verdict(answer("TOO_EARLY", "STALE_GENERATION"))[0] is Verdict.STALE
-    assert verdict(answer("STALE_ATTEMPT", "STALE_GENERATION"))[0] is Verdict.FENCED
-    assert verdict(answer("NOT_READY", "LAYOUT_MISMATCH")) == (
+    assert verdict(PushAnswer(applied=3, duplicate=2), Mode.SYNC) == (Verdict.ACKNOWLEDGED, "")
+    assert verdict(answer("TOO_EARLY"), Mode.SYNC)[0] is Verdict.AGAIN
+    assert verdict(answer("TOO_EARLY"), Mode.ASYNC)[0] is Verdict.BEHIND
+    assert verdict(answer("TOO_EARLY", "STALE_GENERATION"), Mode.SYNC)[0] is Verdict.STALE
+    assert verdict(answer("STALE_ATTEMPT", "STALE_GENERATION"), Mode.SYNC)[0] is Verdict.FENCED
+    assert verdict(answer("NOT_READY", "LAYOUT_MISMATCH"), Mode.SYNC) == (
         Verdict.BROKEN,
         "block 1 refused: LAYOUT_MISMATCH, it is at version 2",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -25,6 +26,7 @@ def test_a_good_script_is_described_and_tried(tmp_path, capsys):
         evaluation="def evaluation_dataset():\n    return dataset()\n",
     )
     code, found = inspected(script, capsys)
+    model = found.pop("model")
     dataset = {"urls": [f"{tmp_path}/x.npy", f"{tmp_path}/y.npy"], "kind": "npy", "aligned": True, "columns": None}
     assert (code, found) == (
         0,
@@ -32,10 +34,12 @@ def test_a_good_script_is_described_and_tried(tmp_path, capsys):
             "config": {"epochs": 3, "lanes": 2},
             "dataset": dataset,
             "evaluation_dataset": dataset,
-            "parameters": 5 * 24 + 24 + 2 * 24 + 24 * 24 + 24 + 24 * 3 + 3,
-            "optimizer": "SGD",
         },
     )
+    assert model["optimizer"]["name"] == "SGD"
+    sizes = [math.prod(shape) for kind, _, shape, _, _ in model["tensors"] if kind == "param"]
+    assert sum(sizes) == 5 * 24 + 24 + 2 * 24 + 24 * 24 + 24 + 24 * 3 + 3
+    assert {tuple(tensor[3:]) for tensor in model["tensors"] if tensor[0] == "param"} == {("torch.float32", 0)}
 
 
 def test_without_the_check_nothing_is_built_or_read(tmp_path, capsys):
@@ -99,6 +103,6 @@ def test_the_command_prints_one_object_whatever_the_script_prints_and_leaves_not
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["optimizer"] == "SGD"
+    assert json.loads(done.stdout)["model"]["optimizer"]["name"] == "SGD"
     assert "noise" in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == before

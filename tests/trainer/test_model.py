@@ -14,6 +14,7 @@ from torch import nn
 
 from shared.errors import InvalidArgument, UserCodeError
 from shared.lanes import combine
+from shared.shared_memory import place_of
 from shared.slots import ALIGNMENT_BYTES
 from tests.trainer.scripts import spec_for, write_script
 from trainer_agent import optimizer as optimizers
@@ -26,9 +27,9 @@ from trainer_agent.user_module import load
 def build(tmp_path):
     executor = ThreadPoolExecutor(1)
 
-    def make(spec=None, **parts):
+    def make(spec=None, shared=False, **parts):
         script = write_script(tmp_path, **parts)
-        return TorchCompute(load(script), spec_for(script, **(spec or {})), executor)
+        return TorchCompute(load(script), spec_for(script, **(spec or {})), executor, shared=shared)
 
     yield make
     executor.shutdown()
@@ -49,6 +50,27 @@ async def contributions(compute, node, batches, seed=3):
         dtype = {"float32": np.float32, "int64": np.int64}[block.dtype]
         values.append(torch.from_numpy(np.frombuffer(compute.contribution(node, block.number), dtype).copy()))
     return announced, values
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_gradients_in_shared_memory_have_the_same_bits_and_lost_memory_is_not_written_to_again(build, dtype):
+    batches, node, spec = [records(4, lane) for lane in range(4)], (0, 4), {"gradient_dtype": dtype}
+    plain, shared = build(spec), build(spec, shared=True)
+    for lose in (False, True, False):
+        for lane in range(*node):
+            for compute in (plain, shared):
+                await compute.gradient(node, lane, lane, batches[lane], bool)
+        views = [shared.contribution(node, block.number) for block in shared.plan.blocks]
+        assert views == [plain.contribution(node, block.number) for block in plain.plan.blocks]
+        (region,) = {place_of(view)[0] for view in views}
+        before, region.lost = bytes(region), lose
+        for compute in (plain, shared):
+            compute.forget_nodes()
+        batches.reverse()
+        for lane in range(*node):
+            await shared.gradient(node, lane, lane, batches[lane], bool)
+        shared.forget_nodes()
+        assert (bytes(region) == before) is lose
 
 
 # ---------------------------------------------------------------- layout

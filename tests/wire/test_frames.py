@@ -7,7 +7,7 @@ from itertools import pairwise
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared import wire
@@ -15,6 +15,8 @@ from shared.errors import BadFrame, TooLarge
 from shared.messages import PulledBlock, PushBlock
 from shared.wire import Decoder, Ended, Filled, Limits, Opened
 
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 LIMITS = Limits(payload_bytes=1 << 16, blocks=16, header_bytes=4096, block_header_bytes=512)
 
 names = st.text(max_size=8)
@@ -239,3 +241,95 @@ def test_a_record_with_wrong_fields_names_them():
         BadFrame, match=r"not a PushBlock: block: Input should be a valid integer.*; count: Field required"
     ):
         wire.read(PushBlock, {"block": "many"})
+
+
+# ---------------------------------------------------------------- streams: maps and blocks without end
+
+
+def events_of(decoder, body, piece):
+    """Read as a transport does: straight into `vacant` where a payload is due, else `piece` bytes at a time."""
+    found, at = [], 0
+    while at < len(body):
+        vacant = decoder.vacant
+        count = min(len(vacant) or piece, len(body) - at)
+        if vacant:
+            vacant[:count] = body[at : at + count]
+            event = decoder.advance(count)
+            found += [event] if event is not None else []
+        else:
+            found += decoder.feed(body[at : at + count])
+        at += count
+    return [(type(event).__name__, event.header, bytes(getattr(event, "payload", b""))) for event in found]
+
+
+@given(st.lists(st.tuples(fields, st.none() | st.binary(max_size=400)), max_size=8), st.integers(1, 700))
+def test_an_endless_stream_gives_maps_and_blocks_in_any_order(items, piece):
+    body, expected = b"", []
+    for header, payload in items:
+        if payload is None:
+            body += wire.encode(header)
+            expected.append(("Opened", header, b""))
+        else:
+            body += wire.encode_block(header, len(payload)) + payload
+            expected.append(("Filled", header, payload))
+    assert events_of(Decoder(LIMITS, endless=True), body, piece) == expected
+
+
+@given(st.lists(st.tuples(st.booleans(), st.binary(max_size=400)), max_size=8), st.integers(1, 700))
+def test_payloads_that_nobody_wants_are_skipped(items, piece):
+    body = b"".join(wire.encode_block({"wanted": wanted}, len(payload)) + payload for wanted, payload in items)
+    decoder = Decoder(
+        LIMITS, lambda header, size: memoryview(bytearray(size)) if header["wanted"] else None, endless=True
+    )
+    found = events_of(decoder, body + wire.encode({"last": True}), piece)
+    expected = [("Filled", {"wanted": True}, payload) for wanted, payload in items if wanted]
+    assert found == [*expected, ("Opened", {"last": True}, b"")]
+    assert decoder.between_blocks
+
+
+def test_a_skipped_payload_may_be_larger_than_the_memory_it_passes_through():
+    limits = Limits(payload_bytes=1 << 20, blocks=1)
+    body = wire.encode_block({}, 300_000) + bytes(300_000) + wire.encode({"a": 1})
+    assert events_of(Decoder(limits, lambda *_: None, endless=True), body, 100) == [("Opened", {"a": 1}, b"")]
+
+
+def test_the_second_map_of_a_stream_has_the_limit_of_a_header():
+    decoder = Decoder(LIMITS, endless=True)
+    list(decoder.feed(wire.encode({"x": "y" * 4000}) * 2))
+    with pytest.raises(TooLarge, match="limit is 512"):
+        list(decoder.feed(wire.encode_block({"x": "y" * 600}, 4)))
+
+
+sizes = st.sampled_from([0, 5, 200, 60_000])
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 3), sizes), max_size=30), st.lists(st.integers(0)))
+def test_headers_that_come_again_are_recognised_and_say_the_same(items, places):
+    prepared = []
+
+    def prepare(header):
+        prepared.append(header)
+        return header["block"], header["count"]
+
+    body = b"".join(wire.encode_block({"block": b, "count": c}, size) + bytes([c]) * size for b, c, size in items)
+    decoder = Decoder(LIMITS, endless=True, prepare=prepare)
+    found = [event for piece in cut(body, places) for event in decoder.feed(piece)]
+    assert [(event.header, bytes(event.payload)) for event in found] == [((b, c), bytes([c]) * s) for b, c, s in items]
+    if not places:
+        assert len(prepared) == len(set(items))
+
+
+def test_a_header_that_came_with_a_small_payload_is_parsed_again_for_a_larger_one_which_is_refused():
+    decoder = Decoder(LIMITS, endless=True, prepare=dict)
+    list(decoder.feed(wire.encode_block({"block": 1}, 8) + bytes(8)))
+    with pytest.raises(TooLarge, match="the limit is"):
+        list(decoder.feed(wire.encode_block({"block": 1}, LIMITS.payload_bytes + 1)))
+
+
+def test_what_is_remembered_of_headers_is_bounded():
+    decoder = Decoder(LIMITS, endless=True, prepare=dict)
+    for number in range(wire.KNOWN_HEADERS + 10):
+        list(decoder.feed(wire.encode_block({"block": number}, 0)))
+    list(decoder.feed(wire.encode_block({"name": "x" * wire.KNOWN_BYTES}, 0)))
+    assert len(decoder._known) == 10
+    assert len(decoder._lengths) <= 2

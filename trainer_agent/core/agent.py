@@ -2,8 +2,9 @@
 
 what etcd says ──next_duty──► WAIT | TRAIN(generation, lanes) | FINISH | LEAVE
 a version's positions ──positions_of_step──► where each lane starts step s
+the master's request ──asked_in_step──► which version becomes a checkpoint on demand
 lanes without acknowledgement ──nodes_to_compute──► tree nodes, the largest first
-an answer to a push ──verdict──► ACKNOWLEDGED | AGAIN | STALE generation | FENCED attempt | BROKEN
+an answer to a push ──verdict──► ACKNOWLEDGED | AGAIN | BEHIND | STALE generation | FENCED attempt | BROKEN
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from enum import Enum
 
 from shared.errors import NotReady, StaleAttempt, StaleGeneration, TooEarly, WrongOwner
 from shared.lanes import Interval, aligned_intervals
-from shared.messages import LanePosition, PushAnswer
+from shared.messages import CheckpointAsked, LanePosition, PushAnswer
+from shared.operations import CheckpointRequest
 from shared.records import JobState, LaneMap, Mode, Phase, Stage
 
 
@@ -64,6 +66,27 @@ def positions_of_step(positions: Sequence[LanePosition]) -> tuple[LanePosition, 
     return tuple(positions)
 
 
+def asked_in_step(
+    request: CheckpointRequest | None, generation: int, step: int, carried: CheckpointAsked | None
+) -> CheckpointAsked | None:
+    """What lane 0's push of `step` says about a checkpoint on demand; `carried`: what the version it starts from says.
+
+    Due is the version after the next: all pushes that make it come from one owner of lane 0, so every parameter server
+    hears the same. If that owner dies or lane 0 moves in between, the generation changes, and the next owner says it anew.
+    """
+    if request is None:
+        return None
+    if carried is not None and (carried.operation, carried.attempt, carried.generation) == (
+        request.operation,
+        request.attempt,
+        generation,
+    ):
+        return carried
+    return CheckpointAsked(
+        operation=request.operation, attempt=request.attempt, generation=generation, version=step + 2
+    )
+
+
 def nodes_to_compute(missing: Sequence[int]) -> list[Interval]:
     """The tree nodes that cover the `missing` lanes (ascending). The largest first: fewest gradient vectors at a time."""
     nodes: list[Interval] = []
@@ -76,10 +99,12 @@ def nodes_to_compute(missing: Sequence[int]) -> list[Interval]:
 
 
 class Verdict(Enum):
-    """From good to bad."""
+    """From good to bad. SKIPPED: given up, nobody answered. BEHIND: the ledger expects an earlier minibatch."""
 
     ACKNOWLEDGED = "acknowledged"
+    SKIPPED = "skipped"
     AGAIN = "again"
+    BEHIND = "behind"
     STALE = "stale"
     FENCED = "fenced"
     BROKEN = "broken"
@@ -94,13 +119,16 @@ _VERDICTS = {
 }
 
 
-def verdict(answer: PushAnswer) -> tuple[Verdict, str]:
+def verdict(answer: PushAnswer, mode: Mode) -> tuple[Verdict, str]:
     """The worst that the answer says about any block, with a sentence."""
     order = list(Verdict)
     worst, sentence = Verdict.ACKNOWLEDGED, ""
     for refusal in answer.refused:
         found = _VERDICTS.get(refusal.code, Verdict.BROKEN)
+        if mode is Mode.ASYNC and refusal.code == TooEarly.code:
+            found = Verdict.BEHIND
         if order.index(found) > order.index(worst):
             worst = found
-            sentence = f"block {refusal.block} refused: {refusal.code}, it is at version {refusal.version}"
+            why = refusal.message or f"it is at version {refusal.version}"
+            sentence = f"block {refusal.block} refused: {refusal.code}, {why}"
     return worst, sentence

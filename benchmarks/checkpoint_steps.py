@@ -1,0 +1,252 @@
+"""Steps of a trainer while a part of a checkpoint is written: the trainer's own pieces against a parameter server's.
+
+    trainer (this process): forward, backward, blocks pushed as they are finished, the next version pulled
+    parameter server (a process): steps, copies the versions that are asked for, writes them behind the steps
+
+The server's process tells through a pipe where it listens, then of each part that it has written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import socket
+import statistics
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import uvloop
+
+from pserver_service import disk
+from pserver_service.app import make_app, serving
+from pserver_service.background import Background
+from pserver_service.core.snapshot import Schedule
+from pserver_service.service import Pserver
+from pserver_service.sharing import Chunks
+from shared import telemetry
+from shared.light_torch import optimizers_without_compiler
+from shared.messages import (
+    CheckpointAsked,
+    InitBlock,
+    InitHeader,
+    LanePosition,
+    PullRequest,
+    PushBlock,
+    PushHeader,
+    StepRecord,
+)
+from shared.records import JobSpec, Mode, PserverMember
+from trainer_agent.model import TorchCompute
+from trainer_agent.stream import StreamPserver
+from trainer_agent.transfer import Outbox
+from trainer_agent.user_module import load
+
+JOB = "benchmark"
+SCRIPT = Path(__file__).parent / "scripts" / "residual.py"
+WARM_UP, ALONE = 4, 3
+PART_S = 120.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """Written from `begin` to `end` of the machine's monotonic clock."""
+
+    begin: float
+    end: float
+    size: int
+
+    @property
+    def mib_per_s(self) -> float:
+        return self.size / (self.end - self.begin) / 2**20
+
+
+@dataclass(frozen=True)
+class Round:
+    """Steps without a write, and then those beside one. `lost`: what the step that is copied and those beside the write took
+    more than as many without; `beside`: of that, without the copied one, in `written` seconds of writing."""
+
+    step_s: float
+    lost_s: float
+    beside_s: float
+    written_s: float
+    part: Part
+    plain_mib_per_s: float
+
+    @property
+    def slow_down(self) -> float:
+        """Of steps, if something were written all the time."""
+        return self.written_s / max(self.written_s - self.beside_s, 1e-9) - 1
+
+
+class Steps:
+    """One trainer, one parameter server that writes into `folder`."""
+
+    def __init__(self, mib: int, optimizer: str, batch: int, folder: Path) -> None:
+        os.environ |= {"RESIDUAL_MIB": str(mib), "RESIDUAL_OPTIMIZER": optimizer}
+        user = load(SCRIPT)
+        spec = JobSpec(job=JOB, script=str(SCRIPT), dataset=user.dataset(), storage=str(folder), lanes=1, device="cpu")
+        self._thread, self._folder = ThreadPoolExecutor(1), folder
+        self._compute = TorchCompute(user, spec, self._thread, shared=True)
+        self._blocks = tuple(block.number for block in self._compute.layout.blocks())
+        self._records = [{"x": row.numpy()} for row in torch.rand(batch, 2048)]
+        self._version = 0
+        context = multiprocessing.get_context("spawn")
+        self._parts, theirs = context.Pipe()
+        self._server = context.Process(target=serve, args=(str(folder), theirs), daemon=True)
+        self._port: StreamPserver
+
+    async def measure(self, rounds: int, quiet: int) -> tuple[list[Round], list[Round], list[Part]]:
+        """Rounds of `quiet` steps and a write, of training and of exchanging only, in turn; parts written with nothing beside."""
+        self._server.start()
+        port, uds = self._parts.recv()
+        member = PserverMember(
+            index=0,
+            url=f"http://127.0.0.1:{port}",
+            incarnation="ps",
+            host=socket.gethostname(),
+            pid=self._server.pid or 0,
+            uds=uds,
+        )
+        async with StreamPserver(member, share=True) as self._port:
+            await self._init()
+            self._recv()  # version 0 is always due
+            for computes in (True, False):
+                for _ in range(WARM_UP):
+                    await self._step(computes)
+            await self._step(False, asks=True)
+            self._recv()  # the first with state: new memory
+            training, exchanging = [], []
+            for _ in range(rounds):
+                training.append(await self._round(True, quiet))
+                exchanging.append(await self._round(False, 2 * quiet))
+            alone = []
+            for _ in range(ALONE):
+                await self._step(False, asks=True)
+                alone.append(self._recv())
+        self._server.kill()
+        self._server.join()
+        self._thread.shutdown()
+        return training, exchanging, alone
+
+    async def _round(self, computes: bool, quiet: int) -> Round:
+        plain = plain_write(self._folder, max(64 << 20, self._compute.layout.segments[0].elements * 4))
+        await self._step(computes)  # the first after something else
+        before = [await self._step(computes) for _ in range(quiet)]
+        usual = statistics.median(end - begin for begin, end in before)
+        copied = await self._step(computes, asks=True)
+        beside = []
+        while not self._parts.poll():
+            beside.append(await self._step(computes))
+        part = self._recv()
+        more = [end - begin - usual for begin, end in beside]
+        return Round(
+            step_s=usual,
+            lost_s=copied[1] - copied[0] - usual + sum(more),
+            beside_s=sum(more),
+            written_s=sum(overlap(step, part) for step in beside),
+            part=part,
+            plain_mib_per_s=plain,
+        )
+
+    def _recv(self) -> Part:
+        assert self._parts.poll(PART_S), f"no part within {PART_S} s"
+        return self._parts.recv()
+
+    async def _init(self) -> None:
+        record = StepRecord(version=0, positions=(LanePosition(lane=0),), lane_zero=self._compute.initial_lane_zero())
+        header = InitHeader(
+            job=JOB, generation=0, mode=Mode.SYNC, lanes=1, layout=self._compute.layout, pserver=0, record=record
+        )
+        await self._port.init(header, self._initial())
+
+    async def _initial(self) -> AsyncIterator[tuple[InitBlock, memoryview]]:
+        for number in self._blocks:
+            yield InitBlock(block=number), self._compute.current(number)
+
+    async def _step(self, computes: bool, *, asks: bool = False) -> tuple[float, float]:
+        """When it began and ended. `asks`: the version it makes becomes a checkpoint."""
+        begin, step, outbox = time.monotonic(), self._version, Outbox()
+        asked = CheckpointAsked(operation="o", attempt=step, generation=1, version=step + 1) if asks else None
+        header = PushHeader(
+            job=JOB,
+            generation=1,
+            mode=Mode.SYNC,
+            trainer="t",
+            step=step,
+            positions=(LanePosition(lane=0, index=step + 1),),
+            lane_zero=self._compute.begin_step().model_copy(update={"asked": asked}),
+        )
+        wanted = PullRequest(job=JOB, generation=1, version=step + 1, blocks=self._blocks, wait_s=30)
+
+        def finished(block: int) -> None:
+            item = PushBlock.model_construct(block=block, lanes=(0, 1), count=len(self._records))
+            outbox.add(item, self._compute.contribution((0, 1), block))
+
+        async with asyncio.TaskGroup() as group, aclosing(outbox.stream()) as blocks:
+            pushing = group.create_task(self._port.push(header, blocks))
+            pulling = group.create_task(self._port.pull(wanted, lambda item: self._compute.staging(item.block)))
+            if computes:
+                self._compute.forget_nodes()
+                await self._compute.gradient((0, 1), 0, step, self._records, finished)
+            else:
+                for block in self._blocks:
+                    finished(block)
+            outbox.close()
+            answer, end = await pushing, await pulling
+        assert answer.applied == len(self._blocks), answer
+        assert end.code == "OK", end
+        self._compute.swap()
+        self._version += 1
+        return begin, time.monotonic()
+
+
+def serve(folder: str, parts: Connection) -> None:
+    telemetry.configure(level="ERROR", json=False)
+    torch.set_num_threads(1)
+    optimizers_without_compiler()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(folder, parts))
+
+
+async def _serve(folder: str, parts: Connection) -> None:
+    pserver = Pserver(JOB, "ps", index=0, allocate=Chunks)
+    pserver.schedule = Schedule(every_steps=None, every_epochs=None, epochs=1 << 30)
+    offload = Background()
+    async with serving(make_app(pserver), "127.0.0.1", 0, f"{folder}/socket") as listening:
+        parts.send((listening.port, listening.uds))
+        while True:
+            await pserver.snapshot_ready.wait()
+            pserver.snapshot_ready.clear()
+            snapshot = pserver.store.take_snapshot() if pserver.store is not None else None
+            if snapshot is None:
+                continue
+            url, begin = f"{folder}/part-{snapshot.version}", time.monotonic()
+            summary = await offload(disk.write_part, url, {}, snapshot)
+            end = time.monotonic()
+            snapshot.release()
+            await offload(Path(url).unlink)
+            parts.send(Part(begin, end, summary.bytes))
+
+
+def overlap(step: tuple[float, float], part: Part) -> float:
+    return max(0.0, min(step[1], part.end) - max(step[0], part.begin))
+
+
+def plain_write(folder: Path, size: int) -> float:
+    """MiB/s of a write and fsync of `size` bytes."""
+    content = memoryview(bytearray(os.urandom(1 << 20)) * 8)
+    begin = time.perf_counter()
+    with (folder / "plain").open("wb", buffering=0) as file:
+        for first in range(0, size, len(content)):
+            file.write(content[: min(len(content), size - first)])
+        os.fsync(file.fileno())
+    seconds = time.perf_counter() - begin
+    (folder / "plain").unlink()
+    return size / seconds / 2**20

@@ -1,0 +1,274 @@
+"""Dense parameters: push the gradient, step the optimizer, pull the parameters. All rows in one run, rounds interleaved.
+
+    python -m benchmarks.dense [--mib 1,16,64] [--rounds 15] [--optimizers SGD,Adam] [--rows floor,plain,...] [--calls 2000] [--peers FOLDER]
+                               [--markdown | --json]
+
+Times vary with the machine; the ratios within one run are what counts. `net` is what /proc/net/dev saw on the loopback
+device per round (bytes received, so 64 MiB there and back show as 134 MB); a UNIX socket shows none. `CPU ms` of a round are
+those of each process, ours and the rivals' servers first.
+
+A second table tells of our rows how late the event loops were (99th percentile and worst, ours being woken every 2 ms; up to 1 ms
+is the loop's own clock), and how much memory a pserver took above its start, against the bound in the design. With --calls, a
+third one tells how long almost empty calls take. --peers: Ray and MXNet, from virtual environments in that folder (see
+benchmarks/peers).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from benchmarks import peers
+from benchmarks.ours import Ours
+from benchmarks.probe import p99_and_max
+from benchmarks.rivals import Floor, Gloo, Rpc
+
+TITLES = {
+    "floor": "floor: raw duplex sockets, threads, TCP",
+    "plain": "ours, plain requests, TCP",
+    "tcp": "ours, stream, TCP",
+    "unix": "ours, stream, UNIX socket",
+    "shm": "ours, stream, shared memory",
+    "tcp-bf16": "ours, stream, TCP, bfloat16 both ways",
+    "unix-bf16": "ours, stream, UNIX socket, bfloat16 both ways",
+    "rpc-tcp": "torch RPC, TCP",
+    "rpc": "torch RPC, default",
+    "tcp2": "ours, stream, TCP, 2 trainers",
+    "unix2": "ours, stream, UNIX socket, 2 trainers",
+    "unix2x2": "ours, stream, UNIX socket, 2 trainers, 2 pservers",
+    "shm2": "ours, stream, shared memory, 2 trainers",
+    "shm2x2": "ours, stream, shared memory, 2 trainers, 2 pservers",
+    "gloo": "gloo all-reduce + local step, 2 ranks",
+    "ray": "Ray, an actor",
+    "mxnet": "MXNet, dist_sync (ps-lite)",
+}
+BASES: tuple[str, ...] = ("floor", "rpc-tcp", "rpc", "gloo", "tcp")
+WARM_UP = 3
+
+
+class Contender(Protocol):
+    """Anything that can be asked to do rounds; `round` gives seconds, `cpu` those of each of its processes so
+    far, `check` whether the numbers came out right."""
+
+    def setup(self, mib: int, optimizer: str) -> None: ...
+    def round(self) -> float: ...
+    def cpu(self) -> list[float]: ...
+    def check(self) -> bool: ...
+    def close(self) -> None: ...
+
+
+@dataclass
+class Row:
+    row: str
+    mib: int
+    optimizer: str
+    median_ms: float
+    lowest_ms: float
+    quartiles_ms: tuple[float, float]
+    net_mb: float
+    cpu_ms: list[float]
+    right: bool
+    ratios: dict[str, float]
+    inside: Inside | None = None
+
+
+@dataclass
+class Inside:
+    """Of our own rows: (99th percentile, worst) delay of the event loops, memory of a pserver."""
+
+    pserver_lag_ms: tuple[float, float]
+    trainer_lag_ms: tuple[float, float]
+    pserver_mib: float
+    bound_mib: float
+
+
+@dataclass
+class Calls:
+    row: str
+    p50_us: float
+    p99_us: float
+    worst_us: float
+
+
+def makers(directory: str, block_kib: int) -> dict[str, Callable[[], Contender]]:
+    return {
+        "floor": Floor,
+        "plain": lambda: Ours("plain", 1, "", block_kib),
+        "tcp": lambda: Ours("tcp", 1, "", block_kib),
+        "unix": lambda: Ours("unix", 1, f"{directory}/one.sock", block_kib),
+        "shm": lambda: Ours("shm", 1, f"{directory}/three.sock", block_kib),
+        "tcp-bf16": lambda: Ours("tcp", 1, "", block_kib, "bfloat16"),
+        "unix-bf16": lambda: Ours("unix", 1, f"{directory}/narrow.sock", block_kib, "bfloat16"),
+        "rpc-tcp": lambda: Rpc(tcp_only=True),
+        "rpc": lambda: Rpc(tcp_only=False),
+        "tcp2": lambda: Ours("tcp", 2, "", block_kib),
+        "unix2": lambda: Ours("unix", 2, f"{directory}/two.sock", block_kib),
+        "unix2x2": lambda: Ours("unix", 2, f"{directory}/each.sock", block_kib, pservers=2),
+        "shm2": lambda: Ours("shm", 2, f"{directory}/four.sock", block_kib),
+        "shm2x2": lambda: Ours("shm", 2, f"{directory}/six.sock", block_kib, pservers=2),
+        "gloo": Gloo,
+    }
+
+
+def peers_in(folder: Path) -> dict[str, Callable[[], Contender]]:
+    """Those that can be started there; says on stderr what is missing."""
+    found: dict[str, Callable[[], Contender]] = {}
+    for name in peers.NAMES:
+        python = peers.python_of(folder, name)
+        if python is None:
+            print(f"{name} cannot be imported in {folder / name}; how to install it: {peers.__file__}", file=sys.stderr)
+        else:
+            found[name] = partial(peers.Peer, name, python)
+    return found
+
+
+def loopback_bytes() -> int:
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == "lo":
+            return int(numbers.split()[0])
+    return 0
+
+
+def measure(contenders: dict[str, Contender], mib: int, optimizer: str, rounds: int) -> list[Row]:
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    moved: dict[str, list[int]] = {name: [] for name in contenders}
+    spent: dict[str, list[list[float]]] = {name: [] for name in contenders}
+    for contender in contenders.values():
+        contender.setup(mib, optimizer)
+    for number in range(WARM_UP + rounds):
+        for name, contender in contenders.items():
+            before, cpu = loopback_bytes(), contender.cpu()
+            took = contender.round()
+            if number >= WARM_UP:
+                spent[name].append([after - earlier for after, earlier in zip(contender.cpu(), cpu, strict=True)])
+                times[name].append(took)
+                moved[name].append(loopback_bytes() - before)
+    medians = {name: statistics.median(values) * 1e3 for name, values in times.items()}
+    rows = []
+    for name, contender in contenders.items():
+        low, _, high = statistics.quantiles([value * 1e3 for value in times[name]], n=4)
+        ratios = {
+            other: medians[name] / medians[other]
+            for other in ("floor", "rpc-tcp", "rpc", "gloo", "tcp")
+            if other in medians
+        }
+        net = statistics.median(moved[name]) / 1e6
+        cpu_ms = [statistics.median(each) * 1e3 for each in zip(*spent[name], strict=True)]
+        best, right, inside = min(times[name]) * 1e3, contender.check(), inside_of(contender)
+        rows.append(Row(name, mib, optimizer, medians[name], best, (low, high), net, cpu_ms, right, ratios, inside))
+    return rows
+
+
+def inside_of(contender: Contender) -> Inside | None:
+    if not isinstance(contender, Ours):
+        return None
+    pserver, trainer = (tuple(1e3 * lag for lag in p99_and_max(lags)) for lags in contender.lags())
+    return Inside(pserver, trainer, contender.memory() / (1 << 20), contender.bound / (1 << 20))
+
+
+def calls_of(contenders: dict[str, Contender], count: int) -> list[Calls]:
+    found = []
+    for name, contender in contenders.items():
+        if isinstance(contender, Ours):
+            took = [1e6 * each for each in contender.calls(count)]
+            found.append(Calls(name, statistics.median(took), *p99_and_max(took)))
+    return found
+
+
+HEAD = (
+    "| what | MiB | optimizer | median ms | quartiles | best | CPU ms | net MB | x floor | x RPC TCP | x RPC | x gloo | right |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def table(rows: list[Row]) -> str:
+    lines = []
+    for row in rows:
+        ratios = " | ".join(
+            f"{row.ratios[k]:.2f}" if k in row.ratios else "" for k in ("floor", "rpc-tcp", "rpc", "gloo")
+        )
+        low, high = row.quartiles_ms
+        lines.append(
+            f"| {TITLES[row.row]} | {row.mib} | {row.optimizer} | {row.median_ms:.1f} | {low:.1f}-{high:.1f} | "
+            f"{row.lowest_ms:.1f} | {' + '.join(f'{ms:.0f}' for ms in row.cpu_ms)} | {row.net_mb:.0f} | {ratios} | {'yes' if row.right else 'NO'} |"
+        )
+    return "\n".join(lines)
+
+
+INSIDE_HEAD = (
+    "\n| what | MiB | optimizer | pserver's loop late, p99-worst ms | trainers' loops late | pserver MiB | bound |\n"
+    "|---|---|---|---|---|---|---|"
+)
+CALLS_HEAD = "\n| an almost empty call | p50 us | p99 us | worst us |\n|---|---|---|---|"
+
+
+def inside_table(rows: list[Row]) -> str:
+    return "\n".join(
+        f"| {TITLES[row.row]} | {row.mib} | {row.optimizer} | {of.pserver_lag_ms[0]:.1f}-{of.pserver_lag_ms[1]:.1f} | "
+        f"{of.trainer_lag_ms[0]:.1f}-{of.trainer_lag_ms[1]:.1f} | {of.pserver_mib:.0f} | {of.bound_mib:.0f} |"
+        for row in rows
+        if (of := row.inside) is not None
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", default="1,16,64")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--optimizers", default="SGD,Adam")
+    parser.add_argument("--rows", default=",".join(TITLES))
+    parser.add_argument("--calls", type=int, default=0, help="how many almost empty calls to time, one after the other")
+    parser.add_argument(
+        "--peers", type=Path, metavar="FOLDER", help="of virtual environments with ray and mxnet in them"
+    )
+    parser.add_argument("--block-kib", type=int, default=1024)
+    parser.add_argument("--markdown", action="store_true", help="the default")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    rows: list[Row] = []
+    calls: list[Calls] = []
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        contenders: dict[str, Contender] = {}
+        known = makers(directory, given.block_kib) | (peers_in(given.peers) if given.peers else {})
+        for name, make in known.items():
+            if name in given.rows.split(","):
+                contenders[name] = make()
+                stack.callback(contenders[name].close)
+        for optimizer in given.optimizers.split(","):
+            for mib in map(int, given.mib.split(",")):
+                found = measure(contenders, mib, optimizer, given.rounds)
+                if not given.json:
+                    print(table(found) if rows else f"{HEAD}\n{table(found)}", flush=True)
+                rows += found
+        if given.calls:
+            calls = calls_of(contenders, given.calls)
+    if not given.json and any(row.inside for row in rows):
+        print(f"{INSIDE_HEAD}\n{inside_table(rows)}")
+    if not given.json and calls:
+        lines = [f"| {TITLES[c.row]} | {c.p50_us:.0f} | {c.p99_us:.0f} | {c.worst_us:.0f} |" for c in calls]
+        print("\n".join([CALLS_HEAD, *lines]))
+    if given.json:
+        machine = {"cpus": os.cpu_count(), "machine": platform.platform(), "python": platform.python_version()}
+        print(
+            json.dumps(
+                {"machine": machine, "rows": [asdict(row) for row in rows], "calls": [asdict(call) for call in calls]},
+                indent=1,
+            )
+        )
+    return 0 if all(row.right for row in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,61 @@
+"""What a process says of itself while it is measured: how late its event loop is, and how much memory it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import statistics
+import time
+from pathlib import Path
+
+PERIOD_S = 0.002
+MIB = 1 << 20
+
+
+class LagProbe:
+    """`run` as a task: sleeps and notes by how much it was woken too late. uvloop counts milliseconds: up to one is its own."""
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[float, float, float]] = []
+
+    async def run(self) -> None:
+        while True:
+            start = time.monotonic()
+            await asyncio.sleep(PERIOD_S)
+            end = time.monotonic()
+            self._noted.append((start, end, max(0.0, end - start - PERIOD_S)))
+
+    def take(self, windows: list[tuple[float, float]]) -> list[float]:
+        """Seconds, of those noted within `windows` (first, last: of time.monotonic, which all processes share); all are
+        forgotten."""
+        noted, self._noted = self._noted, []
+        return [lag for start, end, lag in noted if any(first <= start and end <= last for first, last in windows)]
+
+
+def p99_and_max(values: list[float]) -> tuple[float, float]:
+    """Zeros for none."""
+    if len(values) < 2:
+        return (max(values, default=0.0),) * 2
+    return statistics.quantiles(values, n=100, method="inclusive")[98], max(values)
+
+
+class Memory:
+    """Resident bytes of this process above what it has now, at the highest."""
+
+    def __init__(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)  # what was freed before must not be used again unseen
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # the highest is counted anew
+        self._before = _status("VmRSS")
+
+    def peak(self) -> int:
+        return _status("VmHWM") - self._before
+
+
+def _status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) << 10
+    return 0

@@ -1,0 +1,57 @@
+"""Whose death a process shares, and whose children it takes in (Linux; elsewhere nothing of this happens).
+
+parent dies, even by SIGKILL ─► its children are killed           die_with_parent, die_with
+a child's child loses its parent ─► it becomes a child of ours    adopting
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+_adopters = 0
+
+
+def die_with_parent() -> Callable[[], None] | None:
+    """A `preexec_fn` after which the kernel kills the child when its parent dies, even by SIGKILL; None where it cannot.
+
+    Linux sends it when the *thread* that started the child ends: start children from the main thread.
+    """
+    if sys.platform != "linux":
+        return None
+    _libc()  # not between fork and exec
+    return partial(die_with, os.getpid())
+
+
+def die_with(parent: int) -> None:
+    """From now on this process is killed when its parent dies; if `parent` is not its parent (any more), at once."""
+    _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+@contextmanager
+def adopting() -> Iterator[None]:
+    """Descendants that lose their parent meanwhile become children of this process instead of init's."""
+    global _adopters  # noqa: PLW0603  a property of the process
+    _adopters += 1
+    _libc().prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        _adopters -= 1
+        if not _adopters:
+            _libc().prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)

@@ -1,0 +1,46 @@
+"""What every member takes from the environment: its job, its etcd, where it listens."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from shared.etcd import Etcd, connect
+
+
+class MemberSettings(BaseSettings):
+    """TRIREME_JOB, TRIREME_ETCD (urls with commas between), ... `advertise`: the host that peers use."""
+
+    model_config = SettingsConfigDict(env_prefix="TRIREME_", frozen=True)
+
+    job: str
+    root: str = "trireme"
+    etcd: Annotated[tuple[str, ...], NoDecode] = ("http://127.0.0.1:2379",)
+    etcd_user: str = ""
+    etcd_password: str = ""
+    etcd_ca: str = ""
+    etcd_cert: str = ""
+    etcd_key: str = ""
+    token: str = ""
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535)
+    advertise: str = ""
+    log_level: str = "INFO"
+
+    @field_validator("etcd", mode="before")
+    @classmethod
+    def _urls(cls, value: object) -> object:
+        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+    def connect(self) -> Etcd:
+        """A client of the job's etcd; close it at the end."""
+        return connect(
+            self.etcd,
+            user=self.etcd_user,
+            password=self.etcd_password,
+            ca=self.etcd_ca,
+            cert=self.etcd_cert,
+            key=self.etcd_key,
+        )

@@ -1,0 +1,306 @@
+"""Checkpoints of asynchronous jobs at the parameter servers: copied in a pause or alone, with the ledger, and the way back."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+from pserver_service.core.blocks import Verdict
+from pserver_service.core.ledger import Ledger
+from shared import checkpoints, saved_ledger
+from shared.etcd import Delete, Put
+from shared.manifest import CheckpointCut, OwnCheckpoints
+from shared.messages import InitBlock, LaneZero, PushBlock, PushHeader
+from shared.records import JobState, Mode, Phase, TaskMeta
+from shared.saving import Saving
+from tests.checkpoints import parts
+from tests.checkpoints.cluster import KEYS, Cluster, Node, play, stream, until
+
+META = TaskMeta(epoch=0, digest="d", seed=0, tasks=9).to_bytes()
+
+
+def push_of(task, start, end, minibatches=4, **fields):
+    return PushHeader(
+        **{
+            "job": parts.JOB,
+            "generation": 1,
+            "mode": Mode.ASYNC,
+            "trainer": "t",
+            "task_id": str(task),
+            "attempt": 1,
+            "start": start,
+            "end": end,
+            "minibatches": minibatches,
+            "lane_zero": LaneZero(options=({"lr": 0.1},)),
+            **fields,
+        }
+    )
+
+
+def judged(ledger, task, start, end, block):
+    header = push_of(task, start, end)
+    verdict = ledger.judge(header, task, block)
+    if verdict is Verdict.APPLIED:
+        ledger.enter(header, task, block)
+    return verdict
+
+
+def filled(blocks, **tasks):
+    """Task names `t5` -> how many minibatches of 4 each block has."""
+    ledger = Ledger(blocks)
+    for name, counts in tasks.items():
+        for block, count in enumerate(counts):
+            for start in range(count):
+                assert judged(ledger, int(name[1:]), start, start + 1, block) is Verdict.APPLIED
+    return ledger
+
+
+def test_a_ledger_survives_its_text():
+    ledger = filled(3, t5=(4, 4, 4), t2000=(1, 1, 1), t7=(2, 0, 1))
+    found, blocks = saved_ledger.from_text(saved_ledger.to_text(ledger.saved(), (10, 12, 14)))
+    assert (found, blocks) == (ledger.saved(), (10, 12, 14))
+    again = Ledger.loaded([(found, position) for position in range(3)])
+    assert again.books() == ledger.books()
+    assert [again.next_of(0, task) for task in (5, 7, 2000)] == [ledger.next_of(0, task) for task in (5, 7, 2000)]
+
+
+def test_blocks_from_several_parts_bring_their_own_books():
+    one, other = filled(2, t5=(4, 4), t6=(4, 4), t7=(1, 1)).saved(), filled(1, t5=(4,), t7=(3,)).saved()
+    ledger = Ledger.loaded([(one, 1), (other, 0)])
+    assert ledger.next_of(0, 5).closed, "closed at all of them"
+    assert (ledger.next_of(0, 6).closed, ledger.next_of(0, 6).next) == (False, 0), "closed at one, unknown at the other"
+    assert judged(ledger, 6, 0, 1, 0) is Verdict.DUPLICATE
+    assert [judged(ledger, 6, start, start + 1, 1) for start in range(4)] == [Verdict.APPLIED] * 4
+    assert ledger.next_of(0, 6).closed
+    assert judged(ledger, 7, 1, 2, 0) is Verdict.APPLIED
+    assert judged(ledger, 7, 1, 2, 1) is Verdict.DUPLICATE
+    assert judged(ledger, 7, 4, 5, 1) is Verdict.TOO_EARLY
+    assert ledger.positions({5: 0, 7: 0, 8: 0}) == {5: -1, 7: 2, 8: 0}
+
+
+async def opened(storage, **spec):
+    """Two parameter servers of a running asynchronous job, one minibatch trained."""
+    cluster = Cluster(str(storage), mode="async", **spec)
+    await cluster.client.put(KEYS.spec, cluster.spec.to_bytes())
+    await cluster.client.put(KEYS.pservers_desired, b"2")
+    await cluster.client.put(KEYS.task_meta, META)
+    await cluster.write_state(cluster.state)
+    for number in range(2):
+        await cluster.start(f"ps-{number}")
+    values = parts.initial(cluster.layout)
+    for index, node in cluster.nodes.items():
+        numbers = parts.blocks_of(cluster.layout, index, cluster.slots)
+        items = [(InitBlock(block=n), parts.bytes_view(values[n])) for n in numbers]
+        header = parts.header_of(cluster.layout, index).model_copy(update={"mode": Mode.ASYNC, "lanes": 1})
+        await node.pserver.init(header, stream(items))
+    await cluster.client.txn([], [Put(KEYS.layout, cluster.layout.to_bytes()), Put(KEYS.init_done, b"t")])
+    await push(cluster, 3, 0)
+    return cluster
+
+
+async def push(cluster, task, start):
+    answers = []
+    for node in cluster.nodes.values():
+        if node.process.dead or node.pserver.store is None:
+            continue
+        gradients = parts.gradient(cluster.layout, start, task)
+        items = [(PushBlock(block=n, count=1), parts.bytes_view(gradients[n])) for n in node.pserver.store.blocks]
+        header = push_of(task, start, start + 1, generation=cluster.state.generation)
+        answers.append(await node.pserver.push(header, stream(items)))
+    return answers
+
+
+async def paused_checkpoint(cluster, step, *, confirmed=True, operation=""):
+    """What the master does once all trainers have paused. Whether it was taken: a death before all have copied ends it."""
+    state = cluster.state
+    uuid = checkpoints.checkpoint_uuid(parts.JOB, state.timeline, cluster.slots.version, step)
+    saving = state.model_copy(
+        update={
+            "phase": Phase.CHECKPOINTING,
+            "generation": state.generation + 1,
+            "saving": Saving(uuid=uuid, step=step, cut=True),
+        }
+    )
+    cut = CheckpointCut(step=step, timeline=state.timeline, operation=operation)
+    await cluster.client.txn([], [Put(KEYS.state, saving.to_bytes()), Put(KEYS.checkpoint_cut(uuid), cut.to_bytes())])
+    cluster.state = state.model_copy(update={"generation": state.generation + 1, "saved": step})
+    writes = [Put(KEYS.state, cluster.state.to_bytes())]
+    while any(member.copied != uuid for member in (await cluster.members()).values()):
+        if any(node.process.dead for node in cluster.nodes.values()):
+            await cluster.client.txn([], [*writes, Delete(KEYS.checkpoint_cut(uuid))])
+            return False
+        await asyncio.sleep(0.01)
+    if confirmed:
+        copied = cut.model_copy(update={"copied": True})
+        writes.append(Put(KEYS.checkpoint_cut(uuid), copied.to_bytes()))
+    await cluster.client.txn([], writes)
+    return True
+
+
+def test_a_paused_checkpoint_is_of_one_instant_while_training_goes_on(tmp_path):
+    async def scenario():
+        cluster = await opened(tmp_path)
+        before = parts.state_of(cluster.stores)
+        await cluster.client.put(KEYS.cursor("0"), b"4")
+        await paused_checkpoint(cluster, 1)
+        await push(cluster, 3, 1)
+        await cluster.client.put(KEYS.cursor("0"), b"5")
+        latest = await cluster.committed(1)
+        manifest = checkpoints.read_manifest(str(tmp_path), parts.JOB, latest.kept[0])
+        assert (manifest.queue["cursor/0"], manifest.mode) == ("4", Mode.ASYNC)
+        for pservers in (1, 3):
+            stores = parts.load(str(tmp_path), latest.kept[0], pservers)
+            loaded = parts.state_of(stores)
+            values = {name: value for name, value in before.items() if not name.endswith("version")}
+            assert {name: loaded[name] for name in values} == values
+            assert [store.ledger.next_of(0, 3).next for store in stores] == [1] * pservers
+
+    play(scenario)
+
+
+def test_a_pause_that_was_not_confirmed_is_never_committed(tmp_path):
+    async def scenario():
+        cluster = await opened(tmp_path)
+        await paused_checkpoint(cluster, 1, confirmed=False)
+        await asyncio.sleep(20.0)
+        assert await cluster.latest() is None
+        await paused_checkpoint(cluster, 2)
+        assert [ref.step for ref in (await cluster.committed(2)).kept] == [2]
+
+    play(scenario)
+
+
+def test_a_paused_checkpoint_that_somebody_asked_for_is_not_pushed_out_by_the_schedule(tmp_path):
+    async def scenario():
+        cluster = await opened(tmp_path, keep_checkpoints=1)
+        await paused_checkpoint(cluster, 1, operation="op-7")
+        assert (await cluster.committed(1)).operation == "op-7"
+        for step in (2, 3):
+            await paused_checkpoint(cluster, step)
+            latest = await cluster.committed(step)
+        assert latest.operation == ""
+        assert [(ref.step, ref.asked) for ref in latest.kept] == [(3, False), (1, True)]
+        assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {ref.uuid for ref in latest.kept}
+
+    play(scenario)
+
+
+def test_a_push_of_before_the_cut_is_stale_at_who_has_copied(tmp_path):
+    async def scenario():
+        cluster = await opened(tmp_path)
+        old = cluster.state
+        await paused_checkpoint(cluster, 1)
+        cluster.state = old
+        answers = await asyncio.gather(push(cluster, 3, 1), return_exceptions=True)
+        assert "stale" in str(answers[0])
+
+    play(scenario)
+
+
+async def replaced(cluster, index):
+    cluster.nodes[index].process.kill()
+    cluster.etcd.forget(cluster.nodes[index].process.name)
+    node = await cluster.start(f"ps-{index}-again")
+    await until(lambda: node.registration.member.restored is not None, "it says what it has", 60.0)
+    return node, node.registration.member.restored
+
+
+def test_a_replaced_pserver_takes_its_blocks_from_the_checkpoint_and_the_others_keep_theirs(tmp_path):
+    async def scenario():
+        cluster = await opened(tmp_path)
+        await cluster.client.put(KEYS.pending("3"), b"{}")
+        await paused_checkpoint(cluster, 1)
+        latest = await cluster.committed(1)
+        await push(cluster, 3, 1)
+        other = parts.state_of([cluster.nodes[0].pserver.store])
+        node, said = await replaced(cluster, 1)
+        assert (said.rejoined, said.checkpoint, said.error, said.positions) == (True, latest.uuid, "", {"3": 1})
+        assert parts.state_of([cluster.nodes[0].pserver.store]) == other
+        answers = await push(cluster, 3, 2)
+        assert [(answer.applied > 0, bool(answer.refused)) for answer in answers] == [(True, False), (False, True)]
+        assert {refusal.code for refusal in answers[1].refused} == {"TOO_EARLY"}
+        assert [answer.applied > 0 for answer in await push(cluster, 3, 1)] == [False, True]
+        assert node.pserver.timeline == 0
+
+    play(scenario)
+
+
+def test_a_replaced_pserver_waits_for_a_storage_that_is_not_reached_and_says_so(tmp_path):
+    async def scenario():
+        cluster = await opened(tmp_path)
+        await paused_checkpoint(cluster, 1)
+        latest = await cluster.committed(1)
+        cluster.nodes[1].process.kill()
+        cluster.etcd.forget(cluster.nodes[1].process.name)
+        node = Node(cluster, "ps-1-again")
+        refused = 0
+
+        async def away(work, *arguments):
+            nonlocal refused
+            if refused < 50:
+                refused += 1
+                raise ConnectionError("no answer from http://s3")
+            return await node.doom.offload(work, *arguments)
+
+        cluster.every.append(node)
+        node.member.rejoin._around = dataclasses.replace(node.member.rejoin._around, offload=away)
+        await until(lambda: node.registration.member.waits, "it says what it waits for", 60.0)
+        assert (await cluster.members())[1].waits == (
+            f"pserver 1 waits to load checkpoint {latest.uuid} (step 1): the storage is not reached: no answer from http://s3"
+        )
+        await until(lambda: node.registration.member.restored is not None, "it comes back", 60.0)
+        assert (node.registration.member.restored.error, node.registration.member.waits, refused) == ("", "", 50)
+
+    play(scenario)
+
+
+async def own(cluster, index):
+    found = await cluster.client.get(KEYS.own_checkpoints(index))
+    return OwnCheckpoints.model_validate_json(found.value) if found else None
+
+
+async def saved_alone(cluster, index, number):
+    async def newest():
+        saved = await own(cluster, index)
+        return saved.kept[0].step if saved else 0
+
+    while await newest() < number:
+        await asyncio.sleep(0.1)
+    return await own(cluster, index)
+
+
+def damage(storage, ref):
+    [part] = (storage / "checkpoints" / ref.uuid).glob("pserver-*")
+    part.write_bytes(part.read_bytes()[:-1])
+
+
+def test_independent_checkpoints_keep_two_and_fall_back_from_damage(tmp_path):
+    async def scenario():
+        cluster = await opened(tmp_path, checkpoint_kind="independent", checkpoint_every_seconds=10.0)
+        await saved_alone(cluster, 1, 2)
+        await push(cluster, 3, 1)
+        saved = await saved_alone(cluster, 1, 3)
+        assert [ref.step for ref in saved.kept] == [3, 2]
+        folders = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+        assert folders == {ref.uuid for index in (0, 1) for ref in (await own(cluster, index)).kept}
+        damage(tmp_path, saved.kept[0])
+        node, said = await replaced(cluster, 1)
+        assert (said.checkpoint, said.error) == (saved.kept[1].uuid, "")
+        assert saved.kept[0].uuid in said.damaged
+        await asyncio.sleep(30.0)
+        assert await own(cluster, 1) == saved, "what it came back from stays until the master has counted the loss"
+        noted = cluster.state.model_copy(update={"mends": {"1": node.pserver.incarnation}})
+        await cluster.write_state(noted)
+        newest = await saved_alone(cluster, 1, 4)
+        assert [ref.step for ref in newest.kept] == [4, 2], "the damaged one counts no more"
+        for ref in newest.kept:
+            damage(tmp_path, ref)
+        _, said = await replaced(cluster, 1)
+        assert said.error.startswith("no checkpoint of pserver 1 is left: 2 cannot be used: ")
+
+    play(scenario)
+
+
+def test_the_states_of_saving_are_read_back():
+    state = JobState(phase=Phase.CHECKPOINTING, saving=Saving(uuid="u", step=3), saved=3, absent=(1,), mends={"1": "x"})
+    assert JobState.model_validate_json(state.to_bytes()) == state

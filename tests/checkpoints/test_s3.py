@@ -1,0 +1,160 @@
+"""A job whose storage is S3, by real HTTP: the same protocol as on a disk, nothing half there, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from master_service.manifests import StoredManifests
+from pserver_service.core.snapshot import Schedule
+from shared import checkpoints, object_store, storage
+from shared.errors import CheckpointUnusable
+from tests.checkpoints import parts
+from tests.checkpoints.cluster import Cluster, expected, play, until
+from tests.fixtures_s3 import BUCKET, S3Server, refusal, s3
+
+__all__ = ["s3"]
+
+
+def place(s3: S3Server) -> str:
+    return storage.join(s3.url, "runs", "job")
+
+
+def folders(s3: S3Server) -> set[str]:
+    return {key.split("/")[3] for key in s3.objects()}
+
+
+def test_a_job_checkpoints_keeps_two_and_rolls_back(s3):
+    async def scenario():
+        cluster = Cluster(place(s3))
+        await cluster.open()
+        for step in (0, 2, 4, 6):
+            if step:
+                await cluster.train(step - 2, step)
+            latest = await cluster.committed(step)
+        assert [ref.step for ref in latest.kept] == [6, 4]
+        assert folders(s3) == {ref.uuid for ref in latest.kept}
+        assert s3.uploads() == []
+        await cluster.train(6, 7)
+        members = await cluster.roll_back(pservers=None)
+        assert [member.restored.error for member in members] == ["", ""]
+        assert parts.state_of(cluster.stores) == expected(cluster.layout, 6)
+        return latest
+
+    latest = play(scenario, offline=False)
+    manifest = asyncio.run(StoredManifests(place(s3), parts.JOB).read(latest.kept[0]))
+    assert manifest.record.positions == parts.positions(6)
+    refs, unreadable = checkpoints.found(place(s3))
+    assert (refs, unreadable) == (list(latest.kept), [])
+
+
+def test_a_damaged_object_is_noticed_and_the_checkpoint_before_it_is_taken(s3):
+    async def scenario():
+        cluster = Cluster(place(s3))
+        await cluster.open()
+        await cluster.committed(0)
+        await cluster.train(0, 2)
+        latest = await cluster.committed(2)
+        [key] = [key for key in s3.objects() if latest.uuid in key and "pserver-1" in key]
+        url = f"s3://{BUCKET}/{key}"
+        content = bytearray(storage.read_bytes(url))
+        content[-3] ^= 1
+        storage.write_bytes(url, content)
+        errors = [member.restored.error for member in await cluster.roll_back()]
+        assert errors[0] == ""
+        assert url in errors[1]
+        assert "has checksum" in errors[1]
+        answers = await cluster.roll_back(checkpoint=latest.kept[1].uuid)
+        assert [member.restored.error for member in answers] == ["", ""]
+        assert parts.state_of(cluster.stores) == expected(cluster.layout, 0)
+
+    play(scenario, offline=False)
+
+
+def test_a_missing_object_is_noticed(s3):
+    layout = parts.layout_of()
+    stores = parts.fresh(layout, 1, Schedule(every_steps=2, every_epochs=None, epochs=9))
+    parts.train(layout, stores, 0, 2)
+    ref = parts.save(place(s3), layout, parts.snapshots(stores), parts.slot_map(1))
+    storage.remove_tree(checkpoints.folder(place(s3), ref.uuid))
+    with pytest.raises(CheckpointUnusable, match="cannot be read"):
+        parts.load(place(s3), ref, 1)
+
+
+def test_a_store_that_refuses_is_told_once_and_used_again_when_it_takes_files(s3):
+    """Also what it refused leaves nothing: no object, no upload, once a newer checkpoint is committed."""
+
+    async def scenario():
+        cluster = Cluster(place(s3))
+        await cluster.open()
+        before = await cluster.committed(0)
+        s3.before = lambda environ: (
+            ("403 Forbidden", refusal("AccessDenied"))
+            if environ["REQUEST_METHOD"] == "PUT" and "pserver-1" in environ["PATH_INFO"]
+            else None
+        )
+        await cluster.train(0, 2)
+        node = cluster.nodes[1]
+        await until(lambda: bool(node.pserver.checkpoint_error), "the error is told")
+        error = (await node.pserver.info()).checkpoint_error
+        assert "cannot write its part of the checkpoint of step 2" in error
+        assert "refuses access to tester (AccessDenied" in error
+        assert await cluster.latest() == before
+        s3.before = lambda _: None
+        await cluster.train(2, 4)
+        latest = await cluster.committed(4)
+        cluster.check_latest(latest)
+        assert (await node.pserver.info()).checkpoint_error == ""
+        assert folders(s3) == {ref.uuid for ref in latest.kept}
+        assert s3.uploads() == []
+
+    play(scenario, offline=False)
+
+
+def test_the_upload_of_a_pserver_that_was_killed_goes_with_the_next_checkpoint(s3):
+    async def scenario():
+        cluster = Cluster(place(s3))
+        await cluster.open()
+        await cluster.committed(0)
+        node = cluster.nodes[1]
+
+        async def die_half_way(work, *arguments):
+            if work.__name__ == "write_part":
+                key = arguments[0].removeprefix(f"s3://{BUCKET}/")
+                object_store.filesystem().call_s3("create_multipart_upload", Bucket=BUCKET, Key=key)
+                node.process.kill()
+                await asyncio.sleep(3600.0)
+            return work(*arguments)
+
+        node.member.checkpointer._offload = die_half_way
+        await cluster.train(0, 2)
+        await until(lambda: node.process.dead, "it dies while it writes")
+        assert len(s3.uploads()) == 1
+        cluster.etcd.forget(node.process.name)
+        await cluster.start("ps-1-new")
+        await cluster.roll_back()
+        await cluster.train(0, 2)
+        cluster.check_latest(await cluster.committed(2))
+        assert s3.uploads() == []
+
+    play(scenario, offline=False)
+
+
+def test_memory_and_file_urls_hold_checkpoints_as_well(tmp_path):
+    async def scenario(url):
+        cluster = Cluster(url)
+        await cluster.open()
+        await cluster.committed(0)
+        await cluster.train(0, 4)
+        latest = await cluster.committed(4)
+        await cluster.roll_back()
+        assert parts.state_of(cluster.stores) == expected(cluster.layout, 4)
+        assert {name.split("-")[0] for name in storage.names(checkpoints.folder(url, latest.uuid))} == {
+            "pserver",
+            "manifest",
+        }
+
+    for url in ("memory://checkpoints-of-a-test/job", (tmp_path / "with space").as_uri()):
+        play(scenario, url)
+    storage.remove_tree("memory://checkpoints-of-a-test")

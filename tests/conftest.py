@@ -1,0 +1,14 @@
+"""The longest tests begin first, so that no process of `pytest -n` is left with one at the end."""
+
+from __future__ import annotations
+
+import pytest
+
+FIRST = ("tests/soak/", "tests/end_to_end/", "tests/simulation/", "tests/checkpoints/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def rank(item: pytest.Item) -> int:
+        return next((number for number, folder in enumerate(FIRST) if item.nodeid.startswith(folder)), len(FIRST))
+
+    items.sort(key=rank)

@@ -1,0 +1,78 @@
+"""Real processes of an asynchronous job are killed: what was trained stays trained once, or its loss is on record."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from shared.manifest import CheckpointLatest
+from shared.records import Mode, Phase
+from tests.end_to_end.scripts import RECORDS
+from tests.end_to_end.test_faults import END_S, EPOCHS, cluster_of, reach_step, spec_of
+from trainer_agent.pservers import HttpPserver
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+
+MINIBATCHES = EPOCHS * RECORDS // 8
+
+
+def async_spec(folder, **changes):
+    return spec_of(
+        folder, mode=Mode.ASYNC, global_batch_size=8, lanes=1, **{"checkpoint_every_seconds": 1.0, **changes}
+    )
+
+
+async def reach_checkpoint(cluster, step):
+    """Wait until that checkpoint, or a later one, is the latest."""
+    async with asyncio.timeout(END_S):
+        while True:
+            found = await cluster.etcd.get(cluster.directory.keys.latest)
+            if found is not None and CheckpointLatest.model_validate_json(found.value).step >= step:
+                return
+            await asyncio.sleep(0.05)
+
+
+async def applied(cluster):
+    """Pserver -> (lowest, highest) minibatches of the whole job at its blocks, by its own books."""
+    found = {}
+    for member in cluster.directory.pservers.values():
+        pserver = HttpPserver(member, "")
+        try:
+            info = await pserver.info()
+        finally:
+            await pserver.close()
+        lowest, highest = (sum(getattr(e, name) for e in info.ledger) for name in ("applied_lowest", "applied_highest"))
+        found[member.index] = lowest, highest
+    return found
+
+
+async def test_a_killed_parameter_server_comes_back_from_a_checkpoint_and_its_losses_are_on_record(tmp_path):
+    async with cluster_of(async_spec(tmp_path), tmp_path) as cluster:
+        await reach_checkpoint(cluster, 2)
+        pid = cluster.children["pserver-1"].pid
+        index = next(member.index for member in cluster.directory.pservers.values() if member.pid == pid)
+        cluster.kill("pserver-1")
+        state = await cluster.wait(END_S)
+        assert state.phase is Phase.COMPLETED, state
+        assert cluster.deaths == {"pserver-1": 1}
+        assert state.timeline == 0, "the others went on"
+        losses = state.result.losses
+        assert set(losses.lost) <= {str(index)}
+        assert losses.skipped == {}
+        for number, (lowest, highest) in (await applied(cluster)).items():
+            lost = losses.lost.get(str(number), 0)
+            assert (lowest + lost, highest + lost) == (MINIBATCHES, MINIBATCHES)
+
+
+async def test_after_everything_was_killed_an_asynchronous_job_goes_on_with_other_numbers_and_loses_nothing(tmp_path):
+    async with cluster_of(async_spec(tmp_path), tmp_path) as cluster:
+        await reach_step(cluster, MINIBATCHES // 6)
+        await reach_checkpoint(cluster, 2)
+        cluster.kill_all()
+    async with cluster_of(async_spec(tmp_path, pservers=3, trainers=1), tmp_path) as cluster:
+        state = await cluster.wait(END_S)
+        assert state.phase is Phase.COMPLETED, state
+        assert state.timeline > 0, "everybody went back to the checkpoint"
+        assert (state.result.trained_records, state.result.losses.lost) == (EPOCHS * RECORDS, {})
+        assert await applied(cluster) == dict.fromkeys(range(3), (MINIBATCHES, MINIBATCHES))

@@ -1,0 +1,46 @@
+"""A run whose storage is S3: a killed parameter server's job goes back to a checkpoint there."""
+
+from __future__ import annotations
+
+import json
+
+import fsspec
+import pytest
+import torch
+
+from shared import storage
+from tests.end_to_end.scripts import EVALUATION, RECORDS, write_script
+from tests.end_to_end.test_rollback import EPOCHS, SLOW_LOSS, wait_for, wait_for_step
+from tests.fixtures_s3 import S3Server, s3
+
+__all__ = ["s3"]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+
+
+def test_a_job_on_s3_survives_its_pserver_and_exports_there(trireme, tmp_path, s3: S3Server):
+    (tmp_path / "slow").touch()
+    script = write_script(tmp_path, loss=SLOW_LOSS, evaluation=EVALUATION)
+    settings = ("--epochs", EPOCHS, "--trainers", 1, "--pservers", 2, "--set", "checkpoint_every_steps=3", "--no-check")
+    process = trireme.start("run", script, *settings, "--storage", "s3://bucket/runs", "--json")
+    wait_for(process, "generation 1")
+    wait_for_step(trireme, 7)
+    killed = trireme.run("chaos", "kill", "pserver-1", "--json")
+    assert killed.code == 0, killed.err
+    (tmp_path / "slow").unlink()
+    done = trireme.end_of(process)
+    assert done.code == 0, done.err
+    assert "rolled back to step" in done.err
+    result = json.loads(done.out)
+    assert result["records"] == EPOCHS * RECORDS
+    with fsspec.open(result["exports"]["state_dict"], endpoint_url=s3.endpoint) as file:
+        values = torch.load(file, weights_only=True)
+    assert values["0.weight"].shape == (16, 8)
+    verified = trireme.run("checkpoint", "verify", "--json")
+    assert verified.code == 0, verified.err
+    answer = json.loads(verified.out)
+    assert answer["storage"].startswith("s3://bucket/runs/script/run-")
+    assert len(answer["checkpoints"]) >= 1
+    assert s3.uploads() == []
+    assert all(key.startswith("runs/script/run-") for key in s3.objects())
+    assert not (tmp_path / ".trireme" / "script" / "checkpoints").exists()
+    storage.remove_tree(s3.url)

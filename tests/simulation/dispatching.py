@@ -1,0 +1,60 @@
+"""A witness of the queue: no task is at two trainers, and none is given again once it was finished.
+
+Told of every event, one transaction at a time. A task that goes back and is given again in one (a master commits in groups),
+or moves with its lane, is the next attempt; any other one was never taken back. A transaction that takes the job back (to a
+checkpoint, or to its beginning) drops what is pending: that is no end of a task, and what was finished before is given once
+more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from shared.keys import Keys
+from shared.records import JobState, PendingTask, Phase
+
+
+class TaskWitness:
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+        self._pending: dict[str, PendingTask] = {}
+        self._done: set[tuple[int, str]] = set()
+        self._state = JobState()
+
+    def judge(self, events: Sequence[dict[str, Any]]) -> Iterator[str]:
+        """What is wrong with one transaction."""
+        pending, back = self._keys.pending(""), (self._keys.requeued(""), self._keys.discarded(""))
+        kept = set()
+        for event in events:
+            key = event["kv"]["key"].decode()
+            if event.get("type") != "DELETE" and key.startswith(back):
+                kept.add(self._keys.name_of(key).partition("@")[0])
+        for event in events:
+            key = event["kv"]["key"].decode()
+            if not key.startswith(pending):
+                continue
+            task_id = self._keys.name_of(key)
+            held = self._pending.get(task_id)
+            if event.get("type") == "DELETE":
+                del self._pending[task_id]
+                if task_id not in kept and held is not None:
+                    self._done.add((held.epoch, task_id))
+                continue
+            given = PendingTask.model_validate_json(event["kv"]["value"])
+            # put back and given again in one transaction, or taken over with its lane: the next attempt
+            if held is not None and given.attempt != held.attempt + 1:
+                yield f"task {task_id} is at {held.trainer} (attempt {held.attempt}) and given to {given.trainer} ({given.attempt})"
+            if (given.epoch, task_id) in self._done:
+                yield f"task {task_id} of epoch {given.epoch} was finished and is given again, to {given.trainer}"
+            self._pending[task_id] = given
+        if self._goes_back(events):
+            self._done.clear()
+
+    def _goes_back(self, events: Sequence[dict[str, Any]]) -> bool:
+        """Whether another timeline begins, or the roll-back to it ends: queues are written in both."""
+        for event in events:
+            if event["kv"]["key"].decode() == self._keys.state and event.get("type") != "DELETE":
+                before, self._state = self._state, JobState.model_validate_json(event["kv"]["value"])
+                return before.timeline != self._state.timeline or before.phase is Phase.ROLLING_BACK
+        return False

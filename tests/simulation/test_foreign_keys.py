@@ -1,0 +1,51 @@
+"""Keys that nobody of ours wrote, under every prefix that somebody follows: each is passed over, and the job is whole."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from shared.records import Dispatch, Mode
+from tests.simulation import faults
+from tests.simulation.ablations import replaced
+from tests.simulation.play import play
+from tests.simulation.virtual_loop import Process
+from tests.simulation.world import World
+
+FOREIGN = (
+    *("foreign", "job/foreign", "lanes/foreign", "master/foreign", "sweep/foreign", "init_ps/foreign"),
+    *("ps/foreign", "ps/7", "trainers/foreign", "trainers/foreign/0"),
+    *("operations/foreign", "tasks/foreign", "tasks/foreign/0", "tasks/progress/foreign", "tasks/progress/0"),
+    *("checkpoints/foreign", "checkpoints/foreign/0", "checkpoints/foreign/begun", "checkpoints/foreign/cut"),
+    *("checkpoints/foreign/finished/foreign", "checkpoints/foreign/finished/0", "checkpoints/foreign/finished/0/0"),
+    *("checkpoints/pservers/foreign", "checkpoints/latest/files/foreign"),
+)
+EVERY_S = 2.0
+TIMES = 20
+
+
+async def litter(world: World) -> None:
+    for number in range(TIMES):
+        for name in FOREIGN:
+            value = (b"{}", b"\xff no text", b"[1]")[(number + len(name)) % 3]
+            world.etcd.store.execute("/kv/put", {"key": (world.keys.prefix + name).encode(), "value": value})
+        world.etcd.overlook()
+        await asyncio.sleep(EVERY_S)
+
+
+@pytest.mark.parametrize("dispatch", list(Dispatch))
+@pytest.mark.parametrize("mode", list(Mode))
+def test_what_nobody_of_ours_wrote_disturbs_nobody(mode, dispatch):
+    opened = World.open
+
+    def littered(self: World) -> None:
+        opened(self)
+        if "litter" not in self.processes:  # the machine may restart
+            self.processes["litter"] = Process("litter")
+            self.processes["litter"].spawn(litter(self))
+
+    with replaced(World, "open", littered):
+        for seed in range(3):
+            outcome = play(seed, mode, plan=faults.plan(seed, mode, dispatch))
+            assert not outcome.broken, f"\n  {outcome}"

@@ -1,0 +1,88 @@
+"""`python -m trireme.masterless`: one trainer of a masterless job (`dispatch: etcd`): it trains, keeps the queue, and may sweep.
+
+Settings are those of `python -m trainer_agent`, and TRIREME_SPEC: a JSON file, for the trainer that opens the job.
+The services do not know each other; here the trainer's port to its master is served by a dispatcher in the same process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from master_service.dispatcher import Dispatcher
+from master_service.settings import read_spec
+from shared import service, telemetry
+from shared.errors import InvalidArgument
+from shared.records import Dispatch, JobSpec
+from trainer_agent import settings as trainer_settings
+from trainer_agent.master import MasterPort
+
+USAGE = 2
+
+
+class Settings(trainer_settings.Settings):
+    """`spec`: path of the JobSpec as JSON. `sweep_ttl_s`: how long a sweeper that vanished without a trace is waited for."""
+
+    spec: Path | None = None
+    sweep_ttl_s: float = Field(default=3.0, ge=2.0)
+
+
+def main() -> int:
+    argparse.ArgumentParser(
+        prog="python -m trireme.masterless",
+        description="One trainer of a masterless Trireme job. All settings come from the environment: TRIREME_JOB (required), "
+        "TRIREME_ETCD, TRIREME_SPEC (JSON file of the job), TRIREME_TOKEN, TRIREME_HOST, TRIREME_PORT, TRIREME_ADVERTISE, "
+        "TRIREME_NAME, TRIREME_SWEEP_TTL_S, TRIREME_LOG_LEVEL.",
+    ).parse_args()
+    try:
+        settings = Settings()
+    except ValidationError as error:
+        for item in error.errors():
+            sys.stderr.write(f"TRIREME_{'_'.join(map(str, item['loc'])).upper()}: {item['msg']}\n")
+        return USAGE
+    telemetry.configure(level=settings.log_level, service="trainer", job=settings.job)
+    return service.run(lambda stopping: _serve(settings, stopping))
+
+
+async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
+    from trainer_agent.process import Place, serve  # noqa: PLC0415  torch is loaded only for settings that make sense
+
+    spec = _read_spec(settings.spec) if settings.spec else None
+
+    @asynccontextmanager
+    async def dispatching(place: Place) -> AsyncIterator[MasterPort]:
+        dispatcher = Dispatcher(
+            place.etcd,
+            place.directory.keys,
+            name=place.trainer,
+            url=place.url,
+            spec=spec,
+            ttl_s=settings.sweep_ttl_s,
+        )
+        left = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(dispatcher.run(left))
+            try:
+                yield dispatcher
+            finally:
+                left.set()
+
+    return await serve(settings, stopping, dispatching, Dispatch.ETCD)
+
+
+def _read_spec(path: Path) -> JobSpec:
+    spec = read_spec(path)
+    if spec.dispatch is not Dispatch.ETCD:
+        msg = f"TRIREME_SPEC={path} has dispatch: {spec.dispatch}; start `python -m master_service` and `python -m trainer_agent`"
+        raise InvalidArgument(msg)
+    return spec
+
+
+if __name__ == "__main__":
+    sys.exit(main())
