@@ -96,7 +96,7 @@ class Steps:
         self._compute = TorchCompute(user, spec, self._thread, shared=True)
         self._blocks = tuple(block.number for block in self._compute.layout.blocks())
         self._records = [{"x": row.numpy()} for row in torch.rand(batch, 2048)]
-        self._version = 0
+        self._version, self._part_bytes = 0, 0
         context = multiprocessing.get_context("spawn")
         self._parts, theirs = context.Pipe()
         self._server = context.Process(target=serve, args=(str(folder), theirs), daemon=True)
@@ -121,7 +121,7 @@ class Steps:
                 for _ in range(WARM_UP):
                     await self._step(computes)
             await self._step(False, asks=True)
-            self._recv()  # the first with state: new memory
+            self._part_bytes = self._recv().size  # the first with state: new memory
             training, exchanging = [], []
             for _ in range(rounds):
                 training.append(await self._round(True, quiet))
@@ -136,7 +136,7 @@ class Steps:
         return training, exchanging, alone
 
     async def _round(self, computes: bool, quiet: int) -> Round:
-        plain = plain_write(self._folder, max(64 << 20, self._compute.layout.segments[0].elements * 4))
+        plain = plain_write(self._folder, self._part_bytes)
         await self._step(computes)  # the first after something else
         before = [await self._step(computes) for _ in range(quiet)]
         usual = statistics.median(end - begin for begin, end in before)

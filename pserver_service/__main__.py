@@ -70,7 +70,7 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     app = make_app(pserver, token=settings.token, stall_s=settings.stall_s, idle_s=settings.idle_s)
     keys = Keys(settings.job, settings.root)
     etcd = settings.connect()
-    background = Background()
+    background = Background(stopping.is_set)
     try:
         uds = socket_path(settings.uds, pserver.incarnation)
         async with serving(app, settings.host, settings.port, uds) as listening:

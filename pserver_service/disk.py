@@ -31,15 +31,17 @@ Offload = Callable[..., Awaitable[Any]]
 """`await offload(function, *arguments)`: run it where blocking does no harm."""
 
 
-def write_part(url: str, metadata: Mapping[str, str], snapshot: Snapshot) -> Summary:
-    """All tensors of a snapshot, and its ledger. Raises OSError."""
+def write_part(
+    url: str, metadata: Mapping[str, str], snapshot: Snapshot, rest: Callable[[], None] = lambda: None
+) -> Summary:
+    """All tensors of a snapshot, and its ledger; `rest` is called between chunks. Raises OSError."""
     tensors = []
     if snapshot.ledger is not None:
         metadata = {**metadata, LEDGER: saved_ledger.to_text(snapshot.ledger, snapshot.blocks)}
     for name, saved in snapshot.tensors.items():
         dtype = str(saved.buffer.tensor.dtype).removeprefix("torch.")
         tensors.append((Entry(name, dtype, saved.shape), saved.buffer.view))
-    return tensor_file.write(url, metadata, tensors)
+    return tensor_file.write(url, metadata, tensors, rest)
 
 
 def part_metadata(job: str, uuid: str, version: int, timeline: int, index: int, digest: str) -> dict[str, str]:
@@ -78,33 +80,17 @@ def load(
     slots: SlotMap,
     schedule: Schedule | None,
     pool: BufferPool | None = None,
-) -> Store:
-    """A store of the blocks that `slots` gives to pserver `index`, from whatever parts hold them; all parts that are
-    needed are read whole and checked. `digest`: of the job's layout.
-
-    Raises CheckpointUnusable, OSError.
-    """
-    manifest = _read_manifest(storage_url, job, digest, ref)
-    return _load(storage_url, manifest, ref, index, slots, schedule, pool)
-
-
-def load_with_positions(
-    storage_url: str,
-    job: str,
-    digest: str,
-    ref: CheckpointRef,
-    index: int,
-    slots: SlotMap,
-    schedule: Schedule | None,
-    pool: BufferPool | None = None,
 ) -> tuple[Store, dict[str, int]]:
-    """As `load`, and of each task that was open at the checkpoint how many minibatches all blocks have (-1: all).
+    """A store of the blocks that `slots` gives to pserver `index`, from whatever parts hold them (all that are needed are
+    read whole and checked); and of each task that was open at an asynchronous checkpoint how many minibatches all blocks
+    have (-1: all). `digest`: of the job's layout.
 
     Raises CheckpointUnusable, OSError.
     """
     manifest = _read_manifest(storage_url, job, digest, ref)
     store = _load(storage_url, manifest, ref, index, slots, schedule, pool)
-    positions = store.ledger.positions(checkpoints.open_tasks(manifest))
+    open_tasks = checkpoints.open_tasks(manifest) if manifest.mode is Mode.ASYNC else {}
+    positions = store.ledger.positions(open_tasks) if open_tasks else {}
     return store, {str(task): minibatches for task, minibatches in positions.items()}
 
 

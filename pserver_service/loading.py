@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
-from typing import TypeVar
 
+from pserver_service import disk
+from pserver_service.core.store import Store
 from pserver_service.registration import Registration
 from pserver_service.surroundings import Surroundings
 from shared import ids, telemetry
@@ -23,12 +23,11 @@ from shared.manifest import CheckpointRef
 PAUSE_S = 0.5
 TRIES = 4
 
-T = TypeVar("T")
 log = telemetry.logger("pserver.loading")
 
 
-async def load(around: Surroundings, read: Callable[..., T], ref: CheckpointRef) -> T:
-    """What `read` (a load of disk.py) gives. Raises CheckpointUnusable; PeerError: not now, ask again."""
+async def load(around: Surroundings, ref: CheckpointRef) -> tuple[Store, dict[str, int]]:
+    """What `disk.load` gives. Raises CheckpointUnusable; PeerError: not now, ask again."""
     directory, pserver, cause = around.directory, around.pserver, ""
     for attempt in range(TRIES):
         layout, slots, spec = directory.layout, directory.slots, directory.spec
@@ -36,7 +35,9 @@ async def load(around: Surroundings, read: Callable[..., T], ref: CheckpointRef)
             raise PeerError("the layout or the slot map is not there yet")
         try:
             place = (pserver.index, slots, pserver.schedule, pserver.new_pool())
-            found: T = await around.offload(read, spec.storage, around.keys.job, layout.digest, ref, *place)
+            found: tuple[Store, dict[str, int]] = await around.offload(
+                disk.load, spec.storage, around.keys.job, layout.digest, ref, *place
+            )
         except (CheckpointUnusable, PeerError):
             raise
         except ConnectionError as away:

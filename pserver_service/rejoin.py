@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from pserver_service import disk, loading
+from pserver_service import loading
 from pserver_service.core.store import Store
 from pserver_service.surroundings import Surroundings
 from shared import ids, telemetry
@@ -95,7 +95,7 @@ class Rejoin:
         damaged: list[str] = []
         for ref in refs:
             try:
-                store, positions = await loading.load(self._around, disk.load_with_positions, ref)
+                store, positions = await loading.load(self._around, ref)
             except CheckpointUnusable as error:
                 log.warning("checkpoint_unusable", index=self._pserver.index, message=error.message)
                 damaged.append(error.message)

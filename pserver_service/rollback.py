@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-from pserver_service import disk, loading
+from pserver_service import loading
 from pserver_service.core.store import Store
 from pserver_service.surroundings import Surroundings
 from shared import ids, telemetry
@@ -80,7 +80,8 @@ class Rollback:
             msg = f"checkpoint {state.checkpoint!r} is not among those kept: {', '.join(refs) or 'none'}"
             raise _Superseded(msg)
         ref = refs[state.checkpoint]
-        return await loading.load(self._around, disk.load, ref)
+        store, _ = await loading.load(self._around, ref)
+        return store
 
     def _is_current(self, state: JobState) -> bool:
         now = self._directory.state

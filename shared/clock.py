@@ -16,6 +16,11 @@ def monotonic() -> float:
         return time.monotonic()
 
 
+def thread_seconds() -> float:
+    """Processor time of the calling thread; only differences mean anything."""
+    return time.thread_time()
+
+
 def timestamp() -> str:
     """RFC 3339 UTC, for people; no decision reads it."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")

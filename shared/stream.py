@@ -30,10 +30,12 @@ from shared.errors import PeerError, TriremeError
 UPGRADE = "trireme-frames/1"
 PATH = "/v1/stream"
 UNIX_BYTES = 512 << 10  # of the kernel's buffers on one host: what waits in them must not leave the cache
-LOOPBACK_BYTES = 1 << 20  # TCP counts its own bookkeeping
+LOOPBACK_BYTES = 2 << 20  # TCP counts its own bookkeeping
 HEAD_BYTES = 8 << 10  # read at once where no payload is expected; what of it belongs to a payload is copied
 HEADS = 4  # of blocks without payload that are sent at once, at most
-BURST_BYTES = 4 << 20  # read and sent before others get their turn in the event loop
+BURST_BYTES = (
+    256 << 10
+)  # read and sent before others get their turn in the event loop; more, and the two ends take turns
 LINGER_S = 2.0  # for the peer to read the reason why its connection is closed
 
 

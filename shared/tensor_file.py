@@ -52,8 +52,14 @@ class Summary:
     metadata: Mapping[str, str]
 
 
-def write(url: str, metadata: Mapping[str, str], tensors: Sequence[tuple[Entry, memoryview]]) -> Summary:
-    """All or nothing under `url`; wide elements come first, so that each lies at a multiple of its size. Raises OSError."""
+def write(
+    url: str,
+    metadata: Mapping[str, str],
+    tensors: Sequence[tuple[Entry, memoryview]],
+    rest: Callable[[], None] = lambda: None,
+) -> Summary:
+    """All or nothing under `url`; wide elements come first, so that each lies at a multiple of its size. `rest` is called
+    after each chunk; what it raises ends the writing. Raises OSError."""
     ordered = sorted(tensors, key=lambda item: -ITEM_BYTES[item[0].dtype])
     head = _header(metadata, [entry for entry, _ in ordered])
     pieces = [memoryview(head), *(view for _, view in ordered)]
@@ -64,6 +70,7 @@ def write(url: str, metadata: Mapping[str, str], tensors: Sequence[tuple[Entry, 
                 part = piece[start : start + CHUNK_BYTES]
                 checksum.update(part)  # which brings it into the cache
                 file.write(part)
+                rest()
     return Summary(_named(checksum), sum(piece.nbytes for piece in pieces), metadata)
 
 

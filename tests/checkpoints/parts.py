@@ -171,4 +171,4 @@ def save(storage: str, layout: Layout, taken: list[Snapshot], slots: SlotMap, uu
 def load(
     storage: str, ref: CheckpointRef, pservers: int, schedule: Schedule | None = None, digest: str = "d1"
 ) -> list[Store]:
-    return [disk.load(storage, JOB, digest, ref, index, slot_map(pservers), schedule) for index in range(pservers)]
+    return [disk.load(storage, JOB, digest, ref, index, slot_map(pservers), schedule)[0] for index in range(pservers)]

@@ -127,6 +127,11 @@ class Job:
             checkpoints.verify_parts(self.storage, ref, manifest)
             assert manifest.record.version == ref.step
 
+    def named(self, latest: CheckpointLatest) -> set[str]:
+        """The files of all that is kept."""
+        manifests = {ref.manifest: checkpoints.read_manifest(self.storage, parts.JOB, ref) for ref in latest.kept}
+        return {*manifests, *(part.file for manifest in manifests.values() for part in manifest.parts)}
+
     async def roll_back(self) -> int:
         """Everybody loads the latest; its step."""
         latest = await self.latest()
@@ -234,8 +239,8 @@ async def stopped_until_replaced(job: Job, storage: Path) -> None:
     assert await job.tree() == tree
     found = {path: path.stat().st_mtime_ns for path in storage.rglob("*.*")}
     assert files.items() <= found.items()
-    named = {ref.manifest for ref in newest.kept}  # a manifest that it was just writing is nobody's: nothing names it
-    assert all(path.name.startswith("manifest-") and path.name not in named for path in found.keys() - files.keys())
+    # a part or a manifest that it was just publishing when it was stopped may appear: nothing that is kept names it
+    assert not job.named(newest) & {path.name for path in found.keys() - files.keys()}
     job.verify(newest)
 
 
