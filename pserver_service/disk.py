@@ -32,7 +32,7 @@ Offload = Callable[..., Awaitable[Any]]
 
 
 def write_part(
-    url: str, metadata: Mapping[str, str], snapshot: Snapshot, rest: Callable[[], None] = lambda: None
+    url: str, metadata: Mapping[str, str], snapshot: Snapshot, *, rest: Callable[[], None] = lambda: None
 ) -> Summary:
     """All tensors of a snapshot, and its ledger; `rest` is called between chunks. Raises OSError."""
     tensors = []
