@@ -283,6 +283,62 @@ async def test_reentrant_checkpointing_is_announced_only_when_backward_is_over(b
         assert announced == [block.number for block in compute.plan.blocks]
 
 
+async def test_no_gradient_of_an_earlier_minibatch_is_left_in_a_slot(build):
+    compute = build(
+        model="""
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.second, self.table = nn.Linear(5, 3), nn.Linear(5, 3), nn.Embedding(9, 3, sparse=True)
+
+            def forward(self, x):
+                chosen = self.first if x[0, 0] > 0 else self.second
+                return chosen(x) + self.table((x[:, 0].abs() * 3).long().clamp(max=8))
+
+        def model():
+            return Net()
+        """
+    )
+    batches = [[record | {"x": sign * np.abs(record["x"])} for record in records(4)] for sign in (1, -1, 1)]
+    for batch in batches:
+        compute.forget_nodes()
+        await contributions(compute, (0, 1), [batch])
+        found = [home.clone() for home in compute._homes]
+        compute.model.zero_grad(set_to_none=True)
+        inputs = torch.from_numpy(np.stack([record["x"] for record in batch]))
+        targets = torch.tensor([record["y"] for record in batch])
+        hooks, compute._homes = compute._homes, [torch.empty_like(home) for home in found]
+        nn.functional.cross_entropy(compute.model(inputs), targets).backward()
+        compute._homes = hooks
+        expected = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in compute.model.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+async def test_a_gradient_that_comes_in_parts_is_their_sum(build):
+    model = """
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = nn.Linear(5, 5)
+
+            def forward(self, x):
+                from torch.utils.checkpoint import checkpoint
+                x = x.requires_grad_()
+                for _ in range(2):
+                    x = checkpoint(self.inner, x, use_reentrant=REENTRANT)
+                return x
+
+        def model():
+            return Net()
+        """
+    found = []
+    for reentrant in ("True", "False"):
+        compute = build(model=model.replace("REENTRANT", reentrant))
+        found.append((await contributions(compute, (0, 1), [records(4)]))[1])
+    for in_parts, at_once in zip(*found, strict=True):
+        torch.testing.assert_close(in_parts, at_once)
+
+
 # ---------------------------------------------------------------- schedules
 
 
