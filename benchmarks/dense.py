@@ -8,7 +8,8 @@ device per round (bytes received, so 64 MiB there and back show as 134 MB); a UN
 those of each process, ours and the rivals' servers first.
 
 A second table tells of our rows how late the event loops were (99th percentile and worst, ours being woken every 2 ms; up to 1 ms
-is the loop's own clock), and how much memory a pserver took above its start, against the bound in the design. With --calls, a
+is the loop's own clock), and how much memory a pserver and a trainer took above their start, against the bounds in the design (a
+trainer's: 2 vectors, since nothing computes with a third one here). With --calls, a
 third one tells how long almost empty calls take. --peers: Ray and MXNet, from virtual environments in that folder (see
 benchmarks/peers).
 """
@@ -85,12 +86,14 @@ class Row:
 
 @dataclass
 class Inside:
-    """Of our own rows: (99th percentile, worst) delay of the event loops, memory of a pserver."""
+    """Of our own rows: (99th percentile, worst) delay of the event loops, memory of a pserver and of a trainer."""
 
     pserver_lag_ms: tuple[float, float]
     trainer_lag_ms: tuple[float, float]
     pserver_mib: float
     bound_mib: float
+    trainer_mib: float
+    trainer_bound_mib: float
 
 
 @dataclass
@@ -166,7 +169,8 @@ def measure(contenders: dict[str, Contender], mib: int, optimizer: str, rounds: 
         }
         net = statistics.median(moved[name]) / 1e6
         cpu_ms = [statistics.median(each) * 1e3 for each in zip(*spent[name], strict=True)]
-        best, right, inside = min(times[name]) * 1e3, contender.check(), inside_of(contender)
+        inside = inside_of(contender)  # before the check, which takes memory
+        best, right = min(times[name]) * 1e3, contender.check()
         rows.append(Row(name, mib, optimizer, medians[name], best, (low, high), net, cpu_ms, right, ratios, inside))
     return rows
 
@@ -175,7 +179,8 @@ def inside_of(contender: Contender) -> Inside | None:
     if not isinstance(contender, Ours):
         return None
     pserver, trainer = (tuple(1e3 * lag for lag in p99_and_max(lags)) for lags in contender.lags())
-    return Inside(pserver, trainer, contender.memory() / (1 << 20), contender.bound / (1 << 20))
+    took = zip(contender.memory(), (contender.bound, contender.trainer_bound), strict=True)
+    return Inside(pserver, trainer, *(size / (1 << 20) for both in took for size in both))
 
 
 def calls_of(contenders: dict[str, Contender], count: int) -> list[Calls]:
@@ -208,8 +213,8 @@ def table(rows: list[Row]) -> str:
 
 
 INSIDE_HEAD = (
-    "\n| what | MiB | optimizer | pserver's loop late, p99-worst ms | trainers' loops late | pserver MiB | bound |\n"
-    "|---|---|---|---|---|---|---|"
+    "\n| what | MiB | optimizer | pserver's loop late, p99-worst ms | trainers' loops late | pserver MiB | bound | trainer MiB | bound |\n"
+    "|---|---|---|---|---|---|---|---|---|"
 )
 CALLS_HEAD = "\n| an almost empty call | p50 us | p99 us | worst us |\n|---|---|---|---|"
 
@@ -217,7 +222,8 @@ CALLS_HEAD = "\n| an almost empty call | p50 us | p99 us | worst us |\n|---|---|
 def inside_table(rows: list[Row]) -> str:
     return "\n".join(
         f"| {TITLES[row.row]} | {row.mib} | {row.optimizer} | {of.pserver_lag_ms[0]:.1f}-{of.pserver_lag_ms[1]:.1f} | "
-        f"{of.trainer_lag_ms[0]:.1f}-{of.trainer_lag_ms[1]:.1f} | {of.pserver_mib:.0f} | {of.bound_mib:.0f} |"
+        f"{of.trainer_lag_ms[0]:.1f}-{of.trainer_lag_ms[1]:.1f} | {of.pserver_mib:.0f} | {of.bound_mib:.0f} | "
+        f"{of.trainer_mib:.0f} | {of.trainer_bound_mib:.0f} |"
         for row in rows
         if (of := row.inside) is not None
     )

@@ -39,18 +39,16 @@ class PserverProcess:
         return self._probe.take(windows)
 
     def memory(self) -> int:
-        """The most that the pserver took, in bytes."""
-        return self._memory.peak()
+        """The most that the pserver took, in bytes, without others' memory that it reads."""
+        return self._memory.peak() - self._memory.borrowed()
 
     def start(self) -> int:
         from pserver_service.app import make_app, serving
         from pserver_service.service import Pserver
         from pserver_service.sharing import Chunks
 
-        allocate = Chunks if self._uds else None
-
         async def serve(ready: asyncio.Future, stop: asyncio.Event) -> None:
-            app = make_app(Pserver(JOB, "ps", self._index, allocate=allocate))
+            app = make_app(Pserver(JOB, "ps", self._index, allocate=Chunks))
             async with serving(app, "127.0.0.1", 0, self._uds) as listening:
                 ready.set_result(listening.port)
                 await stop.wait()
@@ -84,6 +82,7 @@ class Trainer:
         from trainer_agent.flat import Plan, Vector
         from trainer_agent.outbound import HOST, Outbound
 
+        self._memory = Memory()
         self._version, self._optimizer = 0, optimizer
         elements = mib << 18
         spec = OptimizerSpec(name=optimizer, defaults={}, groups=(optimizer_options(optimizer),))
@@ -102,6 +101,7 @@ class Trainer:
         if self._share == 0:
             for index in range(len(ports)):
                 self._runner.run(self._init(index))
+        self._memory.forget_peak()
 
     def _connect(self, index: int, port: int):
         from shared.records import PserverMember
@@ -203,6 +203,10 @@ class Trainer:
         narrow = torch.frombuffer(self._sink(item), dtype=getattr(torch, item.dtype))
         self._parameters[block.first : block.first + block.elements].copy_(narrow)
 
+    def memory(self) -> int:
+        """The most that the trainer took since `setup`, with what that left; as a pserver's."""
+        return self._memory.peak() - self._memory.borrowed()
+
     def check(self) -> bool:
         return is_right(self._parameters, self._optimizer, self._version, self._dtype)
 
@@ -220,7 +224,7 @@ class Ours:
         uds = path if kind in {"unix", "shm"} else ""
         self._servers = [Remote(PserverProcess, index, uds and f"{uds}-{index}") for index in range(pservers)]
         self._trainers = [Remote(Trainer, kind, share, trainers, uds, dtype) for share in range(trainers)]
-        self._block_kib, self._shares = block_kib, kind == "shm"
+        self._block_kib = block_kib
         self._windows: list[tuple[float, float]] = []
 
     def setup(self, mib: int, optimizer: str) -> None:
@@ -231,7 +235,7 @@ class Ours:
             trainer.ask("setup", mib, optimizer, ports, self._block_kib)
         state, waiting = STATE[optimizer], min(len(self._trainers) - 1, len(self._trainers) / 2)
         self.bound = int((mib << 20) * (2 + state + waiting) / len(self._servers)) + (64 << 20)
-        self._gradients = len(self._trainers) * (mib << 20) // len(self._servers)
+        self.trainer_bound = 2 * (mib << 20)
         self._windows = []
 
     def round(self) -> float:
@@ -254,10 +258,10 @@ class Ours:
         )
         return tuple(both)
 
-    def memory(self) -> int:
-        """The most that one pserver took, in bytes, without the trainers' memory that it reads."""
-        read = self._gradients if self._shares else 0
-        return max(server.ask("memory") for server in self._servers) - read
+    def memory(self) -> tuple[int, int]:
+        """The most that one pserver and one trainer took, in bytes, without others' memory that they read."""
+        pserver, trainer = (max(peer.ask("memory") for peer in peers) for peers in (self._servers, self._trainers))
+        return pserver, trainer
 
     def cpu(self) -> list[float]:
         return [peer.cpu() for peer in (*self._servers, *self._trainers)]

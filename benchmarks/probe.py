@@ -46,14 +46,18 @@ def p99_and_max(values: list[float]) -> tuple[float, float]:
 
 
 class Memory:
-    """Resident bytes of this process above what it has now, at the highest; pages of files (libraries, data) do not count."""
+    """Resident bytes of this process above what it has now, at the highest (since `forget_peak`); pages of files (libraries, data)
+    do not count."""
 
     def __init__(self) -> None:
+        self.forget_peak()
+        self._before = _status("VmRSS") - _status("RssFile")
+
+    def forget_peak(self) -> None:
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)  # what was freed before must not be used again unseen
         with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # the highest is counted anew
-        self._before = _status("VmRSS") - _status("RssFile")
+            Path("/proc/self/clear_refs").write_text("5")
 
     def peak(self) -> int:
         return _status("VmHWM") - _status("RssFile") - self._before

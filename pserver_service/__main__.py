@@ -65,8 +65,7 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
 
     torch.set_num_threads(settings.threads)
     optimizers_without_compiler()
-    allocate = Chunks if settings.uds else None  # trainers on this host read blocks where they lie
-    pserver = Pserver(settings.job, ids.new_id(settings.name), max_wait_s=settings.max_wait_s, allocate=allocate)
+    pserver = Pserver(settings.job, ids.new_id(settings.name), max_wait_s=settings.max_wait_s, allocate=Chunks)
     app = make_app(pserver, token=settings.token, stall_s=settings.stall_s, idle_s=settings.idle_s)
     keys = Keys(settings.job, settings.root)
     etcd = settings.connect()

@@ -29,8 +29,7 @@ from shared.errors import PeerError, TriremeError
 
 UPGRADE = "trireme-frames/1"
 PATH = "/v1/stream"
-UNIX_BYTES = 512 << 10  # of the kernel's buffers on one host: what waits in them must not leave the cache
-LOOPBACK_BYTES = 2 << 20  # TCP counts its own bookkeeping
+LOCAL_BYTES = 2 << 20  # of the kernel's buffers on one host: enough for a turn of both ends, and still in the cache
 HEAD_BYTES = 8 << 10  # read at once where no payload is expected; what of it belongs to a payload is copied
 HEADS = 4  # of blocks without payload that are sent at once, at most
 BURST_BYTES = 256 << 10  # read, sent or worked on before others get their turn; more, and the two ends take turns
@@ -225,7 +224,7 @@ def _tune(plain: socket.socket) -> None:
     """For a peer on this host."""
     inside = plain.family == socket.AF_UNIX
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        plain.setsockopt(socket.SOL_SOCKET, option, UNIX_BYTES if inside else LOOPBACK_BYTES)
+        plain.setsockopt(socket.SOL_SOCKET, option, LOCAL_BYTES)
     if not inside and hasattr(socket, "TCP_CONGESTION"):
         # what paces for a network (bbr) takes a third more processor time on the loopback device
         with contextlib.suppress(OSError):
