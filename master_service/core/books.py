@@ -15,6 +15,7 @@ from master_service.core.changes import (
     DropCut,
     DropOperation,
     DropPause,
+    DropPending,
     Event,
     ForgetParameters,
     NextEpoch,
@@ -25,6 +26,7 @@ from master_service.core.changes import (
     PutLosses,
     PutOperation,
     PutPause,
+    PutPending,
     PutRefetch,
     PutRequeued,
     PutSlots,
@@ -141,6 +143,11 @@ class Books:
     def apply(self, change: Change, now: float) -> None:
         """In place."""
         match change:
+            case DropPending(task_id) | PutPending(task_id):
+                self.queue_of(task_id).apply(change, now)
+            case PutCursor(stream, _):
+                kind = TaskKind.TRAIN if stream.isdigit() else TaskKind(stream.upper())
+                self.queues[kind].apply(change, now)
             case PutState(state):
                 self.state = state
             case PutLanes(lanes):
@@ -162,9 +169,6 @@ class Books:
             case NextEpoch(epoch):
                 self.meta = self.meta.model_copy(update={"epoch": epoch})
                 self.training.apply(change, now)
-            case PutCursor(stream, _):
-                kind = TaskKind.TRAIN if stream.isdigit() else TaskKind(stream.upper())
-                self.queues[kind].apply(change, now)
             case _:
                 self.queue_of(change.task_id).apply(change, now)
 
