@@ -20,6 +20,9 @@ class Heard:
     requests: OrderedDict[str, None] = field(default_factory=OrderedDict)
     reports: OrderedDict[tuple[int, str, int, str], None] = field(default_factory=OrderedDict)
 
+    def copy(self) -> Heard:
+        return Heard(self.asks.copy(), self.requests.copy(), self.reports.copy())
+
     def gave(self, task_id: str, record: PendingTask) -> None:
         """In place."""
         if record.request:
