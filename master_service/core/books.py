@@ -182,16 +182,14 @@ class Books:
 def acquire(books: Books, ask: AcquireTask) -> Decision[TaskAnswer]:
     """A task, "wait", "skip", "exhausted" or "end". Raises StaleGeneration, InvalidArgument, Conflict."""
     state = books.state
-    if state.phase.final:
-        return Decision(TaskAnswer(answer="end", reason=f"the job is {state.phase}: {state.reason}"))
     if state.phase is not Phase.RUNNING:
-        return Decision(
-            TaskAnswer(answer="wait", reason=f"the job is {state.phase}: {state.reason}", retry_after_s=WAIT_S)
-        )
+        reason = f"the job is {state.phase}: {state.reason}"
+        if state.phase.final:
+            return Decision(TaskAnswer(answer="end", reason=reason))
+        return Decision(TaskAnswer(answer="wait", reason=reason, retry_after_s=WAIT_S))
     check_generation(books, ask)
     decision = _acquire_lane(books, ask, ask.stream) if ask.stream is not None else _acquire_shared(books, ask)
-    task = decision.answer.task
-    if task is None or not state.timeline:
+    if (task := decision.answer.task) is None or not state.timeline:
         return decision
     task = task.model_copy(update={"timeline": state.timeline})
     return replace(decision, answer=decision.answer.model_copy(update={"task": task}))
@@ -275,9 +273,8 @@ def expire(books: Books, now: float) -> Decision[list[str]]:
     if queue is None or not late:
         return Decision([])
     blamed = late[:1] if queue.by_lane else late[:REQUEUES_AT_ONCE]
-    decision: Decision[list[str]] = Decision(
-        [queue.pending[task_id].record.trainer for task_id in blamed] if queue.by_lane else []
-    )
+    put_out = [queue.pending[task_id].record.trainer for task_id in blamed] if queue.by_lane else []
+    decision: Decision[list[str]] = Decision(put_out)
     for task_id in blamed:
         held = queue.pending[task_id]
         cause = f"silent for {now - held.last_sign:.1f} s at {held.record.trainer}"
@@ -324,9 +321,8 @@ def after(
             "reason": "trained, evaluated and exported",
             "result": result(books, report),
         }
-        event = Event(
-            "job_completed", f"job {spec.job} is completed", {"exports": len(report.exports) if report else 0}
-        )
+        exports = len(report.exports) if report else 0
+        event = Event("job_completed", f"job {spec.job} is completed", {"exports": exports})
     else:
         event = Event("stage_changed", f"{state.stage} is done, {stage} begins", {"stage": str(stage)})
     return decision + Decision(None, (PutState(state.model_copy(update=update)),), (event,))
