@@ -34,7 +34,7 @@ from shared.messages import (
 from shared.records import PserverMember, Record
 from shared.shared_memory import Region, peer_of
 from shared.sharing import NOTHING, Offers, Place, place_in
-from shared.stream import FrameStream
+from shared.stream import HEADS, FrameStream
 from shared.upgrade import UpgradeRefused, upgrade
 from trainer_agent.leaving import until
 from trainer_agent.pservers import HttpPserver, Placed, Sink, socket_of
@@ -167,6 +167,10 @@ class TrainerStream(FrameStream):
         call.took += 1
 
     def _say_taken(self, number: int, call: _Call) -> None:
+        """A few at once, as long as more of them come."""
+        if self.rests and call.took < HEADS:
+            asyncio.get_running_loop().call_soon(self._say_taken, number, call)
+            return
         self.send_map({"id": number, "took": call.took})
         call.took = 0
 
