@@ -49,7 +49,8 @@ async def _beside(work: Awaitable[int], memory: Memory, file: Path) -> int:
     def end() -> None:
         probing.pop().cancel()
         new = file.with_suffix(".new")
-        seen = {"lags": probe.take_all(), "memory": memory.peak(), "borrowed": memory.borrowed()}
+        lags, worked = probe.take_all()
+        seen = {"lags": lags, "worked": worked, "memory": memory.peak(), "borrowed": memory.borrowed()}
         new.write_text(json.dumps(seen))
         new.rename(file)
 
