@@ -165,8 +165,9 @@ class Trainer:
         )
         dtype = self._narrow[0]
         wanted = PullRequest(**common, version=self._version + 1, blocks=numbers, wait_s=30, dtype=dtype)
+        # as training does: whatever becomes whole is on its way back while the rest is pushed
         pulling = port.pull(wanted, self._sink, self._widen if dtype else None)
-        answer, end = await asyncio.gather(port.push(header, blocks()), pulling)
+        end, answer = await asyncio.gather(pulling, port.push(header, blocks()))
         assert answer.applied == len(numbers), answer
         assert end.code == "OK", end
 

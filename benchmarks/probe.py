@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import math
 import statistics
 import time
 from pathlib import Path
@@ -18,19 +19,27 @@ class LagProbe:
 
     def __init__(self) -> None:
         self._noted: list[tuple[float, float, float]] = []
+        self._worked: list[float] = []
 
     async def run(self) -> None:
         while True:
-            start = time.monotonic()
+            start, busy = time.monotonic(), time.thread_time()
             await asyncio.sleep(PERIOD_S)
             end = time.monotonic()
             self._noted.append((start, end, max(0.0, end - start - PERIOD_S)))
+            self._worked.append(min(self._noted[-1][2], time.thread_time() - busy))
 
     def take(self, windows: list[tuple[float, float]]) -> list[float]:
         """Seconds, of those noted within `windows` (first, last: of time.monotonic, which all processes share); all are
         forgotten."""
         noted, self._noted = self._noted, []
         return [lag for start, end, lag in noted if any(first <= start and end <= last for first, last in windows)]
+
+    def take_all(self) -> tuple[list[float], list[float]]:
+        """As `take`, whenever it was noted; and at most how much of each the loop's own thread worked: the rest it waited for a
+        processor."""
+        worked, self._worked = self._worked, []
+        return self.take([(0.0, math.inf)]), worked
 
 
 def p99_and_max(values: list[float]) -> tuple[float, float]:
@@ -41,17 +50,29 @@ def p99_and_max(values: list[float]) -> tuple[float, float]:
 
 
 class Memory:
-    """Resident bytes of this process above what it has now, at the highest."""
+    """Resident bytes of this process above what it has now, at the highest; pages of files (libraries, data) do not count."""
 
     def __init__(self) -> None:
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)  # what was freed before must not be used again unseen
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # the highest is counted anew
-        self._before = _status("VmRSS")
+        self._before = _status("VmRSS") - _status("RssFile")
 
     def peak(self) -> int:
-        return _status("VmHWM") - self._before
+        return _status("VmHWM") - _status("RssFile") - self._before
+
+    @staticmethod
+    def borrowed() -> int:
+        """Resident bytes of others' shared memory that this process only reads."""
+        total, counts = 0, False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            name, *rest = line.split()
+            if not name.endswith(":"):
+                counts = rest[0] == "r--s" and "memfd:" in line
+            elif counts and name == "Rss:":
+                total += int(rest[0]) << 10
+        return total
 
 
 def _status(name: str) -> int:

@@ -1,38 +1,43 @@
 """Training steps per second: plain PyTorch, DDP over gloo, and ours, on real models at the same global batch.
 
-    python -m benchmarks.steps [--models charlm,mlp] [--rows plain,ddp,...] [--rounds 3] [--seconds 8] [--markdown | --json]
+    python -m benchmarks.steps [--models charlm,mlp] [--rows plain,ddp,...] [--rounds 9] [--seconds 3] [--markdown | --json]
 
-Every row trains the same script in processes of its own, one torch thread each; a round starts, warms up, measures and
-stops each row in turn. Rows of one round share the machine's mood, so ratios are taken round by round. An asynchronous
-step is a global batch of records applied at the parameter servers, so all rows count the same records.
+Every row trains the same script in processes of its own, one torch thread each. All rows of a model are started once and
+stopped (SIGSTOP); a round lets one after the other go on for a while, so rows of one round share the machine's mood and
+ratios are taken round by round. An asynchronous step is a global batch of records applied at the parameter servers, so all
+rows count the same records. `CPU ms`: processor time of a step, in all trainers (or ranks), parameter servers, and the
+rest (etcd, master). `others' cores`: what everybody else on the machine took meanwhile; ratios mean little if that is much.
+
+A second table tells of our rows, measured after the rounds, how late the event loops were (99th percentile and worst, woken
+every 2 ms; up to 1 ms is the loop's own clock) and, in brackets, the worst of it in which the loop's thread worked and did
+not wait for a processor, and how much memory one process took above its start, without others'
+memory that it reads, against the bounds of the design. Activations: what plain PyTorch took at a trainer's batch beyond
+parameters and gradients.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import platform
+import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from shared import clock
+from benchmarks.step_rows import SETTLE_S, Inside, OurRow, Row, TorchRow, Window, activations_mib, send
 from trainer_agent import user_module
-from trainer_agent.pservers import HttpPserver
-from trireme.local import LocalCluster
-from trireme.plain import plain_spec
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = {"charlm": HERE.parent / "examples" / "charlm" / "charlm.py", "mlp": HERE / "scripts" / "mlp.py"}
 BATCHES = {"charlm": 32, "mlp": 256}
+STATE = {"charlm": 2, "mlp": 1}  # of the optimizer, in parameters
 TITLES = {
     "plain": "plain PyTorch, 1 process",
     "ddp": "DDP over gloo, 2 ranks",
@@ -41,129 +46,112 @@ TITLES = {
     "async1": "ours, async, 2 trainers, 1 pserver",
     "async2": "ours, async, 2 trainers, 2 pservers",
 }
-START_S, WARM_UP_S, WARM_UP_STEPS = 90.0, 1.0, 5
+BASES = ("plain", "ddp")
 
 
 @dataclass
-class Row:
-    """Steps per second, and the median of the rounds' ratios to the other rows' steps per second."""
+class Measured:
+    """Of one row: each round's, and what was seen inside afterwards. Bounds in MiB, by role."""
 
     row: str
     model: str
-    median: float
-    lowest: float
-    highest: float
-    ratios: dict[str, float]
+    windows: list[Window]
+    inside: Inside | None
+    bounds: dict[str, float]
 
 
-def torch_rate(script: Path, batch: int, ranks: int, seconds: float, folder: Path) -> float:
-    store = folder / f"store-{os.urandom(6).hex()}"
-    shared = [
-        str(script),
-        "--batch",
-        str(batch),
-        "--ranks",
-        str(ranks),
-        "--store",
-        str(store),
-        "--seconds",
-        str(seconds),
-    ]
-    commands = [[sys.executable, "-m", "benchmarks.torch_steps", *shared, "--rank", str(rank)] for rank in range(ranks)]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
-    try:
-        answers = [process.communicate(timeout=START_S + seconds)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    found = json.loads(answers[0])
-    return float(found["steps"] / found["seconds"])
-
-
-async def our_rate(script: Path, batch: int, mode: str, pservers: int, seconds: float, folder: Path) -> float:
-    """Counted at the parameter servers, between two looks at them."""
-    one_lane = plain_spec(user_module.load(script), {})
-    changes: dict[str, Any] = {
-        "mode": mode,
-        "lanes": 2,
-        "trainers": 2,
-        "pservers": pservers,
-        "epochs": 100_000,
-        "global_batch_size": batch,
-        "checkpoint_every_epochs": None,
-        "evaluation_dataset": None,
-        "records_per_task": None,
-        "storage": str(folder / "run"),
-    }
-    spec = type(one_lane).model_validate({**one_lane.model_dump(), **changes})
-    async with LocalCluster(spec, folder / "run") as cluster:
-        async with asyncio.timeout(START_S):
-            while await _updates(cluster) < WARM_UP_STEPS:
-                await asyncio.sleep(0.2)
-        await asyncio.sleep(WARM_UP_S)
-        before, started = await _updates(cluster), clock.monotonic()
-        await asyncio.sleep(seconds)
-        after, ended = await _updates(cluster), clock.monotonic()
-    return (after - before) / (ended - started)
-
-
-async def _updates(cluster: LocalCluster) -> float:
-    """Optimizer steps so far, of the mean block."""
-    members = [pserver for pserver in cluster.directory.pservers.values() if pserver.url]
-    if len(members) < cluster.spec.pservers:
-        return 0.0
-    updates = blocks = 0
-    for member in members:
-        async with HttpPserver(member) as pserver:
-            info = await pserver.info()
-            updates, blocks = updates + info.updates, blocks + info.blocks
-    return updates / blocks if blocks else 0.0
-
-
-def rate_of(row: str, model: str, seconds: float, folder: Path) -> float:
+def row_of(name: str, model: str, folder: Path) -> Row:
     script, batch = SCRIPTS[model], BATCHES[model]
-    if row in {"plain", "ddp"}:
-        return torch_rate(script, batch, 1 if row == "plain" else 2, seconds, folder)
-    return asyncio.run(our_rate(script, batch, row[:-1], int(row[-1]), seconds, folder))
+    if name in BASES:
+        return TorchRow(script, batch, BASES.index(name) + 1, folder)
+    return OurRow(script, batch, name[:-1], int(name[-1]), folder)
 
 
-def measure(model: str, names: Sequence[str], rounds: int, seconds: float, folder: Path) -> list[Row]:
+async def measure(model: str, names: Sequence[str], rounds: int, seconds: float, folder: Path) -> list[Measured]:
     user_module.load(SCRIPTS[model]).dataset()  # writes the data, once
-    rates: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds):
-        order = names if number % 2 == 0 else names[::-1]
-        for name in order:
-            with tempfile.TemporaryDirectory(dir=folder) as place:
-                rates[name].append(rate_of(name, model, seconds, Path(place)))
-            print(
-                f"{model} round {number + 1}/{rounds}: {TITLES[name]}: {rates[name][-1]:.2f} steps/s", file=sys.stderr
-            )
-    return [
-        Row(
-            name,
-            model,
-            statistics.median(rates[name]),
-            min(rates[name]),
-            max(rates[name]),
-            {
-                other: statistics.median(a / b for a, b in zip(rates[name], rates[other], strict=True))
-                for other in ("plain", "ddp")
-                if other in rates
-            },
-        )
-        for name in names
-    ]
+    windows: dict[str, list[Window]] = {name: [] for name in names}
+    inside: dict[str, Inside] = {}
+    async with AsyncExitStack() as stack:
+        rows: dict[str, Row] = {}
+        for name in names:
+            rows[name] = await stack.enter_async_context(row_of(name, model, folder / f"{model}-{name}"))
+            stack.callback(send, rows[name], signal.SIGCONT)
+            send(rows[name], signal.SIGSTOP)
+        for number in range(rounds):
+            for name in names if number % 2 == 0 else reversed(names):
+                send(rows[name], signal.SIGCONT)
+                await asyncio.sleep(SETTLE_S)
+                windows[name].append(await rows[name].window(seconds))
+                send(rows[name], signal.SIGSTOP)
+                rate = windows[name][-1].steps_per_s
+                print(f"{model} round {number + 1}/{rounds}: {TITLES[name]}: {rate:.2f} steps/s", file=sys.stderr)
+        for name, row in rows.items():
+            if isinstance(row, OurRow):
+                send(row, signal.SIGCONT)
+                await asyncio.sleep(SETTLE_S)
+                inside[name] = await row.inside(seconds)
+                send(row, signal.SIGSTOP)
+    return [Measured(name, model, windows[name], inside.get(name), bounds(name, model)) for name in names]
 
 
-HEAD = "| model | what | steps/s | lowest-highest | x plain | x DDP |\n|---|---|---|---|---|---|"
+def bounds(name: str, model: str) -> dict[str, float]:
+    """Of the design (wire.md): what one process may take above its start, in MiB. Two trainers, one lane each."""
+    if name in BASES:
+        return {}
+    sync = name.startswith("sync")
+    user = user_module.load(SCRIPTS[model])
+    mib = sum(parameter.nbytes for parameter in user.call("model").parameters()) / (1 << 20)
+    batch = BATCHES[model] // 2 if sync else BATCHES[model]
+    pserver = mib * (2 + STATE[model] + sync) / int(name[-1]) + 64
+    return {"trainers": 3 * mib + activations_mib(SCRIPTS[model], batch), "pservers": pserver}
 
 
-def table(rows: list[Row]) -> str:
+# ------------------------------------------------------------ tables
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """`median (quartile-quartile)`."""
+    if len(values) < 2:
+        return f"{values[0]:.{digits}f}"
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+
+
+HEAD = "| model | what | steps/s | x plain | x DDP | CPU ms: trainers + pservers + rest | others' cores |\n|---|---|---|---|---|---|---|"
+HEAD_INSIDE = (
+    "\n| model | what | pservers' loops late, p99-worst (own) ms | trainers' loops late | pserver MiB | bound | trainer MiB | bound |\n"
+    "|---|---|---|---|---|---|---|---|"
+)
+
+
+def table(rows: Sequence[Measured]) -> str:
+    rates = {row.row: [window.steps_per_s for window in row.windows] for row in rows}
     lines = []
     for row in rows:
-        ratios = " | ".join(f"{row.ratios[k]:.2f}" if k in row.ratios else "" for k in ("plain", "ddp"))
-        spread = f"{row.lowest:.2f}-{row.highest:.2f}"
-        lines.append(f"| {row.model} | {TITLES[row.row]} | {row.median:.2f} | {spread} | {ratios} |")
+        ratios = [
+            spread([a / b for a, b in zip(rates[row.row], rates[base], strict=True)]) if base in rates else ""
+            for base in BASES
+        ]
+        cpu = [
+            f"{statistics.median(window.cpu_ms[role] for window in row.windows):.0f}" for role in row.windows[0].cpu_ms
+        ]
+        foreign = f"{statistics.median(window.foreign_cores for window in row.windows):.2f}"
+        cells = (row.model, TITLES[row.row], spread(rates[row.row]), *ratios, " + ".join(cpu), foreign)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def inside_table(rows: Sequence[Measured]) -> str:
+    lines = []
+    for row in rows:
+        if row.inside is None:
+            continue
+        late = [
+            "{:.1f}-{:.1f} ({:.1f})".format(*row.inside.lag_ms[role], row.inside.own_ms[role])
+            for role in ("pservers", "trainers")
+        ]
+        memory = [f"{mib[role]:.0f}" for role in ("pservers", "trainers") for mib in (row.inside.mib, row.bounds)]
+        lines.append(f"| {' | '.join((row.model, TITLES[row.row], *late, *memory))} |")
     return "\n".join(lines)
 
 
@@ -171,25 +159,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(SCRIPTS))
     parser.add_argument("--rows", default=",".join(TITLES))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=8.0, help="measured per row and round")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seconds", type=float, default=3.0, help="measured per row and round")
     parser.add_argument("--markdown", action="store_true", help="the default")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    names = given.rows.split(",")
-    if unknown := [name for name in (*names, *given.models.split(",")) if name not in {*TITLES, *SCRIPTS}]:
+    names, models = given.rows.split(","), given.models.split(",")
+    if unknown := [name for name in (*names, *models) if name not in {*TITLES, *SCRIPTS}]:
         parser.error(f"unknown: {', '.join(unknown)}; rows are {', '.join(TITLES)}, models {', '.join(SCRIPTS)}")
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as directory, contextlib.suppress(KeyboardInterrupt):
+    rows: list[Measured] = []
+    with tempfile.TemporaryDirectory() as directory:
         os.environ["STEPS_DATA"] = directory
-        for model in given.models.split(","):
-            found = measure(model, names, given.rounds, given.seconds, Path(directory))
-            if not given.json:
-                print(table(found) if rows else f"{HEAD}\n{table(found)}", flush=True)
-            rows += found
+        for model in models:
+            rows += asyncio.run(measure(model, names, given.rounds, given.seconds, Path(directory)))
     if given.json:
         machine = {"cpus": os.cpu_count(), "machine": platform.platform(), "python": platform.python_version()}
         print(json.dumps({"machine": machine, "rows": [asdict(row) for row in rows]}, indent=1))
+        return
+    print(HEAD)
+    for model in models:
+        print(table([row for row in rows if row.model == model]))
+    print(f"{HEAD_INSIDE}\n{inside_table(rows)}")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
 """Plain PyTorch, and DistributedDataParallel over gloo, training a user's script; steps.py starts one of these per rank.
 
-    python -m benchmarks.torch_steps SCRIPT --batch 256 --ranks 2 --rank 0 --store FILE --seconds 8
+    python -m benchmarks.torch_steps SCRIPT --batch 256 --ranks 2 --rank 0 --store FILE --steps FILE
+    python -m benchmarks.torch_steps SCRIPT --batch 256 --activations
 
-The batches lie in memory before the clock starts: reading costs these rows nothing. Rank 0 prints {"steps", "seconds"}.
+The batches lie in memory before the first step: reading costs these rows nothing. Trains until it is killed; rank 0 writes
+the time after each step into a file. With --activations a few steps' forward and backward only: prints the bytes that the
+process took, at the highest, beyond its parameters and their gradients.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.probe import Memory
 from master_service.dataset import count_records
 from shared import clock
 from trainer_agent import user_module
@@ -25,8 +28,7 @@ from trainer_agent.user_module import UserModule
 from trireme.plain import epoch_minibatches, plain_spec
 
 BATCHES = 16
-WARM_UP = 5
-LOOK_EVERY = 4
+FEW = 5
 
 
 def batches_of(user: UserModule, batch: int, rank: int, ranks: int) -> list[Any]:
@@ -39,49 +41,52 @@ def batches_of(user: UserModule, batch: int, rank: int, ranks: int) -> list[Any]
     ]
 
 
-def train(user: UserModule, batches: list[Any], ranks: int, seconds: float) -> tuple[int, float]:
-    """(steps, seconds they took). All ranks do the same number of steps: rank 0 says when it is over."""
+def train(user: UserModule, batches: list[Any], ranks: int, steps: Path | None) -> None:
+    """Never returns."""
     torch.manual_seed(1)
     model: nn.Module = user.call("model")
     optimizer = user.call("optimizer", model)
     scheduler = user.call("scheduler", optimizer) if user.has("scheduler") else None
     wrapped = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
-    steps, started, going_on = 0, 0.0, torch.ones(1)
-    while going_on:
-        if steps == WARM_UP:
-            started = clock.monotonic()
-        optimizer.zero_grad()
-        user.call("loss", wrapped, batches[steps % len(batches)]).backward()
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-        steps += 1
-        if steps > WARM_UP and (steps - WARM_UP) % LOOK_EVERY == 0:
-            going_on[0] = clock.monotonic() - started < seconds
-            if ranks > 1:
-                dist.broadcast(going_on, 0)
-    return steps - WARM_UP, clock.monotonic() - started
+    with (steps or Path("/dev/null")).open("w", buffering=1) as file:
+        for number in count():
+            optimizer.zero_grad()
+            user.call("loss", wrapped, batches[number % len(batches)]).backward()
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+            file.write(f"{clock.monotonic()}\n")
+
+
+def activations(user: UserModule, batches: list[Any]) -> int:
+    memory = Memory()
+    model: nn.Module = user.call("model")
+    for batch in batches[:FEW]:
+        model.zero_grad()
+        user.call("loss", model, batch).backward()
+    return memory.peak() - 2 * sum(parameter.nbytes for parameter in model.parameters())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("script", type=Path)
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--store", default="")
-    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--steps", type=Path)
+    parser.add_argument("--activations", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    user = user_module.load(given.script)
+    batches = batches_of(user, given.batch, given.rank, given.ranks)
+    if given.activations:
+        print(activations(user, batches))
+        return
     if given.ranks > 1:
         store = dist.FileStore(given.store, given.ranks)
         dist.init_process_group("gloo", store=store, rank=given.rank, world_size=given.ranks)
-    user = user_module.load(given.script)
-    steps, took = train(user, batches_of(user, given.batch, given.rank, given.ranks), given.ranks, given.seconds)
-    if given.rank == 0:
-        print(json.dumps({"steps": steps, "seconds": took}))
-    if given.ranks > 1:
-        dist.destroy_process_group()
+    train(user, batches, given.ranks, given.steps if given.rank == 0 else None)
 
 
 if __name__ == "__main__":

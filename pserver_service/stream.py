@@ -21,10 +21,11 @@ from shared.errors import BadFrame, DeadlineExceeded, TooLarge, TriremeError
 from shared.messages import PullEnd, PullRequest, PushBlock, PushHeader
 from shared.shared_memory import peer_of
 from shared.sharing import NOTHING, Place, place_in
-from shared.stream import FrameStream
+from shared.stream import BURST_BYTES, HEAD_COST_BYTES, FrameStream
 
 HEADER_BYTES = 16 << 20  # of a pull that names its blocks
 MAX_CALLS = 64  # at once on one connection
+MAX_AHEAD = 4096  # references read on one connection whose payloads were not applied yet
 UNUSED_S = 3600.0  # for a connection without a call: trainers keep theirs while they compute
 
 log = telemetry.logger("pserver.stream")
@@ -39,11 +40,15 @@ def _head(number: int, block: int, dtype: str | None, size: int, at: Place | Non
 
 @dataclass(slots=True)
 class _Push:
-    """`pushing` None: refused, the rest of it is skipped. `memory`: where one block is received."""
+    """`pushing` None: refused, the rest of it is skipped. `memory`: where one block is received. `ahead`: blocks that it
+    refers to which were not applied yet; `ended`: no more will come."""
 
+    number: int
     pushing: Pushing | None = None
     memory: Buffer | None = None
     blocks_left: int = 0
+    ahead: int = 0
+    ended: bool = False
 
     def close(self) -> None:
         if self.memory is not None:
@@ -73,6 +78,7 @@ class PserverStream(FrameStream):
         self._item: PushBlock | None = None
         self._push: _Push | None = None  # the one that the payload belongs to that is being read
         self._referred: memoryview | None = None  # that payload, if it lies in the trainer's memory
+        self._ahead: deque[tuple[_Push, PushBlock, memoryview]] = deque()  # such payloads that were not applied yet
         self._sharing = Sharing(lambda: peer_of(self._transport and self._transport.get_extra_info("socket")))
         self._watchdog = asyncio.get_running_loop().call_later(stall_s / 2, self._watch)
 
@@ -92,7 +98,7 @@ class PserverStream(FrameStream):
     def place(self, header: tuple[int, PushBlock, Place | None], size: int) -> memoryview | None:
         number, self._item, at = header
         push = self._push = self._pushes.get(number)
-        if push is None:
+        if push is None or push.ended:
             msg = "a block that belongs to no push: send the push's header first"
             raise BadFrame(msg)
         if push.pushing is None or push.memory is None:
@@ -116,9 +122,8 @@ class PserverStream(FrameStream):
         assert push.memory is not None
         assert item is not None
         if self._referred is not None:
-            payload, self._referred = self._referred, None
-            push.pushing.apply(item, payload)
-            self.moved_bytes(payload.nbytes)
+            self._apply_later(push, item, self._referred)
+            self._referred = None
             return
         push.pushing.apply(item, payload, push.memory)
         if push.memory.references > 1:  # it waits in the tree: the next block is received elsewhere
@@ -130,7 +135,7 @@ class PserverStream(FrameStream):
             msg = f"id is {number!r}: expected a number of 32 bits"
             raise BadFrame(msg)
         if fields.get("end") is True and number in self._pushes:
-            self._end_push(number)
+            self._end_push(self._pushes[number])
             return
         if "took" in fields:
             self._on_taken(number, fields["took"])
@@ -153,7 +158,7 @@ class PserverStream(FrameStream):
                 raise BadFrame(msg)
 
     def _begin_push(self, number: int, header: PushHeader) -> None:
-        push = self._pushes[number] = _Push()
+        push = self._pushes[number] = _Push(number)
         try:
             push.memory, push.blocks_left = self._pserver.memory_for(header)
             push.pushing = self._pserver.begin_push(header)
@@ -161,11 +166,14 @@ class PserverStream(FrameStream):
             push.close()
             self._refuse(number, error)
 
-    def _end_push(self, number: int) -> None:
-        push = self._pushes.pop(number)
+    def _end_push(self, push: _Push) -> None:
+        push.ended = True
+        if push.ahead:
+            return
+        del self._pushes[push.number]
         push.close()
         if push.pushing is not None:
-            self.send_map({"id": number, "end": True, "message": wire.plain(push.pushing.answer())})
+            self.send_map({"id": push.number, "end": True, "message": wire.plain(push.pushing.answer())})
 
     def _begin_pull(self, number: int, request: PullRequest) -> None:
         try:
@@ -183,6 +191,37 @@ class PserverStream(FrameStream):
         self.on_writable()
 
     # ------------------------------------------------------------ shared memory
+
+    def _apply_later(self, push: _Push, item: PushBlock, payload: memoryview) -> None:
+        """References are read ahead of the work they mean: what the trainer says behind them is heard meanwhile."""
+        if not self._ahead:
+            asyncio.get_running_loop().call_soon(self._apply_some)
+        elif len(self._ahead) >= MAX_AHEAD:
+            self._apply_next()
+        push.ahead += 1
+        self._ahead.append((push, item, payload))
+        self.moved_bytes(HEAD_COST_BYTES)
+
+    def _apply_some(self) -> None:
+        """Then others have their turn in the event loop."""
+        done = 0
+        try:
+            while self._ahead and done < BURST_BYTES:
+                done += self._apply_next()
+        except TriremeError as error:
+            self.fail(error)
+        if self._ahead:
+            asyncio.get_running_loop().call_soon(self._apply_some)
+
+    def _apply_next(self) -> int:
+        """Its bytes."""
+        push, item, payload = self._ahead.popleft()
+        push.ahead -= 1
+        assert push.pushing is not None
+        push.pushing.apply(item, payload)
+        if push.ended:
+            self._end_push(push)
+        return payload.nbytes
 
     def _share(self, number: int, message: wire.Fields) -> None:
         try:
@@ -294,6 +333,7 @@ class PserverStream(FrameStream):
     def on_over(self, error: TriremeError | None) -> None:
         self._watchdog.cancel()
         self._sharing.close()
+        self._ahead.clear()
         for push in self._pushes.values():
             push.close()
         for pull in self._pulls.values():

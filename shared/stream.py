@@ -33,9 +33,8 @@ UNIX_BYTES = 512 << 10  # of the kernel's buffers on one host: what waits in the
 LOOPBACK_BYTES = 2 << 20  # TCP counts its own bookkeeping
 HEAD_BYTES = 8 << 10  # read at once where no payload is expected; what of it belongs to a payload is copied
 HEADS = 4  # of blocks without payload that are sent at once, at most
-BURST_BYTES = (
-    256 << 10
-)  # read and sent before others get their turn in the event loop; more, and the two ends take turns
+BURST_BYTES = 256 << 10  # read, sent or worked on before others get their turn; more, and the two ends take turns
+HEAD_COST_BYTES = 16 << 10  # a block without payload takes as long as so many bytes
 LINGER_S = 2.0  # for the peer to read the reason why its connection is closed
 
 
@@ -110,6 +109,7 @@ class FrameStream(asyncio.BufferedProtocol):
             self.send()
         elif len(self._heads) >= HEADS:
             self.send()
+        self.moved_bytes(HEAD_COST_BYTES)
 
     def send_map(self, fields: Mapping[str, Any]) -> None:
         self.send(wire.encode(fields))

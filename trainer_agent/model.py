@@ -1,9 +1,9 @@
 """The user's model on flat vectors: `Compute` with torch.
 
     parameters   current <─swap─> staging          param.data views the current one
-    gradients    slots of the canonical tree       param.grad views the slot that backward writes
+    gradients    slots of the canonical tree       param.grad, once there, views the slot of this backward
 
-Nothing is copied to push or to pull on a CPU; on a GPU blocks are staged through page-locked host memory.
+Nothing is copied to push or to pull on a CPU but gradients into their slot; on a GPU blocks are staged through page-locked host memory.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class TorchCompute:
             self._outbound = Outbound(self.plan, self._device, spec.gradient_dtype, feedback=feedback, shared=shared)
         rounded = payloads if spec.mode is Mode.SYNC else ()
         self._tree = GradientTree(self.plan, self._device, self._outbound, rounded, shared=shared)
-        self._bound: Vector | None = None
+        self._homes: list[torch.Tensor] = []  # where the gradients of this backward belong, by parameter
         self._gradient_views: weakref.WeakKeyDictionary[Vector, list[torch.Tensor]] = weakref.WeakKeyDictionary()
         self._due: list[int] | None = None
         self._may_overlap = False
@@ -179,14 +179,11 @@ class TorchCompute:
 
     def _backward(self, seed: int, records: Records, slot: int) -> float:
         gradients = self._tree.vector(slot)
-        for segment in gradients.segments:
-            segment.zero_()
-        if gradients is not self._bound:
-            if gradients not in self._gradient_views:
-                self._gradient_views[gradients] = gradients.views(self.plan.parameters)
-            for parameter, view in zip(self._parameters, self._gradient_views[gradients], strict=True):
-                parameter.grad = view
-            self._bound = gradients
+        if gradients not in self._gradient_views:
+            self._gradient_views[gradients] = gradients.views(self.plan.parameters)
+        self._homes = self._gradient_views[gradients]
+        for parameter in self._parameters:
+            parameter.grad = None
         self._buffers.load(self._current)
         seed_everything(seed)
         self.model.train()
@@ -194,6 +191,9 @@ class TorchCompute:
         self._fired = [0] * len(self._parameters)
         self._user.guard(loss.backward)
         self._check_fired()
+        for index, fired in enumerate(self._fired):
+            if not fired:
+                self._homes[index].zero_()
         if self._clip_norm is not None:
             nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
         self._buffers.store(gradients)
@@ -233,7 +233,14 @@ class TorchCompute:
                 partial(self._on_gradient, index)
             )
 
-    def _on_gradient(self, index: int, _parameter: torch.Tensor) -> None:
+    def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
+        """A gradient that autograd made goes home, at first; what is added to it later is added there. Bound from the start,
+        each would be added to zeros that had to be written before."""
+        home = self._homes[index]
+        if parameter.grad is not home:
+            assert parameter.grad is not None
+            home.copy_(parameter.grad.to_dense())
+            parameter.grad = home
         self._fired[index] += 1
         if self._due is None:
             return

@@ -34,7 +34,7 @@ from shared.messages import (
 from shared.records import PserverMember, Record
 from shared.shared_memory import Region, peer_of
 from shared.sharing import NOTHING, Offers, Place, place_in
-from shared.stream import FrameStream
+from shared.stream import HEADS, FrameStream
 from shared.upgrade import UpgradeRefused, upgrade
 from trainer_agent.leaving import until
 from trainer_agent.pservers import HttpPserver, Placed, Sink, socket_of
@@ -167,6 +167,10 @@ class TrainerStream(FrameStream):
         call.took += 1
 
     def _say_taken(self, number: int, call: _Call) -> None:
+        """A few at once, as long as more of them come."""
+        if self.rests and call.took < HEADS:
+            asyncio.get_running_loop().call_soon(self._say_taken, number, call)
+            return
         self.send_map({"id": number, "took": call.took})
         call.took = 0
 
@@ -324,18 +328,23 @@ class StreamPserver:
         if stream is None:
             return await self.plain.push(header, blocks)
         with stream.call("push", header) as (number, call):
-            async with until(call.answer):  # an answer before the end is a refusal: send no more
-                async for item, payload in blocks:
-                    view = memoryview(payload).cast("B")
-                    await stream.taken(self._stall_s)
-                    at = await stream.refer(call, view, self._stall_s)
-                    size = 0 if at else view.nbytes
-                    head = _head(number, item.block, item.lanes, item.count, item.dtype, size, at)
-                    if at:
-                        stream.send_head(head)
-                    else:
-                        stream.send(head, view)
-                    await stream.taken(self._stall_s)
+            try:
+                async with until(call.answer):  # an answer before the end is a refusal: send no more
+                    async for item, payload in blocks:
+                        view = memoryview(payload).cast("B")
+                        await stream.taken(self._stall_s)
+                        at = await stream.refer(call, view, self._stall_s)
+                        size = 0 if at else view.nbytes
+                        head = _head(number, item.block, item.lanes, item.count, item.dtype, size, at)
+                        if at:
+                            stream.send_head(head)
+                        else:
+                            stream.send(head, view)
+                        await stream.taken(self._stall_s)
+            except BaseException:
+                if call.answer.done():  # refused: over there it is open until its end, and its number is used again
+                    stream.send_map({"id": number, "end": True})
+                raise
             stream.send_map({"id": number, "end": True})
             return wire.read(PushAnswer, await stream.answered(call, self._stall_s))
 

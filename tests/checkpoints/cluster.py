@@ -255,6 +255,19 @@ class Cluster:
         await asyncio.wait([node.task for node in self.every], timeout=30.0)
 
 
+class Away:
+    """An `offload` whose storage is not reached the first `times`."""
+
+    def __init__(self, offload: Callable[..., Any], times: int) -> None:
+        self._offload, self._times, self.refused = offload, times, 0
+
+    async def __call__(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        if self.refused < self._times:
+            self.refused += 1
+            raise ConnectionError("no answer from http://s3")
+        return await self._offload(work, *arguments)
+
+
 def folders(storage: str | Path) -> set[str]:
     return {path.name for path in (Path(storage) / "checkpoints").iterdir()}
 

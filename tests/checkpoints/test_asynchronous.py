@@ -14,7 +14,7 @@ from shared.messages import InitBlock, LaneZero, PushBlock, PushHeader
 from shared.records import JobState, Mode, Phase, TaskMeta
 from shared.saving import Saving
 from tests.checkpoints import parts
-from tests.checkpoints.cluster import KEYS, Cluster, Node, play, stream, until
+from tests.checkpoints.cluster import KEYS, Away, Cluster, Node, play, stream, until
 
 META = TaskMeta(epoch=0, digest="d", seed=0, tasks=9).to_bytes()
 
@@ -233,15 +233,7 @@ def test_a_replaced_pserver_waits_for_a_storage_that_is_not_reached_and_says_so(
         cluster.nodes[1].process.kill()
         cluster.etcd.forget(cluster.nodes[1].process.name)
         node = Node(cluster, "ps-1-again")
-        refused = 0
-
-        async def away(work, *arguments):
-            nonlocal refused
-            if refused < 50:
-                refused += 1
-                raise ConnectionError("no answer from http://s3")
-            return await node.doom.offload(work, *arguments)
-
+        away = Away(node.doom.offload, times=50)
         cluster.every.append(node)
         node.member.rejoin._around = dataclasses.replace(node.member.rejoin._around, offload=away)
         await until(lambda: node.registration.member.waits, "it says what it waits for", 60.0)
@@ -249,7 +241,7 @@ def test_a_replaced_pserver_waits_for_a_storage_that_is_not_reached_and_says_so(
             f"pserver 1 waits to load checkpoint {latest.uuid} (step 1): the storage is not reached: no answer from http://s3"
         )
         await until(lambda: node.registration.member.restored is not None, "it comes back", 60.0)
-        assert (node.registration.member.restored.error, node.registration.member.waits, refused) == ("", "", 50)
+        assert (node.registration.member.restored.error, node.registration.member.waits, away.refused) == ("", "", 50)
 
     play(scenario)
 

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 from shared.records import PserverMember
-from tests.checkpoints.cluster import Cluster, play, until
+from tests.checkpoints.cluster import Away, Cluster, play, until
 from tests.mounts import fill, mount, small_disk
 
 __all__ = ["small_disk"]
@@ -156,20 +156,11 @@ def test_a_store_that_is_not_reached_while_the_job_rolls_back_is_waited_for(tmp_
         await cluster.open()
         await cluster.train(0, 2)
         latest = await cluster.committed(2)
-        refused = 0
-
-        async def away(work, *arguments):
-            nonlocal refused
-            if refused < 50:
-                refused += 1
-                raise ConnectionError("no answer from http://s3")
-            return await cluster.nodes[1].doom.offload(work, *arguments)
-
-        cluster.nodes[1].member.rollback._around = dataclasses.replace(
-            cluster.nodes[1].member.rollback._around, offload=away
-        )
+        away = Away(cluster.nodes[1].doom.offload, times=50)
+        rollback = cluster.nodes[1].member.rollback
+        rollback._around = dataclasses.replace(rollback._around, offload=away)
         members = await cluster.roll_back(checkpoint=latest.uuid)
-        assert refused == 50
+        assert away.refused == 50
         assert [member.restored.error for member in members] == ["", ""]
 
     play(scenario)

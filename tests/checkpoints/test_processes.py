@@ -23,6 +23,7 @@ from shared.keys import Keys
 from shared.manifest import CheckpointLatest
 from shared.messages import InitBlock, PushBlock
 from shared.records import JobSpec, JobState, Phase, PserverMember
+from shared.storage import TEMPORARY
 from tests.checkpoints import parts
 from tests.checkpoints.cluster import stream
 from tests.fixtures_etcd import embedded_etcd
@@ -127,10 +128,9 @@ class Job:
             checkpoints.verify_parts(self.storage, ref, manifest)
             assert manifest.record.version == ref.step
 
-    def named(self, latest: CheckpointLatest) -> set[str]:
-        """The files of all that is kept."""
-        manifests = {ref.manifest: checkpoints.read_manifest(self.storage, parts.JOB, ref) for ref in latest.kept}
-        return {*manifests, *(part.file for manifest in manifests.values() for part in manifest.parts)}
+    def kept(self, latest: CheckpointLatest) -> set[str]:
+        """The folders that nothing may appear in."""
+        return {checkpoints.folder(self.storage, ref.uuid) for ref in latest.kept}
 
     async def roll_back(self) -> int:
         """Everybody loads the latest; its step."""
@@ -211,6 +211,11 @@ async def killed_while_checkpointing(job: Job, victims: tuple[int, ...], after_s
     return await job.roll_back()
 
 
+def published(storage: Path) -> dict[Path, int]:
+    """Files under their own names, and when they were written last."""
+    return {path: path.stat().st_mtime_ns for path in storage.rglob("*.*") if not path.name.endswith(TEMPORARY)}
+
+
 async def stopped_until_replaced(job: Job, storage: Path) -> None:
     """It wakes, leaves, and has changed nothing."""
     training = asyncio.ensure_future(job.train((await job.latest()).step))
@@ -227,7 +232,7 @@ async def stopped_until_replaced(job: Job, storage: Path) -> None:
         assert await job.push(member, step, generation) > 0
     newest = await job.latest_is(lambda latest: (latest.timeline, latest.step) == (job.state.timeline, step + 1))
     await job.no_locks()
-    tree, files = await job.tree(), {path: path.stat().st_mtime_ns for path in storage.rglob("*.*")}
+    tree, files = await job.tree(), published(storage)
 
     sleeper.send_signal(signal.SIGCONT)
     async with asyncio.timeout(WAIT_S):
@@ -237,10 +242,13 @@ async def stopped_until_replaced(job: Job, storage: Path) -> None:
     with pytest.raises(PeerError):
         await job.push(before[0], step + 1, generation)
     assert await job.tree() == tree
-    found = {path: path.stat().st_mtime_ns for path in storage.rglob("*.*")}
+    found = published(storage)
     assert files.items() <= found.items()
-    # a part or a manifest that it was just publishing when it was stopped may appear: nothing that is kept names it
-    assert not job.named(newest) & {path.name for path in found.keys() - files.keys()}
+    # what it was just publishing when it was stopped may appear: a part of a checkpoint that will never be, or a manifest
+    others = [path for path in found.keys() - files.keys() if not path.name.startswith("manifest-")]
+    assert not job.kept(newest) & {str(path.parent) for path in others}
+    named = {ref.manifest for ref in newest.kept}
+    assert not named & {path.name for path in found.keys() - files.keys()}
     job.verify(newest)
 
 

@@ -71,6 +71,11 @@ def block(number=1, index=0, size=None, **fields) -> bytes:
     return wire.encode_block(header, payload.nbytes) + bytes(payload)
 
 
+def reference(number=1, index=0, at=(0, 0, 0), payload=b"", **fields) -> bytes:
+    header = {"id": number, "block": index, "lanes": (0, 4), "count": 4, "at": at, **fields}
+    return wire.encode_block(header, len(payload)) + payload
+
+
 def versions(server):
     return [state.version for state in server.pserver.store.blocks.values()]
 

@@ -24,7 +24,7 @@ from shared.shared_memory import Offer, Region, peer_of
 from shared.stream import FrameStream
 from tests.pserver.jobs import pull_request, push_header
 from tests.pserver.servers import LAYOUT, SIZES, STALL_S, TOKEN, Flat, gradients, server
-from tests.pserver.streams import all_given_back, block, opening, over_shm, raw_stream, versions
+from tests.pserver.streams import all_given_back, block, opening, over_shm, raw_stream, reference, versions
 from trainer_agent.process import Connections
 from trainer_agent.settings import Settings
 
@@ -223,11 +223,6 @@ def test_memory_is_not_shared_with_another_user():
 
 
 # ---------------------------------------------------------------- what is referred to
-
-
-def reference(number=1, index=0, at=(0, 0, 0), payload=b"", **fields) -> bytes:
-    header = {"id": number, "block": index, "lanes": (0, 4), "count": 4, "at": at, **fields}
-    return wire.encode_block(header, len(payload)) + payload
 
 
 @over_shm

@@ -1,0 +1,260 @@
+"""The rows of steps.py: processes that train, stopped (SIGSTOP) and let go on as a whole, and what they say of themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Self
+
+from benchmarks.probe import p99_and_max
+from benchmarks.probed import FILE
+from shared import clock
+from shared.job_spec import JobSpec
+from trainer_agent import user_module
+from trainer_agent.pservers import HttpPserver
+from trireme.local import LocalCluster
+from trireme.plain import plain_spec
+from trireme.processes import PYTHON_MODULE, ForkServer, Process
+
+START_S, WARM_UP_STEPS = 90.0, 5
+SETTLE_S = 0.3  # after going on: caches, timers that ran out meanwhile
+LOOK_S = 0.005
+PROBED = ("trainer_agent", "pserver_service")
+LEASE_S = 600.0  # members must outlive the time in which others are measured
+TICK_MS = 1000 / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What a row did in a stretch of time; processor time in milliseconds for each step, by role. `foreign_cores`: what
+    everybody else on the machine, this process included, took meanwhile."""
+
+    steps_per_s: float
+    cpu_ms: dict[str, float]
+    foreign_cores: float
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """By role: (99th percentile, worst) in ms by which event loops were late, the worst of it that was their own work, and the
+    most MiB that one process took."""
+
+    lag_ms: dict[str, tuple[float, float]]
+    own_ms: dict[str, float]
+    mib: dict[str, float]
+
+
+@dataclass
+class TorchRow:
+    """`ranks` processes of benchmarks.torch_steps."""
+
+    script: Path
+    batch: int
+    ranks: int
+    folder: Path
+    _processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    async def __aenter__(self) -> Self:
+        self.folder.mkdir()
+        self._steps = self.folder / "steps"
+        for rank in range(self.ranks):
+            options = {"batch": self.batch, "ranks": self.ranks, "rank": rank, "steps": self._steps}
+            options["store"] = self.folder / "store"
+            given = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+            command = [sys.executable, "-m", "benchmarks.torch_steps", str(self.script), *given]
+            self._processes.append(subprocess.Popen(command))
+        async with asyncio.timeout(START_S):
+            while len(self._times()) < WARM_UP_STEPS:
+                await asyncio.sleep(LOOK_S)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    def pids(self) -> dict[str, list[int]]:
+        return {"trainers": [process.pid for process in self._processes]}
+
+    async def window(self, seconds: float) -> Window:
+        before = Usage(self.pids())
+        await asyncio.sleep(seconds)
+        used = Usage(self.pids()).since(before)
+        ends = [end for end in self._times() if before.now <= end <= before.now + used.now]
+        rate = (len(ends) - 1) / (ends[-1] - ends[0])
+        return used.window(rate, rate * used.now)
+
+    def _times(self) -> list[float]:
+        if not self._steps.exists():
+            return []
+        return [float(line) for line in self._steps.read_text().split("\n")[:-1]]
+
+
+@dataclass
+class OurRow:
+    """A job of two trainers on a LocalCluster, whose trainers and parameter servers run under benchmarks.probed."""
+
+    script: Path
+    batch: int
+    mode: str
+    pservers: int
+    folder: Path
+
+    async def __aenter__(self) -> Self:
+        self._stack = AsyncExitStack()
+        one_lane = plain_spec(user_module.load(self.script), {})
+        changes: dict[str, Any] = {
+            "mode": self.mode,
+            "lanes": 2,
+            "trainers": 2,
+            "pservers": self.pservers,
+            "epochs": 100_000,
+            "global_batch_size": self.batch,
+            "checkpoint_every_epochs": None,
+            "checkpoint_every_seconds": None,
+            "evaluation_dataset": None,
+            "storage": str(self.folder / "run"),
+            "lease_ttl_s": LEASE_S,
+        }
+        self.spec: JobSpec = type(one_lane).model_validate({**one_lane.model_dump(), **changes})
+        forks = self._stack.enter_context(ProbedForks(self.folder))
+        self.cluster = await self._stack.enter_async_context(LocalCluster(self.spec, self.folder / "run", forks=forks))
+        self._ports: list[HttpPserver] = []
+        async with asyncio.timeout(START_S):
+            await self._all_there()
+            while await self.updates() < WARM_UP_STEPS:
+                await asyncio.sleep(LOOK_S)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def _all_there(self) -> None:
+        while len(found := [p for p in self.cluster.directory.pservers.values() if p.url]) < self.pservers:
+            await asyncio.sleep(LOOK_S)
+        for member in found:
+            self._ports.append(await self._stack.enter_async_context(HttpPserver(member)))
+
+    async def updates(self) -> float:
+        """Optimizer steps so far, of the mean block."""
+        infos = [await port.info() for port in self._ports]
+        blocks = sum(info.blocks for info in infos)
+        return sum(info.updates for info in infos) / blocks if blocks else 0.0
+
+    def pids(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {"trainers": [], "pservers": [], "others": [self.cluster.embedded.pid or 0]}
+        for name, child in self.cluster.children.items():
+            if child.starts > 1:
+                raise RuntimeError(f"{name} was started {child.starts} times; its log is {child.log}")
+            role = f"{name.partition('-')[0]}s"
+            found[role if role in found else "others"].append(child.pid)
+        return found
+
+    async def window(self, seconds: float) -> Window:
+        since, first = await self._next_step()
+        before = Usage(self.pids())
+        await asyncio.sleep(seconds)
+        used, counted = Usage(self.pids()).since(before), await self.updates()
+        until, last = await self._next_step()
+        return used.window((last - first) / (until - since), counted - first)
+
+    async def _next_step(self) -> tuple[float, float]:
+        """(when, how many there are then) as soon as one more is whole."""
+        begun = await self.updates()
+        while int(now := await self.updates()) == int(begun):
+            await asyncio.sleep(LOOK_S)
+        return clock.monotonic(), now
+
+    async def inside(self, seconds: float) -> Inside:
+        names = [name for name in self.cluster.children if name.partition("-")[0] in {"trainer", "pserver"}]
+        for name in names:
+            self.cluster.kill(name, signal.SIGUSR1)
+        await asyncio.sleep(seconds)
+        for name in names:
+            self.cluster.kill(name, signal.SIGUSR2)
+        lags: dict[str, list[float]] = {"trainers": [], "pservers": []}
+        own, mib = dict.fromkeys(lags, 0.0), dict.fromkeys(lags, 0.0)
+        for name in names:
+            file, role = self.folder / f"{name}.json", f"{name.partition('-')[0]}s"
+            async with asyncio.timeout(START_S):
+                while not file.exists():
+                    await asyncio.sleep(LOOK_S)
+            seen = json.loads(file.read_text())
+            lags[role] += seen["lags"]
+            own[role] = max([own[role], *(1000 * worked for worked in seen["worked"])])
+            mib[role] = max(mib[role], (seen["memory"] - seen["borrowed"]) / (1 << 20))
+        late = {role: p99_and_max(values) for role, values in lags.items()}
+        return Inside({role: (1000 * p99, 1000 * worst) for role, (p99, worst) in late.items()}, own, mib)
+
+
+class ProbedForks(ForkServer):
+    """Starts trainers and parameter servers under benchmarks.probed; each writes into `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    async def start(
+        self, argv: Sequence[str], environment: Mapping[str, str], out: IO[bytes], err: IO[bytes]
+    ) -> Process:
+        if argv[3] in PROBED:
+            argv = [*PYTHON_MODULE, "benchmarks.probed", *argv[3:]]
+            environment = {**environment, FILE: str(self._folder / f"{environment['TRIREME_NAME']}.json")}
+        return await super().start(argv, environment, out, err)
+
+
+Row = TorchRow | OurRow
+
+
+def send(row: Row, number: signal.Signals) -> None:
+    """To all processes of a row: whoever asks others is stopped before them, and goes on after them."""
+    pids = list(itertools.chain.from_iterable(row.pids().values()))
+    for pid in pids if number is signal.SIGSTOP else reversed(pids):
+        os.kill(pid, number)
+
+
+class Usage:
+    """Processor time so far, in ms: of these processes by role, and of the whole machine. `now` in seconds."""
+
+    def __init__(self, pids: Mapping[str, Sequence[int]]) -> None:
+        self.now = clock.monotonic()
+        self.roles = {role: sum(map(_of_process, each)) for role, each in pids.items()}
+        self.machine = _of_machine()
+
+    def since(self, before: Self) -> Self:
+        self.now -= before.now
+        self.roles = {role: ms - before.roles[role] for role, ms in self.roles.items()}
+        self.machine -= before.machine
+        return self
+
+    def window(self, steps_per_s: float, steps: float) -> Window:
+        foreign = (self.machine - sum(self.roles.values())) / 1000 / self.now
+        return Window(steps_per_s, {role: ms / steps for role, ms in self.roles.items()}, foreign)
+
+
+def _of_process(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) * TICK_MS
+
+
+def _of_machine() -> float:
+    user, nice, system, _idle, _waiting, interrupts, soft, stolen, *_ = (
+        int(ticks) for ticks in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    )
+    return (user + nice + system + interrupts + soft + stolen) * TICK_MS
+
+
+def activations_mib(script: Path, batch: int) -> float:
+    """What a plain process takes at a batch beyond parameters and gradients."""
+    command = [sys.executable, "-m", "benchmarks.torch_steps", str(script), "--batch", str(batch), "--activations"]
+    answer = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=START_S)
+    return int(answer.stdout) / (1 << 20)

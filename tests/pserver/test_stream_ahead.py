@@ -1,0 +1,71 @@
+"""References are read ahead of the work they mean: what is heard meanwhile, and where that ends."""
+
+import pytest
+import torch
+
+from pserver_service.stream import PserverStream
+from shared import wire
+from shared.shared_memory import Region
+from tests.pserver.jobs import pull_request
+from tests.pserver.servers import LAYOUT, SIZES, server
+from tests.pserver.streams import all_given_back, opening, over_shm, raw_stream, reference, versions
+
+__all__ = ["server"]
+
+
+async def all_referred(raw) -> Region:
+    """A region that the server knows: a gradient of ones for every block."""
+    region = Region.create(LAYOUT.vector_bytes)
+    torch.frombuffer(region, dtype=torch.float32).fill_(1.0)
+    raw.send_map({"id": 1, "call": "share", "message": {"offers": [region.offer(0).model_dump()]}})
+    assert (await raw.next())["end"]
+    return region
+
+
+ALL = b"".join(reference(index=index, at=(0, 0, 4 * elements)) for index, elements in SIZES.items())
+
+
+@over_shm
+async def test_what_is_said_behind_references_is_heard_before_they_are_applied(server):
+    await server.initialise()
+    async with raw_stream(server) as raw:
+        region = await all_referred(raw)
+        pull = wire.encode({"id": 2, "call": "pull", "message": wire.plain(pull_request(0, ()))})
+        raw.send(opening() + ALL + wire.encode({"id": 1, "end": True}) + pull)
+        assert [(await raw.next())["id"] for _ in range(2)] == [2, 1]
+    assert versions(server) == [1, 1, 1, 1]
+    await all_given_back(server)
+    del region
+
+
+@over_shm
+@pytest.mark.parametrize("last", [reference(at=(7, 0, 64)), wire.encode({"id": 1, "end": True}) + reference()])
+async def test_nothing_that_was_read_ahead_is_applied_once_the_stream_is_over(server, last):
+    await server.initialise()
+    async with raw_stream(server) as raw:
+        region = await all_referred(raw)
+        raw.send(opening() + ALL + last)
+        assert (await raw.next())["error"]["code"] == "BAD_FRAME"
+        await all_given_back(server)
+    assert versions(server) == [0, 0, 0, 0]
+    del region
+
+
+@over_shm
+async def test_references_are_read_ahead_up_to_a_limit(server, monkeypatch):
+    await server.initialise()
+    ahead, later = [], PserverStream._apply_later
+
+    def noted(self, *arguments):
+        later(self, *arguments)
+        ahead.append(len(self._ahead))
+
+    monkeypatch.setattr(PserverStream, "_apply_later", noted)
+    monkeypatch.setattr("pserver_service.stream.MAX_AHEAD", 2)
+    async with raw_stream(server) as raw:
+        region = await all_referred(raw)
+        raw.send(opening() + ALL + wire.encode({"id": 1, "end": True}))
+        assert (await raw.next())["message"]["applied"] == 4
+    assert ahead == [1, 2, 2, 2]
+    await all_given_back(server)
+    del region
