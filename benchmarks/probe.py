@@ -19,13 +19,15 @@ class LagProbe:
 
     def __init__(self) -> None:
         self._noted: list[tuple[float, float, float]] = []
+        self._worked: list[float] = []
 
     async def run(self) -> None:
         while True:
-            start = time.monotonic()
+            start, busy = time.monotonic(), time.thread_time()
             await asyncio.sleep(PERIOD_S)
             end = time.monotonic()
             self._noted.append((start, end, max(0.0, end - start - PERIOD_S)))
+            self._worked.append(min(self._noted[-1][2], time.thread_time() - busy))
 
     def take(self, windows: list[tuple[float, float]]) -> list[float]:
         """Seconds, of those noted within `windows` (first, last: of time.monotonic, which all processes share); all are
@@ -33,9 +35,11 @@ class LagProbe:
         noted, self._noted = self._noted, []
         return [lag for start, end, lag in noted if any(first <= start and end <= last for first, last in windows)]
 
-    def take_all(self) -> list[float]:
-        """As `take`, whenever it was noted."""
-        return self.take([(0.0, math.inf)])
+    def take_all(self) -> tuple[list[float], list[float]]:
+        """As `take`, whenever it was noted; and at most how much of each the loop's own thread worked: the rest it waited for a
+        processor."""
+        worked, self._worked = self._worked, []
+        return self.take([(0.0, math.inf)]), worked
 
 
 def p99_and_max(values: list[float]) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
 import os
 import runpy
@@ -20,12 +21,15 @@ from typing import Any
 
 from benchmarks.probe import LagProbe, Memory
 from shared import service
+from trireme.fork_server import NEEDS
 
 FILE = "TRIREME_PROBE"
 
 
 def main() -> None:
     module = sys.argv.pop(1)
+    for name in NEEDS[module]:  # what a fork server would have imported before
+        importlib.import_module(name)
     memory, file, run = Memory(), Path(os.environ.pop(FILE)), service.run
 
     def probed_run(work: Callable[[asyncio.Event], Awaitable[int]], **options: Any) -> int:
@@ -45,7 +49,8 @@ async def _beside(work: Awaitable[int], memory: Memory, file: Path) -> int:
     def end() -> None:
         probing.pop().cancel()
         new = file.with_suffix(".new")
-        seen = {"lags": probe.take_all(), "memory": memory.peak(), "borrowed": memory.borrowed()}
+        lags, worked = probe.take_all()
+        seen = {"lags": lags, "worked": worked, "memory": memory.peak(), "borrowed": memory.borrowed()}
         new.write_text(json.dumps(seen))
         new.rename(file)
 

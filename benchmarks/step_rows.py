@@ -45,9 +45,11 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """(99th percentile, worst) in ms by which event loops were late, and the most MiB that one process took, by role."""
+    """By role: (99th percentile, worst) in ms by which event loops were late, the worst of it that was their own work, and the
+    most MiB that one process took."""
 
     lag_ms: dict[str, tuple[float, float]]
+    own_ms: dict[str, float]
     mib: dict[str, float]
 
 
@@ -180,7 +182,7 @@ class OurRow:
         for name in names:
             self.cluster.kill(name, signal.SIGUSR2)
         lags: dict[str, list[float]] = {"trainers": [], "pservers": []}
-        mib = dict.fromkeys(lags, 0.0)
+        own, mib = dict.fromkeys(lags, 0.0), dict.fromkeys(lags, 0.0)
         for name in names:
             file, role = self.folder / f"{name}.json", f"{name.partition('-')[0]}s"
             async with asyncio.timeout(START_S):
@@ -188,9 +190,10 @@ class OurRow:
                     await asyncio.sleep(LOOK_S)
             seen = json.loads(file.read_text())
             lags[role] += seen["lags"]
+            own[role] = max([own[role], *(1000 * worked for worked in seen["worked"])])
             mib[role] = max(mib[role], (seen["memory"] - seen["borrowed"]) / (1 << 20))
         late = {role: p99_and_max(values) for role, values in lags.items()}
-        return Inside({role: (1000 * p99, 1000 * worst) for role, (p99, worst) in late.items()}, mib)
+        return Inside({role: (1000 * p99, 1000 * worst) for role, (p99, worst) in late.items()}, own, mib)
 
 
 class ProbedForks(ForkServer):

@@ -9,7 +9,8 @@ rows count the same records. `CPU ms`: processor time of a step, in all trainers
 rest (etcd, master). `others' cores`: what everybody else on the machine took meanwhile; ratios mean little if that is much.
 
 A second table tells of our rows, measured after the rounds, how late the event loops were (99th percentile and worst, woken
-every 2 ms; up to 1 ms is the loop's own clock), and how much memory one process took above its start, without others'
+every 2 ms; up to 1 ms is the loop's own clock) and, in brackets, the worst of it in which the loop's thread worked and did
+not wait for a processor, and how much memory one process took above its start, without others'
 memory that it reads, against the bounds of the design. Activations: what plain PyTorch took at a trainer's batch beyond
 parameters and gradients.
 """
@@ -118,7 +119,7 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 
 HEAD = "| model | what | steps/s | x plain | x DDP | CPU ms: trainers + pservers + rest | others' cores |\n|---|---|---|---|---|---|---|"
 HEAD_INSIDE = (
-    "\n| model | what | pservers' loops late, p99-worst ms | trainers' loops late | pserver MiB | bound | trainer MiB | bound |\n"
+    "\n| model | what | pservers' loops late, p99-worst (own) ms | trainers' loops late | pserver MiB | bound | trainer MiB | bound |\n"
     "|---|---|---|---|---|---|---|---|"
 )
 
@@ -145,7 +146,10 @@ def inside_table(rows: Sequence[Measured]) -> str:
     for row in rows:
         if row.inside is None:
             continue
-        late = ["{:.1f}-{:.1f}".format(*row.inside.lag_ms[role]) for role in ("pservers", "trainers")]
+        late = [
+            "{:.1f}-{:.1f} ({:.1f})".format(*row.inside.lag_ms[role], row.inside.own_ms[role])
+            for role in ("pservers", "trainers")
+        ]
         memory = [f"{mib[role]:.0f}" for role in ("pservers", "trainers") for mib in (row.inside.mib, row.bounds)]
         lines.append(f"| {' | '.join((row.model, TITLES[row.row], *late, *memory))} |")
     return "\n".join(lines)

@@ -7,9 +7,12 @@ request -> bounded (ASGI) -> token -> route: decode -> master -> encode        e
 from __future__ import annotations
 
 import hmac
+import re
 from importlib.metadata import version
 
 from fastapi import Depends, FastAPI, Request
+from pydantic_core import from_json
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from master_service import problems
@@ -20,6 +23,7 @@ from shared import telemetry
 from shared.errors import TooLarge, Unauthorized
 
 MAX_BODY_BYTES = 1 << 20
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 log = telemetry.logger("rest")
 
@@ -58,7 +62,8 @@ def make_api(master: Master, *, token: str = "") -> FastAPI:
 
 
 class Bounded:
-    """Around everything: an id for every request (or the caller's own), bodies up to MAX_BODY_BYTES, bugs as problems."""
+    """Around everything: an id for every request (or the caller's own), bodies up to MAX_BODY_BYTES, text that can be
+    written again, bugs as problems."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -69,14 +74,15 @@ class Bounded:
             return
         headers = dict(scope["headers"])
         request_id = scope["request_id"] = problems.request_id_of(headers)
-        seen, started = 0, False
+        seen, started = bytearray(), False
 
         async def bounded_receive() -> Message:
-            nonlocal seen
             message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > MAX_BODY_BYTES:  # sent without a length: the client is cut off
+            seen.extend(message.get("body", b""))
+            if len(seen) > MAX_BODY_BYTES:  # sent without a length: the client is cut off
                 return {"type": "http.disconnect"}
+            if message["type"] == "http.request" and not message.get("more_body"):
+                _check_text(seen)
             return message
 
         async def named_send(message: Message) -> None:
@@ -99,6 +105,16 @@ class Bounded:
                 raise
             response = problems.problem_response(problems.problem_of_bug(request_id))
             await response(scope, receive, named_send)
+
+
+def _check_text(body: bytearray) -> None:
+    """Raises HTTPException for a lone surrogate: Python's JSON takes it, but nobody can encode it again, into etcd say."""
+    if SURROGATE.search(body):
+        try:
+            from_json(body)
+        except ValueError as error:
+            msg = f"the body is no JSON, or half a surrogate pair (\\ud800 to \\udfff) stands in its text: {error}; send valid Unicode"
+            raise HTTPException(422, msg) from error
 
 
 def _too_large(size: int) -> TooLarge:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from master_service.core import books as decisions
 from master_service.core.changes import Event
+from master_service.core.members import Members, checkpoint_news
 from master_service.desk import Desk
 from master_service.leader import Probe, campaign, in_office, take_over
 from master_service.manifests import Manifests
@@ -63,6 +64,7 @@ class Dispatcher(Desk):
         self._office: Office | None = None
         self._lease: Lease | None = None
         self._told = TrainerProgress(trainer=name)
+        self._told_of = Members()
 
     def __repr__(self) -> str:
         return f"<Dispatcher {self.name}: {'sweeper' if self.sweeps else 'candidate'}, {self.view!r}>"
@@ -116,10 +118,15 @@ class Dispatcher(Desk):
         self._office = Office(self._etcd, self.keys, writer, lease, manifests, self.metrics, self.events)
         self.events.begin_term(term)
         self.events.add([Event("sweeper_elected", f"{self.name} sweeps in term {term}", {"term": term})])
+        self._told_of = Members()
+        self._on_members()
         await self._office.run()
 
     def _on_members(self) -> None:
         if self._office is not None:
+            now = self.view.books.members
+            self.events.add(checkpoint_news(self._told_of, now))
+            self._told_of = now
             self._office.look_again()
 
     # ---------------------------------------------------------------- what the others should know

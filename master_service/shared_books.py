@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from master_service import store
 from master_service.core.books import Books
 from master_service.core.file_table import FileTable
+from master_service.core.heard import Heard
 from master_service.core.operations import Operations
 from master_service.core.tasks import TaskQueue
 from master_service.tables import Tables
@@ -240,5 +241,5 @@ def draft_of(books: Books) -> Books:
 
 def _forked(part: Part) -> Part:
     values = {field.name: getattr(part, field.name) for field in fields(part)}
-    owned: dict[str, Any] = {name: value.copy() for name, value in values.items() if isinstance(value, dict)}
+    owned: dict[str, Any] = {name: value.copy() for name, value in values.items() if isinstance(value, dict | Heard)}
     return replace(part, **owned)

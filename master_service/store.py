@@ -69,6 +69,12 @@ def operations(keys: Keys, books: Books, changes: Iterable[Change]) -> list[Put 
 
 def _operations(keys: Keys, books: Books, change: Change) -> tuple[Put | Delete, ...]:
     match change:
+        case PutCursor(stream, position):
+            return (Put(keys.cursor(stream), str(position).encode()),)
+        case PutPending(task_id, task):
+            return (Put(keys.pending(task_id), task.to_bytes()),)
+        case DropPending(task_id):
+            return (Delete(keys.pending(task_id)),)
         case PutState(state):
             return (Put(keys.state, state.to_bytes()),)
         case PutLanes(lanes):
@@ -89,12 +95,6 @@ def _operations(keys: Keys, books: Books, change: Change) -> tuple[Put | Delete,
             return (Put(keys.checkpoint_cut(uuid), cut.to_bytes()),)
         case DropCut(uuid):
             return (Delete(keys.checkpoint_cut(uuid)),)
-        case PutCursor(stream, position):
-            return (Put(keys.cursor(stream), str(position).encode()),)
-        case PutPending(task_id, task):
-            return (Put(keys.pending(task_id), task.to_bytes()),)
-        case DropPending(task_id):
-            return (Delete(keys.pending(task_id)),)
         case PutRequeued(task_id, back):
             return (Put(keys.requeued(task_id), back.to_bytes()),)
         case DropRequeued(task_id):

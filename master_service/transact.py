@@ -144,7 +144,7 @@ class GroupCommit(ABC):
             group.outcomes.append((entry.future, decision.answer, error))
             changes += decision.changes
             group.events += decision.events
-            sealed = any(isinstance(change, NextEpoch) for change in decision.changes)
+            sealed = NextEpoch in map(type, decision.changes)
             if sealed:  # spelled before the books move on to the next epoch
                 group.writes = operations(self._keys, books, changes)
             for change in decision.changes:

@@ -254,7 +254,7 @@ class Keys:
         return self._of("tasks", "cursor", stream)
 
     def pending(self, task_id: str) -> str:
-        return self._of("tasks", "pending", task_id)
+        return f"{self.prefix}tasks/pending/{task_id}"
 
     def requeued(self, task_id: str) -> str:
         return self._of("tasks", "requeued", task_id)

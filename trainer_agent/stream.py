@@ -328,18 +328,23 @@ class StreamPserver:
         if stream is None:
             return await self.plain.push(header, blocks)
         with stream.call("push", header) as (number, call):
-            async with until(call.answer):  # an answer before the end is a refusal: send no more
-                async for item, payload in blocks:
-                    view = memoryview(payload).cast("B")
-                    await stream.taken(self._stall_s)
-                    at = await stream.refer(call, view, self._stall_s)
-                    size = 0 if at else view.nbytes
-                    head = _head(number, item.block, item.lanes, item.count, item.dtype, size, at)
-                    if at:
-                        stream.send_head(head)
-                    else:
-                        stream.send(head, view)
-                    await stream.taken(self._stall_s)
+            try:
+                async with until(call.answer):  # an answer before the end is a refusal: send no more
+                    async for item, payload in blocks:
+                        view = memoryview(payload).cast("B")
+                        await stream.taken(self._stall_s)
+                        at = await stream.refer(call, view, self._stall_s)
+                        size = 0 if at else view.nbytes
+                        head = _head(number, item.block, item.lanes, item.count, item.dtype, size, at)
+                        if at:
+                            stream.send_head(head)
+                        else:
+                            stream.send(head, view)
+                        await stream.taken(self._stall_s)
+            except BaseException:
+                if call.answer.done():  # refused: over there it is open until its end, and its number is used again
+                    stream.send_map({"id": number, "end": True})
+                raise
             stream.send_map({"id": number, "end": True})
             return wire.read(PushAnswer, await stream.answered(call, self._stall_s))
 

@@ -71,8 +71,8 @@ def is_back(state: JobState, member: PserverMember) -> bool:
 
 def returned(state: JobState, members: Members) -> list[PserverMember]:
     """Those that serve again and whose losses are not on record yet."""
-    back = [member for member in members.pservers.values() if is_back(state, member)]
-    return [member for member in back if member.restored is not None and not member.restored.error]
+    said = [member for member in members.pservers.values() if member.restored is not None and not member.restored.error]
+    return [member for member in said if is_back(state, member)]
 
 
 def is_outdated(state: JobState, members: Members, generation: int | None) -> bool:

@@ -15,6 +15,7 @@ from master_service.core.changes import (
     DropCut,
     DropOperation,
     DropPause,
+    DropPending,
     Event,
     ForgetParameters,
     NextEpoch,
@@ -25,6 +26,7 @@ from master_service.core.changes import (
     PutLosses,
     PutOperation,
     PutPause,
+    PutPending,
     PutRefetch,
     PutRequeued,
     PutSlots,
@@ -141,6 +143,11 @@ class Books:
     def apply(self, change: Change, now: float) -> None:
         """In place."""
         match change:
+            case DropPending(task_id) | PutPending(task_id):
+                self.queue_of(task_id).apply(change, now)
+            case PutCursor(stream, _):
+                kind = TaskKind.TRAIN if stream.isdigit() else TaskKind(stream.upper())
+                self.queues[kind].apply(change, now)
             case PutState(state):
                 self.state = state
             case PutLanes(lanes):
@@ -162,9 +169,6 @@ class Books:
             case NextEpoch(epoch):
                 self.meta = self.meta.model_copy(update={"epoch": epoch})
                 self.training.apply(change, now)
-            case PutCursor(stream, _):
-                kind = TaskKind.TRAIN if stream.isdigit() else TaskKind(stream.upper())
-                self.queues[kind].apply(change, now)
             case _:
                 self.queue_of(change.task_id).apply(change, now)
 
@@ -178,16 +182,14 @@ class Books:
 def acquire(books: Books, ask: AcquireTask) -> Decision[TaskAnswer]:
     """A task, "wait", "skip", "exhausted" or "end". Raises StaleGeneration, InvalidArgument, Conflict."""
     state = books.state
-    if state.phase.final:
-        return Decision(TaskAnswer(answer="end", reason=f"the job is {state.phase}: {state.reason}"))
     if state.phase is not Phase.RUNNING:
-        return Decision(
-            TaskAnswer(answer="wait", reason=f"the job is {state.phase}: {state.reason}", retry_after_s=WAIT_S)
-        )
+        reason = f"the job is {state.phase}: {state.reason}"
+        if state.phase.final:
+            return Decision(TaskAnswer(answer="end", reason=reason))
+        return Decision(TaskAnswer(answer="wait", reason=reason, retry_after_s=WAIT_S))
     check_generation(books, ask)
     decision = _acquire_lane(books, ask, ask.stream) if ask.stream is not None else _acquire_shared(books, ask)
-    task = decision.answer.task
-    if task is None or not state.timeline:
+    if (task := decision.answer.task) is None or not state.timeline:
         return decision
     task = task.model_copy(update={"timeline": state.timeline})
     return replace(decision, answer=decision.answer.model_copy(update={"task": task}))
@@ -271,9 +273,8 @@ def expire(books: Books, now: float) -> Decision[list[str]]:
     if queue is None or not late:
         return Decision([])
     blamed = late[:1] if queue.by_lane else late[:REQUEUES_AT_ONCE]
-    decision: Decision[list[str]] = Decision(
-        [queue.pending[task_id].record.trainer for task_id in blamed] if queue.by_lane else []
-    )
+    put_out = [queue.pending[task_id].record.trainer for task_id in blamed] if queue.by_lane else []
+    decision: Decision[list[str]] = Decision(put_out)
     for task_id in blamed:
         held = queue.pending[task_id]
         cause = f"silent for {now - held.last_sign:.1f} s at {held.record.trainer}"
@@ -320,9 +321,8 @@ def after(
             "reason": "trained, evaluated and exported",
             "result": result(books, report),
         }
-        event = Event(
-            "job_completed", f"job {spec.job} is completed", {"exports": len(report.exports) if report else 0}
-        )
+        exports = len(report.exports) if report else 0
+        event = Event("job_completed", f"job {spec.job} is completed", {"exports": exports})
     else:
         event = Event("stage_changed", f"{state.stage} is done, {stage} begins", {"stage": str(stage)})
     return decision + Decision(None, (PutState(state.model_copy(update=update)),), (event,))

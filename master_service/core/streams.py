@@ -13,6 +13,7 @@ from shared.errors import NotFound
 from shared.records import Task, TaskKind
 
 REMEMBERED_ORDERS = 4
+REMEMBERED_NUMBERS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class Streams:
     total: int = field(init=False)
     records: int = field(init=False)
     _orders: dict[int, EpochOrder] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _numbers: dict[str, int] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefix", "" if self.kind is TaskKind.TRAIN else self.kind.lower())
@@ -39,7 +41,15 @@ class Streams:
         return f"{self.prefix}-{number}" if self.prefix else str(number)
 
     def number(self, task_id: str) -> int:
-        """Raises NotFound for an id that is not among these tasks."""
+        """Raises NotFound for an id that is not among these tasks. A task under way is asked for often: remembered."""
+        found = self._numbers.get(task_id)
+        if found is None:
+            if len(self._numbers) >= REMEMBERED_NUMBERS:
+                self._numbers.clear()
+            found = self._numbers[task_id] = self._number(task_id)
+        return found
+
+    def _number(self, task_id: str) -> int:
         digits = task_id.removeprefix(f"{self.prefix}-") if self.prefix else task_id
         plain = digits.isascii() and digits.isdigit() and len(digits) <= len(str(self.total))
         if not plain or int(digits) >= self.total or self.task_id(int(digits)) != task_id:

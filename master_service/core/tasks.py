@@ -11,7 +11,6 @@ Streams: one shared by all trainers, or one per lane (`by_lane`), where the trai
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -26,13 +25,13 @@ from master_service.core.changes import (
     PutPending,
     PutRequeued,
 )
+from master_service.core.heard import Heard
 from master_service.core.pace import Pace
 from master_service.core.streams import Streams
 from shared.errors import Conflict, StaleAttempt
 from shared.records import AcquireTask, DiscardedTask, PendingTask, RequeuedTask, TaskAnswer, TaskKind
 
 WAIT_S = 0.2
-REMEMBERED_REPORTS = 4096
 
 
 @dataclass(slots=True)
@@ -69,8 +68,7 @@ class TaskQueue:
     pending: dict[str, Pending] = field(default_factory=dict)
     requeued: dict[str, RequeuedTask] = field(default_factory=dict)
     discarded: dict[tuple[int, str], PutDiscarded] = field(default_factory=dict)
-    reported: OrderedDict[tuple[int, str, int, str], None] = field(default_factory=OrderedDict)
-    requests: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    heard: Heard = field(default_factory=Heard)
     dispatched: int = 0
 
     @property
@@ -270,11 +268,15 @@ class TaskQueue:
                 self.dispatched += position - self.cursors.get(stream, 0)
                 self.cursors[stream] = position
             case PutPending(task_id, record):
+                if before := self.pending.get(task_id):
+                    self.heard.took_back(before.record)
                 self.pending[task_id] = Pending(record, now + self.pace.allowed_s(), now, now)
+                self.heard.gave(task_id, record)
             case DropPending(task_id, reported):
                 held = self.pending.pop(task_id)
+                self.heard.took_back(held.record)
                 if reported:
-                    self._remember(task_id, held.record)
+                    self.heard.remember(task_id, held.record)
             case PutRequeued(task_id, back):
                 self.requeued[task_id] = back
             case DropRequeued(task_id):
@@ -285,9 +287,10 @@ class TaskQueue:
                 del self.discarded[epoch, task_id]
             case NextEpoch(epoch):
                 if epoch <= self.epoch:
-                    self.reported.clear()  # back to a checkpoint: attempts are counted anew
+                    self.heard.reports.clear()  # back to a checkpoint: attempts are counted anew
                 for task_id, held in self.pending.items():
-                    self._remember(task_id, held.record)
+                    self.heard.remember(task_id, held.record)
+                self.heard.asks.clear()
                 self.epoch, self.dispatched = epoch, 0
                 self.cursors, self.pending, self.requeued = {}, {}, {}
             case _:
@@ -307,6 +310,11 @@ class TaskQueue:
                 yield f"task {task_id} is under way beyond the cursor of stream {stream}"
             if (self.epoch, task_id) in self.discarded:
                 yield f"task {task_id} is under way and discarded"
+        asks = {
+            (p.record.trainer, p.record.request): task_id for task_id, p in self.pending.items() if p.record.request
+        }
+        if asks != self.heard.asks:
+            yield f"pending tasks were asked for as {asks}, remembered is {self.heard.asks}"
         if self.dispatched != sum(self.cursors.values()):
             yield f"{self.dispatched} tasks are counted as dispatched, the cursors say {sum(self.cursors.values())}"
         if min(self.counts) < 0 or sum(self.counts) != self.total:
@@ -322,12 +330,11 @@ class TaskQueue:
 
     def _asked_before(self, ask: AcquireTask) -> TaskAnswer | None:
         """The reply was lost: the same request gets the same task."""
-        for task_id, held in self.pending.items():
-            record = held.record
-            if ask.request and record.request == ask.request and record.trainer == ask.trainer:
-                stream = int(record.stream) if record.stream.isdigit() else 0
-                return self._given(task_id, record.epoch, stream, record.index, record.attempt)
-        if ask.request and ask.request in self.requests:
+        if task_id := self.heard.asks.get((ask.trainer, ask.request)):
+            record = self.pending[task_id].record
+            stream = int(record.stream) if record.stream.isdigit() else 0
+            return self._given(task_id, record.epoch, stream, record.index, record.attempt)
+        if ask.request and ask.request in self.heard.requests:
             msg = f"request {ask.request} of {ask.trainer} was answered and its task reported; use a new request id"
             raise Conflict(msg)
         return None
@@ -390,11 +397,4 @@ class TaskQueue:
         if (held := self.pending.get(task_id)) and (held.record.attempt, held.record.trainer) == (attempt, trainer):
             return False
         epochs = (self.epoch, self.epoch - 1) if epoch is None else (epoch,)
-        return any((e, task_id, attempt, trainer) in self.reported for e in epochs)
-
-    def _remember(self, task_id: str, record: PendingTask) -> None:
-        self.reported[record.epoch, task_id, record.attempt, record.trainer] = None
-        self.requests[record.request] = None
-        for memory in (self.reported, self.requests):
-            while len(memory) > REMEMBERED_REPORTS:
-                memory.popitem(last=False)
+        return any((e, task_id, attempt, trainer) in self.heard.reports for e in epochs)

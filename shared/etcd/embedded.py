@@ -32,6 +32,7 @@ HOST = "127.0.0.1"
 READY_TIMEOUT_S = 20.0
 TERM_TIMEOUT_S = 10.0
 PORT_ATTEMPTS = 5
+GOGC = "400"  # its heap is small, so the default of 100 collects it many times a second
 LOG_BYTES = 4 << 20
 
 log = telemetry.logger("etcd.embedded")
@@ -221,7 +222,8 @@ class EmbeddedEtcd:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={name: value for name, value in os.environ.items() if not name.startswith("ETCD_")},
+                env={"GOGC": GOGC}
+                | {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")},
                 start_new_session=True,  # Ctrl-C at the terminal is for the parent, which stops its children in order
                 preexec_fn=die_with_parent(),
             )

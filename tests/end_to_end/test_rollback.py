@@ -107,7 +107,8 @@ def test_a_pserver_killed_in_mid_training_costs_no_bit(trireme, tmp_path, undist
     done = trireme.end_of(process)
     assert done.code == 0, done.err
     assert f"rolled back to step {back} in " in done.err
-    assert (json.loads(done.out)["records"], json.loads(done.out)["restarts"]) == (EPOCHS * RECORDS, {"pserver-1": 1})
+    report = json.loads(done.out)
+    assert (report["records"], report["restarts"]) == (EPOCHS * RECORDS, {"pserver-1": 1}), done.err
     assert_same(parameters(done), undisturbed)
 
 

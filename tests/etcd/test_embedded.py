@@ -38,6 +38,15 @@ def test_the_binary_is_the_given_one_then_that_on_path_then_the_wheels(tmp_path,
         find_binary()
 
 
+@pytest.mark.parametrize("given", [None, "50"])
+async def test_its_garbage_collector_is_lazier_unless_the_user_says_otherwise(tmp_path, monkeypatch, given):
+    monkeypatch.delenv("GOGC", raising=False)
+    if given is not None:
+        monkeypatch.setenv("GOGC", given)
+    async with EmbeddedEtcd(tmp_path) as etcd:
+        assert psutil.Process(etcd.pid).environ()["GOGC"] == (given or embedded.GOGC)
+
+
 async def test_data_port_and_clients_survive_a_kill_and_a_restart(embedded_etcd):
     client, url, pid = connect([embedded_etcd.url]), embedded_etcd.url, embedded_etcd.pid
     await client.put("/a", b"1")

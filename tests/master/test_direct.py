@@ -141,6 +141,28 @@ async def test_whatever_is_unusual_is_fastapis_affair() -> None:
     assert all(status != 500 for status, _, _ in mine)
 
 
+LONE_SURROGATES = [
+    post(TASK, rb'{"trainer": "\ud800", "request": "r", "generation": 1}'),
+    post(TASK, rb'{"trainer": "t1", "request": "\udc00x", "generation": 1}'),
+    post(f"{TASK}/0/complete", rb'{"trainer": "t1", "attempt": 1, "sums": {"\uD800": 1}}'),
+    post(f"{TASK}/0/fail", rb'{"trainer": "t1", "attempt": 1, "failure": {"error_type": "E", "message": "\uDFFF"}}'),
+    post("/v1/members/t1/failures", rb'{"error_type": "E", "message": "\ud83d\u0020"}'),
+]
+
+
+async def test_text_that_nobody_can_write_again_is_refused_and_the_master_leads_on() -> None:
+    for make in (make_app, make_api):
+        async with running(World(spec_of()), "t1") as master:
+            app = make(master, token="secret")
+            for call, (status, _, body) in zip(LONE_SURROGATES, await answers(app, LONE_SURROGATES), strict=True):
+                problem = json.loads(body)
+                assert (status, problem["code"]) == (422, "INVALID_ARGUMENT"), call
+                assert "surrogate" in problem["detail"], call
+            whole = rb'{"trainer": "t1", "request": "\ud83d\ude00", "generation": 1}'
+            assert [status for status, _, _ in await answers(app, [post(TASK, whole)])] == [200]
+            assert list(master.books.training.heard.asks) == [("t1", "\U0001f600")]
+
+
 async def test_a_bug_behind_the_direct_routes_is_a_problem_too(monkeypatch: Any) -> None:
     async with running(World(spec_of()), "t1") as master:
 

@@ -8,12 +8,23 @@ import pytest
 
 from master_service.core import job
 from master_service.core.changes import Decision
+from master_service.dispatcher import Dispatcher
 from master_service.shared_transact import Mandated, SharedTransactor
 from master_service.transact import Mandate
 from shared.datasets import TextLines
 from shared.errors import DatasetError, NotLeader, NotReady, StaleAttempt, StateUnreadable
 from shared.etcd import Compare, Etcd
-from shared.records import AcquireTask, CompleteTask, FailTask, JobState, Phase, Stage, TaskProgress, UserFailure
+from shared.records import (
+    AcquireTask,
+    CompleteTask,
+    FailTask,
+    JobState,
+    Phase,
+    PserverMember,
+    Stage,
+    TaskProgress,
+    UserFailure,
+)
 from tests.master.masterless import MasterlessWorld, dispatching, sweeper_of, work
 from tests.master.worlds import KEYS, Tables, done, spec_of, take, until, virtually
 
@@ -159,6 +170,33 @@ def test_a_dead_sweepers_place_is_taken_at_once_and_its_tasks_go_back() -> None:
             assert (again.task_id, again.attempt) == (task.task_id, 2)
 
     virtually(main)
+
+
+def test_the_sweeper_tells_of_a_parameter_servers_trouble_once_and_so_does_its_successor() -> None:
+    async def main() -> None:
+        world = MasterlessWorld(spec_of())
+        async with dispatching(world, "t1", "t2") as dispatchers:
+            kv = await world.etcd.get(KEYS.pserver(0))
+            assert kv is not None
+            for _ in range(2):
+                member = PserverMember.model_validate_json(kv.value).model_copy(update={"trouble": "no room"})
+                await world.etcd.put(kv.key, member.to_bytes(), kv.lease)
+            await asyncio.sleep(1)
+            first = sweeper_of(dispatchers)
+            assert {name: told(each) for name, each in dispatchers.items()} == {
+                name: ["no room"] if name == first else [] for name in dispatchers
+            }
+            world.kill(first, world.running[first])
+            await world.lose(first)
+            [second] = [each for name, each in dispatchers.items() if name != first]
+            await until(lambda: second.sweeps, "another sweeper")
+            assert told(second) == ["no room"]
+
+    virtually(main)
+
+
+def told(dispatcher: Dispatcher) -> list[str]:
+    return [event.message for event in dispatcher.events.after(0, 100) if event.name == "checkpoint_failed"]
 
 
 def test_a_frozen_sweepers_place_is_taken_within_a_lease() -> None:

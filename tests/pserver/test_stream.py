@@ -60,6 +60,29 @@ async def test_a_refused_push_leaves_the_stream_to_the_other_calls(server):
 
 
 @streamed
+async def test_a_push_that_is_refused_and_cancelled_at_once_leaves_the_stream_to_the_next(server):
+    """As when a roll-back refuses it and another pserver's death ends the step."""
+    await server.initialise()
+    await server.client.push(push_header(0, generation=5), gradients())
+    connection = server.client._stream
+
+    async def blocks():
+        await asyncio.sleep(60)
+        yield
+
+    pushing = asyncio.ensure_future(server.client.push(push_header(1, generation=4), blocks()))
+    async with asyncio.timeout(5):
+        while not connection._calls:
+            await asyncio.sleep(0)
+    connection._calls[1].answer.add_done_callback(lambda _: pushing.cancel())
+    with pytest.raises(asyncio.CancelledError):
+        await pushing
+    assert (await server.client.push(push_header(1, generation=5), gradients())).applied == 4
+    assert server.client._stream is connection
+    await all_given_back(server)
+
+
+@streamed
 async def test_a_generation_that_ends_during_a_push_refuses_the_rest_of_its_blocks(server):
     await server.initialise()
 

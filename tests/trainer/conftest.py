@@ -1,9 +1,14 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+
+from tests.trainer.scripts import spec_for, write_script
+from trainer_agent.model import TorchCompute
+from trainer_agent.user_module import load
 
 
 @pytest.fixture(autouse=True)
@@ -16,3 +21,15 @@ def process_stays_as_it_was():
             del sys.modules[name]
     sys.path[:] = path
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def build(tmp_path):
+    executor = ThreadPoolExecutor(1)
+
+    def make(spec=None, shared=False, **parts):
+        script = write_script(tmp_path, **parts)
+        return TorchCompute(load(script), spec_for(script, **(spec or {})), executor, shared=shared)
+
+    yield make
+    executor.shutdown()

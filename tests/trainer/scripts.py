@@ -116,3 +116,8 @@ def differing(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
     """Names of the tensors that are not equal in every bit (zeros may differ in sign)."""
     assert list(one) == list(other)
     return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def records(count, seed=0):
+    numbers = np.random.default_rng(seed)
+    return [{"x": numbers.standard_normal(5).astype(np.float32), "y": int(numbers.integers(3))} for _ in range(count)]

@@ -1,0 +1,44 @@
+"""What trainers have asked and reported before, so that a request whose answer got lost is known when it comes again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from shared.records import PendingTask
+
+REMEMBERED = 4096
+
+
+@dataclass(slots=True)
+class Heard:
+    """`asks`: (trainer, request) -> the pending task it got. The rest is bounded memory, empty in a new master: `requests`
+    whose tasks ended, `reports` (epoch, task, attempt, trainer) that were taken."""
+
+    asks: dict[tuple[str, str], str] = field(default_factory=dict)
+    requests: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    reports: OrderedDict[tuple[int, str, int, str], None] = field(default_factory=OrderedDict)
+
+    def copy(self) -> Heard:
+        return Heard(self.asks.copy(), self.requests.copy(), self.reports.copy())
+
+    def gave(self, task_id: str, record: PendingTask) -> None:
+        """In place."""
+        if record.request:
+            self.asks[record.trainer, record.request] = task_id
+
+    def took_back(self, record: PendingTask) -> None:
+        """In place. The task is pending no more, or pending for another ask."""
+        self.asks.pop((record.trainer, record.request), None)
+
+    def remember(self, task_id: str, record: PendingTask) -> None:
+        """In place."""
+        _add(self.reports, (record.epoch, task_id, record.attempt, record.trainer))
+        _add(self.requests, record.request)
+
+
+def _add(memory: OrderedDict[Any, None], item: object) -> None:
+    memory[item] = None
+    while len(memory) > REMEMBERED:
+        memory.popitem(last=False)
