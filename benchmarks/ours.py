@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import threading
 import time
@@ -82,6 +83,9 @@ class Trainer:
         from trainer_agent.flat import Plan, Vector
         from trainer_agent.outbound import HOST, Outbound
 
+        self._parameters = self._gradient = self._into = self._out = self._outbound = None  # those of the setup before
+        self._ports = []
+        gc.collect()
         self._memory = Memory()
         self._version, self._optimizer = 0, optimizer
         elements = mib << 18
