@@ -26,6 +26,7 @@ from trireme.plain import plain_spec
 from trireme.processes import PYTHON_MODULE, ForkServer, Process
 
 START_S, WARM_UP_STEPS = 90.0, 5
+ROOT = str(Path(__file__).resolve().parents[1])
 SETTLE_S = 0.3  # after going on: caches, timers that ran out meanwhile
 LOOK_S = 0.005
 PROBED = ("trainer_agent", "pserver_service")
@@ -200,6 +201,9 @@ class ProbedForks(ForkServer):
     """Starts trainers and parameter servers under benchmarks.probed; each writes into `folder`."""
 
     def __init__(self, folder: Path) -> None:
+        # for the fork server too, which imports benchmarks.probed wherever this was started
+        before = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *(path for path in before if path != ROOT)])
         super().__init__()
         self._folder = folder
 
