@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from contextlib import asynccontextmanager
 
 import pytest
@@ -83,3 +84,18 @@ def versions(server):
 async def all_given_back(server):
     """Every buffer beyond the values themselves is free again, every pull is forgotten."""
     await settled(server.pserver)
+
+
+async def growth(server, steps, warm, settled, last):
+    """(bytes of the pool, traced bytes) that `steps(settled, last)` leave behind, after `steps(0, warm)` and up to `settled`."""
+    await steps(0, warm)
+    allocated = server.pserver.store.pool.allocated_bytes
+    tracemalloc.start()
+    try:
+        await steps(warm, settled)
+        before, _ = tracemalloc.get_traced_memory()
+        await steps(settled, last)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    return server.pserver.store.pool.allocated_bytes - allocated, after - before

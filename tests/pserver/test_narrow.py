@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tracemalloc
 
 import msgpack
 import pytest
@@ -29,6 +28,7 @@ from tests.pserver.jobs import (
 from tests.pserver.jobs import check_invariants as check_without_casts
 from tests.pserver.servers import SIZES, TRANSPORTS
 from tests.pserver.servers import server as whole
+from tests.pserver.streams import growth
 
 __all__ = ["whole"]
 MIXED = layout_of(
@@ -303,18 +303,9 @@ async def test_steady_steps_over_a_stream_allocate_nothing_that_stays(server):
             request = pull_request(step + 1, SIZES, wait_s=5, dtype="bfloat16")
             await server.client.pull(request, lambda item: landing[: 2 * SIZES[item.block]])
 
-    await steps(0, 8)
-    allocated = server.pserver.store.pool.allocated_bytes
-    tracemalloc.start()
-    try:
-        await steps(8, 12)
-        before, _ = tracemalloc.get_traced_memory()
-        await steps(12, 32)
-        after, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert server.pserver.store.pool.allocated_bytes == allocated
-    assert after - before < 50_000, "a block is 131,072 bytes"
+    pool, traced = await growth(server, steps, 8, 12, 32)
+    assert pool == 0
+    assert traced < 50_000, "a block is 131,072 bytes"
 
 
 def test_a_cast_goes_back_with_its_values():

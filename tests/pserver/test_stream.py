@@ -2,7 +2,6 @@
 
 import asyncio
 import socket
-import tracemalloc
 from contextlib import suppress
 
 import aiohttp
@@ -21,7 +20,7 @@ from shared.stream import FrameStream
 from shared.upgrade import UpgradeRefused, upgrade
 from tests.pserver.jobs import JOB, init_header, item, layout_of, pull_request, push_header, stream
 from tests.pserver.servers import LAYOUT, PLAIN, SIZES, TOKEN, Flat, gradients, server
-from tests.pserver.streams import Raw, all_given_back, over_tcp, streamed, versions
+from tests.pserver.streams import Raw, all_given_back, growth, over_tcp, streamed, versions
 from trainer_agent.stream import StreamPserver
 
 __all__ = ["server"]
@@ -181,18 +180,9 @@ async def test_a_hundred_steady_steps_allocate_nothing_that_stays(server):
             await server.client.push(push_header(step), blocks)
             await server.client.pull(pull_request(step + 1, SIZES, wait_s=5), flat.sink)
 
-    await steps(0, 20)
-    allocated = server.pserver.store.pool.allocated_bytes
-    tracemalloc.start()
-    try:
-        await steps(20, 30)
-        before, _ = tracemalloc.get_traced_memory()
-        await steps(30, 130)
-        after, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert server.pserver.store.pool.allocated_bytes == allocated
-    assert after - before < 50_000, "a block is 262,144 bytes"
+    pool, traced = await growth(server, steps, 20, 30, 130)
+    assert pool == 0
+    assert traced < 50_000, "a block is 262,144 bytes"
 
 
 @over_tcp
