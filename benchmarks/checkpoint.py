@@ -3,7 +3,8 @@
 
 pause      a step whose version is copied against one that is not, in a parameter server's core, without network; beside it
            the time to copy the same state (values and optimizer) into memory that was touched before
-write      a part (checksum, fsync, rename) against a plain write and fsync of the same bytes, alone and beside steps
+write      a part (checksum, fsync, rename) against a plain write and fsync of as many bytes (through the page cache or past it,
+           whichever was faster), alone and beside steps
 slow-down  steps beside the writing of a part against steps without, of a trainer that computes (one thread; a residual
            network with that many parameters) and of one that only exchanges (the same gradients again and again)
 

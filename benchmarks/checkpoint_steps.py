@@ -9,6 +9,7 @@ The server's process tells through a pipe where it listens, then of each part th
 from __future__ import annotations
 
 import asyncio
+import mmap
 import multiprocessing
 import os
 import socket
@@ -240,13 +241,25 @@ def overlap(step: tuple[float, float], part: Part) -> float:
 
 
 def plain_write(folder: Path, size: int) -> float:
-    """MiB/s of a write and fsync of `size` bytes."""
-    content = memoryview(bytearray(os.urandom(1 << 20)) * 8)
+    """MiB/s of a write and fsync of `size` bytes: the faster of one through the page cache and one past it."""
+    ways = [0, os.O_DIRECT] if hasattr(os, "O_DIRECT") else [0]
+    return max(_plain_write(folder / "plain", size, flag) for flag in ways)
+
+
+def _plain_write(path: Path, size: int, flag: int) -> float:
+    content = memoryview(mmap.mmap(-1, 8 << 20))
+    content[:] = os.urandom(1 << 20) * 8
+    pieces = -(-size // len(content))
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | flag)
+    except OSError:  # a file system that knows no O_DIRECT
+        path.unlink(missing_ok=True)
+        return 0.0
     begin = time.perf_counter()
-    with (folder / "plain").open("wb", buffering=0) as file:
-        for first in range(0, size, len(content)):
-            file.write(content[: min(len(content), size - first)])
-        os.fsync(file.fileno())
+    for _ in range(pieces):
+        os.write(file, content)
+    os.fsync(file)
     seconds = time.perf_counter() - begin
-    (folder / "plain").unlink()
-    return size / seconds / 2**20
+    os.close(file)
+    path.unlink()
+    return pieces * len(content) / seconds / 2**20

@@ -20,6 +20,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from shared import ids, object_store
+from shared.direct_file import DirectFile
 from shared.errors import DatasetError, InvalidArgument
 
 TEMPORARY = ".tmp"
@@ -94,7 +95,7 @@ def read_bytes(url: str) -> bytes:
 def write_atomic(url: str) -> Iterator[BinaryIO]:
     """A file to write into; it appears under `url` when the block ends without an exception, complete, else not at all.
 
-    Local: temp name in the same folder, fsync, rename, fsync of the folder. S3: one upload, completed or aborted.
+    Local: temp name in the same folder (past the page cache), fsync, rename, fsync of the folder. S3: one upload, completed or aborted.
     Elsewhere: written locally, then put as one file.
     """
     filesystem, name = _resolve(url)
@@ -114,10 +115,9 @@ def write_atomic(url: str) -> Iterator[BinaryIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{ids.new_id()}{TEMPORARY}")
     try:
-        with temporary.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
+        with DirectFile(temporary) as file:
+            yield cast("BinaryIO", file)
+            file.finish()
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
