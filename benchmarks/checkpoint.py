@@ -8,8 +8,10 @@ write      a part (checksum, fsync, rename) against a plain write and fsync of a
 slow-down  steps beside the writing of a part against steps without, of a trainer that computes (one thread; a residual
            network with that many parameters) and of one that only exchanges (the same gradients again and again)
 
-Rounds of both kinds of steps alternate; each has its own steps without a write, write, and plain write. Medians and quartiles
-of rounds are shown.
+bare       the same beside a bare loop that writes as many bytes past the page cache: what this machine makes of any write
+
+Rounds of all kinds alternate; each has its own steps without a write, write, and plain write. Medians and quartiles of
+rounds are shown.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from pathlib import Path
 import torch
 import uvloop
 
-from benchmarks.checkpoint_steps import Part, Round, Steps
+from benchmarks.checkpoint_steps import Measured, Round, Steps, slow_downs
 from pserver_service.core.buffers import bytes_of
 from pserver_service.core.snapshot import Schedule
 from pserver_service.core.store import Store
@@ -67,15 +69,19 @@ class Beside:
     lost_s: Spread
     mib_per_s: Spread
     to_plain: Spread
+    bare_slow_down: Spread
+    bare_mib_per_s: Spread
 
     @classmethod
-    def of(cls, rounds: Sequence[Round]) -> Beside:
+    def of(cls, rounds: Sequence[Round], bare: Sequence[Round]) -> Beside:
         return cls(
             Spread.of([one.step_s for one in rounds]),
-            Spread.of([one.slow_down for one in rounds]),
+            Spread.of(slow_downs(rounds)),
             Spread.of([one.lost_s for one in rounds]),
             Spread.of([one.part.mib_per_s for one in rounds]),
             Spread.of([one.part.mib_per_s / one.plain_mib_per_s for one in rounds]),
+            Spread.of(slow_downs(bare)),
+            Spread.of([one.part.mib_per_s for one in bare]),
         )
 
 
@@ -122,29 +128,21 @@ def measure(mib: int, optimizer: str, batch: int, rounds: int, quiet: int, folde
     pause_s, copy_s = pauses(layout_of(mib, optimizer))
     _COPY.clear()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        training, exchanging, alone = runner.run(Steps(mib, optimizer, batch, folder).measure(rounds, quiet))
-    return row_of(mib, optimizer, pause_s, copy_s, training, exchanging, alone)
+        found = runner.run(Steps(mib, optimizer, batch, folder).measure(rounds, quiet))
+    return row_of(mib, optimizer, pause_s, copy_s, found)
 
 
-def row_of(
-    mib: int,
-    optimizer: str,
-    pause_s: float,
-    copy_s: float,
-    training: Sequence[Round],
-    exchanging: Sequence[Round],
-    alone: Sequence[Part],
-) -> Row:
+def row_of(mib: int, optimizer: str, pause_s: float, copy_s: float, found: Measured) -> Row:
     return Row(
         parameters_mib=mib,
         optimizer=optimizer,
-        part_mib=round(alone[-1].size / 2**20),
+        part_mib=round(found.alone[-1].size / 2**20),
         pause_s=pause_s,
         copy_s=copy_s,
-        plain_mib_per_s=Spread.of([one.plain_mib_per_s for one in (*training, *exchanging)]),
-        alone_mib_per_s=statistics.median(part.mib_per_s for part in alone),
-        training=Beside.of(training),
-        exchanging=Beside.of(exchanging),
+        plain_mib_per_s=Spread.of([one.plain_mib_per_s for one in found.training]),
+        alone_mib_per_s=statistics.median(part.mib_per_s for part in found.alone),
+        training=Beside.of(found.training, found.bare_training),
+        exchanging=Beside.of(found.exchanging, found.bare_exchanging),
     )
 
 
@@ -225,8 +223,9 @@ WRITES = (
     "|---|---|---|---|---|---|---|---|---|"
 )
 STEPS = (
-    "| parameters | optimizer | steps | without a write, ms | beside a write, slower | lost by a checkpoint, ms | written, MiB/s | / plain |\n"
-    "|---|---|---|---|---|---|---|---|"
+    "| parameters | optimizer | steps | without a write, ms | beside a write, slower | lost by a checkpoint, ms | written, MiB/s | / plain "
+    "| beside bare writes, slower | written, MiB/s | part / bare |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -241,7 +240,8 @@ def tables(rows: Sequence[Row]) -> str:
         for kind, found in (("training", row.training), ("exchanging only", row.exchanging)):
             steps.append(
                 f"{named} {kind} | {found.step_s.shown('.0f', 1e3)} | {found.slow_down.shown('+.0%')} | {found.lost_s.shown('.0f', 1e3)} | "
-                f"{found.mib_per_s.shown('.0f')} | {found.to_plain.shown('.0%')} |"
+                f"{found.mib_per_s.shown('.0f')} | {found.to_plain.shown('.0%')} | {found.bare_slow_down.shown('+.0%')} | "
+                f"{found.bare_mib_per_s.shown('.0f')} | {found.mib_per_s.median / found.bare_mib_per_s.median:.0%} |"
             )
     return "\n".join([*writes, "", *steps])
 

@@ -3,7 +3,8 @@
     trainer (this process): forward, backward, blocks pushed as they are finished, the next version pulled
     parameter server (a process): steps, copies the versions that are asked for, writes them behind the steps
 
-The server's process tells through a pipe where it listens, then of each part that it has written.
+The server's process tells through a pipe where it listens, then of each part that it has written. Every second one it only
+writes as many bytes of nothing in a bare loop: what the machine makes of any write beside such steps.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ import uvloop
 
 from pserver_service import disk
 from pserver_service.app import make_app, serving
-from pserver_service.background import Background
+from pserver_service.background import Background, lower_priority
 from pserver_service.core.snapshot import Schedule
 from pserver_service.service import Pserver
 from pserver_service.sharing import Chunks
@@ -53,15 +54,17 @@ JOB = "benchmark"
 SCRIPT = Path(__file__).parent / "scripts" / "residual.py"
 WARM_UP, ALONE = 4, 3
 PART_S = 120.0
+PAST_CACHE = getattr(os, "O_DIRECT", 0)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Written from `begin` to `end` of the machine's monotonic clock."""
+    """Written from `begin` to `end` of the machine's monotonic clock; `bare`: only as many bytes of nothing."""
 
     begin: float
     end: float
     size: int
+    bare: bool
 
     @property
     def mib_per_s(self) -> float:
@@ -80,10 +83,22 @@ class Round:
     part: Part
     plain_mib_per_s: float
 
-    @property
-    def slow_down(self) -> float:
-        """Of steps, if something were written all the time."""
-        return self.written_s / max(self.written_s - self.beside_s, 1e-9) - 1
+
+def slow_downs(rounds: Sequence[Round]) -> list[float]:
+    """Of steps, if something were written all the time, from what each round lost in the usual time of a write."""
+    written = statistics.median(one.written_s for one in rounds)
+    return [written / max(written - one.beside_s, 1e-9) - 1 for one in rounds]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """`bare`: beside a bare loop of writes. `alone`: parts with nothing beside."""
+
+    training: list[Round]
+    bare_training: list[Round]
+    exchanging: list[Round]
+    bare_exchanging: list[Round]
+    alone: list[Part]
 
 
 class Steps:
@@ -103,8 +118,8 @@ class Steps:
         self._server = context.Process(target=serve, args=(str(folder), theirs), daemon=True)
         self._port: StreamPserver
 
-    async def measure(self, rounds: int, quiet: int) -> tuple[list[Round], list[Round], list[Part]]:
-        """Rounds of `quiet` steps and a write, of training and of exchanging only, in turn; parts written with nothing beside."""
+    async def measure(self, rounds: int, quiet: int) -> Measured:
+        """Rounds of `quiet` steps and a write, of training and of exchanging only, in turn."""
         self._server.start()
         port, uds = self._parts.recv()
         member = PserverMember(
@@ -121,23 +136,28 @@ class Steps:
             for computes in (True, False):
                 for _ in range(WARM_UP):
                     await self._step(computes)
-            await self._step(False, asks=True)
-            self._part_bytes = self._recv().size  # the first with state: new memory
-            training, exchanging = [], []
-            for _ in range(rounds):
-                training.append(await self._round(True, quiet))
-                exchanging.append(await self._round(False, 2 * quiet))
-            alone = []
-            for _ in range(ALONE):
+            for _ in range(2):  # the first of each kind with state: new memory
                 await self._step(False, asks=True)
-                alone.append(self._recv())
+                self._part_bytes = self._recv().size
+            await self._step(False, asks=True)  # so that a part is next
+            self._recv()
+            found = Measured([], [], [], [], [])
+            for _ in range(rounds):
+                plain = plain_speed(self._folder, self._part_bytes)
+                found.training.append(await self._round(True, quiet, plain))
+                found.bare_training.append(await self._round(True, quiet, plain))
+                found.exchanging.append(await self._round(False, 2 * quiet, plain))
+                found.bare_exchanging.append(await self._round(False, 2 * quiet, plain))
+            while len(found.alone) < ALONE:
+                await self._step(False, asks=True)
+                if not (part := self._recv()).bare:
+                    found.alone.append(part)
         self._server.kill()
         self._server.join()
         self._thread.shutdown()
-        return training, exchanging, alone
+        return found
 
-    async def _round(self, computes: bool, quiet: int) -> Round:
-        plain = plain_write(self._folder, self._part_bytes)
+    async def _round(self, computes: bool, quiet: int, plain: float) -> Round:
         await self._step(computes)  # the first after something else
         before = [await self._step(computes) for _ in range(quiet)]
         usual = statistics.median(end - begin for begin, end in before)
@@ -219,7 +239,9 @@ def serve(folder: str, parts: Connection) -> None:
 async def _serve(folder: str, parts: Connection) -> None:
     pserver = Pserver(JOB, "ps", index=0, allocate=Chunks)
     pserver.schedule = Schedule(every_steps=None, every_epochs=None, epochs=1 << 30)
-    offload = Background()
+    offload, loop = Background(), asyncio.get_running_loop()
+    behind = ThreadPoolExecutor(1, "bare", initializer=lower_priority)
+    bare = True
     async with serving(make_app(pserver), "127.0.0.1", 0, f"{folder}/socket") as listening:
         parts.send((listening.port, listening.uds))
         while True:
@@ -228,38 +250,46 @@ async def _serve(folder: str, parts: Connection) -> None:
             snapshot = pserver.store.take_snapshot() if pserver.store is not None else None
             if snapshot is None:
                 continue
-            url, begin = f"{folder}/part-{snapshot.version}", time.monotonic()
-            summary = await offload(disk.write_part, url, {}, snapshot)
+            bare = not bare
+            url, size = (
+                f"{folder}/part-{snapshot.version}",
+                sum(one.buffer.view.nbytes for one in snapshot.tensors.values()),
+            )
+            begin = time.monotonic()
+            if bare:
+                await loop.run_in_executor(behind, plain_write, Path(url), size, PAST_CACHE)
+            else:
+                size = (await offload(disk.write_part, url, {}, snapshot)).bytes
             end = time.monotonic()
             snapshot.release()
             await offload(Path(url).unlink)
-            parts.send(Part(begin, end, summary.bytes))
+            parts.send(Part(begin, end, size, bare))
 
 
 def overlap(step: tuple[float, float], part: Part) -> float:
     return max(0.0, min(step[1], part.end) - max(step[0], part.begin))
 
 
-def plain_write(folder: Path, size: int) -> float:
+def plain_speed(folder: Path, size: int) -> float:
     """MiB/s of a write and fsync of `size` bytes: the faster of one through the page cache and one past it."""
-    ways = [0, os.O_DIRECT] if hasattr(os, "O_DIRECT") else [0]
-    return max(_plain_write(folder / "plain", size, flag) for flag in ways)
+    speeds = []
+    for flag in {0, PAST_CACHE}:
+        begin = time.perf_counter()
+        plain_write(folder / "plain", size, flag)
+        speeds.append(size / (time.perf_counter() - begin) / 2**20)
+        (folder / "plain").unlink()
+    return max(speeds)
 
 
-def _plain_write(path: Path, size: int, flag: int) -> float:
-    content = memoryview(mmap.mmap(-1, 8 << 20))
-    content[:] = os.urandom(1 << 20) * 8
-    pieces = -(-size // len(content))
+def plain_write(path: Path, size: int, flag: int) -> None:
+    """At least `size` bytes of nothing, and fsync. `flag`: O_DIRECT, where the file system knows it, or 0."""
+    content = memoryview(mmap.mmap(-1, 4 << 20))
+    content[:] = b"\1" * len(content)
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | flag)
-    except OSError:  # a file system that knows no O_DIRECT
-        path.unlink(missing_ok=True)
-        return 0.0
-    begin = time.perf_counter()
-    for _ in range(pieces):
+    except OSError:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT)
+    for _ in range(0, size, len(content)):
         os.write(file, content)
     os.fsync(file)
-    seconds = time.perf_counter() - begin
     os.close(file)
-    path.unlink()
-    return pieces * len(content) / seconds / 2**20

@@ -19,7 +19,7 @@ from shared.tensor_file import Summary
 
 THREADS = 2  # a commit, a checkpoint being loaded
 NICENESS = 19  # the lowest: whatever training leaves, and a seventieth of a core that it wants all of
-REST = 0.35  # of the time it worked: what a written byte takes of the memory's bandwidth is spread over more steps
+REST = 0.5  # of the time it worked: what a written byte takes of the memory's bandwidth is spread over more steps
 WORK_S = 1e-3  # at least, between two rests
 
 
