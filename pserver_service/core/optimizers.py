@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pserver_service.core.direct_steps import DirectStep, direct_step, has_state
 from shared.errors import InvalidArgument
 from shared.slots import OptimizerSpec
 
@@ -30,7 +31,6 @@ CLASSES: dict[str, type[torch.optim.Optimizer]] = {
 # how the arithmetic is done is chosen once, by the constructor; the rest may change with every step
 _FIXED = {"params", "foreach", "fused", "capturable", "differentiable", "initial_accumulator_value"}
 _OFF = {"capturable", "differentiable"}  # for CUDA graphs and for gradients of gradients: no use on a pserver
-_EXTRAS_OF_SGD = ("momentum", "weight_decay", "nesterov", "maximize")
 
 Options = dict[str, Any]
 
@@ -88,21 +88,22 @@ class BlockOptimizer:
         self._optimizer: torch.optim.Optimizer = make([self._parameter], **chosen)
         self._options: Options | None = None
         self._unhooked = _unhooked(type(self._optimizer).step)
-        self._plain_sgd = False
+        self._direct: DirectStep | None = None
 
     def only_reads(self, options: Options) -> bool:
         """Whether `step_into` with such options leaves the gradient as it is."""
         if options != self._options:
             self._take(options)
-        return self._plain_sgd
+        return self._direct is not None and has_state(self._optimizer, self.state())
 
     def step_into(self, out: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor, options: Options) -> None:
         """`out` = `values` stepped with `gradient` (its memory is scratch); `values` stay."""
         if options != self._options:
             self._take(options)
-        if self._plain_sgd:
-            # what SGD does with such options, without copying the values first: the same kernel, the same bits
-            torch.add(values, gradient, alpha=-self._optimizer.param_groups[0]["lr"], out=out)
+        state = self.state()
+        if self._direct is not None and has_state(self._optimizer, state):
+            with torch.no_grad():
+                self._direct(out, values, gradient, state)
         else:
             out.copy_(values)
             self.step(out, gradient, options)
@@ -131,7 +132,7 @@ class BlockOptimizer:
         group = self._optimizer.param_groups[0]
         group.update({name: value for name, value in options.items() if name in group and name not in _FIXED})
         self._options = options
-        self._plain_sgd = isinstance(self._optimizer, torch.optim.SGD) and not any(map(group.get, _EXTRAS_OF_SGD))
+        self._direct = direct_step(self._optimizer)
 
 
 def _unhooked(step: Any) -> Any:

@@ -197,3 +197,48 @@ def test_plain_sgd_steps_into_other_memory_with_the_bits_of_torch(foreach):
             assert torch.equal(values, before)
             assert torch.equal(out, parameter.detach())
             values, out = out, values
+
+
+CASES = [
+    (name, {**how, **extra})
+    for name in ("Adam", "AdamW")
+    for how in ({"fused": True}, {"fused": False, "foreach": False}, {})
+    for extra in ({}, {"weight_decay": 0.05}, {"weight_decay": 0.0, "betas": (0.8, 0.95), "eps": 1e-6})
+]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_direct_steps_of_adam_have_the_bits_of_torch(name, options):
+    """Values, state and the untouched gradient, with a rate that changes; also after going on from a saved state."""
+    torch.manual_seed(5)
+    start = torch.randn(10_007)
+    parameter = torch.nn.Parameter(start.clone())
+    plain = getattr(torch.optim, name)([parameter], lr=0.1, **options)
+    ours = BlockOptimizer(name, {"lr": 0.1, **options}, start.clone())
+    values, out = start.clone(), torch.empty_like(start)
+    for step, rate in enumerate((0.1, 0.1, 0.03, 0.7, 0.003)):
+        gradient = torch.randn(10_007)
+        plain.param_groups[0]["lr"] = rate
+        parameter.grad = gradient.clone()
+        plain.step()
+        kept, before = gradient.clone(), values.clone()
+        given = {"lr": rate, **options}
+        assert ours.only_reads(given) == (step > 0)
+        ours.step_into(out, values, gradient, given)
+        assert torch.equal(values, before)
+        assert torch.equal(gradient, kept)
+        assert torch.equal(out, parameter.detach())
+        for key, tensor in plain.state[parameter].items():
+            assert torch.equal(ours.state()[key], tensor), key
+        values, out = out, values
+        if step == 2:
+            saved = {key: tensor.clone() for key, tensor in ours.state().items()}
+            ours = BlockOptimizer(name, {"lr": 0.1, **options}, values)
+            ours.load(saved)
+
+
+@pytest.mark.parametrize("extra", [{"amsgrad": True}, {"maximize": True}, {"foreach": True}])
+def test_what_has_no_direct_step_is_left_to_torch(extra):
+    ours = BlockOptimizer("Adam", {"lr": 0.1, **extra}, torch.zeros(3))
+    ours.step_into(torch.zeros(3), torch.zeros(3), torch.ones(3), {"lr": 0.1, **extra})
+    assert not ours.only_reads({"lr": 0.1, **extra})

@@ -1,0 +1,93 @@
+"""Steps of common optimizers straight to torch's kernels: the bits of torch.optim's own step, without its hundred lines of
+Python for each block and, where the kernel can write elsewhere, without copying the values first.
+
+    direct_step(optimizer) -> a function of (out, values, gradient, state), or None: torch.optim has to do it
+
+`out` becomes `values` stepped with `gradient`; both stay as they are, `state` is changed in place. Kernels and their order
+are those of torch.optim.sgd and torch.optim.adam (single-tensor and fused, version 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+State = Mapping[str, torch.Tensor]
+DirectStep = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, State], None]
+_EXTRAS_OF_SGD = ("momentum", "weight_decay", "nesterov", "maximize")
+_EXTRAS_OF_ADAM = ("amsgrad", "maximize", "foreach")
+
+
+def direct_step(optimizer: torch.optim.Optimizer) -> DirectStep | None:
+    """For the options that the optimizer's only group has now."""
+    options = optimizer.param_groups[0]
+    match optimizer:
+        case torch.optim.SGD() if not any(map(options.get, _EXTRAS_OF_SGD)):
+            return partial(_sgd, options["lr"])
+        case torch.optim.Adam() if not any(map(options.get, _EXTRAS_OF_ADAM)):
+            decoupled = bool(options["decoupled_weight_decay"])
+            return partial(_fused_adam if options["fused"] else _adam, options, decoupled)
+    return None
+
+
+def has_state(optimizer: torch.optim.Optimizer, state: State) -> bool:
+    """Whether its state is as the direct step needs it: torch makes it in the first step."""
+    return bool(state) or isinstance(optimizer, torch.optim.SGD)
+
+
+def _sgd(rate: float, out: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor, _: State) -> None:
+    torch.add(values, gradient, alpha=-rate, out=out)
+
+
+def _fused_adam(
+    options: Mapping[str, Any],
+    decoupled: bool,
+    out: torch.Tensor,
+    values: torch.Tensor,
+    gradient: torch.Tensor,
+    state: State,
+) -> None:
+    out.copy_(values)
+    state["step"].add_(1)
+    beta1, beta2 = options["betas"]
+    kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    kernel(
+        [out],
+        [gradient],
+        [state["exp_avg"]],
+        [state["exp_avg_sq"]],
+        [],
+        [state["step"]],
+        lr=options["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=options["weight_decay"],
+        eps=options["eps"],
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+def _adam(
+    options: Mapping[str, Any],
+    decoupled: bool,
+    out: torch.Tensor,
+    values: torch.Tensor,
+    gradient: torch.Tensor,
+    state: State,
+) -> None:
+    rate, (beta1, beta2), decay = options["lr"], options["betas"], options["weight_decay"]
+    mean, square = state["exp_avg"], state["exp_avg_sq"]
+    step = state["step"].add_(1).item()
+    if decay and decoupled:
+        values = values.mul(1 - rate * decay)
+    elif decay:
+        gradient = gradient.add(values, alpha=decay)
+    mean.lerp_(gradient, 1 - beta1)
+    square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    torch.sqrt(square, out=out)  # the denominator, where the values will be
+    out.div_((1 - beta2**step) ** 0.5).add_(options["eps"])
+    torch.addcdiv(values, mean, out, value=-(rate / (1 - beta1**step)), out=out)
