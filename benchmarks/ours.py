@@ -250,12 +250,16 @@ class Ours:
         self._windows.append((start, time.monotonic()))
         return took
 
+    def forget_rounds(self) -> None:
+        """Lags of the rounds so far do not count: the first ones touch new memory."""
+        self._windows = []
+
     def calls(self, count: int) -> list[float]:
         """Seconds that each of so many almost empty calls took."""
         return self._trainers[0].ask("calls", count)
 
     def lags(self) -> tuple[list[float], list[float]]:
-        """Seconds by which the event loops of pservers and trainers were late in the rounds."""
+        """Seconds by which the event loops of pservers and trainers were late in the rounds that count."""
         both = (
             [lag for peer in peers for lag in peer.ask("lags", self._windows)]
             for peers in (self._servers, self._trainers)
