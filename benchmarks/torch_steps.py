@@ -62,7 +62,7 @@ def activations(user: UserModule, batches: list[Any]) -> int:
     memory = Memory()
     model: nn.Module = user.call("model")
     for batch in batches[:FEW]:
-        model.zero_grad()
+        model.zero_grad(set_to_none=False)
         user.call("loss", model, batch).backward()
     return memory.peak() - 2 * sum(parameter.nbytes for parameter in model.parameters())
 
