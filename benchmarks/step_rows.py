@@ -120,6 +120,9 @@ class OurRow:
             "pservers": self.pservers,
             "epochs": 100_000,
             "global_batch_size": self.batch,
+            "block_bytes": JobSpec.model_fields[
+                "block_bytes"
+            ].default,  # charlm has smaller ones, to be seen on more servers
             "checkpoint_every_epochs": None,
             "checkpoint_every_seconds": None,
             "evaluation_dataset": None,
