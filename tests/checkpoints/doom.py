@@ -98,7 +98,7 @@ def _watched(watcher: Callable[[str], None]) -> Iterator[None]:
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     if _watcher is None:
         return
-    if event in _CHANGES or (event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wxa+")):
+    if event in _CHANGES or (event == "open" and arguments[2] & (os.O_CREAT | os.O_WRONLY | os.O_RDWR)):
         _watcher(event)
 
 
