@@ -1,7 +1,7 @@
 """Dense parameters: push the gradient, step the optimizer, pull the parameters. All rows in one run, rounds interleaved.
 
     python -m benchmarks.dense [--mib 1,16,64] [--rounds 15] [--optimizers SGD,Adam] [--rows floor,plain,...] [--calls 2000] [--peers FOLDER]
-                               [--markdown | --json]
+                               [--bind] [--markdown | --json]
 
 Times vary with the machine; the ratios within one run are what counts. `net` is what /proc/net/dev saw on the loopback
 device per round (bytes received, so 64 MiB there and back show as 134 MB); a UNIX socket shows none. `CPU ms` of a round are
@@ -11,19 +11,21 @@ A second table tells of our rows how late the event loops were (99th percentile 
 is the loop's own clock), and how much memory a pserver and a trainer took above their start, against the bounds in the design (a
 trainer's: 2 vectors, since nothing computes with a third one here). With --calls, a
 third one tells how long almost empty calls take. --peers: Ray and MXNet, from virtual environments in that folder (see
-benchmarks/peers).
+benchmarks/peers). --bind takes the kernel's choice away, which here may put both ends of a row on one core for a whole run: then
+a round takes what both take of a processor, one after the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -33,7 +35,7 @@ from typing import Protocol
 from benchmarks import peers
 from benchmarks.ours import Ours
 from benchmarks.probe import p99_and_max
-from benchmarks.rivals import Floor, Gloo, Rpc
+from benchmarks.rivals import Floor, Gloo, Remote, Rpc
 
 TITLES = {
     "floor": "floor: raw duplex sockets, threads, TCP",
@@ -56,6 +58,7 @@ TITLES = {
 }
 BASES: tuple[str, ...] = ("floor", "rpc-tcp", "rpc", "gloo", "tcp")
 WARM_UP = 3
+EVERY = os.sched_getaffinity(0)  # cores
 
 
 class Contender(Protocol):
@@ -231,6 +234,14 @@ def inside_table(rows: list[Row]) -> str:
     )
 
 
+def bound(name: str) -> Iterator[set[int]]:
+    """The cores of a row's processes, servers first; rows of more than two processes may use all. The last core is that of this
+    process as well, which is the floor's client."""
+    every = sorted(EVERY)
+    os.sched_setaffinity(0, {every[-1]})
+    return itertools.repeat(EVERY) if "2" in name else itertools.cycle([{every[0]}, {every[-1]}])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", default="1,16,64")
@@ -241,6 +252,7 @@ def main() -> int:
     parser.add_argument(
         "--peers", type=Path, metavar="FOLDER", help="of virtual environments with ray and mxnet in them"
     )
+    parser.add_argument("--bind", action="store_true", help="bind the two processes of a row to a core each")
     parser.add_argument("--block-kib", type=int, default=1024)
     parser.add_argument("--markdown", action="store_true", help="the default")
     parser.add_argument("--json", action="store_true")
@@ -252,6 +264,8 @@ def main() -> int:
         known = makers(directory, given.block_kib) | (peers_in(given.peers) if given.peers else {})
         for name, make in known.items():
             if name in given.rows.split(","):
+                if given.bind:
+                    Remote.cores = bound(name)
                 contenders[name] = make()
                 stack.callback(contenders[name].close)
         for optimizer in given.optimizers.split(","):

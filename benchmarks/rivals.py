@@ -7,11 +7,13 @@ gloo    two ranks, all-reduce of the gradient, each steps a copy of the paramete
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 from shared import telemetry
@@ -54,12 +56,14 @@ def is_right(parameters, optimizer: str, rounds: int, dtype: str = "float32") ->
 
 
 class Remote:
-    """An object in another process; its methods are called by name."""
+    """An object in another process, on the next of `cores`; its methods are called by name."""
+
+    cores: Iterator[set[int]] = itertools.repeat(os.sched_getaffinity(0))
 
     def __init__(self, made, *arguments) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, made, arguments), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, made, arguments, next(self.cores)), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -87,7 +91,8 @@ class Remote:
         self._process.join(10)
 
 
-def _serve(pipe: Connection, made, arguments) -> None:
+def _serve(pipe: Connection, made, arguments, cores: set[int]) -> None:
+    os.sched_setaffinity(0, cores)
     telemetry.configure(level="WARNING", service="benchmark")  # stdout is the table's
     served = made(*arguments)
     while True:
