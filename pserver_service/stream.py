@@ -210,6 +210,9 @@ class PserverStream(FrameStream):
                 done += self._apply_next()
         except TriremeError as error:
             self.fail(error)
+        except Exception:
+            self.abort()  # as a transport does with what its protocol raises: the trainer hears of it at once
+            raise
         if self._ahead:
             asyncio.get_running_loop().call_soon(self._apply_some)
 

@@ -1,8 +1,11 @@
 """References are read ahead of the work they mean: what is heard meanwhile, and where that ends."""
 
+import asyncio
+
 import pytest
 import torch
 
+from pserver_service.calls import Pushing
 from pserver_service.stream import PserverStream
 from shared import wire
 from shared.shared_memory import Region
@@ -67,5 +70,26 @@ async def test_references_are_read_ahead_up_to_a_limit(server, monkeypatch):
         raw.send(opening() + ALL + wire.encode({"id": 1, "end": True}))
         assert (await raw.next())["message"]["applied"] == 4
     assert ahead == [1, 2, 2, 2]
+    await all_given_back(server)
+    del region
+
+
+@over_shm
+async def test_an_apply_that_breaks_ends_the_stream_at_once(server, monkeypatch):
+    """A bug of ours there: nobody waits for an answer that never comes."""
+    await server.initialise()
+    told = []
+
+    def breaks(*_):
+        raise RuntimeError("a bug")
+
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
+    monkeypatch.setattr(Pushing, "apply", breaks)
+    async with raw_stream(server) as raw:
+        region = await all_referred(raw)
+        raw.send(opening() + ALL)
+        async with asyncio.timeout(5):
+            await raw.over.wait()
+    assert [str(error) for error in told] == ["a bug"]
     await all_given_back(server)
     del region
