@@ -191,7 +191,8 @@ async def disturbed(
                 raise SoakError(f"seed {seed}, fault {number} ({fault}): {error}\n{run.tail()}") from error
             say(f"{number:3}/{faults}  {at:6.1f} s  {fault!s:<32}{_cost(receipt)}")
             receipts.append(receipt)
-            early = (receipt.next_step or 0) > epochs * STEPS_PER_EPOCH * number / (faults + 1)
+            due = epochs * STEPS_PER_EPOCH * number / (faults + 1) - STEPS_PER_FAULT  # steps go on before the next fault
+            early = (receipt.next_step or 0) > due
             run.slow_down(VERY_SLOWLY_S if early else SLOWLY_S)
         run.slow_down(0)
         return await run.end(), receipts
