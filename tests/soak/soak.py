@@ -191,8 +191,8 @@ async def disturbed(
                 raise SoakError(f"seed {seed}, fault {number} ({fault}): {error}\n{run.tail()}") from error
             say(f"{number:3}/{faults}  {at:6.1f} s  {fault!s:<32}{_cost(receipt)}")
             receipts.append(receipt)
-            due = epochs * STEPS_PER_EPOCH * number / (faults + 1) - STEPS_PER_FAULT  # steps go on before the next fault
-            early = (receipt.next_step or 0) > due
+            due = epochs * STEPS_PER_EPOCH * number / (faults + 1)
+            early = (receipt.next_step or 0) > due - STEPS_PER_FAULT  # steps go on before the next fault
             run.slow_down(VERY_SLOWLY_S if early else SLOWLY_S)
         run.slow_down(0)
         return await run.end(), receipts
@@ -219,6 +219,8 @@ async def _inflict(run: Run, fault: Fault) -> Receipt:
     names = fault.victims
     await until(lambda: alive(run.folder).keys() >= set(names), ALIVE_S, f"{names} to run", run.check)
     victims = {name: pid for name, pid in alive(run.folder).items() if name in names}
+    if fault.kind is Kind.FREEZE:
+        run.slow_down(VERY_SLOWLY_S)  # the job goes on before the frozen one does
     async with Witness(run.folder) as witness:
         before = await witness.look()
         async with asyncio.TaskGroup() as group:
