@@ -105,7 +105,8 @@ async def server(request, tmp_path):
     uds = "" if "tcp" in transport else str(tmp_path / "ps.sock")
     connect = CONNECT[transport]
     pserver = Pserver(JOB, "ps-1", index=0, allocate=Chunks if connect is Sharer else None)
-    stall_s = getattr(request.module, "STALL_S", PATIENCE_S)
+    mark = request.node.get_closest_marker("stall")
+    stall_s = mark.args[0] if mark else getattr(request.module, "STALL_S", PATIENCE_S)
     app = make_app(pserver, token=TOKEN, stall_s=stall_s, idle_s=2 * stall_s)
     async with serving(app, "127.0.0.1", 0, uds) as listening:
         made = Server(pserver, f"http://127.0.0.1:{listening.port}", listening.uds, connect)

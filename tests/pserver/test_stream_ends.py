@@ -14,6 +14,10 @@ from tests.pserver.streams import all_given_back, block, opening, over_tcp, raw_
 
 __all__ = ["server"]
 
+LONG_S = (
+    3 * STALL_S
+)  # where something has to happen before the server's patience ends: a virtual machine may halt for a second
+
 BAD = [
     (b"GET / HTTP/1.1\r\n\r\n", "BAD_FRAME"),
     (b"\xc1", "BAD_FRAME"),
@@ -81,13 +85,14 @@ async def test_a_silent_pusher_is_told_and_cut_off(server, cut):
 
 
 @over_tcp
+@pytest.mark.stall(LONG_S)
 async def test_a_puller_that_does_not_read_is_cut_off_and_blocks_nobody(server):
     layout = layout_of(4_000_000, block_bytes=1 << 20, optimizer=PLAIN)
     await server.initialise(layout)
     async with raw_stream(server) as raw:
         raw._transport.pause_reading()
         raw.send_map({"id": 1, "call": "pull", "message": wire.plain(pull_request(0, range(16)))})
-        async with asyncio.timeout(STALL_S):
+        async with asyncio.timeout(LONG_S):  # before it is cut off
             while not server.pserver._waiting:
                 await asyncio.sleep(0.01)
             await server.client.push(push_header(0), stream(*(item(k, torch.ones(1 << 18)) for k in range(15))))
