@@ -111,7 +111,9 @@ def test_the_commands_know_what_a_masterless_job_has_and_what_it_lacks(tmp_path)
         refused = command.run("run", script, "--dispatch", "etcd", "--standbys", "1")
         assert refused.code == 2
         assert "with dispatch etcd there is none" in refused.err
-        done = command.run("run", script, "--dispatch", "etcd", "--trainers", "1")
+        done = command.run(
+            "run", script, "--dispatch", "etcd", "--trainers", "1", "--epochs", "12"
+        )  # some seconds of it
         assert (done.code, "COMPLETED" in done.out) == (0, True), done.err
         assert "no master, queue in etcd+http://127.0.0.1:" in done.err
         assert "training loss" in done.out
