@@ -16,10 +16,9 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 
 import numpy as np
-from numpy.lib import format as npy_format
 
 from master_service.core.file_table import FileTable, TableFile
-from shared import storage
+from shared import npy, storage
 from shared.custom_reader import load_custom
 from shared.datasets import Bytes, Csv, Custom, Dataset, Npy, Parquet
 from shared.errors import DatasetError, TriremeError
@@ -176,9 +175,7 @@ def _check_names(dataset: Npy, files: list[str]) -> None:
 
 def _count_npy(file: str) -> TableFile:
     with storage.reading(file, ".npy"), storage.open_read(file) as source:
-        version = npy_format.read_magic(source)
-        read = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
-        shape, _, dtype = read(source)
+        shape, _, dtype = npy.read_head(source)
         if not shape or dtype.hasobject:
             what = "a single number" if not shape else "Python objects"
             raise DatasetError(f"{file} holds {what}, not rows of numbers", hint="save an array of numbers", url=file)

@@ -33,6 +33,7 @@ from shared.records import JobSpec, MasterLock, MetricBatch, TaskProgress
 
 PAUSE_S = 0.5
 TELL_S = 3.0
+REMEMBERED_S = 30.0
 
 log = telemetry.logger("dispatcher")
 
@@ -84,7 +85,12 @@ class Dispatcher(Desk):
         """Until `stopping`; then the sweep lock is handed over at once. Raises what no later office could mend."""
         async with asyncio.TaskGroup() as group:
             working = [group.create_task(work) for work in (self.view.run(), self._writer.run())]
-            await self._candidate(stopping)
+            leaving = asyncio.Event()
+            candidate = group.create_task(self._candidate(leaving))
+            await stopping.wait()
+            await self._be_remembered()
+            leaving.set()
+            await candidate
             for task in working:
                 task.cancel()
 
@@ -162,6 +168,17 @@ class Dispatcher(Desk):
     def _holds(self, task: HeldTask) -> bool:
         held = self.books.queue_of(task.task_id).pending.get(task.task_id)
         return held is not None and (held.record.trainer, held.record.attempt) == (self.name, task.attempt)
+
+    async def _be_remembered(self) -> None:
+        """What this trainer told of the epoch stays for a while: whoever follows the job may not have seen it yet."""
+        if not self._told.records:
+            return
+        said = self._told.model_copy(update={"tasks": ()})
+        try:
+            lease = await self._etcd.grant(REMEMBERED_S, timeout_s=TELL_S)
+            await self._etcd.put(self.keys.progress(self.name), said.to_bytes(), lease.id, timeout_s=TELL_S)
+        except PeerError as error:
+            log.debug("progress_untold", cause=error.message)
 
     async def _tell(self, said: TrainerProgress) -> None:
         """For information, so nothing is repeated: the next one says it all."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+
 import fsspec
 import numpy as np
 import pyarrow as pa
@@ -40,6 +43,24 @@ def test_progress_tells_files_counted_and_files(tmp_path):
     told = []
     count_records(TextLines(str(tmp_path / "*.txt")), 1, lambda *numbers: told.append(numbers))
     assert told == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_heads_of_npy_files_are_read_in_several_threads_whatever_runs_in_between(tmp_path, monkeypatch):
+    """CPython 3.11 counts the nesting of `ast` for all threads in one place; collecting garbage may switch threads there."""
+    for number in range(1000):
+        np.save(tmp_path / f"{number}.npy", np.zeros((2, 1)))
+    switch, threshold, interval = lambda *_: sum(range(50)), gc.get_threshold(), sys.getswitchinterval()
+    monkeypatch.setattr("master_service.dataset.THREADS", 8)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    gc.callbacks.append(switch)
+    gc.set_threshold(5)
+    sys.setswitchinterval(1e-6)
+    try:
+        assert count_records(Npy(str(tmp_path / "*.npy"), columns=("x",)), 10).records == 2000
+    finally:
+        sys.setswitchinterval(interval)
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(switch)
 
 
 @pytest.mark.parametrize(

@@ -8,20 +8,23 @@ import pytest
 
 from master_service.core import job
 from master_service.core.changes import Decision
-from master_service.dispatcher import Dispatcher
+from master_service.dispatcher import REMEMBERED_S, Dispatcher
 from master_service.shared_transact import Mandated, SharedTransactor
 from master_service.transact import Mandate
 from shared.datasets import TextLines
 from shared.errors import DatasetError, NotLeader, NotReady, StaleAttempt, StateUnreadable
 from shared.etcd import Compare, Etcd
+from shared.progress import TrainerProgress
 from shared.records import (
     AcquireTask,
     CompleteTask,
     FailTask,
     JobState,
+    MetricBatch,
     Phase,
     PserverMember,
     Stage,
+    StepMetrics,
     TaskProgress,
     UserFailure,
 )
@@ -270,6 +273,22 @@ def test_progress_of_another_trainer_keeps_its_task_from_expiring() -> None:
             await until(lambda: mine.books.training.requeued, "the silence to be noticed", 20)
             with pytest.raises(StaleAttempt):
                 await mine.complete_task(task.task_id, done(task, worker))
+
+    virtually(main)
+
+
+def test_what_a_trainer_that_leaves_has_told_of_its_epoch_is_there_for_a_while() -> None:
+    async def main() -> None:
+        world = MasterlessWorld(spec_of())
+        async with dispatching(world, "t1", "t2") as dispatchers:
+            share = StepMetrics(step=3, epoch=0, loss_sum=6.0, records=4)
+            await dispatchers["t2"].report_metrics(MetricBatch(trainer="t2", steps=(share,)))
+        told = (await world.etcd.range(KEYS.progresses, prefix=True)).kvs
+        assert [kv.key for kv in told] == [KEYS.progress("t2")]
+        said = TrainerProgress.model_validate_json(told[0].value)
+        assert (said.loss_sum, said.records, said.step) == (6.0, 4, 3)
+        await asyncio.sleep(REMEMBERED_S + 5)
+        assert not (await world.etcd.range(KEYS.progresses, prefix=True)).kvs
 
     virtually(main)
 

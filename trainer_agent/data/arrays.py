@@ -8,9 +8,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
-from numpy.lib import format as npy_format
 
-from shared import storage
+from shared import npy, storage
 from shared.datasets import Bytes, Npy
 from shared.errors import DatasetError
 from trainer_agent.data.reader import too_short
@@ -63,7 +62,7 @@ class NpyReader:
                 return _read_rows(source, file, first, count)
         with self._lock:
             if file not in self._arrays:
-                self._arrays[file] = np.load(local, mmap_mode="r", allow_pickle=False)
+                self._arrays[file] = npy.mapped(local)
             array = self._arrays[file]
         if array.ndim == 0 or first + count > len(array):
             raise too_short(file, first, count, len(array) if array.ndim else 0)
@@ -71,9 +70,7 @@ class NpyReader:
 
 
 def _read_rows(source: BinaryIO, file: str, first: int, count: int) -> npt.NDArray[Any]:
-    version = npy_format.read_magic(source)
-    read_header = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
-    shape, fortran_order, dtype = read_header(source)
+    shape, fortran_order, dtype = npy.read_head(source)
     if not shape or first + count > shape[0]:
         raise too_short(file, first, count, shape[0] if shape else 0)
     if dtype.hasobject or fortran_order:
