@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 
-from benchmarks.probe import LagProbe, Memory
+from benchmarks.probe import TRAINER_MIB, LagProbe, Memory
 from benchmarks.rivals import LR, Remote, gradient_of, is_right, optimizer_options
 
 STATE = {"SGD": 0, "Adam": 2}  # of an optimizer, in parameters
@@ -239,7 +239,7 @@ class Ours:
             trainer.ask("setup", mib, optimizer, ports, self._block_kib)
         state, waiting = STATE[optimizer], min(len(self._trainers) - 1, len(self._trainers) / 2)
         self.bound = int((mib << 20) * (2 + state + waiting) / len(self._servers)) + (64 << 20)
-        self.trainer_bound = 2 * (mib << 20)
+        self.trainer_bound = (2 * mib + TRAINER_MIB) << 20
         self._windows = []
 
     def round(self) -> float:

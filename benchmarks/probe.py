@@ -12,6 +12,7 @@ from pathlib import Path
 
 PERIOD_S = 0.002
 MIB = 1 << 20
+TRAINER_MIB = 16  # of a trainer, whatever the model: records read ahead, connections, threads
 
 
 class LagProbe:
@@ -57,9 +58,11 @@ class Memory:
         self.forget_peak()
         self._before = _status("VmRSS") - _status("RssFile")
 
-    def forget_peak(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)  # what was freed before must not be used again unseen
+    def forget_peak(self, *, trim: bool = True) -> None:
+        """`trim`: what was freed before must not be used again unseen."""
+        if trim:
+            with contextlib.suppress(OSError, AttributeError):
+                ctypes.CDLL(None).malloc_trim(0)
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
 

@@ -44,6 +44,7 @@ async def _beside(work: Awaitable[int], memory: Memory, file: Path) -> int:
     probing: list[asyncio.Task[None]] = []
 
     def begin() -> None:
+        memory.forget_peak(trim=False)  # of the lanes it has now, and with all that its allocator keeps
         probing.append(loop.create_task(probe.run()))
 
     def end() -> None:

@@ -31,6 +31,7 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks.probe import TRAINER_MIB
 from benchmarks.step_rows import SETTLE_S, Inside, OurRow, Row, TorchRow, Window, activations_mib, send
 from trainer_agent import user_module
 
@@ -95,7 +96,7 @@ async def measure(model: str, names: Sequence[str], rounds: int, seconds: float,
 
 
 def bounds(name: str, model: str) -> dict[str, float]:
-    """Of the design (wire.md): what one process may take above its start, in MiB. Two trainers, one lane each."""
+    """What one process may take above its start, in MiB (docs/performance.md). Two trainers, one lane each."""
     if name in BASES:
         return {}
     sync = name.startswith("sync")
@@ -103,7 +104,7 @@ def bounds(name: str, model: str) -> dict[str, float]:
     mib = sum(parameter.nbytes for parameter in user.call("model").parameters()) / (1 << 20)
     batch = BATCHES[model] // 2 if sync else BATCHES[model]
     pserver = mib * (2 + STATE[model] + sync) / int(name[-1]) + 64
-    return {"trainers": 3 * mib + activations_mib(SCRIPTS[model], batch), "pservers": pserver}
+    return {"trainers": 3 * mib + activations_mib(SCRIPTS[model], batch) + TRAINER_MIB, "pservers": pserver}
 
 
 # ------------------------------------------------------------ tables

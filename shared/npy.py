@@ -7,6 +7,7 @@ with a SystemError while another thread parses (python/cpython#106905): one head
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO
 
@@ -29,7 +30,7 @@ def read_head(source: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
         return read(head)
 
 
-def mapped(path: str) -> npt.NDArray[Any]:
+def mapped(path: Path) -> npt.NDArray[Any]:
     """The array of a local file, memory-mapped. Raises ValueError, OSError."""
     with _parsing:
         array: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)

@@ -3,7 +3,7 @@
     lane 0 ─► slot 0        lane 1 ─► slot 1, combined into 0        lane 2 ─► slot 1
     lane 3, the node's last ─► slot 2: as backward finishes a block, 2 into 1, 1 into 0, announced, pushed from slot 0
 
-Slots are allocated once: log2 of the lanes of a node, plus one. Not thread-safe: one thread computes at a time.
+Slots are allocated once: log2 of the lanes of a node, plus one; a trainer that owns fewer lanes than before gives some back. Not thread-safe: one thread computes at a time.
 In synchronous mode every node of the tree is rounded to the dtype in which gradients travel (shared.narrow.round_to).
 """
 
@@ -19,6 +19,8 @@ from shared.lanes import Interval, combine
 from shared.narrow import DTYPES, round_to
 from trainer_agent.flat import Plan, Vector
 from trainer_agent.outbound import Outbound, overflow
+
+WATCHED_STEPS = 8  # a slot that none of them took is not needed: the last push of a task may be a short one
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class GradientTree:
         self._fold: list[Entry] = []
         self._done: list[bool] = []
         self._announce: Callable[[int], object] = bool
+        self._steps = self._needed = 0  # of those being watched: how many, and the slots that they took
 
     def vector(self, slot: int) -> Vector:
         return self._slots[slot]
@@ -70,6 +73,7 @@ class GradientTree:
             self._slots.append(self._vector())
             self._free.append(len(self._slots) - 1)
         slot = self._free.pop()
+        self._needed = max(self._needed, slot + 1)
         if self._slots[slot].lost:
             self._slots[slot] = self._vector()
             self._memory.pop(slot, None)
@@ -81,11 +85,22 @@ class GradientTree:
         return Vector(self._plan, self._device, shared=self._shared)
 
     def forget(self) -> None:
-        """All slots may be overwritten."""
+        """All slots may be overwritten. Those that some steps did not need are given back."""
         if self._outbound is not None:
             self._outbound.forget_copies()
         self._entries, self._results = [], {}
+        self._steps += 1
+        if self._steps == WATCHED_STEPS:
+            self._drop(self._needed or len(self._slots))
+            self._steps = self._needed = 0
         self._free = list(reversed(range(len(self._slots))))
+
+    def _drop(self, first: int) -> None:
+        for slot in range(first, len(self._slots)):
+            self._memory.pop(slot, None)
+            if self._outbound is not None:
+                self._outbound.drop(slot)
+        del self._slots[first:]
 
     def contribution(self, node: Interval, block: int) -> memoryview:
         """Bytes of a finished block (none where the node is empty)."""

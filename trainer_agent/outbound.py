@@ -51,6 +51,10 @@ class Outbound:
         if slot in self._hosts and self._hosts[slot][0].lost:
             del self._hosts[slot]
 
+    def drop(self, slot: int) -> None:
+        """The slot is no more."""
+        self._hosts.pop(slot, None)
+
     def put(self, slot: int, block: int, values: torch.Tensor, announce: Callable[[int], object]) -> None:
         """A finished block; `values` may be overwritten. Announced at once, or from a GPU by `drain`. Raises OverflowError."""
         out = self._host(slot)[0].blocks[block]

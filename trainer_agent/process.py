@@ -18,7 +18,7 @@ import aiohttp
 from aiohttp import web
 
 from shared import etcd as etcd_client
-from shared import http, ids, telemetry
+from shared import http, ids, malloc, telemetry
 from shared.directory import Directory
 from shared.errors import CallerError, InvalidArgument, TriremeError
 from shared.keys import Keys
@@ -145,6 +145,7 @@ async def _run(
 
 
 def _build(spec: JobSpec, executor: ThreadPoolExecutor, shared: bool) -> TorchCompute:
+    malloc.give_back()
     return TorchCompute(load(spec.script), spec, executor, shared=shared)
 
 

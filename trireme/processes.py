@@ -20,6 +20,7 @@ from typing import IO, Protocol, Self
 from shared import telemetry
 from shared.errors import PeerError, TriremeError
 from shared.lifelines import adopting, die_with_parent
+from shared.malloc import tunables
 from trireme.fork_server import GO, Request
 
 PYTHON_MODULE = (sys.executable, "-P", "-m")  # -P: the user's working directory must not shadow our packages
@@ -45,9 +46,9 @@ class Process(Protocol):
 
 
 def inherited_environment() -> dict[str, str]:
-    """Ours for children: without TRIREME_*, for what those say to us is in the spec."""
+    """Ours for children: without TRIREME_*, for what those say to us is in the spec; see shared.malloc."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TRIREME_")}
-    return clean | {"PYTHONUNBUFFERED": "1"}
+    return clean | {"PYTHONUNBUFFERED": "1"} | tunables(clean)
 
 
 Start = Callable[[Sequence[str], Mapping[str, str], IO[bytes], IO[bytes]], Awaitable[Process]]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch import nn
 from shared.lanes import combine
 from shared.shared_memory import place_of
 from tests.trainer.scripts import records
+from trainer_agent.gradients import WATCHED_STEPS
 
 
 async def contributions(compute, node, batches, seed=3):
@@ -43,6 +47,27 @@ async def test_gradients_in_shared_memory_have_the_same_bits_and_lost_memory_is_
             await shared.gradient(node, lane, lane, batches[lane], bool)
         shared.forget_nodes()
         assert (bytes(region) == before) is lose
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_a_trainer_that_owns_fewer_lanes_gives_gradient_vectors_back(build, dtype):
+    async def step(compute, lanes):
+        for lane in range(lanes):
+            await compute.gradient((0, lanes), lane, lane, records(4, lane), bool)
+        found = [bytes(compute.contribution((0, lanes), block.number)) for block in compute.plan.blocks]
+        compute.forget_nodes()
+        return found
+
+    compute = build({"gradient_dtype": dtype}, shared=True)
+    first = await step(compute, 4)
+    before = [weakref.ref(vector) for vector in compute._tree._slots]
+    assert len(before) == 3
+    for _ in range(2 * WATCHED_STEPS):  # one look, at least, saw only such steps
+        await step(compute, 1)
+    gc.collect()
+    assert [vector() is None for vector in before] == [False, True, True]
+    if dtype == "float32":  # nothing is added to what was left out
+        assert await step(compute, 4) == first
 
 
 async def test_blocks_are_announced_once_each_and_from_the_second_backward_on_while_it_runs(build):
