@@ -3,7 +3,7 @@
 A backward pass allocates and frees as much as the gradients take, in every step. glibc serves sizes up to 32 MiB from heaps,
 one for each thread, and keeps most of what is freed: a trainer of 40 MB of parameters kept 60 to 90 MB for nothing.
 
-    from 4 MiB    mapped for itself, given back when it is freed (`give_back`)
+    from 8 MiB    mapped for itself, given back when it is freed (`give_back`)
     mapped        in huge pages, one page fault for 2 MiB and not 512: that makes mapping anew cheap (`TUNABLES`)
 """
 
@@ -18,8 +18,8 @@ from pathlib import Path
 VARIABLE = "GLIBC_TUNABLES"  # read when a process begins, so whoever starts it has to set it
 HUGE_PAGES = "glibc.malloc.hugetlb"
 TUNABLES = f"{HUGE_PAGES}=1"
-MAPPED_BYTES = 4 << 20
-KEPT_BYTES = 16 << 20  # at the end of a heap, where smaller pieces come and go in every step
+MAPPED_BYTES = 8 << 20
+KEPT_BYTES = 64 << 20  # at the end of a heap, where smaller pieces come and go in every step
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _SYSTEM = Path("/sys/kernel/mm/transparent_hugepage/enabled")

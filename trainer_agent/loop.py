@@ -214,12 +214,21 @@ class SyncLoop:
             await self._other_duty(duty, IDLE_S if acknowledged.issuperset(missing) else REFRESH_S)
 
     async def _prepare(self, lanes: list[int], positions: Sequence[LanePosition]) -> Round:
-        """The lanes' records, before anything is computed: the pushes open with where the lanes will stand."""
+        """The lanes' records, before anything is computed: the pushes open with where the lanes will stand.
+
+        Mostly all are at hand: computing then begins without a turn of the event loop, in which the pull would be sent first.
+        """
+        portions = {lane: self._reader(lane).at_hand(positions[lane]) for lane in lanes}
         with single_error():
             async with asyncio.TaskGroup() as group:
-                reading = {lane: group.create_task(self._reader(lane).at(positions[lane])) for lane in lanes}
+                reading = {
+                    lane: group.create_task(self._reader(lane).at(positions[lane]))
+                    for lane, portion in portions.items()
+                    if portion is None
+                }
         outboxes = {index: Outbox() for index in self._transfer.routes.blocks}
-        return Round(lanes, {lane: task.result() for lane, task in reading.items()}, outboxes)
+        found = {lane: portion or reading[lane].result() for lane, portion in portions.items()}
+        return Round(lanes, found, outboxes)
 
     async def _push_round(self, step: int, generation: int, lane_zero: LaneZero, work: Round) -> bool:
         """True if each block of each node is acknowledged by its parameter server."""
