@@ -104,10 +104,6 @@ class Sharing:
         """Whether something is lent that was not taken yet."""
         return self._blocks > 0
 
-    def is_lent(self, number: int) -> bool:
-        """Whether pull `number` has something that it did not take."""
-        return bool(self._lent.get(number))
-
     def lend(self, number: int, buffer: Buffer) -> tuple[Offers, Place] | None:
         """Where pull `number` finds a retained buffer, which is ours to release from now on, and what it must be offered
         before; None: it has to be sent."""
@@ -125,7 +121,7 @@ class Sharing:
         return new, (memory, offset, buffer.view.nbytes)
 
     def took(self, number: int, count: Any) -> None:
-        """A pull has taken the next `count` blocks that it was lent. Raises BadFrame."""
+        """Pull `number`, which may have ended, has taken the next `count` blocks that it was lent. Raises BadFrame."""
         lent = self._lent.get(number, deque())
         if type(count) is not int or not 0 < count <= len(lent):
             msg = f"pull {number} took {str(count)[:20]} blocks of {len(lent)} that it was lent"

@@ -62,7 +62,6 @@ class _Pull:
     expiry: asyncio.TimerHandle
     queued: bool = True
     expired: bool = False
-    end: PullEnd | None = None  # sent when all that it was lent was taken
 
 
 class PserverStream(FrameStream):
@@ -236,9 +235,6 @@ class PserverStream(FrameStream):
 
     def _on_taken(self, number: int, count: object) -> None:
         self._sharing.took(number, count)
-        pull = self._pulls.get(number)
-        if pull is not None and pull.end is not None:
-            self._end_pull(number, pull.end)
         self.on_writable()
 
     def _refuse(self, number: int, error: TriremeError) -> None:
@@ -294,13 +290,10 @@ class PserverStream(FrameStream):
             self._end_pull(number, pull.pulling.too_early())
 
     def _end_pull(self, number: int, end: PullEnd) -> None:
-        pull = self._pulls[number]
+        """What the pull was lent stays lent until the trainer says that it took it; that comes by itself."""
+        pull = self._pulls.pop(number)
         pull.expiry.cancel()
         pull.pulling.close()
-        if self._sharing.is_lent(number):
-            pull.end = end
-            return
-        del self._pulls[number]
         self.send_map({"id": number, "end": True, "message": wire.plain(end)})
 
     def _release(self) -> None:

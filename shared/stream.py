@@ -11,7 +11,7 @@ On one host a block may refer to memory that both ends have (shared/sharing.py),
 
     {"id": 2, "call": "share", "message": {"offers": [Offer ...]}}      answer, or at any time: {"offers": [Offer ...]}
     {"id": 3, ...PushBlock, "at": [memory, offset, size]}               the pusher's, unchanged until the push is answered
-    {"id": 4, ...PulledBlock, "at": ...}  answered by  {"id": 4, "took": 1}      a pull ends when all it lent was taken
+    {"id": 4, ...PulledBlock, "at": ...}  answered by  {"id": 4, "took": 1}      until then it stays as it is
 
 Frames of several requests may alternate. What is malformed ends the connection with a typed error.
 """

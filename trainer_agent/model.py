@@ -38,6 +38,8 @@ from trainer_agent.gradients import Entry, GradientTree
 from trainer_agent.outbound import HOST, Outbound
 from trainer_agent.user_module import UserModule
 
+WORTH_BYTES = 256 << 10  # of finished blocks, before the last ones, that are worth telling
+
 
 class TorchCompute:
     """See trainer_agent.compute.Compute. `executor` runs one call at a time; building takes as long as model() does.
@@ -148,9 +150,22 @@ class TorchCompute:
         self, node: Interval, lane: int, seed: int, records: Records | None, finished: Callable[[int], None]
     ) -> LaneResult:
         loop = asyncio.get_running_loop()
+        waiting: list[int] = []
+        size, left = 0, len(self.plan.blocks)
 
         def announce(block: int) -> None:
-            loop.call_soon_threadsafe(finished, block)
+            """Little ones wait for company: waking the event loop, and a parameter server, costs more than they are worth."""
+            nonlocal size, left
+            waiting.append(block)
+            size, left = size + self.plan.blocks[block].bytes, left - 1
+            if size >= WORTH_BYTES or not left:
+                loop.call_soon_threadsafe(all_finished, tuple(waiting))
+                waiting.clear()
+                size = 0
+
+        def all_finished(blocks: tuple[int, ...]) -> None:
+            for block in blocks:
+                finished(block)
 
         return await self._in_thread(self._gradient, node, lane, seed, records, announce)
 

@@ -293,6 +293,7 @@ async def test_a_pull_that_does_not_say_what_it_took_is_cut_off(server):
         raw.send_map({"id": 1, "call": "share", "message": {}})
         assert len((await raw.next())["message"]["offers"]) == 1
         raw.send_map({"id": 2, "call": "pull", "message": wire.plain(pull_request(0, SIZES))})
+        assert (await raw.next())["end"], "the trainer has what it asked for before it says so"
         found = await raw.next(limit_s=10 * STALL_S)
         assert f"took no block that it was lent for {STALL_S:g} s" in found["error"]["message"]
         assert [tuple(header["at"])[2] for header in raw.blocks] == [4 * elements for elements in SIZES.values()]
@@ -308,6 +309,7 @@ async def test_a_pull_cannot_take_more_than_it_was_lent(server, count):
         await raw.next()
         raw.send_map({"id": 2, "call": "pull", "message": wire.plain(pull_request(0, SIZES))})
         raw.send_map({"id": 2, "took": count})
+        assert (await raw.next())["end"]
         assert (await raw.next())["error"]["code"] == "BAD_FRAME"
         await all_given_back(server)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import weakref
 
@@ -79,6 +80,28 @@ async def test_blocks_are_announced_once_each_and_from_the_second_backward_on_wh
     second, _ = await contributions(compute, (0, 1), [records(4)])
     assert sorted(second) == everything
     assert second != everything  # the last layer's blocks come first
+
+
+async def test_little_blocks_wait_for_company_but_the_last_ones_for_nobody(build, monkeypatch):
+    compute, calls = build(), []
+    loop = asyncio.get_running_loop()
+    call_soon = loop.call_soon_threadsafe
+
+    def noted(callback, *arguments, **options):
+        if getattr(callback, "__name__", "") == "all_finished":
+            calls.append(arguments[0])
+        return call_soon(callback, *arguments, **options)
+
+    monkeypatch.setattr(loop, "call_soon_threadsafe", noted)
+    blocks = len(compute.plan.blocks)
+    for worth, expected in ((1, [1] * blocks), (1 << 30, [blocks])):
+        monkeypatch.setattr("trainer_agent.model.WORTH_BYTES", worth)
+        for _ in range(2):  # the first backward only watches
+            calls.clear()
+            compute.forget_nodes()
+            announced, _ = await contributions(compute, (0, 1), [records(4)])
+            assert [len(each) for each in calls] == expected
+            assert [block for each in calls for block in each] == announced
 
 
 async def test_a_nodes_contribution_is_the_tree_of_its_lanes(build):

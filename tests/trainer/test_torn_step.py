@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 
+import pytest
 import torch
 
 from pserver_service.core.history import History
@@ -56,6 +57,12 @@ class Model(nn.Module):
 def model():
     return Model()
 """
+
+
+@pytest.fixture(autouse=True)
+def blocks_travel_at_once(monkeypatch):
+    """As those of a large model do: little ones wait for company otherwise."""
+    monkeypatch.setattr("trainer_agent.model.WORTH_BYTES", 1)
 
 
 class Job(Cluster):
