@@ -12,7 +12,7 @@ from pathlib import Path
 
 PERIOD_S = 0.002
 MIB = 1 << 20
-TRAINER_MIB = 16  # of a trainer, whatever the model: records read ahead, connections, threads
+TRAINER_MIB = 24  # of a trainer, whatever the model: records read ahead, connections, threads
 
 
 class LagProbe:

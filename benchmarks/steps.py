@@ -33,6 +33,7 @@ from pathlib import Path
 
 from benchmarks.probe import TRAINER_MIB
 from benchmarks.step_rows import SETTLE_S, Inside, OurRow, Row, TorchRow, Window, activations_mib, send
+from shared import telemetry
 from trainer_agent import user_module
 
 HERE = Path(__file__).resolve().parent
@@ -169,6 +170,7 @@ def main() -> None:
     if unknown := [name for name in (*names, *models) if name not in {*TITLES, *SCRIPTS}]:
         parser.error(f"unknown: {', '.join(unknown)}; rows are {', '.join(TITLES)}, models {', '.join(SCRIPTS)}")
     rows: list[Measured] = []
+    telemetry.configure(level="ERROR", json=False)  # stdout is the table's; stopped jobs have stopped etcds
     with tempfile.TemporaryDirectory() as directory:
         os.environ["STEPS_DATA"] = directory
         for model in models:

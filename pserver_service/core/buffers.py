@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -121,11 +122,17 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def tensor_over(payload: memoryview, dtype: str) -> torch.Tensor:
     """A 1-d tensor over memory, not a copy. Over read-only memory it must not be written to, which torch cannot know."""
-    if not payload.readonly:
-        return torch.frombuffer(payload, dtype=DTYPES[dtype])
+    if payload.readonly:
+        _silence()
+    return torch.frombuffer(payload, dtype=DTYPES[dtype])
+
+
+@cache
+def _silence() -> None:
+    """torch warns of just that, once in a process: now."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of just that
-        return torch.frombuffer(payload, dtype=DTYPES[dtype])
+        warnings.simplefilter("ignore")
+        torch.frombuffer(memoryview(bytes(1)), dtype=torch.uint8)
 
 
 def _private(size: int) -> tuple[torch.Tensor, None]:
