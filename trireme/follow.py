@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shared import clock
 from shared.errors import PeerError, TriremeError
-from shared.records import Mode, Phase
+from shared.records import JobSpec, Mode, Phase, Stage
 from trireme.children import ChildEvent
 from trireme.progress import Display, Progress
 from trireme.report import Counts
@@ -73,11 +73,23 @@ def progress_of(job: dict[str, Any], restarts: int) -> Progress:
     )
 
 
+def too_few_tasks(spec: JobSpec, tasks: int) -> str:
+    """For people: not every trainer will have something to do; "" if it will."""
+    if tasks >= spec.trainers:
+        return ""
+    made = f"{tasks} task{'' if tasks == 1 else 's'} of {spec.task_records} records"
+    return (
+        f"an epoch has {made} for {spec.trainers} trainers: {spec.trainers - tasks} of them will have nothing to do; "
+        "set a smaller records_per_task"
+    )
+
+
 class Follower:
     """`restarts` by child; the last loss and step seen stay for the summary."""
 
-    def __init__(self, mode: Mode, screen: Display) -> None:
-        self._mode = mode
+    def __init__(self, spec: JobSpec, screen: Display) -> None:
+        self._spec, self._mode = spec, spec.mode
+        self._counted = False  # the tasks of an epoch
         self._asking = asyncio.Lock()
         self.restarts: Counter[str] = Counter()
         self._screen = screen
@@ -125,6 +137,13 @@ class Follower:
             page = await client.events(after=self._after)
             self._last = await client.job()
             self._after = page["next_after"]
+            tasks = None
+            if not self._counted and self._last["stage"] == Stage.TRAIN and not Phase(self._last["phase"]).final:
+                tasks = (await client.task_summary())["total"]
+        if tasks:  # none: the dataset is being counted
+            self._counted = True
+            if warning := too_few_tasks(self._spec, tasks):
+                self._screen.event(warning)
         for event in page["events"]:
             if event["name"] in TOLD or (event["name"] == "task_requeued" and "failures" in event["fields"]):
                 self._screen.event(event["message"])

@@ -169,7 +169,7 @@ async def _train(
     screen = display()
     started = clock.monotonic()
     try:
-        follower = Follower(spec.mode, screen)
+        follower = Follower(spec, screen)
         cluster = LocalCluster(
             spec,
             folder,
