@@ -136,16 +136,18 @@ class Follower:
         ):
             page = await client.events(after=self._after)
             self._last = await client.job()
-            self._after = page["next_after"]
-            tasks = None
-            if not self._counted and self._last["stage"] == Stage.TRAIN and not Phase(self._last["phase"]).final:
-                tasks = (await client.task_summary())["total"]
-        if tasks:  # none: the dataset is being counted
-            self._counted = True
-            if warning := too_few_tasks(self._spec, tasks):
-                self._screen.event(warning)
+            over = Phase(self._last["phase"]).final
+            if not self._counted and not over and self._last["stage"] == Stage.TRAIN:
+                self._count((await client.task_summary())["total"])
+            self._after = page["next_after"]  # last: a question that fails is asked again, with the events it had
         for event in page["events"]:
             if event["name"] in TOLD or (event["name"] == "task_requeued" and "failures" in event["fields"]):
                 self._screen.event(event["message"])
-        if not Phase(self._last["phase"]).final:  # then the summary follows
+        if not over:  # then the summary follows
             self._screen.show(progress_of(self._last, self.restarts.total()), clock.monotonic())
+
+    def _count(self, tasks: int) -> None:
+        """The tasks of an epoch; 0: the dataset is being counted."""
+        self._counted = tasks > 0
+        if self._counted and (warning := too_few_tasks(self._spec, tasks)):
+            self._screen.event(warning)
