@@ -8,8 +8,8 @@ device per round (bytes received, so 64 MiB there and back show as 134 MB); a UN
 those of each process, ours and the rivals' servers first.
 
 A second table tells of our rows how late the event loops were (99th percentile and worst, ours being woken every 2 ms; up to 1 ms
-is the loop's own clock), and how much memory a pserver and a trainer took above their start, against the bounds in the design (a
-trainer's: 2 vectors, since nothing computes with a third one here). With --calls, a
+is the loop's own clock), and how much memory a pserver and a trainer took above their start, against their bounds (a
+trainer's: 2 vectors, since nothing computes with a third one here, and probe.TRAINER_MIB). With --calls, a
 third one tells how long almost empty calls take. --peers: Ray and MXNet, from virtual environments in that folder (see
 benchmarks/peers). --bind takes the kernel's choice away, which here may put both ends of a row on one core for a whole run: then
 a round takes what both take of a processor, one after the other.

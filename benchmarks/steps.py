@@ -11,7 +11,7 @@ rest (etcd, master). `others' cores`: what everybody else on the machine took me
 A second table tells of our rows, measured after the rounds, how late the event loops were (99th percentile and worst, woken
 every 2 ms; up to 1 ms is the loop's own clock) and, in brackets, the worst of it in which the loop's thread worked and did
 not wait for a processor, and how much memory one process took above its start, without others'
-memory that it reads, against the bounds of the design. Activations: what plain PyTorch took at a trainer's batch beyond
+memory that it reads, against their bounds. Activations: what plain PyTorch took at a trainer's batch beyond
 parameters and gradients.
 """
 

@@ -10,7 +10,8 @@ A candidate that finds the sweeper's port closed revokes its lease, as master ca
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from master_service.core import books as decisions
 from master_service.core.changes import Event
@@ -173,18 +174,24 @@ class Dispatcher(Desk):
         """What this trainer told of the epoch stays for a while: whoever follows the job may not have seen it yet."""
         if not self._told.records:
             return
-        said = self._told.model_copy(update={"tasks": ()})
-        try:
-            lease = await self._etcd.grant(REMEMBERED_S, timeout_s=TELL_S)
-            await self._etcd.put(self.keys.progress(self.name), said.to_bytes(), lease.id, timeout_s=TELL_S)
-        except PeerError as error:
-            log.debug("progress_untold", cause=error.message)
+        self._told = self._told.model_copy(update={"tasks": ()})
+        with _for_information():
+            await self._put(await self._etcd.grant(REMEMBERED_S, timeout_s=TELL_S))
 
     async def _tell(self, said: TrainerProgress) -> None:
-        """For information, so nothing is repeated: the next one says it all."""
         self._told = said
         if self._lease is not None and self._lease.alive:
-            try:
-                await self._etcd.put(self.keys.progress(self.name), said.to_bytes(), self._lease.id, timeout_s=TELL_S)
-            except (PeerError, LeaseLost) as error:
-                log.debug("progress_untold", cause=error.message)
+            with _for_information():
+                await self._put(self._lease)
+
+    async def _put(self, lease: Lease) -> None:
+        await self._etcd.put(self.keys.progress(self.name), self._told.to_bytes(), lease.id, timeout_s=TELL_S)
+
+
+@contextmanager
+def _for_information() -> Iterator[None]:
+    """Nothing of it is repeated: what is told next says it all."""
+    try:
+        yield
+    except (PeerError, LeaseLost) as error:
+        log.debug("progress_untold", cause=error.message)

@@ -72,8 +72,8 @@ class Compute(Protocol):
         """Forward and backward of one minibatch (`None`: the lane is empty) with random numbers from `seed`.
 
         The lanes of a node [first, last) come in order, one call each. `finished(block)` is called in the event loop,
-        exactly once per block, during the call for the last lane of the node, as soon as backward has finished with
-        the block: from then on `contribution(node, block)` is the weighted mean over the node's lanes
+        exactly once per block, during the call for the last lane of the node, when backward has finished with the block
+        (little ones may wait for others): from then on `contribution(node, block)` is the weighted mean over the node's lanes
         (shared.lanes.combine, canonical tree), cast to the dtype in which gradients travel. Cancelled, it returns only when no thread touches the vectors any more.
         """
 

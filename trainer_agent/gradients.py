@@ -3,7 +3,8 @@
     lane 0 ─► slot 0        lane 1 ─► slot 1, combined into 0        lane 2 ─► slot 1
     lane 3, the node's last ─► slot 2: as backward finishes a block, 2 into 1, 1 into 0, announced, pushed from slot 0
 
-Slots are allocated once: log2 of the lanes of a node, plus one; a trainer that owns fewer lanes than before gives some back. Not thread-safe: one thread computes at a time.
+Slots are allocated once: log2 of the lanes of a node, plus one; a trainer that owns fewer lanes than before gives some
+back. Not thread-safe: one thread computes at a time.
 In synchronous mode every node of the tree is rounded to the dtype in which gradients travel (shared.narrow.round_to).
 """
 

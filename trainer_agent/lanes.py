@@ -155,23 +155,21 @@ class LaneReader:
 
     def at_hand(self, position: LanePosition) -> Portion | None:
         """As `at`, if the task at hand has the records: nobody has to be asked."""
-        if position.exhausted or not self._holds(position):
-            return None
-        assert self._held is not None
-        return self._portion(position, position, self._held)
+        held = self._holding(position)
+        return None if held is None or position.exhausted else self._portion(position, position, held)
 
     async def at(self, position: LanePosition) -> Portion:
         """The lane's records at `position`. Raises TrainingOver, TaskFailed, StaleGeneration, DeadlineExceeded."""
         before = position
         while not position.exhausted:
-            if not self._holds(position):
+            held = self._holding(position)
+            if held is None:
                 found = await self._fetched(position)
                 if isinstance(found, LanePosition):
                     position = found
                     continue
-                self._held = found
-            assert self._held is not None
-            return self._portion(before, position, self._held)
+                held = self._held = found
+            return self._portion(before, position, held)
         self._held = None
         return Portion(before, position, skipped=position.index != before.index)
 
@@ -187,9 +185,11 @@ class LaneReader:
             self._next.cancel()
             self._next = None
 
-    def _holds(self, position: LanePosition) -> bool:
-        task = self._held.task if self._held is not None else None
-        return task is not None and (task.epoch, task.index) == (position.epoch, position.index)
+    def _holding(self, position: LanePosition) -> Holding | None:
+        """The task at hand, if it is the one at `position`."""
+        held = self._held
+        there = held is not None and (held.task.epoch, held.task.index) == (position.epoch, position.index)
+        return held if there else None
 
     async def _fetched(self, position: LanePosition) -> Holding | LanePosition:
         """The task at `position`; or the position to go on from, if there is none."""

@@ -269,7 +269,7 @@ class SyncLoop:
             raise RolledBack(error.message) from error
 
     async def _gradients(self, step: int, work: Round) -> None:
-        """Node by node, lane by lane; each block goes into its outbox as soon as backward has finished it."""
+        """Node by node, lane by lane; each block goes into its outbox when Compute tells that backward has finished it."""
         self._compute.forget_nodes()
         portions, owners = work.portions, self._transfer.routes.owners
         for node in nodes_to_compute(work.lanes):
