@@ -7,9 +7,8 @@ staging vector ◄── blocks of one version as they are there    pull: the ve
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from typing import Any, Self, TypeVar
 
 from shared import clock, telemetry
 from shared.directory import Directory
@@ -69,16 +68,34 @@ class Outbox:
             await self._more.wait()
         return bool(self._items)
 
-    async def stream(self) -> AsyncGenerator[tuple[PushBlock, memoryview], None]:
-        sent = 0
-        while True:
-            while sent < len(self._items):
-                yield self._items[sent]
-                sent += 1
+    def stream(self) -> AsyncIterator[tuple[PushBlock, memoryview]]:
+        """All blocks, waiting for those to come. May be left at any time, also while another task waits for its next one, as
+        the writer of a failed HTTP request does until it hears that it is cancelled: a generator could not be closed then."""
+        return _Reading(self)
+
+    async def at(self, number: int) -> tuple[PushBlock, memoryview]:
+        """Raises StopAsyncIteration if there are no more."""
+        while number >= len(self._items):
             if self._closed:
-                return
+                raise StopAsyncIteration
             self._more.clear()
             await self._more.wait()
+        return self._items[number]
+
+
+class _Reading:
+    """Of an outbox, from its start."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox, self._read = outbox, 0
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> tuple[PushBlock, memoryview]:
+        found = await self._outbox.at(self._read)
+        self._read += 1
+        return found
 
 
 class Transfer:
@@ -198,8 +215,7 @@ class Transfer:
         patience = Patience(f"pushing step {header.step} to pserver {index}")
         while True:
             try:
-                async with aclosing(outbox.stream()) as blocks:
-                    answer = await self._port(index).push(header, blocks)
+                answer = await self._port(index).push(header, outbox.stream())
             except StaleGeneration:
                 return Verdict.STALE
             except PeerError as error:
