@@ -10,6 +10,7 @@ import time
 
 from benchmarks.probe import TRAINER_MIB, LagProbe, Memory
 from benchmarks.rivals import LR, Remote, gradient_of, is_right, optimizer_options
+from shared.scheduling import serve_soon
 
 STATE = {"SGD": 0, "Adam": 2}  # of an optimizer, in parameters
 JOB = "benchmark"
@@ -33,6 +34,7 @@ class PserverProcess:
         optimizers_without_compiler()
         self._index, self._uds, self._stop, self._loop = index, uds, None, new_loop()
         self._probe = LagProbe()
+        self._loop.call_soon(serve_soon)  # as shared.service does
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._probing = asyncio.run_coroutine_threadsafe(self._probe.run(), self._loop)
 
@@ -76,6 +78,7 @@ class Trainer:
         torch.set_num_threads(1)
         self._kind, self._share, self._of, self._uds, self._dtype = kind, share, of, uds, dtype
         self._runner = asyncio.Runner(loop_factory=new_loop)
+        serve_soon()
         self._probe = LagProbe()
 
     def setup(self, mib: int, optimizer: str, ports: list[int], block_kib: int) -> None:

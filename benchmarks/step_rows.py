@@ -229,6 +229,15 @@ def send(row: Row, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
+def bind(row: Row) -> None:
+    """Trainers (or ranks) to a core each, and parameter servers, with the threads that they have."""
+    cores = sorted(os.sched_getaffinity(0))
+    for role in ("trainers", "pservers"):
+        for pid, core in zip(row.pids().get(role, []), itertools.cycle(cores), strict=False):
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                os.sched_setaffinity(int(thread.name), {core})
+
+
 class Usage:
     """Processor time so far, in ms: of these processes by role, and of the whole machine. `now` in seconds."""
 

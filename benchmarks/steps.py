@@ -1,12 +1,14 @@
 """Training steps per second: plain PyTorch, DDP over gloo, and ours, on real models at the same global batch.
 
-    python -m benchmarks.steps [--models charlm,mlp] [--rows plain,ddp,...] [--rounds 9] [--seconds 3] [--markdown | --json]
+    python -m benchmarks.steps [--models charlm,mlp] [--rows plain,ddp,...] [--rounds 9] [--seconds 3] [--bind]
+                               [--markdown | --json]
 
 Every row trains the same script in processes of its own, one torch thread each. All rows of a model are started once and
 stopped (SIGSTOP); a round lets one after the other go on for a while, so rows of one round share the machine's mood and
 ratios are taken round by round. An asynchronous step is a global batch of records applied at the parameter servers, so all
 rows count the same records. `CPU ms`: processor time of a step, in all trainers (or ranks), parameter servers, and the
 rest (etcd, master). `others' cores`: what everybody else on the machine took meanwhile; ratios mean little if that is much.
+--bind gives the trainers (or ranks) of each row a core each, and its parameter servers as well, where the kernel would pack them.
 
 A second table tells of our rows, measured after the rounds, how late the event loops were (99th percentile and worst, woken
 every 2 ms; up to 1 ms is the loop's own clock) and, in brackets, the worst of it in which the loop's thread worked and did
@@ -32,7 +34,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.probe import TRAINER_MIB
-from benchmarks.step_rows import SETTLE_S, Inside, OurRow, Row, TorchRow, Window, activations_mib, send
+from benchmarks.step_rows import SETTLE_S, Inside, OurRow, Row, TorchRow, Window, activations_mib, bind, send
 from shared import telemetry
 from trainer_agent import user_module
 
@@ -69,7 +71,9 @@ def row_of(name: str, model: str, folder: Path) -> Row:
     return OurRow(script, batch, name[:-1], int(name[-1]), folder)
 
 
-async def measure(model: str, names: Sequence[str], rounds: int, seconds: float, folder: Path) -> list[Measured]:
+async def measure(
+    model: str, names: Sequence[str], rounds: int, seconds: float, folder: Path, *, bound: bool
+) -> list[Measured]:
     user_module.load(SCRIPTS[model]).dataset()  # writes the data, once
     windows: dict[str, list[Window]] = {name: [] for name in names}
     inside: dict[str, Inside] = {}
@@ -78,6 +82,8 @@ async def measure(model: str, names: Sequence[str], rounds: int, seconds: float,
         for name in names:
             rows[name] = await stack.enter_async_context(row_of(name, model, folder / f"{model}-{name}"))
             stack.callback(send, rows[name], signal.SIGCONT)
+            if bound:
+                bind(rows[name])
             send(rows[name], signal.SIGSTOP)
         for number in range(rounds):
             for name in names if number % 2 == 0 else reversed(names):
@@ -163,6 +169,9 @@ def main() -> None:
     parser.add_argument("--rows", default=",".join(TITLES))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=3.0, help="measured per row and round")
+    parser.add_argument(
+        "--bind", action="store_true", help="a core each for trainers and ranks, and for parameter servers"
+    )
     parser.add_argument("--markdown", action="store_true", help="the default")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
@@ -174,7 +183,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         os.environ["STEPS_DATA"] = directory
         for model in models:
-            rows += asyncio.run(measure(model, names, given.rounds, given.seconds, Path(directory)))
+            rows += asyncio.run(measure(model, names, given.rounds, given.seconds, Path(directory), bound=given.bind))
     if given.json:
         machine = {"cpus": os.cpu_count(), "machine": platform.platform(), "python": platform.python_version()}
         print(json.dumps({"machine": machine, "rows": [asdict(row) for row in rows]}, indent=1))

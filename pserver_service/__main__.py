@@ -57,7 +57,7 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     from pserver_service.service import Pserver  # noqa: PLC0415
     from pserver_service.sharing import Chunks  # noqa: PLC0415
     from pserver_service.surroundings import Surroundings  # noqa: PLC0415
-    from shared import ids  # noqa: PLC0415
+    from shared import ids, service  # noqa: PLC0415
     from shared.directory import Directory  # noqa: PLC0415
     from shared.keys import Keys  # noqa: PLC0415
     from shared.light_torch import optimizers_without_compiler  # noqa: PLC0415
@@ -84,6 +84,7 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
             directory = Directory(etcd, keys)
             registration = Registration(etcd, keys, directory, member)
             life = Member(Surroundings(etcd, keys, directory, pserver, registration, background))
+            service.settled()
             left = await life.serve(stopping, settings.claim_wait_s, settings.drain_seconds)
             return 0 if left else INDEX_LOST
     finally:

@@ -16,6 +16,7 @@ from pserver_service.calls import Pulling, Pushing
 from pserver_service.core.buffers import Buffer
 from pserver_service.service import Pserver
 from pserver_service.sharing import Sharing
+from pserver_service.turns import Turns
 from shared import clock, telemetry, wire
 from shared.errors import BadFrame, DeadlineExceeded, TooLarge, TriremeError
 from shared.messages import PullEnd, PullRequest, PushBlock, PushHeader
@@ -65,11 +66,13 @@ class _Pull:
 
 
 class PserverStream(FrameStream):
-    """`stall_s`, `idle_s`: see routes.frames.Patience. `over` is called when the connection is lost."""
+    """`turns`: of all streams of the pserver. `stall_s`, `idle_s`: see routes.frames.Patience. `over` is called when the
+    connection is lost."""
 
-    def __init__(self, pserver: Pserver, stall_s: float, idle_s: float, over: Callable[[], None]) -> None:
+    def __init__(self, pserver: Pserver, turns: Turns, stall_s: float, idle_s: float, over: Callable[[], None]) -> None:
         super().__init__(wire.Limits(payload_bytes=1 << 32, blocks=0, header_bytes=HEADER_BYTES))
-        self._pserver, self._stall_s, self._idle_s, self._lost = pserver, stall_s, idle_s, over
+        self._pserver, self._turns, self._lost = pserver, turns, over
+        self._stall_s, self._idle_s = stall_s, idle_s
         self._pushes: dict[int, _Push] = {}
         self._pulls: dict[int, _Pull] = {}
         self._due: deque[int] = deque()  # pulls that have something to send
@@ -194,7 +197,7 @@ class PserverStream(FrameStream):
     def _apply_later(self, push: _Push, item: PushBlock, payload: memoryview) -> None:
         """References are read ahead of the work they mean: what the trainer says behind them is heard meanwhile."""
         if not self._ahead:
-            asyncio.get_running_loop().call_soon(self._apply_some)
+            self._turns.ask(self._apply_some)
         elif len(self._ahead) >= MAX_AHEAD:
             self._apply_next()
         push.ahead += 1
@@ -202,7 +205,7 @@ class PserverStream(FrameStream):
         self.moved_bytes(HEAD_COST_BYTES)
 
     def _apply_some(self) -> None:
-        """Then others have their turn in the event loop."""
+        """Then others have their turn, in the event loop and among the streams."""
         done = 0
         try:
             while self._ahead and done < BURST_BYTES:
@@ -213,7 +216,7 @@ class PserverStream(FrameStream):
             self.abort()  # as a transport does with what its protocol raises: the trainer hears of it at once
             raise
         if self._ahead:
-            asyncio.get_running_loop().call_soon(self._apply_some)
+            self._turns.ask(self._apply_some)
 
     def _apply_next(self) -> int:
         """Its bytes."""

@@ -1,18 +1,19 @@
 """What every service process does the same: signals, uvloop, the last line of defence.
 
-start -> main(stopping) ... SIGTERM/SIGINT -> stopping is set -> main drains and returns its exit code
+start -> main(stopping) -> settled() ... SIGTERM/SIGINT -> stopping is set -> main drains and returns its exit code
                             `drain_s` without an end -> cancelled        a second signal -> out, at once
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
 
-from shared import telemetry
+from shared import scheduling, telemetry
 from shared.errors import TriremeError
 
 DRAIN_SECONDS = 20.0
@@ -23,6 +24,7 @@ log = telemetry.logger("service")
 
 def run(main: Callable[[asyncio.Event], Awaitable[int]], drain_s: float = DRAIN_SECONDS) -> int:
     """Run a service to its end and return the process exit code; errors made for people are logged as one line."""
+    scheduling.serve_soon()
     try:
         import uvloop  # noqa: PLC0415  not on every platform
 
@@ -31,6 +33,11 @@ def run(main: Callable[[asyncio.Event], Awaitable[int]], drain_s: float = DRAIN_
         factory = None
     with asyncio.Runner(loop_factory=factory) as runner:
         return runner.run(_guarded(main, drain_s))
+
+
+def settled() -> None:
+    """Start-up is over. What it made is no garbage: to look through it again would hold the loop for 0.1 s."""
+    gc.freeze()
 
 
 async def _guarded(main: Callable[[asyncio.Event], Awaitable[int]], drain_s: float) -> int:

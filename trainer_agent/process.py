@@ -18,7 +18,7 @@ import aiohttp
 from aiohttp import web
 
 from shared import etcd as etcd_client
-from shared import http, ids, malloc, telemetry
+from shared import http, ids, malloc, service, telemetry
 from shared.directory import Directory
 from shared.errors import CallerError, InvalidArgument, TriremeError
 from shared.keys import Keys
@@ -118,6 +118,7 @@ async def _run(
         await _report_start(master, trainer, error)
         return FAILED
     log.info("model_built", compute=repr(compute))
+    service.settled()
     member = TrainerMember(
         trainer=trainer,
         url=url,

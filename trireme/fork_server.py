@@ -119,7 +119,9 @@ def _become(request: Request, connection: socket.socket, out: int, err: int) -> 
     """In the child: be what was asked for, and end."""
     code = FAILED
     try:
-        os.setsid()  # a Ctrl-C in the terminal reaches the launcher only
+        os.setpgid(
+            0, 0
+        )  # no session of its own: the kernel would serve its loop as late as its compute thread's turn ends
         deadline = clock.monotonic() + ADOPTION_S
         while os.getppid() != request.parent and clock.monotonic() < deadline:
             select.select([], [], [], 0.001)

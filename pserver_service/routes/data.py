@@ -20,6 +20,7 @@ from pserver_service.core.geometry import MAX_BLOCK_BYTES, MAX_BLOCKS
 from pserver_service.routes.frames import Incoming, Patience, write_block
 from pserver_service.service import Pserver
 from pserver_service.stream import PserverStream
+from pserver_service.turns import Turns
 from shared import wire
 from shared.errors import BadFrame
 from shared.messages import (
@@ -42,9 +43,10 @@ MESSAGE_BYTES = 16 << 20  # of a message without blocks: a pull names its blocks
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Those open now."""
+    """Those open now, and who of them is to work."""
 
     open: set[PserverStream] = field(default_factory=set)
+    turns: Turns = field(default_factory=Turns)
 
 
 STREAMS = web.AppKey("streams", Streams)
@@ -135,7 +137,7 @@ async def stream(request: web.Request) -> web.StreamResponse:
             over.set_result(None)
 
     patience, streams = request.app[PATIENCE], request.app[STREAMS]
-    upgraded = PserverStream(request.app[PSERVER], patience.stall_s, patience.idle_s, lost)
+    upgraded = PserverStream(request.app[PSERVER], streams.turns, patience.stall_s, patience.idle_s, lost)
     upgraded.take_over(transport)
     streams.open.add(upgraded)
     try:

@@ -31,7 +31,7 @@ def later():
     threading.Event().wait(0.1)
     print("thread")
 print(json.dumps({
-    "module": __name__, "argv": sys.argv[1:], "environment": dict(os.environ), "parent": os.getppid(), "leads": os.getsid(0) == os.getpid(),
+    "module": __name__, "argv": sys.argv[1:], "environment": dict(os.environ), "parent": os.getppid(), "session": os.getsid(0), "group": os.getpgid(0) == os.getpid(),
     "stdin": sys.stdin.read(), "main": __spec__.name, "drawn": [random.random(), numpy.random.random()],
     "torch": "torch" in sys.modules, "threads": threading.active_count()}))
 print("err", file=sys.stderr)
@@ -89,7 +89,8 @@ async def test_a_forked_child_has_its_own_arguments_environment_session_output_a
                 "module": "__main__",
                 "argv": [str(code)],
                 "parent": os.getpid(),
-                "leads": True,
+                "session": forks._server.pid,
+                "group": True,
                 "stdin": "",
                 "main": "says",
                 "torch": facts["torch"],

@@ -93,3 +93,36 @@ async def test_an_apply_that_breaks_ends_the_stream_at_once(server, monkeypatch)
     assert [str(error) for error in told] == ["a bug"]
     await all_given_back(server)
     del region
+
+
+@over_shm
+async def test_however_many_streams_there_are_one_block_is_applied_in_a_turn_of_the_event_loop(server, monkeypatch):
+    await server.initialise()
+    turn, applied_in = 0, []
+
+    def noted(self, *arguments):
+        applied_in.append(turn)
+        return apply(self, *arguments)
+
+    apply = Pushing.apply
+    monkeypatch.setattr(Pushing, "apply", noted)
+    async with raw_stream(server) as one, raw_stream(server) as other:
+        regions = [await all_referred(raw) for raw in (one, other)]
+        running = True
+
+        async def counts():
+            nonlocal turn
+            while running:
+                turn += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.ensure_future(counts())
+        for raw in (one, other):
+            raw.send(opening() + ALL + wire.encode({"id": 1, "end": True}))
+        for raw in (one, other):
+            assert (await raw.next())["end"]
+        running = False
+        await counting
+    assert len(applied_in) == len(set(applied_in)) == 2 * len(SIZES)
+    await all_given_back(server)
+    del regions
