@@ -119,9 +119,8 @@ def _become(request: Request, connection: socket.socket, out: int, err: int) -> 
     """In the child: be what was asked for, and end."""
     code = FAILED
     try:
-        os.setpgid(
-            0, 0
-        )  # no session of its own: the kernel would serve its loop as late as its compute thread's turn ends
+        # no session of its own: the kernel would let its loop wait for its compute thread (shared.scheduling)
+        os.setpgid(0, 0)
         deadline = clock.monotonic() + ADOPTION_S
         while os.getppid() != request.parent and clock.monotonic() < deadline:
             select.select([], [], [], 0.001)
