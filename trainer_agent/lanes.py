@@ -154,9 +154,11 @@ class LaneReader:
         return (self._held.task, self._done) if self._held else None
 
     def at_hand(self, position: LanePosition) -> Portion | None:
-        """As `at`, if the task at hand has the records: nobody has to be asked."""
-        held = self._holding(position)
-        return None if held is None or position.exhausted else self._portion(position, position, held)
+        """As `at`, if the task at hand has the records, or the one fetched ahead: nobody has to be asked."""
+        if position.exhausted:
+            return None
+        held = self._holding(position) or self._arrived(position)
+        return None if held is None else self._portion(position, position, held)
 
     async def at(self, position: LanePosition) -> Portion:
         """The lane's records at `position`. Raises TrainingOver, TaskFailed, StaleGeneration, DeadlineExceeded."""
@@ -190,6 +192,16 @@ class LaneReader:
         held = self._held
         there = held is not None and (held.task.epoch, held.task.index) == (position.epoch, position.index)
         return held if there else None
+
+    def _arrived(self, position: LanePosition) -> Holding | None:
+        """The task that was fetched ahead, if that is over and it is the one at `position`: it is at hand from now on."""
+        if self._next is None or not self._next.done() or self._next.cancelled():
+            return None
+        ahead = self._next.result()
+        if ahead is None or (ahead.task.epoch, ahead.task.index) != (position.epoch, position.index):
+            return None
+        self._held, self._next = ahead, None
+        return ahead
 
     async def _fetched(self, position: LanePosition) -> Holding | LanePosition:
         """The task at `position`; or the position to go on from, if there is none."""

@@ -96,6 +96,21 @@ async def test_a_task_fetched_ahead_needs_no_master_when_its_turn_comes(made):
     assert len((await lane.at(LanePosition(lane=0))).records) == 4
 
 
+async def test_a_task_that_was_fetched_ahead_is_at_hand_where_it_is_due_and_nowhere_else(made):
+    lane, first, second = reader(made), LanePosition(lane=0), LanePosition(lane=0, index=1)
+    assert lane.at_hand(first) is None
+    async with asyncio.TaskGroup() as group:
+        lane.prefetch(first, group)
+        assert lane.at_hand(first) is None, "it is being fetched"
+    assert lane.at_hand(second) is None
+    portion = lane.at_hand(first)
+    assert portion is not None
+    assert len(portion.records) == 4
+    assert lane.held == (portion.task, 1)
+    lane.drop()
+    assert lane.at_hand(first) is None
+
+
 async def test_an_exhausted_lane_reads_nothing_and_stays_where_it_is(made):
     done = LanePosition(lane=1, epoch=0, index=3, exhausted=True)
     portion = await reader(made, 1).at(done)
