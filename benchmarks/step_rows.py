@@ -230,12 +230,11 @@ def send(row: Row, number: signal.Signals) -> None:
 
 
 def bind(row: Row) -> None:
-    """Trainers (or ranks) to a core each, and parameter servers, with the threads that they have."""
+    """Trainers (or ranks) to a core each, with the threads that they have."""
     cores = sorted(os.sched_getaffinity(0))
-    for role in ("trainers", "pservers"):
-        for pid, core in zip(row.pids().get(role, []), itertools.cycle(cores), strict=False):
-            for thread in Path(f"/proc/{pid}/task").iterdir():
-                os.sched_setaffinity(int(thread.name), {core})
+    for pid, core in zip(row.pids()["trainers"], itertools.cycle(cores), strict=False):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), {core})
 
 
 class Usage:

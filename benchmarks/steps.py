@@ -8,7 +8,7 @@ stopped (SIGSTOP); a round lets one after the other go on for a while, so rows o
 ratios are taken round by round. An asynchronous step is a global batch of records applied at the parameter servers, so all
 rows count the same records. `CPU ms`: processor time of a step, in all trainers (or ranks), parameter servers, and the
 rest (etcd, master). `others' cores`: what everybody else on the machine took meanwhile; ratios mean little if that is much.
---bind gives the trainers (or ranks) of each row a core each, and its parameter servers as well, where the kernel would pack them.
+--bind gives the trainers (or ranks) of each row a core each, where the kernel would pack them.
 
 A second table tells of our rows, measured after the rounds, how late the event loops were (99th percentile and worst, woken
 every 2 ms; up to 1 ms is the loop's own clock) and, in brackets, the worst of it in which the loop's thread worked and did
@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=3.0, help="measured per row and round")
     parser.add_argument(
-        "--bind", action="store_true", help="a core each for trainers and ranks, and for parameter servers"
+        "--bind", action="store_true", help="a core each for the trainers (or ranks) of a row"
     )
     parser.add_argument("--markdown", action="store_true", help="the default")
     parser.add_argument("--json", action="store_true")
