@@ -169,9 +169,7 @@ def main() -> None:
     parser.add_argument("--rows", default=",".join(TITLES))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=3.0, help="measured per row and round")
-    parser.add_argument(
-        "--bind", action="store_true", help="a core each for the trainers (or ranks) of a row"
-    )
+    parser.add_argument("--bind", action="store_true", help="a core each for the trainers (or ranks) of a row")
     parser.add_argument("--markdown", action="store_true", help="the default")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
