@@ -17,7 +17,7 @@ import torch
 
 State = Mapping[str, torch.Tensor]
 DirectStep = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, State], None]
-_EXTRAS_OF_SGD = ("momentum", "weight_decay", "nesterov", "maximize")
+_EXTRAS_OF_SGD = (("maximize",), ("maximize", "momentum", "weight_decay"))  # foreach rounds some of them otherwise
 _EXTRAS_OF_ADAM = ("amsgrad", "maximize", "foreach")
 
 
@@ -25,8 +25,8 @@ def direct_step(optimizer: torch.optim.Optimizer) -> DirectStep | None:
     """For the options that the optimizer's only group has now."""
     options = optimizer.param_groups[0]
     match optimizer:
-        case torch.optim.SGD() if not any(map(options.get, _EXTRAS_OF_SGD)):
-            return partial(_sgd, options["lr"])
+        case torch.optim.SGD() if not any(map(options.get, _EXTRAS_OF_SGD[bool(options["foreach"])])):
+            return partial(_sgd, options)
         case torch.optim.Adam() if not any(map(options.get, _EXTRAS_OF_ADAM)):
             decoupled = bool(options["decoupled_weight_decay"])
             return partial(_fused_adam if options["fused"] else _adam, options, decoupled)
@@ -35,10 +35,19 @@ def direct_step(optimizer: torch.optim.Optimizer) -> DirectStep | None:
 
 def has_state(optimizer: torch.optim.Optimizer, state: State) -> bool:
     """Whether its state is as the direct step needs it: torch makes it in the first step."""
-    return bool(state) or isinstance(optimizer, torch.optim.SGD)
+    return bool(state) or (isinstance(optimizer, torch.optim.SGD) and not optimizer.param_groups[0]["momentum"])
 
 
-def _sgd(rate: float, out: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor, _: State) -> None:
+def _sgd(
+    options: Mapping[str, Any], out: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor, state: State
+) -> None:
+    """What is added to the gradient on its way lies in `out` meanwhile."""
+    rate, momentum, decay = options["lr"], options["momentum"], options["weight_decay"]
+    if decay:
+        gradient = torch.add(gradient, values, alpha=decay, out=out)
+    if momentum:
+        buffer = state["momentum_buffer"].mul_(momentum).add_(gradient, alpha=1 - options["dampening"])
+        gradient = torch.add(gradient, buffer, alpha=momentum, out=out) if options["nesterov"] else buffer
     torch.add(values, gradient, alpha=-rate, out=out)
 
 

@@ -179,27 +179,52 @@ def test_values_are_the_same_for_the_same_seed():
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-def test_plain_sgd_steps_into_other_memory_with_the_bits_of_torch(foreach):
-    """The shortcut that spares a copy; any further option leaves it."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"weight_decay": 0.01},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "weight_decay": 0.01, "dampening": 0.1},
+        {"momentum": 0.9, "nesterov": True},
+        {"momentum": 0.8, "nesterov": True, "weight_decay": 0.01},
+    ],
+)
+def test_direct_steps_of_sgd_have_the_bits_of_torch(extra, dtype, foreach):
+    """Values, state and the untouched gradient, with a rate and a momentum that change; also after going on from a saved state."""
     torch.manual_seed(5)
-    start, gradient = torch.randn(10_007), torch.randn(10_007)
-    for extra in ({}, {"momentum": 0.9}, {"weight_decay": 0.01}, {"maximize": True}):
-        parameter = torch.nn.Parameter(start.clone())
-        plain = torch.optim.SGD([parameter], lr=0.1, foreach=foreach, **extra)
-        ours = BlockOptimizer("SGD", {"lr": 0.1, "foreach": foreach}, start.clone())
-        values, out = start.clone(), torch.empty_like(start)
-        for rate in (0.1, 0.03, 0.7):
-            plain.param_groups[0]["lr"] = rate
-            parameter.grad = gradient.clone()
-            plain.step()
-            before = values.clone()
-            ours.step_into(out, values, gradient.clone(), {"lr": rate, **extra})
-            assert torch.equal(values, before)
-            assert torch.equal(out, parameter.detach())
-            values, out = out, values
+    start = torch.randn(10_007).to(dtype)
+    parameter = torch.nn.Parameter(start.clone())
+    plain = torch.optim.SGD([parameter], lr=0.1, foreach=foreach, **extra)
+    ours = BlockOptimizer("SGD", {"lr": 0.1, "foreach": foreach, **extra}, start.clone())
+    values, out = start.clone(), torch.empty_like(start)
+    for step, rate in enumerate((0.1, 0.1, 0.03, 0.7, 0.003)):
+        gradient = torch.randn(10_007).to(dtype)
+        given = {"lr": rate, **extra}
+        if "momentum" in extra:  # as cyclic schedulers change it; without any for a step
+            given["momentum"] = 0.0 if step == 3 else extra["momentum"] / (step + 1)
+        plain.param_groups[0].update(given)
+        parameter.grad = gradient.clone()
+        plain.step()
+        kept, before = gradient.clone(), values.clone()
+        direct = ours.only_reads(given)
+        bare = not given.get("momentum") and "weight_decay" not in given
+        assert direct == (bare if foreach else step > 0 or "momentum" not in extra)
+        ours.step_into(out, values, gradient, given)
+        assert torch.equal(values, before)
+        assert not direct or torch.equal(gradient, kept)
+        assert torch.equal(out, parameter.detach())
+        for key, tensor in ours.state().items():
+            assert torch.equal(tensor, plain.state[parameter][key]), key
+        values, out = out, values
+        if step == 2:
+            saved = {key: tensor.clone() for key, tensor in ours.state().items()}
+            ours = BlockOptimizer("SGD", {"lr": 0.1, "foreach": foreach, **extra}, values)
+            ours.load(saved)
 
 
-CASES = [
+ADAMS = [
     (name, {**how, **extra})
     for name in ("Adam", "AdamW")
     for how in ({"fused": True}, {"fused": False, "foreach": False}, {})
@@ -207,7 +232,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options"), CASES)
+@pytest.mark.parametrize(("name", "options"), ADAMS)
 def test_direct_steps_of_adam_have_the_bits_of_torch(name, options):
     """Values, state and the untouched gradient, with a rate that changes; also after going on from a saved state."""
     torch.manual_seed(5)
@@ -237,8 +262,16 @@ def test_direct_steps_of_adam_have_the_bits_of_torch(name, options):
             ours.load(saved)
 
 
-@pytest.mark.parametrize("extra", [{"amsgrad": True}, {"maximize": True}, {"foreach": True}])
-def test_what_has_no_direct_step_is_left_to_torch(extra):
-    ours = BlockOptimizer("Adam", {"lr": 0.1, **extra}, torch.zeros(3))
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("Adam", {"amsgrad": True}),
+        ("Adam", {"maximize": True}),
+        ("Adam", {"foreach": True}),
+        ("SGD", {"maximize": True}),
+    ],
+)
+def test_what_has_no_direct_step_is_left_to_torch(name, extra):
+    ours = BlockOptimizer(name, {"lr": 0.1, **extra}, torch.zeros(3))
     ours.step_into(torch.zeros(3), torch.zeros(3), torch.ones(3), {"lr": 0.1, **extra})
     assert not ours.only_reads({"lr": 0.1, **extra})
