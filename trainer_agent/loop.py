@@ -115,17 +115,24 @@ class SyncLoop:
                     reader.drop()
 
     async def _advance(self) -> None:
-        """Join if need be, then one step, both in one timeline. Raises RolledBack, Gone, TaskFailed, TrainingOver."""
+        """Join if need be, then steps as long as there is nothing else to do, all in one timeline. Raises RolledBack, Gone,
+        TaskFailed, TrainingOver."""
         timeline = timeline_of(self._directory)
         if timeline != self.timeline:
             self.timeline, self._record, self._lane_zero = timeline, None, None
             self._keep_readers((0, 0))
         with single_error():
-            self._record = await on_timeline(self._directory, timeline, self._joined_step())
+            await on_timeline(self._directory, timeline, self._steps())
 
-    async def _joined_step(self) -> StepRecord:
+    async def _steps(self) -> None:
         self._record = self._record or await self._join()
-        return await self._step(self._record)
+        while timeline_of(self._directory) == self.timeline:
+            following = await self._step(self._record)
+            if timeline_of(self._directory) != self.timeline:
+                return
+            self._record = following
+            if self._stopping.is_set() or self._view().duty is not Duty.TRAIN:
+                return
 
     async def _duty(self) -> Next:
         """What to do; waits as long as there is nothing to do but the job goes on. A spare forgets its parameters."""
@@ -218,17 +225,18 @@ class SyncLoop:
 
         Mostly all are at hand: computing then begins without a turn of the event loop, in which the pull would be sent first.
         """
-        portions = {lane: self._reader(lane).at_hand(positions[lane]) for lane in lanes}
-        with single_error():
-            async with asyncio.TaskGroup() as group:
-                reading = {
-                    lane: group.create_task(self._reader(lane).at(positions[lane]))
-                    for lane, portion in portions.items()
-                    if portion is None
-                }
-        outboxes = {index: Outbox() for index in self._transfer.routes.blocks}
-        found = {lane: portion or reading[lane].result() for lane, portion in portions.items()}
-        return Round(lanes, found, outboxes)
+        at_hand = {lane: self._reader(lane).at_hand(positions[lane]) for lane in lanes}
+        portions = {lane: portion for lane, portion in at_hand.items() if portion is not None}
+        if len(portions) < len(lanes):
+            with single_error():
+                async with asyncio.TaskGroup() as group:
+                    reading = {
+                        lane: group.create_task(self._reader(lane).at(positions[lane]))
+                        for lane in lanes
+                        if lane not in portions
+                    }
+            portions = {lane: portions.get(lane) or reading[lane].result() for lane in lanes}
+        return Round(lanes, portions, {index: Outbox() for index in self._transfer.routes.blocks})
 
     async def _push_round(self, step: int, generation: int, lane_zero: LaneZero, work: Round) -> bool:
         """True if each block of each node is acknowledged by its parameter server."""
@@ -300,11 +308,12 @@ class SyncLoop:
 
     async def _settled(self, contributing: asyncio.Task[None]) -> None:
         """The version is whole: let the answers to our own pushes come in, then end the step."""
-        try:
-            async with asyncio.timeout(SETTLE_S):
-                await self._idle.wait()
-        except TimeoutError:
-            log.warning("push_unanswered", seconds=SETTLE_S)
+        if self.busy:
+            try:
+                async with asyncio.timeout(SETTLE_S):
+                    await self._idle.wait()
+            except TimeoutError:
+                log.warning("push_unanswered", seconds=SETTLE_S)
         contributing.cancel()
 
     def _view(self) -> Next:
