@@ -193,8 +193,10 @@ class TaskQueue:
         return self._closing(task_id, (DropPending(task_id, reported=True),))
 
     def fail(self, task_id: str, attempt: int, trainer: str, cause: str, epoch: int | None = None) -> Closing:
-        """The trainer reported an error. Raises StaleAttempt."""
-        if self._reported(task_id, attempt, trainer, epoch):
+        """The trainer reported an error. Raises StaleAttempt; also for a lane's task that counts as done: whoever computes that
+        again and fails must hear that it is not the task's affair, or tries for ever."""
+        committed = self.by_lane and epoch in (None, self.epoch) and self.state_of(task_id) == "DONE"
+        if not committed and self._reported(task_id, attempt, trainer, epoch):
             return Closing(())
         self.check_attempt(task_id, attempt, trainer, epoch)
         return self.give_up(task_id, cause, reported=True)
