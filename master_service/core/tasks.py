@@ -193,10 +193,9 @@ class TaskQueue:
         return self._closing(task_id, (DropPending(task_id, reported=True),))
 
     def fail(self, task_id: str, attempt: int, trainer: str, cause: str, epoch: int | None = None) -> Closing:
-        """The trainer reported an error. Raises StaleAttempt; also for a lane's task that counts as done: whoever computes that
-        again and fails must hear that it is not the task's affair, or tries for ever."""
-        committed = self.by_lane and epoch in (None, self.epoch) and self.state_of(task_id) == "DONE"
-        if not committed and self._reported(task_id, attempt, trainer, epoch):
+        """The trainer reported an error. Raises StaleAttempt; for a lane's task that is done, too: else its trainer tries for ever."""
+        done = self.by_lane and epoch in (None, self.epoch) and self.state_of(task_id) == "DONE"
+        if not done and self._reported(task_id, attempt, trainer, epoch):
             return Closing(())
         self.check_attempt(task_id, attempt, trainer, epoch)
         return self.give_up(task_id, cause, reported=True)
@@ -363,11 +362,8 @@ class TaskQueue:
     def _committed(self, lane: int, index: int) -> tuple[Change, ...]:
         """Earlier tasks of the lane that are still on the books: the request proves them done."""
         name = self.streams.name(lane)
-        held = [
-            DropPending(t, reported=True)
-            for t, p in self.pending.items()
-            if p.record.stream == name and p.record.index < index
-        ]
+        passed = [t for t, p in self.pending.items() if p.record.stream == name and p.record.index < index]
+        held = [DropPending(t, reported=True) for t in passed]
         back = [DropRequeued(t) for t, r in self.requeued.items() if r.stream == name and r.index < index]
         return (*held, *back)
 
