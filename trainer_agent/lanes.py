@@ -157,14 +157,14 @@ class LaneReader:
         """As `at`, if the task at hand has the records, or the one fetched ahead: nobody has to be asked."""
         if position.exhausted:
             return None
-        held = self._holding(position) or self._arrived(position)
+        held = _due(self._held, position) or self._arrived(position)
         return None if held is None else self._portion(position, position, held)
 
     async def at(self, position: LanePosition) -> Portion:
         """The lane's records at `position`. Raises TrainingOver, TaskFailed, StaleGeneration, DeadlineExceeded."""
         before = position
         while not position.exhausted:
-            held = self._holding(position)
+            held = _due(self._held, position)
             if held is None:
                 found = await self._fetched(position)
                 if isinstance(found, LanePosition):
@@ -187,28 +187,21 @@ class LaneReader:
             self._next.cancel()
             self._next = None
 
-    def _holding(self, position: LanePosition) -> Holding | None:
-        """The task at hand, if it is the one at `position`."""
-        held = self._held
-        there = held is not None and (held.task.epoch, held.task.index) == (position.epoch, position.index)
-        return held if there else None
-
     def _arrived(self, position: LanePosition) -> Holding | None:
         """The task that was fetched ahead, if that is over and it is the one at `position`: it is at hand from now on."""
         if self._next is None or not self._next.done() or self._next.cancelled():
             return None
-        ahead = self._next.result()
-        if ahead is None or (ahead.task.epoch, ahead.task.index) != (position.epoch, position.index):
-            return None
-        self._held, self._next = ahead, None
+        ahead = _due(self._next.result(), position)
+        if ahead is not None:
+            self._held, self._next = ahead, None
         return ahead
 
     async def _fetched(self, position: LanePosition) -> Holding | LanePosition:
         """The task at `position`; or the position to go on from, if there is none."""
         if self._next is not None:
-            ahead = await outcome_of(self._next)
+            ahead = _due(await outcome_of(self._next), position)
             self._next = None
-            if ahead is not None and (ahead.task.epoch, ahead.task.index) == (position.epoch, position.index):
+            if ahead is not None:
                 return ahead
         answer = await self._source.acquire(self._generation(), self._lane, position.epoch, position.index)
         return await self._settle(answer, position)
@@ -252,6 +245,12 @@ class LaneReader:
         else:
             after = position.model_copy(update={"offset": offset})
         return Portion(before, after, records, held.task, finishes, position.index != before.index)
+
+
+def _due(held: Holding | None, position: LanePosition) -> Holding | None:
+    """It, if it is the task at `position`."""
+    there = held is not None and (held.task.epoch, held.task.index) == (position.epoch, position.index)
+    return held if there else None
 
 
 async def outcome_of(task: asyncio.Task[T]) -> T | None:

@@ -125,14 +125,12 @@ class SyncLoop:
             await on_timeline(self._directory, timeline, self._steps())
 
     async def _steps(self) -> None:
-        self._record = self._record or await self._join()
+        record = self._record or await self._join()
         while timeline_of(self._directory) == self.timeline:
-            following = await self._step(self._record)
-            if timeline_of(self._directory) != self.timeline:
-                return
-            self._record = following
+            self._record = record
             if self._stopping.is_set() or self._view().duty is not Duty.TRAIN:
                 return
+            record = await self._step(record)
 
     async def _duty(self) -> Next:
         """What to do; waits as long as there is nothing to do but the job goes on. A spare forgets its parameters."""

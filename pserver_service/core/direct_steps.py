@@ -17,15 +17,17 @@ import torch
 
 State = Mapping[str, torch.Tensor]
 DirectStep = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, State], None]
-_EXTRAS_OF_SGD = (("maximize",), ("maximize", "momentum", "weight_decay"))  # foreach rounds some of them otherwise
+_EXTRAS_OF_SGD = ("maximize",)
+_EXTRAS_OF_FOREACH_SGD = ("maximize", "momentum", "weight_decay")  # it rounds some of them otherwise
 _EXTRAS_OF_ADAM = ("amsgrad", "maximize", "foreach")
 
 
 def direct_step(optimizer: torch.optim.Optimizer) -> DirectStep | None:
     """For the options that the optimizer's only group has now."""
     options = optimizer.param_groups[0]
+    extras_of_sgd = _EXTRAS_OF_FOREACH_SGD if options.get("foreach") else _EXTRAS_OF_SGD
     match optimizer:
-        case torch.optim.SGD() if not any(map(options.get, _EXTRAS_OF_SGD[bool(options["foreach"])])):
+        case torch.optim.SGD() if not any(map(options.get, extras_of_sgd)):
             return partial(_sgd, options)
         case torch.optim.Adam() if not any(map(options.get, _EXTRAS_OF_ADAM)):
             decoupled = bool(options["decoupled_weight_decay"])
