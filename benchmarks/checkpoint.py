@@ -30,14 +30,21 @@ import torch
 import uvloop
 
 from benchmarks.checkpoint_steps import Measured, Round, Steps, slow_downs
-from pserver_service.core.buffers import bytes_of
 from pserver_service.core.snapshot import Schedule
 from pserver_service.core.store import Store
-from shared import telemetry
-from shared.light_torch import optimizers_without_compiler
-from shared.messages import InitHeader, LanePosition, LaneZero, PushBlock, PushHeader, StepRecord
+from shared.blocks.buffers import bytes_of
 from shared.records import Mode
+from shared.runtime import telemetry
+from shared.runtime.light_torch import optimizers_without_compiler
 from shared.slots import Layout, OptimizerSpec, Segment
+from shared.wire.messages import (
+    InitHeader,
+    LanePosition,
+    LaneZero,
+    PushBlock,
+    PushHeader,
+    StepRecord,
+)
 
 JOB = "benchmark"
 OPTIMIZERS = {"SGD": {"lr": 0.01}, "Adam": {"lr": 0.01, "fused": True}}

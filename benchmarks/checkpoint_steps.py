@@ -26,15 +26,16 @@ from pathlib import Path
 import torch
 import uvloop
 
-from pserver_service import disk
-from pserver_service.app import make_app, serving
-from pserver_service.background import Background, lower_priority
+from pserver_service.checkpoints import writer
+from pserver_service.checkpoints.background import Background, lower_priority
 from pserver_service.core.snapshot import Schedule
-from pserver_service.service import Pserver
-from pserver_service.sharing import Chunks
-from shared import telemetry
-from shared.light_torch import optimizers_without_compiler
-from shared.messages import (
+from pserver_service.data_plane.memory import Chunks
+from pserver_service.data_plane.server import make_app, serving
+from pserver_service.pserver import Pserver
+from shared.records import JobSpec, Mode, PserverMember
+from shared.runtime import telemetry
+from shared.runtime.light_torch import optimizers_without_compiler
+from shared.wire.messages import (
     CheckpointAsked,
     InitBlock,
     InitHeader,
@@ -44,11 +45,10 @@ from shared.messages import (
     PushHeader,
     StepRecord,
 )
-from shared.records import JobSpec, Mode, PserverMember
-from trainer_agent.model import TorchCompute
-from trainer_agent.stream import StreamPserver
-from trainer_agent.transfer import Outbox
-from trainer_agent.user_module import load
+from trainer_agent.data_plane.stream import StreamPserver
+from trainer_agent.data_plane.transfer import Outbox
+from trainer_agent.model.torch_compute import TorchCompute
+from trainer_agent.script.user_module import load
 
 JOB = "benchmark"
 SCRIPT = Path(__file__).parent / "scripts" / "residual.py"
@@ -259,7 +259,7 @@ async def _serve(folder: str, parts: Connection) -> None:
             if bare:
                 await loop.run_in_executor(behind, plain_write, Path(url), size, PAST_CACHE)
             else:
-                size = (await offload(disk.write_part, url, {}, snapshot)).bytes
+                size = (await offload(writer.write_part, url, {}, snapshot)).bytes
             end = time.monotonic()
             snapshot.release()
             await offload(Path(url).unlink)

@@ -5,7 +5,7 @@
 
 A real etcd that syncs every write, a real leading master and a standby as processes; the clients are all in this process:
 `lean` ones (benchmarks/lean_client.py: HTTP, token and records are real, the cost is not a trainer's) or the trainers' own
-(trainer_agent/master.py). A pair is two requests, or one: completeTask with `next`. Members are keys that nobody is
+(trainer_agent/tasks/source.py). A pair is two requests, or one: completeTask with `next`. Members are keys that nobody is
 behind, a task is one record. CPU milliseconds per pair, of each process, say what limits a row; `sync` is the median time
 of an fdatasync on that disk, beside each measurement. Failover: from SIGKILL of the leader to the first task that the
 standby gives; the leader's lease (`--ttl` seconds) is part of it unless the standby finds the port refused before.
@@ -33,15 +33,15 @@ from typing import Self
 from benchmarks import masterless
 from benchmarks.lean_client import LeanMaster
 from shared import etcd as etcd_client
-from shared import http, telemetry
-from shared.datasets import Npy
-from shared.directory import Directory
+from shared.datasets.formats import Npy
 from shared.errors import TriremeError
 from shared.etcd.embedded import EmbeddedEtcd
 from shared.keys import Keys
+from shared.membership.directory import Directory
 from shared.records import AcquireTask, CompleteTask, JobSpec, Mode, PserverMember, TakeNext, Task, TrainerMember
+from shared.runtime import http, telemetry
 from shared.slots import Layout, OptimizerSpec
-from trainer_agent.master import HttpMaster
+from trainer_agent.tasks.source import HttpMaster
 
 JOB = "dispatch"
 TOKEN = "benchmark"

@@ -12,18 +12,18 @@ import sys
 import tempfile
 from pathlib import Path
 
-from master_service.core.file_table import FileTable, TableFile
-from master_service.dispatcher import Dispatcher
-from shared import clock
-from shared.datasets import Dataset, TextLines
-from shared.directory import Directory
+from master_service.core.queue.file_table import FileTable, TableFile
+from master_service.masterless.dispatcher import Dispatcher
+from shared.datasets.formats import Dataset, TextLines
 from shared.errors import TriremeError
 from shared.etcd import connect
 from shared.etcd.embedded import EmbeddedEtcd
-from shared.http import session
 from shared.keys import Keys
+from shared.membership.directory import Directory
 from shared.records import AcquireTask, CompleteTask, Dispatch, JobSpec, Mode, PserverMember, TakeNext, TrainerMember
-from trainer_agent.master import HttpMaster, MasterPort
+from shared.runtime import clock
+from shared.runtime.http import session
+from trainer_agent.tasks.source import HttpMaster, MasterPort
 
 TASKS = 10_000_000
 KEYS = Keys("bench")

@@ -10,7 +10,7 @@ import time
 
 from benchmarks.probe import TRAINER_MIB, LagProbe, Memory
 from benchmarks.rivals import LR, Remote, gradient_of, is_right, optimizer_options
-from shared.scheduling import serve_soon
+from shared.runtime.scheduling import serve_soon
 
 STATE = {"SGD": 0, "Adam": 2}  # of an optimizer, in parameters
 JOB = "benchmark"
@@ -28,13 +28,13 @@ class PserverProcess:
     def __init__(self, index: int, uds: str) -> None:
         import torch
 
-        from shared.light_torch import optimizers_without_compiler
+        from shared.runtime.light_torch import optimizers_without_compiler
 
         torch.set_num_threads(1)
         optimizers_without_compiler()
         self._index, self._uds, self._stop, self._loop = index, uds, None, new_loop()
         self._probe = LagProbe()
-        self._loop.call_soon(serve_soon)  # as shared.service does
+        self._loop.call_soon(serve_soon)  # as shared.runtime.service does
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._probing = asyncio.run_coroutine_threadsafe(self._probe.run(), self._loop)
 
@@ -46,9 +46,9 @@ class PserverProcess:
         return self._memory.peak() - self._memory.borrowed()
 
     def start(self) -> int:
-        from pserver_service.app import make_app, serving
-        from pserver_service.service import Pserver
-        from pserver_service.sharing import Chunks
+        from pserver_service.data_plane.memory import Chunks
+        from pserver_service.data_plane.server import make_app, serving
+        from pserver_service.pserver import Pserver
 
         async def serve(ready: asyncio.Future, stop: asyncio.Event) -> None:
             app = make_app(Pserver(JOB, "ps", self._index, allocate=Chunks))
@@ -83,8 +83,8 @@ class Trainer:
 
     def setup(self, mib: int, optimizer: str, ports: list[int], block_kib: int) -> None:
         from shared.slots import Layout, OptimizerSpec, Segment
-        from trainer_agent.flat import Plan, Vector
-        from trainer_agent.outbound import HOST, Outbound
+        from trainer_agent.model.flat import Plan, Vector
+        from trainer_agent.model.outbound import HOST, Outbound
 
         self._parameters = self._gradient = self._into = self._out = self._outbound = None  # those of the setup before
         self._ports = []
@@ -112,8 +112,8 @@ class Trainer:
 
     def _connect(self, index: int, port: int):
         from shared.records import PserverMember
-        from trainer_agent.pservers import HttpPserver
-        from trainer_agent.stream import StreamPserver
+        from trainer_agent.data_plane.http import HttpPserver
+        from trainer_agent.data_plane.stream import StreamPserver
 
         url, uds = f"http://127.0.0.1:{port}", self._uds and f"{self._uds}-{index}"
         host = socket.gethostname()
@@ -121,7 +121,7 @@ class Trainer:
         return HttpPserver(member) if self._kind == "plain" else StreamPserver(member, share=self._kind == "shm")
 
     async def _init(self, index: int) -> None:
-        from shared.messages import InitBlock, InitHeader, LanePosition, StepRecord
+        from shared.wire.messages import InitBlock, InitHeader, LanePosition, StepRecord
 
         async def blocks():
             for block in self._blocks[index :: len(self._ports)]:
@@ -153,7 +153,7 @@ class Trainer:
         return time.perf_counter() - start
 
     async def _step(self, index: int) -> None:
-        from shared.messages import LanePosition, LaneZero, PullRequest, PushBlock, PushHeader
+        from shared.wire.messages import LanePosition, LaneZero, PullRequest, PushBlock, PushHeader
 
         lane, port, mine = self._share, self._ports[index], self._blocks[index :: len(self._ports)]
 
@@ -183,7 +183,7 @@ class Trainer:
 
     async def _calls(self, count: int) -> list[float]:
         """Pulls of no block."""
-        from shared.messages import PullRequest
+        from shared.wire.messages import PullRequest
 
         wanted, took = PullRequest(job=JOB, generation=1, version=self._version, blocks=()), []
         for _ in range(count):

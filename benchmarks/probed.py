@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.probe import LagProbe, Memory
-from shared import service
-from trireme.fork_server import NEEDS
+from shared.runtime import service
+from trireme.launch.fork_server import NEEDS
 
 FILE = "TRIREME_PROBE"
 

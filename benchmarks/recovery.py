@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared import telemetry
-from shared.clock import seconds_between
-from trireme import chaos
-from trireme.children import read_events
-from trireme.receipts import Receipt, Witness
+from shared.runtime import telemetry
+from shared.runtime.clock import seconds_between
+from trireme.cli import chaos
+from trireme.cli.receipts import Receipt, Witness
+from trireme.launch.child import read_events
 
 ROOT = Path(__file__).parents[1]
 JOB = "recovery"

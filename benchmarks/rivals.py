@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
-from shared import telemetry
+from shared.runtime import telemetry
 
 LR = {"SGD": 0.1, "Adam": 0.001}
 PERIOD = 251  # gradients repeat after so many elements, so that a short vector is the reference

@@ -17,13 +17,13 @@ from typing import IO, Any, Self
 
 from benchmarks.probe import p99_and_max
 from benchmarks.probed import FILE
-from shared import clock
-from shared.job_spec import JobSpec
-from trainer_agent import user_module
-from trainer_agent.pservers import HttpPserver
-from trireme.local import LocalCluster
+from shared.records.job_spec import JobSpec
+from shared.runtime import clock
+from trainer_agent.data_plane.http import HttpPserver
+from trainer_agent.script import user_module
+from trireme.launch.cluster import LocalCluster
+from trireme.launch.processes import PYTHON_MODULE, ForkServer, Process
 from trireme.plain import plain_spec
-from trireme.processes import PYTHON_MODULE, ForkServer, Process
 
 START_S, WARM_UP_STEPS = 90.0, 5
 PLAIN_RUNS = 3

@@ -35,8 +35,8 @@ from pathlib import Path
 
 from benchmarks.probe import TRAINER_MIB
 from benchmarks.step_rows import SETTLE_S, Inside, OurRow, Row, TorchRow, Window, activations_mib, bind, send
-from shared import telemetry
-from trainer_agent import user_module
+from shared.runtime import telemetry
+from trainer_agent.script import user_module
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = {"charlm": HERE.parent / "examples" / "charlm" / "charlm.py", "mlp": HERE / "scripts" / "mlp.py"}

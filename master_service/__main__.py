@@ -14,14 +14,14 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from master_service.app import make_app
-from master_service.service import Master
-from master_service.serving import Server
+from master_service.api.app import make_app
+from master_service.api.server import Server
+from master_service.leadership.master import Master
 from master_service.settings import Settings, read_spec
-from shared import ids, service, telemetry
 from shared.errors import InvalidArgument
 from shared.keys import Keys
 from shared.records import Dispatch, JobSpec
+from shared.runtime import ids, service, telemetry
 
 START_S = 10.0
 USAGE = 2

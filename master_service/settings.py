@@ -7,8 +7,8 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from shared.errors import InvalidArgument
+from shared.membership.settings import MemberSettings
 from shared.records import JobSpec
-from shared.settings import MemberSettings
 
 
 class Settings(MemberSettings):

@@ -34,7 +34,7 @@ def main() -> int:
     from pydantic import ValidationError  # noqa: PLC0415  --help answers without loading torch
 
     from pserver_service.settings import Settings  # noqa: PLC0415
-    from shared import service, telemetry  # noqa: PLC0415
+    from shared.runtime import service, telemetry  # noqa: PLC0415
 
     try:
         settings = Settings()
@@ -50,18 +50,18 @@ def main() -> int:
 async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     import torch  # noqa: PLC0415
 
-    from pserver_service.app import make_app, serving, socket_path  # noqa: PLC0415
-    from pserver_service.background import Background  # noqa: PLC0415
+    from pserver_service.checkpoints.background import Background  # noqa: PLC0415
+    from pserver_service.data_plane.memory import Chunks  # noqa: PLC0415
+    from pserver_service.data_plane.server import make_app, serving, socket_path  # noqa: PLC0415
     from pserver_service.member import Member  # noqa: PLC0415
-    from pserver_service.registration import Registration  # noqa: PLC0415
-    from pserver_service.service import Pserver  # noqa: PLC0415
-    from pserver_service.sharing import Chunks  # noqa: PLC0415
-    from pserver_service.surroundings import Surroundings  # noqa: PLC0415
-    from shared import ids, service  # noqa: PLC0415
-    from shared.directory import Directory  # noqa: PLC0415
+    from pserver_service.membership.context import Surroundings  # noqa: PLC0415
+    from pserver_service.membership.index import Registration  # noqa: PLC0415
+    from pserver_service.pserver import Pserver  # noqa: PLC0415
     from shared.keys import Keys  # noqa: PLC0415
-    from shared.light_torch import optimizers_without_compiler  # noqa: PLC0415
+    from shared.membership.directory import Directory  # noqa: PLC0415
     from shared.records import PserverMember  # noqa: PLC0415
+    from shared.runtime import ids, service  # noqa: PLC0415
+    from shared.runtime.light_torch import optimizers_without_compiler  # noqa: PLC0415
 
     torch.set_num_threads(settings.threads)
     optimizers_without_compiler()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
-from pserver_service.checkpoints import Checkpointer
+from pserver_service.checkpoints.independent import Independent
+from pserver_service.checkpoints.parts import Checkpointer
+from pserver_service.checkpoints.pause import Pauses
 from pserver_service.core.snapshot import Schedule
-from pserver_service.drain import Drain
-from pserver_service.independent import Independent
-from pserver_service.pauses import Pauses
-from pserver_service.rejoin import Rejoin
-from pserver_service.rollback import Rollback
-from pserver_service.surroundings import Surroundings
-from pserver_service.tearing import Tearing
+from pserver_service.membership.context import Surroundings
+from pserver_service.membership.drain import Drain
+from pserver_service.recovery.rejoin import Rejoin
+from pserver_service.recovery.rollback import Rollback
+from pserver_service.recovery.torn_step import Tearing
 
 
 class Member:

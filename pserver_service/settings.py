@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from shared.settings import MemberSettings
+from shared.membership.settings import MemberSettings
 
 
 class Settings(MemberSettings):

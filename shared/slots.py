@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from shared.job_spec import Narrow, Transported
-from shared.record import Record
+from shared.records.job_spec import Narrow, Transported
+from shared.records.record import Record
 
 ALIGNMENT_BYTES = 64
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}

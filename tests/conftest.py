@@ -1,7 +1,11 @@
-"""The longest tests begin first, so that no process of `pytest -n` is left with one at the end."""
+"""The longest tests begin first, so that no process of `pytest -n` is left with one at the end. Files in memory:// are
+gone after each test."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import fsspec
 import pytest
 
 FIRST = ("tests/soak/", "tests/end_to_end/", "tests/simulation/", "tests/checkpoints/")
@@ -12,3 +16,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((number for number, folder in enumerate(FIRST) if item.nodeid.startswith(folder)), len(FIRST))
 
     items.sort(key=rank)
+
+
+@pytest.fixture(autouse=True)
+def empty_memory_filesystem() -> Iterator[None]:
+    yield
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    memory.pseudo_dirs[:] = [""]

@@ -26,7 +26,7 @@ def main() -> int:
     inspect.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting over its config")
     arguments = parser.parse_args()
     if arguments.command == "inspect":
-        from trainer_agent.inspect import inspect_script  # noqa: PLC0415  --help answers without loading torch
+        from trainer_agent.script.inspect import inspect_script  # noqa: PLC0415  --help answers without loading torch
 
         return inspect_script(arguments.script, check=not arguments.no_check, settings=arguments.set)
     return _train()
@@ -43,7 +43,7 @@ def _train() -> int:
         for item in error.errors():
             sys.stderr.write(f"TRIREME_{'_'.join(map(str, item['loc'])).upper()}: {item['msg']}\n")
         return CONFIGURATION
-    from shared import service, telemetry  # noqa: PLC0415  torch is loaded only for settings that make sense
+    from shared.runtime import service, telemetry  # noqa: PLC0415  torch is loaded only for settings that make sense
     from trainer_agent.process import serve  # noqa: PLC0415
 
     telemetry.configure(level=settings.log_level, service="trainer", job=settings.job)

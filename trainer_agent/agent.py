@@ -9,28 +9,28 @@ from __future__ import annotations
 
 import asyncio
 
-from shared import clock, telemetry
-from shared.directory import Directory
 from shared.errors import InvalidArgument, LayoutMismatch, UserCodeError
 from shared.etcd import Etcd
+from shared.membership.directory import Directory
 from shared.records import JobSpec, Mode, Phase, Task, TrainerMember
-from shared.saving import Paused
-from trainer_agent.async_loop import AsyncLoop
-from trainer_agent.compute import Compute, Offload
-from trainer_agent.core.agent import Duty, next_duty
-from trainer_agent.finishing import Finishing
-from trainer_agent.groups import single_error
-from trainer_agent.initialise import ensure_initialised
-from trainer_agent.lanes import TaskSource
-from trainer_agent.loop import SyncLoop
-from trainer_agent.master import MasterPort
-from trainer_agent.membership import Membership
-from trainer_agent.pauser import Pauser
-from trainer_agent.reports import Reports
-from trainer_agent.retry import persist
-from trainer_agent.timeline import RolledBack, on_timeline, timeline_of
-from trainer_agent.transfer import Connect, Transfer
-from trainer_agent.user_module import failure_of
+from shared.records.pauses import Paused
+from shared.runtime import clock, telemetry
+from trainer_agent.data_plane.transfer import Connect, Transfer
+from trainer_agent.loops.asynchronous import AsyncLoop
+from trainer_agent.loops.duties import Duty, next_duty
+from trainer_agent.loops.finishing import Finishing
+from trainer_agent.loops.sync import SyncLoop
+from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of
+from trainer_agent.membership.initialise import ensure_initialised
+from trainer_agent.membership.lease import Membership
+from trainer_agent.membership.pause import Pauser
+from trainer_agent.model.compute import Compute, Offload
+from trainer_agent.script.user_module import failure_of
+from trainer_agent.tasks.lane_reader import TaskSource
+from trainer_agent.tasks.reports import Reports
+from trainer_agent.tasks.source import MasterPort
+from trainer_agent.waiting.retry import persist
+from trainer_agent.waiting.task_errors import single_error
 
 LOOK_S = 0.5
 FLUSH_S = 5.0

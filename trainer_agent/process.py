@@ -18,21 +18,21 @@ import aiohttp
 from aiohttp import web
 
 from shared import etcd as etcd_client
-from shared import http, ids, malloc, service, telemetry
-from shared.directory import Directory
 from shared.errors import CallerError, InvalidArgument, TriremeError
 from shared.keys import Keys
+from shared.membership.directory import Directory
 from shared.records import Dispatch, JobSpec, PserverMember, TrainerMember
+from shared.runtime import http, ids, malloc, service, telemetry
 from trainer_agent.agent import FAILED, Agent
-from trainer_agent.compute import T
-from trainer_agent.groups import single_error
-from trainer_agent.master import HttpMaster, MasterPort
-from trainer_agent.model import TorchCompute
-from trainer_agent.pservers import HttpPserver, PserverPort, socket_of
-from trainer_agent.retry import persist
+from trainer_agent.data_plane.http import HttpPserver, PserverPort, socket_of
+from trainer_agent.data_plane.stream import StreamPserver
+from trainer_agent.model.compute import T
+from trainer_agent.model.torch_compute import TorchCompute
+from trainer_agent.script.user_module import failure_of, load
 from trainer_agent.settings import Settings
-from trainer_agent.stream import StreamPserver
-from trainer_agent.user_module import failure_of, load
+from trainer_agent.tasks.source import HttpMaster, MasterPort
+from trainer_agent.waiting.retry import persist
+from trainer_agent.waiting.task_errors import single_error
 
 REPORT_S = 30.0
 READER_THREADS = 2

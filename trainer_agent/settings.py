@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from shared.settings import MemberSettings
+from shared.membership.settings import MemberSettings
 
 
 class Settings(MemberSettings):

@@ -1,5 +1,5 @@
 """`python -m trireme` is `trireme`."""
 
-from trireme.cli import main
+from trireme.cli.commands import main
 
 main()

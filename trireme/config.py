@@ -54,7 +54,7 @@ class Config:
     recovery_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        from trireme.spec import field_problems  # noqa: PLC0415  pydantic, only when a script says something
+        from trireme.settings import field_problems  # noqa: PLC0415  pydantic, only when a script says something
 
         problems = field_problems(self.to_dict())
         if problems:

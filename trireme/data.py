@@ -3,6 +3,15 @@ is opened, and neither torch nor pyarrow is loaded here."""
 
 from __future__ import annotations
 
-from shared.datasets import Bytes, Csv, Custom, Dataset, JsonLines, Npy, Parquet, TextLines
+from shared.datasets.formats import (
+    Bytes,
+    Csv,
+    Custom,
+    Dataset,
+    JsonLines,
+    Npy,
+    Parquet,
+    TextLines,
+)
 
 __all__ = ["Bytes", "Csv", "Custom", "Dataset", "JsonLines", "Npy", "Parquet", "TextLines"]

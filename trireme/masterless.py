@@ -15,13 +15,13 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from master_service.dispatcher import Dispatcher
+from master_service.masterless.dispatcher import Dispatcher
 from master_service.settings import read_spec
-from shared import service, telemetry
 from shared.errors import InvalidArgument
 from shared.records import Dispatch, JobSpec
+from shared.runtime import service, telemetry
 from trainer_agent import settings as trainer_settings
-from trainer_agent.master import MasterPort
+from trainer_agent.tasks.source import MasterPort
 
 USAGE = 2
 

@@ -18,19 +18,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from master_service.core.file_table import FileTable
-from master_service.core.order import EpochOrder
-from master_service.dataset import count_records
-from shared import clock
-from shared.datasets import Dataset
+from master_service.core.queue.epoch_order import EpochOrder
+from master_service.core.queue.file_table import FileTable
+from master_service.datasets.counting import count_records
+from shared.datasets.formats import Dataset
 from shared.errors import InvalidArgument, TriremeError, UserCodeError
 from shared.lanes import step_seed
 from shared.records import JobSpec
-from trainer_agent.data import Minibatch, default_collate, minibatch_indices, minibatches_in, open_dataset
-from trainer_agent.export import write_model
-from trainer_agent.model import checked_model, device_of, on_device, seed_everything
-from trainer_agent.user_module import UserModule
-from trireme import spec as settings
+from shared.runtime import clock
+from trainer_agent.model.export import write_model
+from trainer_agent.model.torch_compute import checked_model, device_of, on_device, seed_everything
+from trainer_agent.script.user_module import UserModule
+from trainer_agent.tasks.data import Minibatch, default_collate, minibatch_indices, minibatches_in, open_dataset
+from trireme import settings
 
 REPORT_SECONDS = 2.0
 

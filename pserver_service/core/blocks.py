@@ -11,11 +11,11 @@ from enum import StrEnum
 
 import torch
 
-from pserver_service.core.accumulator import Accumulator
-from pserver_service.core.buffers import Buffer, BufferPool
 from pserver_service.core.optimizers import BlockOptimizer, Options
-from shared.job_spec import Narrow
+from shared.blocks.accumulator import Accumulator
+from shared.blocks.buffers import Buffer, BufferPool
 from shared.lanes import Interval
+from shared.records.job_spec import Narrow
 from shared.slots import Block
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from shared.messages import LanePosition, LaneZero, PushHeader, StepRecord
+from shared.wire.messages import LanePosition, LaneZero, PushHeader, StepRecord
 
 KEPT = 4
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pserver_service.core.blocks import Verdict
-from shared.messages import EpochLedger, LedgerAnswer, PushHeader
-from shared.saved_ledger import SavedEpoch, SavedLedger, SavedTask
+from shared.records.saved_ledger import SavedEpoch, SavedLedger, SavedTask
+from shared.wire.messages import EpochLedger, LedgerAnswer, PushHeader
 
 EPOCHS_IN_DETAIL = 2
 _CHUNK = 1024  # bits per entry of a sparse bitmap

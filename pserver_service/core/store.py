@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 import torch
 
 from pserver_service.core.blocks import BlockState, Verdict
-from pserver_service.core.buffers import Buffer, BufferPool, tensor_over
 from pserver_service.core.geometry import Geometry
 from pserver_service.core.history import History
 from pserver_service.core.ledger import Ledger
 from pserver_service.core.optimizers import BlockOptimizer, Options, arguments, options_of
 from pserver_service.core.snapshot import Schedule, Snapshot
+from shared.blocks.buffers import Buffer, BufferPool, tensor_over
 from shared.errors import BadFrame, InvalidArgument, LayoutMismatch, StepTorn
 from shared.lanes import Interval, is_aligned
-from shared.messages import InitHeader, LanePosition, PushBlock, PushHeader, StepRecord
 from shared.records import Mode
 from shared.slots import ELEMENT_BYTES, Block
+from shared.wire.messages import InitHeader, LanePosition, PushBlock, PushHeader, StepRecord
 
 MAX_TASKS = 1 << 40
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared import ids
+from shared.runtime import ids
 
 FIRST_S = 0.05
 LAST_S = 1.0

@@ -15,7 +15,6 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
-from shared import clock
 from shared.errors import PeerError
 from shared.etcd.backoff import Backoff
 from shared.etcd.errors import LeaseLost, OutcomeUnknown, Retryable, WentBack
@@ -24,6 +23,7 @@ from shared.etcd.operations import Compare, Delete, Get, Operation, Put, check_s
 from shared.etcd.results import KeyValue, RangeResult, TxnResult, WatchBatch
 from shared.etcd.transport import COMPACT, DELETE, GRANT, PUT, RANGE, REVOKE, TIME_TO_LIVE, TXN, Body, Transport
 from shared.etcd.watch import watch
+from shared.runtime import clock
 
 ATTEMPT_TIMEOUT_S = 2.0
 TIMEOUT_S = 10.0

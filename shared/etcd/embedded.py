@@ -22,11 +22,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Self
 
-from shared import clock, telemetry
 from shared.errors import TriremeError
 from shared.etcd.client import Etcd
 from shared.etcd.errors import Fatal
-from shared.lifelines import die_with_parent
+from shared.runtime import clock, telemetry
+from shared.runtime.lifelines import die_with_parent
 
 HOST = "127.0.0.1"
 READY_TIMEOUT_S = 20.0

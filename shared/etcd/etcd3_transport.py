@@ -23,11 +23,11 @@ from urllib.parse import urlsplit
 import aiohttp
 from etcd3.aio_client import AioClient
 
-from shared import telemetry
 from shared.errors import InvalidArgument, TriremeError
 from shared.etcd import codec
 from shared.etcd.errors import Fatal, Retryable, Unauthenticated, of_answer, unanswered
 from shared.etcd.transport import AUTHENTICATE, Body, is_write
+from shared.runtime import telemetry
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

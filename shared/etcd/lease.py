@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from shared import clock, ids, telemetry
 from shared.errors import TriremeError
 from shared.etcd.errors import LeaseLost
 from shared.etcd.transport import KEEP_ALIVE, Transport
+from shared.runtime import clock, ids, telemetry
 
 MARGIN = 0.1  # of the TTL: clock rates differ, and the holder needs time to stop
 ATTEMPT_LIMIT_S = 2.0

@@ -12,12 +12,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
-from shared import ids, telemetry
 from shared.etcd.client import Etcd
 from shared.etcd.errors import OutcomeUnknown, Retryable
 from shared.etcd.lease import Lease
 from shared.etcd.operations import Compare, Get, Put
 from shared.etcd.results import KeyValue
+from shared.runtime import ids, telemetry
 
 RECHECK_S = 5.0
 JITTER_S = 0.05

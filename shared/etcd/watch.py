@@ -11,12 +11,12 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 
-from shared import telemetry
 from shared.errors import TriremeError
 from shared.etcd.backoff import Backoff
 from shared.etcd.errors import Compacted, Retryable, WentBack
 from shared.etcd.results import RangeResult, WatchBatch, WatchEvent
 from shared.etcd.transport import WATCH, Body, Transport
+from shared.runtime import telemetry
 
 PROGRESS_INTERVAL_S = 1.0  # etcd runs with --experimental-watch-progress-notify-interval 1s
 IDLE_LIMIT_S = 3 * PROGRESS_INTERVAL_S

@@ -10,20 +10,21 @@ from typing import Any
 
 from pserver_service.core.store import Store
 from pserver_service.member import Member
-from pserver_service.registration import Registration
-from pserver_service.service import Pserver
-from pserver_service.surroundings import Surroundings
-from shared import checkpoints, ids
-from shared.directory import Directory
+from pserver_service.membership.context import Surroundings
+from pserver_service.membership.index import Registration
+from pserver_service.pserver import Pserver
+from shared.checkpoints import stored
 from shared.etcd import Etcd, Put
-from shared.etcd.simulated import SimulatedEtcd
 from shared.keys import Keys
-from shared.manifest import CheckpointLatest
-from shared.messages import CheckpointAsked, InitBlock, PushBlock, PushHeader
+from shared.membership.directory import Directory
 from shared.records import JobSpec, JobState, Phase, PserverMember
+from shared.records.checkpoints import CheckpointLatest
+from shared.runtime import ids
 from shared.slots import Layout
+from shared.wire.messages import CheckpointAsked, InitBlock, PushBlock, PushHeader
 from tests.checkpoints import parts
 from tests.checkpoints.doom import Doom
+from tests.simulated_etcd.etcd import SimulatedEtcd
 from tests.simulation import quiet_logs
 from tests.simulation.virtual_loop import Process, VirtualLoop, run
 
@@ -241,8 +242,8 @@ class Cluster:
     def check_latest(self, latest: CheckpointLatest) -> None:
         """Every kept checkpoint loads, and has the bits of an undisturbed job at that step."""
         for ref in latest.kept:
-            manifest = checkpoints.read_manifest(self.storage, parts.JOB, ref)
-            checkpoints.verify_parts(self.storage, ref, manifest)
+            manifest = stored.read_manifest(self.storage, parts.JOB, ref)
+            stored.verify_parts(self.storage, ref, manifest)
             assert manifest.record.version == ref.step
             assert parts.state_of(parts.load(self.storage, ref, 1)) == expected(self.layout, ref.step), ref
 

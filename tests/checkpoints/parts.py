@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from pserver_service import disk
+from pserver_service.checkpoints import writer
 from pserver_service.core.snapshot import Schedule, Snapshot
 from pserver_service.core.store import Store
-from shared import checkpoints
-from shared.manifest import CheckpointPart, CheckpointRef, Manifest
-from shared.messages import InitHeader, LanePosition, LaneZero, PushBlock, PushHeader, StepRecord
+from shared.checkpoints import stored
 from shared.records import Mode, SlotMap
+from shared.records.checkpoints import CheckpointPart, CheckpointRef, Manifest
 from shared.slots import Layout, OptimizerSpec, Segment, slot_of, spread
+from shared.wire.messages import (
+    InitHeader,
+    LanePosition,
+    LaneZero,
+    PushBlock,
+    PushHeader,
+    StepRecord,
+)
 
 JOB = "ctr"
 LANES = 2
@@ -135,7 +142,7 @@ def save(storage: str, layout: Layout, taken: list[Snapshot], slots: SlotMap, uu
     parts, record = [], taken[0].record
     for index, snapshot in enumerate(taken):
         file = f"pserver-{index}.x.safetensors"
-        summary = disk.write_part(f"{checkpoints.folder(storage, uuid)}/{file}", {"uuid": uuid}, snapshot)
+        summary = writer.write_part(f"{stored.folder(storage, uuid)}/{file}", {"uuid": uuid}, snapshot)
         parts.append(
             CheckpointPart(
                 pserver=index,
@@ -164,11 +171,11 @@ def save(storage: str, layout: Layout, taken: list[Snapshot], slots: SlotMap, uu
         record=record,
         parts=tuple(parts),
     )
-    name = disk.write_manifest(storage, manifest)
+    name = writer.write_manifest(storage, manifest)
     return CheckpointRef(uuid=uuid, step=record.version, timeline=0, manifest=name)
 
 
 def load(
     storage: str, ref: CheckpointRef, pservers: int, schedule: Schedule | None = None, digest: str = "d1"
 ) -> list[Store]:
-    return [disk.load(storage, JOB, digest, ref, index, slot_map(pservers), schedule)[0] for index in range(pservers)]
+    return [writer.load(storage, JOB, digest, ref, index, slot_map(pservers), schedule)[0] for index in range(pservers)]

@@ -8,17 +8,17 @@ import string
 
 import pytest
 
-from pserver_service import commit, disk
-from pserver_service.commit import Committer
+from pserver_service.checkpoints import commit, writer
+from pserver_service.checkpoints.commit import Committer
 from pserver_service.core.snapshot import Schedule
-from pserver_service.registration import Registration
-from pserver_service.rollback import Rollback
-from pserver_service.service import Pserver
-from shared import checkpoints
+from pserver_service.membership.index import Registration
+from pserver_service.pserver import Pserver
+from pserver_service.recovery.rollback import Rollback
+from shared.checkpoints import stored
 from shared.errors import CheckpointUnusable, StaleGeneration
 from shared.etcd import Compare
-from shared.manifest import CheckpointLatest, CheckpointPart
 from shared.records import JobState, Phase
+from shared.records.checkpoints import CheckpointLatest, CheckpointPart
 from tests.checkpoints import parts, test_kills
 from tests.checkpoints.cluster import KEYS, Cluster, play, until
 from tests.simulation.ablations import replaced
@@ -41,7 +41,7 @@ def flipped_bit(tmp_path):
 def test_without_the_checksum_a_flipped_bit_is_loaded(tmp_path):
     with pytest.raises(Exception, match="checksum"):
         flipped_bit(tmp_path / "with")
-    with replaced(checkpoints, "is_intact", lambda *_: True):
+    with replaced(stored, "is_intact", lambda *_: True):
         assert flipped_bit(tmp_path / "without")
 
 
@@ -100,7 +100,7 @@ def test_without_waiting_for_all_parts_latest_cannot_be_loaded(tmp_path):
     play(part_missing, tmp_path / "with")
     with (
         replaced(Committer, "_is_whole", lambda self, written: bool(self._seen.parts.get(written.uuid))),
-        replaced(checkpoints, "writers", lambda *_: (0,)),
+        replaced(stored, "writers", lambda *_: (0,)),
         pytest.raises(Exception, match="lacks part of pserver 1"),
     ):
         play(part_missing, tmp_path / "without")
@@ -173,11 +173,11 @@ async def manifests_written(storage):
     await cluster.open()
     await cluster.committed(0)
 
-    def write_manifest(url, manifest, write=disk.write_manifest):
+    def write_manifest(url, manifest, write=writer.write_manifest):
         written.append(manifest.step)
         return write(url, manifest)
 
-    with replaced(disk, "write_manifest", write_manifest):
+    with replaced(writer, "write_manifest", write_manifest):
         await cluster.train(0, 2)
         await cluster.committed(2)
         await asyncio.sleep(1.0)
@@ -282,10 +282,10 @@ async def another_model(storage):
 def test_without_the_layout_digest_the_values_of_another_model_are_served(tmp_path):
     errors = play(another_model, tmp_path / "with")
     assert all("is of model d1, the job's model is d2" in error for error in errors)
-    load = disk.load
+    load = writer.load
 
     def careless(url, job, _digest, ref, *others):
-        return load(url, job, checkpoints.read_manifest(url, job, ref).layout.digest, ref, *others)
+        return load(url, job, stored.read_manifest(url, job, ref).layout.digest, ref, *others)
 
-    with replaced(disk, "load", careless):
+    with replaced(writer, "load", careless):
         assert play(another_model, tmp_path / "without") == {""}

@@ -7,12 +7,12 @@ import dataclasses
 
 from pserver_service.core.blocks import Verdict
 from pserver_service.core.ledger import Ledger
-from shared import checkpoints, saved_ledger
+from shared.checkpoints import stored
 from shared.etcd import Delete, Put
-from shared.manifest import CheckpointCut, OwnCheckpoints
-from shared.messages import InitBlock, LaneZero, PushBlock, PushHeader
-from shared.records import JobState, Mode, Phase, TaskMeta
-from shared.saving import Saving
+from shared.records import JobState, Mode, Phase, TaskMeta, saved_ledger
+from shared.records.checkpoints import CheckpointCut, OwnCheckpoints
+from shared.records.pauses import Saving
+from shared.wire.messages import InitBlock, LaneZero, PushBlock, PushHeader
 from tests.checkpoints import parts
 from tests.checkpoints.cluster import KEYS, Away, Cluster, Node, play, stream, until
 
@@ -113,7 +113,7 @@ async def push(cluster, task, start):
 async def paused_checkpoint(cluster, step, *, confirmed=True, operation=""):
     """What the master does once all trainers have paused. Whether it was taken: a death before all have copied ends it."""
     state = cluster.state
-    uuid = checkpoints.checkpoint_uuid(parts.JOB, state.timeline, cluster.slots.version, step)
+    uuid = stored.checkpoint_uuid(parts.JOB, state.timeline, cluster.slots.version, step)
     saving = state.model_copy(
         update={
             "phase": Phase.CHECKPOINTING,
@@ -146,7 +146,7 @@ def test_a_paused_checkpoint_is_of_one_instant_while_training_goes_on(tmp_path):
         await push(cluster, 3, 1)
         await cluster.client.put(KEYS.cursor("0"), b"5")
         latest = await cluster.committed(1)
-        manifest = checkpoints.read_manifest(str(tmp_path), parts.JOB, latest.kept[0])
+        manifest = stored.read_manifest(str(tmp_path), parts.JOB, latest.kept[0])
         assert (manifest.queue["cursor/0"], manifest.mode) == ("4", Mode.ASYNC)
         for pservers in (1, 3):
             stores = parts.load(str(tmp_path), latest.kept[0], pservers)

@@ -7,7 +7,7 @@ import safetensors.torch
 import torch
 
 from pserver_service.core.snapshot import Schedule
-from shared import checkpoints
+from shared.checkpoints import stored
 from tests.checkpoints import parts
 
 EVERY_4 = Schedule(every_steps=4, every_epochs=None, epochs=9)
@@ -98,7 +98,7 @@ def test_a_loaded_store_copies_no_version_until_the_next_one_is_due(tmp_path):
 def test_plain_safetensors_reads_a_part(tmp_path):
     layout = parts.layout_of("SGD")
     _, _, ref = saved_at_4(str(tmp_path), layout, 1)
-    found = safetensors.torch.load_file(f"{checkpoints.folder(str(tmp_path), ref.uuid)}/pserver-0.x.safetensors")
+    found = safetensors.torch.load_file(f"{stored.folder(str(tmp_path), ref.uuid)}/pserver-0.x.safetensors")
     store = parts.load(str(tmp_path), ref, 1)[0]
     assert set(found) == {f"block.{n}" for n in range(13)} | {f"block.{n}.momentum_buffer" for n in range(10)}
     for number, block in store.blocks.items():

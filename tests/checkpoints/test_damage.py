@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from pserver_service.core.snapshot import Schedule
-from shared import checkpoints
+from shared.checkpoints import stored
 from shared.errors import CheckpointUnusable
-from shared.manifest import Manifest
+from shared.records.checkpoints import Manifest
 from tests.checkpoints import parts
 
 EVERY_4 = Schedule(every_steps=4, every_epochs=None, epochs=9)
@@ -22,7 +22,7 @@ def saved(tmp_path):
     stores = parts.fresh(layout, 2, EVERY_4)
     parts.train(layout, stores, 0, 4)
     ref = parts.save(str(tmp_path), layout, parts.snapshots(stores), parts.slot_map(2))
-    return str(tmp_path), ref, Path(checkpoints.folder(str(tmp_path), ref.uuid))
+    return str(tmp_path), ref, Path(stored.folder(str(tmp_path), ref.uuid))
 
 
 def refused(saved, **arguments):
@@ -87,8 +87,8 @@ def test_a_manifest_cut_short(saved):
 def test_a_checkpoint_of_another_job(saved):
     storage, ref, folder = saved
     content = (folder / ref.manifest).read_bytes().replace(b'"job":"ctr"', b'"job":"other"')
-    (folder / checkpoints.manifest_name(content)).write_bytes(content)
-    message = refused((storage, ref.model_copy(update={"manifest": checkpoints.manifest_name(content)}), folder))
+    (folder / stored.manifest_name(content)).write_bytes(content)
+    message = refused((storage, ref.model_copy(update={"manifest": stored.manifest_name(content)}), folder))
     assert "job 'other'" in message
     assert "expected job 'ctr'" in message
 
@@ -101,17 +101,15 @@ def test_a_manifest_that_lacks_a_part(saved):
     storage, ref, folder = saved
     manifest = Manifest.model_validate_json((folder / ref.manifest).read_bytes())
     content = manifest.model_copy(update={"parts": manifest.parts[:1]}).to_bytes()
-    name = checkpoints.manifest_name(content)
+    name = stored.manifest_name(content)
     (folder / name).write_bytes(content)
     assert "lacks part of pserver 1" in refused((storage, ref.model_copy(update={"manifest": name}), folder))
 
 
 def test_verify_reads_every_part(saved):
     storage, ref, folder = saved
-    manifest = checkpoints.read_manifest(storage, parts.JOB, ref)
-    assert checkpoints.verify_parts(storage, ref, manifest) == sum(
-        path.stat().st_size for path in folder.glob("pserver-*")
-    )
+    manifest = stored.read_manifest(storage, parts.JOB, ref)
+    assert stored.verify_parts(storage, ref, manifest) == sum(path.stat().st_size for path in folder.glob("pserver-*"))
     (folder / "pserver-1.x.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointUnusable):
-        checkpoints.verify_parts(storage, ref, manifest)
+        stored.verify_parts(storage, ref, manifest)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from shared.messages import CheckpointAsked
 from shared.records import MasterAddress
+from shared.wire.messages import CheckpointAsked
 from tests.checkpoints.cluster import DRAIN_S, KEYS, Cluster, play, until
 
 

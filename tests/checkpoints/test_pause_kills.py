@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from shared import checkpoints
+from shared.checkpoints import stored
 from tests.checkpoints import parts
 from tests.checkpoints.cluster import KEYS, folders, play
 from tests.checkpoints.test_asynchronous import opened, paused_checkpoint, push
@@ -51,8 +51,8 @@ async def undisturbed(storage, name):
 
 def check_latest(storage, latest, bits):
     for ref in latest.kept:
-        manifest = checkpoints.read_manifest(str(storage), parts.JOB, ref)
-        checkpoints.verify_parts(str(storage), ref, manifest)
+        manifest = stored.read_manifest(str(storage), parts.JOB, ref)
+        stored.verify_parts(str(storage), ref, manifest)
         for pservers in (1, 3):
             stores = parts.load(str(storage), ref, pservers)
             assert [store.ledger.next_of(0, TASK).next for store in stores] == [ref.step] * pservers

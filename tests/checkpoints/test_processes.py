@@ -16,18 +16,18 @@ from pathlib import Path
 import pytest
 
 from pserver_service.__main__ import INDEX_LOST
-from shared import checkpoints
+from shared.checkpoints import stored
 from shared.errors import PeerError
 from shared.etcd import Etcd, Put, connect
 from shared.keys import Keys
-from shared.manifest import CheckpointLatest
-from shared.messages import InitBlock, PushBlock
 from shared.records import JobSpec, JobState, Phase, PserverMember
-from shared.storage import TEMPORARY
+from shared.records.checkpoints import CheckpointLatest
+from shared.storage.files import TEMPORARY
+from shared.wire.messages import InitBlock, PushBlock
 from tests.checkpoints import parts
 from tests.checkpoints.cluster import stream
 from tests.fixtures_etcd import embedded_etcd
-from trainer_agent.pservers import HttpPserver
+from trainer_agent.data_plane.http import HttpPserver
 
 __all__ = ["embedded_etcd"]
 pytestmark = pytest.mark.processes
@@ -124,13 +124,13 @@ class Job:
     def verify(self, latest: CheckpointLatest) -> None:
         """All that is kept loads, whole and of one step."""
         for ref in latest.kept:
-            manifest = checkpoints.read_manifest(self.storage, parts.JOB, ref)
-            checkpoints.verify_parts(self.storage, ref, manifest)
+            manifest = stored.read_manifest(self.storage, parts.JOB, ref)
+            stored.verify_parts(self.storage, ref, manifest)
             assert manifest.record.version == ref.step
 
     def kept(self, latest: CheckpointLatest) -> set[str]:
         """The folders that nothing may appear in."""
-        return {checkpoints.folder(self.storage, ref.uuid) for ref in latest.kept}
+        return {stored.folder(self.storage, ref.uuid) for ref in latest.kept}
 
     async def roll_back(self) -> int:
         """Everybody loads the latest; its step."""

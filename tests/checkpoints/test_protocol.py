@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from shared import checkpoints
-from shared.manifest import CheckpointStarted
+from shared.checkpoints import stored
 from shared.records import JobState, Phase
+from shared.records.checkpoints import CheckpointStarted
 from tests.checkpoints import parts
 from tests.checkpoints.cluster import KEYS, Cluster, expected, folders, play, until
 
@@ -51,13 +51,13 @@ def test_the_manifest_says_what_a_master_needs_to_go_on(tmp_path):
         await cluster.committed(0)
         await cluster.train(0, 2)
         latest = await cluster.committed(2)
-        manifest = checkpoints.read_manifest(str(tmp_path), parts.JOB, latest.kept[0])
+        manifest = stored.read_manifest(str(tmp_path), parts.JOB, latest.kept[0])
         assert (manifest.step, manifest.timeline, manifest.generation, manifest.lanes) == (2, 0, 1, parts.LANES)
         assert manifest.record.positions == parts.positions(2)
         assert manifest.record.lane_zero.scheduler == {"last_epoch": 1}
         assert manifest.layout == cluster.layout
         assert manifest.slots == cluster.slots
-        assert manifest.spec_digest == checkpoints.spec_digest(cluster.spec)
+        assert manifest.spec_digest == stored.spec_digest(cluster.spec)
         assert {part.pserver for part in manifest.parts} == {0, 1}
 
     play(scenario)

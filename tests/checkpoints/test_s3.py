@@ -6,10 +6,11 @@ import asyncio
 
 import pytest
 
-from master_service.manifests import StoredManifests
+from master_service.datasets.manifests import StoredManifests
 from pserver_service.core.snapshot import Schedule
-from shared import checkpoints, object_store, storage
+from shared.checkpoints import stored
 from shared.errors import CheckpointUnusable
+from shared.storage import files, object_store
 from tests.checkpoints import parts
 from tests.checkpoints.cluster import Cluster, expected, play, until
 from tests.fixtures_s3 import BUCKET, S3Server, refusal, s3
@@ -18,7 +19,7 @@ __all__ = ["s3"]
 
 
 def place(s3: S3Server) -> str:
-    return storage.join(s3.url, "runs", "job")
+    return files.join(s3.url, "runs", "job")
 
 
 def folders(s3: S3Server) -> set[str]:
@@ -45,7 +46,7 @@ def test_a_job_checkpoints_keeps_two_and_rolls_back(s3):
     latest = play(scenario, offline=False)
     manifest = asyncio.run(StoredManifests(place(s3), parts.JOB).read(latest.kept[0]))
     assert manifest.record.positions == parts.positions(6)
-    refs, unreadable = checkpoints.found(place(s3))
+    refs, unreadable = stored.found(place(s3))
     assert (refs, unreadable) == (list(latest.kept), [])
 
 
@@ -58,9 +59,9 @@ def test_a_damaged_object_is_noticed_and_the_checkpoint_before_it_is_taken(s3):
         latest = await cluster.committed(2)
         [key] = [key for key in s3.objects() if latest.uuid in key and "pserver-1" in key]
         url = f"s3://{BUCKET}/{key}"
-        content = bytearray(storage.read_bytes(url))
+        content = bytearray(files.read_bytes(url))
         content[-3] ^= 1
-        storage.write_bytes(url, content)
+        files.write_bytes(url, content)
         errors = [member.restored.error for member in await cluster.roll_back()]
         assert errors[0] == ""
         assert url in errors[1]
@@ -77,7 +78,7 @@ def test_a_missing_object_is_noticed(s3):
     stores = parts.fresh(layout, 1, Schedule(every_steps=2, every_epochs=None, epochs=9))
     parts.train(layout, stores, 0, 2)
     ref = parts.save(place(s3), layout, parts.snapshots(stores), parts.slot_map(1))
-    storage.remove_tree(checkpoints.folder(place(s3), ref.uuid))
+    files.remove_tree(stored.folder(place(s3), ref.uuid))
     with pytest.raises(CheckpointUnusable, match="cannot be read"):
         parts.load(place(s3), ref, 1)
 
@@ -150,11 +151,11 @@ def test_memory_and_file_urls_hold_checkpoints_as_well(tmp_path):
         latest = await cluster.committed(4)
         await cluster.roll_back()
         assert parts.state_of(cluster.stores) == expected(cluster.layout, 4)
-        assert {name.split("-")[0] for name in storage.names(checkpoints.folder(url, latest.uuid))} == {
+        assert {name.split("-")[0] for name in files.names(stored.folder(url, latest.uuid))} == {
             "pserver",
             "manifest",
         }
 
     for url in ("memory://checkpoints-of-a-test/job", (tmp_path / "with space").as_uri()):
         play(scenario, url)
-    storage.remove_tree("memory://checkpoints-of-a-test")
+    files.remove_tree("memory://checkpoints-of-a-test")

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.end_to_end.scripts import write_script
-from trainer_agent.user_module import load
+from trainer_agent.script.user_module import load
 from trireme import plain
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]

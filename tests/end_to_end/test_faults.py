@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.datasets import Npy
+from shared.datasets.formats import Npy
 from shared.errors import DeadlineExceeded, PeerError
 from shared.records import JobSpec, Phase
 from tests.end_to_end.scripts import EVALUATION, LOSS, RECORDS, write_script
-from trainer_agent.pservers import HttpPserver
-from trireme.children import read_events
-from trireme.client import Client
-from trireme.local import LocalCluster
-from trireme.processes import ForkServer, inherited_environment
+from trainer_agent.data_plane.http import HttpPserver
+from trireme.launch.child import read_events
+from trireme.launch.cluster import LocalCluster
+from trireme.launch.processes import ForkServer, inherited_environment
+from trireme.view.client import Client
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 

@@ -13,9 +13,9 @@ from shared.records import MasterLock
 from tests.end_to_end.command import command_in
 from tests.end_to_end.scripts import RECORDS, write_script
 from tests.end_to_end.test_faults import END_S, EPOCHS, cluster_of, completed, same_bits, spec_of
-from trainer_agent.pservers import HttpPserver
-from trireme.local import LocalCluster
-from trireme.reach import reach
+from trainer_agent.data_plane.http import HttpPserver
+from trireme.launch.cluster import LocalCluster
+from trireme.view.job_address import reach
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 

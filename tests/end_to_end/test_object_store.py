@@ -8,7 +8,7 @@ import fsspec
 import pytest
 import torch
 
-from shared import storage
+from shared.storage import files
 from tests.end_to_end.scripts import EVALUATION, RECORDS, write_script
 from tests.end_to_end.test_rollback import EPOCHS, SLOW_LOSS, wait_for, wait_for_step
 from tests.fixtures_s3 import S3Server, s3
@@ -43,4 +43,4 @@ def test_a_job_on_s3_survives_its_pserver_and_exports_there(trireme, tmp_path, s
     assert s3.uploads() == []
     assert all(key.startswith("runs/script/run-") for key in s3.objects())
     assert not (tmp_path / ".trireme" / "script" / "checkpoints").exists()
-    storage.remove_tree(s3.url)
+    files.remove_tree(s3.url)

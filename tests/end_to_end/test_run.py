@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.end_to_end.scripts import EVALUATION, RECORDS, UNHURRIED_LOSS, write_script
-from trireme.run_dir import SOCKETS, sockets
+from trireme.launch.run_folder import SOCKETS, sockets
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 

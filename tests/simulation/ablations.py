@@ -9,16 +9,16 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from master_service.core.changes import DropPending
-from master_service.core.tasks import TaskQueue
-from master_service.shared_transact import SharedTransactor
-from master_service.transact import Transactor
-from pserver_service.core.accumulator import Accumulator
+from master_service.core.queue.task_queue import TaskQueue
+from master_service.core.state.changes import DropPending
+from master_service.masterless.writer import SharedTransactor
+from master_service.store.writer import Transactor
 from pserver_service.core.blocks import BlockState, Verdict
-from pserver_service.core.buffers import Buffer
 from pserver_service.core.ledger import Ledger
-from pserver_service.service import Pserver
-from shared.messages import PushHeader
+from pserver_service.pserver import Pserver
+from shared.blocks.accumulator import Accumulator
+from shared.blocks.buffers import Buffer
+from shared.wire.messages import PushHeader
 
 
 @contextlib.contextmanager

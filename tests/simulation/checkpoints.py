@@ -6,10 +6,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 
-from shared import checkpoints
+from shared.checkpoints import stored
 from shared.errors import CheckpointUnusable
-from shared.manifest import CheckpointLatest, CheckpointRef
-from shared.tensor_file import Entry
+from shared.records.checkpoints import CheckpointLatest, CheckpointRef
+from shared.storage.tensor_file import Entry
 
 STORAGE = "memory://simulated"
 
@@ -37,7 +37,7 @@ class CheckpointWitness:
                 yield f"two checkpoints of step {ref.step} differ"
 
     def _bits_of(self, ref: CheckpointRef) -> str:
-        manifest = checkpoints.read_manifest(STORAGE, self._job, ref)
+        manifest = stored.read_manifest(STORAGE, self._job, ref)
         blocks: dict[str, bytearray] = {}
 
         def place(entry: Entry) -> memoryview:
@@ -45,7 +45,7 @@ class CheckpointWitness:
             return memoryview(blocks[entry.name])
 
         for part in manifest.parts:
-            checkpoints.read_part(STORAGE, ref, part, place)
+            stored.read_part(STORAGE, ref, part, place)
         record = manifest.record.model_dump(exclude={"lane_zero": {"asked"}})  # who asked for it is no bit of the model
         content = (record, sorted(blocks.items()))
         return hashlib.sha256(repr(content).encode()).hexdigest()

@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from shared.job_spec import Narrow, Transported
 from shared.lanes import Interval, combine
-from shared.messages import LaneZero
-from shared.narrow import DTYPES
 from shared.records import Mode
+from shared.records.job_spec import Narrow, Transported
 from shared.slots import Block, Layout, OptimizerSpec, Segment
-from trainer_agent.compute import LaneResult, Records
+from shared.wire.messages import LaneZero
+from shared.wire.narrow import DTYPES
+from trainer_agent.model.compute import LaneResult, Records
 
 RECORD_SLOTS = 48
 BLOCK_ELEMENTS = 64
@@ -81,7 +81,7 @@ class Speed:
 
 
 class TinyCompute:
-    """trainer_agent.compute.Compute on numpy."""
+    """trainer_agent.model.compute.Compute on numpy."""
 
     def __init__(
         self, mode: Mode, notes: Notes, rng: random.Random, speed: Speed, travels_as: Transported = "float32"

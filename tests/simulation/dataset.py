@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import accumulate
 
-from master_service.core.file_table import TableFile
+from master_service.core.queue.file_table import TableFile
 from tests.simulation.faults import Job
 
 

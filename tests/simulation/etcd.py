@@ -10,10 +10,10 @@ from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
-from shared.etcd.simulated import SimulatedEtcd
 from shared.keys import Keys
-from shared.manifest import CheckpointLatest
 from shared.records import Dispatch, JobSpec, JobState, MasterAddress, MasterLock, Phase
+from shared.records.checkpoints import CheckpointLatest
+from tests.simulated_etcd.etcd import SimulatedEtcd
 from tests.simulation.checkpoints import CheckpointWitness
 from tests.simulation.dispatching import TaskWitness
 from tests.simulation.network import Network

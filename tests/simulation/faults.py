@@ -9,8 +9,8 @@ import random
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from shared.job_spec import Transported
 from shared.records import Dispatch, Mode
+from shared.records.job_spec import Transported
 from tests.simulation.compute import Speed
 from tests.simulation.network import CALM, Weather, weather_of
 from tests.simulation.wishes import Want, Wish, wishes_of

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from shared.records import EvaluationSums, JobResult, Mode, Phase, TaskMeta
-from shared.saving import Losses
+from shared.records.pauses import Losses
 from tests.simulation.compute import RECORD_SLOTS, applied_of, param_blocks
 from tests.simulation.faults import Job
 from tests.simulation.reference import final_parameters, task_minibatches, tasks_of

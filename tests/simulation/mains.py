@@ -8,32 +8,33 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from master_service.core.file_table import FileTable
-from master_service.dispatcher import Dispatcher
-from master_service.service import Master
+from master_service.core.queue.file_table import FileTable
+from master_service.leadership.master import Master
+from master_service.masterless.dispatcher import Dispatcher
 from pserver_service.__main__ import INDEX_LOST
-from pserver_service.calls import Pushing
 from pserver_service.core.blocks import Verdict
-from pserver_service.core.buffers import Buffer
 from pserver_service.core.store import Store
+from pserver_service.data_plane.calls import Pushing
 from pserver_service.member import Member
-from pserver_service.registration import Registration
-from pserver_service.service import Pserver
-from pserver_service.surroundings import Surroundings
-from shared import checkpoints, ids
-from shared.datasets import Custom, Dataset
-from shared.directory import Directory
+from pserver_service.membership.context import Surroundings
+from pserver_service.membership.index import Registration
+from pserver_service.pserver import Pserver
+from shared.blocks.buffers import Buffer
+from shared.checkpoints import stored
+from shared.datasets.formats import Custom, Dataset
 from shared.etcd import Etcd
-from shared.manifest import CheckpointRef, Manifest
-from shared.messages import PushBlock, PushHeader
+from shared.membership.directory import Directory
 from shared.records import Dispatch, JobSpec, PserverMember, TrainerMember
+from shared.records.checkpoints import CheckpointRef, Manifest
+from shared.runtime import ids
+from shared.wire.messages import PushBlock, PushHeader
 from tests.simulation.checkpoints import STORAGE
 from tests.simulation.compute import BLOCK_BYTES, Speed, TinyCompute
 from tests.simulation.dataset import files_of
 from tests.simulation.faults import Plan
 from tests.simulation.ports import SimulatedMaster, SimulatedPserver
 from trainer_agent.agent import Agent
-from trireme.spectator import Spectator
+from trireme.view.spectator import Spectator
 
 if TYPE_CHECKING:
     from tests.simulation.world import Seat, World
@@ -83,22 +84,22 @@ def spec_of(plan: Plan) -> JobSpec:
 
 
 class MemoryManifests:
-    """master_service.manifests.Manifests, without a thread."""
+    """master_service.datasets.manifests.Manifests, without a thread."""
 
     def __init__(self, spec: JobSpec) -> None:
         self._spec = spec
 
     async def read(self, ref: CheckpointRef) -> Manifest:
         await asyncio.sleep(0.005)
-        return checkpoints.read_manifest(self._spec.storage, self._spec.job, ref)
+        return stored.read_manifest(self._spec.storage, self._spec.job, ref)
 
     async def verify(self, ref: CheckpointRef) -> None:
         manifest = await self.read(ref)
-        checkpoints.verify_parts(self._spec.storage, ref, manifest)
+        stored.verify_parts(self._spec.storage, ref, manifest)
 
 
 class MemoryTables:
-    """master_service.tables.Tables: counted at once."""
+    """master_service.datasets.stored_tables.Tables: counted at once."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -119,7 +120,7 @@ class MemoryTables:
 
 
 async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
-    """trainer_agent.compute.Offload without a thread."""
+    """trainer_agent.model.compute.Offload without a thread."""
     await asyncio.sleep(0.002)
     return work(*arguments)
 

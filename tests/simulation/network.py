@@ -90,7 +90,7 @@ class Network:
         return bool(self._cuts) and frozenset((one.name, other.name)) in self._cuts
 
     async def refuses(self, url: str) -> bool:
-        """The probe of `shared.http.refuses_connections`: True only if the process at `url` is known to be dead."""
+        """The probe of `shared.runtime.http.refuses_connections`: True only if the process at `url` is known to be dead."""
         listener, prober = self._listeners.get(url), current_process()
         await asyncio.sleep(self.delay())
         if listener is None:

@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shared.operations import Operation
 from shared.records import Dispatch, Mode
+from shared.records.operations import Operation
 from tests.simulation import quiet_logs, wishes
 from tests.simulation.faults import Fault, Kind, Peer, Plan
 from tests.simulation.faults import plan as plan_of

@@ -1,6 +1,6 @@
 """The trainer's ports over the simulated network, and the etcd of one process.
 
-They do what the HTTP adapters do (trainer_agent/master.py, trainer_agent/pservers.py, pserver_service/routes/data.py), down
+They do what the HTTP adapters do (trainer_agent/tasks/source.py, trainer_agent/data_plane/http.py, pserver_service/data_plane/http.py), down
 to memory: a payload lies in the receiver's one buffer only until the next is asked for.
 """
 
@@ -11,9 +11,20 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Self
 
-from shared.directory import Directory
 from shared.errors import DeadlineExceeded, NotLeader, PeerError
-from shared.messages import (
+from shared.membership.directory import Directory
+from shared.records import (
+    AcquireTask,
+    Completed,
+    CompleteTask,
+    FailTask,
+    MetricBatch,
+    PserverMember,
+    TaskAnswer,
+    TaskProgress,
+    UserFailure,
+)
+from shared.wire.messages import (
     InitBlock,
     InitHeader,
     LedgerAnswer,
@@ -26,17 +37,6 @@ from shared.messages import (
     PushBlock,
     PushHeader,
 )
-from shared.records import (
-    AcquireTask,
-    Completed,
-    CompleteTask,
-    FailTask,
-    MetricBatch,
-    PserverMember,
-    TaskAnswer,
-    TaskProgress,
-    UserFailure,
-)
 from tests.simulation.network import Network, Pipe, replay
 
 MASTER_TIMEOUT_S = 10.0
@@ -45,7 +45,7 @@ GARBAGE = 0xA5
 
 
 class SimulatedMaster:
-    """trainer_agent.master.MasterPort"""
+    """trainer_agent.tasks.source.MasterPort"""
 
     def __init__(self, network: Network, directory: Directory) -> None:
         self._network, self._directory = network, directory
@@ -87,7 +87,7 @@ class SimulatedMaster:
 
 
 class SimulatedPserver:
-    """trainer_agent.pservers.PserverPort"""
+    """trainer_agent.data_plane.http.PserverPort"""
 
     def __init__(self, network: Network, member: PserverMember, after_block: Callable[[], None]) -> None:
         self.member = member

@@ -10,12 +10,12 @@ from functools import cache
 import numpy as np
 import torch
 
-from master_service.core.order import EpochOrder
+from master_service.core.queue.epoch_order import EpochOrder
 from shared.lanes import step_seed
 from shared.records import Mode
 from tests.simulation.compute import RATE, gradients, layout, mean_over, rounded
 from tests.simulation.faults import Job
-from trainer_agent.data.order import minibatch_indices, minibatches_in
+from trainer_agent.tasks.data.order import minibatch_indices, minibatches_in
 
 
 def tasks_of(job: Job) -> list[list[int]]:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.operations import OperationState
 from shared.records import Dispatch, Mode
+from shared.records.operations import OperationState
 from tests.simulation import faults
 from tests.simulation.network import CALM
 from tests.simulation.play import Outcome, play

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from shared import clock, ids
+from shared.runtime import clock, ids
 from tests.simulation.virtual_loop import Deadlock, Process, Runaway, VirtualLoop, run
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from shared import ids
 from shared.errors import CallerError, Conflict, NotFound, PeerError
-from shared.manifest import CheckpointLatest
-from shared.operations import Operation, OperationKind, OperationState
 from shared.records import Dispatch, Mode, Stage
+from shared.records.checkpoints import CheckpointLatest
+from shared.records.operations import Operation, OperationKind, OperationState
+from shared.runtime import ids
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

@@ -14,16 +14,16 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from master_service.dispatcher import Dispatcher
+from master_service.masterless.dispatcher import Dispatcher
 from pserver_service.core.store import Store
-from pserver_service.service import Pserver
-from shared import storage
-from shared.directory import Directory
+from pserver_service.pserver import Pserver
 from shared.errors import TriremeError
 from shared.etcd import Etcd
 from shared.keys import Keys
-from shared.operations import Operation
+from shared.membership.directory import Directory
 from shared.records import Dispatch, JobState, MasterLock, Mode, Phase, PserverMember
+from shared.records.operations import Operation
+from shared.storage import files
 from tests.simulation import mains
 from tests.simulation.compute import Notes
 from tests.simulation.etcd import WitnessedEtcd
@@ -32,7 +32,7 @@ from tests.simulation.network import CALM, Network, Weather
 from tests.simulation.ports import SimulatedMaster
 from tests.simulation.virtual_loop import Process
 from tests.simulation.wishes import Granted
-from trireme.restarts import RestartPolicy
+from trireme.launch.restarts import RestartPolicy
 
 LEAVE_S = 60.0
 UNWINDING_ROUNDS = 8
@@ -97,7 +97,7 @@ class World:
         self.granted: list[Granted] = []
         self._launcher = self._process("launcher")
         self._say = say
-        storage.remove_tree(self.spec.storage)
+        files.remove_tree(self.spec.storage)
 
     # ------------------------------------------------------------ processes
 
@@ -134,7 +134,7 @@ class World:
         outcome: int
         try:
             outcome = await main
-        except Exception as error:  # what shared/service.py makes of it: exit code 1, or a traceback
+        except Exception as error:  # what shared/runtime/service.py makes of it: exit code 1, or a traceback
             outcome = 1
             self.say(f"{process.name} ends: {described(error)}")
             if not _expected(error):

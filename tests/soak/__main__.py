@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from shared import telemetry
+from shared.runtime import telemetry
 from tests.soak.soak import SoakError, disturbed, epochs_for, undisturbed, verify
 
 

@@ -27,9 +27,9 @@ from examples.charlm import corpus
 from shared.errors import TriremeError
 from tests.soak.job import fingerprint
 from tests.soak.plan import PSERVERS, STANDBYS, TRAINERS, Fault, Kind, plan
-from trireme.chaos import alive
-from trireme.doctor import MASTER_TTL_S
-from trireme.receipts import Before, Receipt, Witness
+from trireme.cli.chaos import alive
+from trireme.cli.doctor import MASTER_TTL_S
+from trireme.cli.receipts import Before, Receipt, Witness
 
 JOB = "soak"
 BATCH, CONTEXT, TEXT_BYTES = 8, 128, 1 << 15

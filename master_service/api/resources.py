@@ -1,0 +1,195 @@
+"""What the REST API answers, beside the records of shared/records.py: one class per resource, one per page."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from master_service.control.events import EventRecord
+from shared.records import JobResult, JobSpec, Mode, Phase, Record, Stage, TaskKind, UserFailure
+from shared.records.pauses import Losses
+
+
+class Empty(Record):
+    """Done."""
+
+
+class ProblemPart(Record):
+    """One value that is wrong: where it is and what is wrong with it."""
+
+    location: str
+    message: str
+
+
+class Problem(Record):
+    """RFC 9457 problem details. `code` is stable; `retryable`: the same request may succeed later."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
+    code: str
+    retryable: bool
+    hint: str = ""
+    request_id: str = ""
+    details: dict[str, Any] = Field(default_factory=dict)
+    errors: tuple[ProblemPart, ...] = ()
+
+
+class JobProgress(Record):
+    """`records_*` over all epochs. `loss`: mean of the current (or last) epoch. Null where not known yet."""
+
+    epoch: int
+    epochs: int
+    step: int | None = None
+    loss: float | None = None
+    records_done: int
+    records_total: int
+    records_per_s: float | None = None
+    eta_s: float | None = None
+
+
+class MemberCounts(Record):
+    trainers: int
+    trainers_desired: int
+    pservers: int
+    pservers_desired: int
+
+
+class MasterView(Record):
+    master_id: str
+    url: str
+    term: int
+
+
+class Job(Record):
+    """`losses`: by parameter server, minibatches that its blocks never got."""
+
+    job: str
+    phase: Phase
+    stage: Stage
+    mode: Mode
+    generation: int
+    reason: str
+    failure: UserFailure | None = None
+    progress: JobProgress
+    members: MemberCounts
+    losses: Losses
+    result: JobResult
+    master: MasterView
+    spec: JobSpec
+
+
+class TaskView(Record):
+    """`state`: TODO, PENDING, REQUEUED, DONE, DISCARDED. `silent_s`: since the attempt's last sign of life."""
+
+    task_id: str
+    kind: TaskKind
+    state: str
+    epoch: int
+    stream: int
+    index: int
+    file: str = ""
+    first: int = 0
+    count: int = 0
+    attempt: int = 0
+    failures: int = 0
+    trainer: str = ""
+    cause: str = ""
+    minibatches: int = 0
+    silent_s: float | None = None
+    remaining_s: float | None = None
+
+
+class TaskPage(Record):
+    tasks: tuple[TaskView, ...]
+    next_page_token: str = ""
+
+
+class MemberView(Record):
+    """`lanes`: [first, last) of a trainer in synchronous training. `index`: of a pserver."""
+
+    member_id: str
+    kind: Literal["trainer", "pserver"]
+    url: str
+    incarnation: str
+    host: str
+    pid: int
+    index: int | None = None
+    lanes: tuple[int, int] | None = None
+    tasks: tuple[str, ...] = ()
+
+
+class MemberPage(Record):
+    members: tuple[MemberView, ...]
+    next_page_token: str = ""
+
+
+class SuspectAnswer(Record):
+    """`dead`: nothing listened at its address, its lease is revoked."""
+
+    dead: bool
+
+
+class CreateCheckpoint(Record):
+    """`cause`: for people, why. `limit_s`: the operation fails if there is no checkpoint by then."""
+
+    cause: str = Field(default="", max_length=200)
+    limit_s: float = Field(default=600.0, gt=0, le=86400)
+
+
+class CheckpointView(Record):
+    """`state`: LATEST, KEPT (the job would go back to it if the newer ones were damaged), LEFT (of an older timeline: the
+    job went back to an older one by a wish)."""
+
+    checkpoint_id: str
+    step: int
+    timeline: int
+    state: str
+
+
+class CheckpointDetails(CheckpointView):
+    epoch: int
+    pservers: int
+    size_bytes: int
+    write_time: str
+    files: tuple[str, ...]
+
+
+class CheckpointPage(Record):
+    checkpoints: tuple[CheckpointView, ...]
+    next_page_token: str = ""
+
+
+class EventPage(Record):
+    """`next_after`: the `after` of the next request."""
+
+    events: tuple[EventRecord, ...]
+    next_after: int
+
+
+class MetricPoint(Record):
+    """One step (or epoch): mean loss over its records."""
+
+    number: int
+    loss: float | None
+    records: int
+
+
+class MetricPage(Record):
+    """Points with a number above `after`, oldest first."""
+
+    metric: str
+    points: tuple[MetricPoint, ...]
+    next_page_token: str = ""
+
+
+class Version(Record):
+    name: str
+    version: str
+    api: str
+
+
+class Health(Record):
+    status: str

@@ -1,0 +1,37 @@
+"""What every route needs: the master behind it, and the page it is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Annotated, TypeVar
+
+from fastapi import Depends, Query, Request
+
+from master_service.leadership.master import Master
+from shared.errors import DeadlineExceeded
+
+ANSWER_S = 8.0
+
+T = TypeVar("T")
+
+
+async def _master(request: Request) -> Master:  # not a plain function: those run in a thread each
+    master: Master = request.app.state.master
+    return master
+
+
+async def answered(call: Awaitable[T]) -> T:
+    """Raises DeadlineExceeded when etcd is away for too long; asked again, the same request finds its result."""
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            return await call
+    except TimeoutError as error:
+        msg = f"the master got no answer from etcd within {ANSWER_S:g} s; ask again"
+        raise DeadlineExceeded(msg) from error
+
+
+MasterOf = Annotated[Master, Depends(_master)]
+WaitS = Annotated[float, Query(ge=0, le=30, description="wait at most so many seconds for the end")]
+PageSize = Annotated[int, Query(ge=1, le=1000, description="at most so many items")]
+PageToken = Annotated[str, Query(max_length=200, description="next_page_token of the page before")]

@@ -1,0 +1,47 @@
+"""The job, what happened to it, and its numbers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+
+from master_service.api import render
+from master_service.api.resources import Empty, EventPage, Job, MasterView, MetricPage
+from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken
+from shared.records import MetricBatch
+
+router = APIRouter(prefix="/v1")
+
+
+@router.get("/job", operation_id="getJob", tags=["job"])
+async def get_job(master: MasterOf) -> Job:
+    leader = MasterView(master_id=master.name, url=master.url, term=master.reign.term)
+    return render.job(master.books, master.metrics, leader)
+
+
+@router.get("/events", operation_id="listEvents", tags=["events"])
+async def list_events(
+    master: MasterOf,
+    after: Annotated[int, Query(ge=0)] = 0,
+    wait_s: Annotated[float, Query(ge=0, le=30)] = 0.0,
+    page_size: PageSize = 100,
+) -> EventPage:
+    """Events with an id above `after`, oldest first; waits up to `wait_s` for one. The oldest are forgotten."""
+    events = await master.events.wait(after, page_size, wait_s)
+    return EventPage(events=tuple(events), next_after=events[-1].event_id if events else after)
+
+
+@router.get("/metrics", operation_id="listMetrics", tags=["metrics"])
+async def list_metrics(
+    master: MasterOf, metric: str = "step_loss", page_size: PageSize = 100, page_token: PageToken = ""
+) -> MetricPage:
+    """`step_loss` or `epoch_loss`. The oldest steps are forgotten."""
+    master.reign  # noqa: B018  a standby has none: NotLeader
+    return render.metrics(master.metrics, metric, page_size, page_token)
+
+
+@router.post("/metric-batches", operation_id="reportMetrics", tags=["metrics"])
+async def report_metrics(master: MasterOf, batch: MetricBatch) -> Empty:
+    await master.report_metrics(batch)
+    return Empty()

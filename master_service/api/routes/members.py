@@ -1,0 +1,35 @@
+"""Who is registered, and who is believed dead."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from master_service.api import render
+from master_service.api.resources import Empty, MemberPage, MemberView, SuspectAnswer
+from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, answered
+from shared.records import UserFailure
+
+router = APIRouter(prefix="/v1/members", tags=["members"])
+
+
+@router.get("", operation_id="listMembers")
+async def list_members(master: MasterOf, page_size: PageSize = 100, page_token: PageToken = "") -> MemberPage:
+    return render.members(master.books, page_size, page_token)
+
+
+@router.get("/{member_id}", operation_id="getMember")
+async def get_member(master: MasterOf, member_id: str) -> MemberView:
+    return render.member_view(master.books, master.find_members(member_id)[0])
+
+
+@router.post("/{member_id}/suspect", operation_id="reportSuspect")
+async def report_suspect(master: MasterOf, member_id: str) -> SuspectAnswer:
+    """The master probes the member and revokes its lease if nothing listens there."""
+    return SuspectAnswer(dead=await answered(master.report_suspect(member_id)))
+
+
+@router.post("/{member_id}/failures", operation_id="reportFailure")
+async def report_failure(master: MasterOf, member_id: str, failure: UserFailure) -> Empty:
+    """The user's code failed outside a task."""
+    await answered(master.report_failure(member_id, failure))
+    return Empty()

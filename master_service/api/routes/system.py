@@ -1,0 +1,39 @@
+"""For machines that look after machines."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from fastapi import APIRouter, Response
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from master_service.api.prometheus import exposition
+from master_service.api.resources import Health, Version
+from master_service.api.routes.dependencies import MasterOf
+
+router = APIRouter(tags=["system"])
+open_router = APIRouter(tags=["system"])
+
+
+@router.get("/v1/version", operation_id="getVersion")
+async def get_version() -> Version:
+    return Version(name="trireme-master", version=version("trireme"), api="v1")
+
+
+@router.get("/metrics", operation_id="scrapeMetrics", response_class=Response)
+async def scrape_metrics(master: MasterOf) -> Response:
+    """Prometheus text. A standby answers too: trireme_master_leading is 0."""
+    return Response(exposition(master), media_type=CONTENT_TYPE_LATEST)
+
+
+@open_router.get("/healthz", operation_id="checkHealth")
+async def check_health() -> Health:
+    """The process lives."""
+    return Health(status="ok")
+
+
+@open_router.get("/readyz", operation_id="checkReadiness")
+async def check_readiness(master: MasterOf) -> Health:
+    """Leading and able to answer; else NOT_LEADER or NOT_READY."""
+    master.reign  # noqa: B018  raises
+    return Health(status="ok")

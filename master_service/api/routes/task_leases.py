@@ -1,0 +1,44 @@
+"""What trainers do with tasks: fetch one, show life, finish it, fail it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Header
+
+from master_service.api.resources import Empty
+from master_service.api.routes.dependencies import MasterOf, answered
+from shared.errors import InvalidArgument
+from shared.records import AcquireTask, Completed, CompleteTask, FailTask, TaskAnswer, TaskProgress
+
+router = APIRouter(prefix="/v1/task-leases", tags=["task leases"])
+
+
+@router.post("", operation_id="acquireTask")
+async def acquire_task(
+    master: MasterOf, ask: AcquireTask, idempotency_key: Annotated[str | None, Header(max_length=200)] = None
+) -> TaskAnswer:
+    """A task, or why there is none. The same `request` (= Idempotency-Key) gets the same pending task again."""
+    if idempotency_key is not None and idempotency_key != ask.request:
+        msg = f"Idempotency-Key {idempotency_key!r} and request {ask.request!r} differ; send the same id in both"
+        raise InvalidArgument(msg)
+    return await answered(master.acquire_task(ask))
+
+
+@router.post("/{task_id}/progress", operation_id="reportTaskProgress")
+async def report_task_progress(master: MasterOf, task_id: str, progress: TaskProgress) -> Empty:
+    """Moves the deadline of the attempt."""
+    await master.report_progress(task_id, progress)
+    return Empty()
+
+
+@router.post("/{task_id}/complete", operation_id="completeTask")
+async def complete_task(master: MasterOf, task_id: str, done: CompleteTask) -> Completed:
+    """Done, exactly once however often it is said; with `next`, another task of the shared stream in the same transaction."""
+    return await answered(master.complete_task(task_id, done))
+
+
+@router.post("/{task_id}/fail", operation_id="failTask")
+async def fail_task(master: MasterOf, task_id: str, failed: FailTask) -> Empty:
+    await answered(master.fail_task(task_id, failed))
+    return Empty()

@@ -1,0 +1,147 @@
+"""Operations of one reign: asked for by REST or a draining member, carried on by whoever leads, read by whoever waits.
+
+ask -> transact -> 202            members, checkpoints, state change -> follow            files -> read one operation at a time
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from master_service.control.events import EventRing
+from master_service.core.decisions import operations, rollback
+from master_service.core.state.changes import Decision
+from master_service.core.state.job_state import Books
+from master_service.datasets.manifests import Manifests
+from master_service.store.writer import Writer
+from shared.errors import CheckpointUnusable
+from shared.records import Phase
+from shared.records.operations import Operation, OperationKind
+from shared.runtime import clock, ids, telemetry
+
+LIMIT_S = 600.0
+TICK_S = 1.0
+PAUSE_S = 0.5
+STORAGE_TRIES = 4
+
+log = telemetry.logger("operating")
+
+
+class Operating:
+    """`run` beside the reign's other work; `look_again` after each change of the members or the state."""
+
+    def __init__(self, writer: Writer, manifests: Manifests, events: EventRing) -> None:
+        self._writer, self._manifests, self._events = writer, manifests, events
+        self._changed = asyncio.Event()
+
+    # ---------------------------------------------------------------- asking
+
+    async def create_checkpoint(self, key: str, cause: str, limit_s: float) -> Operation:
+        """The same `key` is the same operation. Raises Conflict."""
+        asked = self._asked(OperationKind.CREATE_CHECKPOINT, key, cause, limit_s=limit_s)
+        return await self._begin(lambda books: operations.ask_to_create(books, asked))
+
+    async def restore_checkpoint(self, key: str, cause: str, checkpoint_id: str) -> Operation:
+        """Raises Conflict, NotFound. What is damaged is found before anything is stopped: the operation fails."""
+        asked = self._asked(OperationKind.RESTORE_CHECKPOINT, key, cause, checkpoint_id)
+        return await self._begin(lambda books: operations.ask_to_restore(books, asked))
+
+    async def verify_checkpoint(self, key: str, cause: str, checkpoint_id: str) -> Operation:
+        """Raises Conflict, NotFound."""
+        asked = self._asked(OperationKind.VERIFY_CHECKPOINT, key, cause, checkpoint_id)
+        return await self._begin(lambda books: operations.ask_to_verify(books, asked))
+
+    def get(self, operation_id: str) -> Operation:
+        """With what it waits for now. Raises NotFound."""
+        books = self._writer.books
+        found = books.operations.find(operation_id)
+        if not found.running:
+            return found
+        return found.model_copy(update={"reason": f"waiting for {operations.waits_for(books, found)}"})
+
+    async def wait(self, operation_id: str, wait_s: float) -> Operation:
+        """As `get`, once it has ended or `wait_s` are over. Raises NotFound."""
+        deadline = clock.monotonic() + wait_s
+        while (found := self.get(operation_id)).running and (left := deadline - clock.monotonic()) > 0:
+            await self._events.next(left)
+        return found
+
+    def _asked(
+        self, kind: OperationKind, key: str, cause: str, checkpoint_id: str = "", limit_s: float = LIMIT_S
+    ) -> Operation:
+        named = ids.named_uuid("operation", self._writer.books.spec.job, key) if key else ""
+        return Operation(
+            operation_id=f"op-{named}" if key else ids.new_id("op"),
+            kind=kind,
+            cause=cause,
+            checkpoint_id=checkpoint_id,
+            limit_s=limit_s,
+            create_time=clock.timestamp(),
+        )
+
+    async def _begin(self, decide: Callable[[Books], Decision[Operation]]) -> Operation:
+        begun = await self._writer.decide(lambda books, _: decide(books))
+        self.look_again()
+        return self.get(begun.operation_id)
+
+    # ---------------------------------------------------------------- carrying on
+
+    def look_again(self) -> None:
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._follow())
+            group.create_task(self._read_files())
+
+    async def _follow(self) -> None:
+        """At each change, and once a second for the limits: nobody waits for ever for news."""
+        while True:
+            try:
+                async with asyncio.timeout(TICK_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+            self._changed.clear()
+            await self._advance(clock.timestamp())
+
+    async def _advance(self, stamp: str) -> None:
+        await self._writer.decide(lambda books, _: operations.ask_for_draining(books, stamp))
+        await self._writer.decide(lambda books, _: operations.follow(books, stamp))
+        await self._writer.decide(lambda books, now: operations.tick(books, now, stamp))
+
+    async def _read_files(self) -> None:
+        while True:
+            waiting = [
+                operation
+                for operation in self._writer.books.operations.running()
+                if operation.kind is not OperationKind.CREATE_CHECKPOINT and not operation.timeline
+            ]
+            if not waiting or self._writer.books.state.phase is Phase.CHECKPOINTING:
+                await self._events.next(TICK_S)
+                continue
+            await self._verify(waiting[0])
+
+    async def _verify(self, operation: Operation) -> None:
+        error, stamp = await self._damage(operation), clock.timestamp()
+        await self._writer.decide(lambda books, _: operations.verified(books, operation.operation_id, error, stamp))
+
+    async def _damage(self, operation: Operation) -> CheckpointUnusable | None:
+        """What is wrong with the files."""
+        ref = rollback.ref_of(self._writer.books.members.latest, operation.checkpoint_id)
+        if ref is None:
+            return CheckpointUnusable(f"checkpoint {operation.checkpoint_id} was deleted before it was read")
+        trouble: OSError | None = None
+        for attempt in range(STORAGE_TRIES):
+            try:
+                await self._manifests.verify(ref)
+            except CheckpointUnusable as error:
+                return error
+            except OSError as error:
+                trouble = error
+                log.warning("checkpoint_unread", checkpoint=ref.uuid, cause=str(error))
+                await asyncio.sleep(ids.jitter(PAUSE_S * 2**attempt))
+            else:
+                return None
+        return CheckpointUnusable(f"checkpoint {ref.uuid} could not be read {STORAGE_TRIES} times: {trouble!r}")

@@ -1,0 +1,149 @@
+"""When the checkpoints of an asynchronous job are taken, and how one pause is led from its beginning to its end.
+
+due: the first, every so many seconds, an epoch is over, training is over, somebody asks (core/operations.py)
+pause -> all paused -> cut -> all copied -> finish          too slow, or begun by another master: given up
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from master_service.core.decisions import operations, pause_checkpoint
+from master_service.core.state.changes import Decision
+from master_service.core.state.job_state import Books
+from master_service.store.writer import Writer
+from shared.checkpoints import stored
+from shared.etcd import Lease
+from shared.keys import Keys
+from shared.records import Phase, Stage
+from shared.records.pauses import Saving
+from shared.runtime import clock, telemetry
+
+LOOK_S = 0.25
+PAUSE_LIMIT_S = 60.0  # a minibatch may take long; then copying takes as long as memory does
+SHARE = 9.0  # of unasked checkpoints: after a pause training goes on for so many times as long
+
+log = telemetry.logger("saver")
+
+
+class Saver:
+    """Of one reign. `look` after each change of the members. `on_end` is called after each pause: what changed meanwhile
+    was left alone."""
+
+    def __init__(self, keys: Keys, writer: Writer, lease: Lease, on_end: Callable[[], None]) -> None:
+        self._keys, self._writer, self._lease, self._on_end = keys, writer, lease, on_end
+        self._changed = asyncio.Event()
+        self._begun: Saving | None = None
+        self._since = 0.0
+        self._last = clock.monotonic()  # when the last pause began, as far as this master knows
+        self._not_before = 0.0
+        self._epoch = writer.books.training.epoch
+        self._final = False
+        self._owed = ""  # why the checkpoint was begun that was given up
+
+    def __repr__(self) -> str:
+        return f"<Saver: {f'checkpoint {self._begun.step}' if self._begun else 'no checkpoint'} under way>"
+
+    def look(self) -> None:
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Until the writer's reign ends (raises NotLeader) or cancelled."""
+        if not pause_checkpoint.is_paused_kind(self._books.spec):
+            return
+        while True:
+            await self._advance()
+            try:
+                async with asyncio.timeout(LOOK_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+            self._changed.clear()
+
+    @property
+    def _books(self) -> Books:
+        return self._writer.books
+
+    async def _advance(self) -> None:
+        state = self._books.state
+        if state.phase is Phase.RUNNING:
+            self._begun = None
+            if cause := self._due():
+                await self._begin(cause)
+        elif state.phase is Phase.CHECKPOINTING and state.saving is not None:
+            await self._lead(state.saving)
+
+    def _due(self) -> str:
+        """Why a checkpoint is to be taken now, or ""."""
+        spec, books, now = self._books.spec, self._books, clock.monotonic()
+        if not pause_checkpoint.can_begin(books):
+            return ""
+        if asked := operations.unbegun(books):
+            return asked[0].cause
+        if books.state.stage is not Stage.TRAIN and not self._final:
+            return "training is over"
+        if now < self._not_before:
+            return ""
+        if self._owed or books.state.stage is not Stage.TRAIN:
+            return self._owed
+        if books.members.latest is None and books.state.saved == 0:
+            return "the first one"
+        epoch, every = books.training.epoch, spec.checkpoint_every_epochs
+        if every and epoch // every > self._epoch // every:
+            return f"epoch {epoch - 1} is done"
+        every_s = spec.checkpoint_every_seconds
+        return f"{every_s:g} s have passed" if every_s and now - self._last >= every_s else ""
+
+    async def _begin(self, cause: str) -> None:
+        books = self._books
+        assert books.slots is not None
+        number, timeline = books.state.saved + 1, books.state.timeline
+        uuid = stored.checkpoint_uuid(self._keys.job, timeline, books.slots.version, number)
+
+        def begin(books: Books, _now: float) -> Decision[Saving | None]:
+            if (books.state.saved + 1, books.state.timeline) != (number, timeline):
+                return Decision(None)
+            decision = pause_checkpoint.begin(books, uuid, self._lease.id, cause)
+            return decision + operations.begun(books, number) if decision.answer else decision
+
+        epoch, final = books.training.epoch, books.state.stage is not Stage.TRAIN
+        begun = await self._writer.decide(begin)
+        if begun is None:
+            return
+        self._begun, self._since = begun, clock.monotonic()
+        self._last, self._epoch, self._final, self._owed = self._since, epoch, final, cause
+
+    async def _lead(self, under_way: Saving) -> None:
+        """One step further, if it can be done."""
+        books = self._books
+        if self._begun is None or self._begun.uuid != under_way.uuid:
+            self._owed = "one was given up"
+            await self._end(lambda books, _: pause_checkpoint.give_up(books, "the master that began it is gone"))
+            return
+        spent = clock.monotonic() - self._since
+        waiting: list[object]
+        if not under_way.cut:
+            waiting = [*pause_checkpoint.training(books.state, books.members)]
+            what = f"{waiting} did not pause"
+        else:
+            waiting = [*pause_checkpoint.copying(books.state, books.members)]
+            what = f"pservers {waiting} did not copy"
+        if waiting and spent > PAUSE_LIMIT_S * (1 + under_way.cut):
+            await self._end(lambda books, _: pause_checkpoint.give_up(books, f"{what} within {PAUSE_LIMIT_S:g} s"))
+        elif not waiting and not under_way.cut:
+            await self._writer.decide(lambda books, _: pause_checkpoint.cut(books))
+            self._changed.set()
+        elif not waiting and await self._end(lambda books, _: pause_checkpoint.finish(books, spent)):
+            self._owed = ""
+
+    async def _end(self, decision: Callable[[Books, float], Decision[bool]]) -> bool:
+        """The pause is over, if `decision` says so: everybody trains on, with fresh deadlines."""
+        over = await self._writer.decide(decision)
+        if over:
+            now = clock.monotonic()
+            self._not_before = now + SHARE * (now - self._since if self._begun else 0.0)
+            self._begun = None
+            self._books.training.grant_again(now)
+            self._on_end()
+        return over

@@ -1,0 +1,141 @@
+"""What trainers ask and report, over whoever writes: a master's reign, or (without a master) a trainer's own writer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from master_service.control.events import EventRing
+from master_service.core.decisions.turnover import complete_and_take
+from master_service.core.state import job_state as decisions
+from master_service.core.state.changes import Event
+from master_service.core.state.job_state import Books
+from master_service.core.state.metrics import Metrics
+from master_service.leadership.election import Probe
+from master_service.store.writer import Writer
+from shared.errors import NotFound
+from shared.etcd import Etcd
+from shared.keys import Keys
+from shared.records import (
+    AcquireTask,
+    Completed,
+    CompleteTask,
+    FailTask,
+    MetricBatch,
+    PserverMember,
+    TaskAnswer,
+    TaskKind,
+    TaskProgress,
+    TrainerMember,
+    UserFailure,
+)
+from shared.runtime import clock
+
+
+class Desk(ABC):
+    """`probe` tells whether nothing listens at a url."""
+
+    def __init__(self, etcd: Etcd, keys: Keys, probe: Probe) -> None:
+        self.keys = keys
+        self.events = EventRing()
+        self.metrics = Metrics()
+        self._etcd, self._probe = etcd, probe
+        self._probing: set[str] = set()
+
+    @property
+    @abstractmethod
+    def writer(self) -> Writer:
+        """Raises NotLeader, NotReady."""
+
+    @property
+    def books(self) -> Books:
+        """To read. Raises NotLeader, NotReady."""
+        return self.writer.books
+
+    # ---------------------------------------------------------------- tasks
+
+    async def acquire_task(self, ask: AcquireTask) -> TaskAnswer:
+        """The same `request` asked twice gets the same pending task. Raises StaleGeneration, Conflict, InvalidArgument."""
+        writer = self.writer
+        if ask.stream is not None and ask.epoch > self.books.training.epoch:
+            await writer.decide(lambda books, _: decisions.close_epoch(books, ask))
+        if ask.index > 0:
+            self.books.budget.started = True
+        return await writer.decide(lambda books, _: decisions.acquire(books, ask))
+
+    async def report_progress(self, task_id: str, report: TaskProgress) -> None:
+        """Nothing is written: it only moves the deadline. Raises StaleAttempt, NotFound."""
+        queue = decisions.report_progress(self.books, task_id, report).answer
+        queue.sign_of_life(task_id, report.minibatches, clock.monotonic())
+
+    async def complete_task(self, task_id: str, report: CompleteTask) -> Completed:
+        """A doubled report changes nothing, and gets the same next task. Raises StaleAttempt, NotFound."""
+        writer = self.writer
+        queue = writer.books.queue_of(task_id)
+        held = queue.pending.get(task_id)
+        completed = await writer.decide(lambda books, _: complete_and_take(books, task_id, report))
+        if held is not None:
+            queue.pace.observe(clock.monotonic() - held.last_sign)
+        if queue.kind is TaskKind.TRAIN:
+            writer.books.budget.started = True
+        return completed
+
+    async def fail_task(self, task_id: str, report: FailTask) -> None:
+        """Counts against the task, and before the first step against the job. Raises StaleAttempt, NotFound."""
+        writer = self.writer
+        await writer.decide(lambda books, _: decisions.fail_task(books, task_id, report))
+
+    async def report_failure(self, member_id: str, failure: UserFailure) -> None:
+        """The user's code failed outside a task (building the model, say)."""
+        writer = self.writer
+        named = failure.model_copy(update={"trainer": failure.trainer or member_id})
+        fields: dict[str, str | int | float | bool] = {"member": member_id, "error_type": failure.error_type}
+        self.events.add([Event("user_failure", f"{member_id}: {failure.error_type}: {failure.message}", fields)])
+        await writer.decide(lambda books, _: books.budget.spend(books.state, named, in_task=False))
+
+    # ---------------------------------------------------------------- members
+
+    async def report_suspect(self, member_id: str) -> bool:
+        """Somebody believes the member (or all of that name) dead: probe, and revoke its lease if nothing listens.
+
+        Whether one was found dead. A member that listens, or does not answer, is left to its lease. Raises NotFound.
+        """
+        suspects = self.find_members(member_id)
+        dead = False
+        for suspect in suspects:
+            if suspect.url in self._probing:
+                continue
+            self._probing.add(suspect.url)
+            try:
+                refused = await self._probe(suspect.url)
+            finally:
+                self._probing.discard(suspect.url)
+            if refused and suspect.lease:
+                message = f"{member_id} refuses connections at {suspect.url}: its lease is revoked"
+                self.events.add([Event("member_dead", message, {"member": member_id, "url": suspect.url})])
+                await self._etcd.revoke(suspect.lease)
+                dead = True
+        return dead
+
+    def find_members(self, member_id: str) -> list[TrainerMember | PserverMember]:
+        """By id (`trainer-0-9f2c51ab03de`, `pserver-1`, a pserver's incarnation) or by the name before it. Raises NotFound."""
+        members = self.books.members
+        found: list[TrainerMember | PserverMember] = [
+            m for m in members.trainers.values() if m.trainer == member_id or m.trainer.rpartition("-")[0] == member_id
+        ]
+        found += [
+            m
+            for m in members.pservers.values()
+            if member_id in (f"pserver-{m.index}", f"ps-{m.index}", m.incarnation, m.incarnation.rpartition("-")[0])
+        ]
+        if not found:
+            msg = f"no member {member_id} is registered in job {self.keys.job}"
+            raise NotFound(msg)
+        return found
+
+    # ---------------------------------------------------------------- metrics
+
+    async def report_metrics(self, batch: MetricBatch) -> None:
+        """In memory of the leader only."""
+        if batch.steps:
+            self.books.budget.started = True
+        self.metrics.add(batch, clock.monotonic())

@@ -1,0 +1,320 @@
+"""What was asked for and takes long: checkpoints on demand, verifications, ways back to a named checkpoint.
+
+CREATE    asked -> job/checkpoint written -> lane 0 carries it into a version -> that one is `latest` -> DONE
+          asynchronous: asked -> the next pause (saver.py) -> its checkpoint, or a later one, is `latest` -> DONE
+RESTORE   asked -> every part read -> ROLLING_BACK(timeline) -> RUNNING in that timeline -> DONE
+VERIFY    asked -> every part read -> DONE | FAILED
+
+Decisions only; reading files is the runner's (master_service/verifying.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from master_service.core.decisions import rollback
+from master_service.core.state.changes import Change, Decision, DropOperation, Event, PutOperation
+from shared.errors import CheckpointUnusable, Conflict, DeadlineExceeded, NotFound
+from shared.records import JobState, Mode, Phase, Stage
+from shared.records.checkpoints import CheckpointRef, history
+from shared.records.operations import Operation, OperationKind, OperationState, saves_on_demand
+
+if TYPE_CHECKING:
+    from master_service.core.state.job_state import Books
+    from master_service.core.state.members import Members
+
+KEPT = 50  # of those that ended
+ASK_AGAIN_S = (
+    30.0  # after 30, 90, 210, ... seconds: an owner of lane 0 may have missed the request in a change of lanes
+)
+DRAIN_LIMIT_S = 60.0
+
+Fields = dict[str, str | int | float | bool]
+
+
+@dataclass
+class Operations:
+    """`since`: when this master saw each for the first time, by its own clock."""
+
+    records: dict[str, Operation] = field(default_factory=dict)
+    since: dict[str, float] = field(default_factory=dict)
+
+    def apply(self, change: PutOperation | DropOperation, now: float) -> None:
+        """In place."""
+        match change:
+            case PutOperation(operation):
+                self.records[operation.operation_id] = operation
+                self.since.setdefault(operation.operation_id, now)
+            case DropOperation(operation_id):
+                self.records.pop(operation_id, None)
+                self.since.pop(operation_id, None)
+
+    def running(self, kind: OperationKind | None = None) -> list[Operation]:
+        """Oldest first."""
+        found = [operation for operation in self.records.values() if operation.running]
+        found.sort(key=lambda operation: self.since[operation.operation_id])
+        return [operation for operation in found if kind in (None, operation.kind)]
+
+    def find(self, operation_id: str) -> Operation:
+        """Raises NotFound."""
+        found = self.records.get(operation_id)
+        if found is None:
+            msg = f"operation {operation_id} does not exist (any more: the last {KEPT} that ended are kept)"
+            raise NotFound(msg)
+        return found
+
+
+# -------------------------------------------------------------------- asking
+
+
+def ask_to_create(books: Books, asked: Operation) -> Decision[Operation]:
+    """Answers the operation; the one under way if there is one, for its checkpoint is not made yet. Raises Conflict."""
+    if (known := _known(books, asked)) is not None:
+        return Decision(known)
+    _check_possible(books, "a checkpoint")
+    for running in books.operations.running(OperationKind.CREATE_CHECKPOINT):
+        return Decision(running)
+    event = Event("checkpoint_asked", f"{asked.cause}: a checkpoint of one of the next steps", _fields(asked))
+    return _begin(books, asked, event)
+
+
+def ask_to_restore(books: Books, asked: Operation) -> Decision[Operation]:
+    """Raises NotFound, Conflict."""
+    if (known := _known(books, asked)) is not None:
+        return Decision(known)
+    ref = find_checkpoint(books, asked.checkpoint_id)
+    _check_possible(books, "going back to a checkpoint")
+    if running := books.operations.running(OperationKind.RESTORE_CHECKPOINT):
+        msg = f"the job is about to go back to step {running[0].step} already ({running[0].operation_id})"
+        raise Conflict(msg, hint="wait for its end", operation=running[0].operation_id)
+    asked = asked.model_copy(update={"step": ref.step})
+    message = f"{asked.cause}: back to step {ref.step}, once its files are found good"
+    return _begin(books, asked, Event("restore_asked", message, _fields(asked)))
+
+
+def ask_to_verify(books: Books, asked: Operation) -> Decision[Operation]:
+    """Raises NotFound."""
+    if (known := _known(books, asked)) is not None:
+        return Decision(known)
+    ref = find_checkpoint(books, asked.checkpoint_id)
+    asked = asked.model_copy(update={"step": ref.step})
+    return _begin(books, asked, Event("verify_asked", f"{asked.cause}: verify step {ref.step}", _fields(asked)))
+
+
+def ask_for_draining(books: Books, stamp: str) -> Decision[None]:
+    """A parameter server that was asked to leave wants its parameters saved before it goes."""
+    latest, state = books.members.latest, books.state
+    trains = state.stage is Stage.TRAIN and state.phase in {Phase.RUNNING, Phase.CHECKPOINTING}
+    if not trains or not saves_on_demand(books.spec):
+        return Decision(None)
+    for index, member in books.members.pservers.items():
+        saved = latest is not None and (latest.timeline, latest.step) >= (state.timeline, member.draining or 0)
+        operation_id = f"drain-{member.incarnation}"
+        if member.draining is None or saved or operation_id in books.operations.records:
+            continue
+        asked = Operation(
+            operation_id=operation_id,
+            kind=OperationKind.CREATE_CHECKPOINT,
+            cause=f"pserver {index} is about to leave",
+            limit_s=DRAIN_LIMIT_S,
+            create_time=stamp,
+        )
+        return Decision(None) + ask_to_create(books, asked)
+    return Decision(None)
+
+
+def find_checkpoint(books: Books, checkpoint_id: str) -> CheckpointRef:
+    """Raises NotFound, which lists the ids there are."""
+    ref = rollback.ref_of(books.members.latest, checkpoint_id)
+    if ref is None:
+        there = [f"{ref.uuid} (step {ref.step})" for ref in _kept(books.members)]
+        msg = f"job {books.spec.job} has no checkpoint {checkpoint_id}; there are: {', '.join(there) or 'none yet'}"
+        raise NotFound(msg, checkpoints=[ref.uuid for ref in _kept(books.members)])
+    return ref
+
+
+# -------------------------------------------------------------------- as things happen
+
+
+def unbegun(books: Books) -> list[Operation]:
+    """Asynchronous: checkpoints that are asked for and that no pause was begun for yet."""
+    if books.spec.mode is Mode.SYNC:
+        return []
+    asked = books.operations.running(OperationKind.CREATE_CHECKPOINT)
+    return [operation for operation in asked if operation.step is None]
+
+
+def begun(books: Books, step: int) -> Decision[None]:
+    """A pause begins, for checkpoint number `step`: in the same transaction."""
+    changes = [PutOperation(asked.model_copy(update={"step": step})) for asked in unbegun(books)]
+    return Decision(None, tuple(changes))
+
+
+def follow(books: Books, stamp: str) -> Decision[None]:
+    """What the members, the newest checkpoint and the job's state mean for those under way."""
+    decision: Decision[None] = Decision(None)
+    for operation in books.operations.running():
+        match operation.kind:
+            case OperationKind.CREATE_CHECKPOINT:
+                decision += _follow_creation(books, operation, stamp)
+            case OperationKind.RESTORE_CHECKPOINT:
+                decision += _follow_restoration(books.state, operation, stamp)
+            case OperationKind.VERIFY_CHECKPOINT:
+                pass
+    return decision
+
+
+def tick(books: Books, now: float, stamp: str) -> Decision[None]:
+    """Time passes: limits are reached, requests are made again."""
+    decision: Decision[None] = Decision(None)
+    for operation in books.operations.running():
+        spent_s = now - books.operations.since[operation.operation_id]
+        if spent_s > operation.limit_s:
+            reason = f"not done within {operation.limit_s:g} s: it waited for {waits_for(books, operation)}"
+            decision += _end(operation, OperationState.FAILED, reason, stamp, code=DeadlineExceeded.code)
+        elif operation.kind is OperationKind.CREATE_CHECKPOINT and spent_s > ASK_AGAIN_S * (2**operation.attempt - 1):
+            again = operation.model_copy(update={"attempt": operation.attempt + 1, "step": None})
+            message = f"still no checkpoint {spent_s:.0f} s after it was asked for: asked again"
+            decision += Decision(None, (PutOperation(again),), (Event("checkpoint_asked", message, _fields(again)),))
+    return decision
+
+
+def verified(books: Books, operation_id: str, error: CheckpointUnusable | None, stamp: str) -> Decision[None]:
+    """All parts were read. A restoration begins only if they are good."""
+    operation = books.operations.records.get(operation_id)
+    if operation is None or not operation.running or operation.timeline:
+        return Decision(None)
+    if error is not None:
+        return _end(operation, OperationState.FAILED, error.message, stamp, code=error.code)
+    if operation.kind is OperationKind.VERIFY_CHECKPOINT:
+        return _end(operation, OperationState.DONE, "every part is as it was written", stamp)
+    if books.state.phase is Phase.CHECKPOINTING:
+        return Decision(None)  # it is decided again after the pause
+    ref = rollback.ref_of(books.members.latest, operation.checkpoint_id)
+    if ref is None or books.state.phase.final:
+        return _follow_restoration(books.state, operation, stamp) if ref else _gone(operation, stamp)
+    back = rollback.back_to(books.spec, books.state, books.slots, ref, operation.cause)
+    begun = operation.model_copy(update={"timeline": books.state.generation + 1})
+    return Decision(None, (PutOperation(begun),)) + back
+
+
+def waits_for(books: Books, operation: Operation) -> str:
+    """For people."""
+    state = books.state
+    if operation.kind is not OperationKind.CREATE_CHECKPOINT and not operation.timeline:
+        return "the checkpoint's files to be read and compared"
+    if operation.kind is OperationKind.RESTORE_CHECKPOINT:
+        return f"the parameter servers to load the checkpoint ({state.phase}: {state.reason})"
+    if state.phase is Phase.CHECKPOINTING or operation.step is not None:
+        return "all trainers to pause, and every parameter server to write its part"
+    if state.phase is not Phase.RUNNING:
+        return f"the job to run (it is {state.phase}: {state.reason})"
+    if books.spec.mode is not Mode.SYNC:
+        return "the next pause"
+    if not state.trainers:
+        return "a trainer: without one no step is made"
+    return "the next step but one, and every parameter server to write its part of it"
+
+
+# -------------------------------------------------------------------- parts
+
+
+def _follow_creation(books: Books, operation: Operation, stamp: str) -> Decision[None]:
+    latest, state = books.members.latest, books.state
+    if latest is not None:
+        is_here = latest.timeline == state.timeline or latest.uuid == state.checkpoint
+        paused = is_here and operation.step is not None and latest.step >= operation.step
+        if paused or latest.operation == operation.operation_id or (latest.final and is_here):
+            what = "the last step's: nothing is left to train" if latest.final else f"of step {latest.step}"
+            made = operation.model_copy(update={"checkpoint_id": latest.uuid, "step": latest.step})
+            return _end(made, OperationState.DONE, f"the checkpoint is there, {what}", stamp)
+    if state.phase.final:
+        reason = f"the job is {state.phase} before the checkpoint was there"
+        return _end(operation, OperationState.FAILED, reason, stamp, code=Conflict.code)
+    return Decision(None)
+
+
+def _follow_restoration(state: JobState, operation: Operation, stamp: str) -> Decision[None]:
+    if state.phase.final:
+        reason = f"the job is {state.phase}: {state.reason}"
+        return _end(operation, OperationState.FAILED, reason, stamp, code=Conflict.code)
+    if not operation.timeline or state.timeline < operation.timeline:
+        return Decision(None)
+    if state.checkpoint != operation.checkpoint_id:
+        reason = f"the job went elsewhere: {state.reason}"
+        return _end(operation, OperationState.FAILED, reason, stamp, code=CheckpointUnusable.code)
+    if state.phase is Phase.RUNNING:
+        return _end(operation, OperationState.DONE, f"the job goes on from step {operation.step}", stamp)
+    return Decision(None)
+
+
+def _gone(operation: Operation, stamp: str) -> Decision[None]:
+    reason = f"checkpoint {operation.checkpoint_id} was deleted meanwhile: newer ones took its place"
+    return _end(operation, OperationState.FAILED, reason, stamp, code=NotFound.code)
+
+
+def _known(books: Books, asked: Operation) -> Operation | None:
+    """What the same key asked for before. Raises Conflict if that was something else."""
+    known = books.operations.records.get(asked.operation_id)
+    if known is None:
+        return None
+    about = known.checkpoint_id if known.kind is not OperationKind.CREATE_CHECKPOINT else ""
+    if (known.kind, about) != (asked.kind, asked.checkpoint_id):
+        msg = (
+            f"this Idempotency-Key asked for {known.kind} {about} before, now for {asked.kind} {asked.checkpoint_id}: "
+            "use a new key for a new wish"
+        )
+        raise Conflict(msg, operation=known.operation_id)
+    return known
+
+
+def _check_possible(books: Books, what: str) -> None:
+    """Raises Conflict."""
+    state = books.state
+    if not saves_on_demand(books.spec):
+        msg = (
+            f"{what} on demand needs coordinated checkpoints; job {books.spec.job} is {books.spec.mode} with "
+            f"{books.spec.checkpoint_kind} ones and dispatch {books.spec.dispatch}"
+        )
+        raise Conflict(msg, hint="each parameter server saves by itself, every checkpoint_every_seconds")
+    if state.phase is Phase.COMPLETED:
+        latest = books.members.latest
+        have = f"; its newest checkpoint is {latest.uuid} (step {latest.step})" if latest else ""
+        msg = f"job {books.spec.job} is COMPLETED: {what} is not possible any more{have}"
+        raise Conflict(msg, hint="`trireme export CHECKPOINT` gets a model out of a checkpoint; --fresh trains anew")
+    if state.phase is Phase.FAILED:
+        msg = f"job {books.spec.job} has FAILED ({state.reason}): {what} is not possible any more"
+        raise Conflict(msg, hint="mend the cause and start the job again")
+
+
+def _begin(books: Books, asked: Operation, event: Event) -> Decision[Operation]:
+    ended = [operation for operation in books.operations.records.values() if not operation.running]
+    ended.sort(key=lambda operation: books.operations.since[operation.operation_id])
+    dropped: list[Change] = [DropOperation(old.operation_id) for old in ended[: max(0, len(ended) + 1 - KEPT)]]
+    return Decision(asked, (PutOperation(asked), *dropped), (event,))
+
+
+def _end(operation: Operation, state: OperationState, reason: str, stamp: str, *, code: str = "") -> Decision[None]:
+    ended = operation.model_copy(update={"state": state, "reason": reason, "error_code": code, "end_time": stamp})
+    name = "operation_done" if state is OperationState.DONE else "operation_failed"
+    message = f"{operation.kind.value.lower().replace('_', ' ')}: {reason}"
+    return Decision(None, (PutOperation(ended),), (Event(name, message, _fields(ended)),))
+
+
+def _fields(operation: Operation) -> Fields:
+    fields: Fields = {"operation": operation.operation_id, "kind": operation.kind.value, "attempt": operation.attempt}
+    if operation.checkpoint_id:
+        fields |= {"checkpoint": operation.checkpoint_id, "step": operation.step or 0}
+    return fields
+
+
+def _kept(members: Members) -> tuple[CheckpointRef, ...]:
+    return members.latest.kept if members.latest is not None else ()
+
+
+def abandoned(books: Books) -> set[str]:
+    """Checkpoints that the job left by going back to an older one, by uuid: listed, but nobody falls back to them."""
+    state = books.state
+    mine = {ref.uuid for ref in history(_kept(books.members), state.timeline, state.checkpoint)}
+    return {ref.uuid for ref in _kept(books.members)} - mine

@@ -1,0 +1,129 @@
+"""The paused checkpoint of an asynchronous job: everybody stands still for as long as copying in memory takes.
+
+RUNNING --begin--> CHECKPOINTING, trainers/pause --all paused: cut--> generation + 1 --all copied: finish--> RUNNING
+   ^                   |                                  |
+   +----- give up -----+---- somebody is too slow, gone --+          writing goes on in the background (commit.py)
+
+The queue of the cut's own revision belongs to the checkpoint. The cut counts only once `finish` has confirmed it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from master_service.core.decisions.rollback import fits, holds
+from master_service.core.state.changes import (
+    Decision,
+    DropCut,
+    DropPause,
+    Event,
+    PutCut,
+    PutPause,
+    PutState,
+)
+from shared.records import JobSpec, JobState, Mode, Phase
+from shared.records.checkpoints import CheckpointCut
+from shared.records.operations import OperationKind
+from shared.records.pauses import Pause, Saving
+
+if TYPE_CHECKING:
+    from master_service.core.state.job_state import Books
+    from master_service.core.state.members import Members
+
+
+def is_paused_kind(spec: JobSpec) -> bool:
+    """Whether this job's checkpoints are taken in pauses."""
+    return spec.mode is Mode.ASYNC and spec.checkpoint_kind == "coordinated"
+
+
+def can_begin(books: Books) -> bool:
+    whole = (
+        books.slots is not None
+        and fits(books.slots, books.spec)
+        and not _lacking(books.spec, books.state, books.members)
+    )
+    return books.state.phase is Phase.RUNNING and books.members.init_done and whole
+
+
+def begin(books: Books, uuid: str, lease: int, cause: str) -> Decision[Saving | None]:
+    """Ask everybody to pause, if the job runs and is whole. `uuid`: of checkpoint number `saved` + 1."""
+    if not can_begin(books):
+        return Decision(None)
+    state = books.state
+    asked = books.operations.running(OperationKind.CREATE_CHECKPOINT)
+    saving = Saving(uuid=uuid, step=state.saved + 1, operation=asked[0].operation_id if asked else "")
+    reason = f"checkpoint {saving.step} is taken: {cause}"
+    update = {"phase": Phase.CHECKPOINTING, "saving": saving, "saved": saving.step, "reason": reason}
+    pause = Pause(uuid=uuid, generation=state.generation, reason=cause)
+    return Decision(saving, (PutState(state.model_copy(update=update)), PutPause(pause, lease)))
+
+
+def training(state: JobState, members: Members) -> list[str]:
+    """Trainers that have not paused yet; one whose key is gone is none: its pushes are stale after the cut."""
+    uuid = state.saving.uuid if state.saving else ""
+    there = [members.trainers[trainer] for trainer in state.trainers if trainer in members.trainers]
+    return [member.trainer for member in there if member.paused is None or member.paused.uuid != uuid]
+
+
+def cut(books: Books) -> Decision[bool]:
+    """Everybody has paused: copy."""
+    state, saving = books.state, books.state.saving
+    if state.phase is not Phase.CHECKPOINTING or saving is None or saving.cut or training(state, books.members):
+        return Decision(False)
+    update = {"saving": saving.model_copy(update={"cut": True}), "generation": state.generation + 1}
+    return Decision(True, (PutState(state.model_copy(update=update)), PutCut(saving.uuid, _cut_of(state, saving))))
+
+
+def copying(state: JobState, members: Members) -> list[int]:
+    """Parameter servers that have not copied yet."""
+    uuid = state.saving.uuid if state.saving else ""
+    return [index for index, member in sorted(members.pservers.items()) if member.copied != uuid]
+
+
+def finish(books: Books, seconds: float) -> Decision[bool]:
+    """Everybody has copied: training goes on, and the checkpoint counts as soon as it is written."""
+    state, saving = books.state, books.state.saving
+    if state.phase is not Phase.CHECKPOINTING or saving is None or not saving.cut:
+        return Decision(False)
+    if copying(state, books.members) or _lacking(books.spec, state, books.members):
+        return Decision(False)
+    place = _cut_of(state, saving).model_copy(update={"copied": True})
+    reason = f"checkpoint {saving.step} is copied"
+    message = f"checkpoint {saving.step}: training stood still for {seconds:.2f} s"
+    fields: dict[str, str | int | float | bool] = {"step": saving.step, "seconds": round(seconds, 3)}
+    event = Event("checkpoint_copied", message, {**fields, "checkpoint": saving.uuid})
+    return Decision(True, (PutState(_running(state, reason)), DropPause(), PutCut(saving.uuid, place)), (event,))
+
+
+def give_up(books: Books, cause: str) -> Decision[bool]:
+    """Training goes on without this checkpoint; what was written of it never counts."""
+    return _give_up(books.state, cause)
+
+
+def supervise(spec: JobSpec, state: JobState, members: Members) -> Decision[None]:
+    """A parameter server that dies during the pause ends it."""
+    lacking = _lacking(spec, state, members)
+    if not lacking:
+        return Decision(None)
+    return Decision(None) + _give_up(state, f"pserver {lacking[0]} is gone")
+
+
+def _give_up(state: JobState, cause: str) -> Decision[bool]:
+    saving = state.saving
+    if state.phase is not Phase.CHECKPOINTING or saving is None:
+        return Decision(False)
+    message = f"checkpoint {saving.step} was given up: {cause}"
+    event = Event("checkpoint_given_up", message, {"step": saving.step, "cause": cause})
+    return Decision(True, (PutState(_running(state, message)), DropPause(), DropCut(saving.uuid)), (event,))
+
+
+def _cut_of(state: JobState, saving: Saving) -> CheckpointCut:
+    return CheckpointCut(step=saving.step, timeline=state.timeline, trainers=state.trainers, operation=saving.operation)
+
+
+def _running(state: JobState, reason: str) -> JobState:
+    return state.model_copy(update={"phase": Phase.RUNNING, "saving": None, "reason": reason})
+
+
+def _lacking(spec: JobSpec, state: JobState, members: Members) -> list[int]:
+    return [index for index in range(spec.pservers) if not holds(state, members, index)]

@@ -1,0 +1,109 @@
+"""Asynchronous: a parameter server is gone, the others go on. It comes back from its newest checkpoint; what it lacks counts.
+
+whole --pserver gone--> absent --back, with a checkpoint's ledger--> mended: generation + 1, its losses on record
+      |                   `-- no checkpoint, too long away: FAILED
+      `-- nobody left, or training is over: the whole job goes back, nothing is lost (rollback.py)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from master_service.core.decisions.lifecycle import fail
+from master_service.core.decisions.rollback import fits, go_back, holds
+from master_service.core.state.changes import Decision, Event, PutLosses, PutState
+from shared.errors import NotReady
+from shared.records import JobSpec, JobState, PserverMember, SlotMap, Stage
+
+if TYPE_CHECKING:
+    from master_service.core.state.job_state import Books
+    from master_service.core.state.members import Members
+
+
+def look(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members) -> Decision[None]:
+    """What missing parameter servers ask for; nothing more once they are on record as absent."""
+    if not members.init_done:
+        return Decision(None)
+    independent = spec.checkpoint_kind == "independent"
+    if slots is not None and not fits(slots, spec):
+        cause = f"the job has {spec.pservers} parameter servers now instead of {max(slots.owners) + 1}"
+        if independent:
+            return fail(
+                state, f"{cause}, and independent checkpoints load only with as many; start it with as many as before"
+            )
+        return go_back(spec, state, slots, members, cause)
+    away = [index for index in range(spec.pservers) if not holds(state, members, index)]
+    if not away:
+        return Decision(None)
+    for index in away:
+        member = members.pservers.get(index)
+        if member is not None and member.restored is not None and member.restored.error and is_back(state, member):
+            return fail(state, f"pserver {index} cannot come back: {member.restored.error}")
+    cause = f"pserver {away[0]} is gone"
+    over = state.stage is not Stage.TRAIN and members.latest is not None  # evaluation must see one set of parameters
+    if (len(away) == spec.pservers or over) and not independent:
+        return go_back(spec, state, slots, members, cause)
+    if independent:
+        without = [index for index in away if index not in members.own]
+    else:
+        without = away if members.latest is None else []
+    if without:
+        return fail(state, f"pserver {without[0]} is gone and no checkpoint of it exists yet; start the job again")
+    new = [index for index in away if index not in state.absent]
+    if not new:
+        return Decision(None)
+    absent = tuple(sorted({*state.absent, *new}))
+    message = f"pserver {new[0]} is gone; it comes back from its newest checkpoint, the others go on"
+    event = Event("pserver_lost", message, {"pserver": new[0], "absent": len(absent)})
+    return Decision(None, (PutState(state.model_copy(update={"absent": absent, "reason": message})),), (event,))
+
+
+def is_back(state: JobState, member: PserverMember) -> bool:
+    """Whether it has answered in this timeline that it rejoined, or could not, and nobody took note yet."""
+    said = member.restored
+    return (
+        said is not None
+        and said.rejoined
+        and said.timeline == state.timeline
+        and state.mends.get(str(member.index)) != member.incarnation
+    )
+
+
+def returned(state: JobState, members: Members) -> list[PserverMember]:
+    """Those that serve again and whose losses are not on record yet."""
+    said = [member for member in members.pservers.values() if member.restored is not None and not member.restored.error]
+    return [member for member in said if is_back(state, member)]
+
+
+def is_outdated(state: JobState, members: Members, generation: int | None) -> bool:
+    """Whether a task that was done in `generation` may be lacking at a pserver that came back since: it is given again.
+
+    Raises NotReady while one is back and not counted: what it lacks is what is closed by then and not in its checkpoint, so
+    nothing may be closed that it has got already.
+    """
+    if back := returned(state, members):
+        raise NotReady(f"pserver {back[0].index} came back and what it lacks is not on record yet; report again")
+    return generation is not None and generation < state.mended
+
+
+def mend(books: Books, member: PserverMember, lost: int, before: tuple[int, int]) -> Decision[bool]:
+    """On record: what `member` lacks. `lost`: since its checkpoint; `before`: (lost, skipped) at the checkpoint."""
+    state, said = books.state, member.restored
+    if said is None or books.members.pservers.get(member.index) != member or not is_back(state, member):
+        return Decision(False)
+    generation = state.generation + 1
+    absent = tuple(index for index in state.absent if index != member.index)
+    message = f"pserver {member.index} is back from checkpoint {said.checkpoint[:8]}: it lacks {lost:,} minibatches of closed tasks"
+    update = {
+        "generation": generation,
+        "mended": generation,
+        "mends": {**state.mends, str(member.index): member.incarnation},
+        "absent": absent,
+        "reason": message,
+    }
+    losses = books.losses.with_lost(member.index, before[0] + lost, before[1])
+    fields: dict[str, str | int | float | bool] = {"pserver": member.index, "lost_minibatches": lost}
+    events = [Event("pserver_back", message, {**fields, "checkpoint": said.checkpoint, "generation": generation})]
+    if said.damaged:
+        events.insert(0, Event("checkpoint_unusable", said.damaged, {"pserver": member.index}))
+    return Decision(True, (PutState(state.model_copy(update=update)), PutLosses(losses)), tuple(events))

@@ -1,0 +1,341 @@
+"""The way back after parameters were lost: to which checkpoint, when everybody has it, and where training goes on.
+
+RUNNING --not whole any more--> ROLLING_BACK(timeline, checkpoint) --every pserver has it, queue rewound--> RUNNING
+   |                               |    ^ cannot be used: the one before it, in a newer timeline
+   |                               +----+---- none left ----> FAILED
+   +-- no checkpoint was ever finished --> WAITING: from the very start, with new members
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from master_service.core.decisions.lane_placement import assign_lanes
+from master_service.core.decisions.lifecycle import fail, next_stage
+from master_service.core.queue.task_queue import TaskQueue
+from master_service.core.state.changes import (
+    Change,
+    Decision,
+    DropDiscarded,
+    DropPending,
+    DropRequeued,
+    Event,
+    ForgetParameters,
+    NextEpoch,
+    PutCursor,
+    PutLanes,
+    PutRefetch,
+    PutRequeued,
+    PutSlots,
+    PutState,
+    PutSums,
+)
+from shared.records import (
+    EvaluationSums,
+    JobSpec,
+    JobState,
+    LaneMap,
+    Mode,
+    Phase,
+    PserverMember,
+    RequeuedTask,
+    SlotMap,
+    Stage,
+    TaskKind,
+)
+from shared.records.checkpoints import CheckpointLatest, CheckpointRef, Refetch, history
+from shared.slots import spread
+from shared.wire.messages import LanePosition
+
+if TYPE_CHECKING:
+    from master_service.core.state.job_state import Books
+    from master_service.core.state.members import Members
+
+CAUSE = "the job went back to a checkpoint"
+_NO_ABSENCE: dict[str, object] = {"saving": None, "absent": (), "mended": 0, "mends": {}}
+
+# -------------------------------------------------------------------- whether, and to where
+
+
+def loss(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members) -> str:
+    """Why the parameters are not whole (any more), or ""."""
+    if slots is not None and not fits(slots, spec):
+        return f"the job has {spec.pservers} parameter servers now instead of {max(slots.owners) + 1}"
+    for index in range(spec.pservers):
+        if index not in members.pservers:
+            return f"pserver {index} is gone"
+        if not holds(state, members, index):
+            return f"pserver {index} was replaced by an empty one"
+        torn = members.pservers[index].torn
+        if torn is not None and torn.timeline == state.timeline:
+            return torn.cause
+    return ""
+
+
+def holds(state: JobState, members: Members, index: int) -> bool:
+    """Whether that pserver has the parameters of the job's timeline, by what it says in etcd."""
+    member = members.pservers.get(index)
+    if member is None:
+        return False
+    said = member.restored
+    if said is not None and said.rejoined:
+        noted = state.mends.get(str(index)) == member.incarnation
+        return noted and not said.error and said.timeline == state.timeline
+    if state.checkpoint:
+        return (
+            said is not None
+            and not said.error
+            and (said.timeline, said.checkpoint) == (state.timeline, state.checkpoint)
+        )
+    return not members.pserver_revisions.get(index, 0) > members.layout_revision > 0
+
+
+def fits(slots: SlotMap, spec: JobSpec) -> bool:
+    return max(slots.owners) + 1 == spec.pservers
+
+
+def go_back(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members, cause: str) -> Decision[None]:
+    """The parameters are lost: back to the newest checkpoint. Without one, from the start once nobody holds any."""
+    if members.latest is not None:
+        usable = _usable(state, members.latest)
+        if not usable:
+            return fail(state, f"{cause} and no checkpoint is left that could be loaded")
+        return back_to(spec, state, slots, usable[0], cause)
+    if survivors(spec, state, members):
+        return Decision(None)
+    restarted = state.model_copy(
+        update={
+            "phase": Phase.WAITING,
+            "stage": Stage.TRAIN,
+            "generation": state.generation + 1,
+            "timeline": state.generation + 1,
+            "checkpoint": "",
+            "reason": f"{cause} and no checkpoint exists yet: training starts over",
+            "trainers": (),
+            **_NO_ABSENCE,
+        }
+    )
+    changes = (PutState(restarted), ForgetParameters(), *_new_slots(spec, slots), NextEpoch(0))
+    return Decision(None, changes, (Event("started_over", restarted.reason, {"cause": cause}),))
+
+
+def survivors(spec: JobSpec, state: JobState, members: Members) -> list[PserverMember]:
+    """Pservers that hold a part of parameters whose rest is lost, where there is no checkpoint to go back to: they
+    have to leave, so that everybody is empty."""
+    lost = members.init_done and bool(loss(spec, state, None, members))
+    holding = state.checkpoint or members.latest is not None or spec.mode is not Mode.SYNC
+    if state.phase.final or holding or not lost:
+        return []
+    return [members.pservers[index] for index in sorted(members.pservers) if holds(state, members, index)]
+
+
+def supervise(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members) -> Decision[None]:
+    """While everybody restores: another checkpoint if somebody cannot, a new beginning if the number of pservers changed."""
+    if slots is not None and not fits(slots, spec):
+        return go_back(spec, state, slots, members, loss(spec, state, slots, members))
+    for index in sorted(members.pservers):
+        said = members.pservers[index].restored
+        if said is not None and said.error and (said.timeline, said.checkpoint) == (state.timeline, state.checkpoint):
+            if said.superseded:
+                return choose_again(spec, state, slots, members.latest)
+            return fall_back(spec, state, slots, members.latest, f"pserver {index}: {said.error}")
+    return Decision(None)
+
+
+def is_restored(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members) -> bool:
+    """Whether all parameter servers have the checkpoint's parameters."""
+    whole = slots is not None and not loss(spec, state, slots, members)
+    return state.phase is Phase.ROLLING_BACK and whole
+
+
+def ref_of(latest: CheckpointLatest | None, uuid: str) -> CheckpointRef | None:
+    return next((ref for ref in latest.kept if ref.uuid == uuid), None) if latest else None
+
+
+def fall_back(
+    spec: JobSpec, state: JobState, slots: SlotMap | None, latest: CheckpointLatest | None, error: str
+) -> Decision[None]:
+    """The checkpoint of this roll-back cannot be used: the one before it, or the end of the job."""
+    if state.phase is not Phase.ROLLING_BACK:
+        return Decision(None)
+    state = state.model_copy(update={"damaged": (*state.damaged, state.checkpoint)})
+    usable = _usable(state, latest) if latest else ()
+    fields: dict[str, str | int | float | bool] = {"checkpoint": state.checkpoint, "cause": error}
+    warning: Decision[None] = Decision(None, (), (Event("checkpoint_unusable", error, fields),))
+    if not usable:
+        reason = f"no checkpoint is left that could be loaded; the last one tried: {error}"
+        return warning + fail(state, reason)
+    return warning + back_to(spec, state, slots, usable[0], f"checkpoint {state.checkpoint} cannot be used")
+
+
+def choose_again(
+    spec: JobSpec, state: JobState, slots: SlotMap | None, latest: CheckpointLatest | None
+) -> Decision[None]:
+    """The chosen checkpoint was deleted because a newer one of the timeline that was left became the latest just before."""
+    if state.phase is not Phase.ROLLING_BACK or latest is None or ref_of(latest, state.checkpoint) is not None:
+        return Decision(None)  # the pserver has seen more of etcd than this view
+    newest = next((ref for ref in latest.kept if ref.uuid not in state.damaged), None)
+    cause = f"a newer checkpoint had taken the place of {state.checkpoint}"
+    if newest is None:
+        return fail(state, f"{cause}, and all that are kept are damaged")
+    return back_to(spec, state, slots, newest, cause)
+
+
+def _usable(state: JobState, latest: CheckpointLatest) -> tuple[CheckpointRef, ...]:
+    """What this job's parameters come from, newest first: not what it left by a wish, not what could not be loaded.
+
+    All that are kept, if what the timeline began with is not among them: it was deleted as the timeline began.
+    """
+    mine = history(latest.kept, state.timeline, state.checkpoint) or latest.kept
+    return tuple(ref for ref in mine if ref.uuid not in state.damaged)
+
+
+def back_to(spec: JobSpec, state: JobState, slots: SlotMap | None, ref: CheckpointRef, cause: str) -> Decision[None]:
+    """Everybody loads that checkpoint."""
+    timeline = state.generation + 1
+    reason = f"{cause}: everybody goes back to step {ref.step}"
+    back = state.model_copy(
+        update={
+            "phase": Phase.ROLLING_BACK,
+            "generation": timeline,
+            "timeline": timeline,
+            "checkpoint": ref.uuid,
+            "reason": reason,
+            **_NO_ABSENCE,
+        }
+    )
+    fields: dict[str, str | int | float | bool] = {
+        "cause": cause,
+        "step": ref.step,
+        "checkpoint": ref.uuid,
+        "timeline": timeline,
+    }
+    return Decision(None, (PutState(back), *_new_slots(spec, slots)), (Event("rolling_back", reason, fields),))
+
+
+def _new_slots(spec: JobSpec, slots: SlotMap | None) -> tuple[Change, ...]:
+    if slots is None or fits(slots, spec):
+        return ()
+    return (PutSlots(SlotMap(version=slots.version + 1, owners=spread(spec.slot_count, spec.pservers))),)
+
+
+# -------------------------------------------------------------------- the queue
+
+
+def epoch_at(positions: Sequence[LanePosition]) -> int:
+    """The epoch under way after a version with these positions (all lanes are in the same one)."""
+    return positions[0].epoch + all(position.exhausted for position in positions)
+
+
+def stage_at(spec: JobSpec, stage: Stage, epoch: int) -> Stage:
+    """Training goes on if anything of it is left; else what follows it is not undone."""
+    if epoch < spec.epochs:
+        return Stage.TRAIN
+    return next_stage(spec, stage) if stage is Stage.TRAIN else stage
+
+
+def clear(positions: Sequence[LanePosition]) -> Decision[None]:
+    """The training queue at the start of the checkpoint's epoch; `rewinding` does the rest."""
+    return Decision(None, (NextEpoch(epoch_at(positions)),))
+
+
+def rewinding(books: Books, positions: Sequence[LanePosition]) -> tuple[Change, ...]:
+    """What brings the books from anywhere to where they stood at the checkpoint: after them, `clear` and these, each
+    record of the epoch that the positions have not consumed is given out exactly once again.
+
+    Idempotent: done halfway by a master that died, they are done again by its successor. Any number of changes.
+    """
+    changes = list(_training(books.training, positions))
+    again = epoch_at(positions) < books.spec.epochs
+    for kind, queue in books.queues.items():
+        if kind is not TaskKind.TRAIN:
+            changes += from_the_start(queue) if again else put_back(queue)
+    if again and books.sums != EvaluationSums():
+        changes.append(PutSums(EvaluationSums()))
+    return tuple(changes)
+
+
+def _training(queue: TaskQueue, positions: Sequence[LanePosition]) -> Iterator[Change]:
+    """Cursors say what is done; a task that is done in part is given again: it goes back to the requeued.
+
+    What was discarded since stays discarded: it would fail again, and might tear the same step again.
+    """
+    epoch, streams = epoch_at(positions), queue.streams
+    consumed = {p.lane: streams.length(p.lane) if p.exhausted else p.index for p in positions}
+    if epoch == positions[0].epoch:
+        for position in positions:
+            partly = position.offset > 0 and not position.exhausted
+            if cursor := consumed[position.lane] + partly:
+                yield PutCursor(streams.name(position.lane), cursor)
+            task_id = streams.at(epoch, position.lane, position.index) if partly else ""
+            if partly and (epoch, task_id) not in queue.discarded:
+                name = streams.name(position.lane)
+                back = RequeuedTask(attempts=1, failures=0, cause=CAUSE, stream=name, epoch=epoch, index=position.index)
+                yield PutRequeued(task_id, back)
+
+
+def from_the_start(queue: TaskQueue) -> Iterator[Change]:
+    for task_id in queue.pending:
+        yield DropPending(task_id)
+    for task_id in queue.requeued:
+        yield DropRequeued(task_id)
+    for epoch, task_id in queue.discarded:
+        yield DropDiscarded(task_id, epoch)
+    for name, cursor in queue.cursors.items():
+        if cursor:
+            yield PutCursor(name, 0)
+
+
+def put_back(queue: TaskQueue) -> Iterator[Change]:
+    for task_id in queue.pending:
+        yield from queue.put_back(task_id, CAUSE)
+
+
+def done_since(books: Books, positions: Sequence[LanePosition]) -> int:
+    """About how many records of tasks that are done were not at the checkpoint: by the books, whole tasks only."""
+    queue = books.training
+    streams, epochs = queue.streams, queue.epoch - positions[0].epoch
+    tasks = -len(queue.pending) - len(queue.requeued)
+    tasks -= sum(lost.task.epoch >= positions[0].epoch for lost in queue.discarded.values())
+    for position in positions:
+        at = streams.length(position.lane) if position.exhausted else position.index
+        tasks += epochs * streams.length(position.lane) + queue.cursors.get(streams.name(position.lane), 0) - at
+    return max(0, round(tasks * streams.records / streams.total))
+
+
+def resume(books: Books, epoch: int, step: int, *, records: int, seconds: float) -> Decision[bool]:
+    """RUNNING again with whoever is there, if everybody (still) has the parameters; answers whether it is.
+
+    `epoch`: the one that the checkpoint is in.
+    """
+    spec, state, members = books.spec, books.state, books.members
+    if not is_restored(spec, state, books.slots, members):
+        return Decision(False)
+    trainers = tuple(members.trainers)
+    generation = state.generation + 1
+    reason = f"back at step {step}" + ("" if trainers else "; waiting for a trainer")
+    running = state.model_copy(
+        update={
+            "phase": Phase.RUNNING,
+            "stage": stage_at(spec, state.stage, epoch),
+            "generation": generation,
+            "reason": reason,
+            "trainers": trainers,
+        }
+    )
+    refetch = Refetch(generation=generation, timeline=state.timeline, checkpoint=state.checkpoint)
+    changes: tuple[Change, ...] = (PutState(running), PutRefetch(refetch))
+    if spec.mode is Mode.SYNC:
+        intervals = assign_lanes(spec.lanes, books.lanes.intervals if books.lanes else (), trainers)
+        changes = (*changes, PutLanes(LaneMap(generation=generation, lanes=spec.lanes, intervals=intervals)))
+    message = f"rolled back to step {step} in {seconds:.1f} s; {records} records are trained again"
+    fields: dict[str, str | int | float | bool] = {
+        "step": step,
+        "checkpoint": state.checkpoint,
+        "timeline": state.timeline,
+        "generation": generation,
+        "records_replayed": records,
+        "seconds": round(seconds, 3),
+    }
+    return Decision(True, changes, (Event("rolled_back", message, fields),))

@@ -1,0 +1,107 @@
+"""The dataset as the master knows it: files and record counts. A task is arithmetic on prefix sums, never stored.
+
+files      a (10 records)     b (5)          task_records = 4
+tasks      0    1    2        3    4         a task never spans files; a file's last one may be short
+records    0-3  4-7  8-9      0-3  4
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TableFile:
+    """`offsets[k]`: byte at which the file's k-th task starts, in formats of lines; else empty."""
+
+    path: str
+    records: int
+    offsets: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLocation:
+    """Records [first, first + count) of `file`; `offset`: the byte where record `first` starts, None where unknown."""
+
+    file: str
+    first: int
+    count: int
+    offset: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FileTable:
+    """`digest` names the table (SHA-256 of its content, see master_service/datasets/counting.py). Files without records have no task.
+
+    Raises ValueError if a file's offsets do not fit its records.
+    """
+
+    files: tuple[TableFile, ...]
+    task_records: int
+    digest: str = ""
+    _last_tasks: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.task_records < 1:
+            msg = f"task_records must be at least 1, got {self.task_records}"
+            raise ValueError(msg)
+        counts = [-(-file.records // self.task_records) for file in self.files]
+        for file, tasks in zip(self.files, counts, strict=True):
+            if file.records < 0 or (file.offsets and len(file.offsets) != tasks):
+                msg = (
+                    f"{file.path}: {file.records} records make {tasks} tasks, but there are {len(file.offsets)} offsets"
+                )
+                raise ValueError(msg)
+        object.__setattr__(self, "_last_tasks", tuple(accumulate(counts)))
+
+    @property
+    def tasks(self) -> int:
+        return self._last_tasks[-1] if self._last_tasks else 0
+
+    @property
+    def records(self) -> int:
+        return sum(file.records for file in self.files)
+
+    def locate(self, task: int) -> ShardLocation:
+        """Where task number `task` lies, in O(log files). Raises IndexError outside [0, tasks)."""
+        if not 0 <= task < self.tasks:
+            msg = f"task {task} is outside [0, {self.tasks})"
+            raise IndexError(msg)
+        place = bisect_right(self._last_tasks, task)
+        file = self.files[place]
+        within = task - (self._last_tasks[place - 1] if place else 0)
+        first = within * self.task_records
+        count = min(self.task_records, file.records - first)
+        return ShardLocation(file.path, first, count, file.offsets[within] if file.offsets else None)
+
+    def to_map(self) -> dict[str, Any]:
+        """JSON types, without the digest (which is computed from them)."""
+        return {
+            "format": FORMAT,
+            "task_records": self.task_records,
+            "files": [{"path": f.path, "records": f.records, "offsets": list(f.offsets)} for f in self.files],
+        }
+
+    @classmethod
+    def from_map(cls, value: dict[str, Any], digest: str = "") -> FileTable:
+        """Raises ValueError if `value` is not what `to_map` gives."""
+        try:
+            if value["format"] != FORMAT:
+                msg = f"file table of format {value['format']}; this version reads format {FORMAT}"
+                raise ValueError(msg)
+            files = tuple(
+                TableFile(str(f["path"]), int(f["records"]), tuple(int(offset) for offset in f["offsets"]))
+                for f in value["files"]
+            )
+            return cls(files, int(value["task_records"]), digest)
+        except (KeyError, TypeError) as error:
+            msg = f"not a file table: {error!r}"
+            raise ValueError(msg) from error
+
+    def __repr__(self) -> str:
+        return f"<FileTable {self.digest[:12]}: {len(self.files)} files, {self.records} records, {self.tasks} tasks>"

@@ -1,0 +1,398 @@
+"""One kind's tasks of one epoch: each is in exactly one state, and what is stored is O(in flight), never O(dataset).
+
+    TODO --dispatch--> PENDING --finish--> DONE (no record: before a cursor and in no other state)
+      ^                 |   |
+      +---- REQUEUED <--+   +--> DISCARDED (failures spent)       fail, expire: failures + 1;  lost trainer: not
+
+Attempt counts fence reports: only the pending attempt of the trainer that holds it may report. When nothing is left,
+the epoch advances, on whichever path the last task closed. Decisions change nothing; `apply` is the only mutation.
+Streams: one shared by all trainers, or one per lane (`by_lane`), where the trainer says which task it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from master_service.core.queue.deadlines import Pace
+from master_service.core.queue.repeats import Heard
+from master_service.core.queue.streams import Streams
+from master_service.core.state.changes import (
+    Change,
+    DropDiscarded,
+    DropPending,
+    DropRequeued,
+    NextEpoch,
+    PutCursor,
+    PutDiscarded,
+    PutPending,
+    PutRequeued,
+)
+from shared.errors import Conflict, StaleAttempt
+from shared.records import AcquireTask, DiscardedTask, PendingTask, RequeuedTask, TaskAnswer, TaskKind
+
+WAIT_S = 0.2
+
+
+@dataclass(slots=True)
+class Pending:
+    """`record` is what etcd holds; the rest starts afresh in a new master."""
+
+    record: PendingTask
+    deadline: float
+    since: float
+    last_sign: float
+    minibatches: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """What ending an attempt changes; `last` if nothing of the epoch is left after it."""
+
+    changes: tuple[Change, ...]
+    last: bool = False
+    discarded: DiscardedTask | None = None
+
+
+@dataclass
+class TaskQueue:
+    """`epoch` == `epochs` when a training queue is over."""
+
+    streams: Streams
+    pace: Pace
+    by_lane: bool = False
+    epochs: int = 1
+    max_failures: int = 3
+    epoch: int = 0
+    cursors: dict[str, int] = field(default_factory=dict)
+    pending: dict[str, Pending] = field(default_factory=dict)
+    requeued: dict[str, RequeuedTask] = field(default_factory=dict)
+    discarded: dict[tuple[int, str], PutDiscarded] = field(default_factory=dict)
+    heard: Heard = field(default_factory=Heard)
+    dispatched: int = 0
+
+    @property
+    def kind(self) -> TaskKind:
+        return self.streams.kind
+
+    @property
+    def total(self) -> int:
+        return self.streams.total
+
+    def state_of(self, task_id: str) -> str:
+        """ "PENDING", "REQUEUED", "DISCARDED", "DONE" or "TODO"."""
+        stream, index = self.streams.place(self.current, task_id)
+        if task_id in self.pending:
+            return "PENDING"
+        if task_id in self.requeued:
+            return "REQUEUED"
+        if (self.current, task_id) in self.discarded:
+            return "DISCARDED"
+        done = self.epoch >= self.epochs or index < self.cursors.get(self.streams.name(stream), 0)
+        return "DONE" if done else "TODO"
+
+    # ---------------------------------------------------------------- how far it is
+
+    @property
+    def current(self) -> int:
+        """The epoch under way; the last one when the queue is over."""
+        return min(self.epoch, self.epochs - 1)
+
+    @property
+    def closed(self) -> bool:
+        """Nothing of this epoch is left to do or under way."""
+        return self.dispatched == self.total and not self.pending and not self.requeued
+
+    @property
+    def finished(self) -> bool:
+        return self.epoch >= self.epochs or (self.epoch == self.epochs - 1 and self.closed)
+
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """(todo, pending, done, discarded) of the current (or last) epoch."""
+        if self.epoch >= self.epochs:
+            lost = sum(epoch == self.epochs - 1 for epoch, _ in self.discarded)
+            return 0, 0, self.total - lost, lost
+        gone = [put.task for (epoch, _), put in self.discarded.items() if epoch == self.epoch]
+        ahead = sum(task.index >= self.cursors.get(task.stream, 0) for task in gone)  # after a roll-back
+        todo = self.total - self.dispatched + len(self.requeued) - ahead
+        return todo, len(self.pending), self.total - todo - len(self.pending) - len(gone), len(gone)
+
+    # ---------------------------------------------------------------- dispatch
+
+    def dispatch(self, ask: AcquireTask) -> tuple[TaskAnswer, tuple[Change, ...]]:
+        """The next task of the shared stream: what was put back first, then what lies at the cursor."""
+        if again := self._asked_before(ask):
+            return again, ()
+        if self.finished:
+            return TaskAnswer(answer="end", reason=f"all {self.epochs} epochs of {self.kind} are done"), ()
+        if self.requeued:
+            task_id, back = min(self.requeued.items(), key=lambda item: item[1].index)
+            given, put = self._give(ask, task_id, 0, back.index, back.attempts, back.failures)
+            return given, (DropRequeued(task_id), put)
+        name = self.streams.name(0)
+        index = self.cursors.get(name, 0)
+        if index == self.total:
+            reason = f"the last {len(self.pending)} tasks of epoch {self.epoch} are under way"
+            return TaskAnswer(answer="wait", reason=reason, retry_after_s=WAIT_S), ()
+        given, put = self._give(ask, self.streams.at(self.epoch, 0, index), 0, index, 0, 0)
+        return given, (PutCursor(name, index + 1), put)
+
+    def dispatch_lane(self, ask: AcquireTask, lane: int) -> tuple[TaskAnswer, tuple[Change, ...]]:
+        """Task `ask.index` of the lane; the request itself says that the lane's earlier tasks are committed.
+
+        `ask.epoch` is not beyond the queue's: the caller closes epochs first (`close_before`). An index that is done
+        already is answered without a change: a trainer that joined one version behind computes it once more, and the
+        parameter servers know its pushes as duplicates.
+        """
+        length, name = self.streams.length(lane), self.streams.name(lane)
+        if ask.epoch >= self.epochs:
+            return TaskAnswer(answer="end", reason=f"all {self.epochs} epochs are done"), ()
+        if again := self._asked_before(ask):
+            return again, ()
+        committed = self._committed(lane, ask.index) if ask.epoch == self.epoch else ()
+        cursor = length if ask.epoch < self.epoch else self.cursors.get(name, 0)
+        if ask.index >= length:
+            return TaskAnswer(answer="exhausted", stream_length=length), self._and_close(committed)
+        task_id = self.streams.at(ask.epoch, lane, ask.index)
+        if (ask.epoch, task_id) in self.discarded:
+            skip = TaskAnswer(answer="skip", reason=f"task {task_id} is discarded", stream_length=length)
+            passed = (PutCursor(name, ask.index + 1),) if (ask.epoch, ask.index) == (self.epoch, cursor) else ()
+            return skip, self._and_close(committed, passed)
+        if ask.epoch == self.epoch and task_id in self.pending:
+            held = self.pending[task_id].record
+            given, put = self._give(ask, task_id, lane, ask.index, held.attempt, held.failures)
+            return given, (*committed, put)
+        if ask.epoch == self.epoch and task_id in self.requeued:
+            back = self.requeued[task_id]
+            given, put = self._give(ask, task_id, lane, ask.index, back.attempts, back.failures)
+            return given, (*committed, DropRequeued(task_id), put)
+        if ask.index < cursor:
+            return self._given(task_id, ask.epoch, lane, ask.index, 1), committed
+        if ask.index > cursor:
+            msg = f"lane {lane} asks for task {ask.index} of epoch {ask.epoch}, but only {cursor} were ever given; ask in order"
+            raise Conflict(msg)
+        given, put = self._give(ask, task_id, lane, ask.index, 0, 0)
+        return given, (*committed, PutCursor(name, cursor + 1), put)
+
+    def close_before(self, ask: AcquireTask) -> tuple[Change, ...]:
+        """Asking for the next epoch says that all lanes have committed this one: it closes, whatever is on the books."""
+        if ask.epoch > self.epoch + 1:
+            msg = f"epoch {ask.epoch} is asked for, but epoch {self.epoch} is under way; ask in order"
+            raise Conflict(msg)
+        return (NextEpoch(ask.epoch),) if ask.epoch == self.epoch + 1 and self.epoch < self.epochs else ()
+
+    # ---------------------------------------------------------------- ends of attempts
+
+    def finish(self, task_id: str, attempt: int, trainer: str, epoch: int | None = None) -> Closing:
+        """Raises StaleAttempt. A doubled report changes nothing; nor does one of a lane's task known to be committed."""
+        committed = self.by_lane and task_id not in self.pending and self.state_of(task_id) == "DONE"
+        if committed or self._reported(task_id, attempt, trainer, epoch):
+            return Closing(())
+        self.check_attempt(task_id, attempt, trainer, epoch)
+        return self._closing(task_id, (DropPending(task_id, reported=True),))
+
+    def fail(self, task_id: str, attempt: int, trainer: str, cause: str, epoch: int | None = None) -> Closing:
+        """The trainer reported an error. Raises StaleAttempt; for a lane's task that is done, too: else its trainer tries for ever."""
+        done = self.by_lane and epoch in (None, self.epoch) and self.state_of(task_id) == "DONE"
+        if not done and self._reported(task_id, attempt, trainer, epoch):
+            return Closing(())
+        self.check_attempt(task_id, attempt, trainer, epoch)
+        return self.give_up(task_id, cause, reported=True)
+
+    def give_up(self, task_id: str, cause: str, *, reported: bool = False) -> Closing:
+        """One more failure: back into the queue, or out of it for this epoch when failures are spent."""
+        held = self.pending[task_id].record
+        failures = held.failures + 1
+        if failures < self.max_failures:
+            return Closing((DropPending(task_id, reported), self._requeue(task_id, held, failures, cause)))
+        lost = DiscardedTask(
+            attempts=held.attempt,
+            failures=failures,
+            cause=cause,
+            epoch=self.epoch,
+            stream=held.stream,
+            index=held.index,
+        )
+        put = PutDiscarded(task_id, lost, self.streams.records_of(task_id))
+        closing = self._closing(task_id, (DropPending(task_id, reported), put))
+        return Closing(closing.changes, closing.last, lost)
+
+    def put_back(self, task_id: str, cause: str) -> tuple[Change, ...]:
+        """The trainer is gone or stood aside: no failure of the task."""
+        held = self.pending[task_id].record
+        return DropPending(task_id), self._requeue(task_id, held, held.failures, cause)
+
+    def overdue(self, now: float) -> list[str]:
+        """Pending tasks past their deadline, the longest silent first."""
+        late = [(held.last_sign, task_id) for task_id, held in self.pending.items() if held.deadline < now]
+        return [task_id for _, task_id in sorted(late)]
+
+    def held_by(self, trainer: str) -> list[str]:
+        return [task_id for task_id, held in self.pending.items() if held.record.trainer == trainer]
+
+    def check_attempt(self, task_id: str, attempt: int, trainer: str, epoch: int | None = None) -> None:
+        """The fence of every report. Raises StaleAttempt unless exactly this attempt is pending."""
+        held = self.pending.get(task_id)
+        if held is None:
+            msg = f"task {task_id} attempt {attempt} of {trainer} is stale: the task is {self.state_of(task_id)}; fetch a new task"
+            raise StaleAttempt(msg)
+        record = held.record
+        if (record.attempt, record.trainer) != (attempt, trainer) or (epoch is not None and epoch != record.epoch):
+            msg = (
+                f"task {task_id} attempt {attempt} of {trainer} is stale: attempt {record.attempt} of epoch "
+                f"{record.epoch} is pending at {record.trainer}; fetch a new task"
+            )
+            raise StaleAttempt(msg)
+
+    # ---------------------------------------------------------------- apply
+
+    def sign_of_life(self, task_id: str, minibatches: int, now: float) -> None:
+        """In place. More minibatches than before: the deadline starts afresh. The same number again proves nothing: a
+        trainer whose model hangs still answers. Nothing of this is stored."""
+        held = self.pending[task_id]
+        if minibatches <= held.minibatches:
+            return
+        self.pace.observe(now - held.last_sign)
+        held.last_sign, held.minibatches = now, minibatches
+        held.deadline = now + self.pace.allowed_s()
+
+    def grant_again(self, now: float) -> None:
+        """In place. Every pending task gets a fresh full deadline (a new master, or a stall that had another cause)."""
+        for held in self.pending.values():
+            held.deadline = now + self.pace.allowed_s()
+
+    def apply(self, change: Change, now: float) -> None:
+        """In place. Takes only changes of this queue (`owns`)."""
+        match change:
+            case PutCursor(stream, position):
+                self.dispatched += position - self.cursors.get(stream, 0)
+                self.cursors[stream] = position
+            case PutPending(task_id, record):
+                if before := self.pending.get(task_id):
+                    self.heard.took_back(before.record)
+                self.pending[task_id] = Pending(record, now + self.pace.allowed_s(), now, now)
+                self.heard.gave(task_id, record)
+            case DropPending(task_id, reported):
+                held = self.pending.pop(task_id)
+                self.heard.took_back(held.record)
+                if reported:
+                    self.heard.remember(task_id, held.record)
+            case PutRequeued(task_id, back):
+                self.requeued[task_id] = back
+            case DropRequeued(task_id):
+                del self.requeued[task_id]
+            case PutDiscarded(task_id, lost, _):
+                self.discarded[lost.epoch, task_id] = change
+            case DropDiscarded(task_id, epoch):
+                del self.discarded[epoch, task_id]
+            case NextEpoch(epoch):
+                if epoch <= self.epoch:
+                    self.heard.reports.clear()  # back to a checkpoint: attempts are counted anew
+                for task_id, held in self.pending.items():
+                    self.heard.remember(task_id, held.record)
+                self.heard.asks.clear()
+                self.epoch, self.dispatched = epoch, 0
+                self.cursors, self.pending, self.requeued = {}, {}, {}
+            case _:
+                msg = f"{change!r} is no change of a task queue"
+                raise TypeError(msg)
+
+    def violations(self) -> Iterator[str]:
+        """What must never be: each line is a broken invariant."""
+        for task_id, held in self.pending.items():
+            if task_id in self.requeued:
+                yield f"task {task_id} is pending and requeued"
+            if held.record.epoch != self.epoch:
+                yield f"task {task_id} is pending in epoch {held.record.epoch} while epoch {self.epoch} is under way"
+        for task_id in (*self.pending, *self.requeued):
+            stream, index = self.streams.place(self.current, task_id)
+            if index >= self.cursors.get(self.streams.name(stream), 0):
+                yield f"task {task_id} is under way beyond the cursor of stream {stream}"
+            if (self.epoch, task_id) in self.discarded:
+                yield f"task {task_id} is under way and discarded"
+        asks = {
+            (p.record.trainer, p.record.request): task_id for task_id, p in self.pending.items() if p.record.request
+        }
+        if asks != self.heard.asks:
+            yield f"pending tasks were asked for as {asks}, remembered is {self.heard.asks}"
+        if self.dispatched != sum(self.cursors.values()):
+            yield f"{self.dispatched} tasks are counted as dispatched, the cursors say {sum(self.cursors.values())}"
+        if min(self.counts) < 0 or sum(self.counts) != self.total:
+            yield f"counts {self.counts} do not add up to {self.total}"
+        if self.kind is TaskKind.TRAIN and self.epoch < self.epochs and self.closed:
+            yield f"epoch {self.epoch} is closed but did not advance"
+
+    def __repr__(self) -> str:
+        todo, pending, done, discarded = self.counts
+        return f"<TaskQueue {self.kind} epoch {self.epoch}: {todo} todo, {pending} pending, {done} done, {discarded} discarded>"
+
+    # ---------------------------------------------------------------- parts
+
+    def _asked_before(self, ask: AcquireTask) -> TaskAnswer | None:
+        """The reply was lost: the same request gets the same task."""
+        if task_id := self.heard.asks.get((ask.trainer, ask.request)):
+            record = self.pending[task_id].record
+            stream = int(record.stream) if record.stream.isdigit() else 0
+            return self._given(task_id, record.epoch, stream, record.index, record.attempt)
+        if ask.request and ask.request in self.heard.requests:
+            msg = f"request {ask.request} of {ask.trainer} was answered and its task reported; use a new request id"
+            raise Conflict(msg)
+        return None
+
+    def _given(self, task_id: str, epoch: int, stream: int, index: int, attempt: int) -> TaskAnswer:
+        task = self.streams.task(task_id, attempt, epoch, stream, index)
+        return TaskAnswer(answer="task", task=task, stream_length=task.stream_length)
+
+    def _give(
+        self, ask: AcquireTask, task_id: str, stream: int, index: int, attempts: int, failures: int
+    ) -> tuple[TaskAnswer, PutPending]:
+        record = PendingTask(
+            attempt=attempts + 1,
+            trainer=ask.trainer,
+            stream=self.streams.name(stream),
+            epoch=self.epoch,
+            index=index,
+            remaining_s=round(self.pace.allowed_s(), 3),
+            failures=failures,
+            request=ask.request,
+        )
+        return self._given(task_id, self.epoch, stream, index, attempts + 1), PutPending(task_id, record)
+
+    def _committed(self, lane: int, index: int) -> tuple[Change, ...]:
+        """Earlier tasks of the lane that are still on the books: the request proves them done."""
+        name = self.streams.name(lane)
+        passed = [t for t, p in self.pending.items() if p.record.stream == name and p.record.index < index]
+        held = [DropPending(t, reported=True) for t in passed]
+        back = [DropRequeued(t) for t, r in self.requeued.items() if r.stream == name and r.index < index]
+        return (*held, *back)
+
+    def _and_close(self, committed: tuple[Change, ...], passed: tuple[PutCursor, ...] = ()) -> tuple[Change, ...]:
+        """With the next epoch, if nothing of this one is left after them."""
+        left = len(self.pending) + len(self.requeued) - len(committed)
+        closed = bool(committed or passed) and not left and self.dispatched + len(passed) == self.total
+        return (*committed, *passed, NextEpoch(self.epoch + 1)) if closed else (*committed, *passed)
+
+    def _requeue(self, task_id: str, held: PendingTask, failures: int, cause: str) -> PutRequeued:
+        back = RequeuedTask(
+            attempts=held.attempt,
+            failures=failures,
+            cause=cause,
+            stream=held.stream,
+            epoch=held.epoch,
+            index=held.index,
+        )
+        return PutRequeued(task_id, back)
+
+    def _closing(self, task_id: str, changes: tuple[Change, ...]) -> Closing:
+        last = self.dispatched == self.total and not self.requeued and self.pending.keys() == {task_id}
+        if last and self.kind is TaskKind.TRAIN:
+            changes = (*changes, NextEpoch(self.epoch + 1))
+        return Closing(changes, last)
+
+    def _reported(self, task_id: str, attempt: int, trainer: str, epoch: int | None) -> bool:
+        """Whether this very report was taken before (its answer got lost). Bounded memory, empty in a new master."""
+        if (held := self.pending.get(task_id)) and (held.record.attempt, held.record.trainer) == (attempt, trainer):
+            return False
+        epochs = (self.epoch, self.epoch - 1) if epoch is None else (epoch,)
+        return any((e, task_id, attempt, trainer) in self.heard.reports for e in epochs)

@@ -1,0 +1,224 @@
+"""Counts a dataset's records once and keeps the answer in the job's storage: a new master does not count again.
+
+    urls --expand--> files --count each (threads)--> FileTable --save--> {storage}/dataset-<digest>.json --load-->
+
+Everything here blocks. Every error is a DatasetError that names the URL and what to do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import PurePosixPath
+
+import numpy as np
+
+from master_service.core.queue.file_table import FileTable, TableFile
+from shared.datasets import npy
+from shared.datasets.custom_reader import load_custom
+from shared.datasets.formats import (
+    Bytes,
+    Csv,
+    Custom,
+    Dataset,
+    Npy,
+    Parquet,
+)
+from shared.datasets.line_scan import Lines, RecordScanner, chunks, data_start, refuse_compressed
+from shared.errors import DatasetError, TriremeError
+from shared.storage import files
+
+THREADS = 8
+
+Counter = Callable[[str], TableFile]
+Progress = Callable[[int, int], None]
+
+
+def count_records(dataset: Dataset, task_records: int, progress: Progress | None = None) -> FileTable:
+    """The file table of a dataset; `progress(files counted, files)` is called in the calling thread.
+
+    Raises DatasetError if no file matches, one cannot be read, or there is no record at all.
+    """
+    files = _files(dataset)
+    if isinstance(dataset, Npy):
+        _check_names(dataset, files)
+    count = _counter(dataset, task_records)
+    counted: list[TableFile] = []
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="count") as pool:
+        try:
+            for file in pool.map(count, files):
+                counted.append(file)
+                if progress is not None:
+                    progress(len(counted), len(files))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    if isinstance(dataset, Npy) and dataset.aligned:
+        counted = [_aligned(counted)]
+    if not any(file.records for file in counted):
+        shown = ", ".join(dataset.urls)
+        msg = f"the dataset {shown} is empty: {len(files)} files with 0 records"
+        raise DatasetError(msg, hint=_why_empty(dataset), urls=list(dataset.urls))
+    table = FileTable(tuple(counted), task_records)
+    return replace(table, digest=digest_of(table))
+
+
+def digest_of(table: FileTable) -> str:
+    """SHA-256 of the table's content, in hex."""
+    return hashlib.sha256(_content(table)).hexdigest()
+
+
+def save(table: FileTable, storage_url: str) -> str:
+    """Write the table below `storage_url`, all or nothing; its URL. Raises DatasetError if that cannot be written."""
+    url = _table_url(storage_url, table.digest)
+    try:
+        files.write_bytes(url, _content(table))
+    except (OSError, TriremeError) as error:
+        msg = f"the file table cannot be written to {url}: {error}"
+        raise DatasetError(msg, hint="make the job's storage writable for the master", url=url) from error
+    return url
+
+
+def load(storage_url: str, digest: str) -> FileTable:
+    """The table `save` wrote. Raises DatasetError if it is missing or is not the one that `digest` names."""
+    url = _table_url(storage_url, digest)
+    hint = "every master needs the same storage; a table that is lost is counted again by a new job"
+    with files.reading(url, "a file table"):
+        table = FileTable.from_map(json.loads(files.read_bytes(url)), digest)
+        found = digest_of(table)
+        if found != digest:
+            raise DatasetError(f"{url} has the digest {found[:12]}, not {digest[:12]}", hint=hint, url=url)
+        return table
+
+
+def _content(table: FileTable) -> bytes:
+    return json.dumps(table.to_map(), separators=(",", ":"), sort_keys=True).encode()
+
+
+def _table_url(storage_url: str, digest: str) -> str:
+    return files.join(storage_url, f"dataset-{digest}.json")
+
+
+def _files(dataset: Dataset) -> list[str]:
+    chosen: list[str] = []
+    for url in dataset.urls:
+        if isinstance(dataset, Custom) and not files.is_glob(url):
+            chosen.append(url)
+            continue
+        with files.reading(url, "a place of files"):
+            found = files.expand(url)
+        if not found:
+            what = "matches no file" if files.is_glob(url) else "does not exist"
+            msg = f"{url} {what}"
+            hint = "check the path that dataset() returns (relative ones start at the working directory)"
+            raise DatasetError(msg, hint=hint, url=url)
+        chosen += found
+    return chosen
+
+
+def _counter(dataset: Dataset, task_records: int) -> Counter:
+    match dataset:
+        case Parquet():
+            return _count_parquet
+        case Bytes():
+            return lambda file: _count_bytes(file, dataset)
+        case Npy():
+            return _count_npy
+        case Custom():
+            return _custom_counter(dataset)
+        case _:
+            return lambda file: _count_lines(file, dataset, task_records)
+
+
+def _count_parquet(file: str) -> TableFile:
+    import pyarrow.parquet as pq  # noqa: PLC0415  only where it is needed
+
+    with files.reading(file, "Parquet"), files.open_read(file) as source:
+        return TableFile(file, int(pq.read_metadata(source).num_rows))
+
+
+def _count_bytes(file: str, dataset: Bytes) -> TableFile:
+    with files.reading(file, "bytes"):
+        return TableFile(file, max(0, (files.size(file) - dataset.overlap) // dataset.record_bytes))
+
+
+def _count_lines(file: str, dataset: Lines, task_records: int) -> TableFile:
+    refuse_compressed(file)
+    records, offsets = 0, []
+    with files.reading(file, dataset.kind), files.open_read(file) as source:
+        scanner = RecordScanner(dataset, file, data_start(source))
+        header = isinstance(dataset, Csv) and dataset.column_names is None
+        for chunk in chunks(source):
+            starts, _ = scanner.feed(chunk)
+            if header and len(starts):
+                starts, header = starts[1:], False
+            offsets.append(starts[-records % task_records :: task_records])
+            records += len(starts)
+        last = scanner.finish()
+        if last is not None and not header:
+            if records % task_records == 0:
+                offsets.append(np.array([last[0]], dtype=np.int64))
+            records += 1
+    return TableFile(file, records, tuple(np.concatenate(offsets).tolist()) if offsets else ())
+
+
+def _check_names(dataset: Npy, files: list[str]) -> None:
+    """Rows of all files must get the same column name, unless the files are aligned."""
+    for file in files:
+        stem, first = PurePosixPath(file).stem, PurePosixPath(files[0]).stem
+        if not dataset.aligned and dataset.columns is None and stem != first:
+            msg = f"the rows of {file} would be called {stem!r}, those of {files[0]} {first!r}"
+            raise DatasetError(
+                msg, hint='name them: Npy(…, columns=("x",)), or join the files with aligned=True', url=file
+            )
+    names = len(dataset.columns or ())
+    if dataset.columns is not None and names != (len(files) if dataset.aligned else 1):
+        msg = f"columns names {names} arrays, but there are {len(files)} files{' aligned' if dataset.aligned else ''}"
+        raise DatasetError(msg, hint="give one name, or with aligned=True one for each file", urls=list(dataset.urls))
+
+
+def _count_npy(file: str) -> TableFile:
+    with files.reading(file, ".npy"), files.open_read(file) as source:
+        shape, _, dtype = npy.read_head(source)
+        if not shape or dtype.hasobject:
+            what = "a single number" if not shape else "Python objects"
+            raise DatasetError(f"{file} holds {what}, not rows of numbers", hint="save an array of numbers", url=file)
+        return TableFile(file, int(shape[0]))
+
+
+def _aligned(files: list[TableFile]) -> TableFile:
+    for file in files:
+        if file.records != files[0].records:
+            msg = f"{file.path} has {file.records} rows, {files[0].path} has {files[0].records}, but aligned=True"
+            raise DatasetError(msg, hint="aligned files have the same number of rows", url=file.path)
+    return files[0]
+
+
+def _custom_counter(dataset: Custom) -> Counter:
+    reader = load_custom(dataset.reader)
+
+    def count(url: str) -> TableFile:
+        try:
+            records = int(reader.count(url))
+        except Exception as error:  # the user's code may raise anything
+            msg = f"{dataset.reader}.count({url!r}) failed: {type(error).__name__}: {error}"
+            raise DatasetError(msg, hint="mend the reader", url=url) from error
+        if records < 0:
+            raise DatasetError(f"{dataset.reader}.count({url!r}) gave {records}", hint="a count is 0 or more", url=url)
+        return TableFile(url, records)
+
+    return count
+
+
+def _why_empty(dataset: Dataset) -> str:
+    match dataset:
+        case Bytes():
+            return f"a record takes {dataset.record_bytes} + {dataset.overlap} bytes: give longer files or a smaller record_bytes"
+        case Csv(column_names=None):
+            return "the first line of a CSV file is its header; without one, give column_names"
+        case _:
+            return "point dataset() at files with records"

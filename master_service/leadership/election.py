@@ -1,0 +1,269 @@
+"""Becoming the master: campaign -> prove the lock -> read everything -> open the books.
+
+    CANDIDATE --lock created--> term --addr published under the lock--> read all keys --> books open --> reign (reign.py)
+
+A candidate that finds the holder's port closed revokes the holder's lease, so that a restart need not wait for the TTL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from master_service.core.queue.file_table import FileTable
+from master_service.core.state.job_state import Books
+from master_service.datasets.stored_tables import Tables
+from master_service.store import schema
+from master_service.store.writer import Deposed, Mandate
+from shared.checkpoints.stored import ELASTIC
+from shared.datasets.formats import Dataset
+from shared.errors import Conflict, DatasetError, NotFound, PeerError, TriremeError
+from shared.etcd import Compare, Etcd, Get, KeyValue, Lease, Put, lock
+from shared.keys import Keys
+from shared.records import JobSpec, JobState, MasterLock, Phase, TaskMeta, UserFailure
+from shared.records.reading import must_read, read_record
+from shared.runtime import clock, ids, telemetry
+
+PAUSE_S = 0.1
+PROBE_EVERY_S = 0.5
+REVOKE_S = 3.0
+
+Probe = Callable[[str], Awaitable[bool]]
+log = telemetry.logger("leader")
+
+
+@dataclass(frozen=True, slots=True)
+class Takeover:
+    """What whoever takes over starts from; `revision` is that of the reading, so the watches go on from the next."""
+
+    commit_revision: int
+    revision: int
+    found: dict[str, KeyValue]
+    books: Books
+
+
+async def in_office(
+    etcd: Etcd, ttl_s: float, stopping: asyncio.Event, work: Callable[[Lease], Awaitable[None]]
+) -> None:
+    """One lease: `work(lease)` from its grant until it is lost, or `stopping` is set; then it is revoked at once.
+
+    Raises what `work` raises, out of its groups.
+    """
+    # A task of its own: whoever is cancelled shall hear that, but a TaskGroup whose children fail while it is cancelled
+    # raises only their errors.
+    term = asyncio.ensure_future(_term(etcd, ttl_s, stopping, work))
+    term.add_done_callback(_end_noted)
+    try:
+        await asyncio.wait([term])
+    except asyncio.CancelledError:
+        term.cancel()
+        await asyncio.wait([term])
+        raise
+    term.result()
+
+
+def _end_noted(term: asyncio.Future[None]) -> None:
+    """Whoever waits for it may be cancelled more than once, and then not hear how it ended."""
+    if not term.cancelled() and (error := term.exception()) is not None:
+        log.debug("office_ended", cause=str(error))
+
+
+async def _term(etcd: Etcd, ttl_s: float, stopping: asyncio.Event, work: Callable[[Lease], Awaitable[None]]) -> None:
+    lease = await etcd.grant(ttl_s)
+    try:
+        async with asyncio.TaskGroup() as group:
+            keeper = group.create_task(lease.keep_alive())
+            ends = [group.create_task(stopping.wait()), group.create_task(lease.lost.wait())]
+            working = group.create_task(_awaited(work, lease))
+            await asyncio.wait([working, *ends], return_when=asyncio.FIRST_COMPLETED)
+            for task in (working, keeper, *ends):
+                task.cancel()
+    except* TriremeError as group_of_errors:
+        raise _first(group_of_errors) from group_of_errors
+    finally:
+        await _revoke(lease)
+
+
+async def campaign(
+    etcd: Etcd, key: str, me: MasterLock, lease: Lease, probe: Probe, on_holder: Callable[[MasterLock], None]
+) -> int:
+    """Wait for the lock `key`; the answer is its create_revision: the term. Raises LeaseLost."""
+
+    seen: list[MasterLock] = []
+
+    async def look_at(kv: KeyValue) -> None:
+        holder = read_record(MasterLock, kv.key, kv.value)
+        if holder is not None:
+            seen[:] = [holder]
+            on_holder(holder)
+
+    async def depose_the_dead() -> None:
+        while True:
+            for holder in seen:
+                if holder.lease and await probe(holder.url):
+                    log.info("holder_is_dead", holder=holder.master, url=holder.url)
+                    await etcd.revoke(holder.lease)
+            await asyncio.sleep(PROBE_EVERY_S)
+
+    async with asyncio.TaskGroup() as group:
+        probing = group.create_task(depose_the_dead())
+        term = await lock.acquire(etcd, key, me.to_bytes(), lease, on_wait=look_at)
+        probing.cancel()
+    return term
+
+
+async def take_over(
+    etcd: Etcd, keys: Keys, mandate: Mandate, spec: JobSpec | None, tables: Callable[[JobSpec], Tables], *first: Put
+) -> Takeover:
+    """Write `first` under the lock (a master's address), read everything, open the books.
+
+    Raises Deposed; NotFound without a spec; StateUnreadable; Conflict if `spec` is not the job's or the dataset has changed. A dataset
+    that cannot be read makes a failed job, not an error: the user reads why in the job's state.
+    """
+
+    async def prove(writes: Sequence[Put]) -> int:
+        return await _prove(etcd, keys, mandate, writes)
+
+    commit_revision = await prove(first)
+    found, revision = await schema.read_all(etcd, keys)
+    spec = _agreed_spec(keys, found, spec)
+    stored = found.get(keys.spec)
+    if stored is None or must_read(JobSpec, stored.key, stored.value) != spec:
+        writes = [Put(keys.spec, spec.to_bytes()), Put(keys.pservers_desired, str(spec.pservers).encode())]
+        if stored is None:
+            writes.append(Put(keys.state, JobState(reason="counting the dataset's records").to_bytes()))
+        commit_revision = await prove(writes)
+        found, revision = await schema.read_all(etcd, keys)
+    books, unreadable = await _open_books(found.get(keys.task_meta), spec, tables(spec))
+    if unreadable is None:
+        schema.restore(books, keys, found, clock.monotonic())
+        opening = [] if keys.task_meta in found else [Put(keys.task_meta, books.meta.to_bytes())]
+    else:
+        books.state = _failed(must_read(JobState, keys.state, found[keys.state].value), unreadable)
+        opening = [Put(keys.state, books.state.to_bytes())]
+    if opening:
+        commit_revision = await prove(opening)
+    log.info("took_over", lock=mandate.key, term=mandate.term, books=repr(books))
+    return Takeover(commit_revision, revision, found, books)
+
+
+async def _prove(etcd: Etcd, keys: Keys, mandate: Mandate, writes: Sequence[Put]) -> int:
+    """Write under the lock, exactly once. The answer is the revision. Raises Deposed.
+
+    An attempt without an answer may still be under way and land long after the reign has begun. So each one compares
+    `tasks/commit` as this call found it, and writes it: of several attempts one lands, and none after a later write.
+    """
+    name, found_at = ids.new_id("takeover").encode(), -1
+    reads = [Get(mandate.key), Get(keys.commit)]
+    while mandate.lease.alive:
+        try:
+            if found_at < 0:
+                marker = await etcd.get(keys.commit)
+                found_at = marker.mod_revision if marker else 0
+            fence = [mandate.compare(), Compare.mod(keys.commit, "==", found_at)]
+            result = await etcd.txn(fence, [*writes, Put(keys.commit, name)], reads)
+        except PeerError as error:
+            log.warning("takeover_unanswered", cause=str(error))
+            await asyncio.sleep(ids.jitter(PAUSE_S))
+            continue
+        if result.succeeded:
+            return result.revision
+        holder, marker = result.range(0).first, result.range(1).first
+        if holder is None or holder.create_revision != mandate.term:
+            break
+        if marker is not None and marker.value == name:
+            return marker.mod_revision  # the attempt without an answer had landed
+        found_at = marker.mod_revision if marker else 0  # the last write of the reign before came in between
+    msg = f"{mandate.key} of term {mandate.term} was lost during the takeover"
+    raise Deposed(msg)
+
+
+def _agreed_spec(keys: Keys, found: dict[str, KeyValue], given: JobSpec | None) -> JobSpec:
+    """The job's; `given` may ask for other numbers of members, nothing else. Raises NotFound, Conflict."""
+    stored = found.get(keys.spec)
+    if stored is None:
+        if given is None:
+            msg = f"job {keys.job} has no spec in etcd yet; start its first master with TRIREME_SPEC"
+            raise NotFound(msg)
+        return given
+    spec = must_read(JobSpec, stored.key, stored.value)
+    if given is None:
+        return spec
+    differing = [
+        name for name in JobSpec.model_fields if name not in ELASTIC and getattr(given, name) != getattr(spec, name)
+    ]
+    if differing:
+        name = differing[0]
+        msg = (
+            f"job {keys.job} exists with another spec: {name} is {getattr(spec, name)!r} there and "
+            f"{getattr(given, name)!r} here; use another job name, or the same values"
+        )
+        raise Conflict(msg, differing=differing)
+    return given
+
+
+async def _open_books(meta: KeyValue | None, spec: JobSpec, tables: Tables) -> tuple[Books, DatasetError | None]:
+    """Books without anything done; without any task if the dataset cannot be read."""
+    known = must_read(TaskMeta, meta.key, meta.value) if meta else None
+    try:
+        table = await _table(tables, spec.dataset, spec.task_records, known.digest if known else "")
+        evaluation = None
+        if spec.evaluation_dataset is not None:
+            digest = known.evaluation_digest if known else ""
+            evaluation = await _table(tables, spec.evaluation_dataset, spec.task_records, digest)
+    except DatasetError as error:
+        log.warning("dataset_unreadable", cause=error.message)
+        return Books.open(spec, FileTable((), 1), None), error
+    return Books.open(spec, table, evaluation), None
+
+
+async def _table(tables: Tables, source: Dataset, task_records: int, digest: str) -> FileTable:
+    if digest:
+        try:
+            return await tables.load(digest)
+        except NotFound as error:
+            log.warning("file_table_missing", digest=digest, cause=error.message)
+    table = await tables.count(source, task_records)
+    if not table.tasks:
+        urls = ", ".join(source.urls)
+        raise DatasetError(f"the dataset has no records: {urls}", hint="check the path or glob")
+    return table
+
+
+def _failed(state: JobState, error: DatasetError) -> JobState:
+    if state.phase.final:
+        return state
+    failure = UserFailure(error_type=type(error).__name__, message=error.message, task="counting the dataset's records")
+    return state.model_copy(update={"phase": Phase.FAILED, "reason": error.message, "failure": failure})
+
+
+async def _awaited(work: Callable[[Lease], Awaitable[None]], lease: Lease) -> None:
+    await work(lease)
+
+
+async def _revoke(lease: Lease) -> None:
+    """So that the next one need not wait for the TTL; best effort, bounded, also while being cancelled."""
+
+    async def revoke() -> None:
+        try:
+            async with asyncio.timeout(REVOKE_S):
+                await lease.revoke()
+        except (TimeoutError, TriremeError) as error:
+            log.warning("lease_not_revoked", cause=str(error))
+
+    await asyncio.shield(asyncio.ensure_future(revoke()))
+
+
+def _first(group: BaseExceptionGroup[TriremeError]) -> TriremeError:
+    """The one that is no mere consequence: a caller's error before a peer's."""
+    leaves: list[TriremeError] = []
+    todo: Sequence[BaseException] = [group]
+    while todo:
+        todo, taken = [], todo
+        for error in taken:
+            if isinstance(error, BaseExceptionGroup):
+                todo = [*todo, *error.exceptions]
+            elif isinstance(error, TriremeError):
+                leaves.append(error)
+    return min(leaves, key=lambda error: error.retryable)

@@ -1,0 +1,119 @@
+"""The master below REST: `Master` leads, or stands by until it may; what its methods promise holds across masters.
+
+run(): lease -> campaign -> take over -> reign ... deposed or lease lost -> again, as a candidate with nothing in memory
+methods: NotLeader on a standby (with the leader's url), NotReady while taking over, else the answer once etcd has it
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from master_service.control.task_service import Desk
+from master_service.core.state.changes import Event
+from master_service.datasets.manifests import Manifests, StoredManifests
+from master_service.datasets.stored_tables import StoredTables, Tables
+from master_service.leadership.election import Probe, campaign, in_office, take_over
+from master_service.leadership.term import Reign
+from master_service.store.writer import Mandate, Writer
+from shared.errors import NotLeader, NotReady, PeerError
+from shared.etcd import Etcd, Lease, LeaseLost, Put
+from shared.keys import Keys
+from shared.records import JobSpec, MasterAddress, MasterLock
+from shared.runtime import http, ids, telemetry
+
+PAUSE_S = 0.5
+
+log = telemetry.logger("master")
+
+
+def stored_tables(spec: JobSpec) -> Tables:
+    return StoredTables(spec.storage)
+
+
+def stored_manifests(spec: JobSpec) -> Manifests:
+    return StoredManifests(spec.storage, spec.job)
+
+
+class Master(Desk):
+    """`url` is where its REST is served; `spec` is needed for a job's first master only. Run `run()`."""
+
+    def __init__(
+        self,
+        etcd: Etcd,
+        keys: Keys,
+        *,
+        name: str,
+        url: str,
+        spec: JobSpec | None = None,
+        ttl_s: float = 3.0,
+        tables: Callable[[JobSpec], Tables] = stored_tables,
+        manifests: Callable[[JobSpec], Manifests] = stored_manifests,
+        probe: Probe = http.refuses_connections,
+    ) -> None:
+        super().__init__(etcd, keys, probe)
+        self.name, self.url = name, url
+        self._spec, self._ttl_s, self._tables, self._manifests = spec, ttl_s, tables, manifests
+        self._reign: Reign | None = None
+        self._leader = ""
+        self._leading = False
+
+    def __repr__(self) -> str:
+        role = f"term {self._reign.term}, {self._reign.books}" if self._reign else "standing by"
+        return f"<Master {self.name} at {self.url}: {role}>"
+
+    # ---------------------------------------------------------------- life
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Lead or stand by until `stopping`; then hand over at once. Raises what no later reign could mend."""
+        while not stopping.is_set():
+            try:
+                await self._candidacy(stopping)
+            except (PeerError, LeaseLost) as error:
+                log.warning("stepped_down", cause=error.message)
+                await asyncio.sleep(ids.jitter(PAUSE_S))
+
+    async def _candidacy(self, stopping: asyncio.Event) -> None:
+        """One lease: from its grant until it is lost, revoked, or the process is asked to stop."""
+        try:
+            await in_office(self._etcd, self._ttl_s, stopping, self._lead)
+        finally:
+            self._reign, self._leading = None, False
+
+    async def _lead(self, lease: Lease) -> None:
+        me = MasterLock(master=self.name, url=self.url, lease=lease.id)
+        term = await campaign(self._etcd, self.keys.master_lock, me, lease, self._probe, self._see_leader)
+        self._leading, self._leader = True, self.url
+        mandate = Mandate(self.keys.master_lock, term, lease)
+        address = Put(self.keys.master_address, MasterAddress(url=self.url, term=term).to_bytes(), lease.id)
+        start = await take_over(self._etcd, self.keys, mandate, self._spec, self._tables, address)
+        manifests = self._manifests(start.books.spec)
+        self._reign = Reign(self._etcd, self.keys, mandate, start, self.events, manifests, self.metrics)
+        self.events.begin_term(term)
+        self.events.add([Event("master_elected", f"{self.name} leads in term {term}", {"term": term, "url": self.url})])
+        done = start.books.training
+        start.books.budget.started = done.epoch > 0 or done.counts[2] > 0
+        await self._reign.run()
+
+    def _see_leader(self, holder: MasterLock) -> None:
+        self._leader = holder.url
+
+    # ---------------------------------------------------------------- state
+
+    @property
+    def reign(self) -> Reign:
+        """Raises NotLeader (also from the moment the lease is over by the local clock) or NotReady."""
+        if self._reign is not None:
+            if self._reign.lease.alive:
+                return self._reign
+            msg = f"{self.name} lost its lease; ask its successor"
+            raise NotLeader(msg)
+        if self._leading:
+            msg = f"{self.name} is taking over the job (counting the dataset, reading the queues); ask again"
+            raise NotReady(msg)
+        msg = f"{self.name} stands by; the leader is {self._leader or 'not known yet'}"
+        raise NotLeader(msg, leader=self._leader)
+
+    @property
+    def writer(self) -> Writer:
+        return self.reign.writer

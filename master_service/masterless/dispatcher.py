@@ -1,0 +1,197 @@
+"""One trainer's share of a masterless job (coordination.md): it decides about its own tasks, and may have to sweep.
+
+    always:  one watch keeps the books current ─► acquire, complete, fail: decided here, written by compare-and-set
+    lease ─► sweep/lock ─► open the job (spec, dataset counted, tasks/meta) ─► Oversight: members, phases, late and lost
+             tasks, roll-backs ... lock or lease lost ─► candidate again; another trainer sweeps
+
+A candidate that finds the sweeper's port closed revokes its lease, as master candidates do (leader.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from master_service.control.office import Office
+from master_service.control.task_service import Desk
+from master_service.core.state import job_state as decisions
+from master_service.core.state.changes import Event
+from master_service.core.state.members import Members, checkpoint_news
+from master_service.datasets.manifests import Manifests
+from master_service.datasets.stored_tables import Tables
+from master_service.leadership.election import Probe, campaign, in_office, take_over
+from master_service.leadership.master import stored_manifests, stored_tables
+from master_service.masterless.view import SharedBooks
+from master_service.masterless.writer import Mandated, SharedTransactor
+from master_service.store.writer import Mandate
+from shared.errors import PeerError
+from shared.etcd import Etcd, Lease, LeaseLost
+from shared.keys import Keys
+from shared.records import JobSpec, MasterLock, MetricBatch, TaskProgress
+from shared.records.progress import HeldTask, TrainerProgress
+from shared.runtime import clock, http, ids, telemetry
+
+PAUSE_S = 0.5
+TELL_S = 3.0
+REMEMBERED_S = 30.0
+
+log = telemetry.logger("dispatcher")
+
+
+class Dispatcher(Desk):
+    """`name`: the trainer's; `url` answers as long as it lives; `spec` is needed for a job's first sweeper only.
+
+    Serves the trainer's MasterPort in process; NotReady until the job is open. Run `run()`.
+    """
+
+    def __init__(
+        self,
+        etcd: Etcd,
+        keys: Keys,
+        *,
+        name: str,
+        url: str,
+        spec: JobSpec | None = None,
+        ttl_s: float = 3.0,
+        tables: Callable[[JobSpec], Tables] = stored_tables,
+        manifests: Callable[[JobSpec], Manifests] = stored_manifests,
+        probe: Probe = http.refuses_connections,
+    ) -> None:
+        super().__init__(etcd, keys, probe)
+        self.name, self.url = name, url
+        self.view = SharedBooks(etcd, keys, tables, self._on_members)
+        self._writer = SharedTransactor(etcd, keys, self.view, self.events.add)
+        self._spec, self._ttl_s, self._tables, self._manifests = spec, ttl_s, tables, manifests
+        self._office: Office | None = None
+        self._lease: Lease | None = None
+        self._told = TrainerProgress(trainer=name)
+        self._told_of = Members()
+
+    def __repr__(self) -> str:
+        return f"<Dispatcher {self.name}: {'sweeper' if self.sweeps else 'candidate'}, {self.view!r}>"
+
+    @property
+    def writer(self) -> SharedTransactor:
+        return self._writer
+
+    @property
+    def sweeps(self) -> bool:
+        """Whether this trainer believes to hold the sweep lock, with the job open."""
+        return self._office is not None and self._lease is not None and self._lease.alive
+
+    # ---------------------------------------------------------------- life
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Until `stopping`; then the sweep lock is handed over at once. Raises what no later office could mend."""
+        async with asyncio.TaskGroup() as group:
+            working = [group.create_task(work) for work in (self.view.run(), self._writer.run())]
+            leaving = asyncio.Event()
+            candidate = group.create_task(self._candidate(leaving))
+            await stopping.wait()
+            await self._be_remembered()
+            leaving.set()
+            await candidate
+            for task in working:
+                task.cancel()
+
+    async def _candidate(self, stopping: asyncio.Event) -> None:
+        while not stopping.is_set():
+            try:
+                await in_office(self._etcd, self._ttl_s, stopping, self._sweep)
+            except (PeerError, LeaseLost) as error:
+                log.warning("stepped_down", cause=error.message)
+                await asyncio.sleep(ids.jitter(PAUSE_S))
+            finally:
+                self._office = self._lease = None
+
+    async def _sweep(self, lease: Lease) -> None:
+        """The lock, then whatever its holder has to do."""
+        self._lease = lease
+        if self._spec is None:
+            await self.view.until(lambda view: view.spec is not None, "the job's spec (TRIREME_SPEC at some trainer)")
+        me = MasterLock(master=self.name, url=self.url, lease=lease.id)
+        term = await campaign(self._etcd, self.keys.sweep_lock, me, lease, self._probe, lambda _: None)
+        mandate = Mandate(self.keys.sweep_lock, term, lease)
+        start = await take_over(self._etcd, self.keys, mandate, self._spec, self._tables)
+        await self.view.until(lambda view: view.is_open or start.books.state.phase.final, "the books to open")
+        if not self.view.is_open:  # the dataset cannot be read: the job has failed
+            await lease.lost.wait()
+            return
+        for queue in self.view.books.queues.values():
+            queue.grant_again(clock.monotonic())
+        manifests = self._manifests(start.books.spec)
+        writer = Mandated(self._writer, mandate)
+        self._office = Office(self._etcd, self.keys, writer, lease, manifests, self.metrics, self.events)
+        self.events.begin_term(term)
+        self.events.add([Event("sweeper_elected", f"{self.name} sweeps in term {term}", {"term": term})])
+        self._told_of = Members()
+        self._on_members()
+        await self._office.run()
+
+    def _on_members(self) -> None:
+        if self._office is not None:
+            now = self.view.books.members
+            self.events.add(checkpoint_news(self._told_of, now))
+            self._told_of = now
+            self._office.look_again()
+
+    # ---------------------------------------------------------------- what the others should know
+
+    async def report_progress(self, task_id: str, report: TaskProgress) -> None:
+        """Kept at the trainer's key, where the sweeper's watch finds it. Raises StaleAttempt, NotFound, PeerError."""
+        held = decisions.report_progress(self.books, task_id, report).answer.pending[task_id]
+        said = HeldTask(
+            task_id=task_id, attempt=report.attempt, epoch=held.record.epoch, minibatches=report.minibatches
+        )
+        others = [task for task in self._told.tasks if task.task_id != task_id and self._holds(task)]
+        await self._tell(self._told.model_copy(update={"tasks": (*others, said)}))
+
+    async def report_metrics(self, batch: MetricBatch) -> None:
+        """Sums of the epoch under way. Raises PeerError."""
+        await super().report_metrics(batch)
+        told = self._told
+        epoch = max([share.epoch for share in batch.steps], default=told.epoch)
+        loss_sum, records = (told.loss_sum, told.records) if epoch == told.epoch else (0.0, 0)
+        shares = [share for share in batch.steps if share.epoch == epoch]
+        await self._tell(
+            told.model_copy(
+                update={
+                    "epoch": epoch,
+                    "step": max([share.step for share in batch.steps], default=told.step),
+                    "loss_sum": loss_sum + sum(share.loss_sum for share in shares),
+                    "records": records + sum(share.records for share in shares),
+                    "tasks": tuple(task for task in told.tasks if self._holds(task)),
+                }
+            )
+        )
+
+    def _holds(self, task: HeldTask) -> bool:
+        held = self.books.queue_of(task.task_id).pending.get(task.task_id)
+        return held is not None and (held.record.trainer, held.record.attempt) == (self.name, task.attempt)
+
+    async def _be_remembered(self) -> None:
+        """What this trainer told of the epoch stays for a while: whoever follows the job may not have seen it yet."""
+        if not self._told.records:
+            return
+        self._told = self._told.model_copy(update={"tasks": ()})
+        with _for_information():
+            await self._put(await self._etcd.grant(REMEMBERED_S, timeout_s=TELL_S))
+
+    async def _tell(self, said: TrainerProgress) -> None:
+        self._told = said
+        if self._lease is not None and self._lease.alive:
+            with _for_information():
+                await self._put(self._lease)
+
+    async def _put(self, lease: Lease) -> None:
+        await self._etcd.put(self.keys.progress(self.name), self._told.to_bytes(), lease.id, timeout_s=TELL_S)
+
+
+@contextmanager
+def _for_information() -> Iterator[None]:
+    """Nothing of it is repeated: what is told next says it all."""
+    try:
+        yield
+    except (PeerError, LeaseLost) as error:
+        log.debug("progress_untold", cause=error.message)

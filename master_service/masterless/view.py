@@ -1,0 +1,245 @@
+"""The books of a masterless job, kept current at every trainer by one watch of all the job's keys.
+
+    snapshot (file tables loaded) ─► books ◄─ fold ── news: what the others wrote, in the order of etcd
+                                       └─ held() ─► draft: decided on, written; landed ─► the draft is the books
+
+While a transaction is under way the news wait, so that the books stand exactly at the commit that it compares. Each commit
+names its writer's transaction: `successor` tells which one came after a given commit, hence what became of a write that
+nobody answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+from master_service.core.decisions.operations import Operations
+from master_service.core.queue.file_table import FileTable
+from master_service.core.queue.repeats import Heard
+from master_service.core.queue.task_queue import TaskQueue
+from master_service.core.state.job_state import Books
+from master_service.datasets.stored_tables import Tables
+from master_service.store import schema
+from master_service.store.members_watch import MembersWatch
+from shared.errors import DatasetError, NotFound, NotReady
+from shared.etcd import Etcd, KeyValue, WatchBatch, WatchEvent
+from shared.keys import Keys
+from shared.records import JobSpec, TaskMeta
+from shared.records.progress import TrainerProgress
+from shared.records.reading import must_read, read_record
+from shared.runtime import clock, ids, telemetry
+
+PAUSE_S = 1.0
+REMEMBERED_COMMITS = 256
+LATE_S = 5.0
+
+Part = TypeVar("Part", TaskQueue, Operations)
+log = telemetry.logger("shared_books")
+
+
+class SharedBooks:
+    """`on_members` is called after each change of `books.members`. Run `run()` in a TaskGroup."""
+
+    def __init__(
+        self, etcd: Etcd, keys: Keys, tables: Callable[[JobSpec], Tables], on_members: Callable[[], None]
+    ) -> None:
+        self.spec: JobSpec | None = None
+        self.progress: dict[str, TrainerProgress] = {}
+        self.commit_revision = 0
+        self._etcd, self._keys, self._tables, self._on_members = etcd, keys, tables, on_members
+        self._members = MembersWatch(etcd, keys, lambda _: None)
+        self._range = keys.prefix, keys.prefix[:-1] + "0"  # "0" follows "/"
+        self._books: Books | None = None
+        self._counted: tuple[FileTable, FileTable | None] | None = None
+        self._obstacle = "the holder of the sweep lock has not opened the job yet"
+        self._news: deque[WatchBatch] = deque()
+        self._held = False
+        self._through = 0
+        self._heard = 0
+        self._successors: dict[int, tuple[int, bytes]] = {}
+        self._changed = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<SharedBooks at commit {self.commit_revision}: {self._books or self._obstacle}>"
+
+    @property
+    def books(self) -> Books:
+        """To read. Raises NotReady."""
+        if self._books is None:
+            raise NotReady(f"the books of job {self._keys.job} are not open here: {self._obstacle}; ask again")
+        return self._books
+
+    @property
+    def is_open(self) -> bool:
+        return self._books is not None
+
+    async def until(self, condition: Callable[[SharedBooks], bool], what: str) -> None:
+        """Wait for as long as it takes, and say what for now and then."""
+        while not condition(self):
+            try:
+                async with asyncio.timeout(LATE_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                log.warning("still_waiting", what=what, books=repr(self))
+
+    async def run(self) -> None:
+        """Follow etcd until cancelled. Raises Conflict if the counted dataset is not the job's, StateUnreadable."""
+        while True:
+            async with aclosing(self._etcd.watch(*self._range)) as batches:
+                async for batch in batches:
+                    if batch.reset:
+                        await self._prepare({kv.key: kv for kv in batch.kvs})
+                    self._receive(batch)
+                    if self._books is None and any(event.kv.key == self._keys.task_meta for event in batch.events):
+                        break  # opened by the holder of the sweep lock: a snapshot to start from
+
+    # ---------------------------------------------------------------- for the writer
+
+    def hold(self) -> Books:
+        """A draft; until `landed` or `release` the books stay at `commit_revision`. Raises NotReady."""
+        draft = draft_of(self.books)
+        self._held = True
+        return draft
+
+    def landed(self, draft: Books, revision: int) -> None:
+        """The draft is what etcd holds since `revision`."""
+        self._books, self._through, self.commit_revision = draft, revision, revision
+        self.release()
+
+    def release(self) -> None:
+        self._held = False
+        self._fold()
+
+    async def heard(self, commit: int) -> None:
+        """Wait until the watch has told of the commit of that revision."""
+        await self.until(lambda _: self._heard >= commit, f"the watch to reach revision {commit}")
+
+    def successor(self, commit: int) -> tuple[int, bytes] | None:
+        """(revision, name) of the commit right after `commit`; None if it is not known (yet, or any more)."""
+        return self._successors.get(commit)
+
+    # ---------------------------------------------------------------- news
+
+    def _receive(self, batch: WatchBatch) -> None:
+        for kv in batch.kvs if batch.reset else [event.kv for event in batch.events]:
+            if kv.key == self._keys.commit:
+                if batch.reset:
+                    self._successors.clear()
+                else:
+                    self._successors[self._heard] = kv.mod_revision, kv.value
+                self._heard = kv.mod_revision
+        while len(self._successors) > REMEMBERED_COMMITS:
+            del self._successors[next(iter(self._successors))]
+        self._news.append(batch)
+        if not self._held:
+            self._fold()
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _fold(self) -> None:
+        while self._news:
+            batch = self._news.popleft()
+            moved = self._members.take(batch, *self._range)
+            if batch.reset:
+                self._reopen({kv.key: kv for kv in batch.kvs})
+            for event in batch.events:
+                self._take(event)
+            if self._books is not None and (moved or batch.reset):
+                self._books.members = self._members.members()
+                self._on_members()
+
+    def _take(self, event: WatchEvent) -> None:
+        """One write, of somebody else or of this process: the latter are in the books if they landed with a draft."""
+        key, revision = event.kv.key, event.kv.mod_revision
+        if key.startswith(self._keys.progresses):
+            self._take_progress(event)
+        elif key == self._keys.spec and event.type == "put":
+            self._take_spec(event.kv)
+        elif self._books is not None and revision > self._through:
+            schema.follow(self._books, self._keys, event, clock.monotonic())
+            if key == self._keys.commit:
+                self.commit_revision = revision
+
+    def _take_spec(self, kv: KeyValue) -> None:
+        """Another number of members, at most."""
+        self.spec = must_read(JobSpec, kv.key, kv.value)
+        if self._books is not None:
+            self._books.spec = self.spec
+
+    def _take_progress(self, event: WatchEvent) -> None:
+        trainer = self._keys.name_of(event.kv.key)
+        if event.type == "delete":
+            self.progress.pop(trainer, None)
+            return
+        said = read_record(TrainerProgress, event.kv.key, event.kv.value)
+        if said is None:
+            return
+        self.progress[trainer] = said
+        if self._books is None:
+            return
+        self._books.budget.started |= said.step is not None
+        for task in said.tasks:
+            try:
+                queue = self._books.queue_of(task.task_id)
+            except NotFound:
+                continue
+            held = queue.pending.get(task.task_id)
+            if held and (held.record.attempt, held.record.trainer, held.record.epoch) == (
+                task.attempt,
+                trainer,
+                task.epoch,
+            ):
+                queue.sign_of_life(task.task_id, task.minibatches, clock.monotonic())
+
+    # ---------------------------------------------------------------- opening
+
+    async def _prepare(self, found: dict[str, KeyValue]) -> None:
+        """The file tables of a job that was opened, once. They are in the job's storage, which every trainer reaches."""
+        meta = found.get(self._keys.task_meta)
+        if meta is None or self._counted is not None:
+            return
+        spec = must_read(JobSpec, self._keys.spec, found[self._keys.spec].value)
+        known = must_read(TaskMeta, meta.key, meta.value)
+        tables = self._tables(spec)
+        while self._counted is None:
+            try:
+                table = await tables.load(known.digest)
+                evaluation = await tables.load(known.evaluation_digest) if known.evaluation_digest else None
+                self._counted = table, evaluation
+            except (DatasetError, NotFound) as error:
+                self._obstacle = error.message
+                log.warning("file_table_unreadable", cause=error.message)
+                await asyncio.sleep(ids.jitter(PAUSE_S))
+
+    def _reopen(self, found: dict[str, KeyValue]) -> None:
+        """From a snapshot: at the start, or after an outage that outlasted etcd's history. Raises Conflict."""
+        keys = self._keys
+        if (kv := found.get(keys.spec)) is not None:
+            self.spec = must_read(JobSpec, kv.key, kv.value)
+        self.progress.clear()
+        commit = found.get(keys.commit)
+        self.commit_revision = self._through = commit.mod_revision if commit else 0
+        if self._counted is None or self.spec is None or keys.task_meta not in found:
+            return
+        books = Books.open(self.spec, *self._counted)
+        schema.restore(books, keys, found, clock.monotonic())
+        done = books.training
+        books.budget.started = done.epoch > 0 or done.counts[2] > 0
+        self._books = books
+        log.info("books_opened", books=repr(books))
+
+
+def draft_of(books: Books) -> Books:
+    """Books that change on their own; signs of life and the pace of tasks stay common."""
+    queues = {kind: _forked(queue) for kind, queue in books.queues.items()}
+    return replace(books, queues=queues, operations=_forked(books.operations), budget=replace(books.budget))
+
+
+def _forked(part: Part) -> Part:
+    values = {field.name: getattr(part, field.name) for field in fields(part)}
+    owned: dict[str, Any] = {name: value.copy() for name, value in values.items() if isinstance(value, dict | Heard)}
+    return replace(part, **owned)

@@ -1,0 +1,92 @@
+"""Who is there, as etcd says: three watches (trainers; pservers and initialisation; the newest checkpoint) kept as one `Members` value."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from contextlib import aclosing
+
+from master_service.core.state.members import Members
+from shared.etcd import Etcd, KeyValue, WatchBatch
+from shared.keys import Keys
+from shared.records import PserverMember, TrainerMember
+from shared.records.checkpoints import CheckpointLatest, OwnCheckpoints
+from shared.records.reading import read_record
+
+
+class MembersWatch:
+    """`on_change(members)` is called after each change, never with a value older than the last."""
+
+    def __init__(self, etcd: Etcd, keys: Keys, on_change: Callable[[Members], None]) -> None:
+        self._etcd, self._keys, self._on_change = etcd, keys, on_change
+        self._kvs: dict[str, KeyValue] = {}
+        self._ranges = (
+            (keys.trainers, keys.trainers[:-1] + "0"),
+            keys.directory(),
+            (keys.latest, keys.latest + "\0"),
+            (keys.own_prefix, keys.own_prefix[:-1] + "0"),
+        )
+
+    def start(self, found: Iterable[KeyValue]) -> Members:
+        """Take a first reading."""
+        self._kvs = {kv.key: kv for kv in found if self._is_followed(kv.key)}
+        return self.members()
+
+    async def run(self, start_revision: int) -> None:
+        """Follow all ranges from `start_revision` on, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for first, end in self._ranges:
+                group.create_task(self._follow(first, end, start_revision))
+
+    def members(self) -> Members:
+        keys = self._keys
+        trainers = sorted(
+            (kv for key, kv in self._kvs.items() if key.startswith(keys.trainers)), key=lambda kv: kv.create_revision
+        )
+        pservers = [
+            (kv, read_record(PserverMember, kv.key, kv.value))
+            for key, kv in self._kvs.items()
+            if key.startswith(keys.pservers)
+        ]
+        members = [read_record(TrainerMember, kv.key, kv.value) for kv in trainers]
+        own = [
+            read_record(OwnCheckpoints, kv.key, kv.value)
+            for key, kv in self._kvs.items()
+            if key.startswith(keys.own_prefix)
+        ]
+        layout, latest = self._kvs.get(keys.layout), self._kvs.get(keys.latest)
+        return Members(
+            trainers={m.trainer: m for m in members if m},
+            pservers={m.index: m for _, m in pservers if m},
+            pserver_revisions={m.index: kv.create_revision for kv, m in pservers if m},
+            layout_revision=layout.create_revision if layout else 0,
+            init_done=keys.init_done in self._kvs,
+            latest=read_record(CheckpointLatest, latest.key, latest.value) if latest else None,
+            own={each.pserver: each for each in own if each},
+        )
+
+    async def _follow(self, first: str, end: str, start_revision: int) -> None:
+        async with aclosing(self._etcd.watch(first, end, start_revision=start_revision)) as batches:
+            async for batch in batches:
+                if self.take(batch, first, end):
+                    self._on_change(self.members())
+
+    def take(self, batch: WatchBatch, first: str, end: str) -> bool:
+        """Take what a watch of [first, end) tells; whether something that is followed changed."""
+        before = dict(self._kvs)
+        if batch.reset:
+            self._kvs = {key: kv for key, kv in self._kvs.items() if not first <= key < end}
+            self._kvs.update((kv.key, kv) for kv in batch.kvs if self._is_followed(kv.key))
+        for event in batch.events:
+            if not self._is_followed(event.kv.key):
+                continue
+            if event.type == "put":
+                self._kvs[event.kv.key] = event.kv
+            else:
+                self._kvs.pop(event.kv.key, None)
+        return self._kvs != before
+
+    def _is_followed(self, key: str) -> bool:
+        keys = self._keys
+        others = key in (keys.layout, keys.init_done, keys.latest)
+        return keys.is_trainer(key) or others or key.startswith((keys.pservers, keys.own_prefix))

@@ -1,0 +1,235 @@
+"""How the books are spelled in etcd, both ways: changes -> operations of one txn, and keys -> books.
+
+[change, change, …] --coalesced: the last one of a key wins--> [Put | Delete, …]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from master_service.core.state.changes import (
+    Change,
+    DropCut,
+    DropDiscarded,
+    DropOperation,
+    DropPause,
+    DropPending,
+    DropRequeued,
+    ForgetParameters,
+    NextEpoch,
+    PutCursor,
+    PutCut,
+    PutDiscarded,
+    PutFailures,
+    PutLanes,
+    PutLosses,
+    PutOperation,
+    PutPause,
+    PutPending,
+    PutRefetch,
+    PutRequeued,
+    PutSlots,
+    PutState,
+    PutSums,
+)
+from master_service.core.state.job_state import Books
+from shared.errors import Conflict
+from shared.etcd import Delete, Etcd, KeyValue, Put, WatchEvent
+from shared.keys import Keys
+from shared.records import (
+    DiscardedTask,
+    EvaluationSums,
+    JobState,
+    LaneMap,
+    PendingTask,
+    RequeuedTask,
+    SlotMap,
+    TaskMeta,
+)
+from shared.records.operations import CheckpointRequest, Operation, OperationKind
+from shared.records.pauses import Losses
+from shared.records.queue import FailureCounts
+from shared.records.reading import must_read, read_record, understood
+
+PAGE = 500
+
+
+def operations(keys: Keys, books: Books, changes: Iterable[Change]) -> list[Put | Delete]:
+    """The fewest operations that do `changes` in order; no key is written twice."""
+    by_key: dict[str, Put | Delete] = {}
+    for change in changes:
+        for operation in _operations(keys, books, change):
+            if isinstance(operation, Delete) and operation.end is not None:
+                for key in [key for key in by_key if operation.key <= key < operation.end]:
+                    del by_key[key]
+            by_key.pop(operation.key, None)
+            by_key[operation.key] = operation
+    return list(by_key.values())
+
+
+def _operations(keys: Keys, books: Books, change: Change) -> tuple[Put | Delete, ...]:
+    match change:
+        case PutCursor(stream, position):
+            return (Put(keys.cursor(stream), str(position).encode()),)
+        case PutPending(task_id, task):
+            return (Put(keys.pending(task_id), task.to_bytes()),)
+        case DropPending(task_id):
+            return (Delete(keys.pending(task_id)),)
+        case PutState(state):
+            return (Put(keys.state, state.to_bytes()),)
+        case PutLanes(lanes):
+            return (Put(keys.lanes, lanes.to_bytes()),)
+        case PutSlots(slots):
+            return (Put(keys.slots, slots.to_bytes()),)
+        case PutSums(sums):
+            return (Put(keys.evaluation, sums.to_bytes()),)
+        case PutFailures(counts):
+            return (Put(keys.failures, counts.to_bytes()),)
+        case PutLosses(losses):
+            return (Put(keys.losses, losses.to_bytes()),)
+        case PutPause(pause, lease):
+            return (Put(keys.pause, pause.to_bytes(), lease),)
+        case DropPause():
+            return (Delete(keys.pause),)
+        case PutCut(uuid, cut):
+            return (Put(keys.checkpoint_cut(uuid), cut.to_bytes()),)
+        case DropCut(uuid):
+            return (Delete(keys.checkpoint_cut(uuid)),)
+        case PutRequeued(task_id, back):
+            return (Put(keys.requeued(task_id), back.to_bytes()),)
+        case DropRequeued(task_id):
+            return (Delete(keys.requeued(task_id)),)
+        case PutDiscarded(task_id, lost, _):
+            return (Put(keys.discarded(f"{task_id}@{lost.epoch}"), lost.to_bytes()),)
+        case DropDiscarded(task_id, epoch):
+            return (Delete(keys.discarded(f"{task_id}@{epoch}")),)
+        case PutRefetch(refetch):
+            return (Put(keys.refetch, refetch.to_bytes()),)
+        case PutOperation(operation):
+            return (Put(keys.operation(operation.operation_id), operation.to_bytes()), *_request(keys, operation))
+        case DropOperation(operation_id):
+            return (Delete(keys.operation(operation_id)),)
+        case ForgetParameters():
+            return (Delete(keys.layout), Delete(keys.init_done))
+        case NextEpoch(epoch):
+            meta = books.meta.model_copy(update={"epoch": epoch})
+            return (*(Delete(of("0"), of(":")) for of in (keys.cursor, keys.pending, keys.requeued)), Put(keys.task_meta, meta.to_bytes()))  # fmt: skip
+
+
+def _request(keys: Keys, operation: Operation) -> tuple[Put | Delete, ...]:
+    """What tells the members of a checkpoint that is asked for; at most one operation does at a time."""
+    if operation.kind is not OperationKind.CREATE_CHECKPOINT:
+        return ()
+    if not operation.running:
+        return (Delete(keys.checkpoint_request),)
+    request = CheckpointRequest(operation=operation.operation_id, attempt=operation.attempt)
+    return (Put(keys.checkpoint_request, request.to_bytes()),)
+
+
+async def read_all(etcd: Etcd, keys: Keys) -> tuple[dict[str, KeyValue], int]:
+    """Every key of the job as of one revision, in pages, and that revision."""
+    found: dict[str, KeyValue] = {}
+    first, end, revision = keys.prefix, keys.prefix[:-1] + "0", 0  # "0" follows "/"
+    while True:
+        page = await etcd.range(first, end, limit=PAGE, revision=revision)
+        revision = revision or page.revision
+        found.update((kv.key, kv) for kv in page.kvs)
+        if not page.more:
+            return found, revision
+        first = page.kvs[-1].key + "\0"
+
+
+def restore(books: Books, keys: Keys, found: dict[str, KeyValue], now: float) -> None:
+    """In place: fresh books take what etcd holds. Pending tasks get a fresh full deadline. Raises Conflict,
+    StateUnreadable."""
+    kv = found.get(keys.task_meta)
+    if kv is not None:
+        meta = must_read(TaskMeta, kv.key, kv.value)
+        _check_same_dataset(books.meta, meta)
+        books.meta = meta
+        books.training.epoch = meta.epoch
+    for key in sorted(found):
+        with understood(key, found[key].value):
+            change = _change(keys, books, key, found[key].value)
+            if change is not None:
+                books.apply(change, now)
+
+
+def follow(books: Books, keys: Keys, event: WatchEvent, now: float) -> None:
+    """In place: books that hold all writes before take somebody else's. Raises StateUnreadable."""
+    with understood(event.kv.key, event.kv.value):
+        change = _change_of(keys, books, event)
+        if change is not None:
+            books.apply(change, now)
+
+
+def _change_of(keys: Keys, books: Books, event: WatchEvent) -> Change | None:
+    """None if the write is not about the books."""
+    key = event.kv.key
+    if event.type == "put":
+        if key == keys.task_meta:
+            return NextEpoch(TaskMeta.model_validate_json(event.kv.value).epoch)
+        return _change(keys, books, key, event.kv.value)
+    if key.startswith(keys.operations):
+        return DropOperation(keys.name_of(key))
+    if not key.startswith(keys.tasks):
+        return None
+    kind, _, name = key.removeprefix(keys.tasks).partition("/")
+    match kind:
+        case "cursor":
+            return PutCursor(name, 0)
+        case "pending":
+            return DropPending(name) if name in books.queue_of(name).pending else None
+        case "requeued":
+            return DropRequeued(name) if name in books.queue_of(name).requeued else None
+        case "discarded":
+            task_id, _, epoch = name.partition("@")
+            known = (int(epoch), task_id) in books.queue_of(task_id).discarded
+            return DropDiscarded(task_id, int(epoch)) if known else None
+        case _:
+            return None
+
+
+def _change(keys: Keys, books: Books, key: str, value: bytes) -> Change | None:
+    """The change that a key stands for; None for keys that are not the books'."""
+    if key == keys.state:
+        return PutState(JobState.model_validate_json(value))
+    if key == keys.lanes:
+        return PutLanes(LaneMap.model_validate_json(value))
+    if key == keys.slots:
+        return PutSlots(SlotMap.model_validate_json(value))
+    if key == keys.failures:
+        return PutFailures(FailureCounts.model_validate_json(value))
+    if key == keys.evaluation:
+        return PutSums(EvaluationSums.model_validate_json(value))
+    if key == keys.losses:
+        return PutLosses(Losses.model_validate_json(value))
+    if key.startswith(keys.operations):
+        operation = read_record(Operation, key, value)
+        return PutOperation(operation) if operation is not None else None
+    if not key.startswith(keys.tasks):
+        return None
+    kind, _, name = key.removeprefix(keys.tasks).partition("/")
+    match kind:
+        case "cursor":
+            return PutCursor(name, int(value))
+        case "pending":
+            return PutPending(name, PendingTask.model_validate_json(value))
+        case "requeued":
+            return PutRequeued(name, RequeuedTask.model_validate_json(value))
+        case "discarded":
+            task_id = name.partition("@")[0]
+            lost = DiscardedTask.model_validate_json(value)
+            return PutDiscarded(task_id, lost, books.queue_of(task_id).streams.records_of(task_id))
+        case _:
+            return None
+
+
+def _check_same_dataset(counted: TaskMeta, stored: TaskMeta) -> None:
+    """The queues are arithmetic on the file table: with another table they would mean other records."""
+    if (counted.digest, counted.evaluation_digest) != (stored.digest, stored.evaluation_digest):
+        msg = (
+            f"the dataset has changed since the job began: file table {counted.digest[:12]} of {counted.tasks} tasks now, "
+            f"{stored.digest[:12]} of {stored.tasks} tasks then; restore the files or start a new job"
+        )
+        raise Conflict(msg)

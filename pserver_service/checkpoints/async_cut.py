@@ -1,0 +1,72 @@
+"""What belongs to a paused checkpoint beside the parameters: the queue and the readers' positions at the cut.
+
+The master wrote `checkpoints/<uuid>/cut` in the transaction after which nobody trained, so the keys of that very revision
+belong to what the pservers copied: no task is done there whose updates a copy could lack.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from shared.etcd import Compacted, Etcd, KeyValue
+from shared.keys import Keys
+from shared.records import TrainerMember
+from shared.records.checkpoints import CheckpointCut
+from shared.records.pauses import Paused
+from shared.records.reading import must_read, read_record
+
+PAGE = 500
+
+
+class GivenUp(Exception):
+    """The index, a part, the cut or the timeline of what was begun is no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """`queue`: what stood below `tasks/`, by name; `readers`: trainer -> where it had paused; `operation`: that asked for it."""
+
+    queue: dict[str, str] = field(default_factory=dict)
+    readers: dict[str, Paused] = field(default_factory=dict)
+    operation: str = ""
+
+
+async def read(etcd: Etcd, keys: Keys, uuid: str) -> Cut:
+    """At the revision of the cut. Raises GivenUp if it is no more, PeerError."""
+    found = await etcd.get(keys.checkpoint_cut(uuid))
+    if found is None:
+        raise GivenUp(f"the pause of checkpoint {uuid} was given up")
+    operation = must_read(CheckpointCut, found.key, found.value).operation
+    return replace(await at(etcd, keys, found.create_revision), operation=operation)
+
+
+async def at(etcd: Etcd, keys: Keys, revision: int) -> Cut:
+    """As of that revision (0: now). Raises GivenUp if etcd has forgotten it, PeerError."""
+    try:
+        tasks, revision = await _range(etcd, keys.tasks, revision)
+        members, _ = await _range(etcd, keys.trainers, revision)
+    except Compacted as error:
+        raise GivenUp(f"etcd has forgotten revision {revision}, that of the queue: {error}") from error
+    queue = {
+        kv.key.removeprefix(keys.tasks): kv.value.decode(errors="replace") for kv in tasks if kv.key != keys.commit
+    }
+    return Cut(queue, dict(pair for kv in members if (pair := _reader(keys, kv)) is not None))
+
+
+async def _range(etcd: Etcd, prefix: str, revision: int) -> tuple[list[KeyValue], int]:
+    found: list[KeyValue] = []
+    first, end = prefix, prefix[:-1] + "0"  # "0" follows "/"
+    while True:
+        page = await etcd.range(first, end, limit=PAGE, revision=revision)
+        revision = revision or page.revision
+        found += page.kvs
+        if not page.more:
+            return found, revision
+        first = page.kvs[-1].key + "\0"
+
+
+def _reader(keys: Keys, kv: KeyValue) -> tuple[str, Paused] | None:
+    if not keys.is_trainer(kv.key):
+        return None
+    member = read_record(TrainerMember, kv.key, kv.value)
+    return (member.trainer, member.paused) if member and member.paused is not None and member.paused.task_id else None

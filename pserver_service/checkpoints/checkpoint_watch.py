@@ -1,0 +1,55 @@
+"""What the watch of `checkpoints/` in etcd has told one pserver: whose parts are there, what failed, what is latest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shared.keys import Keys
+from shared.records.checkpoints import CheckpointCut, CheckpointLatest, CheckpointStarted
+from shared.records.reading import read_record
+
+
+@dataclass(slots=True)
+class Seen:
+    """By uuid: `parts`, the pservers whose part is finished; `copied`, paused checkpoints that all have copied; `failed`,
+    those that somebody could not write. `holder` of the finish lock, "" if nobody."""
+
+    keys: Keys
+    parts: dict[str, set[int]] = field(default_factory=dict)
+    copied: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    holder: str = ""
+    latest: CheckpointLatest | None = None
+
+    def take(self, key: str, value: bytes | None) -> None:
+        """In place. None: the key was deleted."""
+        if key == self.keys.finish_lock:
+            self.holder = (value or b"").decode(errors="replace")
+        elif key == self.keys.latest:
+            self.latest = read_record(CheckpointLatest, key, value)
+        elif key.endswith("/cut"):
+            self._take_cut(key, value)
+        elif part := self.keys.part_in(key):
+            uuid, index = part
+            parts = self.parts.setdefault(uuid, set())
+            if value is None:
+                parts.discard(index)
+                if not parts:
+                    del self.parts[uuid]
+            else:
+                parts.add(index)
+        elif uuid := self.keys.started_in(key):
+            started = read_record(CheckpointStarted, key, value)
+            if started is None:
+                self.failed.discard(uuid)
+            elif started.error:
+                self.failed.add(uuid)
+
+    def _take_cut(self, key: str, value: bytes | None) -> None:
+        """A paused checkpoint counts once the master has seen that all had copied before anybody trained again."""
+        uuid = key.removeprefix(self.keys.checkpoints).removesuffix("/cut")
+        cut = read_record(CheckpointCut, key, value)
+        if cut is None:
+            self.copied.discard(uuid)
+        elif cut.copied:
+            self.copied.add(uuid)

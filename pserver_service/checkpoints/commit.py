@@ -1,0 +1,363 @@
+"""A checkpoint becomes the latest one: done by whichever pserver first sees that all parts are there.
+
+    all parts there -> finish_lock -> manifest file -> latest -> older ones deleted -> unlock
+
+`latest` is written in one transaction that proves: the lock is held, every part is there, the job is still in the timeline
+of these parts and not rolling back, and `latest` is what it was when this was found newer. Whoever wakes up late proves
+none of it, and file names are unique per writer or content, so it overwrites nothing that `latest` names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from pserver_service.checkpoints import writer
+from pserver_service.checkpoints.async_cut import Cut, GivenUp
+from pserver_service.checkpoints.checkpoint_watch import Seen
+from pserver_service.checkpoints.storage_trouble import Trouble
+from pserver_service.core.snapshot import is_final, is_newer, kept_after
+from pserver_service.membership.context import Surroundings
+from shared.checkpoints import stored
+from shared.errors import InvalidArgument, PeerError
+from shared.etcd import Compare, Delete, Get, KeyValue, LeaseLost, OutcomeUnknown, Put
+from shared.etcd.lock import try_acquire
+from shared.etcd.operations import MAX_OPERATIONS
+from shared.records import JobSpec, JobState, Mode, Phase, SlotMap
+from shared.records.checkpoints import CheckpointLatest, CheckpointPart, CheckpointPlace, CheckpointRef, Manifest
+from shared.records.reading import must_read, read_record
+from shared.runtime import clock, telemetry
+from shared.slots import Layout
+from shared.storage import files
+from shared.wire.messages import StepRecord
+
+RETRY_S = 2.0
+UNLOCK_S = 2.0
+ATTEMPTS = 5
+FILES_AT_ONCE = 50
+NO_CHECKPOINTS = ("latest", "pservers")  # what lies below `checkpoints/` beside the uuids
+
+log = telemetry.logger("pserver.commit")
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A checkpoint that this pserver's part is in; what the manifest says beside the parts. `cut`: of a paused one."""
+
+    uuid: str
+    file: str
+    timeline: int
+    slots: SlotMap
+    layout: Layout
+    mode: Mode
+    lanes: int
+    record: StepRecord
+    restored: str
+    cut: Cut | None = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.timeline, self.record.version
+
+    @property
+    def operation(self) -> str:
+        """The one that asked for it, or was under way; "" if there was none."""
+        if self.cut is not None:
+            return self.cut.operation
+        return self.record.asked.operation if self.record.asked is not None else ""
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What etcd says about one checkpoint, all at one revision."""
+
+    state: JobState
+    state_revision: int
+    latest: CheckpointLatest | None
+    latest_revision: int
+    parts: dict[int, KeyValue]
+    term: int
+    files: frozenset[str] = frozenset()
+
+
+class Committer:
+    """`add` what has this pserver's part."""
+
+    def __init__(self, around: Surroundings, trouble: Trouble) -> None:
+        self._etcd, self._keys, self._directory = around.etcd, around.keys, around.directory
+        self._pserver, self._registration, self._offload = around.pserver, around.registration, around.offload
+        self._trouble = trouble
+        self._written: dict[str, Written] = {}
+        self._seen = Seen(self._keys)
+        self._left: Compare | None = None  # a lock that could not be given back yet
+        self._committing = False
+        self._news = asyncio.Event()
+
+    def __repr__(self) -> str:
+        latest = f"step {self._seen.latest.step}" if self._seen.latest else "none"
+        return f"<Committer {self._pserver.index}: latest {latest}, {len(self._written)} wait for other parts>"
+
+    @property
+    def latest(self) -> CheckpointLatest | None:
+        return self._seen.latest
+
+    @property
+    def busy(self) -> bool:
+        """Whether something with this pserver's part is being committed, or may be: all who miss in it are alive."""
+        self._forget_old()
+        there = self._directory.pservers
+        return self._committing or any(there.keys() >= self._missing(written) for written in self._written.values())
+
+    def add(self, written: Written) -> None:
+        self._written[written.uuid] = written
+        self._news.set()
+
+    async def run(self) -> None:
+        """Until cancelled; nothing that goes wrong here ends training."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._watch())
+            group.create_task(self._finish_whole())
+
+    async def _watch(self) -> None:
+        async with aclosing(self._etcd.watch(self._keys.checkpoints, prefix=True)) as batches:
+            async for batch in batches:
+                if batch.reset:
+                    self._seen = Seen(self._keys)
+                    for kv in batch.kvs:
+                        self._seen.take(kv.key, kv.value)
+                for event in batch.events:
+                    self._seen.take(event.kv.key, event.kv.value if event.type == "put" else None)
+                self._news.set()
+
+    async def _finish_whole(self) -> None:
+        """Commit the newest checkpoint that has all its parts, as often as there is a new one."""
+        while True:
+            try:
+                async with asyncio.timeout(RETRY_S if self._written or self._left else None):
+                    await self._news.wait()
+            except TimeoutError:
+                pass
+            self._news.clear()
+            self._forget_old()
+            await self._withdraw_failed()
+            whole = [written for written in self._written.values() if self._is_whole(written)]
+            if self._left is not None:
+                await self._unlock(self._left)
+            if not whole or self._seen.holder not in {"", self._pserver.incarnation}:
+                continue
+            newest = max(whole, key=lambda written: written.order)
+            self._committing = True
+            try:
+                await self._finish(newest)
+            except GivenUp as lost:
+                self._written.pop(newest.uuid, None)
+                log.info("commit_given_up", step=newest.record.version, cause=str(lost))
+            except (PeerError, LeaseLost) as error:
+                log.warning("commit_delayed", step=newest.record.version, cause=str(error))
+            except (OSError, InvalidArgument) as error:
+                self._written.pop(newest.uuid, None)
+                self._trouble.begin("commit", self._message(newest, error))
+            except Exception as error:
+                self._written.pop(newest.uuid, None)
+                self._trouble.begin("commit", self._message(newest, error))
+                log.exception("commit_failed", step=newest.record.version)
+            else:
+                self._trouble.end("commit")
+            finally:
+                self._committing = False
+
+    def _message(self, written: Written, error: Exception) -> str:
+        return (
+            f"the checkpoint of step {written.record.version} is written and cannot be committed: {error}; training goes on "
+            "and the checkpoints before it stay; make room or give the job a storage that can be written"
+        )
+
+    def _forget_old(self) -> None:
+        latest = self._seen.latest
+        for uuid, written in list(self._written.items()):
+            superseded = latest is not None and written.order <= (latest.timeline, latest.step)
+            if superseded or written.timeline != self._pserver.timeline:
+                del self._written[uuid]
+
+    async def _withdraw_failed(self) -> None:
+        """Delete the own part of what somebody could not write his of: it will never be whole, and the room is needed."""
+        for uuid in self._seen.failed.intersection(self._written):
+            written = self._written.pop(uuid)
+            url = files.join(stored.folder(self._spec.storage, uuid), written.file)
+            part = self._keys.checkpoint_part(uuid, self._pserver.index)
+            try:
+                await self._etcd.txn([self._registration.held], [Delete(part)])
+                await self._offload(files.remove_file, url)
+            except (OSError, PeerError, LeaseLost) as error:  # it goes with the next one that is committed
+                log.warning("part_not_withdrawn", step=written.record.version, cause=str(error))
+
+    def _is_whole(self, written: Written) -> bool:
+        if written.cut is not None and written.uuid not in self._seen.copied:
+            return False
+        return not self._missing(written)
+
+    def _missing(self, written: Written) -> set[int]:
+        return set(stored.writers(written.layout, written.slots)) - self._seen.parts.get(written.uuid, set())
+
+    async def _finish(self, written: Written) -> None:
+        """Take the lock, commit, clean up, unlock. Raises GivenUp, PeerError, LeaseLost, OSError."""
+        held = await try_acquire(
+            self._etcd, self._keys.finish_lock, self._pserver.incarnation.encode(), self._registration.lease
+        )
+        if not isinstance(held, int):
+            return
+        lock = Compare.create(self._keys.finish_lock, "==", held)
+        try:
+            for _ in range(ATTEMPTS):
+                latest = await self._commit(written, lock)
+                if latest is not None:
+                    await self._clean_up(latest)
+                    return
+                if not (await self._etcd.txn([lock], [])).succeeded:
+                    log.info("finish_lock_lost", step=written.record.version)
+                    return
+        finally:
+            await self._unlock(lock)
+
+    async def _commit(self, written: Written, lock: Compare) -> CheckpointLatest | None:
+        """What is latest now: this, or a newer one; None: something moved, look again. Raises GivenUp."""
+        view = await self._look(written.uuid)
+        ref = CheckpointRef(
+            uuid=written.uuid,
+            step=written.record.version,
+            timeline=written.timeline,
+            manifest="",
+            origin=written.restored,
+            asked=bool(written.operation),
+        )
+        if view.latest is not None and not is_newer(ref, view.latest):
+            return view.latest
+        if obstacle := self._obstacle(written, view):
+            raise GivenUp(obstacle)
+        manifest = self._manifest(written, view)
+        name = await self._offload(writer.write_manifest, self._spec.storage, manifest)
+        ref = ref.model_copy(update={"manifest": name})
+        new = CheckpointLatest(
+            uuid=written.uuid,
+            step=ref.step,
+            timeline=ref.timeline,
+            term=manifest.term,
+            timestamp=manifest.timestamp,
+            manifest=name,
+            slots=written.slots,
+            kept=kept_after(view.latest, ref, view.state.damaged, self._spec.keep_checkpoints),
+            operation=written.operation,
+            final=is_final(written.record, self._spec.epochs),
+        )
+        try:
+            writes = [Put(self._keys.latest, new.to_bytes()), *self._positions(written, view)]
+            committed = await self._etcd.txn(self._proofs(view, lock), writes)
+        except OutcomeUnknown:
+            return None
+        if not committed.succeeded:
+            return None
+        log.info("checkpoint_committed", step=new.step, timeline=new.timeline, checkpoint=new.uuid)
+        return new
+
+    async def _look(self, uuid: str) -> _View:
+        parts = self._keys.checkpoint_parts(uuid)
+        keys = self._keys
+        reads = [Get(keys.state), Get(keys.latest), Get(parts, prefix=True), Get(keys.master_lock)]
+        found = await self._etcd.txn([], [*reads, Get(keys.latest_files, prefix=True, keys_only=True)])
+        state, latest, master = found.range(0).first, found.range(1).first, found.range(3).first
+        return _View(
+            state=must_read(JobState, keys.state, state.value) if state else JobState(),
+            state_revision=state.mod_revision if state else 0,
+            latest=read_record(CheckpointLatest, keys.latest, latest.value if latest else None),
+            latest_revision=latest.mod_revision if latest else 0,
+            parts={part[1]: kv for kv in found.range(2).kvs if (part := keys.part_in(kv.key))},
+            term=master.create_revision if master else self._pserver.term,
+            files=frozenset(kv.key for kv in found.range(4).kvs),
+        )
+
+    @staticmethod
+    def _obstacle(written: Written, view: _View) -> str:
+        """Why this must not become the latest checkpoint, or ""."""
+        if view.state.timeline != written.timeline or view.state.phase is Phase.ROLLING_BACK:
+            return f"the job left timeline {written.timeline}"
+        missing = [index for index in stored.writers(written.layout, written.slots) if index not in view.parts]
+        return f"checkpoint {written.uuid} lacks the parts of pservers {missing}" if missing else ""
+
+    def _proofs(self, view: _View, lock: Compare) -> list[Compare]:
+        """That nothing has moved since `view`."""
+        # etcd takes so many compares; no part is deleted before a newer one is latest, so the one of latest covers the rest
+        parts = list(view.parts.values())[: MAX_OPERATIONS - 3]
+        return [
+            lock,
+            Compare.mod(self._keys.state, "==", view.state_revision),
+            Compare.mod(self._keys.latest, "==", view.latest_revision),
+            *(Compare.create(kv.key, "==", kv.create_revision) for kv in parts),
+        ]
+
+    def _positions(self, written: Written, view: _View) -> list[Put | Delete]:
+        """`latest/files/<trainer>`, for people; the manifest has them all."""
+        readers = written.cut.readers if written.cut is not None else {}
+        named = sorted(readers.items())[:FILES_AT_ONCE]
+        puts = {self._keys.latest_file(trainer): paused for trainer, paused in named}
+        stale = sorted(view.files - puts.keys())[:FILES_AT_ONCE]
+        return [*(Put(key, paused.to_bytes()) for key, paused in puts.items()), *(Delete(key) for key in stale)]
+
+    def _manifest(self, written: Written, view: _View) -> Manifest:
+        parts = [view.parts[index] for index in stored.writers(written.layout, written.slots)]
+        return Manifest(
+            job=self._keys.job,
+            uuid=written.uuid,
+            step=written.record.version,
+            timeline=written.timeline,
+            term=view.term,
+            generation=view.state.generation,
+            mode=written.mode,
+            lanes=written.lanes,
+            seed=self._spec.seed,
+            spec_digest=stored.spec_digest(self._spec),
+            timestamp=clock.timestamp(),
+            slots=written.slots,
+            layout=written.layout,
+            record=written.record,
+            parts=tuple(must_read(CheckpointPart, kv.key, kv.value) for kv in parts),
+            queue=written.cut.queue if written.cut is not None else {},
+            readers=written.cut.readers if written.cut is not None else {},
+        )
+
+    async def _clean_up(self, latest: CheckpointLatest) -> None:
+        """Delete what is older than `latest` and not kept: the files first, so that keys tell of what is left to do."""
+        kept = {ref.uuid for ref in latest.kept}
+        found = await self._etcd.range(self._keys.checkpoints, prefix=True)
+        stale: dict[str, None] = {}
+        for kv in found.kvs:
+            uuid, *rest = kv.key.removeprefix(self._keys.checkpoints).split("/")
+            if not rest or uuid in (*kept, *NO_CHECKPOINTS):
+                continue
+            place = read_record(CheckpointPlace, kv.key, kv.value)  # all records there say it
+            if place is not None and (place.timeline, place.step) < (latest.timeline, latest.step):
+                stale[uuid] = None
+        if not stale:
+            return
+        try:
+            await self._offload(writer.remove, self._spec.storage, list(stale))
+        except OSError as error:
+            log.warning("checkpoints_not_deleted", checkpoints=list(stale), cause=str(error))
+            return
+        for uuid in stale:
+            await self._etcd.delete(self._keys.checkpoint(uuid), prefix=True)
+        log.info("checkpoints_deleted", checkpoints=list(stale), kept=[ref.step for ref in latest.kept])
+
+    async def _unlock(self, lock: Compare) -> None:
+        """Tried again later if etcd is away; at worst the lock goes with the lease."""
+        self._left = lock
+        try:
+            await self._etcd.txn([lock], [Delete(self._keys.finish_lock)], timeout_s=UNLOCK_S)
+            self._left = None
+        except PeerError as error:
+            log.warning("finish_lock_left", cause=str(error))
+
+    @property
+    def _spec(self) -> JobSpec:
+        assert self._directory.spec is not None, "the index is claimed only with the spec known"
+        return self._directory.spec

@@ -1,0 +1,188 @@
+"""Independent checkpoints: this pserver saves itself every so often, asks nobody and stops nobody.
+
+queue read -> all blocks copied at one instant -> file, manifest -> checkpoints/pservers/<index> -> older files deleted
+
+The queue is read first: a task that is done in it is wholly in the copy, so what is lost on the way back can be counted.
+Two such checkpoints of different pservers are of different moments; only the pserver itself ever loads its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from pserver_service.checkpoints import async_cut, writer
+from pserver_service.checkpoints.async_cut import Cut, GivenUp
+from pserver_service.core.snapshot import Snapshot
+from pserver_service.membership.context import Surroundings
+from shared.checkpoints import stored
+from shared.errors import PeerError
+from shared.etcd import Compare, LeaseLost, Put
+from shared.records import JobSpec, Mode, SlotMap
+from shared.records.checkpoints import CheckpointPart, CheckpointRef, Manifest, OwnCheckpoints
+from shared.records.reading import read_record
+from shared.runtime import clock, ids, telemetry
+from shared.storage import files
+from shared.wire.messages import StepRecord
+
+LOOK_S = 0.5
+RETRY_S = 2.0
+
+log = telemetry.logger("pserver.independent")
+
+
+class Independent:
+    """Saves as often as the job's spec says; asynchronous jobs with independent checkpoints only."""
+
+    def __init__(self, around: Surroundings) -> None:
+        self._etcd, self._keys, self._directory = around.etcd, around.keys, around.directory
+        self._pserver, self._registration, self._offload = around.pserver, around.registration, around.offload
+        self._number = 0
+
+    async def run(self) -> None:
+        """Until cancelled; nothing that goes wrong here ends training."""
+        spec = self._directory.spec
+        assert spec is not None, "the index is claimed only with the spec known"
+        if spec.mode is not Mode.ASYNC or spec.checkpoint_kind != "independent":
+            return
+        last: float | None = None
+        while True:
+            every_s = spec.checkpoint_every_seconds
+            due = last is None or (every_s is not None and clock.monotonic() - last >= every_s)
+            if self._pserver.store is None or not due or not self._is_noted():
+                await asyncio.sleep(LOOK_S if last is None or every_s is None else min(LOOK_S, every_s / 4))
+                continue
+            begin = clock.monotonic()
+            try:
+                await self._save(spec)
+                last = begin
+            except GivenUp as lost:
+                log.info("checkpoint_given_up", index=self._pserver.index, cause=str(lost))
+                await asyncio.sleep(RETRY_S)
+            except (PeerError, LeaseLost) as error:
+                log.warning("etcd_away", index=self._pserver.index, cause=str(error))
+                await asyncio.sleep(ids.jitter(RETRY_S))
+            except OSError as error:
+                self._trouble(spec, error)
+                last = begin
+            except Exception as error:
+                self._trouble(spec, error)
+                log.exception("checkpoint_failed", index=self._pserver.index)
+                last = begin
+
+    def _is_noted(self) -> bool:
+        """Whether the master has counted what was lost, if this pserver came back from a checkpoint: until then that one
+        is needed, and the losses are not in the queue that a new one would hold."""
+        said, state = self._registration.member.restored, self._directory.state
+        if said is None or not said.rejoined:
+            return True
+        return state is not None and state.mends.get(str(self._pserver.index)) == self._pserver.incarnation
+
+    async def _save(self, spec: JobSpec) -> None:
+        """Raises GivenUp, PeerError, LeaseLost, OSError."""
+        store, slots, timeline = self._pserver.store, self._directory.slots, self._pserver.timeline
+        if store is None or slots is None or not store.blocks:
+            raise GivenUp("there are no blocks to save")
+        begin = clock.monotonic()
+        before, revision = await self._before()
+        cut = await async_cut.at(self._etcd, self._keys, 0)
+        if self._pserver.store is not store:
+            raise GivenUp("the parameters were dropped")
+        number = max(self._number, before.kept[0].step if before and before.kept else 0) + 1
+        store.copy_now(StepRecord(version=number, positions=()))
+        snapshot = store.take_snapshot()
+        assert snapshot is not None
+        self._number = number
+        uuid = ids.named_uuid("independent", self._keys.job, self._pserver.incarnation, number)
+        try:
+            part = await self._write(spec, uuid, snapshot, timeline, store.layout.digest)
+            manifest = self._manifest(spec, uuid, part, snapshot, slots, cut)
+        finally:
+            snapshot.release()
+        name: str = await self._offload(writer.write_manifest, spec.storage, manifest)
+        ref = CheckpointRef(uuid=uuid, step=number, timeline=timeline, manifest=name)
+        older = self._older(before)
+        kept = (ref, *older)[: spec.keep_checkpoints]
+        own = OwnCheckpoints(
+            pserver=self._pserver.index,
+            incarnation=self._pserver.incarnation,
+            timestamp=clock.timestamp(),
+            checksum=part.checksum,
+            kept=kept,
+        )
+        key = self._keys.own_checkpoints(self._pserver.index)
+        proofs = [self._registration.held, Compare.mod(key, "==", revision)]
+        if not (await self._etcd.txn(proofs, [Put(key, own.to_bytes())])).succeeded:
+            raise GivenUp(f"pserver {self._pserver.index} is another process now, or its key has moved")
+        self._pserver.checkpoint_error = ""
+        seconds = round(clock.monotonic() - begin, 3)
+        log.info("checkpoint_saved", index=self._pserver.index, number=number, bytes=part.bytes, seconds=seconds)
+        stale = [each.uuid for each in (before.kept if before else ()) if each not in kept]
+        if stale:
+            await self._offload(writer.remove, spec.storage, stale)
+
+    async def _before(self) -> tuple[OwnCheckpoints | None, int]:
+        """What the key says, and its revision (0: there is none)."""
+        found = await self._etcd.get(self._keys.own_checkpoints(self._pserver.index))
+        if found is None:
+            return None, 0
+        return read_record(OwnCheckpoints, found.key, found.value), found.mod_revision
+
+    def _older(self, before: OwnCheckpoints | None) -> tuple[CheckpointRef, ...]:
+        """What may stay: without those that were found damaged, if an older one was loaded."""
+        if before is None:
+            return ()
+        uuids = [ref.uuid for ref in before.kept]
+        loaded = self._pserver.checkpoint
+        if before.incarnation != self._pserver.incarnation and loaded in uuids:
+            return before.kept[uuids.index(loaded) :]
+        return before.kept
+
+    async def _write(self, spec: JobSpec, uuid: str, snapshot: Snapshot, timeline: int, digest: str) -> CheckpointPart:
+        index = self._pserver.index
+        file = f"pserver-{index}.{ids.new_id()}.safetensors"
+        metadata = writer.part_metadata(self._keys.job, uuid, snapshot.version, timeline, index, digest)
+        url = files.join(stored.folder(spec.storage, uuid), file)
+        summary = await self._offload(writer.write_part, url, metadata, snapshot)
+        return CheckpointPart(
+            pserver=index,
+            incarnation=self._pserver.incarnation,
+            step=snapshot.version,
+            timeline=timeline,
+            file=file,
+            checksum=summary.checksum,
+            bytes=summary.bytes,
+            timestamp=clock.timestamp(),
+        )
+
+    def _manifest(
+        self, spec: JobSpec, uuid: str, part: CheckpointPart, snapshot: Snapshot, slots: SlotMap, cut: Cut
+    ) -> Manifest:
+        store = self._pserver.store
+        if store is None:
+            raise GivenUp("the parameters were dropped")
+        return Manifest(
+            job=self._keys.job,
+            uuid=uuid,
+            step=part.step,
+            timeline=part.timeline,
+            term=self._pserver.term,
+            generation=self._pserver.generation,
+            mode=store.mode,
+            lanes=store.lanes,
+            seed=spec.seed,
+            spec_digest=stored.spec_digest(spec),
+            timestamp=part.timestamp,
+            slots=slots,
+            layout=store.layout,
+            record=snapshot.record,
+            parts=(part,),
+            queue=cut.queue,
+        )
+
+    def _trouble(self, spec: JobSpec, error: Exception) -> None:
+        place = files.join(spec.storage, "checkpoints")
+        self._pserver.checkpoint_error = (
+            f"pserver {self._pserver.index} cannot write its checkpoint below {place}: {error}; training goes on and the "
+            "checkpoints before it stay; make room or give the job a storage that can be written"
+        )
+        log.error("checkpoint_failed", message=self._pserver.checkpoint_error)

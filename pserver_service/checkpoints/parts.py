@@ -1,0 +1,191 @@
+"""Parts of checkpoints: each pserver writes its own by itself, whoever sees all parts commits them (commit.py).
+
+version due -> snapshot -> begun, started -> file -> finished part     each write fenced by the own ps/<index>
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from pserver_service.checkpoints import async_cut, writer
+from pserver_service.checkpoints.async_cut import GivenUp
+from pserver_service.checkpoints.commit import Committer, Written
+from pserver_service.checkpoints.storage_trouble import Trouble
+from pserver_service.core.snapshot import Snapshot
+from pserver_service.membership.context import Surroundings
+from shared.checkpoints import stored
+from shared.errors import InvalidArgument, PeerError
+from shared.etcd import Delete, LeaseLost, Operation, Put
+from shared.records import JobSpec
+from shared.records.checkpoints import CheckpointPart, CheckpointStarted
+from shared.runtime import clock, ids, telemetry
+from shared.storage import files
+
+PATIENCE_S = 600.0  # how long etcd may be away before a snapshot is given up
+PAUSE_S = 0.5
+
+T = TypeVar("T")
+log = telemetry.logger("pserver.checkpoints")
+
+
+class Checkpointer:
+    """What blocks is offloaded one thing at a time."""
+
+    def __init__(self, around: Surroundings) -> None:
+        self._etcd, self._keys, self._directory = around.etcd, around.keys, around.directory
+        self._pserver, self._registration, self._offload = around.pserver, around.registration, around.offload
+        self._token = ids.new_id()
+        self._writing = False
+        self.trouble = Trouble(around.pserver, around.registration)
+        self.committer = Committer(around, self.trouble)
+
+    def __repr__(self) -> str:
+        return f"<Checkpointer {self._pserver.index}: {self.committer!r}>"
+
+    @property
+    def busy(self) -> bool:
+        """Whether something waits to be written, is being written, or may still become the latest checkpoint."""
+        waits = self._pserver.store is not None and self._pserver.store.snapshot_waits
+        return self._writing or waits or self.committer.busy
+
+    async def run(self) -> None:
+        """Until cancelled; nothing that goes wrong here ends training."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._write_parts())
+            group.create_task(self.trouble.run())
+            group.create_task(self.committer.run())
+
+    async def _write_parts(self) -> None:
+        while True:
+            store = self._pserver.store
+            snapshot = store.take_snapshot() if store is not None else None
+            if store is None or snapshot is None:
+                self._pserver.snapshot_ready.clear()
+                await self._pserver.snapshot_ready.wait()
+                continue
+            self._writing = True
+            try:
+                await self._write(snapshot)
+            except GivenUp as lost:
+                log.info("part_given_up", index=self._pserver.index, step=snapshot.version, cause=str(lost))
+            except Exception as error:
+                self.trouble.begin("part", self._message(snapshot.version, error))
+                log.exception("part_failed", index=self._pserver.index, step=snapshot.version)
+            finally:
+                self._writing = False
+                snapshot.release()
+
+    async def _write(self, snapshot: Snapshot) -> None:
+        """Raises GivenUp, PeerError."""
+        store, timeline, restored = self._pserver.store, self._pserver.timeline, self._pserver.checkpoint
+        assert store is not None
+        await self._directory.wait_for(lambda seen: seen.slots is not None, PATIENCE_S, "the slot map")
+        slots = self._directory.slots
+        assert slots is not None
+        uuid = stored.checkpoint_uuid(self._keys.job, timeline, slots.version, snapshot.version)
+        cut = (
+            await self._while_away(timeline, lambda: async_cut.read(self._etcd, self._keys, uuid))
+            if snapshot.ledger
+            else None
+        )
+        written = Written(
+            uuid=uuid,
+            timeline=timeline,
+            slots=slots,
+            layout=store.layout,
+            mode=store.mode,
+            lanes=store.lanes,
+            record=snapshot.record,
+            restored=restored,
+            cut=cut,
+            file=f"pserver-{self._pserver.index}.{self._token}.safetensors",
+        )
+        started = CheckpointStarted(step=snapshot.version, timeline=timeline, **self._me)
+        begun = Put(self._keys.checkpoint_begun(written.uuid), started.to_bytes())
+        await self._fenced(timeline, lambda: [begun, self._started(written.uuid, started)])
+        begin = clock.monotonic()
+        try:
+            summary = await self._offload(writer.write_part, self._url(written), self._metadata(written), snapshot)
+        except (OSError, InvalidArgument) as error:
+            self._check(timeline)
+            message = self._message(snapshot.version, error)
+            self.trouble.begin("part", message)
+            failed = started.model_copy(update={"error": message})
+            await self._fenced(timeline, lambda: [self._started(written.uuid, failed)])
+            return
+        snapshot.release()
+        self.trouble.end("part")
+        seconds = round(clock.monotonic() - begin, 3)
+        log.info("part_written", step=snapshot.version, bytes=summary.bytes, seconds=seconds, skipped=store.skipped)
+        part = CheckpointPart(
+            step=snapshot.version,
+            timeline=timeline,
+            file=written.file,
+            checksum=summary.checksum,
+            bytes=summary.bytes,
+            timestamp=clock.timestamp(),
+            **self._me,
+        )
+        self.committer.add(written)
+        await self._fenced(
+            timeline,
+            lambda: [
+                Put(self._keys.checkpoint_part(written.uuid, part.pserver), part.to_bytes()),
+                Delete(self._keys.checkpoint_started(written.uuid, part.pserver)),
+            ],
+        )
+
+    @property
+    def _me(self) -> dict[str, Any]:
+        return {"pserver": self._pserver.index, "incarnation": self._pserver.incarnation}
+
+    def _url(self, written: Written) -> str:
+        return files.join(stored.folder(self._spec.storage, written.uuid), written.file)
+
+    def _metadata(self, written: Written) -> dict[str, str]:
+        version, digest = written.record.version, written.layout.digest
+        return writer.part_metadata(
+            self._keys.job, written.uuid, version, written.timeline, self._pserver.index, digest
+        )
+
+    def _started(self, uuid: str, started: CheckpointStarted) -> Put:
+        key = self._keys.checkpoint_started(uuid, started.pserver)
+        return Put(key, started.to_bytes(), self._registration.lease.id)
+
+    async def _fenced(self, timeline: int, operations: Callable[[], Sequence[Operation]]) -> None:
+        """Do it once the index is proven held; repeated while etcd is away. Raises GivenUp, PeerError."""
+        # the same values again: what is unknown may be repeated
+        done = await self._while_away(timeline, lambda: self._etcd.txn([self._registration.held], operations()))
+        if not done.succeeded:
+            raise GivenUp(f"pserver {self._pserver.index} is another process now")
+
+    async def _while_away(self, timeline: int, call: Callable[[], Awaitable[T]]) -> T:
+        """`await call()`, again while etcd is away. Raises GivenUp, PeerError."""
+        deadline = clock.monotonic() + PATIENCE_S
+        while True:
+            self._check(timeline)
+            try:
+                return await call()
+            except (PeerError, LeaseLost) as error:
+                if clock.monotonic() > deadline:
+                    raise
+                log.warning("etcd_away", index=self._pserver.index, cause=str(error))
+                await asyncio.sleep(ids.jitter(PAUSE_S))
+
+    def _check(self, timeline: int) -> None:
+        if self._pserver.timeline != timeline or self._pserver.store is None:
+            raise GivenUp(f"the job left timeline {timeline}")
+
+    def _message(self, step: int, error: Exception) -> str:
+        place = files.join(self._spec.storage, "checkpoints")
+        return (
+            f"pserver {self._pserver.index} cannot write its part of the checkpoint of step {step} below {place}: {error}; "
+            "training goes on and the checkpoints before it stay; make room or give the job a storage that can be written"
+        )
+
+    @property
+    def _spec(self) -> JobSpec:
+        assert self._directory.spec is not None, "the index is claimed only with the spec known"
+        return self._directory.spec

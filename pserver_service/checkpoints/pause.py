@@ -1,0 +1,62 @@
+"""A paused checkpoint at one pserver: everybody stands still, so all blocks are copied at one instant, and training goes on.
+
+CHECKPOINTING, cut -> older pushes are stale -> copy -> said in ps/<index> -> written in the background (checkpoints.py)
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from pserver_service.membership.index import Registration
+from pserver_service.pserver import Pserver
+from shared.errors import PeerError
+from shared.etcd import LeaseLost
+from shared.membership.directory import Directory
+from shared.records import JobState, Phase
+from shared.records.pauses import Saving
+from shared.runtime import clock, ids, telemetry
+from shared.wire.messages import StepRecord
+
+LOOK_S = 5.0
+PAUSE_S = 0.2
+
+log = telemetry.logger("pserver.pauses")
+
+
+class Pauses:
+    def __init__(self, directory: Directory, pserver: Pserver, registration: Registration) -> None:
+        self._directory = directory
+        self._pserver = pserver
+        self._registration = registration
+        self._answered = ""
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            revision, state = self._directory.revision, self._directory.state
+            saving = self._due(state)
+            if state is not None and saving is not None:
+                await self._copy(state, saving)
+                continue
+            await self._directory.changed(revision, LOOK_S)
+
+    def _due(self, state: JobState | None) -> Saving | None:
+        """What is to be copied and was not yet."""
+        if state is None or state.phase is not Phase.CHECKPOINTING or state.saving is None or not state.saving.cut:
+            return None
+        ready = self._pserver.store is not None and self._pserver.timeline == state.timeline
+        return state.saving if ready and self._answered != state.saving.uuid else None
+
+    async def _copy(self, state: JobState, saving: Saving) -> None:
+        self._answered = saving.uuid
+        begin = clock.monotonic()
+        self._pserver.copy_now(StepRecord(version=saving.step, positions=()), state.generation)
+        log.info("copied", index=self._pserver.index, step=saving.step, seconds=round(clock.monotonic() - begin, 3))
+        while self._directory.state is not None and self._directory.state.saving == saving:
+            try:
+                await self._registration.tell(copied=saving.uuid)
+            except (PeerError, LeaseLost) as error:
+                log.warning("etcd_away", index=self._pserver.index, cause=str(error))
+                await asyncio.sleep(ids.jitter(PAUSE_S))
+            else:
+                return

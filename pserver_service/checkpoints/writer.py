@@ -1,0 +1,211 @@
+"""Parts of checkpoints on storage: what a background thread does while training goes on. Everything here blocks.
+
+Snapshot -> pserver-<i>.<token>.safetensors        parts of any number of pservers -> Store
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+
+from pserver_service.core.ledger import Ledger
+from pserver_service.core.snapshot import Schedule, Snapshot
+from pserver_service.core.store import Store
+from shared.blocks.buffers import Buffer, BufferPool, bytes_of
+from shared.checkpoints import stored
+from shared.errors import BadFrame, CheckpointUnusable
+from shared.records import Mode, SlotMap, saved_ledger
+from shared.records.checkpoints import CheckpointPart, CheckpointRef, Manifest
+from shared.records.saved_ledger import SavedLedger
+from shared.slots import Block, slot_of
+from shared.storage import files, tensor_file
+from shared.storage.tensor_file import Entry, Summary
+from shared.wire.messages import InitHeader
+from shared.wire.narrow import DTYPES
+
+LEDGER = "ledger"
+Offload = Callable[..., Awaitable[Any]]
+"""`await offload(function, *arguments)`: run it where blocking does no harm."""
+
+
+def write_part(
+    url: str, metadata: Mapping[str, str], snapshot: Snapshot, *, rest: Callable[[], None] = lambda: None
+) -> Summary:
+    """All tensors of a snapshot, and its ledger; `rest` is called between chunks. Raises OSError."""
+    tensors = []
+    if snapshot.ledger is not None:
+        metadata = {**metadata, LEDGER: saved_ledger.to_text(snapshot.ledger, snapshot.blocks)}
+    for name, saved in snapshot.tensors.items():
+        dtype = str(saved.buffer.tensor.dtype).removeprefix("torch.")
+        tensors.append((Entry(name, dtype, saved.shape), saved.buffer.view))
+    return tensor_file.write(url, metadata, tensors, rest)
+
+
+def part_metadata(job: str, uuid: str, version: int, timeline: int, index: int, digest: str) -> dict[str, str]:
+    """What a part says of itself, for people and other programs; `digest`: of the job's layout."""
+    return {
+        "format": "pt",
+        "job": job,
+        "uuid": uuid,
+        "step": str(version),
+        "timeline": str(timeline),
+        "pserver": str(index),
+        "digest": digest,
+    }
+
+
+def write_manifest(storage_url: str, manifest: Manifest) -> str:
+    """Its name. Raises OSError."""
+    content = manifest.to_bytes()
+    name = stored.manifest_name(content)
+    files.write_bytes(files.join(stored.folder(storage_url, manifest.uuid), name), content)
+    return name
+
+
+def remove(storage_url: str, uuids: Iterable[str]) -> None:
+    """Delete the files of these checkpoints. Raises OSError."""
+    for uuid in uuids:
+        files.remove_tree(stored.folder(storage_url, uuid))
+
+
+def load(
+    storage_url: str,
+    job: str,
+    digest: str,
+    ref: CheckpointRef,
+    index: int,
+    slots: SlotMap,
+    schedule: Schedule | None,
+    pool: BufferPool | None = None,
+) -> tuple[Store, dict[str, int]]:
+    """A store of the blocks that `slots` gives to pserver `index`, from whatever parts hold them (all that are needed are
+    read whole and checked); and of each task that was open at an asynchronous checkpoint how many minibatches all blocks
+    have (-1: all). `digest`: of the job's layout.
+
+    Raises CheckpointUnusable, OSError.
+    """
+    manifest = _read_manifest(storage_url, job, digest, ref)
+    store = _load(storage_url, manifest, ref, index, slots, schedule, pool)
+    open_tasks = stored.open_tasks(manifest) if manifest.mode is Mode.ASYNC else {}
+    positions = store.ledger.positions(open_tasks) if open_tasks else {}
+    return store, {str(task): minibatches for task, minibatches in positions.items()}
+
+
+def _read_manifest(storage_url: str, job: str, digest: str, ref: CheckpointRef) -> Manifest:
+    manifest = stored.read_manifest(storage_url, job, ref)
+    if manifest.layout.digest != digest:
+        msg = (
+            f"checkpoint {ref.uuid} is of model {manifest.layout.digest[:12]}, the job's model is {digest[:12]}: "
+            "names, shapes or dtypes of its parameters differ"
+        )
+        raise CheckpointUnusable(msg, hint="go on with the script the checkpoint was made with, or start a new job")
+    return manifest
+
+
+def _load(
+    storage_url: str,
+    manifest: Manifest,
+    ref: CheckpointRef,
+    index: int,
+    slots: SlotMap,
+    schedule: Schedule | None,
+    pool: BufferPool | None,
+) -> Store:
+    store = Store(_header(manifest, index), schedule, pool)
+    wanted = _wanted(manifest, store, index, slots)
+    parts = {part.pserver: part for part in manifest.parts}
+    ledgers: dict[int, tuple[SavedLedger, int]] = {}
+    for owner, blocks in sorted(wanted.items()):
+        if owner not in parts:
+            _lacks(ref, f"part of pserver {owner}")
+        summary = _load_part(storage_url, ref, parts[owner], blocks, store)
+        if manifest.mode is Mode.ASYNC:
+            ledgers |= _ledger(ref, summary)
+    store.seal()
+    if manifest.mode is Mode.ASYNC:
+        if missing := [number for number in store.blocks if number not in ledgers]:
+            _lacks(ref, f"ledger of blocks {missing[:4]}")
+        store.ledger = Ledger.loaded([ledgers[number] for number in store.blocks])
+    return store
+
+
+def _ledger(ref: CheckpointRef, summary: Summary) -> dict[int, tuple[SavedLedger, int]]:
+    """Block -> the ledger of its part, and its position there."""
+    try:
+        ledger, blocks = saved_ledger.from_text(summary.metadata.get(LEDGER, ""))
+    except BadFrame as error:
+        _lacks(ref, f"ledger of its part: {error.message}")
+    return {number: (ledger, position) for position, number in enumerate(blocks)}
+
+
+def _header(manifest: Manifest, index: int) -> InitHeader:
+    return InitHeader(
+        job=manifest.job,
+        generation=manifest.timeline,
+        mode=manifest.mode,
+        lanes=manifest.lanes,
+        layout=manifest.layout,
+        pserver=index,
+        record=manifest.record,
+    )
+
+
+def _wanted(manifest: Manifest, store: Store, index: int, slots: SlotMap) -> dict[int, dict[int, Block]]:
+    """Writer of the part -> the blocks in it that are pserver `index`'s now."""
+    wanted: dict[int, dict[int, Block]] = defaultdict(dict)
+    for number in range(store.geometry.blocks):
+        slot = slot_of(number, manifest.layout.slot_count)
+        block = store.geometry.block(number)
+        if slots.owners[slot] == index and block is not None:
+            wanted[manifest.slots.owners[slot]][number] = block
+    return wanted
+
+
+@dataclass(slots=True)
+class _Loading:
+    """One block on its way from a part."""
+
+    place: Block
+    values: Buffer | None = None
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def _load_part(
+    storage_url: str, ref: CheckpointRef, part: CheckpointPart, blocks: Mapping[int, Block], store: Store
+) -> Summary:
+    loading = {number: _Loading(block) for number, block in blocks.items()}
+
+    def sink(entry: Entry) -> memoryview | None:
+        _, number, name = [*entry.name.split(".", 2), "", ""][:3]
+        item = loading.get(int(number)) if number.isdecimal() else None
+        if item is None:
+            return None
+        if not name:
+            if entry.dtype != item.place.dtype or entry.shape != (item.place.elements,):
+                _lacks(
+                    ref,
+                    f"block {number} of {item.place.elements} {item.place.dtype}: it has {entry.shape} {entry.dtype}",
+                )
+            item.values = store.pool.take(entry.dtype, item.place.elements)
+            return item.values.view
+        if entry.shape not in ((), (item.place.elements,)):
+            _lacks(ref, f"{name} of block {number} for {item.place.elements} elements: it has {entry.shape}")
+        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        item.state[name] = tensor
+        return bytes_of(tensor.reshape(-1))
+
+    summary = stored.read_part(storage_url, ref, part, sink)
+    for number, item in sorted(loading.items()):
+        if item.values is None:
+            _lacks(ref, f"block {number} in {part.file}")
+        store.place_block(number, item.values, item.state)
+    return summary
+
+
+def _lacks(ref: CheckpointRef, what: str) -> NoReturn:
+    msg = f"checkpoint {ref.uuid} (step {ref.step}) cannot be used: it lacks {what}"
+    raise CheckpointUnusable(msg, hint="the one before it is taken if there is one", uuid=ref.uuid)

@@ -1,0 +1,169 @@
+"""A push and a pull in progress: what has come is taken, what is there is given; they never wait themselves.
+
+Pushing   apply(block, payload) ... --> answer()          Pulling   next() --> block | end | None: nothing yet
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from pserver_service.core.blocks import Verdict
+from pserver_service.core.store import Store
+from shared.blocks.buffers import Buffer
+from shared.errors import StepTorn
+from shared.records import Mode
+from shared.records.job_spec import Narrow
+from shared.wire.messages import (
+    PullEnd,
+    PullRequest,
+    PushAnswer,
+    PushBlock,
+    PushHeader,
+    Refusal,
+    StepRecord,
+)
+
+if TYPE_CHECKING:
+    from pserver_service.pserver import Pserver
+
+Payload = bytes | bytearray | memoryview
+
+
+class Pushing:
+    """An admitted push; blocks that were applied stay applied, whatever becomes of the rest."""
+
+    def __init__(self, pserver: Pserver, store: Store, header: PushHeader) -> None:
+        self._pserver, self._store, self._header = pserver, store, header
+        try:
+            self._push = store.admit(header)
+        except StepTorn as error:
+            pserver.tear(error.message)
+            raise
+        self._applied = self._duplicate = 0
+        self._refused: list[Refusal] = []
+
+    def __repr__(self) -> str:
+        return f"<Pushing {self._applied} applied, {self._duplicate} duplicate, {len(self._refused)} refused>"
+
+    def apply(self, item: PushBlock, payload: Payload, memory: Buffer | None = None) -> None:
+        """The payload is borrowed for the call; a writable one may be overwritten. `memory`: the buffer at whose start it lies;
+        it is retained if the payload has to wait for others."""
+        pserver, counters = self._pserver, self._pserver.counters
+        view = memoryview(payload).cast("B")
+        stale = pserver.is_stale(self._header.generation)
+        verdict = Verdict.STALE_GENERATION if stale else self._taken(item, view, memory)
+        if verdict is Verdict.APPLIED:
+            self._applied += 1
+            counters.blocks_applied += 1
+        elif verdict is Verdict.DUPLICATE:
+            self._duplicate += 1
+            counters.blocks_duplicate += 1
+        else:
+            state = self._store.blocks.get(item.block)
+            version = state.version if state else 0
+            why = self._store.misfit(item, view.nbytes) if verdict is Verdict.LAYOUT_MISMATCH else ""
+            self._refused.append(
+                Refusal(block=item.block, lanes=item.lanes, code=verdict, version=version, message=why)
+            )
+            counters.blocks_refused += 1
+
+    def answer(self) -> PushAnswer:
+        return PushAnswer(
+            applied=self._applied,
+            duplicate=self._duplicate,
+            refused=tuple(self._refused),
+            generation=self._pserver.generation,
+        )
+
+    def _taken(self, item: PushBlock, view: memoryview, memory: Buffer | None) -> Verdict:
+        store = self._store
+        state = store.blocks.get(item.block)
+        self._pserver.counters.bytes_pushed += view.nbytes
+        before = state.version if state else 0
+        verdict = store.apply(self._push, item, view, memory)
+        if state is not None and state.version != before:
+            self._pserver.stepped(item.block, state.version)
+        return verdict
+
+
+class Pulling:
+    """`arrived` is called when `next` has something again after it had nothing. Close it."""
+
+    def __init__(
+        self, pserver: Pserver, store: Store, request: PullRequest, deadline: float, arrived: Callable[[], None]
+    ) -> None:
+        self.deadline = deadline
+        self._pserver, self._store, self._arrived = pserver, store, arrived
+        self._version, self._dtype = request.version, request.dtype
+        self._due = deque(request.blocks)
+        self._missing: set[int] = set()
+        self._lowest = store.highest
+        self._record: StepRecord | None = None
+
+    def __repr__(self) -> str:
+        return f"<Pulling version {self._version}: {len(self._due)} due, {len(self._missing)} missing>"
+
+    def next(self) -> tuple[int, int, Buffer] | PullEnd | None:
+        """A block, its version and its values (retained: release them when they are out), the end, or None: not yet."""
+        store, wanted = self._store, self._version
+        if self._pserver.store is not store:
+            return PullEnd(code="NOT_READY", message="the job is being rolled back")
+        while self._due:
+            number = self._due.popleft()
+            found = store.pull(number, wanted)
+            if found is Verdict.TOO_EARLY:
+                self._missing.add(number)
+                continue
+            if not isinstance(found, Buffer):
+                held = store.blocks[number].version
+                return PullEnd(
+                    code="GONE", message=f"block {number} is at version {held}, {wanted} was asked: join again"
+                )
+            version = store.blocks[number].version if wanted is None else wanted
+            self._lowest = min(self._lowest, version)
+            # it may be forgotten while blocks are on their way
+            self._record = self._record or store.history.record(version)
+            try:
+                narrow = self.narrow(number)
+                sent = found.narrowed(narrow) if narrow else found.retain()
+            except OverflowError as error:
+                return PullEnd(code="OVERFLOW", message=f"a parameter in block {number}: {error}")
+            self._pserver.counters.bytes_pulled += sent.view.nbytes
+            return number, version, sent
+        if self._missing:
+            return None
+        version = self._lowest if wanted is None else wanted
+        record = self._record
+        if record is None or record.version != version:
+            record = store.history.record(version)
+        return PullEnd(code="OK", record=record if store.mode is Mode.SYNC else None)
+
+    def narrow(self, number: int) -> Narrow | None:
+        """The dtype that a block's values are cast to on their way, if they are."""
+        return self._dtype if self._store.blocks[number].narrows else None
+
+    def stepped(self, number: int, version: int) -> None:
+        """A block has reached a version."""
+        if version == self._version and number in self._missing:
+            self._missing.remove(number)
+            self._due.append(number)
+            self.wake()
+
+    def wake(self) -> None:
+        """`next` has something to say."""
+        self._arrived()
+
+    def too_early(self) -> PullEnd:
+        """The end of a pull that waited until its deadline."""
+        number = min(self._missing)
+        held = self._store.blocks[number].version
+        return PullEnd(
+            code="TOO_EARLY",
+            message=f"{len(self._missing)} blocks have not reached version {self._version} (block {number} is at {held}): ask again",
+        )
+
+    def close(self) -> None:
+        self._missing.clear()
+        self._pserver.forget(self)

@@ -1,0 +1,163 @@
+"""The data plane as plain requests (codec.md): decode -> Pserver -> encode, no decision.
+
+POST /v1/init  /v1/push   header, blocks, end  ->  PushAnswer map
+POST /v1/pull             PullRequest map      ->  header, blocks as they arrive, end
+POST /v1/ledger           LedgerQuery map      ->  LedgerAnswer map
+GET  /v1/info                                  ->  PserverInfo map (JSON if the caller accepts only that)
+
+GET  /v1/stream, Upgrade: trireme-frames/1     ->  101, pushes and pulls as frames (shared/wire/stream.py)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from pserver_service.core.geometry import MAX_BLOCK_BYTES, MAX_BLOCKS
+from pserver_service.data_plane.fair_turns import Turns
+from pserver_service.data_plane.http_frames import Incoming, Patience, write_block
+from pserver_service.data_plane.stream import PserverStream
+from pserver_service.pserver import Pserver
+from shared.errors import BadFrame
+from shared.records import Record
+from shared.wire import codec
+from shared.wire.messages import (
+    PROTOCOL_VERSION,
+    InitBlock,
+    InitHeader,
+    LedgerQuery,
+    PullEnd,
+    PullRequest,
+    PushBlock,
+    PushHeader,
+)
+from shared.wire.stream import PATH, UPGRADE
+
+PSERVER = web.AppKey("pserver", Pserver)
+PATIENCE = web.AppKey("patience", Patience)
+MESSAGE_BYTES = 16 << 20  # of a message without blocks: a pull names its blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """Those open now, and who of them is to work."""
+
+    open: set[PserverStream] = field(default_factory=set)
+    turns: Turns = field(default_factory=Turns)
+
+
+STREAMS = web.AppKey("streams", Streams)
+routes = web.RouteTableDef()
+
+
+@routes.get("/v1/info")
+async def info(request: web.Request) -> web.Response:
+    answer = await request.app[PSERVER].info()
+    if request.headers.get("Accept", "").startswith("application/json"):
+        return web.json_response(text=answer.model_dump_json(exclude_none=True))
+    return _message(answer)
+
+
+@routes.post("/v1/init")
+async def init(request: web.Request) -> web.Response:
+    body = Incoming(request.content, InitHeader, InitBlock, request.app[PATIENCE])
+    header = await body.open()
+    limits = codec.Limits(payload_bytes=min(header.layout.block_bytes, MAX_BLOCK_BYTES), blocks=MAX_BLOCKS)
+    await request.app[PSERVER].init(header, body.blocks(limits))
+    return _message(await request.app[PSERVER].info())
+
+
+@routes.post("/v1/push")
+async def push(request: web.Request) -> web.Response:
+    pserver = request.app[PSERVER]
+    body = Incoming(request.content, PushHeader, PushBlock, request.app[PATIENCE])
+    header = await body.open()
+    with pserver.receiving(header) as (memory, blocks):
+        limits = codec.Limits(payload_bytes=memory.nbytes, blocks=blocks)
+        return _message(await pserver.push(header, body.blocks(limits, memory)))
+
+
+@routes.post("/v1/pull")
+async def pull(request: web.Request) -> web.StreamResponse:
+    pserver, stall_s = request.app[PSERVER], request.app[PATIENCE].stall_s
+    wanted = codec.read(PullRequest, await _body(request))
+    async with aclosing(pserver.pull(wanted)) as answer:
+        found = await anext(
+            answer
+        )  # what is wrong with the request as a whole is raised here, before the status is sent
+        response = web.StreamResponse(headers={"Content-Type": codec.CONTENT_TYPE})
+        assert request.transport is not None
+        request.transport.set_write_buffer_limits(
+            high=0
+        )  # `write` returns when the kernel has it all: buffers are reused
+        await response.prepare(request)
+        opening = {"protocol": PROTOCOL_VERSION, "job": pserver.job, "generation": pserver.generation}
+        await response.write(codec.encode(opening))
+        try:
+            while not isinstance(found, PullEnd):
+                item, payload = found
+                async with asyncio.timeout(stall_s):
+                    await write_block(response, codec.encode_block(item, payload.nbytes), payload)
+                found = await anext(answer)
+            async with asyncio.timeout(stall_s):
+                await response.write(codec.encode_end(found))
+                await response.write_eof()
+        except BaseException:
+            if request.transport is not None:
+                request.transport.abort()  # drop what is queued, it lies in memory that is given back now
+            raise
+    return response
+
+
+@routes.post("/v1/ledger")
+async def ledger(request: web.Request) -> web.Response:
+    query = codec.read(LedgerQuery, await _body(request))
+    return _message(await request.app[PSERVER].ledger(query))
+
+
+@routes.get(PATH)
+async def stream(request: web.Request) -> web.StreamResponse:
+    """Hands the connection over to a PserverStream and stays until that is over."""
+    if request.headers.get("Upgrade", "").lower() != UPGRADE:
+        msg = f"{PATH} needs the header 'Upgrade: {UPGRADE}', not {request.headers.get('Upgrade', '')[:40]!r}"
+        return web.Response(body=codec.encode(BadFrame(msg).to_map()), status=426, headers={"Upgrade": UPGRADE})
+    response = web.StreamResponse(status=101, headers={"Upgrade": UPGRADE, "Connection": "Upgrade"})
+    await response.prepare(request)
+    transport, handler = request.transport, request.protocol
+    if transport is None:
+        return response
+    over = asyncio.get_running_loop().create_future()
+
+    def lost() -> None:
+        handler.connection_lost(None)  # aiohttp forgets the connection
+        if not over.done():
+            over.set_result(None)
+
+    patience, streams = request.app[PATIENCE], request.app[STREAMS]
+    upgraded = PserverStream(request.app[PSERVER], streams.turns, patience.stall_s, patience.idle_s, lost)
+    upgraded.take_over(transport)
+    streams.open.add(upgraded)
+    try:
+        await over
+    finally:
+        streams.open.discard(upgraded)
+        upgraded.abort()
+    return response
+
+
+async def close_streams(app: web.Application) -> None:
+    for upgraded in tuple(app[STREAMS].open):
+        upgraded.abort()
+
+
+def _message(record: Record) -> web.Response:
+    return web.Response(body=codec.encode(record), content_type=codec.CONTENT_TYPE)
+
+
+async def _body(request: web.Request) -> codec.Fields:
+    """A message without blocks. Raises BadFrame, TooLarge, DeadlineExceeded."""
+    body = Incoming(request.content, Record, Record, request.app[PATIENCE])
+    return codec.decode(await body.whole(MESSAGE_BYTES), MESSAGE_BYTES)

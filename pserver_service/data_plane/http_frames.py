@@ -1,0 +1,105 @@
+"""Bodies of the data plane over aiohttp: frames in with bounds and a stall limit, blocks out straight from their memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Generic, TypeVar
+
+from aiohttp import StreamReader, web
+
+from shared.errors import BadFrame, DeadlineExceeded, TooLarge
+from shared.records import Record
+from shared.wire import codec
+
+Header = TypeVar("Header", bound=Record)
+Item = TypeVar("Item", bound=Record)
+SLICE_BYTES = 256 << 10  # written at once: large enough to be cheap, small enough to share the loop
+SMALL_BYTES = (
+    64 << 10
+)  # aiohttp waits for the peer only after so many bytes; less is copied, so the buffer is free at once
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a peer may be silent: inside a message (`stall_s`), and between two blocks, where it computes (`idle_s`)."""
+
+    stall_s: float
+    idle_s: float
+
+
+class Incoming(Generic[Header, Item]):
+    """A request's body: `open()` gives its header, then `blocks()` the blocks."""
+
+    def __init__(self, content: StreamReader, header: type[Header], item: type[Item], patience: Patience) -> None:
+        self._content = content
+        self._header_kind, self._item_kind = header, item
+        self._patience = patience
+        self._memory: memoryview | None = None
+        self._item: Item | None = None
+        self._decoder = codec.Decoder(codec.Limits(payload_bytes=0, blocks=0), self._place)
+        self._events = self._read()
+
+    async def open(self) -> Header:
+        """Raises BadFrame, TooLarge, DeadlineExceeded."""
+        event = await anext(self._events, None)
+        if not isinstance(event, codec.Opened):
+            msg = "the body is empty: expected the message's header map"
+            raise BadFrame(msg)
+        return codec.read(self._header_kind, event.header)
+
+    async def blocks(
+        self, limits: codec.Limits, memory: memoryview | None = None
+    ) -> AsyncIterator[tuple[Item, memoryview]]:
+        """Until the end map. Payloads lie in `memory` (of `limits.payload_bytes`), each until the next is asked for, or in
+        memory of their own. Raises BadFrame, TooLarge, DeadlineExceeded; what was yielded before was whole."""
+        self._decoder.limits, self._memory = limits, memory
+        async for event in self._events:
+            if isinstance(event, codec.Filled):
+                assert self._item is not None
+                yield self._item, event.payload
+
+    async def whole(self, limit: int) -> bytes:
+        """The body as one message without blocks. Raises TooLarge, DeadlineExceeded."""
+        body = bytearray()
+        while chunk := await self._chunk():
+            body += chunk
+            if len(body) > limit:
+                msg = f"a message of more than {limit} bytes"
+                raise TooLarge(msg)
+        return bytes(body)
+
+    def _place(self, header: codec.Fields, size: int) -> memoryview:
+        self._item = codec.read(self._item_kind, header)
+        return memoryview(bytearray(size)) if self._memory is None else self._memory[:size]
+
+    async def _read(self) -> AsyncGenerator[codec.Event, None]:
+        while chunk := await self._chunk():
+            for event in self._decoder.feed(chunk):
+                yield event
+        self._decoder.finish()
+
+    async def _chunk(self) -> bytes:
+        """The next bytes, empty at the end."""
+        limit_s = self._patience.idle_s if self._decoder.between_blocks else self._patience.stall_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._content.readany()
+        except TimeoutError as error:
+            msg = f"no byte of the body came for {limit_s:g} s; {self._decoder.blocks} blocks were read"
+            raise DeadlineExceeded(msg) from error
+
+
+async def write_block(response: web.StreamResponse, prefix: bytes, payload: memoryview) -> None:
+    """Send one block. On return `payload` is no longer referred to by the transport (its write buffer limit is 0)."""
+    size = payload.nbytes
+    if size <= SMALL_BYTES:
+        await response.write(prefix + bytes(payload))
+        return
+    await response.write(prefix)
+    slices = max(1, size // SLICE_BYTES)
+    cuts = [size * index // slices for index in range(slices + 1)]
+    for first, last in pairwise(cuts):
+        await response.write(payload[first:last])

@@ -1,0 +1,97 @@
+"""The HTTP server of one pserver: routes around a `Pserver`, on TCP and, if asked, a UNIX socket."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiohttp import web
+
+from pserver_service.data_plane import health, http
+from pserver_service.data_plane.guard import guard
+from pserver_service.data_plane.http_frames import Patience
+from pserver_service.pserver import Pserver
+from shared.errors import CallerError
+
+READ_BUFFER_BYTES = 1 << 20
+KEEP_ALIVE_S = 3600.0  # trainers keep their connection while they compute
+SHUTDOWN_S = 2.0
+SOCKET_PATH_BYTES = 107  # a kernel's limit
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """`port`: the one really bound."""
+
+    port: int
+    uds: str = ""
+
+
+def make_app(pserver: Pserver, *, token: str = "", stall_s: float = 30.0, idle_s: float = 900.0) -> web.Application:
+    app = web.Application(middlewares=[guard(token)])
+    app[http.PSERVER] = pserver
+    app[http.PATIENCE] = Patience(stall_s, idle_s)
+    app[http.STREAMS] = http.Streams()
+    app.on_shutdown.append(http.close_streams)
+    app.add_routes(http.routes)
+    app.add_routes(health.routes)
+    return app
+
+
+@asynccontextmanager
+async def serving(app: web.Application, host: str, port: int, uds: str = "") -> AsyncIterator[Listening]:
+    """Serve until the block ends, the socket `uds` to our own user only. Raises CallerError if the port is taken."""
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,  # a pull of a trainer that is gone stops waiting
+        access_log=None,
+        keepalive_timeout=KEEP_ALIVE_S,
+        shutdown_timeout=SHUTDOWN_S,
+        read_bufsize=READ_BUFFER_BYTES,
+    )
+    await runner.setup()
+    try:
+        listener = _bind(host, port)
+        await web.SockSite(runner, listener).start()
+        if uds:
+            await web.SockSite(runner, _bind_path(uds)).start()
+        yield Listening(port=listener.getsockname()[1], uds=uds)
+    finally:
+        await runner.cleanup()
+        if uds:
+            Path(uds).unlink(missing_ok=True)  # noqa: ASYNC240
+
+
+def socket_path(uds: str, incarnation: str) -> str:
+    """The socket that TRIREME_UDS asks for. In a folder each process has a name of its own: whoever reaches one reaches the
+    incarnation that it means, never a successor."""
+    return str(Path(uds) / f"{incarnation}.sock") if uds and Path(uds).is_dir() else uds
+
+
+def _bind_path(uds: str) -> socket.socket:
+    if len(os.fsencode(uds)) > SOCKET_PATH_BYTES:
+        msg = f"the UNIX socket {uds} has a path of {len(os.fsencode(uds))} bytes, at most {SOCKET_PATH_BYTES} are possible; choose a shorter TRIREME_UDS"
+        raise CallerError(msg)
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        Path(uds).unlink(missing_ok=True)  # left behind by a killed process
+        listener.bind(uds)
+        Path(uds).chmod(0o600)  # before it listens: nobody else can have connected
+    except OSError as error:
+        listener.close()
+        msg = f"cannot listen on the UNIX socket {uds}: {error.strerror}; choose another TRIREME_UDS"
+        raise CallerError(msg) from error
+    return listener
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        msg = f"cannot listen on {host} port {port}: {error.strerror}; choose another TRIREME_HOST or TRIREME_PORT"
+        raise CallerError(msg) from error

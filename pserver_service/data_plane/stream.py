@@ -1,0 +1,351 @@
+"""The pserver's end of upgraded streams (shared/wire/stream.py): frames straight into a Pserver, without a task per call.
+
+push block: kernel -> receive buffer, or the trainer's memory -> applied -> pulls that wait for it are served, while it is in the cache
+pull block: values retained -> transport -> released when the kernel has them, or lent -> released when they were taken
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from pserver_service.data_plane.calls import Pulling, Pushing
+from pserver_service.data_plane.fair_turns import Turns
+from pserver_service.data_plane.memory import Sharing
+from pserver_service.pserver import Pserver
+from shared.blocks.buffers import Buffer
+from shared.errors import BadFrame, DeadlineExceeded, TooLarge, TriremeError
+from shared.runtime import clock, telemetry
+from shared.wire import codec
+from shared.wire.lending import NOTHING, Place, place_in
+from shared.wire.messages import PullEnd, PullRequest, PushBlock, PushHeader
+from shared.wire.shared_memory import peer_of
+from shared.wire.stream import BURST_BYTES, HEAD_COST_BYTES, FrameStream
+
+HEADER_BYTES = 16 << 20  # of a pull that names its blocks
+MAX_CALLS = 64  # at once on one connection
+MAX_AHEAD = 4096  # references read on one connection whose payloads were not applied yet
+UNUSED_S = 3600.0  # for a connection without a call: trainers keep theirs while they compute
+
+log = telemetry.logger("pserver.stream")
+
+
+@lru_cache(maxsize=codec.KNOWN_HEADERS)
+def _head(number: int, block: int, dtype: str | None, size: int, at: Place | None = None) -> bytes:
+    """What precedes a block that a pull gets; the same in every step."""
+    fields: codec.Fields = {"id": number, "block": block}
+    return codec.encode_block(fields | ({"dtype": dtype} if dtype else {}) | ({"at": at} if at else {}), size)
+
+
+@dataclass(slots=True)
+class _Push:
+    """`pushing` None: refused, the rest of it is skipped. `memory`: where one block is received. `ahead`: blocks that it
+    refers to which were not applied yet; `ended`: no more will come."""
+
+    number: int
+    pushing: Pushing | None = None
+    memory: Buffer | None = None
+    blocks_left: int = 0
+    ahead: int = 0
+    ended: bool = False
+
+    def close(self) -> None:
+        if self.memory is not None:
+            self.memory.release()
+            self.memory = None
+
+
+@dataclass(slots=True)
+class _Pull:
+    pulling: Pulling
+    expiry: asyncio.TimerHandle
+    queued: bool = True
+    expired: bool = False
+
+
+class PserverStream(FrameStream):
+    """`turns`: of all streams of the pserver. `stall_s`, `idle_s`: see routes.frames.Patience. `over` is called when the
+    connection is lost."""
+
+    def __init__(self, pserver: Pserver, turns: Turns, stall_s: float, idle_s: float, over: Callable[[], None]) -> None:
+        super().__init__(codec.Limits(payload_bytes=1 << 32, blocks=0, header_bytes=HEADER_BYTES))
+        self._pserver, self._turns, self._lost = pserver, turns, over
+        self._stall_s, self._idle_s = stall_s, idle_s
+        self._pushes: dict[int, _Push] = {}
+        self._pulls: dict[int, _Pull] = {}
+        self._due: deque[int] = deque()  # pulls that have something to send
+        self._sent: list[Buffer] = []  # values the transport may still refer to
+        self._item: PushBlock | None = None
+        self._push: _Push | None = None  # the one that the payload belongs to that is being read
+        self._referred: memoryview | None = None  # that payload, if it lies in the trainer's memory
+        self._ahead: deque[tuple[_Push, PushBlock, memoryview]] = deque()  # such payloads that were not applied yet
+        self._sharing = Sharing(lambda: peer_of(self._transport and self._transport.get_extra_info("socket")))
+        self._watchdog = asyncio.get_running_loop().call_later(stall_s / 2, self._watch)
+
+    def __repr__(self) -> str:
+        return f"<PserverStream: {len(self._pushes)} pushes, {len(self._pulls)} pulls, {'paused' if self.paused else 'writable'}>"
+
+    # ------------------------------------------------------------ in
+
+    def prepare(self, header: codec.Fields) -> tuple[int, PushBlock, Place | None]:
+        number = header.pop("id", None)
+        at = place_in(header)
+        if not isinstance(number, int):
+            msg = f"a block whose id is {number!r}: expected that of a push"
+            raise BadFrame(msg)
+        return number, codec.read(PushBlock, header), at
+
+    def place(self, header: tuple[int, PushBlock, Place | None], size: int) -> memoryview | None:
+        number, self._item, at = header
+        push = self._push = self._pushes.get(number)
+        if push is None or push.ended:
+            msg = "a block that belongs to no push: send the push's header first"
+            raise BadFrame(msg)
+        if push.pushing is None or push.memory is None:
+            return None
+        memory = push.memory.view
+        if at is not None:
+            self._referred = self._sharing.payload(at, size)
+            size = self._referred.nbytes
+        if size > memory.nbytes or not push.blocks_left:
+            msg = f"a payload of {size} bytes with {push.blocks_left} blocks left: at most {memory.nbytes} bytes each"
+            raise TooLarge(msg)
+        push.blocks_left -= 1
+        if at is not None:
+            return NOTHING
+        return memory if size == memory.nbytes else memory[:size]
+
+    def on_block(self, payload: memoryview) -> None:
+        push, item = self._push, self._item
+        assert push is not None
+        assert push.pushing is not None
+        assert push.memory is not None
+        assert item is not None
+        if self._referred is not None:
+            self._apply_later(push, item, self._referred)
+            self._referred = None
+            return
+        push.pushing.apply(item, payload, push.memory)
+        if push.memory.references > 1:  # it waits in the tree: the next block is received elsewhere
+            push.memory = push.memory.replaced()
+
+    def on_map(self, fields: codec.Fields) -> None:
+        number, message = fields.get("id"), fields.get("message")
+        if not isinstance(number, int) or not 0 <= number < 1 << 32:
+            msg = f"id is {number!r}: expected a number of 32 bits"
+            raise BadFrame(msg)
+        if fields.get("end") is True and number in self._pushes:
+            self._end_push(self._pushes[number])
+            return
+        if "took" in fields:
+            self._on_taken(number, fields["took"])
+            return
+        if number in self._pushes or number in self._pulls or not isinstance(message, dict):
+            msg = f"call {number} is open already, or its message is no map"
+            raise BadFrame(msg)
+        if len(self._pushes) + len(self._pulls) >= MAX_CALLS:
+            msg = f"more than {MAX_CALLS} calls at once: await their answers"
+            raise TooLarge(msg)
+        match fields.get("call"):
+            case "push":
+                self._begin_push(number, codec.read(PushHeader, message))
+            case "pull":
+                self._begin_pull(number, codec.read(PullRequest, message))
+            case "share":
+                self._share(number, message)
+            case other:
+                msg = f"call {other!r}: expected 'push', 'pull' or 'share'; the rest are plain requests"
+                raise BadFrame(msg)
+
+    def _begin_push(self, number: int, header: PushHeader) -> None:
+        push = self._pushes[number] = _Push(number)
+        try:
+            push.memory, push.blocks_left = self._pserver.memory_for(header)
+            push.pushing = self._pserver.begin_push(header)
+        except TriremeError as error:
+            push.close()
+            self._refuse(number, error)
+
+    def _end_push(self, push: _Push) -> None:
+        push.ended = True
+        if push.ahead:
+            return
+        del self._pushes[push.number]
+        push.close()
+        if push.pushing is not None:
+            self.send_map({"id": push.number, "end": True, "message": codec.plain(push.pushing.answer())})
+
+    def _begin_pull(self, number: int, request: PullRequest) -> None:
+        try:
+            pulling = self._pserver.begin_pull(request, lambda: self._arrived(number))
+        except TriremeError as error:
+            self._refuse(number, error)
+            return
+        if isinstance(pulling, PullEnd):
+            self.send_map({"id": number, "end": True, "message": codec.plain(pulling)})
+            return
+        wait_s = pulling.deadline - clock.monotonic()
+        expiry = asyncio.get_running_loop().call_later(wait_s, self._expired, number)
+        self._pulls[number] = _Pull(pulling, expiry)
+        self._due.append(number)
+        self.on_writable()
+
+    # ------------------------------------------------------------ shared memory
+
+    def _apply_later(self, push: _Push, item: PushBlock, payload: memoryview) -> None:
+        """References are read ahead of the work they mean: what the trainer says behind them is heard meanwhile."""
+        if not self._ahead:
+            self._turns.ask(self._apply_some)
+        elif len(self._ahead) >= MAX_AHEAD:
+            self._apply_next()
+        push.ahead += 1
+        self._ahead.append((push, item, payload))
+        self.moved_bytes(HEAD_COST_BYTES)
+
+    def _apply_some(self) -> None:
+        """Then others have their turn, in the event loop and among the streams."""
+        done = 0
+        try:
+            while self._ahead and done < BURST_BYTES:
+                done += self._apply_next()
+        except TriremeError as error:
+            self.fail(error)
+        except Exception:
+            self.abort()  # as a transport does with what its protocol raises: the trainer hears of it at once
+            raise
+        if self._ahead:
+            self._turns.ask(self._apply_some)
+
+    def _apply_next(self) -> int:
+        """Its bytes."""
+        push, item, payload = self._ahead.popleft()
+        push.ahead -= 1
+        assert push.pushing is not None
+        push.pushing.apply(item, payload)
+        if push.ended:
+            self._end_push(push)
+        return payload.nbytes
+
+    def _share(self, number: int, message: codec.Fields) -> None:
+        try:
+            offers = self._sharing.share(message, self._pserver.loaded())
+        except TriremeError as error:
+            self._refuse(number, error)
+        else:
+            self.send_map({"id": number, "end": True, "message": codec.plain(offers)})
+
+    def _on_taken(self, number: int, count: object) -> None:
+        self._sharing.took(number, count)
+        self.on_writable()
+
+    def _refuse(self, number: int, error: TriremeError) -> None:
+        self.send_map({"id": number, "error": error.to_map()})
+
+    # ------------------------------------------------------------ out
+
+    @property
+    def _may_send(self) -> bool:
+        return not (self.paused or self.rests or self.closed or self.failure is not None or self._sharing.full)
+
+    def on_writable(self) -> None:
+        """Send what is there until the transport is full; pulls take turns."""
+        self._release()
+        while self._due and self._may_send:
+            number = self._due.popleft()
+            pull = self._pulls[number]
+            found = pull.pulling.next()
+            if found is None and pull.expired:
+                self._end_pull(number, pull.pulling.too_early())
+            elif found is None:
+                pull.queued = False
+            elif isinstance(found, PullEnd):
+                self._end_pull(number, found)
+            else:
+                self._due.append(number)
+                block, _, buffer = found
+                size, dtype = buffer.view.nbytes, pull.pulling.narrow(block)
+                lent = self._sharing.lend(number, buffer)
+                if lent is None:
+                    self._sent.append(buffer)
+                    self.send(_head(number, block, dtype, size), buffer.view)
+                    self._release()
+                else:
+                    offers, at = lent
+                    if offers.offers:
+                        self.send_map(codec.plain(offers))
+                    self.send_head(_head(number, block, dtype, 0, at))
+
+    def _arrived(self, number: int) -> None:
+        """A block that a pull waits for is there (we are in the middle of somebody's push)."""
+        pull = self._pulls[number]
+        if not pull.queued:
+            pull.queued = True
+            self._due.append(number)
+        if not self.paused:
+            self.on_writable()
+
+    def _expired(self, number: int) -> None:
+        pull = self._pulls[number]
+        pull.expired = True
+        if not pull.queued:
+            self._end_pull(number, pull.pulling.too_early())
+
+    def _end_pull(self, number: int, end: PullEnd) -> None:
+        """What the pull was lent stays lent until the trainer says that it took it; that comes by itself."""
+        pull = self._pulls.pop(number)
+        pull.expiry.cancel()
+        pull.pulling.close()
+        self.send_map({"id": number, "end": True, "message": codec.plain(end)})
+
+    def _release(self) -> None:
+        """Give values back that the transport does not refer to any more."""
+        if self._sent and (not self.paused or self.closed):
+            for buffer in self._sent:
+                buffer.release()
+            self._sent.clear()
+
+    # ------------------------------------------------------------ the end
+
+    def _watch(self) -> None:
+        """Nobody is waited for without a limit."""
+        since = self.moved
+        if self.paused:
+            since, limit, what = self.paused_at, self._stall_s, "the peer took no byte"
+        elif self._sharing.lends:
+            since, limit, what = self._sharing.moved, self._stall_s, "the peer took no block that it was lent"
+        elif not self._decoder.between_blocks:
+            limit, what = self._stall_s, "no byte of a frame came"
+        elif self._pushes:
+            limit, what = self._idle_s, "no block of a push came"
+        else:
+            limit, what = UNUSED_S, "the stream was not used"
+        if clock.monotonic() - since >= limit:
+            paused = self.paused
+            self.fail(DeadlineExceeded(f"{what} for {limit:g} s; connect again"))
+            if paused:
+                self.abort()
+            return
+        self._watchdog = asyncio.get_running_loop().call_later(min(limit, self._stall_s) / 2, self._watch)
+
+    def on_over(self, error: TriremeError | None) -> None:
+        self._watchdog.cancel()
+        self._sharing.close()
+        self._ahead.clear()
+        for push in self._pushes.values():
+            push.close()
+        for pull in self._pulls.values():
+            pull.expiry.cancel()
+            pull.pulling.close()
+        if error is not None and (self._pushes or self._pulls):
+            log.info("stream_broken", cause=error.message, stream=repr(self))
+        self._pushes.clear()
+        self._pulls.clear()
+        self._due.clear()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
+        self._release()
+        self._lost()

@@ -1,0 +1,90 @@
+"""A parameter server that was asked to leave (SIGTERM, a spot notice) saves what it can first, within a bounded grace.
+
+stopping -> draining in ps/<index> -> the master asks for a checkpoint -> it is the latest
+         -> what is being written or committed is finished -> the place is given back
+
+It serves all the while. The job goes back to that checkpoint once another one has the place: few steps are done again,
+with the same bits. Where no checkpoint is to be had (nobody trains, no master) it leaves at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from pserver_service.checkpoints.parts import Checkpointer
+from pserver_service.core.store import Store
+from pserver_service.membership.index import Registration
+from pserver_service.pserver import Pserver
+from shared.errors import PeerError
+from shared.etcd import LeaseLost
+from shared.membership.directory import Directory
+from shared.records import Dispatch, Mode, Phase, Stage
+from shared.records.operations import saves_on_demand
+from shared.runtime import clock, telemetry
+
+LOOK_S = 0.1
+HOPE_S = 3.0  # a standby may take over, a trainer may come back
+
+log = telemetry.logger("pserver.drain")
+
+
+class Drain:
+    def __init__(
+        self, directory: Directory, pserver: Pserver, registration: Registration, checkpointer: Checkpointer
+    ) -> None:
+        self._directory, self._pserver = directory, pserver
+        self._registration, self._checkpointer = registration, checkpointer
+
+    async def run(self, limit_s: float) -> None:
+        """Returns when there is nothing left to save, or after `limit_s`."""
+        begin = clock.monotonic()
+        doing = "a checkpoint of this step or a later one"
+        try:
+            async with asyncio.timeout(limit_s):
+                if self._could_be_saved():
+                    await self._be_saved()
+                doing = "what is being written to be committed"
+                while self._checkpointer.busy:
+                    await self._look()
+        except TimeoutError:
+            log.warning("drained_too_slowly", index=self._pserver.index, seconds=limit_s, waited_for=doing)
+        log.info("drained", index=self._pserver.index, seconds=round(clock.monotonic() - begin, 3))
+
+    async def _be_saved(self) -> None:
+        """Until `latest` has this version or a later one, or nobody would make it."""
+        assert self._pserver.store is not None
+        version, told, hoped = self._wanted(self._pserver.store), False, clock.monotonic()
+        while not self._is_saved(version):
+            now = clock.monotonic()
+            hoped = now if self._could_be_saved() else hoped
+            if now - hoped > HOPE_S:
+                log.info("not_saved", index=self._pserver.index, step=version, job=repr(self._directory))
+                return
+            if not told:
+                try:
+                    told = await self._registration.tell(draining=version)
+                except (PeerError, LeaseLost) as error:
+                    log.warning("etcd_away", index=self._pserver.index, cause=str(error))
+            await self._look()
+
+    def _could_be_saved(self) -> bool:
+        """Whether steps are being made, and somebody could ask for a checkpoint of one."""
+        seen = self._directory
+        if seen.spec is None or seen.state is None or self._pserver.store is None:
+            return False
+        if seen.master is None and seen.spec.dispatch is Dispatch.MASTER:
+            return False
+        runs = seen.state.phase in {Phase.RUNNING, Phase.CHECKPOINTING} and seen.state.stage is Stage.TRAIN
+        return runs and bool(seen.state.trainers) and saves_on_demand(seen.spec)
+
+    def _wanted(self, store: Store) -> int:
+        """The version to be saved; asynchronous: the number of the next checkpoint that begins."""
+        state = self._directory.state
+        return store.highest if store.mode is Mode.SYNC or state is None else state.saved + 1
+
+    def _is_saved(self, version: int) -> bool:
+        latest = self._checkpointer.committer.latest
+        return latest is not None and (latest.timeline, latest.step) >= (self._pserver.timeline, version)
+
+    async def _look(self) -> None:
+        await self._directory.changed(self._directory.revision, LOOK_S)

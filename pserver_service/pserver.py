@@ -1,0 +1,343 @@
+"""One parameter server below HTTP: a minibatch is applied to a block exactly once; a pull is one version of every block.
+
+    push: fence -> admit -> per block apply (inline, < 1 ms) -> let others run      pull: what is there, then what arrives
+
+Nothing is locked: a block changes between two awaits, and whoever sends its values retains their buffer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from pserver_service.core.snapshot import Schedule
+from pserver_service.core.store import Store
+from pserver_service.data_plane.calls import Payload, Pulling, Pushing
+from shared.blocks.buffers import Allocate, Buffer, BufferPool
+from shared.errors import BadFrame, InvalidArgument, LayoutMismatch, NotReady, StaleGeneration, WrongOwner
+from shared.records import Mode
+from shared.records.pauses import Torn
+from shared.runtime import clock, telemetry
+from shared.slots import ELEMENT_BYTES
+from shared.wire.messages import (
+    PROTOCOL_VERSION,
+    InitBlock,
+    InitHeader,
+    LedgerAnswer,
+    LedgerQuery,
+    MessageHeader,
+    PserverInfo,
+    PulledBlock,
+    PullEnd,
+    PullRequest,
+    PushAnswer,
+    PushBlock,
+    PushHeader,
+    StepRecord,
+)
+
+log = telemetry.logger("pserver")
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the process started, for /metrics."""
+
+    pushes: int = 0
+    pulls: int = 0
+    blocks_applied: int = 0
+    blocks_duplicate: int = 0
+    blocks_refused: int = 0
+    bytes_pushed: int = 0
+    bytes_pulled: int = 0
+
+
+class Pserver:
+    """`index` and `schedule` (of checkpoints; None: none) are set once the index is claimed. `max_wait_s` caps how long a
+    pull may wait for blocks. `in_doubt`: whether the index may be another's by now; nothing is answered meanwhile. `snapshot_ready` is set when `store.take_snapshot()` has one. `timeline` and `checkpoint`: of
+    the parameters, see JobState. `allocate`: where the memory of blocks comes from."""
+
+    def __init__(
+        self,
+        job: str,
+        incarnation: str,
+        index: int = -1,
+        max_wait_s: float = 60.0,
+        allocate: Callable[[], Allocate] | None = None,
+    ) -> None:
+        self.job = job
+        self.incarnation = incarnation
+        self.index = index
+        self.generation = 0
+        self.term = 0
+        self.store: Store | None = None
+        self.schedule: Schedule | None = None
+        self.timeline = 0
+        self.checkpoint = ""
+        self.checkpoint_error = ""
+        self.torn: Torn | None = None
+        self.torn_seen = asyncio.Event()
+        self.in_doubt: Callable[[], bool] = lambda: False
+        self.snapshot_ready = asyncio.Event()
+        self.counters = Counters()
+        self._max_wait_s = max_wait_s
+        self._allocate = allocate
+        self._waiting: list[Pulling] = []
+
+    def __repr__(self) -> str:
+        return f"<Pserver {self.index} of {self.job}, generation {self.generation}: {self.store!r}, {len(self._waiting)} pulls wait>"
+
+    # ------------------------------------------------------------ calls
+
+    async def init(self, header: InitHeader, blocks: AsyncIterator[tuple[InitBlock, Payload]]) -> None:
+        """Take the initial blocks, all or none; again with the same layout is fine and changes nothing.
+
+        Raises LayoutMismatch (another model is loaded), WrongOwner, StaleGeneration, BadFrame, InvalidArgument.
+        """
+        self._check(header)
+        if header.pserver != self.index:
+            msg = f"initial blocks for pserver {header.pserver} came to pserver {self.index}: read the addresses again"
+            raise WrongOwner(msg)
+        if self._is_same(header):
+            return
+        self._fence(header)
+        store = Store(header, self.schedule, self.new_pool())
+        async for item, payload in blocks:
+            store.add_block(item.block, memoryview(payload))
+            await asyncio.sleep(0)
+        store.seal()
+        self._fence(header)
+        if not self._is_same(header):
+            store.save_first()
+            self.store, self.timeline = store, header.timeline
+            self._look_for_snapshot()
+            log.info(
+                "initialised", index=self.index, mode=store.mode.value, blocks=len(store.blocks), bytes=store.bytes
+            )
+
+    def new_pool(self) -> BufferPool:
+        """For the blocks of a new store."""
+        return BufferPool(self._allocate() if self._allocate is not None else None)
+
+    def drop(self, generation: int) -> None:
+        """Forget the parameters: NOT_READY until `restore`. Pushes below `generation` are stale from now on."""
+        self.generation = max(self.generation, generation)
+        self.store = None
+        for pulling in tuple(self._waiting):
+            pulling.wake()
+
+    def tear(self, cause: str) -> None:
+        """A step here can never be whole: the parameters are lost, which `torn_seen` tells whoever tells the master."""
+        log.error("step_torn", index=self.index, timeline=self.timeline, cause=cause)
+        self.torn = Torn(timeline=self.timeline, cause=f"pserver {self.index}: {cause}")
+        self.torn_seen.set()
+
+    def restore(self, store: Store, timeline: int, checkpoint: str) -> None:
+        """Serve what was loaded."""
+        self.store, self.timeline, self.checkpoint = store, timeline, checkpoint
+        log.info("restored", index=self.index, timeline=timeline, checkpoint=checkpoint, store=repr(store))
+
+    def copy_now(self, record: StepRecord, generation: int) -> None:
+        """Asynchronous: copy everything for a checkpoint. Pushes below `generation` are stale from now on."""
+        self.generation = max(self.generation, generation)
+        if self.store is not None and self.store.blocks:
+            self.store.copy_now(record)
+            self._look_for_snapshot()
+
+    async def push(self, header: PushHeader, blocks: AsyncIterator[tuple[PushBlock, Payload]]) -> PushAnswer:
+        """Apply block after block; blocks before a break of the stream stay applied.
+
+        Writable payloads are borrowed until the next block and may be overwritten. Raises NotReady, StaleGeneration,
+        LayoutMismatch, BadFrame (nothing of the push was used).
+        """
+        pushing = self.begin_push(header)
+        async for item, payload in blocks:
+            pushing.apply(item, payload)
+            await asyncio.sleep(0)
+        return pushing.answer()
+
+    async def pull(self, request: PullRequest) -> AsyncGenerator[tuple[PulledBlock, memoryview] | PullEnd, None]:
+        """Blocks as they are there (a payload is valid until the next one is asked for), then a PullEnd.
+
+        Waits at most `request.wait_s`. Raises WrongOwner, InvalidArgument, LayoutMismatch before the first block. Close
+        it (`aclosing`) if it is not read to its end.
+        """
+        arrived = asyncio.Event()
+        pulling = self.begin_pull(request, arrived.set)
+        if isinstance(pulling, PullEnd):
+            yield pulling
+            return
+        try:
+            while True:
+                arrived.clear()
+                found = pulling.next()
+                if found is None and clock.monotonic() >= pulling.deadline:
+                    found = pulling.too_early()
+                if found is None:
+                    with suppress(TimeoutError):  # what arrived at that very moment is taken
+                        async with asyncio.timeout_at(pulling.deadline):
+                            await arrived.wait()
+                elif isinstance(found, PullEnd):
+                    yield found
+                    return
+                else:
+                    number, version, buffer = found
+                    try:
+                        yield PulledBlock(block=number, version=version, dtype=pulling.narrow(number)), buffer.view
+                    finally:
+                        buffer.release()
+        finally:
+            pulling.close()
+
+    async def info(self) -> PserverInfo:
+        common: dict[str, Any] = {"job": self.job, "index": self.index, "incarnation": self.incarnation}
+        common |= {"timeline": self.timeline, "checkpoint_error": self.checkpoint_error}
+        store = self.store
+        if store is None:
+            return PserverInfo(**common, generation=self.generation, term=self.term, ready=False)
+        return PserverInfo(
+            **common,
+            generation=self.generation,
+            term=self.term,
+            ready=True,
+            mode=store.mode,
+            digest=store.layout.digest,
+            blocks=len(store.blocks),
+            bytes=store.bytes,
+            lowest=store.lowest,
+            highest=store.highest,
+            updates=store.updates,
+            ledger=store.ledger.books() if store.mode is Mode.ASYNC else (),
+        )
+
+    async def ledger(self, query: LedgerQuery) -> LedgerAnswer:
+        """Raises NotReady, InvalidArgument."""
+        if self.store is None:
+            raise self._not_ready()
+        if not (query.task_id.isascii() and query.task_id.isdigit()):
+            msg = f"task {query.task_id[:40]!r} is not in the ledger: only training tasks (numbers) are"
+            raise InvalidArgument(msg)
+        return self.store.ledger.next_of(query.epoch, int(query.task_id))
+
+    # ------------------------------------------------------------ the same, for whoever is called back by a transport
+
+    def begin_push(self, header: PushHeader) -> Pushing:
+        """Raises as `push`."""
+        store = self._ready(header)
+        self._fence(header)
+        pushing = self._pushing(store, header)
+        self.counters.pushes += 1
+        return pushing
+
+    def begin_pull(self, request: PullRequest, arrived: Callable[[], None]) -> Pulling | PullEnd:
+        """Raises as `pull`."""
+        self._check(request)
+        self.generation = max(self.generation, request.generation)
+        store = self.store
+        if store is None:
+            return PullEnd(code="NOT_READY", message=self._not_ready().message)
+        if request.generation < self.timeline:
+            return PullEnd(code="GONE", message=f"the job was rolled back in generation {self.timeline}: join again")
+        self._check_pull(store, request)
+        self.counters.pulls += 1
+        deadline = clock.monotonic() + min(max(request.wait_s, 0.0), self._max_wait_s)
+        pulling = Pulling(self, store, request, deadline, arrived)
+        self._waiting.append(pulling)
+        return pulling
+
+    def stepped(self, number: int, version: int) -> None:
+        """A block has reached a version: pulls that wait for it go on, and it may be the last one of a snapshot."""
+        for pulling in tuple(self._waiting):
+            pulling.stepped(number, version)
+        self._look_for_snapshot()
+
+    def forget(self, pulling: Pulling) -> None:
+        if pulling in self._waiting:
+            self._waiting.remove(pulling)
+
+    @contextmanager
+    def receiving(self, header: PushHeader) -> Iterator[tuple[memoryview, int]]:
+        """Memory to receive one block of a push in, and how many blocks it may have at most. Raises NotReady, LayoutMismatch."""
+        buffer, blocks = self.memory_for(header)
+        try:
+            yield buffer.view, blocks
+        finally:
+            buffer.release()
+
+    def memory_for(self, header: PushHeader) -> tuple[Buffer, int]:
+        """The same, for whoever releases the buffer himself."""
+        store = self._ready(header)
+        elements = store.layout.block_bytes // ELEMENT_BYTES["float32"]
+        return store.pool.take("float32", elements), 2 * store.lanes * max(1, len(store.blocks))
+
+    def _pushing(self, store: Store, header: PushHeader) -> Pushing:
+        return Pushing(self, store, header)
+
+    def _look_for_snapshot(self) -> None:
+        if self.store is not None and self.store.snapshot_waits:
+            self.snapshot_ready.set()
+
+    # ------------------------------------------------------------ checks
+
+    def is_stale(self, generation: int) -> bool:
+        return generation < self.generation
+
+    def _fence(self, header: MessageHeader) -> None:
+        if self.is_stale(header.generation):
+            msg = f"generation {header.generation} is stale: pserver {self.index} has seen {self.generation}; read the lanes again"
+            raise StaleGeneration(msg, generation=self.generation)
+        self.generation = header.generation
+
+    def _check(self, header: MessageHeader) -> None:
+        if header.protocol != PROTOCOL_VERSION:
+            msg = f"protocol {header.protocol}: this pserver speaks {PROTOCOL_VERSION}; run the same version everywhere"
+            raise BadFrame(msg)
+        if header.job != self.job:
+            msg = f"message of job {header.job!r} at a pserver of job {self.job!r}: check TRIREME_JOB"
+            raise LayoutMismatch(msg)
+        if self.in_doubt():
+            msg = f"pserver {self.index} ({self.incarnation}) slept longer than its lease and looks whether its index is still its own; ask again"
+            raise NotReady(msg)
+        self.term = max(self.term, header.term)
+
+    def _ready(self, header: MessageHeader) -> Store:
+        self._check(header)
+        return self.loaded()
+
+    def loaded(self) -> Store:
+        """Raises NotReady."""
+        if self.store is None:
+            raise self._not_ready()
+        return self.store
+
+    def _not_ready(self) -> NotReady:
+        return NotReady(f"pserver {self.index} ({self.incarnation}) has no parameters yet: wait for init_ps/done")
+
+    def _is_same(self, header: InitHeader) -> bool:
+        """Whether these parameters are loaded already."""
+        store = self.store
+        if store is None:
+            return False
+        mine = (store.layout.digest, store.layout.segments, store.layout.block_bytes, store.mode)
+        theirs = (header.layout.digest, header.layout.segments, header.layout.block_bytes, header.mode)
+        if mine != theirs:
+            msg = (
+                f"model {header.layout.digest[:12]} ({header.mode}, {len(header.layout.segments)} segments) does not fit the loaded "
+                f"{store.layout.digest[:12]} ({store.mode}, {len(store.layout.segments)} segments): all trainers must run the same script"
+            )
+            raise LayoutMismatch(msg)
+        return True
+
+    def _check_pull(self, store: Store, request: PullRequest) -> None:
+        if request.version is not None and store.mode is Mode.ASYNC:
+            msg = (
+                f"version {request.version} was asked in async mode, where blocks have no common versions: ask for None"
+            )
+            raise InvalidArgument(msg)
+        foreign = next((number for number in request.blocks if number not in store.blocks), None)
+        if foreign is not None:
+            msg = f"block {foreign} is not at pserver {self.index}: read the slot map again"
+            raise WrongOwner(msg, block=foreign)

@@ -1,0 +1,128 @@
+"""The canonical tree of one block: nodes over aligned intervals of lanes wait until [0, lanes) is whole.
+
+    add([a, b)) --siblings combine upwards--> ... --> [0, lanes) --> Whole
+
+The order of arithmetic is fixed by the tree, never by arrival. The first contribution is kept (copied, where its memory is not
+ours to keep), later ones are combined with it; a larger interval replaces the smaller ones inside it, which carry the same bits.
+If gradients travel in a narrower dtype, every node is rounded to it, by whoever computes it (shared.wire.narrow.round_to).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shared.blocks.buffers import Buffer, BufferPool
+from shared.lanes import Interval, combine, parent, sibling
+from shared.wire.narrow import round_to
+
+
+@dataclass(slots=True)
+class Node:
+    """`buffer` None: `value` is borrowed (or there is none: an empty node, count 0)."""
+
+    value: torch.Tensor | None
+    count: int
+    buffer: Buffer | None = None
+    lent: bool = False
+
+    def release(self) -> None:
+        if self.buffer is not None:
+            self.buffer.release()
+            self.buffer = None
+
+
+class Accumulator:
+    def __init__(self, pool: BufferPool, lanes: int, dtype: str, elements: int) -> None:
+        self.nodes: dict[Interval, Node] = {}
+        self._pool = pool
+        self._root = (0, lanes)
+        self._dtype, self._elements = dtype, elements
+        self._payload: str | None = None  # what the data that waits came as
+
+    def __repr__(self) -> str:
+        return f"<Accumulator of {self._root[1]} lanes: {sorted(self.nodes)}>"
+
+    def covers(self, lanes: Interval) -> bool:
+        """Whether [a, b) is there already, alone or inside a larger node."""
+        return bool(self.nodes) and any(first <= lanes[0] and lanes[1] <= last for first, last in self.nodes)
+
+    def agrees(self, payload: str) -> bool:
+        """Whether data that came as `payload` may join what waits: one step of a block has one dtype."""
+        return self._payload in (None, payload)
+
+    def add(
+        self,
+        lanes: Interval,
+        value: torch.Tensor | None,
+        count: int,
+        memory: Buffer | None = None,
+        payload: str | None = None,
+        *,
+        lent: bool = False,
+    ) -> Node | None:
+        """Put a node in that is not covered; the whole tree's node if this completes it (release it after use).
+
+        `value` is borrowed for the call (until the whole node is released) and may be overwritten. `memory`: the buffer that
+        `value` is the whole of; it is retained if the node has to wait. `payload`: the dtype that it came as (None: its own).
+        `lent`: the value may only be read; so may the whole tree's, if its node is `lent`.
+        """
+        if self.nodes:
+            self._supersede(lanes)
+        if value is not None:
+            self._payload = payload or self._dtype
+        node = Node(value, count, lent=lent and value is not None)
+        while lanes != self._root and (other := self.nodes.pop(sibling(lanes), None)) is not None:
+            on_left = lanes[0] < sibling(lanes)[0]
+            node = self._combined(node, other) if on_left else self._combined(other, node)
+            lanes = parent(lanes)
+        if lanes == self._root:
+            self._payload = None
+            return node
+        if node.value is not None and node.buffer is None:
+            if memory is None:
+                self._own(node)
+            else:
+                node.buffer = memory.retain()
+        self.nodes[lanes] = node
+        return None
+
+    def _supersede(self, lanes: Interval) -> None:
+        for inside in [node for node in self.nodes if lanes[0] <= node[0] and node[1] <= lanes[1]]:
+            self.nodes.pop(inside).release()
+
+    def _combined(self, left: Node, right: Node) -> Node:
+        """One node of two; it keeps the memory that the result lies in, the other's is released."""
+        if left.value is None or right.value is None:
+            return left if right.value is None else right
+        reader, written = (left, right) if left.lent else (right, left)
+        if reader.lent and left.count == right.count and left.value.is_floating_point():
+            assert written.value is not None
+            assert reader.value is not None
+            # a + b is b + a
+            written.value, written.count = combine(written.value, left.count, reader.value, right.count)
+            return self._rounded(written)
+        if reader.lent:
+            self._own(reader)
+        assert left.value is not None
+        assert right.value is not None
+        value, count = combine(left.value, left.count, right.value, right.count)
+        kept, given_up = (left, right) if value is left.value else (right, left)
+        given_up.release()
+        return self._rounded(Node(value, count, kept.buffer))
+
+    def _rounded(self, node: Node) -> Node:
+        """To what its data came as."""
+        if node.value is not None and self._payload is not None and self._payload != self._dtype:
+            scratch = self._pool.take(self._payload, self._elements)
+            round_to(node.value, scratch.tensor)
+            scratch.release()
+        return node
+
+    def _own(self, node: Node) -> None:
+        """Copy a value whose memory is not ours to keep."""
+        assert node.value is not None
+        node.buffer = self._pool.take(self._dtype, self._elements)
+        node.buffer.tensor.copy_(node.value)
+        node.value, node.lent = node.buffer.tensor, False

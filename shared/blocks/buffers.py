@@ -1,0 +1,139 @@
+"""Memory of blocks: allocated once, counted by reference, reused through free lists.
+
+    take() -> 1 reference --retain/release--> 0 references -> free list -> take()
+                  | narrowed(dtype): a second buffer, cast once for all readers, until the values change
+
+Whoever reads a buffer across an `await` (a pull on its way out) retains it, so nothing overwrites what is being sent.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from shared.wire.narrow import DTYPES, cast_into
+
+Home = tuple[Any, int]
+"""The memory that a buffer was cut from, and its offset there: what others need to read it where it lies."""
+Allocate = Callable[[int], tuple[torch.Tensor, Home | None]]
+"""So many bytes, 64-byte aligned, as uint8; kept for ever."""
+
+
+class Buffer:
+    """`tensor`: 1-d, 64-byte aligned; `view`: its bytes, writable; `home` None: nobody else can reach it."""
+
+    __slots__ = ("_narrowed", "_pool", "home", "kind", "references", "tensor", "view")
+
+    def __init__(self, pool: BufferPool, kind: tuple[str, int], tensor: torch.Tensor, home: Home | None = None) -> None:
+        self.kind = kind
+        self.home = home
+        self.tensor = tensor
+        self.view = bytes_of(tensor)
+        self.references = 1
+        self._pool = pool
+        self._narrowed: Buffer | None = None
+
+    def __repr__(self) -> str:
+        return f"<Buffer {self.tensor.numel()} x {self.tensor.dtype}, {self.references} references>"
+
+    def retain(self) -> Buffer:
+        assert self.references > 0
+        self.references += 1
+        return self
+
+    def replaced(self) -> Buffer:
+        """Another one of the same kind for a reference to this one."""
+        another = self._pool.take(*self.kind)
+        self.release()
+        return another
+
+    def release(self) -> None:
+        assert self.references > 0
+        self.references -= 1
+        if self.references == 0:
+            self.forget_narrowed()
+            self._pool.put_back(self)
+
+    @property
+    def dtype(self) -> str:
+        return self.kind[0]
+
+    def narrowed(self, dtype: str) -> Buffer:
+        """The same values cast to `dtype`, for the caller to release. Raises OverflowError if they do not fit."""
+        if self._narrowed is None or self._narrowed.dtype != dtype:
+            self.forget_narrowed()
+            made = self._pool.take(dtype, self.kind[1])
+            try:
+                cast_into(made.tensor, self.tensor)
+            except OverflowError:
+                made.release()
+                raise
+            self._narrowed = made
+        return self._narrowed.retain()
+
+    def forget_narrowed(self) -> None:
+        """The values are about to change; readers keep what they were given."""
+        if self._narrowed is not None:
+            self._narrowed.release()
+            self._narrowed = None
+
+
+class BufferPool:
+    """Free lists by (dtype, elements). Never shrinks: its size is the most that was in use at once."""
+
+    def __init__(self, allocate: Allocate | None = None) -> None:
+        self._allocate = allocate or _private
+        self._free: dict[tuple[str, int], list[Buffer]] = defaultdict(list)
+        self.allocated_bytes = 0
+        self.free_bytes = 0
+
+    def __repr__(self) -> str:
+        return f"<BufferPool {self.allocated_bytes >> 10} KiB, {self.free_bytes >> 10} KiB free>"
+
+    def take(self, dtype: str, elements: int) -> Buffer:
+        """A buffer with one reference; its contents are arbitrary."""
+        free = self._free[dtype, elements]
+        if free:
+            buffer = free.pop()
+            buffer.references = 1
+            self.free_bytes -= buffer.view.nbytes
+            return buffer
+        memory, home = self._allocate(elements * DTYPES[dtype].itemsize)
+        buffer = Buffer(self, (dtype, elements), memory.view(DTYPES[dtype]), home)
+        self.allocated_bytes += buffer.view.nbytes
+        return buffer
+
+    def put_back(self, buffer: Buffer) -> None:
+        """Called by the last `release`."""
+        self._free[buffer.kind].append(buffer)
+        self.free_bytes += buffer.view.nbytes
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, not a copy."""
+    view: memoryview = tensor.view(torch.uint8).numpy().data
+    return view
+
+
+def tensor_over(payload: memoryview, dtype: str) -> torch.Tensor:
+    """A 1-d tensor over memory, not a copy. Over read-only memory it must not be written to, which torch cannot know."""
+    if payload.readonly:
+        _silence()
+    return torch.frombuffer(payload, dtype=DTYPES[dtype])
+
+
+@cache
+def _silence() -> None:
+    """torch warns of just that, once in a process: now."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.frombuffer(memoryview(bytes(1)), dtype=torch.uint8)
+
+
+def _private(size: int) -> tuple[torch.Tensor, None]:
+    return torch.empty(size, dtype=torch.uint8), None

@@ -1,0 +1,157 @@
+"""A committed checkpoint: the parameters of one version as the parameter servers wrote them, and all that belongs to it.
+
+    {storage}/checkpoints/<uuid>/pserver-<i>.<token>.safetensors ...   one part per pserver that has blocks
+                                 manifest-<md5>.json                   written once all parts are there
+
+The names are unique per writer or per content, so a writer that was replaced can overwrite nothing that counts. What lies in
+the folder counts only once `checkpoints/latest` in etcd names it. Everything that reads here blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NoReturn
+
+from pydantic import ValidationError
+
+from shared.errors import BadFrame, CheckpointUnusable, InvalidArgument
+from shared.records import JobSpec, SlotMap, TaskMeta
+from shared.records.checkpoints import CheckpointPart, CheckpointRef, Manifest
+from shared.runtime import ids
+from shared.slots import Layout, slot_of
+from shared.storage import files, tensor_file
+
+MAX_MANIFEST_BYTES = 64 << 20
+_DEFINITE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)  # trying again would not help
+ELASTIC = (
+    "trainers",
+    "pservers",
+)  # what may differ between the spec a checkpoint was made under and the one it is loaded under
+
+
+def checkpoint_uuid(job: str, timeline: int, slots_version: int, step: int) -> str:
+    """The same at every pserver that takes part in it."""
+    return ids.named_uuid("checkpoint", job, timeline, slots_version, step)
+
+
+def folder(storage_url: str, uuid: str) -> str:
+    return files.join(storage_url, "checkpoints", uuid)
+
+
+def spec_digest(spec: JobSpec) -> str:
+    """Of all that may not change between a checkpoint and the job that goes on from it."""
+    fixed = spec.model_dump_json(exclude=set(ELASTIC))
+    return hashlib.sha256(fixed.encode()).hexdigest()
+
+
+def writers(layout: Layout, slots: SlotMap) -> tuple[int, ...]:
+    """The pservers that have blocks, in order: a checkpoint is whole when it has the part of each."""
+    count = sum(1 for _ in layout.blocks())
+    return tuple(
+        sorted({slots.owners[slot_of(block, layout.slot_count)] for block in range(min(count, layout.slot_count))})
+    )
+
+
+def manifest_name(content: bytes) -> str:
+    return f"manifest-{md5_of(content)}.json"
+
+
+def md5_of(content: bytes) -> str:
+    return hashlib.md5(content, usedforsecurity=False).hexdigest()
+
+
+def read_manifest(storage_url: str, job: str, ref: CheckpointRef) -> Manifest:
+    """Read and check the manifest of a committed checkpoint (its parts are not looked at; `verify_parts` does).
+
+    Raises CheckpointUnusable: missing, edited, truncated, or of another job or version; OSError: the storage has trouble.
+    """
+    url = files.join(folder(storage_url, ref.uuid), ref.manifest)
+    try:
+        if (size := files.size(url)) > MAX_MANIFEST_BYTES:
+            _unusable(ref, f"{url} has {size} bytes, at most {MAX_MANIFEST_BYTES} are expected")
+        content = files.read_bytes(url)
+    except (*_DEFINITE, InvalidArgument) as error:
+        _unusable(ref, f"{url} cannot be read: {error}", error)
+    found = manifest_name(content)
+    if found != ref.manifest:
+        _unusable(ref, f"{url} was changed after it was written: its content now belongs to {found}")
+    try:
+        manifest = Manifest.model_validate_json(content)
+    except ValidationError as error:
+        _unusable(ref, f"{url} is no manifest: {error.errors(include_url=False)[0]}", error)
+    expected = (job, ref.uuid, ref.step, ref.timeline)
+    if (manifest.job, manifest.uuid, manifest.step, manifest.timeline) != expected:
+        _unusable(
+            ref,
+            f"{url} is of job {manifest.job!r}, step {manifest.step}, timeline {manifest.timeline}: expected job {job!r}, "
+            f"step {ref.step}, timeline {ref.timeline}",
+        )
+    return manifest
+
+
+def open_tasks(manifest: Manifest) -> dict[int, int]:
+    """Task -> epoch of all training tasks that were open at an asynchronous checkpoint. Raises CheckpointUnusable."""
+    names = [name.partition("/") for name in manifest.queue]
+    try:
+        epoch = TaskMeta.model_validate_json(manifest.queue["meta"]).epoch
+    except (KeyError, ValidationError) as error:
+        msg = f"checkpoint {manifest.uuid} (step {manifest.step}) cannot be used: its queue cannot be read: {error!r}"
+        raise CheckpointUnusable(msg) from error
+    return {int(task): epoch for kind, _, task in names if kind in ("pending", "requeued") and task.isdecimal()}
+
+
+def found(storage_url: str) -> tuple[list[CheckpointRef], list[str]]:
+    """Every checkpoint, newest first, and the manifests that nobody can read: what there is without etcd. Raises OSError.
+
+    One may be among them that `checkpoints/latest` in etcd does not name yet: it is whole all the same.
+    """
+    refs: list[CheckpointRef] = []
+    unreadable: list[str] = []
+    for uuid in files.names(files.join(storage_url, "checkpoints")):
+        for name in files.names(folder(storage_url, uuid)):
+            if not name.startswith("manifest-"):
+                continue
+            try:
+                manifest = Manifest.model_validate_json(files.read_bytes(files.join(folder(storage_url, uuid), name)))
+            except ValidationError:
+                unreadable.append(files.join(folder(storage_url, uuid), name))
+                continue
+            refs.append(CheckpointRef(uuid=uuid, step=manifest.step, timeline=manifest.timeline, manifest=name))
+    return sorted(refs, key=lambda ref: (ref.timeline, ref.step, ref.manifest), reverse=True), unreadable
+
+
+def read_part(
+    storage_url: str, ref: CheckpointRef, part: CheckpointPart, sink: tensor_file.Sink
+) -> tensor_file.Summary:
+    """Read one part whole into the memory that `sink` names; what it holds counts only if this returns.
+
+    Raises CheckpointUnusable: missing, truncated, changed, or not of this checkpoint; OSError: the storage has trouble.
+    """
+    url = files.join(folder(storage_url, ref.uuid), part.file)
+    try:
+        if (size := files.size(url)) != part.bytes:
+            _unusable(ref, f"{url} has {size} bytes, {part.bytes} were written")
+        found = tensor_file.read(url, sink)
+    except (*_DEFINITE, InvalidArgument, BadFrame) as error:
+        _unusable(ref, f"{url} cannot be read: {error}", error)
+    if not is_intact(found, part):
+        _unusable(ref, f"{url} has checksum {found.checksum}, {part.checksum} was written")
+    if found.metadata.get("uuid") != ref.uuid:
+        _unusable(ref, f"{url} is of checkpoint {found.metadata.get('uuid')}")
+    return found
+
+
+def is_intact(read: tensor_file.Summary, part: CheckpointPart) -> bool:
+    return read.checksum == part.checksum
+
+
+def verify_parts(storage_url: str, ref: CheckpointRef, manifest: Manifest) -> int:
+    """Read every part; their bytes together. Raises CheckpointUnusable at the first that is not as it was written."""
+    for part in manifest.parts:
+        read_part(storage_url, ref, part, lambda _: None)
+    return sum(part.bytes for part in manifest.parts)
+
+
+def _unusable(ref: CheckpointRef, cause: str, error: BaseException | None = None) -> NoReturn:
+    msg = f"checkpoint {ref.uuid} (step {ref.step}) cannot be used: {cause}"
+    raise CheckpointUnusable(msg, hint="the one before it is taken if there is one", uuid=ref.uuid) from error

@@ -1,0 +1,135 @@
+"""A member's view of its job: spec, state, lanes, slots, layout, pservers, master, kept current by one etcd watch.
+
+    run(): snapshot -> events -> ... for ever; an outage of etcd only makes the view stale
+    wait_for(predicate): whoever needs the job in a certain state waits here
+
+Reading is free and never waits. What members act on is fenced elsewhere (generation, term), so a stale view is safe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+
+from shared.errors import DeadlineExceeded
+from shared.etcd import Etcd, KeyValue, WatchEvent
+from shared.keys import Keys
+from shared.records import JobSpec, JobState, LaneMap, MasterAddress, PserverMember, SlotMap
+from shared.records.operations import CheckpointRequest
+from shared.records.reading import read_number, read_record
+from shared.runtime import clock
+from shared.slots import Layout
+
+
+class Directory:
+    """None: the key does not exist (or cannot be parsed, which is logged)."""
+
+    def __init__(self, etcd: Etcd, keys: Keys) -> None:
+        self.keys = keys
+        self.spec: JobSpec | None = None
+        self.state: JobState | None = None
+        self.lanes: LaneMap | None = None
+        self.slots: SlotMap | None = None
+        self.layout: Layout | None = None
+        self.master: MasterAddress | None = None
+        self.pservers: dict[int, PserverMember] = {}
+        self.pservers_desired: int | None = None
+        self.checkpoint_request: CheckpointRequest | None = None
+        self.init_done = False
+        self.revision = 0
+        self._etcd = etcd
+        self._changed = asyncio.Event()
+
+    def __repr__(self) -> str:
+        phase = f"{self.state.phase} generation {self.state.generation}" if self.state else "no job"
+        master = self.master.url if self.master else "none"
+        return (
+            f"<Directory {self.keys.job} at {self.revision}: {phase}, {len(self.pservers)} pservers, master {master}>"
+        )
+
+    async def run(self) -> None:
+        """Follow etcd until cancelled."""
+        first, end = self.keys.directory()
+        async with aclosing(self._etcd.watch(first, end)) as batches:
+            async for batch in batches:
+                if batch.reset:
+                    self._replace(batch.kvs)
+                else:
+                    for event in batch.events:
+                        self._apply(event)
+                self.revision = batch.revision
+                self._changed.set()
+                self._changed = asyncio.Event()
+
+    async def changed(self, after_revision: int, timeout_s: float) -> bool:
+        """Wait until the view is newer than `after_revision`; False if it is not after `timeout_s`."""
+        deadline = clock.monotonic() + timeout_s
+        while self.revision <= after_revision:
+            left = deadline - clock.monotonic()
+            if left <= 0:
+                return False
+            try:
+                async with asyncio.timeout(left):
+                    await self._changed.wait()
+            except TimeoutError:
+                return False
+        return True
+
+    async def wait_for(self, predicate: Callable[[Directory], bool], timeout_s: float, what: str) -> None:
+        """Wait until `predicate(self)` holds. Raises DeadlineExceeded, which names `what`, after `timeout_s`."""
+        deadline = clock.monotonic() + timeout_s
+        while not predicate(self):
+            if not await self.changed(self.revision, deadline - clock.monotonic()):
+                if predicate(self):
+                    return
+                msg = f"waited {timeout_s:g} s for {what}; the job is {self!r}"
+                raise DeadlineExceeded(msg, hint="is the master alive, and etcd reachable?")
+
+    # ------------------------------------------------------------ keys
+
+    def _replace(self, kvs: Sequence[KeyValue]) -> None:
+        self.spec = self.state = self.lanes = self.slots = self.layout = self.master = self.pservers_desired = None
+        self.checkpoint_request = None
+        self.pservers = {}
+        self.init_done = False
+        for kv in kvs:
+            self._set(kv.key, kv.value)
+
+    def _apply(self, event: WatchEvent) -> None:
+        self._set(event.kv.key, event.kv.value if event.type == "put" else None)
+
+    def _set(self, key: str, value: bytes | None) -> None:
+        keys = self.keys
+        match key:
+            case keys.spec:
+                self.spec = read_record(JobSpec, key, value)
+            case keys.state:
+                self.state = read_record(JobState, key, value)
+            case keys.lanes:
+                self.lanes = read_record(LaneMap, key, value)
+            case keys.slots:
+                self.slots = read_record(SlotMap, key, value)
+            case keys.layout:
+                self.layout = read_record(Layout, key, value)
+            case keys.master_address:
+                self.master = read_record(MasterAddress, key, value)
+            case keys.checkpoint_request:
+                self.checkpoint_request = read_record(CheckpointRequest, key, value)
+            case keys.pservers_desired:
+                self.pservers_desired = read_number(key, value)
+            case keys.init_done:
+                self.init_done = value is not None
+            case _ if key.startswith(keys.pservers):
+                self._set_pserver(key, value)
+
+    def _set_pserver(self, key: str, value: bytes | None) -> None:
+        index = read_number(key, self.keys.name_of(key).encode())
+        if index is None:
+            return
+        member = read_record(PserverMember, key, value)
+        pservers = {**self.pservers}
+        pservers.pop(index, None)
+        if member is not None:
+            pservers[index] = member
+        self.pservers = dict(sorted(pservers.items()))

@@ -1,0 +1,61 @@
+"""The records that cross REST and etcd: JSON on both, validated on entry, frozen. One name to import them from.
+
+Those of checkpoints, operations and progress are imported from their own modules.
+"""
+
+from shared.records.assignments import LaneInterval, LaneMap, SlotMap
+from shared.records.job import JobResult, JobState, Phase, Stage, TaskSummary
+from shared.records.job_spec import Dispatch, JobSpec, Mode
+from shared.records.members import MasterAddress, MasterLock, PserverMember, Restored, TrainerMember
+from shared.records.metrics import MetricBatch, StepMetrics
+from shared.records.queue import DiscardedTask, EvaluationSums, PendingTask, RequeuedTask, TaskMeta
+from shared.records.record import Record
+from shared.records.tasks import (
+    AcquireTask,
+    Completed,
+    CompleteTask,
+    FailTask,
+    TakeNext,
+    Task,
+    TaskAnswer,
+    TaskKind,
+    TaskProgress,
+    UserFailure,
+)
+
+__all__ = [
+    "AcquireTask",
+    "CompleteTask",
+    "Completed",
+    "DiscardedTask",
+    "Dispatch",
+    "EvaluationSums",
+    "FailTask",
+    "JobResult",
+    "JobSpec",
+    "JobState",
+    "LaneInterval",
+    "LaneMap",
+    "MasterAddress",
+    "MasterLock",
+    "MetricBatch",
+    "Mode",
+    "PendingTask",
+    "Phase",
+    "PserverMember",
+    "Record",
+    "RequeuedTask",
+    "Restored",
+    "SlotMap",
+    "Stage",
+    "StepMetrics",
+    "TakeNext",
+    "Task",
+    "TaskAnswer",
+    "TaskKind",
+    "TaskMeta",
+    "TaskProgress",
+    "TaskSummary",
+    "TrainerMember",
+    "UserFailure",
+]

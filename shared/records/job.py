@@ -1,0 +1,87 @@
+"""The job as a whole: its phase, its stage, what it has to show at the end."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import Field
+
+from shared.records.pauses import Losses, Saving
+from shared.records.record import Record
+from shared.records.tasks import UserFailure
+
+
+class Phase(StrEnum):
+    WAITING = "WAITING"
+    RUNNING = "RUNNING"
+    PAUSED = "PAUSED"
+    CHECKPOINTING = "CHECKPOINTING"
+    RESIZING = "RESIZING"
+    ROLLING_BACK = "ROLLING_BACK"
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+
+    @property
+    def final(self) -> bool:
+        return self in {Phase.COMPLETED, Phase.FAILED}
+
+
+class Stage(StrEnum):
+    """What a RUNNING job is at: TRAIN -> EVALUATE (if there is an evaluation dataset) -> EXPORT -> DONE."""
+
+    TRAIN = "TRAIN"
+    EVALUATE = "EVALUATE"
+    EXPORT = "EXPORT"
+    DONE = "DONE"
+
+
+class JobResult(Record):
+    """Filled as a job ends: metrics of the evaluation, paths of the exported model, counts, what was lost."""
+
+    metrics: dict[str, float] = Field(default_factory=dict)
+    exports: dict[str, str] = Field(default_factory=dict)
+    discarded_tasks: int = 0
+    discarded_records: int = 0
+    trained_records: int = 0
+    losses: Losses = Field(default_factory=Losses)
+
+
+class JobState(Record):
+    """`trainers`: of this generation, in order of arrival. `timeline`: generation of the last roll-back (versions repeat
+    after one: whoever holds parameters of another timeline forgets them). `checkpoint`: uuid of where it starts from. Both
+    change only together; `slots` too is written only in the transaction that begins a timeline. `damaged`: checkpoints
+    that could not be loaded.
+
+    Asynchronous: `saving` while CHECKPOINTING, `saved` counts those begun. `absent`: parameter servers that are waited
+    for; `mended`: generation in which the last one was back; `mends`: index -> incarnation of those that came back."""
+
+    phase: Phase = Phase.WAITING
+    stage: Stage = Stage.TRAIN
+    generation: int = 0
+    reason: str = ""
+    failure: UserFailure | None = None
+    result: JobResult = Field(default_factory=JobResult)
+    trainers: tuple[str, ...] = ()
+    timeline: int = 0
+    checkpoint: str = ""
+    damaged: tuple[str, ...] = ()
+    saving: Saving | None = None
+    saved: int = 0
+    absent: tuple[int, ...] = ()
+    mended: int = 0
+    mends: dict[str, str] = Field(default_factory=dict)
+
+
+class TaskSummary(Record):
+    """Counts of the current epoch (`stage` says which queue)."""
+
+    epoch: int
+    epochs: int
+    stage: Stage
+    total: int
+    todo: int
+    pending: int
+    done: int
+    discarded: int
+    records_total: int
+    records_done: int

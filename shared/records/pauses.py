@@ -1,0 +1,75 @@
+"""The records of a paused checkpoint of an asynchronous job, and of what a job has lost.
+
+trainers/pause, job/state: saving --every trainer has paused--> cut --every pserver has copied--> confirmed, pause gone
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from shared.records.record import Record
+
+
+class Saving(Record):
+    """In the job's state: checkpoint `uuid` (number `step` of the job) is being taken; `cut`: copy now, nobody trains.
+    `operation`: the one that asked for it, or was under way."""
+
+    uuid: str
+    step: int
+    cut: bool = False
+    operation: str = ""
+
+
+class Pause(Record):
+    """`trainers/pause`: stop at a minibatch; gone means go on. Leased by the master, so its death ends the pause too."""
+
+    uuid: str
+    generation: int
+    reason: str
+
+
+class Paused(Record):
+    """In `trainers/<id>`: everything this trainer pushed is acknowledged, and where its reader stands.
+
+    `minibatch`: the next one of the task; `offset`: its first record, counted from the start of `file`. No task: no file.
+    """
+
+    uuid: str
+    epoch: int = 0
+    task_id: str = ""
+    attempt: int = 0
+    minibatch: int = 0
+    file: str = ""
+    offset: int = 0
+
+
+class Losses(Record):
+    """`tasks/losses`: per parameter server (its index as text), minibatches of closed tasks that its blocks never got:
+    `lost` with a process that came back from an older checkpoint, `skipped` because it could not be reached."""
+
+    lost: dict[str, int] = Field(default_factory=dict)
+    skipped: dict[str, int] = Field(default_factory=dict)
+
+    def with_lost(self, index: int, lost: int, skipped: int) -> Losses:
+        """What pserver `index` lacks now, in place of what was known of it."""
+        return Losses(lost=_set(self.lost, index, lost), skipped=_set(self.skipped, index, skipped))
+
+    def with_skipped(self, skipped: dict[str, int]) -> Losses:
+        """With more skipped minibatches."""
+        grown = self
+        for index, count in skipped.items():
+            grown = Losses(lost=grown.lost, skipped=_set(grown.skipped, index, grown.skipped.get(index, 0) + count))
+        return grown
+
+
+def _set(counts: dict[str, int], index: int | str, count: int) -> dict[str, int]:
+    """Zero is not named."""
+    rest = {key: value for key, value in counts.items() if key != str(index)}
+    return dict(sorted((rest | {str(index): count}).items())) if count else rest
+
+
+class Torn(Record):
+    """A step of `timeline` mixes data of a discarded task with what replaced it: the job goes back to a checkpoint."""
+
+    timeline: int
+    cause: str

@@ -1,0 +1,92 @@
+"""A ledger inside a part of a checkpoint: text in the file's metadata, under the file's checksum.
+
+Blocks are named by their position in `SavedPart.blocks`. A value that is the same for all blocks is written once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shared.errors import BadFrame
+from shared.wire.messages import EpochLedger
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTask:
+    """`next[i]`: minibatch that block i expects, of `minibatches`."""
+
+    minibatches: int
+    next: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedEpoch:
+    """`applied[i]`: minibatches applied to block i. `closed`: chunk -> bits, as core/ledger.py has them."""
+
+    applied: tuple[int, ...]
+    open: Mapping[int, SavedTask]
+    closed: Mapping[int, int]
+    duplicates: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavedLedger:
+    """`old`: epochs of which only counts are left."""
+
+    epochs: Mapping[int, SavedEpoch]
+    old: tuple[EpochLedger, ...] = ()
+
+
+def to_text(ledger: SavedLedger, blocks: Sequence[int]) -> str:
+    """With the numbers of the blocks, in the order of their positions."""
+    document = {
+        "blocks": list(blocks),
+        "epochs": {
+            str(epoch): {
+                "applied": _short(saved.applied),
+                "open": {str(task): [entry.minibatches, _short(entry.next)] for task, entry in saved.open.items()},
+                "closed": {str(chunk): f"{bits:x}" for chunk, bits in saved.closed.items()},
+                "duplicates": saved.duplicates,
+            }
+            for epoch, saved in ledger.epochs.items()
+        },
+        "old": [entry.model_dump() for entry in ledger.old],
+    }
+    return json.dumps(document, separators=(",", ":"))
+
+
+def from_text(text: str) -> tuple[SavedLedger, tuple[int, ...]]:
+    """The ledger and its blocks. Raises BadFrame."""
+    try:
+        document = json.loads(text)
+        blocks = tuple(int(number) for number in document["blocks"])
+        epochs = {int(epoch): _epoch(saved, len(blocks)) for epoch, saved in document["epochs"].items()}
+        old = tuple(EpochLedger.model_validate(entry) for entry in document["old"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        msg = f"the ledger of {len(text)} characters cannot be read: {error!r}"
+        raise BadFrame(msg) from error
+    return SavedLedger(epochs, old), blocks
+
+
+def _epoch(saved: Mapping[str, Any], blocks: int) -> SavedEpoch:
+    return SavedEpoch(
+        applied=_long(saved["applied"], blocks),
+        open={int(task): SavedTask(int(entry[0]), _long(entry[1], blocks)) for task, entry in saved["open"].items()},
+        closed={int(chunk): int(bits, 16) for chunk, bits in saved["closed"].items()},
+        duplicates=int(saved["duplicates"]),
+    )
+
+
+def _short(values: Sequence[int]) -> list[int] | int:
+    return values[0] if len(set(values)) == 1 else list(values)
+
+
+def _long(value: Any, blocks: int) -> tuple[int, ...]:
+    values = (int(value),) * blocks if isinstance(value, int) else tuple(int(each) for each in value)
+    if len(values) != blocks:
+        msg = f"{len(values)} values for {blocks} blocks"
+        raise ValueError(msg)
+    return values

@@ -1,0 +1,82 @@
+"""What every service process does the same: signals, uvloop, the last line of defence.
+
+start -> main(stopping) -> settled() ... SIGTERM/SIGINT -> stopping is set -> main drains and returns its exit code
+                            `drain_s` without an end -> cancelled        a second signal -> out, at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+
+from shared.errors import TriremeError
+from shared.runtime import scheduling, telemetry
+
+DRAIN_SECONDS = 20.0
+INTERRUPTED = 130
+
+log = telemetry.logger("service")
+
+
+def run(main: Callable[[asyncio.Event], Awaitable[int]], drain_s: float = DRAIN_SECONDS) -> int:
+    """Run a service to its end and return the process exit code; errors made for people are logged as one line."""
+    scheduling.serve_soon()
+    try:
+        import uvloop  # noqa: PLC0415  not on every platform
+
+        factory: Callable[[], asyncio.AbstractEventLoop] | None = uvloop.new_event_loop
+    except ImportError:
+        factory = None
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(_guarded(main, drain_s))
+
+
+def settled() -> None:
+    """Start-up is over. What it made is no garbage: to look through it again would hold the loop for 0.1 s."""
+    gc.freeze()
+
+
+async def _guarded(main: Callable[[asyncio.Event], Awaitable[int]], drain_s: float) -> int:
+    loop, stopping = asyncio.get_running_loop(), asyncio.Event()
+    work = asyncio.ensure_future(main(stopping))
+
+    def on_signal(name: str) -> None:
+        if stopping.is_set():
+            log.info("stopped_at_once", signal=name)
+            sys.stderr.flush()
+            os._exit(INTERRUPTED)  # an ordinary end would wait for threads that compute or write
+        log.info("stopping", signal=name)
+        stopping.set()
+        loop.call_later(drain_s, work.cancel)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number.name)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        return INTERRUPTED
+    except TriremeError as error:
+        _report(error)
+        return 1
+    except ExceptionGroup as group:
+        expected, rest = group.split(TriremeError)
+        if rest is not None:
+            raise
+        for leaf in _leaves(expected):
+            _report(leaf)
+        return 1
+
+
+def _report(error: TriremeError) -> None:
+    log.error("stopped_by_error", code=error.code, message=error.message, hint=error.hint)
+
+
+def _leaves(group: ExceptionGroup[TriremeError] | None) -> list[TriremeError]:
+    found: list[TriremeError] = []
+    for error in group.exceptions if group else ():
+        found += _leaves(error) if isinstance(error, ExceptionGroup) else [error]
+    return found

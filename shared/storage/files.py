@@ -1,0 +1,254 @@
+"""Files by URL: local paths and whatever fsspec opens (s3://, gs://, memory://, …). Everything here blocks.
+
+expand(glob) -> files      open_read(url)      write_atomic(url): all or nothing, under a name others may read at once
+
+Trouble is OSError with a message for people: FileNotFoundError and PermissionError where trying again does not help,
+ConnectionError where the store cannot be reached.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from shared.errors import DatasetError, InvalidArgument
+from shared.runtime import ids
+from shared.storage import object_store
+from shared.storage.direct_file import DirectFile
+
+TEMPORARY = ".tmp"
+_MAGIC = frozenset("*?[")
+_FILE_ERRORS = (OSError, ValueError, EOFError, KeyError, TypeError, NotImplementedError, ImportError, InvalidArgument)
+
+
+def is_glob(url: str) -> bool:
+    return not _MAGIC.isdisjoint(url)
+
+
+def local_path(url: str) -> Path | None:
+    """The path a local URL (`a/b`, `file:///a/b`) means; None for any other."""
+    filesystem, path = _resolve(url)
+    return Path(path) if isinstance(filesystem, LocalFileSystem) else None
+
+
+def absolute(url: str) -> str:
+    """`url`, a local path made absolute (globs stay globs), so that it means the same in another working directory."""
+    path = local_path(url)
+    return str(path) if path is not None else url
+
+
+def join(url: str, *names: str) -> str:
+    """`url` with names below it."""
+    return "/".join((url.rstrip("/"), *names)) if url.strip("/") else "/" + "/".join(names)
+
+
+def expand(url: str) -> list[str]:
+    """The files a path, URL or glob means, sorted; a name that exists as it is written is no glob. Empty: none.
+
+    Raises InvalidArgument for an unknown protocol, OSError if the place cannot be listed.
+    """
+    filesystem, path = _resolve(url)
+    with _explaining(url):
+        if filesystem.isfile(path):
+            found = [path]
+        elif is_glob(path):
+            found = sorted(name for name, info in filesystem.glob(path, detail=True).items() if info["type"] == "file")
+        else:
+            found = []
+    return [_rebuilt(url, filesystem, str(name)) for name in found]
+
+
+def exists(url: str) -> bool:
+    filesystem, path = _resolve(url)
+    with _explaining(url):
+        return bool(filesystem.exists(path))
+
+
+def size(url: str) -> int:
+    """Bytes of a file. Raises FileNotFoundError."""
+    filesystem, path = _resolve(url)
+    with _explaining(url):
+        return int(filesystem.size(path))
+
+
+@contextmanager
+def open_read(url: str) -> Iterator[BinaryIO]:
+    """The file, seekable, for reading. Raises OSError, InvalidArgument."""
+    filesystem, path = _resolve(url)
+    with _explaining(url), filesystem.open(path, "rb") as file:
+        yield cast("BinaryIO", file)
+
+
+def read_bytes(url: str) -> bytes:
+    with open_read(url) as file:
+        return file.read()
+
+
+@contextmanager
+def write_atomic(url: str) -> Iterator[BinaryIO]:
+    """A file to write into; it appears under `url` when the block ends without an exception, complete, else not at all.
+
+    Local: temp name in the same folder (past the page cache), fsync, rename, fsync of the folder. S3: one upload, completed or aborted.
+    Elsewhere: written locally, then put as one file.
+    """
+    filesystem, name = _resolve(url)
+    if object_store.is_s3(url):
+        with _explaining(url), object_store.write(filesystem, name) as file:
+            yield file
+        return
+    if not isinstance(filesystem, LocalFileSystem):
+        with tempfile.TemporaryDirectory(prefix="trireme-") as folder:
+            local = Path(folder) / "object"
+            with local.open("wb") as file:
+                yield file
+            filesystem.makedirs(filesystem._parent(name), exist_ok=True)  # noqa: SLF001  fsspec has no public name for it
+            filesystem.put_file(str(local), name)
+        return
+    path = Path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{ids.new_id()}{TEMPORARY}")
+    try:
+        with DirectFile(temporary) as file:
+            yield cast("BinaryIO", file)
+            file.finish()
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def write_bytes(url: str, content: bytes | memoryview) -> None:
+    """`content` under `url`, all or nothing."""
+    filesystem, name = _resolve(url)
+    if object_store.is_s3(url):
+        with _explaining(url):
+            filesystem.pipe_file(name, bytes(content))
+        return
+    with write_atomic(url) as file:
+        file.write(content)
+
+
+def names(url: str) -> list[str]:
+    """What lies directly in a folder, sorted; nothing if it is not there. Raises OSError."""
+    filesystem, path = _resolve(url)
+    try:
+        with _explaining(url):
+            found = filesystem.ls(path, detail=False)
+    except object_store.NoBucket:
+        raise
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted({str(name).rstrip("/").rsplit("/", 1)[-1] for name in found})
+
+
+def remove_file(url: str) -> None:
+    """One that is not there is fine. Raises OSError."""
+    filesystem, path = _resolve(url)
+    with _explaining(url), contextlib.suppress(FileNotFoundError):
+        filesystem.rm_file(path)
+
+
+def remove_tree(url: str) -> None:
+    """The folder and all in it, also what was begun and never finished; one that is not there is fine. Raises OSError."""
+    filesystem, path = _resolve(url)
+    if object_store.is_s3(url):
+        with _explaining(url):
+            object_store.remove_tree(filesystem, path)
+        return
+    with contextlib.suppress(FileNotFoundError):
+        filesystem.rm(path, recursive=True)
+
+
+def sweep(url: str) -> int:
+    """Remove what writers that died left unfinished anywhere below the folder; nobody may be writing there. How many.
+
+    Raises OSError.
+    """
+    filesystem, path = _resolve(url)
+    if object_store.is_s3(url):
+        with _explaining(url):
+            return object_store.abort_uploads(filesystem, path)
+    if not isinstance(filesystem, LocalFileSystem):
+        return 0
+    left = list(Path(path).rglob(f".*{TEMPORARY}"))
+    for temporary in left:
+        temporary.unlink(missing_ok=True)
+    return len(left)
+
+
+def check_writable(url: str) -> None:
+    """Write a small file below the folder, read it and delete it. Raises OSError, InvalidArgument: why that cannot be."""
+    probe = join(url, f"probe-{ids.new_id()}")
+    content = probe.encode()
+    write_bytes(probe, content)
+    found = read_bytes(probe)
+    remove_file(probe)
+    if found != content:
+        raise OSError(f"{probe} was written with {len(content)} bytes and read with {len(found)}")
+
+
+@contextmanager
+def reading(url: str, kind: str) -> Iterator[None]:
+    """What goes wrong inside becomes a DatasetError that names the file and what it was read as."""
+    try:
+        yield
+    except DatasetError:
+        raise
+    except FileNotFoundError as error:
+        msg = f"{url} does not exist (any more)"
+        raise DatasetError(msg, hint="check the path; every member of the job must see the file", url=url) from error
+    except _FILE_ERRORS as error:
+        msg = f"{url} cannot be read as {kind}: {' '.join(str(error).split()) or type(error).__name__}"
+        raise DatasetError(
+            msg, hint="check the file, its permissions and the reader that dataset() returns", url=url
+        ) from error
+
+
+@contextmanager
+def _explaining(url: str) -> Iterator[None]:
+    """What an object store's client raises becomes an OSError with a message for people."""
+    try:
+        yield
+    except Exception as error:
+        if explained := object_store.explained(error, url):
+            raise explained from error
+        raise
+
+
+def _resolve(url: str) -> tuple[Any, str]:
+    if object_store.is_s3(url):
+        filesystem = object_store.filesystem()
+        return filesystem, str(filesystem._strip_protocol(url))  # noqa: SLF001  fsspec has no public name for it
+    try:
+        filesystem, path = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        msg = f"no way to open {url}: {error}"
+        raise InvalidArgument(msg, hint="install the fsspec package of that protocol, or copy the files") from error
+    return filesystem, str(path)
+
+
+def _rebuilt(url: str, filesystem: Any, path: str) -> str:
+    """`path`, found by expanding `url`, as a URL that opens the same way (protocol chains are kept)."""
+    if isinstance(filesystem, LocalFileSystem):
+        return path
+    parts = url.split("::")
+    place = next(number for number, part in enumerate(parts) if "://" in part)
+    parts[place] = parts[place].split("://")[0] + "://" + filesystem._strip_protocol(path)  # noqa: SLF001
+    return "::".join(parts)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

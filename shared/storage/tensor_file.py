@@ -1,0 +1,154 @@
+"""safetensors files as streams: written without a second copy in memory, read in one pass that also gives the checksum.
+
+    8 bytes: length of the header | header (JSON: name -> dtype, shape, offsets; __metadata__) | tensors, one after the other
+
+The format is that of the safetensors library, which reads what is written here and the other way round. Everything blocks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, BinaryIO
+
+from xxhash import xxh3_128
+
+from shared.errors import BadFrame
+from shared.storage import files
+
+CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64"}
+DTYPES = {code: dtype for dtype, code in CODES.items()}
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
+MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+CHUNK_BYTES = 1 << 20
+_LENGTH_BYTES = 8
+
+Sink = Callable[["Entry"], memoryview | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file; [first, last) is its place after the header."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    first: int = 0
+    last: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Of a file that was written or read whole."""
+
+    checksum: str  # of all bytes: "xxh3-128:" and 32 hexadecimal digits
+    bytes: int
+    metadata: Mapping[str, str]
+
+
+def write(
+    url: str,
+    metadata: Mapping[str, str],
+    tensors: Sequence[tuple[Entry, memoryview]],
+    rest: Callable[[], None] = lambda: None,
+) -> Summary:
+    """All or nothing under `url`; wide elements come first, so that each lies at a multiple of its size. `rest` is called
+    after each chunk; what it raises ends the writing. Raises OSError."""
+    ordered = sorted(tensors, key=lambda item: -ITEM_BYTES[item[0].dtype])
+    head = _header(metadata, [entry for entry, _ in ordered])
+    pieces = [memoryview(head), *(view for _, view in ordered)]
+    checksum = xxh3_128()
+    with files.write_atomic(url) as file:
+        for piece in pieces:
+            for start in range(0, piece.nbytes, CHUNK_BYTES):
+                part = piece[start : start + CHUNK_BYTES]
+                checksum.update(part)  # which brings it into the cache
+                file.write(part)
+                rest()
+    return Summary(_named(checksum), sum(piece.nbytes for piece in pieces), metadata)
+
+
+def read(url: str, sink: Sink) -> Summary:
+    """The whole file once: each tensor goes into the memory that `sink` names, or nowhere.
+
+    Raises BadFrame for anything that is no such file, OSError. What was put into memory counts only if the checksum is right.
+    """
+    head: list[memoryview] = []
+    with files.open_read(url) as file:
+        metadata, entries, size = _read_header(file, head.append)
+        size += sum(entry.bytes for entry in entries)
+        checksum = xxh3_128()
+        for piece in head:
+            checksum.update(piece)
+        scratch = memoryview(bytearray(CHUNK_BYTES))
+        for entry in entries:
+            place = sink(entry)
+            for start in range(0, entry.bytes, CHUNK_BYTES):
+                count = min(CHUNK_BYTES, entry.bytes - start)
+                piece = scratch[:count] if place is None else place[start : start + count]
+                _fill(file, piece, f"tensor {entry.name!r}")
+                checksum.update(piece)
+        if file.read(1):
+            raise BadFrame(f"{url} goes on after its last tensor, at byte {size}")
+        return Summary(_named(checksum), size, metadata)
+
+
+def _named(checksum: xxh3_128) -> str:
+    return f"xxh3-128:{checksum.hexdigest()}"
+
+
+def _header(metadata: Mapping[str, str], entries: Sequence[Entry]) -> bytes:
+    table: dict[str, Any] = {"__metadata__": dict(metadata)}
+    first = 0
+    for entry in entries:
+        last = first + entry.bytes
+        table[entry.name] = {"dtype": CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": [first, last]}
+        first = last
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def _read_header(file: BinaryIO, seen: Callable[[memoryview], None]) -> tuple[dict[str, str], list[Entry], int]:
+    length = memoryview(bytearray(_LENGTH_BYTES))
+    _fill(file, length, "the header's length")
+    count = int.from_bytes(length, "little")
+    if count > MAX_HEADER_BYTES:
+        raise BadFrame(f"a header of {count} bytes: at most {MAX_HEADER_BYTES} are allowed")
+    text = memoryview(bytearray(count))
+    _fill(file, text, "the header")
+    seen(length)
+    seen(text)
+    try:
+        table = json.loads(bytes(text))
+        metadata = {str(key): str(value) for key, value in table.pop("__metadata__", {}).items()}
+        entries = [
+            Entry(name, DTYPES[item["dtype"]], tuple(map(int, item["shape"])), *map(int, item["data_offsets"]))
+            for name, item in table.items()
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadFrame(f"the header is not that of a safetensors file: {error!r}") from error
+    entries.sort(key=lambda entry: (entry.first, entry.last))
+    end = 0
+    for entry in entries:
+        if entry.first != end or entry.last - entry.first != entry.bytes or any(side < 0 for side in entry.shape):
+            raise BadFrame(
+                f"tensor {entry.name!r} of shape {entry.shape} lies at [{entry.first}, {entry.last}) after {end}"
+            )
+        end = entry.last
+    return metadata, entries, _LENGTH_BYTES + count
+
+
+def _fill(file: BinaryIO, place: memoryview, what: str) -> None:
+    filled = 0
+    while filled < place.nbytes:
+        count = file.readinto(place[filled:])  # type: ignore[attr-defined]  # typing's BinaryIO lacks it, files have it
+        if not count:
+            raise BadFrame(f"the file ends inside {what}: {place.nbytes - filled} bytes are missing")
+        filled += count

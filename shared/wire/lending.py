@@ -1,0 +1,93 @@
+"""What the two ends of one UNIX stream share: each numbers its own regions, and knows the other's by their numbers.
+
+Lender:   region --number--> offered once, forgotten when it is gone       Borrower:  [number, offset, size] --> bytes
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from shared.errors import BadFrame, TooLarge
+from shared.records.record import Record
+from shared.wire.shared_memory import Mapped, Offer, Region, open_offered
+
+MAX_MEMORIES = 256  # of one peer
+NOTHING = memoryview(bytearray())  # the payload of a block that refers to one
+Place = tuple[int, int, int]
+"""Number of a memory, offset, size in bytes."""
+
+
+class Offers(Record):
+    """New memory of the sender, and numbers that it does not use any more."""
+
+    offers: tuple[Offer, ...] = ()
+    forget: tuple[int, ...] = ()
+
+
+class Lender:
+    """Regions of ours that the peer knows, or is told of now."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, weakref.ref[Region]] = {}
+        self._numbers: weakref.WeakKeyDictionary[Region, int] = weakref.WeakKeyDictionary()
+        self._next = 0
+
+    def number(self, region: Region) -> int | None:
+        """None: the peer does not know it."""
+        return self._numbers.get(region)
+
+    def offer(self, region: Region) -> Offer:
+        """The peer is told of it."""
+        number, self._next = self._next, self._next + 1
+        self._numbers[region], self._known[number] = number, weakref.ref(region)
+        return region.offer(number)
+
+    def gone(self) -> list[int]:
+        """Numbers that the peer can forget: nothing of ours refers to them any more."""
+        dead = [number for number, region in self._known.items() if region() is None]
+        for number in dead:
+            del self._known[number]
+        return dead
+
+
+class Borrower:
+    """The memory of one peer."""
+
+    def __init__(self, peer: int) -> None:
+        self._peer = peer
+        self._mapped: dict[int, Mapped] = {}
+
+    def __repr__(self) -> str:
+        return f"<Borrower of process {self._peer}: {len(self._mapped)} memories>"
+
+    def open(self, offer: Offer, at_most: int) -> None:
+        """Raises InvalidArgument, TooLarge: it stays unknown."""
+        if offer.memory in self._mapped or len(self._mapped) >= MAX_MEMORIES:
+            msg = f"memory {offer.memory} is known already, or one of more than {MAX_MEMORIES}"
+            raise TooLarge(msg)
+        self._mapped[offer.memory] = open_offered(offer, self._peer, at_most)
+
+    def forget(self, number: Any) -> None:
+        """Its last part unmaps it."""
+        self._mapped.pop(number, None)
+
+    def part(self, place: Place) -> memoryview:
+        """The bytes there, read only. Raises BadFrame, InvalidArgument."""
+        number, offset, size = place
+        mapped = self._mapped.get(number)
+        if mapped is None:
+            msg = f"memory {number} was never offered: it is one of {sorted(self._mapped)[:10]}"
+            raise BadFrame(msg)
+        return mapped.part(offset, size)
+
+
+def place_in(header: dict[str, Any]) -> Place | None:
+    """Where a block's header says that its payload lies; None: the payload follows. Raises BadFrame."""
+    at = header.pop("at", None)
+    if at is None:
+        return None
+    if not isinstance(at, list) or len(at) != 3 or not all(type(number) is int for number in at):
+        msg = f"a reference is {str(at)[:80]}: expected [memory, offset, size]"
+        raise BadFrame(msg)
+    return at[0], at[1], at[2]

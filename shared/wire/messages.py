@@ -1,0 +1,207 @@
+"""The maps of the data plane (wire.md carries them as msgpack; a simulated network carries the objects themselves).
+
+push (sync)   PushHeader(step, positions, options?)       then per block SyncBlock + payload,   then END
+push (async)  PushHeader(task, start, end, options)       then per block AsyncBlock + payload,  then END
+pull          PullRequest(version | None, blocks)   ->    per block PulledBlock + payload,      then PullEnd
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from shared.records import Mode, Record
+from shared.records.job_spec import Narrow
+from shared.slots import Layout
+
+PROTOCOL_VERSION = 1
+
+
+class LanePosition(Record):
+    """Where a lane's reader stands: `offset` records of the task at `index` of the lane's stream are consumed.
+
+    `exhausted`: the lane has no record left in `epoch`.
+    """
+
+    lane: int
+    epoch: int = 0
+    index: int = 0
+    offset: int = 0
+    exhausted: bool = False
+
+
+class CheckpointAsked(Record):
+    """A checkpoint on demand (the operation's n-th attempt): due at `version`, as said by lane 0's owner of `generation`."""
+
+    operation: str
+    attempt: int
+    generation: int
+    version: int
+
+
+class LaneZero(Record):
+    """What lane 0 carries for everybody. `options[g]`: numeric options (lr, betas, …) the optimizer groups had in this
+    step; `scheduler`: the state of the learning-rate scheduler after this step, with the options it set."""
+
+    options: tuple[dict[str, Any], ...]
+    scheduler: dict[str, Any] = Field(default_factory=dict)
+    asked: CheckpointAsked | None = None
+
+
+class StepRecord(Record):
+    """What a version carries beside its blocks: the readers' positions and lane 0's state after the step that made it."""
+
+    version: int
+    positions: tuple[LanePosition, ...]
+    lane_zero: LaneZero | None = None
+
+    @property
+    def asked(self) -> CheckpointAsked | None:
+        return self.lane_zero.asked if self.lane_zero is not None else None
+
+
+class MessageHeader(Record):
+    protocol: int = PROTOCOL_VERSION
+    job: str
+    term: int = 0
+    generation: int
+
+
+class InitHeader(MessageHeader):
+    """Opens `POST /v1/init`; `blocks` of the initial values follow, each as InitBlock + payload. `timeline`: the job's (0
+    unless it began once more)."""
+
+    mode: Mode
+    lanes: int
+    layout: Layout
+    pserver: int
+    record: StepRecord
+    timeline: int = 0
+
+
+class InitBlock(Record):
+    block: int
+
+
+class PushHeader(MessageHeader):
+    """Sync: `step`, `positions` of the pushed lanes after the step, `lane_zero` iff lane 0 is among them. `claim`: without
+    blocks; from now on data of these lanes in this step counts only with these positions.
+
+    Async: `epoch`, `task_id`, `attempt`, minibatches [start, end) of `minibatches`, and `lane_zero` with the options.
+    """
+
+    mode: Mode
+    trainer: str
+    step: int = 0
+    positions: tuple[LanePosition, ...] = ()
+    lane_zero: LaneZero | None = None
+    claim: bool = False
+    epoch: int = 0
+    task_id: str = ""
+    attempt: int = 0
+    start: int = 0
+    end: int = 0
+    minibatches: int = 0
+
+
+class PushBlock(Record):
+    """`lanes` [first, last) and `count` samples of this node (sync); async leaves lanes (0, 1). `dtype`: the payload's, if
+    it is not the block's own."""
+
+    block: int
+    lanes: tuple[int, int] = (0, 1)
+    count: int
+    dtype: Narrow | None = None
+
+
+class Refusal(Record):
+    """Why a block was not taken; `version` is the block's own. Codes are those of shared.errors."""
+
+    block: int
+    lanes: tuple[int, int]
+    code: str
+    version: int
+    message: str = ""
+
+
+class PushAnswer(Record):
+    """Blocks applied or already there (duplicate) are acknowledged; refused ones are listed."""
+
+    applied: int = 0
+    duplicate: int = 0
+    refused: tuple[Refusal, ...] = ()
+    generation: int = 0
+
+
+class PullRequest(MessageHeader):
+    """`version` None: whatever is current. `wait_s` bounds the wait for blocks that are not there yet. `dtype`: what float32
+    parameters are to be cast to."""
+
+    version: int | None = None
+    blocks: tuple[int, ...]
+    wait_s: float = 0.0
+    dtype: Narrow | None = None
+
+
+class PulledBlock(Record):
+    """`version`: in plain requests; on a stream nobody asks, and without it the headers of all steps are equal. `dtype`: the
+    payload's, if it is not the block's own."""
+
+    block: int
+    version: int | None = None
+    dtype: Narrow | None = None
+
+
+class PullEnd(Record):
+    """`code`: OK, TOO_EARLY (wait ran out), GONE, NOT_READY or OVERFLOW (values do not fit the dtype that was asked for);
+    `record` of the version when OK and sync."""
+
+    code: Literal["OK", "TOO_EARLY", "GONE", "NOT_READY", "OVERFLOW"]
+    message: str = ""
+    record: StepRecord | None = None
+
+
+class LedgerQuery(Record):
+    epoch: int
+    task_id: str
+
+
+class LedgerAnswer(Record):
+    """`next`: the lowest minibatch that some block of this pserver still expects; `closed`: all blocks have them all."""
+
+    next: int = 0
+    closed: bool = False
+
+
+class EpochLedger(Record):
+    """Async books of one epoch at one pserver: minibatches applied per block (lowest and highest), tasks closed."""
+
+    epoch: int
+    applied_lowest: int
+    applied_highest: int
+    tasks_closed: int
+    tasks_open: int
+    duplicates: int
+
+
+class PserverInfo(Record):
+    """`ready`: initialised. `lowest`/`highest`: block versions. `updates`: optimizer steps over all blocks. `timeline`:
+    that of its parameters (0: never rolled back). `checkpoint_error`: why its last part could not be written."""
+
+    job: str
+    index: int
+    incarnation: str
+    generation: int
+    term: int = 0
+    ready: bool
+    mode: Mode | None = None
+    digest: str = ""
+    blocks: int = 0
+    bytes: int = 0
+    lowest: int = 0
+    highest: int = 0
+    updates: int = 0
+    ledger: tuple[EpochLedger, ...] = ()
+    timeline: int = 0
+    checkpoint_error: str = ""

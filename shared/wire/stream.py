@@ -1,0 +1,243 @@
+"""One upgraded connection: frames in both directions at once, read into and written from the memory they live in (codec.md).
+
+    GET /v1/stream, Upgrade: trireme-frames/1  --101-->  map | [map, bin] | map | ...       the same in both directions
+
+    {"id": 3, "call": "push", "message": PushHeader}  [{"id": 3, ...PushBlock}, bin] ...  {"id": 3, "end": true}
+    {"id": 4, "call": "pull", "message": PullRequest}
+                                      answers:  [{"id": 4, ...PulledBlock}, bin] ...  {"id": n, "end": true, "message": ...}
+                                                {"id": n, "error": {...}}: that request is refused;  without id: all are over
+
+On one host a block may refer to memory that both ends have (shared/wire/lending.py), each for the other to read only:
+
+    {"id": 2, "call": "share", "message": {"offers": [Offer ...]}}      answer, or at any time: {"offers": [Offer ...]}
+    {"id": 3, ...PushBlock, "at": [memory, offset, size]}               the pusher's, unchanged until the push is answered
+    {"id": 4, ...PulledBlock, "at": ...}  answered by  {"id": 4, "took": 1}      until then it stays as it is
+
+Frames of several requests may alternate. What is malformed ends the connection with a typed error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+from shared.errors import PeerError, TriremeError
+from shared.runtime import clock
+from shared.wire import codec
+
+UPGRADE = "trireme-frames/1"
+PATH = "/v1/stream"
+LOCAL_BYTES = 2 << 20  # of the kernel's buffers on one host: enough for a turn of both ends, and still in the cache
+HEAD_BYTES = 8 << 10  # read at once where no payload is expected; what of it belongs to a payload is copied
+HEADS = 4  # of blocks without payload that are sent at once, at most
+BURST_BYTES = 256 << 10  # read, sent or worked on before others get their turn; more, and the two ends take turns
+HEAD_COST_BYTES = 16 << 10  # a block without payload takes as long as so many bytes
+LINGER_S = 2.0  # for the peer to read the reason why its connection is closed
+
+
+class FrameStream(asyncio.BufferedProtocol):
+    """Both ends. A subclass says where payloads go (`place`, see codec.Decoder) and what becomes of frames.
+
+    What was given to `send` must not change until `paused` is False: the transport refers to it.
+    """
+
+    def __init__(self, limits: codec.Limits) -> None:
+        self.paused = False
+        self.rests = False
+        self.closed = False
+        self.failure: TriremeError | None = None
+        self.moved = self.paused_at = clock.monotonic()  # when bytes last came; when the transport was last full
+        self._transport: asyncio.Transport | None = None
+        self._decoder = codec.Decoder(limits, self.place, endless=True, prepare=self.prepare)
+        self._head = memoryview(bytearray(HEAD_BYTES))
+        self._vacant = self._head  # where the next bytes go
+        self._now = clock.reader()
+        self._heads: list[bytes] = []  # not sent yet
+        self._corked = False
+        self._burst = 0  # bytes since others had their turn in the event loop
+        self._events: Iterator[codec.Event] = iter(())  # of what came; not read to its end while others have their turn
+
+    # ------------------------------------------------------------ for subclasses
+
+    def prepare(self, header: codec.Fields) -> Any:
+        """What `place` is given of a block's header; depends on nothing else. Raises what ends the connection."""
+        raise NotImplementedError
+
+    def place(self, header: Any, size: int) -> memoryview | None:
+        """Where a block's payload goes; None: nowhere. Raises what ends the connection."""
+        raise NotImplementedError
+
+    def on_map(self, fields: codec.Fields) -> None:
+        """Raises what ends the connection."""
+        raise NotImplementedError
+
+    def on_block(self, payload: memoryview) -> None:
+        """The block that `place` was last asked for is complete, in the memory that it gave. Raises what ends the connection."""
+        raise NotImplementedError
+
+    def on_writable(self) -> None:
+        """The transport holds nothing any more, or it is this stream's turn again. Send nothing while it `rests`."""
+
+    def moved_bytes(self, count: int) -> None:
+        """So many bytes were read, sent or worked on; after BURST_BYTES others have their turn in the event loop."""
+        self._burst += count
+        if self._burst >= BURST_BYTES and not self.rests and self._transport is not None:
+            self.rests = True
+            self._transport.pause_reading()
+            asyncio.get_running_loop().call_soon(self._go_on)
+
+    def on_over(self, error: TriremeError | None) -> None:
+        """Called once: no frame will come any more (`error` None: the connection ended between two frames)."""
+
+    # ------------------------------------------------------------ out
+
+    def send(self, *parts: bytes | memoryview) -> None:
+        if self._transport is not None and not self.closed and self.failure is None:
+            self._transport.writelines((*self._heads, *parts) if self._heads else parts)
+            self._heads.clear()
+            self.moved_bytes(sum(map(len, parts)))
+
+    def send_head(self, head: bytes) -> None:
+        """A block without payload. The first goes at once, those that follow before the event loop turns to others a few at a time."""
+        self._heads.append(head)
+        if not self._corked:
+            self._corked = True
+            asyncio.get_running_loop().call_soon(self._uncork)
+            self.send()
+        elif len(self._heads) >= HEADS:
+            self.send()
+        self.moved_bytes(HEAD_COST_BYTES)
+
+    def send_map(self, fields: Mapping[str, Any]) -> None:
+        self.send(codec.encode(fields))
+
+    def fail(self, error: TriremeError) -> None:
+        """Tell the peer why, stop listening to it, close."""
+        if self.failure is not None or self.closed:
+            return
+        self.send_map({"error": error.to_map()})
+        self.failure = error
+        self.on_over(error)
+        if self._transport is not None:
+            if self._transport.can_write_eof():
+                self._transport.write_eof()
+            asyncio.get_running_loop().call_later(LINGER_S, self.abort)
+
+    def abort(self) -> None:
+        """Close at once: nothing is read or written any more when this returns."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # ------------------------------------------------------------ asyncio.BufferedProtocol
+
+    def take_over(self, transport: asyncio.Transport, rest: bytes = b"") -> None:
+        """Become the protocol of a connection that was upgraded; `rest` came after the upgrade's last byte."""
+        transport.pause_reading()  # uvloop chooses how to read when reading starts
+        transport.set_protocol(self)
+        self.connection_made(transport)
+        if rest:
+            self._events = self._decoder.feed(memoryview(rest))
+        self._go_on()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by its class
+        self._transport.set_write_buffer_limits(high=0)  # so that `paused` tells whether it refers to our memory
+        plain = transport.get_extra_info("socket")
+        if plain is not None and _is_local(plain):
+            _tune(plain)
+
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
+        return self._vacant if self.failure is None else self._head  # after a failure its memory is somebody else's
+
+    def buffer_updated(self, count: int) -> None:
+        self.moved = self._now()
+        if self.failure is not None:
+            return
+        if self._vacant is not self._head:
+            try:
+                filled = self._decoder.advance(count)
+                if filled is not None:
+                    self.on_block(filled.payload)
+            except TriremeError as error:
+                self.fail(error)
+        else:
+            self._events = self._decoder.feed(self._head[:count])
+            self._work()
+        self._vacant = self._decoder.vacant or self._head
+        self.moved_bytes(count)
+
+    def eof_received(self) -> None:
+        pass  # the transport closes itself
+
+    def pause_writing(self) -> None:
+        self.paused = True
+        self.paused_at = clock.monotonic()
+
+    def resume_writing(self) -> None:
+        self.paused = False
+        self.on_writable()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.closed = True
+        self._transport = None
+        if self.failure is None:
+            why = f"{type(error).__name__}: {error}" if error is not None else "it was closed"
+            clean = error is None and self._decoder.between_blocks
+            self.on_over(None if clean else PeerError(f"the stream broke off inside a frame: {why}"))
+
+    # ------------------------------------------------------------ parts
+
+    def _work(self) -> None:
+        """On with what came, until it is used up or others should have their turn."""
+        try:
+            for event in self._events:
+                if isinstance(event, codec.Filled):
+                    self.on_block(event.payload)
+                else:
+                    self.on_map(event.header)
+                if self.failure is not None or self.rests:
+                    return
+        except TriremeError as error:
+            self.fail(error)
+
+    def _uncork(self) -> None:
+        self._corked = False
+        if self._heads:
+            self.send()
+
+    def _go_on(self) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return  # nothing of what came is looked at any more: memory it refers to is no longer lent
+        self._burst, self.rests = 0, False
+        if not self.paused:
+            self.on_writable()
+        if self.failure is None and not self.rests:
+            self._work()
+            self._vacant = self._decoder.vacant or self._head
+        if not self.rests and self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+
+def _tune(plain: socket.socket) -> None:
+    """For a peer on this host."""
+    inside = plain.family == socket.AF_UNIX
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        plain.setsockopt(socket.SOL_SOCKET, option, LOCAL_BYTES)
+    if not inside and hasattr(socket, "TCP_CONGESTION"):
+        # what paces for a network (bbr) takes a third more processor time on the loopback device
+        with contextlib.suppress(OSError):
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+
+
+def _is_local(plain: socket.socket) -> bool:
+    """Whether the peer is on this host; the kernel finds the sizes for a network by itself, if it is not told any."""
+    if plain.family == socket.AF_UNIX:
+        return True
+    try:
+        host: str = plain.getpeername()[0]
+    except OSError:  # it is gone already
+        return False
+    return host == "::1" or host.startswith("127.")

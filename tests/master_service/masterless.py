@@ -1,0 +1,82 @@
+"""Dispatchers on a simulated etcd in virtual time: a masterless job without its trainers' computing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from master_service.masterless.dispatcher import Dispatcher
+from shared.etcd import Etcd
+from shared.records import Stage, Task
+from tests.master_service.worlds import KEYS, World, done, until
+
+
+class MasterlessWorld(World):
+    """Each trainer's etcd is known by its name to `simulated.cut`. `running`: the trainers' lives by name."""
+
+    running: dict[str, asyncio.Future[None]]
+
+    def dispatcher(self, name: str) -> Dispatcher:
+        async def probe(url: str) -> bool:
+            return url in self.dead
+
+        return Dispatcher(
+            Etcd(self.simulated.transport(name)),
+            KEYS,
+            name=name,
+            url=f"http://{name}",
+            spec=self.spec,
+            tables=lambda _: self.tables,
+            manifests=lambda _: self.manifests,
+            probe=probe,
+        )
+
+    def kill(self, name: str, running: asyncio.Future[None]) -> None:
+        """As SIGKILL does: nothing is said to etcd any more, and its port is closed."""
+        self.simulated.cut(name)
+        running.cancel()
+        self.dead.add(f"http://{name}")
+
+
+@asynccontextmanager
+async def dispatching(world: MasterlessWorld, *names: str) -> AsyncIterator[dict[str, Dispatcher]]:
+    """Trainers that are members and whose job runs; a killed one stays away."""
+    dispatchers = {name: world.dispatcher(name) for name in names}
+    stopping = asyncio.Event()
+    world.running = {name: asyncio.ensure_future(each.run(stopping)) for name, each in dispatchers.items()}
+    try:
+        await world.initialise(*names)
+        await until(lambda: all(_runs(each, names) for each in dispatchers.values()), "the job to run")
+        yield dispatchers
+        for name, each in dispatchers.items():
+            for queue in each.books.queues.values() if not world.running[name].done() else ():
+                assert list(queue.violations()) == []
+    finally:
+        stopping.set()
+        await asyncio.wait(world.running.values())
+        for each in world.running.values():
+            if not each.cancelled():
+                each.result()
+
+
+def _runs(dispatcher: Dispatcher, names: tuple[str, ...]) -> bool:
+    return dispatcher.view.is_open and set(dispatcher.books.state.trainers) == set(names)
+
+
+async def work(world: MasterlessWorld, dispatcher: Dispatcher, given: list[Task], *, pause_s: float = 0.0) -> None:
+    """Take and finish tasks until training is over; every task taken is noted."""
+    while dispatcher.books.state.stage is Stage.TRAIN:
+        answer = await dispatcher.acquire_task(world.ask(dispatcher, dispatcher.name))
+        if answer.task is None:
+            await asyncio.sleep(0.05)
+            continue
+        if answer.task.kind != "TRAIN":
+            return
+        given.append(answer.task)
+        await asyncio.sleep(pause_s)
+        await dispatcher.complete_task(answer.task.task_id, done(answer.task, dispatcher.name))
+
+
+def sweeper_of(dispatchers: dict[str, Dispatcher]) -> str:
+    return next(name for name, each in dispatchers.items() if each.sweeps)

@@ -1,0 +1,176 @@
+"""The task routes are served in front of FastAPI, and nobody can tell: the same requests in the same order get, byte for
+byte, what FastAPI alone answers (which documents them)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from master_service.api.app import MAX_BODY_BYTES, make_api, make_app
+from master_service.api.hot_routes import DirectTaskLeases
+from master_service.leadership.master import Master
+from tests.master_service.worlds import World, running, spec_of
+
+JSON = {"Content-Type": "application/json"}
+TASK = "/v1/task-leases"
+FAILED = {"error_type": "ValueError", "message": "no", "traceback": "Traceback"}
+
+Call = tuple[str, str, bytes, dict[str, str]]
+
+
+def post(path: str, body: Any, **headers: str) -> Call:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return "POST", path, content, {**JSON, "Authorization": "Bearer secret", "X-Request-Id": "mine", **named}
+
+
+def ask(request: str, **values: Any) -> dict[str, Any]:
+    return {"trainer": "t1", "request": request, "generation": 1, **values}
+
+
+def report(attempt: int = 1, **values: Any) -> dict[str, Any]:
+    return {"trainer": "t1", "attempt": attempt, **values}
+
+
+SERVED = [
+    post(TASK, ask("r1")),
+    post(TASK, ask("r1"), Idempotency_Key="r1"),
+    post(TASK, ask("ü")),
+    post(TASK, ask("r2", unknown=[1, {"deep": None}], generation="1")),
+    post(TASK, ask("r4", generation=10**400)),
+    post(TASK, ask("lane", stream=0)),
+    post(TASK, ask("late", trainer="stranger")),
+    post(f"{TASK}/0/progress", report(minibatches=1)),
+    post(f"{TASK}/0/progress", report(9, minibatches=1)),
+    post(f"{TASK}/0/complete", report(records=10, sums={"seen": 1e300}, next={"request": "n1", "generation": 1})),
+    post(f"{TASK}/0/complete", report(records=10, next={"request": "n1", "generation": 1})),
+    post(f"{TASK}/1/complete", report(2)),
+    post(f"{TASK}/1/complete", report(epoch=0, timeline=0)),
+    post(f"{TASK}/2/fail", report(failure=FAILED)),
+    post(f"{TASK}/99/complete", report()),
+    post(f"{TASK}/evaluate-1/complete", report()),
+    post(f"{TASK}/%20x/fail", report(failure=FAILED)),
+    post(TASK, ask("again"), X_Request_Id="x" * 65),
+]
+
+LEFT_TO_FASTAPI = [
+    post(TASK, ask("r3"), Authorization="Bearer wrong"),
+    post(TASK, ask("r3"), Authorization=""),
+    post(TASK, ask("r3"), Content_Type="text/plain"),
+    post(TASK, ask("r3"), Content_Type="application/json; charset=utf-8"),
+    post(TASK, ask("r3"), Idempotency_Key="other"),
+    post(TASK, ask("k" * 201), Idempotency_Key="k" * 201),
+    post(TASK, b"{"),
+    post(TASK, b""),
+    post(TASK, b"[]"),
+    post(TASK, {"trainer": 1}),
+    post(TASK, b" " * (MAX_BODY_BYTES + 1)),
+    post(f"{TASK}/0/complete", report(attempt=None)),
+    post(f"{TASK}/0/complete", report(next={"request": "n1"})),
+    post(f"{TASK}/0/fail", report()),
+    post(f"{TASK}/0/progress", report(minibatches="many")),
+    post(f"{TASK}/", ask("r5")),
+    post(f"{TASK}/0/", report()),
+    post(f"{TASK}/0/renew", report()),
+    post(f"{TASK}/a/b/complete", report()),
+    post(f"{TASK}//complete", report()),
+    post(f"{TASK}s", ask("r5")),
+    ("GET", TASK, b"", {"Authorization": "Bearer secret", "X-Request-Id": "mine"}),
+    ("PUT", f"{TASK}/0/complete", b"{}", {"Authorization": "Bearer secret", "X-Request-Id": "mine"}),
+]
+
+
+class Counting:
+    """An application that counts what it is given."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app, self.requests = app, 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.requests += 1
+        await self._app(scope, receive, send)
+
+
+async def answers(app: ASGIApp, calls: list[Call]) -> list[tuple[int, dict[str, str], bytes]]:
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    found = []
+    async with httpx.AsyncClient(transport=transport, base_url="http://master") as client:
+        for method, path, content, headers in calls:
+            response = await client.request(method, path, content=content, headers=headers)
+            seen = dict(response.headers)
+            if not seen["x-request-id"].startswith("req-"):
+                assert seen["x-request-id"] == "mine"
+            body = response.content.replace(seen.pop("x-request-id").encode(), b"id")
+            found.append((response.status_code, seen, body))
+    return found
+
+
+async def both(calls: list[Call]) -> tuple[int, list[Any], list[Any]]:
+    """How many requests FastAPI served behind the direct routes; what was answered with them; and by FastAPI alone."""
+
+    async def world(make: Any) -> list[Any]:
+        async with running(World(spec_of()), "t1") as master:
+            return await answers(make(master), calls)
+
+    counted: list[Counting] = []
+
+    def direct(master: Master) -> ASGIApp:
+        counted.append(Counting(make_api(master, token="secret")))
+        return DirectTaskLeases(counted[0], master, "secret", max_body_bytes=MAX_BODY_BYTES)
+
+    mine, theirs = await world(direct), await world(lambda master: make_api(master, token="secret"))
+    return counted[0].requests, mine, theirs
+
+
+async def test_what_is_asked_for_every_task_is_answered_as_fastapi_would_and_without_it() -> None:
+    passed_on, mine, theirs = await both(SERVED)
+    for call, given, expected in zip(SERVED, mine, theirs, strict=True):
+        assert given == expected, call
+    assert passed_on == 0
+    assert {status for status, _, _ in mine} == {200, 400, 404, 409}
+
+
+async def test_whatever_is_unusual_is_fastapis_affair() -> None:
+    passed_on, mine, theirs = await both(LEFT_TO_FASTAPI)
+    for call, given, expected in zip(LEFT_TO_FASTAPI, mine, theirs, strict=True):
+        assert given == expected, call
+    assert passed_on == len(LEFT_TO_FASTAPI)
+    assert all(status != 500 for status, _, _ in mine)
+
+
+LONE_SURROGATES = [
+    post(TASK, rb'{"trainer": "\ud800", "request": "r", "generation": 1}'),
+    post(TASK, rb'{"trainer": "t1", "request": "\udc00x", "generation": 1}'),
+    post(f"{TASK}/0/complete", rb'{"trainer": "t1", "attempt": 1, "sums": {"\uD800": 1}}'),
+    post(f"{TASK}/0/fail", rb'{"trainer": "t1", "attempt": 1, "failure": {"error_type": "E", "message": "\uDFFF"}}'),
+    post("/v1/members/t1/failures", rb'{"error_type": "E", "message": "\ud83d\u0020"}'),
+]
+
+
+async def test_text_that_nobody_can_write_again_is_refused_and_the_master_leads_on() -> None:
+    for make in (make_app, make_api):
+        async with running(World(spec_of()), "t1") as master:
+            app = make(master, token="secret")
+            for call, (status, _, body) in zip(LONE_SURROGATES, await answers(app, LONE_SURROGATES), strict=True):
+                problem = json.loads(body)
+                assert (status, problem["code"]) == (422, "INVALID_ARGUMENT"), call
+                assert "surrogate" in problem["detail"], call
+            whole = rb'{"trainer": "t1", "request": "\ud83d\ude00", "generation": 1}'
+            assert [status for status, _, _ in await answers(app, [post(TASK, whole)])] == [200]
+            assert list(master.books.training.heard.asks) == [("t1", "\U0001f600")]
+
+
+async def test_a_bug_behind_the_direct_routes_is_a_problem_too(monkeypatch: Any) -> None:
+    async with running(World(spec_of()), "t1") as master:
+
+        async def broken(_: object) -> float:
+            return 1 / 0
+
+        monkeypatch.setattr(master, "acquire_task", broken)
+        calls = [post(TASK, ask("r1"))]
+        bugs = [(await answers(make(master, token="secret"), calls))[0] for make in (make_app, make_api)]
+        assert bugs[0] == bugs[1]
+        assert (bugs[0][0], json.loads(bugs[0][2])["code"]) == (500, "INTERNAL")

@@ -1,0 +1,394 @@
+"""Masterless dispatch: several trainers write one queue. Races, lost answers, the sweeper's death and its late writes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from master_service.core.decisions import lifecycle
+from master_service.core.state.changes import Decision
+from master_service.masterless.dispatcher import REMEMBERED_S, Dispatcher
+from master_service.masterless.writer import Mandated, SharedTransactor
+from master_service.store.writer import Mandate
+from shared.datasets.formats import TextLines
+from shared.errors import DatasetError, NotLeader, NotReady, StaleAttempt, StateUnreadable
+from shared.etcd import Compare, Etcd
+from shared.records import (
+    AcquireTask,
+    CompleteTask,
+    FailTask,
+    JobState,
+    MetricBatch,
+    Phase,
+    PserverMember,
+    Stage,
+    StepMetrics,
+    TaskProgress,
+    UserFailure,
+)
+from shared.records.progress import TrainerProgress
+from tests.master_service.masterless import MasterlessWorld, dispatching, sweeper_of, work
+from tests.master_service.worlds import KEYS, Tables, done, spec_of, take, until, virtually
+
+NO = UserFailure(error_type="ValueError", message="no")
+
+
+def test_several_trainers_give_each_task_of_each_epoch_once() -> None:
+    async def main() -> None:
+        world = MasterlessWorld(spec_of(epochs=3), Tables(20))
+        given: list = []
+        async with dispatching(world, "t1", "t2", "t3", "t4") as dispatchers:
+            await asyncio.gather(*(work(world, each, given, pause_s=0.01) for each in dispatchers.values()))
+            assert sorted((task.epoch, int(task.task_id)) for task in given) == [
+                (e, n) for e in range(3) for n in range(20)
+            ]
+            assert {task.attempt for task in given} == {1}
+            assert sum(each.writer.losses for each in dispatchers.values()) > 0, "they never raced"
+            books = [each.books for each in dispatchers.values()]
+            await until(
+                lambda: all(b.state.stage is Stage.EXPORT for b in [d.books for d in dispatchers.values()]), "news"
+            )
+            assert len({(b.training.epoch, tuple(b.training.pending)) for b in books}) == 1
+
+    virtually(main)
+
+
+def test_every_trainers_books_are_what_etcd_holds() -> None:
+    async def main() -> None:
+        world = MasterlessWorld(spec_of(), Tables(30))
+        async with dispatching(world, "t1", "t2", "t3") as dispatchers:
+            for number in range(12):
+                name = f"t{number % 3 + 1}"
+                task = await take(world, dispatchers[name], name)
+                if number % 4 == 0:
+                    failed = FailTask(trainer=name, attempt=task.attempt, failure=NO, epoch=0)
+                    await dispatchers[name].fail_task(task.task_id, failed)
+                elif number % 2:
+                    await dispatchers[name].complete_task(task.task_id, done(task, name))
+            await asyncio.sleep(1)
+            fresh = world.dispatcher("reader")
+            reading = asyncio.ensure_future(fresh.view.run())
+            await until(lambda: fresh.view.is_open, "a fresh reading")
+            for each in dispatchers.values():
+                assert each.view.commit_revision == fresh.view.commit_revision
+                for kind, queue in each.books.queues.items():
+                    other = fresh.books.queues[kind]
+                    assert {t: p.record for t, p in queue.pending.items()} == {
+                        t: p.record for t, p in other.pending.items()
+                    }
+                    assert (queue.cursors, queue.requeued, queue.discarded) == (
+                        other.cursors,
+                        other.requeued,
+                        other.discarded,
+                    )
+                    assert (queue.epoch, queue.dispatched) == (other.epoch, other.dispatched)
+            reading.cancel()
+
+    virtually(main)
+
+
+def test_a_lost_compare_decides_again_on_what_the_other_wrote() -> None:
+    async def main() -> None:
+        world = MasterlessWorld(spec_of())
+        async with dispatching(world, "t1", "t2") as dispatchers:
+            seen: list[int] = []
+
+            def look(books, _now):
+                seen.append(books.training.cursors.get("0", 0))
+                return Decision(None, lifecycle.fail(books.state, "to write something").changes)
+
+            one, two = dispatchers["t1"], dispatchers["t2"]
+            world.simulated.delay_s = (0.01, 0.01)
+            taking = asyncio.ensure_future(take(world, one, "t1"))
+            await asyncio.sleep(0.001)
+            await two.writer.decide(look)
+            await taking
+            assert seen == [0, 1]
+
+    virtually(main)
+
+
+def test_a_refusal_is_told_only_when_no_write_of_the_others_is_missing() -> None:
+    """A lane's new owner asks for a task that the books of its own process do not know to be due yet."""
+
+    async def main() -> None:
+        world = MasterlessWorld(spec_of(mode="sync", lanes=2))
+        async with dispatching(world, "t1", "t2") as dispatchers:
+            one, two = dispatchers["t1"], dispatchers["t2"]
+            lane, _ = one.books.lanes.of("t1")
+            await take(world, one, "t1", stream=lane, index=0)
+            await asyncio.sleep(0.1)
+            two.view.hold()  # what t1 writes from here on is not folded at t2
+            await take(world, one, "t1", stream=lane, index=1)
+            two.view._held = False
+
+            def in_order(books, _now):
+                cursor = books.training.cursors.get(str(lane), 0)
+                if cursor < 2:
+                    raise StaleAttempt(f"only {cursor} were given")
+                return Decision(cursor)
+
+            assert await two.writer.decide(in_order) == 2
+
+    virtually(main)
+
+
+@pytest.mark.parametrize("lose", ["request", "answer"])
+def test_a_write_without_an_answer_counts_once_though_others_commit_meanwhile(lose) -> None:
+    async def main() -> None:
+        world = MasterlessWorld(spec_of())
+        async with dispatching(world, "t1", "t2") as dispatchers:
+            one, two = dispatchers["t1"], dispatchers["t2"]
+            lost = world.simulated.lose_answer if lose == "answer" else world.simulated.lose_request
+            lost(client="t1", method="/kv/txn")
+            first = asyncio.ensure_future(take(world, one, "t1"))
+            await asyncio.sleep(0.01)
+            other = await take(world, two, "t2")
+            mine = await first
+            assert {mine.task_id, other.task_id} == {one.books.training.streams.at(0, 0, n) for n in (0, 1)}
+            assert (mine.attempt, other.attempt) == (1, 1)
+            await until(lambda: set(two.books.training.pending) == {mine.task_id, other.task_id}, "news")
+
+    virtually(main)
+
+
+def test_a_dead_sweepers_place_is_taken_at_once_and_its_tasks_go_back() -> None:
+    async def main() -> None:
+        world = MasterlessWorld(spec_of())
+        async with dispatching(world, "t1", "t2", "t3") as dispatchers:
+            dead = sweeper_of(dispatchers)
+            task = await take(world, dispatchers[dead], dead)
+            world.kill(dead, world.running[dead])
+            since = asyncio.get_running_loop().time()
+            await world.lose(dead)
+            alive = {name: each for name, each in dispatchers.items() if name != dead}
+            await until(lambda: any(each.sweeps for each in alive.values()), "another sweeper")
+            assert asyncio.get_running_loop().time() - since < 1.5, "its port is closed: nobody waits for the lease"
+            await until(
+                lambda: all(t in each.books.training.requeued for t in [task.task_id] for each in alive.values()), "it"
+            )
+            name, each = next(iter(alive.items()))
+            again = await take(world, each, name)
+            assert (again.task_id, again.attempt) == (task.task_id, 2)
+
+    virtually(main)
+
+
+def test_the_sweeper_tells_of_a_parameter_servers_trouble_once_and_so_does_its_successor() -> None:
+    async def main() -> None:
+        world = MasterlessWorld(spec_of())
+        async with dispatching(world, "t1", "t2") as dispatchers:
+            kv = await world.etcd.get(KEYS.pserver(0))
+            assert kv is not None
+            for _ in range(2):
+                member = PserverMember.model_validate_json(kv.value).model_copy(update={"trouble": "no room"})
+                await world.etcd.put(kv.key, member.to_bytes(), kv.lease)
+            await asyncio.sleep(1)
+            first = sweeper_of(dispatchers)
+            assert {name: told(each) for name, each in dispatchers.items()} == {
+                name: ["no room"] if name == first else [] for name in dispatchers
+            }
+            world.kill(first, world.running[first])
+            await world.lose(first)
+            [second] = [each for name, each in dispatchers.items() if name != first]
+            await until(lambda: second.sweeps, "another sweeper")
+            assert told(second) == ["no room"]
+
+    virtually(main)
+
+
+def told(dispatcher: Dispatcher) -> list[str]:
+    return [event.message for event in dispatcher.events.after(0, 100) if event.name == "checkpoint_failed"]
+
+
+def test_a_frozen_sweepers_place_is_taken_within_a_lease() -> None:
+    async def main() -> None:
+        world = MasterlessWorld(spec_of())
+        async with dispatching(world, "t1", "t2") as dispatchers:
+            old = sweeper_of(dispatchers)
+            world.simulated.cut(old)
+            other = next(each for name, each in dispatchers.items() if name != old)
+            since = asyncio.get_running_loop().time()
+            await until(lambda: other.sweeps, "another sweeper", 20)
+            assert asyncio.get_running_loop().time() - since < 3.0 + 0.5 + 1.0
+            assert not dispatchers[old].sweeps
+            world.simulated.mend(old)
+
+    virtually(main)
+
+
+@pytest.mark.parametrize("fenced", [True, False], ids=["fenced", "without the fence"])
+def test_a_deposed_sweepers_late_write_is_refused(fenced, monkeypatch) -> None:
+    if not fenced:
+        unfenced = lambda self, _: [Compare.mod(KEYS.commit, "==", self._view.commit_revision)]  # noqa: E731
+        monkeypatch.setattr(SharedTransactor, "fence", unfenced)
+
+    async def main() -> None:
+        world = MasterlessWorld(spec_of())
+        async with dispatching(world, "t1", "t2") as dispatchers:
+            one = dispatchers["t1"]
+            lock = await world.etcd.get(KEYS.sweep_lock)
+            lease = await Etcd(world.simulated.transport("t1")).grant(60)
+            deposed = Mandated(one.writer, Mandate(KEYS.sweep_lock, lock.create_revision - 1, lease))
+            late = asyncio.ensure_future(
+                deposed.decide(lambda books, _: lifecycle.fail(books.state, "a late decision"))
+            )
+            await asyncio.wait([late])
+            state = JobState.model_validate_json((await world.etcd.get(KEYS.state)).value)
+            assert (state.phase is Phase.RUNNING) is fenced
+            assert isinstance(late.exception(), NotLeader) is fenced
+            await take(world, one, "t1") if fenced else None  # its own decisions go on
+
+    virtually(main)
+
+
+def test_a_mandate_whose_lease_is_over_writes_nothing() -> None:
+    async def main() -> None:
+        world = MasterlessWorld(spec_of())
+        async with dispatching(world, "t1") as dispatchers:
+            one = dispatchers["t1"]
+            lock = await world.etcd.get(KEYS.sweep_lock)
+            lease = await world.etcd.grant(2)
+            await asyncio.sleep(3)
+            with pytest.raises(NotLeader):
+                await Mandated(one.writer, Mandate(KEYS.sweep_lock, lock.create_revision, lease)).decide(
+                    lambda books, _: lifecycle.fail(books.state, "late")
+                )
+            assert one.books.state.phase is Phase.RUNNING
+
+    virtually(main)
+
+
+def test_progress_of_another_trainer_keeps_its_task_from_expiring() -> None:
+    async def main() -> None:
+        world = MasterlessWorld(spec_of(task_timeout_floor_s=4.0, task_timeout_ceiling_s=8.0), Tables(3))
+        async with dispatching(world, "t1", "t2") as dispatchers:
+            worker = next(name for name, each in dispatchers.items() if not each.sweeps)
+            mine = dispatchers[worker]
+            task = await take(world, mine, worker)
+            for minibatches in range(1, 11):
+                await asyncio.sleep(3)
+                report = TaskProgress(trainer=worker, attempt=1, minibatches=minibatches, epoch=0)
+                await mine.report_progress(task.task_id, report)
+            assert mine.books.training.pending[task.task_id].record.attempt == 1
+            await until(lambda: mine.books.training.requeued, "the silence to be noticed", 20)
+            with pytest.raises(StaleAttempt):
+                await mine.complete_task(task.task_id, done(task, worker))
+
+    virtually(main)
+
+
+def test_what_a_trainer_that_leaves_has_told_of_its_epoch_is_there_for_a_while() -> None:
+    async def main() -> None:
+        world = MasterlessWorld(spec_of())
+        async with dispatching(world, "t1", "t2") as dispatchers:
+            share = StepMetrics(step=3, epoch=0, loss_sum=6.0, records=4)
+            await dispatchers["t2"].report_metrics(MetricBatch(trainer="t2", steps=(share,)))
+        told = (await world.etcd.range(KEYS.progresses, prefix=True)).kvs
+        assert [kv.key for kv in told] == [KEYS.progress("t2")]
+        said = TrainerProgress.model_validate_json(told[0].value)
+        assert (said.loss_sum, said.records, said.step) == (6.0, 4, 3)
+        await asyncio.sleep(REMEMBERED_S + 5)
+        assert not (await world.etcd.range(KEYS.progresses, prefix=True)).kvs
+
+    virtually(main)
+
+
+def test_an_etcd_that_is_away_only_delays() -> None:
+    async def main() -> None:
+        world = MasterlessWorld(spec_of())
+        async with dispatching(world, "t1", "t2") as dispatchers:
+            world.simulated.stop()
+            asking = [asyncio.ensure_future(take(world, each, name)) for name, each in dispatchers.items()]
+            await asyncio.sleep(10)
+            assert not any(each.done() for each in asking)
+            world.simulated.start()
+            assert len({task.task_id for task in await asyncio.gather(*asking)}) == 2
+            await until(lambda: any(each.sweeps for each in dispatchers.values()), "a sweeper")
+
+    virtually(main)
+
+
+def test_a_dataset_that_cannot_be_read_fails_the_job_with_the_reason() -> None:
+    async def main() -> None:
+        world = MasterlessWorld(spec_of(), Tables(error=DatasetError("no such file")))
+        dispatcher = world.dispatcher("t1")
+        stopping = asyncio.Event()
+        running = asyncio.ensure_future(dispatcher.run(stopping))
+        await asyncio.sleep(2)
+        state = JobState.model_validate_json((await world.etcd.get(KEYS.state)).value)
+        assert (state.phase, state.reason) == (Phase.FAILED, "no such file")
+        with pytest.raises(NotReady):
+            await dispatcher.acquire_task(AcquireTask(trainer="t1", request="r", generation=0))
+        stopping.set()
+        await running
+
+    virtually(main)
+
+
+def test_the_job_ends_with_evaluation_and_export_written_by_trainers() -> None:
+    async def main() -> None:
+        world = MasterlessWorld(spec_of(evaluation_dataset=TextLines("test.txt")), Tables(4))
+        async with dispatching(world, "t1", "t2") as dispatchers:
+            await asyncio.gather(*(work(world, each, []) for each in dispatchers.values()))
+
+            async def finish(name, each):
+                while not each.books.state.phase.final:
+                    answer = await each.acquire_task(world.ask(each, name))
+                    if answer.task is None:
+                        await asyncio.sleep(0.05)
+                        continue
+                    report = CompleteTask(
+                        trainer=name, attempt=answer.task.attempt, sums={"n": 1.0}, exports={"x": "y"}
+                    )
+                    await each.complete_task(answer.task.task_id, report)
+
+            await asyncio.gather(*(finish(name, each) for name, each in dispatchers.items()))
+            state = dispatchers["t1"].books.state
+            assert (state.phase, state.stage) == (Phase.COMPLETED, Stage.DONE)
+            assert (state.result.trained_records, state.result.exports) == (40, {"x": "y"})
+
+    virtually(main)
+
+
+def test_the_same_user_error_at_two_trainers_before_the_first_step_fails_the_job() -> None:
+    async def main() -> None:
+        world = MasterlessWorld(spec_of())
+        async with dispatching(world, "t1", "t2") as dispatchers:
+            for name, each in dispatchers.items():
+                await each.report_failure(name, NO)
+                await asyncio.sleep(0.1)
+            state = JobState.model_validate_json((await world.etcd.get(KEYS.state)).value)
+            assert (state.phase, state.reason) == (Phase.FAILED, "ValueError twice before the first step was done: no")
+
+    virtually(main)
+
+
+def test_what_is_asked_of_a_trainer_that_left_is_refused() -> None:
+    async def main() -> None:
+        world = MasterlessWorld(spec_of())
+        async with dispatching(world, "t1") as dispatchers:
+            left = dispatchers["t1"]
+            asking = world.ask(left, "t1")
+        with pytest.raises(NotLeader):
+            await left.acquire_task(asking)
+
+    virtually(main)
+
+
+def test_a_queue_that_cannot_be_understood_ends_every_trainer_loudly() -> None:
+    async def main() -> None:
+        world = MasterlessWorld(spec_of(), Tables(20))
+        with pytest.raises(ExceptionGroup):
+            async with dispatching(world, "t1", "t2"):
+                await world.etcd.put(KEYS.pending("3"), b"7 or so")
+                await asyncio.wait(world.running.values())
+                ends = [life.exception() for life in world.running.values()]
+        for group in ends:
+            assert isinstance(group, ExceptionGroup)
+            (error,) = group.exceptions
+            assert isinstance(error, StateUnreadable)
+            assert f"{KEYS.pending('3')} in etcd cannot be understood: b'7 or so'" in error.message
+
+    virtually(main)

@@ -1,0 +1,297 @@
+"""Lane owners, generations, phases, and what users' errors cost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from master_service.core.decisions.lane_placement import assign_lanes, moved_lanes
+from master_service.core.decisions.lifecycle import FailureBudget, fail, next_stage
+from master_service.core.state.changes import Decision, PutFailures, PutLanes, PutSlots, PutState
+from master_service.core.state.members import Members, checkpoint_news, follow
+from master_service.core.state.metrics import Metrics
+from shared.datasets.formats import TextLines
+from shared.records import (
+    JobState,
+    LaneInterval,
+    LaneMap,
+    MetricBatch,
+    Mode,
+    Phase,
+    PserverMember,
+    SlotMap,
+    Stage,
+    StepMetrics,
+    TrainerMember,
+    UserFailure,
+)
+from tests.master_service.worlds import spec_of
+
+SPEC = spec_of(mode=Mode.SYNC, lanes=4, pservers=2, slot_count=128)
+
+
+def lanes_of(**owners: tuple[int, int]) -> tuple[LaneInterval, ...]:
+    return tuple(LaneInterval(trainer=name, first=first, last=last) for name, (first, last) in owners.items())
+
+
+def trainers(*names: str) -> dict[str, TrainerMember]:
+    return {n: TrainerMember(trainer=n, url=f"http://{n}", incarnation=n, host="h", pid=1) for n in names}
+
+
+def pservers(*indexes: int) -> dict[int, PserverMember]:
+    return {i: PserverMember(index=i, url=f"http://p{i}", incarnation=f"p{i}", host="h", pid=1) for i in indexes}
+
+
+def whole(*names: str) -> Members:
+    revisions = {0: 5, 1: 6}
+    return Members(trainers(*names), pservers(0, 1), revisions, layout_revision=10, init_done=True)
+
+
+def state_after(decision: Decision[None]) -> JobState:
+    return next(change.state for change in decision.changes if isinstance(change, PutState))
+
+
+def lanes_after(decision: Decision[None]) -> LaneMap:
+    return next(change.lanes for change in decision.changes if isinstance(change, PutLanes))
+
+
+RUNNING = JobState(phase=Phase.RUNNING, generation=4, trainers=("a", "b"))
+LANES = LaneMap(generation=4, lanes=4, intervals=lanes_of(a=(0, 2), b=(2, 4)))
+SLOTS = SlotMap(version=1, owners=(0, 1) * 64)
+
+
+# ------------------------------------------------------------------ lanes
+
+
+@given(
+    lanes=st.integers(0, 6).map(lambda k: 2**k),
+    events=st.lists(st.lists(st.integers(0, 9), unique=True, max_size=10), min_size=1, max_size=6),
+)
+def test_lanes_are_always_covered_once_and_evenly(lanes: int, events: list[list[int]]) -> None:
+    intervals: tuple[LaneInterval, ...] = ()
+    for present in events:
+        names = [f"t{n}" for n in present]
+        intervals = assign_lanes(lanes, intervals, names)
+        if not names:
+            assert intervals == ()
+            continue
+        covered = [lane for interval in intervals for lane in range(interval.first, interval.last)]
+        assert covered == list(range(lanes))
+        sizes = [interval.last - interval.first for interval in intervals]
+        assert max(sizes) - min(sizes) <= 1
+        assert min(sizes) >= 1
+        assert len(intervals) == min(lanes, len(names))
+        assert {interval.trainer for interval in intervals} <= set(names)
+
+
+def test_the_same_members_keep_their_lanes() -> None:
+    before = lanes_of(b=(0, 2), a=(2, 4))
+    assert assign_lanes(4, before, ["a", "b"]) == before
+
+
+def test_a_spare_takes_the_place_of_the_dead_and_nobody_else_moves() -> None:
+    before = lanes_of(a=(0, 2), b=(2, 4))
+    assert assign_lanes(4, before, ["b", "spare"]) == lanes_of(spare=(0, 2), b=(2, 4))
+
+
+def test_a_newcomer_is_put_where_the_fewest_lanes_move() -> None:
+    before = lanes_of(a=(0, 8))
+    after = assign_lanes(8, before, ["a", "new"])
+    assert moved_lanes(before, after) == 4
+    before = lanes_of(a=(0, 3), b=(3, 6), c=(6, 8))
+    after = assign_lanes(8, before, ["a", "b", "c", "new"])
+    worst = max(
+        moved_lanes(before, assign_lanes(8, (), order)) for order in (["new", "a", "b", "c"], ["a", "b", "c", "new"])
+    )
+    assert moved_lanes(before, after) <= worst
+
+
+# ------------------------------------------------------------------ phases
+
+
+def test_a_job_waits_and_says_for_what() -> None:
+    state = JobState()
+    waits = [
+        (Members(), "waiting for 2 of 2 parameter servers"),
+        (Members(pservers=pservers(0)), "waiting for 1 of 2 parameter servers"),
+        (Members(pservers=pservers(0, 1)), "waiting for a trainer"),
+        (Members(trainers("a"), pservers(0, 1)), "waiting for a trainer to initialise the parameters"),
+    ]
+    for members, reason in waits:
+        decision = follow(SPEC, state, None, SLOTS, members)
+        assert decision.changes == (PutState(state.model_copy(update={"reason": reason})),)
+        again = follow(SPEC, state_after(decision), None, SLOTS, members)
+        assert again == Decision(None)
+
+
+def test_the_slot_map_is_written_once_when_all_pservers_are_there() -> None:
+    decision = follow(SPEC, JobState(reason="waiting for a trainer"), None, None, Members(pservers=pservers(0, 1)))
+    assert decision.changes == (PutSlots(SLOTS),)
+    assert (
+        follow(SPEC, JobState(reason="waiting for a trainer"), None, SLOTS, Members(pservers=pservers(0, 1))).changes
+        == ()
+    )
+
+
+def test_an_initialised_job_with_a_trainer_runs_in_generation_one() -> None:
+    decision = follow(SPEC, JobState(), None, SLOTS, whole("a", "b"))
+    state = state_after(decision)
+    assert (state.phase, state.generation, state.trainers) == (Phase.RUNNING, 1, ("a", "b"))
+    assert lanes_after(decision) == LaneMap(generation=1, lanes=4, intervals=lanes_of(a=(0, 2), b=(2, 4)))
+
+
+@pytest.mark.parametrize(
+    ("present", "reason"),
+    [(("a", "b", "c"), "c joined"), (("b",), "a is gone"), ((), "a is gone; b is gone; waiting for a trainer")],
+)
+def test_every_join_and_death_is_a_new_generation_with_its_lanes(present: tuple[str, ...], reason: str) -> None:
+    decision = follow(SPEC, RUNNING, LANES, SLOTS, whole(*present))
+    state = state_after(decision)
+    assert (state.generation, state.reason, state.trainers) == (5, reason, present)
+    assert lanes_after(decision).generation == 5
+    assert follow(SPEC, state, lanes_after(decision), SLOTS, whole(*present)) == Decision(None)
+
+
+def test_asynchronous_jobs_have_generations_but_no_lanes() -> None:
+    spec = spec_of(mode=Mode.ASYNC, pservers=2)
+    decision = follow(spec, RUNNING, None, SLOTS, whole("a"))
+    assert [type(change) for change in decision.changes] == [PutState]
+    assert state_after(decision).generation == 5
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        Members(trainers("a"), pservers(0), {0: 5}, layout_revision=10, init_done=True),
+        Members(trainers("a"), pservers(0, 1), {0: 5, 1: 11}, layout_revision=10, init_done=True),
+    ],
+    ids=["gone", "replaced by an empty one"],
+)
+def test_parameters_lost_before_any_checkpoint_fail_an_asynchronous_job(members: Members) -> None:
+    spec = spec_of(mode=Mode.ASYNC, pservers=2, slot_count=128)
+    state = state_after(follow(spec, RUNNING, None, SLOTS, members))
+    assert state.phase is Phase.FAILED
+    assert state.reason == "pserver 1 is gone and no checkpoint of it exists yet; start the job again"
+
+
+def test_a_pserver_may_come_and_go_before_initialisation() -> None:
+    members = Members(trainers("a"), pservers(0), {0: 5})
+    assert state_after(follow(SPEC, JobState(), None, SLOTS, members)).phase is Phase.WAITING
+
+
+@pytest.mark.parametrize("phase", [Phase.COMPLETED, Phase.FAILED])
+def test_a_job_that_is_over_ignores_who_comes_and_goes(phase: Phase) -> None:
+    over = RUNNING.model_copy(update={"phase": phase})
+    assert follow(SPEC, over, LANES, SLOTS, Members()) == Decision(None)
+    assert fail(over, "too late") == Decision(None)
+
+
+def test_stages_follow_each_other() -> None:
+    without = spec_of()
+    with_evaluation = spec_of(evaluation_dataset=TextLines("test.txt"))
+    assert next_stage(with_evaluation, Stage.TRAIN) is Stage.EVALUATE
+    assert next_stage(without, Stage.TRAIN) is Stage.EXPORT
+    assert next_stage(with_evaluation, Stage.EVALUATE) is Stage.EXPORT
+    assert next_stage(without, Stage.EXPORT) is Stage.DONE
+
+
+# ------------------------------------------------------------------ users' errors
+
+NO = UserFailure(error_type="ValueError", message="no")
+
+
+def spend(budget: FailureBudget, failure: UserFailure, *, in_task: bool) -> str:
+    """Spent and, as etcd would, kept; why the job must fail now, or ""."""
+    reason = ""
+    for change in budget.spend(JobState(phase=Phase.RUNNING), failure, in_task=in_task).changes:
+        match change:
+            case PutFailures(counts):
+                budget.counts = counts
+            case PutState(state):
+                assert (state.phase, state.failure) == (Phase.FAILED, failure)
+                reason = state.reason
+    return reason
+
+
+def test_the_same_error_twice_before_the_first_step_fails_the_job_at_once() -> None:
+    budget = FailureBudget(allowed=3)
+    assert spend(budget, NO, in_task=True) == ""
+    assert spend(budget, NO, in_task=True) == "ValueError twice before the first step was done: no"
+
+
+def test_different_errors_before_the_first_step_use_the_budget_up() -> None:
+    budget = FailureBudget(allowed=3)
+    failures = [NO.model_copy(update={"message": str(n)}) for n in range(3)]
+    assert [bool(spend(budget, failure, in_task=True)) for failure in failures] == [False, False, True]
+
+
+def test_after_the_first_step_a_tasks_failure_is_the_tasks_own_affair() -> None:
+    budget = FailureBudget(allowed=3, started=True)
+    assert [spend(budget, NO, in_task=True) for _ in range(20)] == [""] * 20
+    outside = [spend(budget, NO, in_task=False) for _ in range(3)]
+    assert outside == ["", "", "3 failures of the user's code (max_user_failures 3), the last: ValueError: no"]
+
+
+def test_what_is_kept_of_the_budget_stays_small_whatever_the_errors_are() -> None:
+    budget = FailureBudget(allowed=10_000, started=True)
+    for number in range(1000):
+        spend(budget, NO.model_copy(update={"message": "long" * 1000 + str(number)}), in_task=False)
+    assert budget.counts.total == 1000
+    assert len(budget.counts.to_bytes()) < 2000
+
+
+def test_a_job_that_is_over_spends_nothing_more() -> None:
+    budget = FailureBudget(allowed=1)
+    assert budget.spend(JobState(phase=Phase.FAILED), NO, in_task=False) == Decision(None)
+
+
+# ------------------------------------------------------------------ metrics
+
+
+def batch(step: int, epoch: int, loss_sum: float, records: int) -> MetricBatch:
+    return MetricBatch(trainer="a", steps=(StepMetrics(step=step, epoch=epoch, loss_sum=loss_sum, records=records),))
+
+
+def test_shares_of_a_step_add_up_and_rates_look_at_the_last_seconds() -> None:
+    metrics = Metrics()
+    metrics.add(batch(1, 0, 8.0, 4), 100.0)
+    metrics.add(batch(1, 0, 4.0, 4), 101.0)
+    metrics.add(batch(2, 0, 1.0, 12), 102.0)
+    assert metrics.steps[1].loss == 1.5
+    assert metrics.epochs[0].loss == 13.0 / 20
+    assert metrics.rate(102.0) == 8.0
+    assert metrics.rate(1000.0) == 0.0
+
+
+def test_metrics_stay_bounded() -> None:
+    metrics = Metrics()
+    for step in range(6000):
+        metrics.add(batch(step, step, 1.0, 1), step * 1e-3)
+    assert (len(metrics.steps), len(metrics.epochs), len(metrics.recent)) == (1000, 1000, 4096)
+    assert next(iter(metrics.steps)) == 5000
+
+
+def test_a_pserver_that_cannot_write_checkpoints_is_an_event_once_and_when_it_is_over_another():
+    def seen(trouble):
+        member = PserverMember(index=1, url="u", incarnation="i", host="h", pid=1, trouble=trouble)
+        return Members(pservers={1: member})
+
+    nobody = Members()
+    [event] = checkpoint_news(nobody, seen("no room for step 2"))
+    assert (event.name, event.message, event.fields) == ("checkpoint_failed", "no room for step 2", {"pserver": 1})
+    assert checkpoint_news(seen("no room for step 2"), seen("no room for step 2")) == ()
+    assert checkpoint_news(nobody, seen("")) == ()
+    [event] = checkpoint_news(seen("no room for step 2"), seen(""))
+    assert event.name == "checkpoint_works_again"
+    assert checkpoint_news(seen("no room for step 2"), nobody) == ()
+
+
+def test_a_pserver_that_waits_for_its_storage_is_an_event_once():
+    def seen(waits):
+        return Members(pservers={1: PserverMember(index=1, url="u", incarnation="i", host="h", pid=1, waits=waits)})
+
+    [event] = checkpoint_news(seen(""), seen("no answer from http://s3"))
+    assert (event.name, event.message, event.fields) == ("storage_away", "no answer from http://s3", {"pserver": 1})
+    assert checkpoint_news(seen("no answer from http://s3"), seen("still none")) == ()
+    assert checkpoint_news(seen("no answer from http://s3"), seen("")) == ()

@@ -1,0 +1,326 @@
+"""Operations of a running master: checkpoints on demand, verification, ways back; limits, take-overs, idempotency; REST."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from master_service.api import render
+from master_service.core.decisions import pause_checkpoint
+from master_service.core.decisions.operations import ASK_AGAIN_S, KEPT
+from master_service.leadership.master import Master
+from shared.errors import CheckpointUnusable, Conflict, NotFound
+from shared.records import Mode, Phase, PserverMember
+from shared.records.checkpoints import CheckpointLatest
+from shared.records.operations import CheckpointRequest, Operation, OperationKind, OperationState
+from tests.master_service.test_recovery import checkpoint, names, rolling_back, spec
+from tests.master_service.test_rest import check_problem, client_of
+from tests.master_service.worlds import (
+    KEYS,
+    World,
+    leading,
+    running,
+    spec_of,
+    until,
+    virtually,
+)
+
+DONE, FAILED = OperationState.DONE, OperationState.FAILED
+
+
+async def request_of(world: World) -> CheckpointRequest | None:
+    found = await world.etcd.get(KEYS.checkpoint_request)
+    return CheckpointRequest.model_validate_json(found.value) if found else None
+
+
+async def commit(world: World, step: int, *, operation: str = "", final: bool = False) -> None:
+    """What the parameter servers do."""
+    await checkpoint(world, step)
+    found = await world.etcd.get(KEYS.latest)
+    assert found is not None
+    latest = CheckpointLatest.model_validate_json(found.value)
+    await world.etcd.put(KEYS.latest, latest.model_copy(update={"operation": operation, "final": final}).to_bytes())
+
+
+async def create(master: Master, key: str = "k", limit_s: float = 600.0) -> Operation:
+    return await master.reign.operating.create_checkpoint(key, "asked by a test", limit_s)
+
+
+async def ended(master: Master, operation: Operation) -> Operation:
+    await until(lambda: not master.reign.operating.get(operation.operation_id).running, "the operation's end", 700)
+    return master.reign.operating.get(operation.operation_id)
+
+
+def test_a_checkpoint_on_demand_is_done_when_one_that_carries_it_is_the_latest() -> None:
+    async def main() -> None:
+        world = World(spec())
+        async with running(world, "t1") as master:
+            begun = await create(master)
+            assert begun.reason.startswith("waiting for the next step but one")
+            assert await request_of(world) == CheckpointRequest(operation=begun.operation_id, attempt=1)
+            assert (await create(master)).operation_id == begun.operation_id
+            assert (await create(master, "another key")).operation_id == begun.operation_id
+            await commit(world, 40)  # by schedule: it was under way before
+            waited = await master.reign.operating.wait(begun.operation_id, 5.0)
+            assert waited.running
+            await commit(world, 42, operation=begun.operation_id)
+            done = await master.reign.operating.wait(begun.operation_id, 5.0)
+            assert (done.state, done.checkpoint_id, done.step) == (DONE, "at-42", 42)
+            assert await request_of(world) is None
+            assert (await create(master)).state is DONE
+            assert names(master).count("checkpoint_asked") == names(master).count("operation_done") == 1
+
+    virtually(main)
+
+
+def test_what_nobody_answers_is_asked_again_and_fails_at_its_limit_saying_what_it_waited_for() -> None:
+    async def main() -> None:
+        world = World(spec())
+        async with running(world, "t1") as master:
+            begun = await create(master, limit_s=4 * ASK_AGAIN_S)
+            await until(lambda: master.books.operations.find(begun.operation_id).attempt == 3, "the third attempt", 200)
+            request = await request_of(world)
+            assert request is not None
+            assert request.attempt == 3
+            await world.lose("t1")
+            failed = await ended(master, begun)
+            assert (failed.state, failed.error_code) == (FAILED, "DEADLINE_EXCEEDED")
+            assert failed.reason == "not done within 120 s: it waited for a trainer: without one no step is made"
+            assert await request_of(world) is None
+
+    virtually(main)
+
+
+def test_an_operation_outlives_its_master() -> None:
+    async def main() -> None:
+        world = World(spec())
+        async with running(world, "t1") as first:
+            begun = await create(first)
+        async with leading(world.master("m2")) as second:
+            assert second.reign.operating.get(begun.operation_id).running
+            await commit(world, 8, operation=begun.operation_id)
+            assert (await ended(second, begun)).step == 8
+
+    virtually(main)
+
+
+def test_after_the_last_step_the_last_checkpoint_is_the_answer_and_a_job_that_is_over_refuses() -> None:
+    async def main() -> None:
+        world = World(spec())
+        async with running(world, "t1") as master:
+            begun = await create(master)
+            await commit(world, 99, final=True)
+            assert (
+                await ended(master, begun)
+            ).reason == "the checkpoint is there, the last step's: nothing is left to train"
+            master.books.state = master.books.state.model_copy(update={"phase": Phase.COMPLETED})
+            for ask in (create(master, "k2"), master.reign.operating.restore_checkpoint("k3", "me", "at-99")):
+                with pytest.raises(Conflict, match=r"job j is COMPLETED.*newest checkpoint is at-99"):
+                    await ask
+
+    virtually(main)
+
+
+def test_independent_checkpoints_are_not_taken_on_demand() -> None:
+    async def main() -> None:
+        async with running(World(spec_of(mode=Mode.ASYNC, checkpoint_kind="independent")), "t1") as master:
+            with pytest.raises(Conflict, match="needs coordinated checkpoints; job j is async with independent ones"):
+                await create(master)
+
+    virtually(main)
+
+
+def test_an_asynchronous_job_pauses_for_a_checkpoint_on_demand() -> None:
+    async def main() -> None:
+        world = World(spec_of(mode=Mode.ASYNC, checkpoint_kind="coordinated", checkpoint_every_seconds=None))
+        async with running(world, "t1") as master:
+            await until(lambda: master.books.state.phase is Phase.CHECKPOINTING, "the first checkpoint")
+            begun = await create(master)
+            assert begun.reason.startswith("waiting for all trainers to pause")
+            await master.reign.writer.decide(lambda books, _: pause_checkpoint.give_up(books, "the test says so"))
+            await until(lambda: master.books.state.saved == 2, "the next pause")
+            asked = master.books.operations.find(begun.operation_id)
+            assert (asked.running, asked.step, master.books.state.reason) == (
+                True,
+                2,
+                "checkpoint 2 is taken: asked by a test",
+            )
+            assert master.books.state.saving is not None
+            assert master.books.state.saving.operation == begun.operation_id, "it is kept beside the schedule's"
+            await commit(world, 1)
+            await asyncio.sleep(3)
+            assert master.reign.operating.get(begun.operation_id).running
+            await commit(world, 2)
+            assert (await ended(master, begun)).checkpoint_id == "at-2"
+
+    virtually(main)
+
+
+def test_a_parameter_server_that_leaves_gets_one_checkpoint_and_none_if_its_version_is_saved() -> None:
+    async def main() -> None:
+        world = World(spec())
+        async with running(world, "t1") as master:
+
+            async def drain(index: int, version: int) -> None:
+                found = await world.etcd.get(KEYS.pserver(index))
+                assert found is not None
+                member = PserverMember.model_validate_json(found.value).model_copy(update={"draining": version})
+                await world.etcd.put(KEYS.pserver(index), member.to_bytes(), found.lease)
+
+            await drain(0, 17)
+            await until(lambda: master.books.operations.running(), "a request")
+            [operation] = master.books.operations.running()
+            assert operation.cause == "pserver 0 is about to leave"
+            await drain(1, 18)
+            await commit(world, 19, operation=operation.operation_id)
+            await ended(master, operation)
+            await until(lambda: not master.books.operations.running(), "no other one")
+            assert len(master.books.operations.records) == 1
+
+    virtually(main)
+
+
+# ------------------------------------------------------------------ going back
+
+
+async def restore(master: Master, which: str, key: str = "r") -> Operation:
+    return await master.reign.operating.restore_checkpoint(key, "restore asked by a test", which)
+
+
+async def answered_by_all(world: World, master: Master, which: str) -> None:
+    state = await rolling_back(master, which)
+    for index in range(2):
+        await world.restore(index, state)
+    await until(lambda: master.books.state.phase is Phase.RUNNING, "the job to run again")
+
+
+def test_the_job_goes_back_to_a_named_checkpoint_and_a_later_loss_does_not_take_it_to_one_it_left() -> None:
+    async def main() -> None:
+        world = World(spec())
+        async with running(world, "t1") as master:
+            await checkpoint(world, 40, 30, 20)
+            await until(lambda: master.books.members.latest, "the checkpoints to be seen")
+            begun = await restore(master, "at-30")
+            state = await rolling_back(master, "at-30")
+            assert state.reason == "restore asked by a test: everybody goes back to step 30"
+            with pytest.raises(Conflict, match="about to go back to step 30 already"):
+                await restore(master, "at-20", "other")
+            await answered_by_all(world, master, "at-30")
+            assert (await ended(master, begun)).reason == "the job goes on from step 30"
+            assert [(c.checkpoint_id, c.state) for c in render.checkpoints(master.books, 100, "").checkpoints] == [
+                ("at-40", "LEFT"),
+                ("at-30", "KEPT"),
+                ("at-20", "KEPT"),
+            ]
+            await world.lose("pserver-1")
+            await rolling_back(master, "at-30")
+            await world.add_pserver(1)
+            await answered_by_all(world, master, "at-30")
+            again = await restore(master, "at-40", "changed my mind")
+            await answered_by_all(world, master, "at-40")
+            assert (await ended(master, again)).state is DONE
+
+    virtually(main)
+
+
+def test_a_damaged_checkpoint_is_refused_before_anything_is_stopped() -> None:
+    async def main() -> None:
+        world = World(spec())
+        async with running(world, "t1") as master:
+            await checkpoint(world, 40, 30)
+            await until(lambda: master.books.members.latest, "the checkpoints to be seen")
+            before = master.books.state
+            world.manifests.by_uuid["at-30"] = CheckpointUnusable("part 1 has another checksum")
+            failed = await ended(master, await restore(master, "at-30"))
+            assert (failed.state, failed.error_code) == (FAILED, "CHECKPOINT_UNUSABLE")
+            assert failed.reason == "part 1 has another checksum"
+            assert master.books.state == before
+            verified = await master.reign.operating.verify_checkpoint("v", "me", "at-40")
+            assert (await ended(master, verified)).state is DONE
+            with pytest.raises(
+                NotFound, match=r"no checkpoint nowhere; there are: at-40 \(step 40\), at-30 \(step 30\)"
+            ):
+                await restore(master, "nowhere", "n")
+
+    virtually(main)
+
+
+def test_a_checkpoint_found_damaged_while_it_is_loaded_ends_the_operation_and_the_one_before_it_is_taken() -> None:
+    async def main() -> None:
+        world = World(spec())
+        async with running(world, "t1") as master:
+            await checkpoint(world, 40, 30, 20)
+            await until(lambda: master.books.members.latest, "the checkpoints to be seen")
+            begun = await restore(master, "at-30")
+            await world.restore(0, await rolling_back(master, "at-30"), error="damaged since")
+            await answered_by_all(world, master, "at-20")
+            failed = await ended(master, begun)
+            assert (failed.state, failed.error_code) == (FAILED, "CHECKPOINT_UNUSABLE")
+            assert failed.reason.startswith("the job went elsewhere: ")
+
+    virtually(main)
+
+
+def test_a_new_master_goes_on_with_a_way_back_at_any_point_of_it() -> None:
+    async def main() -> None:
+        world = World(spec())
+        async with running(world, "t1") as first:
+            await checkpoint(world, 40, 30)
+            await until(lambda: first.books.members.latest, "the checkpoints to be seen")
+            world.manifests.by_uuid["at-30"], whole = OSError("away"), world.manifests.by_uuid["at-30"]
+            begun = await restore(first, "at-30")
+        world.manifests.by_uuid["at-30"] = whole
+        async with leading(world.master("m2")) as second:
+            await rolling_back(second, "at-30")
+        async with leading(world.master("m3")) as third:
+            await answered_by_all(world, third, "at-30")
+            assert (await ended(third, begun)).state is DONE
+
+    virtually(main)
+
+
+def test_only_the_last_ones_that_ended_are_kept() -> None:
+    async def main() -> None:
+        world = World(spec())
+        async with running(world, "t1") as master:
+            await checkpoint(world, 40)
+            await until(lambda: master.books.members.latest, "the checkpoint to be seen")
+            for number in range(KEPT + 5):
+                await ended(master, await master.reign.operating.verify_checkpoint(f"v{number}", "me", "at-40"))
+            assert len(master.books.operations.records) == KEPT
+            assert len((await world.etcd.range(KEYS.operations, prefix=True)).kvs) == KEPT
+
+    virtually(main)
+
+
+# ------------------------------------------------------------------ REST
+
+
+async def test_rest_answers_202_with_the_operation_and_where_to_ask_for_it() -> None:
+    world = World(spec())
+    async with running(world, "t1") as master, client_of(master) as client:
+        wish: dict[str, Any] = {"cause": "before the upgrade", "limit_s": 30}
+        headers = {"Idempotency-Key": "mine"}
+        response = await client.post("/v1/checkpoints", json=wish, headers=headers)
+        assert response.status_code == 202
+        operation = response.json()
+        assert (operation["kind"], operation["state"], operation["limit_s"]) == ("CREATE_CHECKPOINT", "RUNNING", 30)
+        assert response.headers["location"] == f"/v1/operations/{operation['operation_id']}"
+        await commit(world, 12, operation=operation["operation_id"])
+        done = (await client.get(f"{response.headers['location']}?wait_s=5")).json()
+        assert (done["state"], done["checkpoint_id"], done["step"]) == ("DONE", "at-12", 12)
+        assert (await client.post("/v1/checkpoints", headers=headers)).json() == done
+        shown = (await client.get("/v1/checkpoints/at-12")).json()
+        assert (shown["step"], shown["state"], shown["pservers"]) == (12, "LATEST", 0)
+        verified = await client.post("/v1/checkpoints/at-12/verify?wait_s=5")
+        assert (verified.status_code, verified.json()["state"]) == (202, "DONE")
+        check_problem(await client.get("/v1/operations/nothing"), 404, "NOT_FOUND")
+        gone = check_problem(await client.post("/v1/checkpoints/nothing/restore"), 404, "NOT_FOUND")
+        assert gone["details"] == {"checkpoints": ["at-12"]}
+        clash = check_problem(await client.post("/v1/checkpoints/at-12/verify", headers=headers), 409, "CONFLICT")
+        assert "asked for CREATE_CHECKPOINT" in clash["detail"]
+        back = await client.post("/v1/checkpoints/at-12/restore")
+        assert (back.status_code, back.json()["kind"]) == (202, OperationKind.RESTORE_CHECKPOINT)
+        await rolling_back(master, "at-12")

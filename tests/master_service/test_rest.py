@@ -1,0 +1,294 @@
+"""The REST API: shapes of answers and problems, paging, tokens, through the real application without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from master_service.api.app import MAX_BODY_BYTES, make_app
+from master_service.leadership.master import Master
+from shared.records import Mode
+from tests.master_service.worlds import Tables, World, leading, running, spec_of
+
+Api = Callable[..., Any]
+
+
+def client_of(master: Master, token: str = "", given: str = "") -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(make_app(master, token=token), raise_app_exceptions=False)
+    headers = {"Authorization": f"Bearer {given}"} if given else {}
+    return httpx.AsyncClient(transport=transport, base_url="http://master", headers=headers)
+
+
+@asynccontextmanager
+async def api_of(tasks: int = 10, **spec: Any) -> AsyncIterator[tuple[World, Master, httpx.AsyncClient]]:
+    world = World(spec_of(**spec), Tables(tasks))
+    async with running(world, "t1") as master, client_of(master) as client:
+        yield world, master, client
+
+
+def check_problem(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/problem+json"
+    problem: dict[str, Any] = response.json()
+    assert set(problem) == {
+        "type", "title", "status", "detail", "code", "retryable", "hint", "request_id", "details", "errors",
+    }  # fmt: skip
+    assert (problem["status"], problem["code"]) == (status, code)
+    assert problem["request_id"] == response.headers["x-request-id"] != ""
+    assert "Traceback" not in response.text
+    return problem
+
+
+def ask(request: str = "r1", **values: Any) -> dict[str, Any]:
+    return {"trainer": "t1", "request": request, "generation": 1, **values}
+
+
+async def test_a_task_is_acquired_shown_finished_and_counted() -> None:
+    async with api_of() as (_, _, client):
+        answer = await client.post("/v1/task-leases", json=ask(), headers={"Idempotency-Key": "r1"})
+        task = answer.json()["task"]
+        assert (await client.post("/v1/task-leases", json=ask())).json() == answer.json()
+        shown = (await client.get(f"/v1/tasks/{task['task_id']}")).json()
+        assert (shown["state"], shown["trainer"], shown["attempt"]) == ("PENDING", "t1", 1)
+        report = {"trainer": "t1", "attempt": 1}
+        progress = await client.post(f"/v1/task-leases/{task['task_id']}/progress", json={**report, "minibatches": 1})
+        assert (progress.status_code, progress.json()) == (200, {})
+        job = (await client.get("/v1/job")).json()
+        assert job["progress"]["records_done"] == 8
+        finished = await client.post(f"/v1/task-leases/{task['task_id']}/complete", json=report)
+        assert (finished.status_code, finished.json()) == (200, {"next": None})
+        summary = (await client.get("/v1/task-summary")).json()
+        assert summary == {
+            "epoch": 0, "epochs": 1, "stage": "TRAIN", "total": 10, "todo": 9, "pending": 0, "done": 1,
+            "discarded": 0, "records_total": 100, "records_done": 10,
+        }  # fmt: skip
+
+
+async def test_the_job_tells_state_progress_and_members() -> None:
+    async with api_of(epochs=2) as (_, master, client):
+        steps = [{"step": n, "epoch": 0, "loss_sum": 4.0, "records": 8} for n in range(1, 4)]
+        for step in steps:
+            assert (await client.post("/v1/metric-batches", json={"trainer": "t1", "steps": [step]})).json() == {}
+        job = (await client.get("/v1/job")).json()
+        assert (job["phase"], job["stage"], job["generation"], job["mode"]) == ("RUNNING", "TRAIN", 1, "async")
+        assert job["members"] == {"trainers": 1, "trainers_desired": 2, "pservers": 1, "pservers_desired": 1}
+        assert job["master"] == {"master_id": master.name, "url": "http://m1", "term": master.reign.term}
+        progress = job["progress"]
+        assert (progress["step"], progress["loss"]) == (3, 0.5)
+        assert (progress["records_total"], progress["epochs"]) == (200, 2)
+        assert progress["records_per_s"] > 0
+        assert progress["eta_s"] > 0
+        page = (await client.get("/v1/metrics?page_size=2")).json()
+        assert [point["number"] for point in page["points"]] == [1, 2]
+        rest = (await client.get(f"/v1/metrics?page_size=2&page_token={page['next_page_token']}")).json()
+        assert rest["points"] == [{"number": 3, "loss": 0.5, "records": 8}]
+        assert rest["next_page_token"] == ""
+
+
+async def test_tasks_are_paged_and_chosen_by_state() -> None:
+    async with api_of(tasks=25, shuffle=True) as (_, _, client):
+        for n in range(3):
+            await client.post("/v1/task-leases", json=ask(f"r{n}"))
+
+        async def ids(query: str) -> list[str]:
+            found, token = [], ""
+            while True:
+                page = (await client.get(f"/v1/tasks?page_size=10{query}&page_token={token}")).json()
+                assert len(page["tasks"]) <= 10
+                found += [task["task_id"] for task in page["tasks"]]
+                token = page["next_page_token"]
+                if not token:
+                    return found
+
+        assert await ids("") == [str(n) for n in range(25)]
+        assert len(await ids("&state=PENDING")) == 3
+        assert len(await ids("&state=TODO")) == 22
+        assert await ids("&state=DONE") == await ids("&state=DISCARDED") == await ids("&state=REQUEUED") == []
+
+
+async def test_what_was_discarded_is_listed_with_its_records_and_cause() -> None:
+    async with api_of(tasks=10, max_discarded_fraction=0.5, max_task_failures=1) as (_, master, client):
+        master.books.budget.started = True
+        task = (await client.post("/v1/task-leases", json=ask())).json()["task"]
+        failure = {"error_type": "ValueError", "message": "no", "traceback": "Traceback ...\nValueError: no\n"}
+        report = {"trainer": "t1", "attempt": 1, "failure": failure}
+        assert (await client.post(f"/v1/task-leases/{task['task_id']}/fail", json=report)).status_code == 200
+        for state in ("DISCARDED", "discarded"):
+            [lost] = (await client.get(f"/v1/tasks?state={state}")).json()["tasks"]
+            assert (lost["task_id"], lost["state"], lost["failures"]) == (task["task_id"], "DISCARDED", 1)
+            assert (lost["file"], lost["first"], lost["count"]) == (task["file"], task["first"], task["count"])
+            assert lost["cause"] == "ValueError: no"
+        assert (await client.get("/v1/tasks?state=lost")).status_code == 422
+
+
+async def test_members_are_listed_with_their_lanes_and_tasks() -> None:
+    async with api_of(mode=Mode.SYNC, lanes=2) as (_, _, client):
+        await client.post("/v1/task-leases", json=ask(stream=0))
+        page = (await client.get("/v1/members?page_size=1")).json()
+        assert page["members"][0]["member_id"] == "pserver-0"
+        page = (await client.get(f"/v1/members?page_token={page['next_page_token']}")).json()
+        trainer = page["members"][0]
+        assert (trainer["member_id"], trainer["lanes"], len(trainer["tasks"])) == ("t1", [0, 2], 1)
+        assert (await client.get("/v1/members/t1")).json() == trainer
+        check_problem(await client.get("/v1/members/t9"), 404, "NOT_FOUND")
+        assert (await client.post("/v1/members/t1/suspect", json={})).json() == {"dead": False}
+
+
+async def test_events_are_read_with_a_cursor_and_waited_for() -> None:
+    async with api_of() as (world, _, client):
+        page = (await client.get("/v1/events")).json()
+        assert page["events"][-1]["name"] == "job_running"
+        after = page["next_after"]
+        assert (await client.get(f"/v1/events?after={after}")).json() == {"events": [], "next_after": after}
+        waiting = asyncio.ensure_future(client.get(f"/v1/events?after={after}&wait_s=10"))
+        await asyncio.sleep(0.05)
+        await world.add_trainer("t2")
+        page = (await waiting).json()
+        assert page["events"][0]["name"] == "generation_changed"
+        assert page["next_after"] > after
+
+
+async def test_a_users_error_is_reported_once_and_shown_with_its_task() -> None:
+    async with api_of() as (_, _, client):
+        failure = {"error_type": "ValueError", "message": "no", "traceback": "Traceback ..."}
+        for n in (1, 2):
+            task = (await client.post("/v1/task-leases", json=ask(f"r{n}"))).json()["task"]
+            report = {"trainer": "t1", "attempt": task["attempt"], "failure": failure}
+            assert (await client.post(f"/v1/task-leases/{task['task_id']}/fail", json=report)).status_code == 200
+        job = (await client.get("/v1/job")).json()
+        assert job["phase"] == "FAILED"
+        assert job["failure"]["traceback"] == "Traceback ..."
+        assert job["failure"]["task"].startswith("task ")
+
+
+async def test_problems_have_one_shape() -> None:
+    async with api_of() as (_, _, client):
+        missing = check_problem(await client.get("/v1/nothing"), 404, "NOT_FOUND")
+        assert missing["detail"] == "/v1/nothing does not exist"
+        assert check_problem(await client.get("/v1/tasks/10"), 404, "NOT_FOUND")["retryable"] is False
+        invalid = check_problem(await client.post("/v1/task-leases", json={}), 422, "INVALID_ARGUMENT")
+        assert [part["location"] for part in invalid["errors"]] == ["body.trainer", "body.request", "body.generation"]
+        check_problem(await client.post("/v1/task-leases", content=b"{not json"), 422, "INVALID_ARGUMENT")
+        check_problem(await client.get("/v1/tasks?page_token=x"), 400, "INVALID_ARGUMENT")
+        check_problem(await client.get("/v1/tasks?page_size=0"), 422, "INVALID_ARGUMENT")
+        check_problem(await client.get("/v1/tasks?kind=PREDICT"), 404, "NOT_FOUND")
+        check_problem(await client.get("/v1/metrics?metric=x"), 404, "NOT_FOUND")
+        await client.post("/v1/task-leases", json=ask())
+        stale = {"trainer": "t1", "attempt": 7}
+        pending = (await client.get("/v1/tasks?state=PENDING")).json()["tasks"][0]["task_id"]
+        problem = check_problem(
+            await client.post(f"/v1/task-leases/{pending}/complete", json=stale), 409, "STALE_ATTEMPT"
+        )
+        assert "attempt 7 of t1 is stale: attempt 1 of epoch 0 is pending at t1" in problem["detail"]
+        other = await client.post("/v1/task-leases", json=ask("r2"), headers={"Idempotency-Key": "r3"})
+        check_problem(other, 400, "INVALID_ARGUMENT")
+        gone = await client.post("/v1/task-leases", json={**ask("r9"), "trainer": "t9"})
+        assert check_problem(gone, 409, "STALE_GENERATION")["details"] == {"generation": 1}
+
+
+async def test_a_wrong_method_names_all_that_are_possible() -> None:
+    async with api_of() as (_, _, client):
+        response = await client.delete("/v1/job")
+        check_problem(response, 405, "METHOD_NOT_ALLOWED")
+        assert response.headers["allow"] == "GET"
+        assert (await client.put("/v1/task-leases")).headers["allow"] == "POST"
+
+
+async def test_a_bug_is_a_problem_without_a_stack_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with api_of() as (_, _, client):
+        monkeypatch.setattr("master_service.api.render.job", lambda _: 1 / 0)
+        problem = check_problem(await client.get("/v1/job"), 500, "INTERNAL")
+        assert "division" not in problem["detail"]
+
+
+async def test_a_callers_request_id_is_kept_and_a_strange_one_replaced() -> None:
+    async with api_of() as (_, _, client):
+        kept = await client.get("/v1/nothing", headers={"X-Request-Id": "mine-1"})
+        assert kept.json()["request_id"] == "mine-1"
+        strange = await client.get("/v1/nothing", headers={"X-Request-Id": "x" * 65})
+        assert strange.json()["request_id"].startswith("req-")
+
+
+async def test_bodies_beyond_the_bound_are_refused() -> None:
+    async with api_of() as (_, _, client):
+        response = await client.post("/v1/task-leases", content=b" " * (MAX_BODY_BYTES + 1))
+        check_problem(response, 413, "TOO_LARGE")
+
+        async def unannounced() -> AsyncIterator[bytes]:
+            for _ in range(MAX_BODY_BYTES // 65536 + 2):
+                yield b" " * 65536
+
+        response = await client.post("/v1/task-leases", content=unannounced())
+        assert response.status_code >= 400
+
+
+async def test_the_token_guards_everything_but_health() -> None:
+    world = World(spec_of())
+    async with leading(world.master()) as master:
+        async with client_of(master, "secret") as stranger:
+            problem = check_problem(await stranger.get("/v1/job"), 401, "UNAUTHORIZED")
+            assert problem["hint"] == "give the job's token in TRIREME_TOKEN"
+            check_problem(await stranger.get("/metrics"), 401, "UNAUTHORIZED")
+            assert (await stranger.get("/healthz")).json() == {"status": "ok"}
+        async with client_of(master, "secret", "wrong") as liar:
+            check_problem(await liar.get("/v1/job"), 401, "UNAUTHORIZED")
+        async with client_of(master, "secret", "secret") as friend:
+            assert (await friend.get("/v1/job")).status_code == 200
+
+
+async def test_a_standby_answers_not_leader_with_the_leaders_url() -> None:
+    world = World(spec_of())
+    standby, stopping = world.master("m2"), asyncio.Event()
+    async with leading(world.master("m1")), client_of(standby) as client:
+        waiting = asyncio.ensure_future(standby.run(stopping))
+        await asyncio.sleep(0.1)
+        for path in ("/v1/job", "/v1/task-summary", "/readyz", "/v1/metrics"):
+            problem = check_problem(await client.get(path), 503, "NOT_LEADER")
+            assert (problem["details"], problem["retryable"]) == ({"leader": "http://m1"}, True)
+        assert (await client.get("/healthz")).status_code == 200
+        assert "trireme_master_leading 0.0" in (await client.get("/metrics")).text
+        stopping.set()
+        await waiting
+
+
+async def test_prometheus_reads_the_books() -> None:
+    async with api_of() as (_, _, client):
+        await client.post("/v1/task-leases", json=ask())
+        text = (await client.get("/metrics")).text
+        assert 'trireme_tasks{kind="TRAIN",state="pending"} 1.0' in text
+        assert 'trireme_phase{phase="RUNNING",stage="TRAIN"} 1.0' in text
+        assert "trireme_generation 1.0" in text
+
+
+async def test_the_document_names_operations_and_problems() -> None:
+    async with api_of() as (_, _, client):
+        document = (await client.get("/v1/openapi.json")).json()
+        assert document["openapi"].startswith("3.1")
+        operations = [operation for path in document["paths"].values() for operation in path.values()]
+        names = {operation["operationId"] for operation in operations}
+        assert names >= {
+            "acquireTask", "reportTaskProgress", "completeTask", "failTask", "listTasks", "getTask", "getTaskSummary",
+            "listMembers", "getMember", "reportSuspect", "reportFailure", "getJob", "listEvents", "listMetrics",
+            "reportMetrics", "getVersion",
+        }  # fmt: skip
+        for operation in operations:
+            assert "422" not in operation["responses"]
+            assert list(operation["responses"]["default"]["content"]) == ["application/problem+json"]
+            assert len(operation["tags"]) == 1
+            assert re.fullmatch(r"[a-z]+[A-Z]\w+", operation["operationId"])
+        references = set(re.findall(r'"#/components/schemas/([^"]+)"', (await client.get("/v1/openapi.json")).text))
+        assert references <= set(document["components"]["schemas"])
+        assert "HTTPValidationError" not in document["components"]["schemas"]
+        assert (await client.get("/docs")).status_code == 404
+
+
+async def test_the_version_is_told() -> None:
+    async with api_of() as (_, _, client):
+        version = (await client.get("/v1/version")).json()
+        assert (version["name"], version["api"]) == ("trireme-master", "v1")

@@ -1,0 +1,351 @@
+"""Roll-backs from the master's side: which checkpoint, the queue rewound, and what becomes of old reports."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from master_service.core.decisions import rollback
+from master_service.core.queue.file_table import FileTable, TableFile
+from master_service.core.state.changes import Decision, Event, PutSlots
+from master_service.core.state.job_state import Books, acquire, complete, fail_task
+from master_service.core.state.members import Members, follow
+from shared.errors import StaleAttempt
+from shared.records import (
+    AcquireTask,
+    CompleteTask,
+    FailTask,
+    JobState,
+    LaneInterval,
+    LaneMap,
+    Mode,
+    Phase,
+    PserverMember,
+    Restored,
+    SlotMap,
+    Stage,
+    TaskKind,
+    UserFailure,
+)
+from shared.records.checkpoints import CheckpointLatest, CheckpointRef
+from shared.wire.messages import LanePosition
+from tests.master_service.test_members import (
+    LANES,
+    RUNNING,
+    SLOTS,
+    SPEC,
+    lanes_after,
+    pservers,
+    state_after,
+    trainers,
+)
+from tests.master_service.worlds import spec_of
+
+NO = UserFailure(error_type="ValueError", message="no")
+NEWEST = CheckpointRef(uuid="newest", step=40, timeline=0, manifest="m")
+OLDER = CheckpointRef(uuid="older", step=30, timeline=0, manifest="m")
+LATEST = CheckpointLatest(
+    uuid="newest", step=40, timeline=0, term=1, timestamp="", manifest="m", slots=SLOTS, kept=(NEWEST, OLDER)
+)
+
+
+def members_of(
+    *indexes: int, latest: CheckpointLatest | None = LATEST, restored: dict[int, Restored] | None = None, new: int = -1
+) -> Members:
+    """`new`: the index of a pserver that came after the parameters were initialised."""
+    found: dict[int, PserverMember] = {
+        index: member.model_copy(update={"restored": (restored or {}).get(index)})
+        for index, member in pservers(*indexes).items()
+    }
+    revisions = {index: 99 if index == new else 5 for index in indexes}
+    return Members(trainers("a", "b"), found, revisions, layout_revision=10, init_done=True, latest=latest)
+
+
+def said(timeline: int, error: str = "", checkpoint: str = "newest") -> dict[int, Restored]:
+    return {index: Restored(timeline=timeline, checkpoint=checkpoint, error=error) for index in (0, 1)}
+
+
+def event_of(decision: Decision[None], name: str) -> Event:
+    return next(event for event in decision.events if event.name == name)
+
+
+# ------------------------------------------------------------------ whether, and to where
+
+
+@pytest.mark.parametrize("stage", [Stage.TRAIN, Stage.EVALUATE, Stage.EXPORT])
+@pytest.mark.parametrize(
+    ("members", "cause"),
+    [(members_of(0), "pserver 1 is gone"), (members_of(0, 1, new=1), "pserver 1 was replaced by an empty one")],
+)
+def test_lost_parameters_send_everybody_back_to_the_newest_checkpoint(
+    stage: Stage, members: Members, cause: str
+) -> None:
+    decision = follow(SPEC, RUNNING.model_copy(update={"stage": stage}), LANES, SLOTS, members)
+    state = state_after(decision)
+    assert (state.phase, state.generation, state.timeline, state.checkpoint) == (Phase.ROLLING_BACK, 5, 5, "newest")
+    assert state.reason == f"{cause}: everybody goes back to step 40"
+    assert event_of(decision, "rolling_back").fields["step"] == 40
+    assert follow(SPEC, state, LANES, SLOTS, members) == Decision(None)
+
+
+def test_a_pserver_that_restored_and_is_replaced_later_is_a_loss_again() -> None:
+    state = RUNNING.model_copy(update={"timeline": 4, "checkpoint": "newest"})
+    whole = members_of(0, 1, restored=said(4))
+    assert follow(SPEC, state, LANES, SLOTS, whole) == Decision(None)
+    one_new = members_of(0, 1, restored={0: said(4)[0]})
+    assert state_after(follow(SPEC, state, LANES, SLOTS, one_new)).timeline == 5
+
+
+def test_another_number_of_pservers_is_a_roll_back_with_a_new_slot_map() -> None:
+    more = SPEC.model_copy(update={"pservers": 3})
+    decision = follow(more, RUNNING, LANES, SLOTS, members_of(0, 1, 2))
+    slots = next(change.slots for change in decision.changes if isinstance(change, PutSlots))
+    assert (slots.version, set(slots.owners)) == (2, {0, 1, 2})
+    assert state_after(decision).phase is Phase.ROLLING_BACK
+    back = state_after(decision)
+    fewer = follow(SPEC, back, LANES, slots, members_of(0, 1))
+    assert state_after(fewer).timeline == back.generation + 1
+    assert any(isinstance(change, PutSlots) and change.slots.version == 3 for change in fewer.changes)
+
+
+def test_a_checkpoint_that_was_deleted_when_a_newer_one_came_is_not_damaged_the_newer_one_is_taken() -> None:
+    back = RUNNING.model_copy(
+        update={"phase": Phase.ROLLING_BACK, "generation": 5, "timeline": 5, "checkpoint": "superseded"}
+    )
+    answers = {
+        index: said.model_copy(update={"superseded": True}) for index, said in said(5, "not kept", "superseded").items()
+    }
+    decision = follow(SPEC, back, LANES, SLOTS, members_of(0, 1, restored=answers))
+    again = state_after(decision)
+    assert (again.phase, again.timeline, again.checkpoint, again.damaged) == (Phase.ROLLING_BACK, 6, "newest", ())
+    old_view = LATEST.model_copy(update={"kept": (NEWEST.model_copy(update={"uuid": "superseded"}),)})
+    late = members_of(0, 1, restored=answers, latest=old_view)
+    assert follow(SPEC, back, LANES, SLOTS, late) == Decision(None), "its watch will bring what the pserver saw"
+
+
+def test_a_checkpoint_that_cannot_be_used_is_followed_by_the_one_before_it_with_a_warning() -> None:
+    back = RUNNING.model_copy(
+        update={"phase": Phase.ROLLING_BACK, "generation": 5, "timeline": 5, "checkpoint": "newest"}
+    )
+    decision = follow(SPEC, back, LANES, SLOTS, members_of(0, 1, restored=said(5, "part 1 has another checksum")))
+    state = state_after(decision)
+    assert (state.phase, state.timeline, state.checkpoint) == (Phase.ROLLING_BACK, 6, "older")
+    assert event_of(decision, "checkpoint_unusable").message == "pserver 0: part 1 has another checksum"
+    last = follow(SPEC, state, LANES, SLOTS, members_of(0, 1, restored=said(6, "it is gone", "older")))
+    assert state_after(last).phase is Phase.FAILED
+    assert state_after(last).reason.startswith("no checkpoint is left that could be loaded; the last one tried: ")
+
+
+def test_a_checkpoint_that_was_deleted_as_the_roll_back_began_is_followed_by_the_newest_one() -> None:
+    back = RUNNING.model_copy(
+        update={"phase": Phase.ROLLING_BACK, "generation": 5, "timeline": 5, "checkpoint": "deleted"}
+    )
+    decision = follow(SPEC, back, LANES, SLOTS, members_of(0, 1, restored=said(5, "not among those kept", "deleted")))
+    assert (state_after(decision).checkpoint, state_after(decision).damaged) == ("newest", ("deleted",))
+
+
+def test_what_could_not_be_loaded_is_not_tried_again_at_the_next_loss() -> None:
+    state = RUNNING.model_copy(update={"timeline": 4, "checkpoint": "older", "damaged": ("newest",)})
+    decision = follow(SPEC, state, LANES, SLOTS, members_of(0, restored=said(4, checkpoint="older")))
+    assert state_after(decision).checkpoint == "older"
+
+
+def test_an_old_complaint_does_not_count_in_a_newer_timeline() -> None:
+    back = RUNNING.model_copy(
+        update={"phase": Phase.ROLLING_BACK, "generation": 6, "timeline": 6, "checkpoint": "older"}
+    )
+    assert follow(SPEC, back, LANES, SLOTS, members_of(0, 1, restored=said(5, "damaged"))) == Decision(None)
+
+
+def test_without_any_checkpoint_everybody_who_holds_parameters_leaves_and_training_starts_over() -> None:
+    alone = members_of(0, latest=None)
+    assert follow(SPEC, RUNNING, LANES, SLOTS, alone) == Decision(None)
+    assert [member.index for member in rollback.survivors(SPEC, RUNNING, alone)] == [0]
+    decision = follow(SPEC, RUNNING, LANES, SLOTS, members_of(latest=None))
+    state = state_after(decision)
+    assert (state.phase, state.timeline, state.checkpoint, state.trainers) == (Phase.WAITING, 5, "", ())
+    assert event_of(decision, "started_over").message == state.reason
+
+
+# ------------------------------------------------------------------ the queue
+
+
+@dataclass
+class Reader:
+    """A lane as trainers drive it: positions only, one minibatch a step."""
+
+    position: LanePosition
+    trained: Counter[tuple[int, str, int]]
+
+    def step(self, books: Books, minibatch: int, now: float) -> LanePosition:
+        """Train one minibatch; where the lane stands after it."""
+        position = self.position
+        while not position.exhausted:
+            ask = AcquireTask(
+                trainer="t",
+                request=f"r{now}-{position.lane}-{position.index}",
+                generation=books.state.generation,
+                stream=position.lane,
+                epoch=position.epoch,
+                index=position.index,
+            )
+            answer = land(books, acquire(books, ask), now).answer
+            if answer.answer == "exhausted":
+                return position.model_copy(update={"exhausted": True})
+            if answer.answer == "skip":
+                over = position.index + 1 >= answer.stream_length
+                position = position.model_copy(update={"index": position.index + 1, "offset": 0, "exhausted": over})
+                continue
+            task = answer.task
+            assert task is not None
+            for record in range(position.offset, min(position.offset + minibatch, task.count)):
+                self.trained[position.epoch, task.task_id, record] += 1
+            offset = position.offset + minibatch
+            if offset < task.count:
+                return position.model_copy(update={"offset": offset})
+            over = position.index + 1 >= task.stream_length
+            return position.model_copy(update={"index": position.index + 1, "offset": 0, "exhausted": over})
+        return position
+
+
+def land(books: Books, decision: Decision[object], now: float) -> Decision[object]:
+    for change in decision.changes:
+        books.apply(change, now)
+    return decision
+
+
+def books_of(tasks: list[int], lanes: int, epochs: int) -> Books:
+    spec = spec_of(mode=Mode.SYNC, lanes=lanes, epochs=epochs, global_batch_size=2 * lanes, records_per_task=max(tasks))
+    table = FileTable(tuple(TableFile(f"{n}.txt", count) for n, count in enumerate(tasks)), max(tasks), "digest")
+    books = Books.open(spec, table, FileTable((TableFile("test.txt", 3),), 2, "evaluation"))
+    books.state = JobState(phase=Phase.RUNNING, generation=1, trainers=("t",))
+    books.lanes = LaneMap(generation=1, lanes=lanes, intervals=(LaneInterval(trainer="t", first=0, last=lanes),))
+    return books
+
+
+def train(books: Books, readers: list[Reader], rng: random.Random, steps: int, now: float) -> bool:
+    """`steps` steps, or to the end of training (then True), as the trainer's loop does them; tasks fail now and then."""
+    for step in range(steps):
+        if all(reader.position.exhausted for reader in readers):
+            epoch = readers[0].position.epoch + 1
+            if epoch == books.spec.epochs:
+                return True
+            for reader in readers:
+                reader.position = LanePosition(lane=reader.position.lane, epoch=epoch)
+            if epoch > books.training.epoch:
+                ask = AcquireTask(trainer="t", request="e", generation=books.state.generation, stream=0, epoch=epoch)
+                land(books, Decision(None, books.training.close_before(ask)), now)
+        for reader in readers:
+            reader.position = reader.step(books, 2, now + step * 100)
+        for task_id, held in list(books.training.pending.items()):
+            lane = readers[int(held.record.stream)].position
+            if held.record.index < lane.index or lane.exhausted:
+                report = CompleteTask(trainer="t", attempt=held.record.attempt, epoch=held.record.epoch)
+                land(books, complete(books, task_id, report), now)
+            elif rng.random() < 0.05 and lane.offset == 0:
+                failed = FailTask(trainer="t", attempt=held.record.attempt, failure=NO, epoch=held.record.epoch)
+                land(books, fail_task(books, task_id, failed), now)
+        assert list(books.training.violations()) == []
+    return all(reader.position.exhausted for reader in readers) and readers[0].position.epoch + 1 == books.spec.epochs
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    tasks=st.lists(st.integers(1, 7), min_size=1, max_size=9),
+    lanes=st.sampled_from([1, 2, 4, 8]),
+    epochs=st.integers(1, 3),
+    seed=st.integers(0, 10_000),
+)
+def test_from_any_positions_each_record_is_trained_exactly_once_afterwards(
+    tasks: list[int], lanes: int, epochs: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    books = books_of(tasks, lanes, epochs)
+    readers = [Reader(LanePosition(lane=lane), Counter()) for lane in range(lanes)]
+    train(books, readers, rng, rng.randrange(25), 0.0)
+    saved = [(reader.position, reader.trained.copy()) for reader in readers]
+    positions = [position for position, _ in saved]
+    train(books, readers, rng, rng.randrange(25), 1e4)  # lost
+    readers = [Reader(position, trained) for position, trained in saved]
+    for _ in range(rng.choice([1, 2])):  # a master that dies half-way is followed by one that does it again
+        land(books, rollback.clear(positions), 2e4)
+        changes = rollback.rewinding(books, positions)
+        for change in changes[: rng.choice([len(changes), len(changes) // 2])] if _ == 0 else changes:
+            books.apply(change, 2e4)
+    land(books, rollback.clear(positions), 3e4)
+    land(books, Decision(None, rollback.rewinding(books, positions)), 3e4)
+    assert list(books.training.violations()) == []
+    assert books.training.epoch == rollback.epoch_at(positions)
+    stage = rollback.stage_at(books.spec, books.state.stage, rollback.epoch_at(positions))
+    books.state = books.state.model_copy(update={"stage": stage})
+    assert train(books, readers, random.Random(0), 2000, 4e4)
+    trained = sum((reader.trained for reader in readers), Counter())
+    discarded = {(epoch, task_id) for epoch, task_id in books.training.discarded}
+    for epoch in range(epochs):
+        for number, count in enumerate(tasks):
+            for record in range(count):
+                times = trained[epoch, str(number), record]
+                assert times == 1 or (times == 0 and (epoch, str(number)) in discarded), (epoch, number, record, times)
+
+
+def test_training_that_was_over_stays_over_and_what_follows_is_not_undone() -> None:
+    books = books_of([2, 2], 1, 1)
+    books.state = books.state.model_copy(update={"stage": Stage.EVALUATE})
+    over = [LanePosition(lane=0, epoch=0, index=2, exhausted=True)]
+    books.training.epoch = 1
+    queue = books.queues[TaskKind.EVALUATE]
+    ask = AcquireTask(trainer="t", request="r", generation=1)
+    land(books, acquire(books, ask), 0.0)
+    assert len(queue.pending) == 1
+    land(books, rollback.clear(over), 1.0)
+    land(books, Decision(None, rollback.rewinding(books, over)), 1.0)
+    assert (len(queue.pending), len(queue.requeued), books.training.epoch) == (0, 1, 1)
+    assert rollback.stage_at(books.spec, Stage.EVALUATE, rollback.epoch_at(over)) is Stage.EVALUATE
+    assert rollback.stage_at(books.spec, Stage.TRAIN, rollback.epoch_at(over)) is not Stage.TRAIN
+    early = [LanePosition(lane=0, epoch=0, index=1)]
+    land(books, rollback.clear(early), 2.0)
+    land(books, Decision(None, rollback.rewinding(books, early)), 2.0)
+    assert (queue.cursors, queue.requeued, books.training.cursors) == ({"evaluate": 0}, {}, {"0": 1})
+    assert rollback.stage_at(books.spec, Stage.EXPORT, rollback.epoch_at(early)) is Stage.TRAIN
+
+
+def test_a_report_from_before_the_roll_back_is_stale() -> None:
+    books = books_of([4, 4], 1, 1)
+    ask = AcquireTask(trainer="t", request="r", generation=1, stream=0)
+    task = land(books, acquire(books, ask), 0.0).answer.task
+    start = [LanePosition(lane=0)]
+    books.state = books.state.model_copy(update={"timeline": 2})
+    land(books, rollback.clear(start), 1.0)
+    land(books, Decision(None, rollback.rewinding(books, start)), 1.0)
+    again = land(books, acquire(books, ask.model_copy(update={"request": "s"})), 2.0).answer.task
+    assert (task.timeline, again.timeline, task.attempt, again.attempt) == (0, 2, 1, 1)
+    for report in (
+        CompleteTask(trainer="t", attempt=1, epoch=0, timeline=0),
+        FailTask(trainer="t", attempt=1, failure=NO, epoch=0, timeline=0),
+    ):
+        with pytest.raises(StaleAttempt, match=r"given in timeline 0, the job has gone back .* in timeline 2"):
+            (complete if isinstance(report, CompleteTask) else fail_task)(books, task.task_id, report)
+
+
+def test_everybody_restored_and_the_queue_rewound_the_job_runs_in_a_new_generation() -> None:
+    books = books_of([4, 4], 2, 1)
+    books.state = RUNNING.model_copy(
+        update={"phase": Phase.ROLLING_BACK, "generation": 5, "timeline": 5, "checkpoint": "newest"}
+    )
+    books.slots = SlotMap(version=1, owners=(0,) * 128)
+    start = [LanePosition(lane=lane) for lane in range(2)]
+    books.members = members_of(0)
+    waiting = rollback.resume(books, rollback.epoch_at(start), 40, records=8, seconds=1.25)
+    assert waiting == Decision(False)
+    books.members = members_of(0, restored=said(5))
+    decision = rollback.resume(books, rollback.epoch_at(start), 40, records=8, seconds=1.25)
+    state = state_after(decision)
+    assert (decision.answer, state.phase, state.generation, state.timeline) == (True, Phase.RUNNING, 6, 5)
+    assert (state.trainers, lanes_after(decision).generation) == (("a", "b"), 6)
+    fields = event_of(decision, "rolled_back").fields
+    assert (fields["step"], fields["records_replayed"], fields["seconds"]) == (40, 8, 1.25)

@@ -1,0 +1,203 @@
+"""Paused checkpoints from the master's side: who is waited for, what ends a pause, and what a lost pserver costs."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from master_service.control.pause_runner import PAUSE_LIMIT_S
+from master_service.core.decisions import queue_restore
+from master_service.leadership.master import Master
+from shared.records import JobState, Mode, Phase, PserverMember, Restored, TaskMeta, TrainerMember
+from shared.records.checkpoints import CheckpointCut
+from shared.records.pauses import Paused
+from tests.master_service.test_recovery import checkpoint
+from tests.master_service.worlds import (
+    KEYS,
+    World,
+    done,
+    leading,
+    running,
+    spec_of,
+    take,
+    until,
+    virtually,
+)
+
+
+def spec(**values: Any) -> Any:
+    return spec_of(**({"checkpoint_kind": "coordinated", "checkpoint_every_seconds": None, "pservers": 2} | values))
+
+
+async def put_field(world: World, key: str, kind: type[TrainerMember | PserverMember], **said: Any) -> None:
+    found = await world.etcd.get(key)
+    assert found is not None
+    member = kind.model_validate_json(found.value).model_copy(update=said)
+    await world.etcd.put(key, member.to_bytes(), found.lease)
+
+
+async def pause(world: World, trainer: str, uuid: str) -> None:
+    await put_field(world, KEYS.trainer(trainer), TrainerMember, paused=Paused(uuid=uuid))
+
+
+async def copy(world: World, index: int, uuid: str) -> None:
+    await put_field(world, KEYS.pserver(index), PserverMember, copied=uuid)
+
+
+async def checkpointing(master: Master) -> JobState:
+    await until(lambda: master.books.state.phase is Phase.CHECKPOINTING, "a checkpoint to begin")
+    return master.books.state
+
+
+async def cut_of(world: World, uuid: str) -> CheckpointCut | None:
+    found = await world.etcd.get(KEYS.checkpoint_cut(uuid))
+    return CheckpointCut.model_validate_json(found.value) if found else None
+
+
+def names(master: Master) -> list[str]:
+    return [event.name for event in master.events.after(0, 1000)]
+
+
+def test_a_pause_waits_for_all_trainers_then_for_all_copies_and_is_confirmed() -> None:
+    async def main() -> None:
+        world = World(spec())
+        async with running(world, "t1", "t2") as master:
+            state = await checkpointing(master)
+            assert state.saving is not None
+            uuid = state.saving.uuid
+            found = await world.etcd.get(KEYS.pause)
+            assert found is not None
+            assert found.lease, "it ends with the master"
+            assert (await master.acquire_task(world.ask(master))).answer == "wait"
+            await pause(world, "t1", uuid)
+            await asyncio.sleep(2)
+            assert await cut_of(world, uuid) is None
+            await world.lose("t2")
+            await until(lambda: master.books.state.saving and master.books.state.saving.cut, "the cut")
+            assert master.books.state.generation == state.generation + 1, "pushes of before are stale"
+            await copy(world, 0, uuid)
+            await asyncio.sleep(1)
+            cut = await cut_of(world, uuid)
+            assert cut is not None
+            assert not cut.copied
+            await copy(world, 1, uuid)
+            await until(lambda: master.books.state.phase is Phase.RUNNING, "training to go on")
+            cut = await cut_of(world, uuid)
+            assert cut is not None
+            assert (cut.copied, cut.operation) == (True, "")
+            assert await world.etcd.get(KEYS.pause) is None
+            assert "checkpoint_copied" in names(master)
+
+    virtually(main)
+
+
+def test_who_is_too_slow_or_dies_ends_the_pause_and_nothing_of_it_counts() -> None:
+    async def main() -> None:
+        world = World(spec())
+        async with running(world, "t1") as master:
+            state = await checkpointing(master)
+            assert state.saving is not None
+            await asyncio.sleep(PAUSE_LIMIT_S + 2)
+            assert master.books.state.phase is Phase.RUNNING
+            assert master.books.state.reason == "checkpoint 1 was given up: ['t1'] did not pause within 60 s"
+            await until(lambda: master.books.state.saved == 2, "it to be tried again, much later", 10 * PAUSE_LIMIT_S)
+            again = (await checkpointing(master)).saving
+            assert again is not None
+            await pause(world, "t1", again.uuid)
+            await until(lambda: master.books.state.saving and master.books.state.saving.cut, "the cut")
+            await checkpoint(world, 1)
+            await until(lambda: master.books.members.latest, "the checkpoint to be seen")
+            await world.lose("pserver-1")
+            await until(lambda: "pserver_lost" in names(master), "the loss to be noticed")
+            assert await cut_of(world, again.uuid) is None
+            assert await world.etcd.get(KEYS.pause) is None
+            assert (master.books.state.phase, master.books.state.absent) == (Phase.RUNNING, (1,))
+
+    virtually(main)
+
+
+def test_a_new_master_gives_up_the_pause_of_the_last_one_and_takes_another() -> None:
+    async def main() -> None:
+        world = World(spec())
+        async with running(world, "t1") as first:
+            state = await checkpointing(first)
+        async with leading(world.master("m2")) as second:
+            await until(lambda: "checkpoint_given_up" in names(second), "the pause to end")
+            await until(lambda: second.books.state.saved == 2, "another checkpoint to begin")
+            assert second.books.state.saving != state.saving
+
+    virtually(main)
+
+
+def test_a_returned_pserver_is_charged_for_closed_tasks_and_old_reports_put_their_task_back() -> None:
+    async def main() -> None:
+        world = World(spec(checkpoint_every_epochs=None, records_per_task=10, global_batch_size=4))
+        meta = TaskMeta(epoch=0, digest="d", seed=0, tasks=10).to_bytes().decode()
+        async with running(world, "t1") as master:
+            state = await checkpointing(master)
+            assert state.saving is not None
+            await pause(world, "t1", state.saving.uuid)
+            await until(lambda: master.books.state.saving and master.books.state.saving.cut, "the cut")
+            for index in range(2):
+                await copy(world, index, state.saving.uuid)
+            await until(lambda: master.books.state.phase is Phase.RUNNING, "training to go on")
+            await checkpoint(world, 1)
+            manifest = world.manifests.by_uuid["at-1"]
+            assert not isinstance(manifest, Exception)
+            queue = {"meta": meta}
+            world.manifests.by_uuid["at-1"] = manifest.model_copy(update={"queue": queue, "mode": Mode.ASYNC})
+            closed, open_task = await take(world, master), await take(world, master)
+            late = await take(world, master)
+            before = master.books.state.generation
+            await master.complete_task(closed.task_id, done(closed, generation=before))
+            await until(lambda: master.books.members.latest, "the checkpoint to be seen")
+            await world.lose("pserver-1")
+            await until(lambda: master.books.state.absent == (1,), "the loss")
+            said = Restored(timeline=0, checkpoint="at-1", rejoined=True, blocks=3)
+            await world.add_pserver(1, restored=said)
+            await until(lambda: master.books.state.absent == (), "the return")
+            assert master.books.losses.lost == {"1": 3}, "10 records are 3 minibatches of at most 4"
+            assert master.books.state.mended == before + 1
+            await master.complete_task(late.task_id, done(late, generation=before))
+            assert late.task_id in master.books.training.requeued
+            fresh = done(open_task, generation=before + 1, skipped={"0": 2})
+            await master.complete_task(open_task.task_id, fresh)
+            assert master.books.losses.skipped == {"0": 2}
+        async with leading(world.master("m2")) as second:
+            assert second.books.losses.lost == {"1": 3}
+
+    virtually(main)
+
+
+def test_a_pserver_that_came_back_from_what_is_kept_no_more_has_to_come_again() -> None:
+    """A newer checkpoint, begun before its death, was committed while it loaded the one before, which was deleted."""
+
+    async def main() -> None:
+        world = World(spec())
+        async with running(world, "t1") as master:
+            await checkpoint(world, 2)
+            await until(lambda: master.books.members.latest, "the checkpoint to be seen")
+            await world.lose("pserver-1")
+            await until(lambda: master.books.state.absent == (1,), "the loss")
+            await world.add_pserver(1, restored=Restored(timeline=0, checkpoint="at-1", rejoined=True, blocks=3))
+            async with asyncio.timeout(60.0):
+                while await world.etcd.get(KEYS.pserver(1)) is not None:
+                    await asyncio.sleep(0.01)
+            assert not master.books.state.phase.final
+            assert master.books.state.absent == (1,)
+            meta = TaskMeta(epoch=0, digest="d", seed=0, tasks=10).to_bytes().decode()
+            manifest = world.manifests.by_uuid["at-2"]
+            assert not isinstance(manifest, Exception)
+            world.manifests.by_uuid["at-2"] = manifest.model_copy(update={"queue": {"meta": meta}, "mode": Mode.ASYNC})
+            await world.add_pserver(1, restored=Restored(timeline=0, checkpoint="at-2", rejoined=True, blocks=3))
+            await until(lambda: master.books.state.absent == (), "the return")
+
+    virtually(main)
+
+
+def test_the_queue_of_a_cut_is_read_from_the_manifest() -> None:
+    pending = b'{"attempt":2,"trainer":"t","stream":"0","epoch":1,"index":3,"remaining_s":1.0}'.decode()
+    meta = TaskMeta(epoch=1, digest="d", seed=0, tasks=9).to_bytes().decode()
+    cut = queue_restore.at_cut({"meta": meta, "cursor/0": "4", "pending/7": pending, "losses": '{"lost":{"1":5}}'})
+    assert (cut.epoch, cut.cursor, cut.losses.lost) == (1, 4, {"1": 5})
+    assert (cut.open["7"].attempts, cut.open["7"].index) == (2, 3)

@@ -1,0 +1,229 @@
+"""Masters on a simulated etcd in virtual time, and the pieces they are made of."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from master_service.core.queue.file_table import FileTable, TableFile
+from master_service.leadership.master import Master
+from shared.datasets.formats import Dataset, TextLines
+from shared.etcd import Etcd
+from shared.keys import Keys
+from shared.records import (
+    AcquireTask,
+    CompleteTask,
+    JobSpec,
+    JobState,
+    Mode,
+    PserverMember,
+    Restored,
+    Stage,
+    Task,
+    TrainerMember,
+)
+from shared.records.checkpoints import CheckpointRef, Manifest
+from shared.runtime import ids
+from tests.simulated_etcd.etcd import SimulatedEtcd
+from tests.simulation.virtual_loop import VirtualLoop
+from tests.simulation.virtual_loop import run as run_virtually
+
+T = TypeVar("T")
+KEYS = Keys("j")
+
+
+def virtually(main: Callable[[], Awaitable[T]], seed: int = 1) -> T:
+    """Run `main` in virtual time; an error that no one handled fails the test."""
+    rng = random.Random(seed)
+    loop = VirtualLoop(rng)
+
+    async def bounded() -> T:
+        async with asyncio.timeout(3600):
+            return await main()
+
+    result: T = run_virtually(loop, bounded(), rng)
+    assert loop.errors == []
+    return result
+
+
+def spec_of(**values: Any) -> JobSpec:
+    defaults: dict[str, Any] = {
+        "job": "j",
+        "script": "train.py",
+        "dataset": TextLines("train.txt"),
+        "mode": Mode.ASYNC,
+        "lanes": 4,
+        "global_batch_size": 8,
+        "records_per_task": 10,
+        "pservers": 1,
+        "storage": "memory://j",
+        "max_discarded_fraction": 1.0,
+    }
+    chosen = defaults | values
+    if chosen["mode"] == Mode.ASYNC:  # members that are mere keys do not answer a pause
+        chosen = {"checkpoint_kind": "independent", **chosen}
+    return JobSpec(**chosen)
+
+
+def table_of(tasks: int, task_records: int = 10, digest: str = "digest") -> FileTable:
+    return FileTable((TableFile("train.txt", tasks * task_records),), task_records, digest)
+
+
+class Tables:
+    """Tables from memory: `tasks` tasks in every dataset."""
+
+    def __init__(self, tasks: int = 10, error: Exception | None = None) -> None:
+        self.tasks, self.error = tasks, error
+
+    async def count(self, source: Dataset, task_records: int) -> FileTable:
+        if self.error:
+            raise self.error
+        return table_of(self.tasks, task_records, f"digest of {source.urls[0]}")
+
+    async def load(self, digest: str) -> FileTable:
+        return table_of(self.tasks, 10, digest)
+
+
+class Manifests:
+    """Manifests from memory, by uuid; an exception is raised."""
+
+    def __init__(self) -> None:
+        self.by_uuid: dict[str, Manifest | Exception] = {}
+
+    async def read(self, ref: CheckpointRef) -> Manifest:
+        await asyncio.sleep(0.01)
+        found = self.by_uuid[ref.uuid]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    async def verify(self, ref: CheckpointRef) -> None:
+        await self.read(ref)
+
+
+class World:
+    """One etcd, any number of masters, and members as mere keys. `dead`: urls that refuse connections."""
+
+    def __init__(self, spec: JobSpec, tables: Tables | None = None) -> None:
+        self.spec, self.tables = spec, tables or Tables()
+        self.manifests = Manifests()
+        self.simulated = SimulatedEtcd()
+        self.etcd = Etcd(self.simulated.transport("members"))
+        self.dead: set[str] = set()
+        self.leases: dict[str, int] = {}
+        self._requests = 0
+
+    def master(self, name: str = "m1", kind: type[Master] = Master) -> Master:
+        async def probe(url: str) -> bool:
+            return url in self.dead
+
+        return kind(
+            Etcd(self.simulated.transport(name)),
+            KEYS,
+            name=ids.new_id(name),
+            url=f"http://{name}",
+            spec=self.spec,
+            tables=lambda _: self.tables,
+            manifests=lambda _: self.manifests,
+            probe=probe,
+        )
+
+    async def add_trainer(self, trainer: str) -> None:
+        lease = (await self.etcd.grant(3600)).id
+        self.leases[trainer] = lease
+        member = TrainerMember(
+            trainer=trainer, url=f"http://{trainer}", incarnation=trainer, host="h", pid=1, lease=lease
+        )
+        await self.etcd.put(KEYS.trainer(trainer), member.to_bytes(), lease)
+
+    async def add_pserver(self, index: int, restored: Restored | None = None) -> None:
+        lease = (await self.etcd.grant(3600)).id
+        self.leases[f"pserver-{index}"] = lease
+        url = f"http://pserver-{index}"
+        member = PserverMember(
+            index=index, url=url, incarnation=f"ps-{lease}", host="h", pid=1, lease=lease, restored=restored
+        )
+        await self.etcd.put(KEYS.pserver(index), member.to_bytes(), lease)
+
+    async def restore(self, index: int, state: JobState, error: str = "") -> None:
+        """The pserver says that it has the checkpoint's parameters, or why not."""
+        key = KEYS.pserver(index)
+        found = await self.etcd.get(key)
+        assert found is not None
+        said = Restored(timeline=state.timeline, checkpoint=state.checkpoint, error=error)
+        member = PserverMember.model_validate_json(found.value).model_copy(update={"restored": said})
+        await self.etcd.put(key, member.to_bytes(), found.lease)
+
+    async def lose(self, member: str) -> None:
+        await self.etcd.revoke(self.leases.pop(member))
+
+    async def initialise(self, *trainers: str) -> None:
+        """Everything a job needs to run."""
+        for index in range(self.spec.pservers):
+            await self.add_pserver(index)
+        for trainer in trainers:
+            await self.add_trainer(trainer)
+        await self.etcd.put(KEYS.layout, b"{}")
+        await self.etcd.put(KEYS.init_done, b"done")
+
+    def ask(self, master: Master, trainer: str = "t1", **values: Any) -> AcquireTask:
+        self._requests += 1
+        defaults = {"request": f"r{self._requests}", "generation": master.books.state.generation}
+        return AcquireTask(trainer=trainer, **(defaults | values))
+
+
+def done(task: Task, trainer: str = "t1", **values: Any) -> CompleteTask:
+    return CompleteTask(trainer=trainer, attempt=task.attempt, epoch=task.epoch, **values)
+
+
+async def until(condition: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        raise AssertionError(f"waited {timeout_s} s for {what}") from None
+
+
+@asynccontextmanager
+async def leading(master: Master) -> AsyncIterator[Master]:
+    """The master runs, and leads once the block is entered; it is stopped at the end."""
+    stopping = asyncio.Event()
+    running = asyncio.ensure_future(master.run(stopping))
+    try:
+        await until(lambda: running.done() or master._reign is not None, f"{master} to lead")
+        yield master
+    finally:
+        stopping.set()
+        await running
+
+
+@asynccontextmanager
+async def running(world: World, *trainers: str) -> AsyncIterator[Master]:
+    """A master of a job that is RUNNING with these trainers."""
+    async with leading(world.master()) as master:
+        await world.initialise(*trainers)
+        await until(lambda: set(master.books.state.trainers) == set(trainers), "the job to run")
+        yield master
+        reign = master._reign  # `master.books` would refuse once a busy machine let the lease run out
+        for queue in reign.books.queues.values() if reign else ():
+            assert list(queue.violations()) == []
+
+
+async def take(world: World, master: Master, trainer: str = "t1", **values: object) -> Task:
+    answer = await master.acquire_task(world.ask(master, trainer, **values))
+    assert answer.task is not None, answer
+    return answer.task
+
+
+async def finish_training(world: World, master: Master, trainer: str = "t1") -> set[str]:
+    finished: list[str] = []
+    while master.books.state.stage is Stage.TRAIN:
+        task = await take(world, master, trainer)
+        await master.complete_task(task.task_id, done(task, trainer))
+        finished.append(f"{task.epoch}/{task.task_id}")
+    assert len(set(finished)) == len(finished)
+    return set(finished)

@@ -1,0 +1,80 @@
+"""`python -m pserver_service` as a process with a real etcd."""
+
+import asyncio
+import os
+import signal
+import stat
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from shared.etcd import Etcd, connect
+from shared.etcd.embedded import EmbeddedEtcd
+from shared.keys import Keys
+from shared.records import PserverMember
+from tests.fixtures_etcd import embedded_etcd
+from tests.pserver_service.jobs import JOB
+from tests.pserver_service.test_registration import SPEC
+
+__all__ = ["embedded_etcd"]
+KEYS = Keys(JOB)
+
+
+async def start(*args: str, **environment: str) -> asyncio.subprocess.Process:
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("TRIREME_")}
+    command = (sys.executable, "-m", "pserver_service", *args)
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(*command, env=inherited | environment, stdout=pipe, stderr=pipe)
+
+
+async def ended(process: asyncio.subprocess.Process) -> tuple[int, str]:
+    async with asyncio.timeout(40):
+        out, err = await process.communicate()
+    return process.returncode, (out + err).decode()
+
+
+@asynccontextmanager
+async def closing(etcd: Etcd):
+    try:
+        yield etcd
+    finally:
+        await etcd.close()
+
+
+@pytest.mark.processes
+async def test_a_pserver_claims_its_index_serves_and_gives_it_back(embedded_etcd: EmbeddedEtcd, tmp_path):
+    async with closing(connect([embedded_etcd.url])) as etcd:
+        settings = {"TRIREME_ETCD": embedded_etcd.url, "TRIREME_TOKEN": "boat", "TRIREME_UDS": str(tmp_path)}
+        process = await start(TRIREME_JOB=JOB, **settings)
+        try:
+            await etcd.put(KEYS.spec, SPEC.to_bytes())
+            await etcd.put(KEYS.pservers_desired, b"1")
+            async with asyncio.timeout(40):
+                while (found := await etcd.get(KEYS.pserver(0))) is None:
+                    await asyncio.sleep(0.05)
+            member = PserverMember.model_validate_json(found.value)
+            assert (member.index, member.pid, member.lease) == (0, process.pid, found.lease)
+            async with aiohttp.ClientSession() as session, session.get(member.url + "/readyz") as answer:
+                assert (answer.status, (await answer.json())["reason"]) == (503, "no parameters yet")
+            assert [str(path) for path in tmp_path.iterdir()] == [member.uds]
+            assert stat.S_IMODE(Path(member.uds).stat().st_mode) == 0o600
+            process.send_signal(signal.SIGTERM)
+            code, log = await ended(process)
+            assert not list(tmp_path.iterdir())
+            assert code == 0, log
+            assert await etcd.get(KEYS.pserver(0)) is None
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+
+@pytest.mark.processes
+async def test_help_and_a_missing_setting_are_answered_at_once():
+    code, text = await ended(await start("--help"))
+    assert code == 0
+    assert "TRIREME_JOB" in text
+    assert await ended(await start()) == (2, "TRIREME_JOB: Field required\n")

@@ -1,0 +1,123 @@
+"""A user's script for the tests, and the plain PyTorch loop that training with one lane must agree with, bit for bit."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from master_service.core.queue.epoch_order import EpochOrder
+from shared.datasets.formats import Npy
+from shared.lanes import step_seed
+from shared.records import JobSpec
+from trainer_agent.script.user_module import load
+from trainer_agent.tasks.data import minibatch_indices, minibatches_in
+
+RECORDS = 60
+PARTS = {
+    "head": """
+        import torch
+        from torch import nn
+        from torch.nn import functional as F
+        from shared.datasets.formats import Npy
+    """,
+    "model": """
+        def model():
+            return nn.Sequential(
+                nn.Linear(5, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 3)
+            )
+    """,
+    "dataset": """
+        def dataset():
+            return Npy({folder!r} + "/x.npy", {folder!r} + "/y.npy", aligned=True)
+    """,
+    "loss": """
+        def loss(model, batch):
+            return F.cross_entropy(model(batch["x"]), batch["y"])
+    """,
+    "optimizer": """
+        def optimizer(model):
+            return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    """,
+}
+
+
+def write_script(folder: Path, name: str = "script", **changes: str) -> Path:
+    """The script with parts replaced (or added; "" leaves one out), and its data beside it."""
+    numbers = np.random.default_rng(0)
+    np.save(folder / "x.npy", numbers.standard_normal((RECORDS, 5)).astype(np.float32))
+    np.save(folder / "y.npy", numbers.integers(0, 3, RECORDS))
+    parts = {part: textwrap.dedent(text) for part, text in (PARTS | changes).items()}
+    path = folder / f"{name}.py"
+    path.write_text("\n".join(parts.values()).replace("{folder!r}", repr(str(folder))))
+    return path
+
+
+def spec_for(script: Path, **values: Any) -> JobSpec:
+    folder = script.parent
+    defaults: dict[str, Any] = {
+        "job": "test",
+        "script": str(script),
+        "dataset": Npy(f"{folder}/x.npy", f"{folder}/y.npy", aligned=True),
+        "storage": str(folder / "storage"),
+        "epochs": 2,
+        "global_batch_size": 8,
+        "lanes": 1,
+        "seed": 7,
+        "records_per_task": 16,
+        "block_bytes": 256,
+        "pservers": 1,
+        "task_timeout_floor_s": 20,
+    }
+    chosen = defaults | values
+    if chosen.get("mode") == "async":  # these parameter servers take no checkpoints
+        chosen = {"checkpoint_kind": "independent", **chosen}
+    return JobSpec(**chosen)
+
+
+def train_plainly(script: Path, spec: JobSpec) -> dict[str, torch.Tensor]:
+    """The state_dict after an ordinary loop over the minibatches of lane 0 of one lane."""
+    assert spec.lanes == 1
+    user = load(script)
+    torch.set_num_threads(1)
+    torch.manual_seed(spec.seed)
+    model = user.call("model")
+    optimizer = user.call("optimizer", model)
+    scheduler = user.call("scheduler", optimizer) if user.has("scheduler") else None
+    x, y = np.load(script.parent / "x.npy"), np.load(script.parent / "y.npy")
+    step, tasks = 0, -(-RECORDS // spec.task_records)
+    for epoch in range(spec.epochs):
+        for position in range(tasks):
+            task = EpochOrder(tasks, spec.seed, epoch, shuffle=spec.shuffle).task_at(position)
+            first = task * spec.task_records
+            count = min(spec.task_records, RECORDS - first)
+            for number in range(minibatches_in(count, spec.minibatch_size)):
+                chosen = first + minibatch_indices(
+                    spec.seed, epoch, task, count, spec.minibatch_size, number, shuffle=spec.shuffle
+                )
+                torch.manual_seed(step_seed(spec.seed, step, 0))
+                optimizer.zero_grad()
+                batch = {"x": torch.from_numpy(x[chosen]), "y": torch.from_numpy(y[chosen])}
+                user.call("loss", model.train(), batch).backward()
+                if spec.clip_norm is not None:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), spec.clip_norm)
+                optimizer.step()
+                if scheduler is not None:
+                    scheduler.step()
+                step += 1
+    return dict(model.state_dict())
+
+
+def differing(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of the tensors that are not equal in every bit (zeros may differ in sign)."""
+    assert list(one) == list(other)
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def records(count, seed=0):
+    numbers = np.random.default_rng(seed)
+    return [{"x": numbers.standard_normal(5).astype(np.float32), "y": int(numbers.integers(3))} for _ in range(count)]

@@ -1,0 +1,268 @@
+"""TorchCompute's gradients: block by block into the flat vector, the tree of a node, and what must not be left in it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from shared.lanes import combine
+from shared.wire.shared_memory import place_of
+from tests.trainer_agent.scripts import records
+from trainer_agent.model.gradient_tree import WATCHED_STEPS
+
+
+async def contributions(compute, node, batches, seed=3):
+    """All blocks of a node, as they were announced and as tensors."""
+    announced: list[int] = []
+    for lane in range(*node):
+        await compute.gradient(node, lane, seed + lane, batches[lane - node[0]], announced.append)
+    values = []
+    for block in compute.plan.blocks:
+        dtype = {"float32": np.float32, "int64": np.int64}[block.dtype]
+        values.append(torch.from_numpy(np.frombuffer(compute.contribution(node, block.number), dtype).copy()))
+    return announced, values
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_gradients_in_shared_memory_have_the_same_bits_and_lost_memory_is_not_written_to_again(build, dtype):
+    batches, node, spec = [records(4, lane) for lane in range(4)], (0, 4), {"gradient_dtype": dtype}
+    plain, shared = build(spec), build(spec, shared=True)
+    for lose in (False, True, False):
+        for lane in range(*node):
+            for compute in (plain, shared):
+                await compute.gradient(node, lane, lane, batches[lane], bool)
+        views = [shared.contribution(node, block.number) for block in shared.plan.blocks]
+        assert views == [plain.contribution(node, block.number) for block in plain.plan.blocks]
+        (region,) = {place_of(view)[0] for view in views}
+        before, region.lost = bytes(region), lose
+        for compute in (plain, shared):
+            compute.forget_nodes()
+        batches.reverse()
+        for lane in range(*node):
+            await shared.gradient(node, lane, lane, batches[lane], bool)
+        shared.forget_nodes()
+        assert (bytes(region) == before) is lose
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_a_trainer_that_owns_fewer_lanes_gives_gradient_vectors_back(build, dtype):
+    async def step(compute, lanes):
+        for lane in range(lanes):
+            await compute.gradient((0, lanes), lane, lane, records(4, lane), bool)
+        found = [bytes(compute.contribution((0, lanes), block.number)) for block in compute.plan.blocks]
+        compute.forget_nodes()
+        return found
+
+    compute = build({"gradient_dtype": dtype}, shared=True)
+    first = await step(compute, 4)
+    before = [weakref.ref(vector) for vector in compute._tree._slots]
+    assert len(before) == 3
+    for _ in range(2 * WATCHED_STEPS):  # one look, at least, saw only such steps
+        await step(compute, 1)
+    gc.collect()
+    assert [vector() is None for vector in before] == [False, True, True]
+    if dtype == "float32":  # nothing is added to what was left out
+        assert await step(compute, 4) == first
+
+
+async def test_blocks_are_announced_once_each_and_from_the_second_backward_on_while_it_runs(build):
+    compute = build()
+    everything = [block.number for block in compute.plan.blocks]
+    first, _ = await contributions(compute, (0, 1), [records(4)])
+    assert first == everything
+    compute.forget_nodes()
+    second, _ = await contributions(compute, (0, 1), [records(4)])
+    assert sorted(second) == everything
+    assert second != everything  # the last layer's blocks come first
+
+
+async def test_little_blocks_wait_for_company_but_the_last_ones_for_nobody(build, monkeypatch):
+    compute, calls = build(), []
+    loop = asyncio.get_running_loop()
+    call_soon = loop.call_soon_threadsafe
+
+    def noted(callback, *arguments, **options):
+        if getattr(callback, "__name__", "") == "all_finished":
+            calls.append(arguments[0])
+        return call_soon(callback, *arguments, **options)
+
+    monkeypatch.setattr(loop, "call_soon_threadsafe", noted)
+    blocks = len(compute.plan.blocks)
+    for worth, expected in ((1, [1] * blocks), (1 << 30, [blocks])):
+        monkeypatch.setattr("trainer_agent.model.torch_compute.WORTH_BYTES", worth)
+        for _ in range(2):  # the first backward only watches
+            calls.clear()
+            compute.forget_nodes()
+            announced, _ = await contributions(compute, (0, 1), [records(4)])
+            assert [len(each) for each in calls] == expected
+            assert [block for each in calls for block in each] == announced
+
+
+async def test_a_nodes_contribution_is_the_tree_of_its_lanes(build):
+    compute = build()
+    batches = [records(4, 0), records(3, 1), None, records(4, 2)]
+    single = []
+    for lane, batch in enumerate(batches):
+        compute.forget_nodes()
+        _, values = await contributions(compute, (lane, lane + 1), [batch])
+        single.append((values, len(batch or ())))
+
+    def tree(first, last):
+        if last - first == 1:
+            return [value.clone() for value in single[first][0]], single[first][1]
+        (left, n), (right, m) = tree(first, (first + last) // 2), tree((first + last) // 2, last)
+        return [combine(a, n, b, m)[0] for a, b in zip(left, right, strict=True)], n + m
+
+    compute.forget_nodes()
+    _, whole = await contributions(compute, (0, 4), batches)
+    assert all(torch.equal(a, b) for a, b in zip(whole, tree(0, 4)[0], strict=True))
+
+
+async def test_an_empty_node_has_no_bytes_and_is_announced(build):
+    compute = build()
+    announced: list[int] = []
+    result = await compute.gradient((2, 3), 2, 0, None, announced.append)
+    assert (result.records, result.loss_sum) == (0, 0.0)
+    assert sorted(announced) == [block.number for block in compute.plan.blocks]
+    assert {compute.contribution((2, 3), block).nbytes for block in announced} == {0}
+
+
+async def test_slots_are_reused_and_there_are_no_more_than_the_tree_needs(build):
+    compute = build()
+    for _ in range(3):
+        compute.forget_nodes()
+        await contributions(compute, (0, 8), [records(2, lane) for lane in range(8)])
+    assert len(compute._tree._slots) == 4
+
+
+async def test_the_same_seed_gives_the_same_bits_and_dropout_follows_it(build):
+    compute = build()
+    found = []
+    for seed in (3, 3, 4):
+        compute.forget_nodes()
+        found.append((await contributions(compute, (0, 1), [records(4)], seed))[1])
+    assert all(torch.equal(a, b) for a, b in zip(found[0], found[1], strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(found[0], found[2], strict=True))
+
+
+async def test_every_lane_starts_from_the_same_buffers_and_contributes_its_own(build):
+    compute = build()
+    norm = compute.model[1]
+    buffers = [block.number for block in compute.plan.blocks if compute.layout.segments[block.segment].kind == "buffer"]
+    _, first = await contributions(compute, (0, 1), [records(4)])
+    compute.forget_nodes()
+    _, second = await contributions(compute, (0, 1), [records(4)])
+    assert all(torch.equal(first[block], second[block]) for block in buffers)
+    assert torch.equal(norm.num_batches_tracked, torch.tensor(1))
+
+
+async def test_parameters_without_gradient_push_zeros(build):
+    compute = build(
+        model="""
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.used, self.idle = nn.Linear(5, 3), nn.Linear(50, 3)
+
+            def forward(self, x):
+                return self.used(x)
+
+        def model():
+            return Net()
+        """
+    )
+    for _ in range(2):
+        compute.forget_nodes()
+        announced, values = await contributions(compute, (0, 1), [records(4)])
+        assert sorted(announced) == [block.number for block in compute.plan.blocks]
+    idle = compute.plan.parameters[2]
+    flat = torch.cat(values)
+    assert torch.equal(flat[idle.first : idle.first + idle.elements], torch.zeros(idle.elements))
+    assert flat[: compute.plan.parameters[0].elements].abs().sum() > 0
+
+
+async def test_reentrant_checkpointing_is_announced_only_when_backward_is_over(build):
+    compute = build(
+        model="""
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner, self.leave = nn.Linear(5, 5), nn.Linear(5, 3)
+
+            def forward(self, x):
+                from torch.utils.checkpoint import checkpoint
+                x = x.requires_grad_()
+                for _ in range(2):
+                    x = checkpoint(self.inner, x, use_reentrant=True)
+                return self.leave(x)
+
+        def model():
+            return Net()
+        """
+    )
+    for _ in range(3):
+        compute.forget_nodes()
+        announced, _ = await contributions(compute, (0, 1), [records(4)])
+        assert announced == [block.number for block in compute.plan.blocks]
+
+
+async def test_no_gradient_of_an_earlier_minibatch_is_left_in_a_slot(build):
+    compute = build(
+        model="""
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.second, self.table = nn.Linear(5, 3), nn.Linear(5, 3), nn.Embedding(9, 3, sparse=True)
+
+            def forward(self, x):
+                chosen = self.first if x[0, 0] > 0 else self.second
+                return chosen(x) + self.table((x[:, 0].abs() * 3).long().clamp(max=8))
+
+        def model():
+            return Net()
+        """
+    )
+    batches = [[record | {"x": sign * np.abs(record["x"])} for record in records(4)] for sign in (1, -1, 1)]
+    for batch in batches:
+        compute.forget_nodes()
+        await contributions(compute, (0, 1), [batch])
+        found = [home.clone() for home in compute._homes]
+        compute.model.zero_grad(set_to_none=True)
+        inputs = torch.from_numpy(np.stack([record["x"] for record in batch]))
+        targets = torch.tensor([record["y"] for record in batch])
+        hooks, compute._homes = compute._homes, [torch.empty_like(home) for home in found]
+        nn.functional.cross_entropy(compute.model(inputs), targets).backward()
+        compute._homes = hooks
+        expected = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in compute.model.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+async def test_a_gradient_that_comes_in_parts_is_their_sum(build):
+    model = """
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = nn.Linear(5, 5)
+
+            def forward(self, x):
+                from torch.utils.checkpoint import checkpoint
+                x = x.requires_grad_()
+                for _ in range(2):
+                    x = checkpoint(self.inner, x, use_reentrant=REENTRANT)
+                return x
+
+        def model():
+            return Net()
+        """
+    found = []
+    for reentrant in ("True", "False"):
+        compute = build(model=model.replace("REENTRANT", reentrant))
+        found.append((await contributions(compute, (0, 1), [records(4)]))[1])
+    for in_parts, at_once in zip(*found, strict=True):
+        torch.testing.assert_close(in_parts, at_once)

@@ -1,0 +1,108 @@
+"""`python -m trainer_agent inspect SCRIPT`: one JSON object, the right exit code, no traces."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.trainer_agent.scripts import write_script
+from trainer_agent.script.inspect import inspect_script
+
+
+def inspected(script, capsys, *, check=True, settings=()):
+    code = inspect_script(str(script), check=check, settings=list(settings))
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_good_script_is_described_and_tried(tmp_path, capsys):
+    script = write_script(
+        tmp_path,
+        config="config = {'epochs': 3, 'lanes': 2}\n",
+        evaluation="def evaluation_dataset():\n    return dataset()\n",
+    )
+    code, found = inspected(script, capsys)
+    model = found.pop("model")
+    dataset = {"urls": [f"{tmp_path}/x.npy", f"{tmp_path}/y.npy"], "kind": "npy", "aligned": True, "columns": None}
+    assert (code, found) == (
+        0,
+        {
+            "config": {"epochs": 3, "lanes": 2},
+            "dataset": dataset,
+            "evaluation_dataset": dataset,
+        },
+    )
+    assert model["optimizer"]["name"] == "SGD"
+    sizes = [math.prod(shape) for kind, _, shape, _, _ in model["tensors"] if kind == "param"]
+    assert sum(sizes) == 5 * 24 + 24 + 2 * 24 + 24 * 24 + 24 + 24 * 3 + 3
+    assert {tuple(tensor[3:]) for tensor in model["tensors"] if tensor[0] == "param"} == {("torch.float32", 0)}
+
+
+def test_without_the_check_nothing_is_built_or_read(tmp_path, capsys):
+    script = write_script(tmp_path, model="def model():\n    raise RuntimeError\n")
+    (tmp_path / "x.npy").unlink()
+    code, found = inspected(script, capsys, check=False)
+    assert (code, sorted(found)) == (0, ["config", "dataset", "evaluation_dataset"])
+
+
+@pytest.mark.parametrize(
+    ("parts", "code", "message"),
+    [
+        ({"model": ""}, 2, "has no function 'model'"),
+        ({"model": "def model():\n    return 3\n"}, 2, "model() returned int"),
+        ({"optimizer": "def optimizer(m):\n    return torch.optim.LBFGS(m.parameters())\n"}, 2, "LBFGS cannot run"),
+        ({"dataset": "def dataset():\n    return Npy('/nowhere.npy')\n"}, 2, "/nowhere.npy does not exist"),
+        ({"dataset": "def dataset():\n    return Npy('/no*where.npy')\n"}, 2, "/no*where.npy matches no file"),
+        ({"model": "def model():\n    return nn.Linear(7, 3)\n"}, 1, "RuntimeError: mat1 and mat2 shapes"),
+        ({"loss": "def loss(model, batch):\n    raise KeyError('z')\n"}, 1, "KeyError: 'z'"),
+        ({"head": "import nothing_of_that_name\n"}, 1, "ModuleNotFoundError"),
+        ({"config": "config = {'lanes': 3}\n"}, 2, "lanes must be a power of two, got 3"),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_message(tmp_path, capsys, parts, code, message):
+    found_code, found = inspected(write_script(tmp_path, **parts), capsys)
+    assert found_code == code
+    assert message in found["error"]["message"]
+    if code == 1:
+        assert found["error"]["details"]["traceback"].startswith("Traceback")
+        assert "trainer_agent" not in found["error"]["details"]["traceback"]
+
+
+def test_an_error_in_the_first_minibatch_says_so(tmp_path, capsys):
+    _, found = inspected(write_script(tmp_path, loss="def loss(model, batch):\n    return 1 / 0\n"), capsys)
+    assert found["error"]["details"]["task"] == "the first minibatch"
+
+
+def test_a_file_with_fewer_records_than_a_minibatch_is_enough(tmp_path, capsys):
+    script = write_script(tmp_path, config="config = {'global_batch_size': 10_000, 'lanes': 1}\n")
+    assert inspected(script, capsys)[0] == 0
+
+
+def test_settings_given_to_inspect_win_over_the_scripts(tmp_path, capsys):
+    script = write_script(tmp_path, config="config = {'lanes': 3}\n")
+    assert inspected(script, capsys, settings=["lanes=4"])[0] == 0
+
+
+@pytest.mark.processes
+def test_the_command_prints_one_object_whatever_the_script_prints_and_leaves_nothing(tmp_path):
+    script = write_script(
+        tmp_path, noise="print('noise')\n", main="if __name__ == '__main__':\n    raise SystemExit(9)\n"
+    )
+    before = sorted(path.name for path in tmp_path.iterdir())
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "trainer_agent", "inspect", str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["model"]["optimizer"]["name"] == "SGD"
+    assert "noise" in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == before

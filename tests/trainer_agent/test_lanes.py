@@ -1,0 +1,157 @@
+"""What a lane reads, with a real master: by position, taken over anywhere, the next task ahead."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from shared.errors import StaleGeneration
+from shared.records import AcquireTask
+from shared.wire.messages import LanePosition
+from tests.trainer_agent.cluster import cluster
+from tests.trainer_agent.scripts import RECORDS, spec_for, write_script
+from trainer_agent.tasks.lane_reader import LaneReader, TaskFailed, TaskSource, TrainingOver
+
+ME = "trainer-0-x"
+
+
+async def at_once(work, *arguments):
+    return work(*arguments)
+
+
+@pytest.fixture
+async def made(tmp_path):
+    """A running job of two lanes whose trainer is only a name: nobody computes."""
+    spec = spec_for(write_script(tmp_path), lanes=2, global_batch_size=8, records_per_task=10, epochs=2)
+    async with cluster(spec) as made:
+        await made.etcd.put(made.keys.layout, b"{}")
+        await made.etcd.put(made.keys.init_done, b"test")
+        await made.etcd.put(
+            made.keys.trainer(ME), f'{{"trainer":"{ME}","url":"","incarnation":"x","host":"x","pid":1}}'.encode()
+        )
+        await made.directory.wait_for(lambda view: view.lanes is not None, 10, "lanes")
+        yield made
+
+
+def reader(made, lane=0):
+    source = TaskSource(made.spec, made.port, ME, at_once)
+    return LaneReader(lane, source, lambda: made.directory.state.generation)
+
+
+async def walk(lane_reader, position):
+    portions = []
+    while not position.exhausted:
+        portions.append(await lane_reader.at(position))
+        position = portions[-1].after
+    return portions
+
+
+def keys_of(portion):
+    return [record["x"].tobytes() for record in portion.records or ()]
+
+
+async def test_the_lanes_together_read_every_record_once(made, tmp_path):
+    portions = [p for lane in (0, 1) for p in await walk(reader(made, lane), LanePosition(lane=lane))]
+    everything = [row.tobytes() for row in np.load(tmp_path / "x.npy")]
+    assert sorted(key for portion in portions for key in keys_of(portion)) == sorted(everything)
+    assert len(everything) == RECORDS
+    assert sum(portion.finishes for portion in portions) == RECORDS // 10
+
+
+async def test_minibatches_end_with_their_task(made):
+    portions = await walk(reader(made), LanePosition(lane=0))
+    assert [len(portion.records) for portion in portions] == [4, 4, 2] * 3
+    assert [portion.finishes for portion in portions] == [False, False, True] * 3
+    assert [(p.after.index, p.after.offset, p.after.exhausted) for p in portions[:4]] == [
+        (0, 4, False),
+        (0, 8, False),
+        (1, 0, False),
+        (1, 4, False),
+    ]
+    assert portions[-1].after == LanePosition(lane=0, index=3, exhausted=True)
+
+
+async def test_a_lane_is_taken_over_at_any_position(made):
+    portions = await walk(reader(made), LanePosition(lane=0))
+    for portion in portions[3:]:  # whoever comes later starts in the middle
+        taken = await reader(made).at(portion.before)
+        assert (keys_of(taken), taken.after, taken.finishes) == (keys_of(portion), portion.after, portion.finishes)
+
+
+async def test_the_same_position_again_gives_the_same_records_without_asking_the_master(made):
+    lane = reader(made)
+    once = await lane.at(LanePosition(lane=0))
+    made.port.away = True
+    again = await lane.at(LanePosition(lane=0))
+    assert (keys_of(again), again.after) == (keys_of(once), once.after)
+
+
+async def test_a_task_fetched_ahead_needs_no_master_when_its_turn_comes(made):
+    lane = reader(made)
+    async with asyncio.TaskGroup() as group:
+        lane.prefetch(LanePosition(lane=0), group)
+    made.port.away = True
+    assert len((await lane.at(LanePosition(lane=0))).records) == 4
+
+
+async def test_a_task_that_was_fetched_ahead_is_at_hand_where_it_is_due_and_nowhere_else(made):
+    lane, first, second = reader(made), LanePosition(lane=0), LanePosition(lane=0, index=1)
+    assert lane.at_hand(first) is None
+    async with asyncio.TaskGroup() as group:
+        lane.prefetch(first, group)
+        assert lane.at_hand(first) is None, "it is being fetched"
+    assert lane.at_hand(second) is None
+    portion = lane.at_hand(first)
+    assert portion is not None
+    assert len(portion.records) == 4
+    assert lane.held == (portion.task, 1)
+    lane.drop()
+    assert lane.at_hand(first) is None
+
+
+async def test_an_exhausted_lane_reads_nothing_and_stays_where_it_is(made):
+    done = LanePosition(lane=1, epoch=0, index=3, exhausted=True)
+    portion = await reader(made, 1).at(done)
+    assert (portion.records, portion.after, portion.task) == (None, done, None)
+
+
+async def test_an_epoch_beyond_the_last_is_the_end_of_training(made):
+    for epoch in range(2):
+        await walk(reader(made), LanePosition(lane=0, epoch=epoch))
+        await walk(reader(made, 1), LanePosition(lane=1, epoch=epoch))
+    with pytest.raises(TrainingOver):
+        await reader(made).at(LanePosition(lane=0, epoch=2))
+
+
+async def test_the_old_owner_of_a_lane_hears_that_its_generation_is_stale(made):
+    source = TaskSource(made.spec, made.port, ME, at_once)
+    with pytest.raises(StaleGeneration):
+        await LaneReader(0, source, lambda: 0).at(LanePosition(lane=0))
+
+
+async def test_records_that_cannot_be_read_fail_their_task(made, tmp_path):
+    (tmp_path / "x.npy").write_bytes(b"gone")
+    with pytest.raises(TaskFailed) as raised:
+        await reader(made).at(LanePosition(lane=0))
+    assert raised.value.task.stream == 0
+    assert "x.npy" in str(raised.value.error)
+
+
+async def test_a_lost_answer_is_asked_for_with_the_same_request(made):
+    asked: list[AcquireTask] = []
+
+    class Lossy:
+        async def acquire_task(self, ask):
+            asked.append(ask)
+            answer = await made.port.acquire_task(ask)
+            if len(asked) == 1:
+                from shared.errors import PeerError
+
+                raise PeerError("the answer got lost")
+            return answer
+
+    answer = await TaskSource(made.spec, Lossy(), ME, at_once).acquire(made.directory.state.generation, 0, 0, 0)
+    assert answer.task.attempt == 1
+    assert [ask.request for ask in asked] == [asked[0].request] * 2

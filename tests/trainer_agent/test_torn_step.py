@@ -1,0 +1,150 @@
+"""Records that make backward raise after part of a lane's gradient was pushed: no step may mix them with what replaces them.
+
+The task is tried again, discarded, and the lane goes on with its next task, in the same step. Blocks that had been given the
+discarded data keep it, the others would get the replacement's: such a step must never be trained on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+
+from pserver_service.core.history import History
+from pserver_service.member import Member
+from pserver_service.membership.context import Surroundings
+from pserver_service.membership.index import Registration
+from pserver_service.pserver import Pserver
+from shared.etcd import Etcd
+from shared.records import Phase, PserverMember
+from tests.simulation.ablations import replaced
+from tests.trainer_agent.cluster import Cluster
+from tests.trainer_agent.scripts import differing, spec_for, write_script
+from trainer_agent.loops.sync import SyncLoop
+
+POISON = 24  # a record of task 6, which is lane 0's in step 3
+MODEL = """
+import time
+
+
+class Poisonous(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, x):
+        ctx.poisoned = bool((x[:, 0] == POISON).any())
+        if ctx.poisoned and WHERE == "forward":
+            raise ValueError("poisoned record")
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.poisoned:
+            time.sleep(0.1)  # what comes after this layer is final and on its way meanwhile
+            raise ValueError("poisoned record")
+        return gradient, None
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.below, self.above = nn.Linear(5, 24), nn.Sequential(nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 3))
+
+    def forward(self, x):
+        return self.above(Poisonous.apply(torch.tanh(self.below(x)), x))
+
+
+def model():
+    return Model()
+"""
+
+
+@pytest.fixture(autouse=True)
+def blocks_travel_at_once(monkeypatch):
+    """As those of a large model do: little ones wait for company otherwise."""
+    monkeypatch.setattr("trainer_agent.model.torch_compute.WORTH_BYTES", 1)
+
+
+class Job(Cluster):
+    """With parameter servers that write checkpoints and follow roll-backs."""
+
+    async def start(self, group):
+        self.pservers = []
+        await super().start(group)
+        for number in range(self.spec.pservers):
+            pserver = Pserver(self.spec.job, f"pserver-{number}-x")
+            etcd = Etcd(self.store.transport(f"pserver-{number}"))
+            record = PserverMember(index=-1, url="", incarnation=pserver.incarnation, host="here", pid=1)
+            registration = Registration(etcd, self.keys, self.directory, record)
+            member = Member(Surroundings(etcd, self.keys, self.directory, pserver, registration, self.offload))
+            self._background.append(group.create_task(member.run(20.0)))
+            while pserver.index < 0:
+                await asyncio.sleep(0.01)
+            self.pservers.append(pserver)
+
+    async def offload(self, work, *arguments):
+        return await asyncio.get_running_loop().run_in_executor(self._reading, work, *arguments)
+
+
+@asynccontextmanager
+async def job_of(tmp_path, where, trainers=2, **settings):
+    folder = tmp_path / where
+    folder.mkdir()
+    head = f"WHERE, POISON = {where!r}, torch.load({str(folder / 'poison.pt')!r}).item()\n"
+    script = write_script(folder, name=f"script_{where}", setting=head, model=MODEL)
+    x = torch.from_numpy(__import__("numpy").load(folder / "x.npy"))
+    torch.save(x[POISON, 0], folder / "poison.pt")
+    common = {
+        "lanes": 2,
+        "pservers": 2,
+        "records_per_task": 4,
+        "shuffle": False,
+        "max_discarded_fraction": 0.5,
+        "max_user_failures": 99,
+        "checkpoint_every_steps": 1,
+    }
+    spec = spec_for(script, **{**common, **settings})
+    async with asyncio.TaskGroup() as group:
+        job = Job(spec)
+        await job.start(group)
+        try:
+            for number in range(trainers):
+                job.add_trainer(f"trainer-{number}-x")
+            yield job
+        finally:
+            await job.stop()
+
+
+async def trained(tmp_path, where, **settings):
+    """(values, events, the discarded) of a job that was completed."""
+    async with job_of(tmp_path, where, **settings) as job:
+        state = await job.ended()
+        assert state.phase is Phase.COMPLETED, state
+        discarded = (state.result.discarded_tasks, state.result.discarded_records)
+        return job.exported(), [event.name for event in job.master.events.after(0, 1000)], discarded
+
+
+async def test_a_task_that_fails_before_anything_of_it_is_pushed_costs_no_roll_back(tmp_path):
+    _, events, discarded = await trained(tmp_path, "forward")
+    assert "rolling_back" not in events
+    assert discarded == (2, 8)
+
+
+async def test_a_step_that_holds_a_part_of_a_discarded_task_is_gone_back_behind(tmp_path):
+    clean, _, discarded = await trained(tmp_path, "forward")
+    values, events, discarded_here = await trained(tmp_path, "backward")
+    assert events.count("rolled_back") == 2, "once in each epoch"
+    assert discarded_here == discarded
+    assert differing(clean, values) == []
+
+
+async def test_without_the_claim_the_step_is_torn(tmp_path):
+    clean, _, _ = await trained(tmp_path, "forward")
+
+    async def claims_nothing(*_):
+        return None
+
+    with replaced(SyncLoop, "_claim", claims_nothing), replaced(History, "agrees", lambda *_: True):
+        values, events, _ = await trained(tmp_path, "backward")
+    assert "rolling_back" not in events
+    assert differing(clean, values) != []

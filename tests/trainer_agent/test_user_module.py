@@ -1,0 +1,123 @@
+"""What is wrong with a script is told in one message that says what to do; what it raises keeps only its own frames."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from shared.datasets.formats import Npy
+from shared.errors import InvalidArgument, UserCodeError
+from shared.records import UserFailure
+from tests.trainer_agent.scripts import write_script
+from trainer_agent.script.user_module import failure_of, load
+
+
+def test_hooks_are_found_and_the_main_part_is_not_run(tmp_path):
+    user = load(write_script(tmp_path, main='if __name__ == "__main__":\n    raise SystemExit("ran as main")\n'))
+    assert [user.has(hook) for hook in ("model", "loss", "collate", "metrics")] == [True, True, False, False]
+    assert user.dataset() == Npy(f"{tmp_path}/x.npy", f"{tmp_path}/y.npy", aligned=True)
+    assert user.config == {}
+
+
+def test_a_script_finds_its_neighbours(tmp_path):
+    (tmp_path / "user_neighbour.py").write_text("WIDTH = 5\n")
+    user = load(write_script(tmp_path, config="import user_neighbour\nconfig = {'epochs': user_neighbour.WIDTH}\n"))
+    assert user.config == {"epochs": 5}
+
+
+@pytest.mark.parametrize("hook", ["model", "dataset", "loss", "optimizer"])
+def test_a_missing_hook_is_named_with_its_shape(tmp_path, hook):
+    script = write_script(tmp_path, **{hook: ""})
+    with pytest.raises(InvalidArgument) as raised:
+        load(script)
+    assert raised.value.message == f"{script} has no function {hook!r}"
+    assert f"def {hook}(" in raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("part", "text", "message"),
+    [
+        ("loss", "loss = 3", "'loss' in {path} is int, not a function"),
+        ("loss", "def loss(model): ...", "loss(model) in {path} does not take 2 arguments"),
+        ("collate", "def collate(): ...", "collate() in {path} does not take 1 argument"),
+        ("config", "config = 7", "config in {path} is int"),
+    ],
+)
+def test_a_hook_of_the_wrong_kind_is_refused(tmp_path, part, text, message):
+    script = write_script(tmp_path, **{part: text})
+    with pytest.raises(InvalidArgument) as raised:
+        load(script)
+    assert raised.value.message == message.format(path=script)
+
+
+def test_a_dataset_must_be_a_description(tmp_path):
+    user = load(write_script(tmp_path, dataset="def dataset():\n    return [1, 2, 3]\n"))
+    with pytest.raises(InvalidArgument, match=r"dataset\(\) of .* returned list, not a dataset"):
+        user.dataset()
+
+
+def test_a_missing_script_is_named(tmp_path):
+    with pytest.raises(InvalidArgument, match=r"there is no script .*nowhere\.py"):
+        load(tmp_path / "nowhere.py")
+
+
+def test_an_error_while_loading_shows_the_line_of_the_script_and_leaves_no_module(tmp_path):
+    script = write_script(tmp_path, name="user_broken", model="1 / 0")
+    with pytest.raises(UserCodeError, match=r"user_broken.py cannot be loaded: ZeroDivisionError") as raised:
+        load(script)
+    assert "1 / 0" in raised.value.details["traceback"]
+    assert "importlib" not in raised.value.details["traceback"]
+    assert "user_broken" not in sys.modules
+
+
+def test_a_syntax_error_shows_where(tmp_path):
+    with pytest.raises(UserCodeError, match="SyntaxError") as raised:
+        load(write_script(tmp_path, model="def model(:"))
+    assert "def model(:" in raised.value.details["traceback"]
+    assert "trainer_agent" not in raised.value.details["traceback"]
+
+
+def test_a_hooks_error_is_trimmed_to_the_users_frames(tmp_path):
+    user = load(
+        write_script(
+            tmp_path,
+            model="""
+            def model():
+                return deeper()
+
+            def deeper():
+                return nn.Linear("a", "b")
+            """,
+        )
+    )
+    with pytest.raises(UserCodeError) as raised:
+        user.call("model")
+    trace = raised.value.details["traceback"]
+    assert trace.startswith("Traceback (most recent call last):\n")
+    assert [line.rpartition(" in ")[2] for line in trace.splitlines() if line.startswith("  File")] == [
+        "model",
+        "deeper",
+    ]
+    assert trace.splitlines()[-1].startswith("TypeError:")
+
+
+def test_a_failure_says_what_happened_where_and_to_whom(tmp_path):
+    user = load(write_script(tmp_path, loss="def loss(model, batch):\n    raise ValueError('no such label')\n"))
+    with pytest.raises(UserCodeError) as raised:
+        user.call("loss", None, None)
+    failure = failure_of(raised.value, task="task 7 (x.npy records 0-15)", trainer="trainer-1")
+    assert failure == UserFailure(
+        error_type="ValueError",
+        message="no such label",
+        traceback=raised.value.details["traceback"],
+        task="task 7 (x.npy records 0-15)",
+        trainer="trainer-1",
+    )
+
+
+def test_a_script_named_like_a_library_does_not_shadow_it(tmp_path):
+    import json
+
+    load(write_script(tmp_path, name="json"))
+    assert sys.modules["json"] is json

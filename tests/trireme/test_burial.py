@@ -1,0 +1,53 @@
+"""Whose leases the launcher revokes when it saw a child die: the dead one's, whatever else lies among the members."""
+
+from __future__ import annotations
+
+import random
+
+from shared.etcd import Etcd
+from shared.keys import Keys
+from shared.records import MasterLock, PserverMember, TrainerMember
+from tests.simulated_etcd.etcd import SimulatedEtcd
+from tests.simulation.virtual_loop import VirtualLoop
+from tests.simulation.virtual_loop import run as run_virtual
+from trireme.launch.orphan_leases import leases_of
+
+KEYS = Keys("ctr")
+
+
+def asked(*questions: tuple[str, int]) -> list[list[int]]:
+    """The answers while a pause, a re-fetch and a key that nobody can read stand among the members."""
+
+    async def ask() -> list[list[int]]:
+        etcd = Etcd(SimulatedEtcd().transport("launcher"))
+        for name, pid in (("trainer-0-a", 10), ("trainer-1-b", 11)):
+            trainer = TrainerMember(trainer=name, url="u", incarnation=name, host="h", pid=pid, lease=pid * 10)
+            await etcd.put(KEYS.trainer(name), trainer.to_bytes())
+        pserver = PserverMember(index=0, url="u", incarnation="p", host="h", pid=20, lease=200)
+        await etcd.put(KEYS.pserver(0), pserver.to_bytes())
+        await etcd.put(KEYS.pause, b'{"uuid": "4a5e", "reason": "epoch 2 is done"}')
+        await etcd.put(KEYS.refetch, b'{"generation": 3, "timeline": 1, "checkpoint": ""}')
+        await etcd.put(KEYS.trainer("of-another-release"), b'{"name": 1}')
+        await etcd.put(KEYS.pserver(1), b"not JSON")
+        await etcd.put(KEYS.master_lock, MasterLock(master="master-0-c", url="u", lease=300).to_bytes())
+        await etcd.put(KEYS.sweep_lock, MasterLock(master="trainer-1-b", url="u", lease=400).to_bytes())
+        return [await leases_of(etcd, KEYS, *question) for question in questions]
+
+    rng = random.Random(7)
+    return run_virtual(VirtualLoop(rng), ask(), rng)
+
+
+def test_a_trainer_is_buried_though_training_is_paused():
+    assert asked(("trainer-0", 10)) == [[100]]
+
+
+def test_a_sweeper_leaves_its_lock_as_well():
+    assert asked(("trainer-1", 11)) == [[110, 400]]
+
+
+def test_a_key_that_nobody_can_read_keeps_no_other_from_its_grave():
+    assert asked(("pserver-0", 20), ("pserver-1", 21), ("master-0", 30)) == [[200], [], [300]]
+
+
+def test_a_child_that_was_replaced_already_keeps_its_successor_alive():
+    assert asked(("trainer-0", 12), ("pserver-0", 22), ("master-1", 30)) == [[], [], []]

@@ -1,0 +1,80 @@
+"""Child processes: their logs, how they ended, and that none outlives the launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from trireme.launch.child import Child, Exit
+
+pytestmark = pytest.mark.processes
+
+
+def child_of(tmp_path: Path, code: str) -> Child:
+    return Child("trainer-0", [sys.executable, "-u", "-c", code], dict(os.environ), tmp_path / "logs" / "trainer-0.log")
+
+
+async def test_output_of_every_life_is_in_one_log(tmp_path):
+    child = child_of(tmp_path, "import sys; print('out'); print('err', file=sys.stderr)")
+    for _ in range(2):
+        await child.start()
+        end = await child.wait()
+    assert (end.code, str(end), child.starts) == (0, "exit code 0", 2)
+    assert sorted(child.log.read_text().split()) == ["err", "err", "out", "out"]
+
+
+async def test_a_killed_child_tells_the_signal(tmp_path):
+    child = child_of(tmp_path, "import time; time.sleep(60)")
+    await child.start()
+    child.send(signal.SIGKILL)
+    assert str(await child.wait()) == "SIGKILL"
+    assert not child.alive
+
+
+async def test_a_child_that_ignores_sigterm_is_killed_after_the_grace(tmp_path):
+    child = child_of(tmp_path, "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('up')\ntime.sleep(60)")
+    await child.start()
+    while "up" not in child.tail():
+        time.sleep(0.02)
+    await child.end(grace_s=0.2)
+    assert (await child.wait()).code == -signal.SIGKILL
+
+
+def test_the_tail_of_a_log_is_its_last_lines(tmp_path):
+    child = child_of(tmp_path, "")
+    assert child.tail() == ""
+    child.log.parent.mkdir()
+    child.log.write_text("\n".join(str(number) for number in range(10_000)))
+    assert child.tail(2) == "9998\n9999"
+
+
+def test_an_end_is_told_in_words():
+    assert [str(Exit(1, code, 0.0)) for code in (0, 3, -9, -11)] == ["exit code 0", "exit code 3", "SIGKILL", "SIGSEGV"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PDEATHSIG is Linux's")
+def test_no_child_outlives_a_launcher_that_is_killed(tmp_path):
+    launcher = (
+        "import asyncio, os, sys\n"
+        "from pathlib import Path\n"
+        "from trireme.launch.child import Child\n"
+        "async def main():\n"
+        f"    child = Child('x', [sys.executable, '-c', 'import time; time.sleep(60)'], dict(os.environ), Path({str(tmp_path)!r}) / 'x.log')\n"
+        "    await child.start()\n"
+        "    print(child.pid, flush=True)\n"
+        "    await child.wait()\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = psutil.Process(int(process.stdout.readline()))
+        process.kill()
+        psutil.wait_procs([child], timeout=10)
+        assert not child.is_running()

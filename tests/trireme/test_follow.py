@@ -1,0 +1,76 @@
+"""What the launcher says beside the progress."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+
+import pytest
+
+from shared.errors import PeerError
+from shared.records import JobSpec, Mode
+from trireme.view.live_progress import Follower, too_few_tasks
+
+
+class Master:
+    """One that has one event to tell and is away when it is first asked for its tasks; stands for its cluster, too."""
+
+    def __init__(self):
+        self.asked = 0
+
+    @asynccontextmanager
+    async def client(self, _):
+        yield self
+
+    async def events(self, after):
+        told = [{"event_id": 1, "name": "job_running", "message": "it runs", "fields": {}}]
+        return {"events": told if after < 1 else [], "next_after": 1}
+
+    async def job(self):
+        progress = {"epoch": 0, "epochs": 1, "records_done": 0, "records_total": 64}
+        members = dict.fromkeys(("trainers", "trainers_desired", "pservers", "pservers_desired"), 2)
+        job = {"phase": "RUNNING", "stage": "TRAIN", "generation": 1, "reason": ""}
+        return {**job, "members": members, "progress": progress}
+
+    async def task_summary(self):
+        self.asked += 1
+        if self.asked == 1:
+            raise PeerError("nobody leads")
+        return {"total": 0 if self.asked == 2 else 1}
+
+
+class Screen:
+    def __init__(self):
+        self.said = []
+
+    def event(self, text):
+        self.said.append(text)
+
+    def show(self, *_):
+        pass
+
+
+async def test_a_master_that_leaves_in_the_middle_of_an_answer_costs_no_event_and_no_warning():
+    master, screen = Master(), Screen()
+    follower = Follower(JobSpec.model_construct(mode=Mode.SYNC, trainers=2, records_per_task=64), screen)
+    with pytest.raises(PeerError):
+        await follower._ask(master)
+    assert screen.said == []
+    for _ in range(4):
+        await follower._ask(master)
+    assert screen.said == ["it runs", too_few_tasks(follower._spec, 1)]
+    assert master.asked == 3, "it is asked until it knows, and no more"
+
+
+@pytest.mark.parametrize(
+    ("trainers", "tasks", "said"),
+    [
+        (2, 2, ""),
+        (1, 1, ""),
+        (3, 1, "an epoch has 1 task of 64 records for 3 trainers: 2 of them will have nothing to do"),
+        (4, 3, "an epoch has 3 tasks of 64 records for 4 trainers: 1 of them will have nothing to do"),
+    ],
+)
+def test_a_dataset_of_too_few_tasks_is_told(trainers, tasks, said):
+    spec = JobSpec.model_construct(trainers=trainers, records_per_task=64)
+    assert too_few_tasks(spec, tasks).startswith(said)
+    assert bool(too_few_tasks(spec, tasks)) == bool(said)

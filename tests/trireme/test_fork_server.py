@@ -1,0 +1,218 @@
+"""Children that are forked are as those that are spawned: the launcher's own, whoever is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from trireme.launch.child import Child
+from trireme.launch.processes import PYTHON_MODULE, Forked, ForkServer, inherited_environment
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="forking servers are Linux's"),
+]
+
+SAYS_WHAT_IT_IS = """
+import asyncio, atexit, json, os, random, sys, threading
+import numpy
+def later():
+    threading.Event().wait(0.1)
+    print("thread")
+print(json.dumps({
+    "module": __name__, "argv": sys.argv[1:], "environment": dict(os.environ), "parent": os.getppid(), "session": os.getsid(0), "group": os.getpgid(0) == os.getpid(),
+    "stdin": sys.stdin.read(), "main": __spec__.name, "drawn": [random.random(), numpy.random.random()],
+    "torch": "torch" in sys.modules, "threads": threading.active_count()}))
+print("err", file=sys.stderr)
+atexit.register(print, "atexit")
+threading.Thread(target=later).start()
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def modules(tmp_path, monkeypatch):
+    """Where modules of a test lie; the fork server and its children find them."""
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")  # pytest changes it as it likes
+
+    def write(name: str, code: str) -> str:
+        (folder / f"{name}.py").write_text(textwrap.dedent(code))
+        return name
+
+    return write
+
+
+def child_of(forks: ForkServer, folder: Path, name: str, *argv: str, **environment: str) -> Child:
+    variables = inherited_environment() | {"TRIREME_NAME": name} | environment
+    return Child(name, [*PYTHON_MODULE, *argv], variables, folder / f"{name}.log", forks.start)
+
+
+def shown(process: psutil.Process) -> str:
+    """As `ps` does."""
+    return " ".join(process.cmdline()).strip()
+
+
+def is_forked(child: Child) -> bool:
+    return isinstance(child._process, Forked)
+
+
+async def test_a_forked_child_has_its_own_arguments_environment_session_output_and_exit_code(tmp_path, modules):
+    module = modules("says", SAYS_WHAT_IT_IS)
+    drawn = set()
+    with ForkServer() as forks:
+        for code in (0, 3):
+            child = child_of(forks, tmp_path, "pserver-0", module, str(code), TRIREME_JOB=f"job-{code}")
+            await child.start()
+            assert is_forked(child)
+            end = await child.wait()
+            assert (end.pid, end.code, child.alive) == (child.pid, code, False)
+            said, *rest = child.log.read_text().splitlines()[-4:]
+            facts = json.loads(said)
+            expected = inherited_environment() | {"TRIREME_NAME": "pserver-0", "TRIREME_JOB": f"job-{code}"}
+            assert facts.pop("environment") == expected
+            drawn |= set(facts.pop("drawn"))
+            assert facts == {
+                "module": "__main__",
+                "argv": [str(code)],
+                "parent": os.getpid(),
+                "session": forks._server.pid,
+                "group": True,
+                "stdin": "",
+                "main": "says",
+                "torch": facts["torch"],
+                "threads": 1,
+            }
+            assert rest == ["err", "thread", "atexit"]
+    assert len(drawn) == 4, "children draw the same random numbers"
+
+
+async def test_members_are_forked_with_torch_already_there_and_show_who_they_are(tmp_path, modules):
+    """Settings that cannot be: each ends with its own words, as if it had been spawned."""
+    module = modules("waits", "import sys, time\nprint('torch' in sys.modules, flush=True)\ntime.sleep(60)")
+    with ForkServer() as forks:
+        for member in ("trainer_agent", "pserver_service", "master_service"):
+            child = child_of(forks, tmp_path, member, member)
+            await child.start()
+            assert is_forked(child)
+            assert (await child.wait()).code == 2
+            assert "TRIREME_JOB" in child.tail()
+        waiting = child_of(forks, tmp_path, "trainer-0", module)
+        await waiting.start()
+        while not waiting.tail():
+            await asyncio.sleep(0.01)
+        assert waiting.tail() == "True"
+        assert shown(psutil.Process(waiting.pid)) == " ".join([*PYTHON_MODULE, module, "[trainer-0]"])
+        waiting.send(signal.SIGKILL)
+        assert str(await waiting.wait()) == "SIGKILL"
+
+
+async def test_a_killed_fork_server_takes_nobody_along_and_another_one_is_made(tmp_path, modules):
+    module = modules("waits", "import time\ntime.sleep(60)")
+    with ForkServer() as forks:
+        one, other = (child_of(forks, tmp_path, f"trainer-{n}", module) for n in range(2))
+        await one.start()
+        before = forks.pid
+        os.kill(before, signal.SIGKILL)
+        await other.start()
+        assert forks.pid not in (0, before)
+        assert is_forked(other)
+        assert one.alive
+        assert not psutil.pid_exists(before)
+    assert all(psutil.Process(child.pid).ppid() == os.getpid() for child in (one, other))
+    for child in (one, other):
+        await child.end(grace_s=5.0)
+        assert (await child.wait()).code == -signal.SIGTERM
+
+
+async def test_a_fork_server_killed_in_mid_start_costs_no_start(tmp_path, modules):
+    """Whenever it dies, there is one child: forked by the next server, or spawned where that is killed as well."""
+    module = modules("ends", "print('one')")
+    with ForkServer() as forks:
+        for moment in range(6):
+            child = child_of(forks, tmp_path, f"trainer-{moment}", module)
+            async with asyncio.TaskGroup() as group:
+                starting = group.create_task(child.start())
+                for _ in range(1 + moment % 2):
+                    while forks.pid == 0 and not starting.done():
+                        await asyncio.sleep(0)
+                    await asyncio.sleep(0.02 * moment)
+                    if forks.pid:
+                        os.kill(forks.pid, signal.SIGKILL)
+            assert (await child.wait()).code == 0
+            assert child.tail() == "one"
+
+
+async def test_what_differs_in_more_than_settings_of_ours_is_spawned(tmp_path, modules, monkeypatch):
+    module = modules("ends", "")
+    with ForkServer() as forks:
+        other = child_of(forks, tmp_path, "trainer-0", module, OMP_NUM_THREADS="3")
+        await other.start()
+        assert not is_forked(other)
+        assert (await other.wait()).code == 0
+    monkeypatch.setenv("TRIREME_START", "spawn")
+    with ForkServer() as forks:
+        child = child_of(forks, tmp_path, "trainer-1", module)
+        await child.start()
+        assert (is_forked(child), forks.pid) == (False, 0)
+        assert (await child.wait()).code == 0
+
+
+@pytest.mark.parametrize("when", ["while it runs", "while it starts"])
+def test_nobody_outlives_a_launcher_that_is_killed(tmp_path, modules, when):
+    modules("sleeps", "import time\ntime.sleep(60)")
+    launcher = f"""
+        import asyncio, os
+        from pathlib import Path
+        from trireme.launch.child import Child
+        from trireme.launch.processes import PYTHON_MODULE, ForkServer, inherited_environment
+        async def main():
+            with ForkServer() as forks:
+                for name in ("a", "b"):
+                    child = Child(name, [*PYTHON_MODULE, "sleeps"], inherited_environment(), Path({str(tmp_path)!r}) / name, forks.start)
+                    await child.start()
+                    print(child.pid, forks.pid, flush=True)
+                    if {when == "while it starts"}:
+                        asyncio.get_running_loop().call_later(0.002, os.kill, os.getpid(), 9)
+                await child.wait()
+        asyncio.run(main())
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(launcher)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        family = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
+        assert len(family) == 2
+        if when == "while it runs":
+            family += [psutil.Process(int(process.stdout.readline().split()[0]))]
+            process.kill()
+    _, left = psutil.wait_procs(family, timeout=10)
+    assert not left
+    deadline = time.monotonic() + 5
+    while (sleeping := sleepers()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not sleeping
+
+
+def sleepers() -> list[psutil.Process]:
+    """Of this test."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            mine = process.environ().get("PYTHONPATH") == os.environ["PYTHONPATH"]
+            if mine and "sleeps" in shown(process) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found

@@ -1,0 +1,132 @@
+"""What people see while a job runs and when it is over."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from shared.records import JobResult, JobSpec, JobState, Phase, Stage, UserFailure
+from trireme.view.progress import LINE_EVERY_S, LineDisplay, LiveDisplay, Progress, clock_text
+from trireme.view.report import Counts, failure_text, number, result_document, summary_text
+
+RUNNING = Progress(
+    phase="RUNNING",
+    stage="TRAIN",
+    epoch=1,
+    epochs=5,
+    step=140,
+    loss=0.31234,
+    records_done=300,
+    records_total=1000,
+    records_per_s=5120.4,
+    eta_s=72.2,
+    trainers=1,
+    trainers_desired=2,
+    pservers=2,
+    pservers_desired=2,
+    restarts=1,
+    generation=3,
+)
+SPEC = JobSpec.model_validate(
+    {"job": "ctr", "script": "s", "storage": "d", "dataset": {"kind": "csv", "urls": ["x"]}, "epochs": 2}
+)
+
+
+def test_a_running_job_in_one_line():
+    assert RUNNING.training() == "epoch 2/5  step 140  loss 0.3123  5,120 records/s  ETA 1:12"
+    assert RUNNING.members() == "trainers 1/2  pservers 2/2  restarts 1  generation 3"
+
+
+def test_what_is_not_known_yet_is_left_out():
+    assert Progress(phase="RUNNING", stage="TRAIN", epochs=3).training() == "epoch 1/3"
+    assert (
+        Progress(phase="WAITING", stage="TRAIN", reason="waiting for a trainer").training() == "waiting for a trainer"
+    )
+    assert Progress(phase="RUNNING", stage="EVALUATE").training() == "evaluate"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (9.4, "0:09"), (61, "1:01"), (3723, "1:02:03")])
+def test_times_left(seconds, text):
+    assert clock_text(seconds) == text
+
+
+def lines_of(*shown):
+    out = io.StringIO()
+    display = LineDisplay(Console(file=out, width=200))
+    for progress, now in shown:
+        display.show(progress, now)
+    return out.getvalue().splitlines()
+
+
+def test_without_a_terminal_a_line_comes_every_few_seconds_and_with_each_epoch():
+    later = Progress(phase="RUNNING", stage="TRAIN", epoch=2, epochs=5)
+    shown = [(RUNNING, 0.0), (RUNNING, LINE_EVERY_S / 2), (RUNNING, LINE_EVERY_S)]
+    lines = lines_of(*shown, (later, LINE_EVERY_S + 0.1), (later, LINE_EVERY_S + 1.2))
+    assert [line.split("  ")[1] for line in lines] == ["epoch 2/5", "epoch 2/5", "epoch 3/5"]
+
+
+def test_on_a_terminal_bar_numbers_and_members_are_drawn_and_events_stay():
+    out = io.StringIO()
+    display = LiveDisplay(Console(file=out, width=100, force_terminal=True))
+    display.show(RUNNING, 0.0)
+    display.event("trainer-1 died (SIGKILL)")
+    display.close()
+    for part in ("running", "30%", "epoch 2/5", "trainers 1/2", "trainer-1 died (SIGKILL)"):
+        assert part in out.getvalue()
+
+
+def test_the_summary_tells_metrics_restarts_and_where_the_model_is():
+    result = JobResult(metrics={"accuracy": 0.98611}, exports={"safetensors": "/m.safetensors"}, trained_records=17256)
+    state = JobState(phase=Phase.COMPLETED, stage=Stage.DONE, generation=4, result=result)
+    document = result_document(SPEC, state, Counts({"trainer-1": 2}, loss=0.25, steps=540), 23.71, Path("/run"))
+    assert summary_text(document).splitlines() == [
+        "job                  ctr COMPLETED after 23.7 s (sync)",
+        "training loss        0.25 (mean of the last epoch)",
+        "records              17,256 in 2 epochs",
+        "restarts             trainer-1 2; 4 generations of members",
+        "accuracy             0.9861",
+        "model (safetensors)  /m.safetensors",
+    ]
+
+
+def test_discarded_records_are_told():
+    result = JobResult(discarded_tasks=7, discarded_records=64)
+    lost = {"task_id": "6", "kind": "TRAIN", "epoch": 1, "file": "/x.npy", "first": 24, "count": 4, "failures": 3}
+    lost |= {"cause": "ValueError: no", "stream": 0}
+    counts = Counts({}, discarded=[lost] * 7)
+    document = result_document(SPEC, JobState(phase=Phase.COMPLETED, result=result), counts, 1.0, Path("/run"))
+    line = "           /x.npy records 24-27, epoch 1: ValueError: no"
+    assert summary_text(document).splitlines()[-7:] == [
+        "discarded  7 tasks, 64 records",
+        *[line] * 5,
+        "           and 2 more: trireme run --json lists them",
+    ]
+    assert document["discarded"]["list"][0] == {name: lost[name] for name in lost if name != "stream"}
+    failed = result_document(SPEC, JobState(phase=Phase.FAILED), counts, 1.0, Path("/run"))
+    assert (failed["discarded"]["tasks"], failed["discarded"]["records"]) == (7, 28)
+
+
+def test_a_failed_job_shows_the_users_traceback_first():
+    failure = UserFailure(
+        error_type="KeyError",
+        message="'z'",
+        traceback="Traceback (most recent call last):\nKeyError: 'z'\n",
+        task="task 7",
+        trainer="trainer-0-ab",
+    )
+    state = JobState(phase=Phase.FAILED, reason="KeyError twice", failure=failure)
+    assert failure_text(state, Path("/run")).splitlines() == [
+        "Traceback (most recent call last):",
+        "KeyError: 'z'",
+        "in task 7 at trainer-0-ab",
+        "error: job failed: KeyError twice",
+        "logs: /run/logs",
+    ]
+
+
+@pytest.mark.parametrize(("value", "text"), [(93.0, "93"), (0.97222, "0.9722"), (1e-7, "1e-07")])
+def test_numbers(value, text):
+    assert number(value) == text

@@ -1,0 +1,107 @@
+"""Settings: flag > environment > trireme.toml > the script's config > default, and clear words for what cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import trireme
+from shared.records import Mode
+from trireme.config import ConfigError
+from trireme.settings import (
+    UsageError,
+    from_assignments,
+    from_environment,
+    from_flags,
+    from_script,
+    from_toml,
+    job_name,
+    job_spec,
+    merge,
+)
+
+FIXED = {"script": "/s.py", "storage": "/d", "dataset": {"kind": "text_lines", "urls": ["x"]}}
+
+
+def spec_of(*sources):
+    return job_spec(merge([*sources, from_flags({"job": "j"})]), **FIXED)
+
+
+def test_the_strongest_source_wins(tmp_path):
+    toml = tmp_path / "trireme.toml"
+    toml.write_text('epochs = 3\nseed = 3\nmode = "async"\n')
+    spec = spec_of(
+        from_flags({"epochs": 1, "seed": None}),
+        from_environment({"TRIREME_EPOCHS": "2", "TRIREME_SEED": "2", "TRIREME_LANES": "", "HOME": "/"}),
+        from_toml(toml),
+        from_script({"epochs": 4, "seed": 4, "mode": "sync", "pservers": 4}),
+    )
+    assert (spec.epochs, spec.seed, spec.mode, spec.pservers, spec.lanes) == (1, 2, Mode.ASYNC, 4, 8)
+
+
+def test_a_wrong_value_is_told_with_the_place_it_came_from():
+    with pytest.raises(UsageError, match=r"TRIREME_EPOCHS = 'many': input should be a valid integer"):
+        spec_of(from_environment({"TRIREME_EPOCHS": "many"}))
+
+
+def test_lanes_that_are_no_power_of_two_are_refused_with_the_nearest_ones():
+    with pytest.raises(UsageError, match=r"lanes must be a power of two, got 6; use 4 or 8 \(from --lanes\)"):
+        spec_of(from_flags({"lanes": 6}))
+
+
+def test_sizes_that_do_not_fit_each_other_name_both_places():
+    with pytest.raises(UsageError, match=r"30 is not a multiple of lanes 8.*config global_batch_size"):
+        spec_of(from_script({"global_batch_size": 30}))
+
+
+def test_an_unknown_key_of_trireme_toml_is_refused_with_the_nearest_name(tmp_path):
+    toml = tmp_path / "trireme.toml"
+    toml.write_text("epoch = 3\n")
+    with pytest.raises(UsageError, match=r"no setting 'epoch'; did you mean epochs\?"):
+        from_toml(toml)
+
+
+def test_a_broken_trireme_toml_is_refused(tmp_path):
+    toml = tmp_path / "trireme.toml"
+    toml.write_text("epochs = = 3\n")
+    with pytest.raises(UsageError, match=r"trireme\.toml cannot be read"):
+        from_toml(toml)
+
+
+def test_a_missing_trireme_toml_says_nothing(tmp_path):
+    assert from_toml(tmp_path / "trireme.toml").values == {}
+
+
+def test_assignments_set_any_setting():
+    assert from_assignments(["records-per-task=64", "shuffle=false"]) == {"records_per_task": "64", "shuffle": "false"}
+    with pytest.raises(UsageError, match="--set lanes: write --set name=value"):
+        from_assignments(["lanes"])
+    with pytest.raises(UsageError, match="no setting 'colour'"):
+        from_assignments(["colour=blue"])
+
+
+def test_a_config_tells_only_what_it_sets():
+    assert trireme.Config(lanes=4, global_batch_size=100).to_dict() == {"global_batch_size": 100, "lanes": 4}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lanes": 6}, "lanes must be a power of two, got 6; use 4 or 8"),
+        ({"epochs": 0}, "epochs = 0: input should be greater than or equal to 1"),
+        ({"mode": "fast"}, "mode = 'fast': input should be 'sync' or 'async'"),
+    ],
+)
+def test_a_config_refuses_what_can_never_be(fields, message):
+    with pytest.raises(ConfigError) as caught:
+        trireme.Config(**fields)
+    assert str(caught.value) == f"trireme.Config: {message}"
+
+
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [("my_model.py", "my-model"), ("Ctr2.py", "ctr2"), ("_.py", "job"), ("a" * 80 + ".py", "a" * 63)],
+)
+def test_a_job_is_named_after_its_script(script, name):
+    assert job_name(Path(script)) == name

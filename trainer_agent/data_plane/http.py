@@ -1,0 +1,249 @@
+"""One parameter server as the trainer sees it, and the same over HTTP.
+
+    push: header, blocks as they come, end  -->  PushAnswer        pull: PullRequest  -->  blocks into their final place, PullEnd
+
+Every wait for the peer is bounded by `stall_s`; the caller's own iterator may take as long as its backward pass does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from typing import Protocol, Self, TypeVar
+
+import aiohttp
+
+from shared.errors import BadFrame, DeadlineExceeded, PeerError, TooLarge, TriremeError, from_map
+from shared.records import PserverMember, Record
+from shared.runtime import clock, http
+from shared.wire import codec
+from shared.wire.messages import (
+    InitBlock,
+    InitHeader,
+    LedgerAnswer,
+    LedgerQuery,
+    PserverInfo,
+    PulledBlock,
+    PullEnd,
+    PullRequest,
+    PushAnswer,
+    PushBlock,
+    PushHeader,
+)
+
+Sink = Callable[[PulledBlock], memoryview]
+Placed = Callable[[PulledBlock], None]
+Answer = TypeVar("Answer", bound=Record)
+Item = TypeVar("Item", bound=Record)
+Body = bytes | AsyncGenerator[bytes | memoryview, None] | None
+
+ANSWER_BYTES = 64 << 20  # of an answer without blocks
+SLICE_BYTES = 256 << 10
+READ_BUFFER_BYTES = 1 << 20
+
+
+class PserverPort(Protocol):
+    """What a trainer asks of one pserver. All raise the errors of shared.errors; PeerError on connection trouble."""
+
+    async def init(self, header: InitHeader, blocks: AsyncIterator[tuple[InitBlock, memoryview]]) -> None:
+        """Load initial values; idempotent."""
+        ...
+
+    async def push(self, header: PushHeader, blocks: AsyncIterator[tuple[PushBlock, memoryview]]) -> PushAnswer:
+        """Payloads must stay unchanged until this returns."""
+        ...
+
+    async def pull(self, request: PullRequest, sink: Sink, placed: Placed | None = None) -> PullEnd:
+        """`sink` gives the writable place of a block's bytes; `placed` is told when they are all there."""
+        ...
+
+    async def info(self) -> PserverInfo: ...
+
+    async def ledger(self, query: LedgerQuery) -> LedgerAnswer: ...
+
+
+class HttpPserver:
+    """A PserverPort by plain requests; uses the member's UNIX socket if it is on this host. Close it (`async with`)."""
+
+    def __init__(self, member: PserverMember, token: str = "", *, stall_s: float = 30.0) -> None:
+        self.member = member
+        self._token = token
+        self._stall_s = stall_s
+        self._client: aiohttp.ClientSession | None = None
+
+    def __repr__(self) -> str:
+        return f"<HttpPserver {self.member.index} at {self.member.url}>"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+
+    async def init(self, header: InitHeader, blocks: AsyncIterator[tuple[InitBlock, memoryview]]) -> None:
+        await self._upload("/v1/init", header, blocks, PserverInfo)
+
+    async def push(self, header: PushHeader, blocks: AsyncIterator[tuple[PushBlock, memoryview]]) -> PushAnswer:
+        return await self._upload("/v1/push", header, blocks, PushAnswer)
+
+    async def pull(self, request: PullRequest, sink: Sink, placed: Placed | None = None) -> PullEnd:
+        """Raises BadFrame if the answer is not the protocol, or a block's size is not that of its place."""
+        current: PulledBlock | None = None
+
+        def place(header: codec.Fields, size: int) -> memoryview:
+            nonlocal current
+            current = codec.read(PulledBlock, header)
+            memory = sink(current).cast("B")
+            if memory.nbytes != size:
+                msg = f"{self!r} sent {size} bytes for block {current.block}, whose place has {memory.nbytes}"
+                raise BadFrame(msg)
+            return memory
+
+        decoder = codec.Decoder(codec.Limits(payload_bytes=1 << 32, blocks=len(request.blocks)), place)
+        limit_s = self._stall_s + request.wait_s
+        end: codec.Fields = {}
+        try:
+            async with (
+                asyncio.timeout(limit_s) as limit,
+                self._request("POST", "/v1/pull", codec.encode(request)) as response,
+            ):
+                async for chunk in response.content.iter_any():
+                    limit.reschedule(clock.monotonic() + limit_s)
+                    for event in decoder.feed(chunk):
+                        if isinstance(event, codec.Filled) and placed is not None and current is not None:
+                            placed(current)
+                        elif isinstance(event, codec.Ended):
+                            end = event.header
+        except TimeoutError as error:
+            raise self._silent("/v1/pull", limit_s) from error
+        decoder.finish()
+        return codec.read(PullEnd, end)
+
+    async def info(self) -> PserverInfo:
+        return await self._ask("/v1/info", None, PserverInfo)
+
+    async def ledger(self, query: LedgerQuery) -> LedgerAnswer:
+        return await self._ask("/v1/ledger", query, LedgerAnswer)
+
+    async def _upload(
+        self, path: str, header: Record, blocks: AsyncIterator[tuple[Item, memoryview]], kind: type[Answer]
+    ) -> Answer:
+        """Stream blocks as the caller makes them; only waits for the pserver are bounded."""
+        failure: Exception | None = None
+        try:
+            async with asyncio.timeout(self._stall_s) as limit:
+
+                def until(seconds: float | None) -> None:
+                    if not limit.expired():
+                        limit.reschedule(None if seconds is None else clock.monotonic() + seconds)
+
+                async def body() -> AsyncGenerator[bytes | memoryview, None]:
+                    nonlocal failure
+                    try:
+                        yield codec.encode(header)
+                        until(None)
+                        async for item, payload in blocks:
+                            view = memoryview(payload).cast("B")
+                            until(self._stall_s)
+                            yield codec.encode_block(item, view.nbytes)
+                            for part in _slices(view):
+                                until(self._stall_s)
+                                yield part
+                            until(None)
+                        until(self._stall_s)
+                        yield codec.encode_end()
+                    except Exception as error:
+                        failure = error
+                        raise
+
+                async with self._request("POST", path, body()) as response:
+                    return await self._answer(response, kind)
+        except TimeoutError as error:
+            raise self._silent(path, self._stall_s) from error
+        except PeerError:
+            if failure is not None:
+                raise failure from None  # the caller's iterator failed, not the connection
+            raise
+
+    async def _ask(self, path: str, query: Record | None, kind: type[Answer]) -> Answer:
+        body = None if query is None else codec.encode(query)
+        try:
+            async with asyncio.timeout(self._stall_s), self._request("POST" if body else "GET", path, body) as response:
+                return await self._answer(response, kind)
+        except TimeoutError as error:
+            raise self._silent(path, self._stall_s) from error
+
+    @asynccontextmanager
+    async def _request(self, method: str, path: str, body: Body) -> AsyncGenerator[aiohttp.ClientResponse, None]:
+        """The answer to one request. Raises the error it carries, PeerError on connection trouble."""
+        try:
+            async with self._session().request(
+                method,
+                self.member.url.rstrip("/") + path,
+                data=body,
+                headers={"Content-Type": codec.CONTENT_TYPE},
+                read_bufsize=READ_BUFFER_BYTES,
+            ) as response:
+                try:
+                    if response.status >= 400:
+                        raise await self._error(response)
+                    yield response
+                except BaseException:
+                    response.close()  # stop writing: nobody is interested any more
+                    raise
+        except (aiohttp.ClientError, OSError) as error:
+            if isinstance(error, TimeoutError):
+                raise
+            msg = f"{method} {path} at {self!r} failed: {type(error).__name__}: {error}"
+            raise PeerError(msg) from error
+
+    def _session(self) -> aiohttp.ClientSession:
+        if self._client is None:
+            self._client = http.session(self._token, uds=socket_of(self.member))
+        return self._client
+
+    def _silent(self, path: str, seconds: float) -> DeadlineExceeded:
+        return DeadlineExceeded(f"{path} at {self!r}: nothing moved for {seconds:g} s")
+
+    @staticmethod
+    async def _answer(response: aiohttp.ClientResponse, kind: type[Answer]) -> Answer:
+        return codec.read(kind, codec.decode(await _whole(response), ANSWER_BYTES))
+
+    async def _error(self, response: aiohttp.ClientResponse) -> TriremeError:
+        try:
+            return from_map(codec.decode(await _whole(response), ANSWER_BYTES))
+        except BadFrame:
+            return PeerError(f"{self!r} answered {response.status} {response.reason}")
+
+
+def socket_of(member: PserverMember) -> str:
+    """The member's UNIX socket if it is on this host and open to this user, else empty."""
+    here = bool(member.uds) and member.host == socket.gethostname() and os.access(member.uds, os.W_OK)
+    return member.uds if here else ""
+
+
+async def _whole(response: aiohttp.ClientResponse) -> bytes:
+    """The body. Raises TooLarge."""
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > ANSWER_BYTES:
+            msg = f"an answer of more than {ANSWER_BYTES} bytes from {response.url}"
+            raise TooLarge(msg)
+    return bytes(body)
+
+
+def _slices(payload: memoryview) -> list[memoryview]:
+    """Parts of about SLICE_BYTES: what is written at once."""
+    count = max(1, payload.nbytes // SLICE_BYTES)
+    cuts = [payload.nbytes * index // count for index in range(count + 1)]
+    return [payload[first:last] for first, last in pairwise(cuts) if last > first]

@@ -1,0 +1,85 @@
+"""Memory shared with one parameter server on this host: gradients are read where they lie, parameters copied from where they are.
+
+    trainer --its gradient vectors, read only--> pserver --the blocks' memory, read only--> trainer
+
+Nobody writes into another's memory.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from shared.errors import BadFrame, TriremeError
+from shared.runtime import telemetry
+from shared.wire.lending import Borrower, Lender, Offers, Place
+from shared.wire.shared_memory import ALIGNMENT_BYTES, Region, place_of
+
+log = telemetry.logger("sharing")
+
+
+class Sharing:
+    """Of one connection. `on`: each reads the other's memory. `unreadable`: we cannot map what the pserver offers."""
+
+    def __init__(self, name: str) -> None:
+        self.unreadable = False
+        self._name = name
+        self._lender = Lender()
+        self._borrower: Borrower | None = None
+        self._lends = False
+
+    @property
+    def on(self) -> bool:
+        return self._borrower is not None
+
+    def begin(self, peer: int, offers: Offers) -> None:
+        """The pserver, process `peer`, agreed. Raises InvalidArgument, TooLarge: its memory cannot be mapped."""
+        borrower = Borrower(peer)
+        self._learn(borrower, offers)
+        self._borrower, self._lends = borrower, True
+
+    def learn(self, offers: Offers) -> None:
+        """Raises as `begin`, BadFrame before it."""
+        self._learn(self._known(), offers)
+
+    def lent(self, place: Place, sent: int) -> memoryview:
+        """What a pulled block refers to, which has `sent` bytes of its own. Raises BadFrame, InvalidArgument."""
+        if sent:
+            msg = f"{self._name} referred to its memory, and sent {sent} bytes, too"
+            raise BadFrame(msg)
+        return self._known().part(place)
+
+    # ------------------------------------------------------------ what we lend
+
+    def home_of(self, payload: memoryview) -> tuple[Region, int] | None:
+        """Where the pserver could read it, after it was offered the region; None: it has to be sent."""
+        home = place_of(payload) if self._lends else None
+        return home if home is not None and home[1] % ALIGNMENT_BYTES == 0 else None
+
+    def number(self, region: Region) -> int | None:
+        """None: the pserver was not offered it."""
+        return self._lender.number(region)
+
+    def offer(self, region: Region) -> Offers:
+        return Offers(offers=(self._lender.offer(region),), forget=tuple(self._lender.gone()))
+
+    def lend_no_more(self, cause: TriremeError) -> None:
+        log.info("gradients_not_shared", peer=self._name, cause=cause.message)
+        self._lends = False
+
+    # ------------------------------------------------------------ parts
+
+    def _known(self) -> Borrower:
+        if self._borrower is None:
+            msg = f"{self._name} spoke of its memory, which it does not share"
+            raise BadFrame(msg)
+        return self._borrower
+
+    def _learn(self, borrower: Borrower, offers: Offers) -> None:
+        try:
+            for number in offers.forget:
+                borrower.forget(number)
+            for offer in offers.offers:
+                borrower.open(offer, sys.maxsize)
+        except TriremeError:
+            self.unreadable = True
+            raise

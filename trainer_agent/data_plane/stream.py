@@ -1,0 +1,398 @@
+"""A PserverPort over an upgraded stream (shared/wire/stream.py): one connection, pushes and pulls at the same time.
+
+    none --first call--> connected --calls, by id--> ... --an error, a timeout, a cancelled call--> none, calls in flight fail
+
+A call that does not come to its end takes the connection with it: no byte of it can arrive anywhere afterwards. The next
+call connects again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from itertools import count
+from typing import Self
+
+from shared.errors import BadFrame, CallerError, DeadlineExceeded, NotReady, PeerError, TriremeError, from_map
+from shared.lanes import Interval
+from shared.records import PserverMember, Record
+from shared.runtime import clock, telemetry
+from shared.wire import codec
+from shared.wire.lending import NOTHING, Offers, Place, place_in
+from shared.wire.messages import (
+    InitBlock,
+    InitHeader,
+    LedgerAnswer,
+    LedgerQuery,
+    PserverInfo,
+    PulledBlock,
+    PullEnd,
+    PullRequest,
+    PushAnswer,
+    PushBlock,
+    PushHeader,
+)
+from shared.wire.shared_memory import Region, peer_of
+from shared.wire.stream import HEADS, FrameStream
+from shared.wire.upgrade import UpgradeRefused, upgrade
+from trainer_agent.data_plane.http import HttpPserver, Placed, Sink, socket_of
+from trainer_agent.data_plane.memory import Sharing
+from trainer_agent.waiting.answered_early import until
+
+CONNECT_S = 2.0
+CLOSE_S = 2.0
+
+log = telemetry.logger("stream")
+
+
+@lru_cache(maxsize=codec.KNOWN_HEADERS)
+def _head(
+    number: int, block: int, lanes: Interval, samples: int, dtype: str | None, size: int, at: Place | None
+) -> bytes:
+    """What precedes a pushed block; the same in every step."""
+    fields: codec.Fields = {"id": number, "block": block, "lanes": lanes, "count": samples}
+    return codec.encode_block(fields | ({"dtype": dtype} if dtype else {}) | ({"at": at} if at else {}), size)
+
+
+class _Call:
+    """One request in flight; `answer` is its last frame. `lent`: the regions that the pserver may read for it."""
+
+    def __init__(self, sink: Sink | None = None, placed: Placed | None = None) -> None:
+        self.sink, self.placed = sink, placed
+        self.lent: set[Region] = set()
+        self.took = 0  # blocks copied out of the pserver's memory, of which it was not told yet
+        self.answer: asyncio.Future[codec.Fields] = asyncio.get_running_loop().create_future()
+
+
+class TrainerStream(FrameStream):
+    """The trainer's end. `name`: of the peer, for messages."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(codec.Limits(payload_bytes=1 << 32, blocks=0, header_bytes=64 << 20))
+        self._name = name
+        self._calls: dict[int, _Call] = {}
+        self._waiters: list[asyncio.Future[None]] = []
+        self._lost = asyncio.Event()
+        self._into: _Call | None = None
+        self._item: PulledBlock | None = None
+        self.sharing = Sharing(name)
+
+    def __repr__(self) -> str:
+        return f"<TrainerStream to {self._name}: {len(self._calls)} calls>"
+
+    @property
+    def usable(self) -> bool:
+        return not self.closed and self.failure is None
+
+    @contextmanager
+    def call(
+        self, kind: str, message: Record, sink: Sink | None = None, placed: Placed | None = None
+    ) -> Iterator[tuple[int, _Call]]:
+        """Opens a request; leaving before its answer closes the connection."""
+        number = next(number for number in count(1) if number not in self._calls)  # few numbers: headers come again
+        call = self._calls[number] = _Call(sink, placed)
+        try:
+            self.send_map({"id": number, "call": kind, "message": codec.plain(message)})
+            yield number, call
+        finally:
+            if not call.answer.done() or call.answer.cancelled():
+                self._drop(PeerError(f"a {kind} at {self._name} was given up"))
+            if call.answer.done() and not call.answer.cancelled():
+                call.answer.exception()  # marks it as seen
+            self._calls.pop(number, None)
+
+    async def taken(self, limit_s: float) -> None:
+        """Wait until the transport refers to nothing that was sent, and it is the stream's turn. Raises DeadlineExceeded, and why the stream is over."""
+        while (self.paused or self.rests) and self.usable:
+            since = self.paused_at if self.paused else clock.monotonic()
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            try:
+                async with asyncio.timeout_at(since + limit_s):
+                    await waiter
+            except TimeoutError as error:
+                raise self._silent(limit_s) from error
+            finally:
+                if waiter in self._waiters:
+                    self._waiters.remove(waiter)
+        if not self.usable:
+            raise self.failure or PeerError(f"{self._name} closed the stream")
+
+    async def answered(self, call: _Call, limit_s: float) -> codec.Fields:
+        """The last frame. Raises the error it carries; DeadlineExceeded if nothing comes from the peer for `limit_s`."""
+        start = clock.monotonic()
+        while not call.answer.done():
+            try:
+                async with asyncio.timeout_at(max(start, self.moved) + limit_s):
+                    await asyncio.shield(call.answer)
+            except TimeoutError as error:
+                if clock.monotonic() >= max(start, self.moved) + limit_s:
+                    raise self._silent(limit_s) from error
+        return call.answer.result()
+
+    # ------------------------------------------------------------ shared memory
+
+    async def share(self, limit_s: float) -> None:
+        """Let each side read the other's memory from now on. Raises what stands against it; the stream goes on without."""
+        peer = peer_of(self._transport and self._transport.get_extra_info("socket"))
+        self.sharing.begin(peer, await self._offer(Offers(), limit_s))
+
+    async def refer(self, call: _Call, payload: memoryview, limit_s: float) -> Place | None:
+        """How the pserver finds a payload, which is lent to it until the call is answered; None: it has to be sent."""
+        home = self.sharing.home_of(payload)
+        if home is None:
+            return None
+        region, offset = home
+        if self.sharing.number(region) is None:
+            try:
+                await self._offer(self.sharing.offer(region), limit_s)
+            except CallerError as error:
+                self.sharing.lend_no_more(error)
+                return None
+        number = self.sharing.number(region)
+        assert number is not None
+        call.lent.add(region)
+        return number, offset, payload.nbytes
+
+    async def _offer(self, offers: Offers, limit_s: float) -> Offers:
+        with self.call("share", offers) as (_, call):
+            return codec.read(Offers, await self.answered(call, limit_s))
+
+    def _took(self, number: int, call: _Call, size: int) -> None:
+        """A block was copied out of the pserver's memory, which may overwrite it once it hears that."""
+        self.moved_bytes(size)
+        if not call.took:
+            asyncio.get_running_loop().call_soon(self._say_taken, number, call)
+        call.took += 1
+
+    def _say_taken(self, number: int, call: _Call) -> None:
+        """A few at once, as long as more of them come."""
+        if self.rests and call.took < HEADS:
+            asyncio.get_running_loop().call_soon(self._say_taken, number, call)
+            return
+        self.send_map({"id": number, "took": call.took})
+        call.took = 0
+
+    # ------------------------------------------------------------ the end
+
+    async def close(self) -> None:
+        """At once; nothing of the connection is left when this returns."""
+        self.abort()
+        async with asyncio.timeout(CLOSE_S):
+            await self._lost.wait()
+
+    # ------------------------------------------------------------ FrameStream
+
+    def prepare(self, header: codec.Fields) -> tuple[int, PulledBlock, Place | None]:
+        number, at = header.pop("id", None), place_in(header)
+        if not isinstance(number, int):
+            msg = f"{self._name} sent a block whose id is {number!r}: expected that of a pull"
+            raise BadFrame(msg)
+        return number, codec.read(PulledBlock, header), at
+
+    def place(self, header: tuple[int, PulledBlock, Place | None], size: int) -> memoryview | None:
+        number, item, at = header
+        call = self._calls.get(number)
+        if call is None or call.sink is None:
+            msg = f"{self._name} sent a block that was not asked for"
+            raise BadFrame(msg)
+        lent = self.sharing.lent(at, size) if at is not None else None
+        size = size if lent is None else lent.nbytes
+        try:
+            memory = call.sink(item).cast("B")
+        except Exception as error:
+            self._answer(call, error)
+            raise BadFrame(f"there is no place for block {item.block}: {error}") from error
+        if memory.nbytes != size:
+            refused = BadFrame(
+                f"{self._name} sent {size} bytes for block {item.block}, whose place has {memory.nbytes}"
+            )
+            self._answer(call, refused)
+            raise refused
+        self._into, self._item = call, item
+        if lent is None:
+            return memory
+        memory[:] = lent
+        self._took(number, call, size)
+        return NOTHING
+
+    def on_block(self, payload: memoryview) -> None:  # noqa: ARG002
+        assert self._into is not None
+        assert self._item is not None
+        if self._into.placed is not None:
+            try:
+                self._into.placed(self._item)
+            except Exception as error:
+                self._answer(self._into, error)
+                raise BadFrame(f"nobody took block {self._item.block}: {error}") from error
+
+    def on_map(self, fields: codec.Fields) -> None:
+        error = fields.get("error")
+        number = fields.get("id")
+        if number is None and "offers" in fields:
+            self.sharing.learn(codec.read(Offers, fields))
+            return
+        if isinstance(error, dict) and number is None:
+            raise from_map(error)
+        call = self._calls.get(number) if isinstance(number, int) else None
+        if call is None or call.answer.done():
+            return  # the answer to a call that was refused before
+        if isinstance(error, dict):
+            self._answer(call, from_map(error))
+        elif fields.get("end") is True and isinstance(message := fields.get("message"), dict):
+            call.answer.set_result(message)
+        else:
+            msg = f"{self._name} sent a map that is neither an end nor an error"
+            raise BadFrame(msg)
+
+    def on_writable(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
+        self._lost.set()
+
+    def on_over(self, error: TriremeError | None) -> None:
+        why = error or PeerError(f"{self._name} closed the stream")
+        for call in self._calls.values():
+            if not call.answer.done() or call.answer.cancelled():
+                for region in call.lent:
+                    region.lost = True  # it may still be read there, as what it is now
+            self._answer(call, why)
+        self.on_writable()
+
+    # ------------------------------------------------------------ parts
+
+    def fail(self, error: TriremeError) -> None:
+        """The pserver needs no reason: it hears that we are gone."""
+        self._drop(error)
+
+    def _drop(self, error: TriremeError) -> None:
+        if self.failure is None and not self.closed:
+            self.failure = error
+            self.abort()
+            self.on_over(error)
+
+    @staticmethod
+    def _answer(call: _Call, error: Exception) -> None:
+        if not call.answer.done():
+            call.answer.set_exception(error)
+
+    def _silent(self, seconds: float) -> DeadlineExceeded:
+        return DeadlineExceeded(f"{self._name}: nothing moved on the stream for {seconds:g} s")
+
+
+class StreamPserver:
+    """A PserverPort: pushes and pulls on the stream, over the UNIX socket if the member is on this host, else TCP; the rest,
+    and everything if the pserver refuses to upgrade, as plain requests. Close it (`async with`).
+
+    `share`: over a UNIX socket, each side reads payloads where the other has them, if both can."""
+
+    def __init__(self, member: PserverMember, token: str = "", *, stall_s: float = 30.0, share: bool = True) -> None:
+        self.member = member
+        self.plain = HttpPserver(member, token, stall_s=stall_s)
+        self._token, self._stall_s = token, stall_s
+        self._stream: TrainerStream | None = None
+        self._connecting = asyncio.Lock()
+        self._refused = False
+        self._share = share
+
+    def __repr__(self) -> str:
+        return f"<StreamPserver {self.member.index} at {self.member.url}: {self._stream!r}>"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        if self._stream is not None:
+            await self._stream.close()
+        await self.plain.close()
+
+    async def init(self, header: InitHeader, blocks: AsyncIterator[tuple[InitBlock, memoryview]]) -> None:
+        await self.plain.init(header, blocks)
+
+    async def info(self) -> PserverInfo:
+        return await self.plain.info()
+
+    async def ledger(self, query: LedgerQuery) -> LedgerAnswer:
+        return await self.plain.ledger(query)
+
+    async def push(self, header: PushHeader, blocks: AsyncIterator[tuple[PushBlock, memoryview]]) -> PushAnswer:
+        stream = await self._connected()
+        if stream is None:
+            return await self.plain.push(header, blocks)
+        with stream.call("push", header) as (number, call):
+            try:
+                async with until(call.answer):  # an answer before the end is a refusal: send no more
+                    async for item, payload in blocks:
+                        view = memoryview(payload).cast("B")
+                        await stream.taken(self._stall_s)
+                        at = await stream.refer(call, view, self._stall_s)
+                        size = 0 if at else view.nbytes
+                        head = _head(number, item.block, item.lanes, item.count, item.dtype, size, at)
+                        if at:
+                            stream.send_head(head)
+                        else:
+                            stream.send(head, view)
+                        await stream.taken(self._stall_s)
+            except BaseException:
+                if call.answer.done():  # refused: over there it is open until its end, and its number is used again
+                    stream.send_map({"id": number, "end": True})
+                raise
+            stream.send_map({"id": number, "end": True})
+            return codec.read(PushAnswer, await stream.answered(call, self._stall_s))
+
+    async def pull(self, request: PullRequest, sink: Sink, placed: Placed | None = None) -> PullEnd:
+        stream = await self._connected()
+        if stream is None:
+            return await self.plain.pull(request, sink, placed)
+        with stream.call("pull", request, sink, placed) as (_, call):
+            return codec.read(PullEnd, await stream.answered(call, self._stall_s + request.wait_s))
+
+    async def _connected(self) -> TrainerStream | None:
+        """None: plain requests are what this pserver understands. Raises PeerError."""
+        async with self._connecting:
+            if self._refused:
+                return None
+            if self._stream is None or not self._stream.usable:
+                self._stream = await self._opened()
+            if self._stream is not None and self._share and not self._stream.sharing.on:
+                await self._try_to_share(self._stream)
+                if not self._stream.usable:  # it was given up, since what it was told cannot be taken back
+                    self._stream = await self._opened()
+            return self._stream
+
+    async def _opened(self) -> TrainerStream | None:
+        name = f"pserver {self.member.index} at {self.member.url}"
+        uds = socket_of(self.member)
+        make, limit_s = partial(TrainerStream, name), min(CONNECT_S, self._stall_s)
+        self._share = self._share and bool(uds) and not (self._stream is not None and self._stream.sharing.unreadable)
+        try:
+            stream = await upgrade(self.member.url, make, uds=uds, token=self._token, limit_s=limit_s)
+        except UpgradeRefused as error:
+            log.warning("upgrade_refused", pserver=self.member.index, cause=error.message)
+            self._refused = True
+            return None
+        log.info("stream_open", pserver=self.member.index, over="unix" if uds else "tcp")
+        return stream
+
+    async def _try_to_share(self, stream: TrainerStream) -> None:
+        """Not yet while the pserver has no parameters; never again once it is known that it cannot be."""
+        try:
+            await stream.share(self._stall_s)
+        except NotReady:
+            return
+        except CallerError as error:
+            self._share = False
+            log.info("memory_not_shared", pserver=self.member.index, cause=error.message)
+            if stream.sharing.unreadable:
+                await stream.close()
+        else:
+            log.info("memory_shared", pserver=self.member.index)

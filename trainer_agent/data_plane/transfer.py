@@ -1,0 +1,315 @@
+"""Blocks to and from all parameter servers: one stream a pserver and direction, retried until it is done or pointless.
+
+Outbox[pserver] ◄── blocks as backward finishes them          push: ACKNOWLEDGED or STALE
+staging vector ◄── blocks of one version as they are there    pull: the version's StepRecord, or Gone
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from typing import Any, Self, TypeVar
+
+from shared.errors import BadFrame, Gone, InvalidArgument, NotReady, PeerError, StaleGeneration, TriremeError
+from shared.membership.directory import Directory
+from shared.records import PserverMember
+from shared.records.job_spec import Narrow, Transported
+from shared.runtime import clock, telemetry
+from shared.slots import ELEMENT_BYTES
+from shared.wire.messages import (
+    LedgerAnswer,
+    LedgerQuery,
+    PserverInfo,
+    PulledBlock,
+    PullRequest,
+    PushBlock,
+    PushHeader,
+    StepRecord,
+)
+from trainer_agent.data_plane.http import PserverPort
+from trainer_agent.data_plane.routing import Routes, route
+from trainer_agent.loops.duties import Verdict, verdict
+from trainer_agent.model.compute import Compute
+from trainer_agent.waiting.retry import Patience
+
+PULL_WAIT_S = 10.0
+REFRESH_S = 0.5
+
+T = TypeVar("T")
+Connect = Callable[[PserverMember], PserverPort]
+Suspect = Callable[[str, str], None]
+log = telemetry.logger("transfer")
+
+
+class _Skipped(Exception):
+    """A pserver gave no answer for too long."""
+
+
+class Outbox:
+    """The blocks of one push, in the order they were finished; may be read again from the start."""
+
+    def __init__(self) -> None:
+        self._items: list[tuple[PushBlock, memoryview]] = []
+        self._closed = False
+        self._more = asyncio.Event()
+
+    def add(self, block: PushBlock, payload: memoryview) -> None:
+        self._items.append((block, payload))
+        self._more.set()
+
+    def close(self) -> None:
+        self._closed = True
+        self._more.set()
+
+    async def started(self) -> bool:
+        """Wait for the first block; False if there will be none."""
+        while not self._items and not self._closed:
+            self._more.clear()
+            await self._more.wait()
+        return bool(self._items)
+
+    def stream(self) -> AsyncIterator[tuple[PushBlock, memoryview]]:
+        """All blocks, waiting for those to come. May be left at any time, also while another task waits for its next one, as
+        the writer of a failed HTTP request does until it hears that it is cancelled: a generator could not be closed then."""
+        return _Reading(self)
+
+    async def at(self, number: int) -> tuple[PushBlock, memoryview]:
+        """Raises StopAsyncIteration if there are no more."""
+        while number >= len(self._items):
+            if self._closed:
+                raise StopAsyncIteration
+            self._more.clear()
+            await self._more.wait()
+        return self._items[number]
+
+
+class _Reading:
+    """Of an outbox, from its start."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox, self._read = outbox, 0
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> tuple[PushBlock, memoryview]:
+        found = await self._outbox.at(self._read)
+        self._read += 1
+        return found
+
+
+class Transfer:
+    """All parameter servers of the job, as one."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        connect: Connect,
+        compute: Compute,
+        suspect: Suspect,
+        parameter_dtype: Transported = "float32",
+    ) -> None:
+        self._directory, self._connect, self._compute, self._suspect = directory, connect, compute, suspect
+        self._routes: Routes | None = None
+        self._away: dict[int, float] = {}  # pservers that do not answer, and since when
+        self._narrow: Narrow | None = None if parameter_dtype == "float32" else parameter_dtype
+        self._narrowed = compute.layout.payloads(parameter_dtype)
+        self._landing: dict[int, memoryview] = {}  # by pserver: where a block lies until it is widened
+
+    @property
+    def routes(self) -> Routes:
+        slots = self._directory.slots
+        if self._routes is None or (slots is not None and slots.version != self._routes.version):
+            if slots is None:
+                raise NotReady("the master has not placed the blocks yet")
+            self._routes = route(self._compute.layout, slots)
+        return self._routes
+
+    @property
+    def generation(self) -> int:
+        return self._directory.state.generation if self._directory.state else 0
+
+    def envelope(self) -> dict[str, Any]:
+        """The fields every message starts with, as known now."""
+        master = self._directory.master
+        return {"job": self._directory.keys.job, "term": master.term if master else 0, "generation": self.generation}
+
+    # ------------------------------------------------------------ pull
+
+    async def pull(
+        self, version: int | None, skip_after_s: float | None = None, *, exact: bool = False
+    ) -> StepRecord | None:
+        """Every block at `version` (None: whatever is current) into the staging vector; the version's record.
+
+        Waits for blocks that are not there yet; after `skip_after_s` without an answer a pserver's blocks stay what they
+        are. `exact`: in full precision, whatever the job's parameter_dtype. Raises Gone if the version is no longer kept,
+        InvalidArgument if parameters do not fit that dtype.
+        """
+        narrow = None if exact else self._narrow
+        records = await self._everywhere(lambda index: self._pull_from(index, version, skip_after_s, narrow))
+        return next(iter(records), None)
+
+    async def _pull_from(
+        self, index: int, version: int | None, skip_after_s: float | None, narrow: Narrow | None
+    ) -> StepRecord | None:
+        missing = dict.fromkeys(self.routes.blocks[index])
+        record: StepRecord | None = None
+        patience = Patience(f"pulling {'parameters' if version is None else f'version {version}'} from pserver {index}")
+
+        def place(item: PulledBlock) -> memoryview:
+            expected = self._narrowed[item.block] if narrow is not None else None
+            if item.dtype != expected:
+                raise BadFrame(
+                    f"block {item.block} came from pserver {index} as {item.dtype or 'it is'}, {expected or 'as it is'} was asked "
+                    "for; run the same version everywhere"
+                )
+            whole = self._compute.staging(item.block)
+            if item.dtype is None:
+                return whole
+            if index not in self._landing:
+                self._landing[index] = memoryview(bytearray(self._compute.layout.block_bytes))
+            return self._landing[index][: whole.nbytes * ELEMENT_BYTES[item.dtype] // ELEMENT_BYTES["float32"]]
+
+        def placed(item: PulledBlock) -> None:
+            if item.dtype is not None:
+                self._compute.widen(item.block, item.dtype, place(item))
+            missing.pop(item.block, None)
+
+        while missing:
+            before = len(missing)
+            wanted = {"version": version, "blocks": tuple(missing), "wait_s": PULL_WAIT_S, "dtype": narrow}
+            try:
+                end = await self._port(index).pull(PullRequest(**self.envelope(), **wanted), place, placed)
+            except (PeerError, StaleGeneration) as error:
+                if self._is_given_up(index, skip_after_s):
+                    for block in missing:
+                        self._compute.staging(block)[:] = self._compute.current(block)
+                    return record
+                await self._look_again(index, error)
+                await patience.failed(error)
+                continue
+            self._away.pop(index, None)
+            record = end.record or record
+            if len(missing) < before:
+                patience.reset()
+            match end.code:
+                case "GONE":
+                    raise Gone(end.message)
+                case "OVERFLOW":
+                    raise InvalidArgument(end.message, hint=f"parameter_dtype is {narrow}; start the job with another")
+                case "TOO_EARLY":
+                    patience.waited(end.message)
+                case "NOT_READY" | "OK" if missing:
+                    await patience.failed(end.message or f"{len(missing)} blocks did not come")
+        return record
+
+    # ------------------------------------------------------------ push
+
+    async def push(self, index: int, header: PushHeader, outbox: Outbox, skip_after_s: float | None = None) -> Verdict:
+        """ACKNOWLEDGED (each block), or STALE, FENCED: the header's generation or attempt is over, nothing is lost.
+
+        Asynchronous: BEHIND, the pserver came back from a checkpoint; SKIPPED, it gave no answer for `skip_after_s`.
+        """
+        if not await outbox.started():
+            return Verdict.ACKNOWLEDGED
+        patience = Patience(f"pushing step {header.step} to pserver {index}")
+        while True:
+            try:
+                answer = await self._port(index).push(header, outbox.stream())
+            except StaleGeneration:
+                return Verdict.STALE
+            except PeerError as error:
+                if self._is_given_up(index, skip_after_s):
+                    return Verdict.SKIPPED
+                await self._look_again(index, error)
+                problem: object = error
+            else:
+                self._away.pop(index, None)
+                found, problem = verdict(answer, header.mode)
+                if found is Verdict.BROKEN:
+                    raise TriremeError(f"pserver {index} refused a push of step {header.step}: {problem}")
+                if found is not Verdict.AGAIN:
+                    return found
+            if self.generation > header.generation:
+                return Verdict.STALE
+            await patience.failed(problem)
+
+    async def claim(self, header: PushHeader) -> None:
+        """From now on no parameter server takes other data of the header's lanes in its step. Raises StepTorn (one has
+        such data already: the job will go back to a checkpoint), StaleGeneration."""
+        await self._everywhere(lambda index: self._ask(index, lambda port: port.push(header, _nothing())))
+
+    # ------------------------------------------------------------ questions
+
+    async def infos(self, timeline: int = 0) -> list[PserverInfo]:
+        """Of all parameter servers that hold blocks; waits until they have the parameters of that timeline."""
+
+        async def ready(port: PserverPort) -> PserverInfo:
+            info = await port.info()
+            if not info.ready:
+                raise NotReady(f"pserver {info.index} has no parameters yet")
+            if info.timeline != timeline:
+                raise NotReady(f"pserver {info.index} has parameters of timeline {info.timeline}, not of {timeline}")
+            return info
+
+        return await self._everywhere(lambda index: self._ask(index, ready))
+
+    async def ledgers(self, query: LedgerQuery, skip_after_s: float | None = None) -> dict[int, LedgerAnswer]:
+        """By pserver; without those that gave no answer for `skip_after_s`."""
+
+        async def ask(index: int) -> tuple[int, LedgerAnswer | None]:
+            try:
+                return index, await self._ask(index, lambda port: port.ledger(query), skip_after_s)
+            except _Skipped:
+                return index, None
+
+        return {index: answer for index, answer in await self._everywhere(ask) if answer is not None}
+
+    async def _ask(
+        self,
+        index: int,
+        question: Callable[[PserverPort], Coroutine[Any, Any, T]],
+        skip_after_s: float | None = None,
+    ) -> T:
+        patience = Patience(f"an answer from pserver {index}")
+        while True:
+            try:
+                answer = await question(self._port(index))
+            except PeerError as error:
+                if self._is_given_up(index, skip_after_s):
+                    raise _Skipped from error
+                await self._look_again(index, error)
+                await patience.failed(error)
+            else:
+                self._away.pop(index, None)
+                return answer
+
+    # ------------------------------------------------------------ peers
+
+    def _is_given_up(self, index: int, skip_after_s: float | None) -> bool:
+        """A failure of that pserver: whether it has been away for too long."""
+        since = self._away.setdefault(index, clock.monotonic())
+        return skip_after_s is not None and clock.monotonic() - since >= skip_after_s
+
+    async def _everywhere(self, ask: Callable[[int], Coroutine[Any, Any, T]]) -> list[T]:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(ask(index)) for index in self.routes.blocks]
+        return [task.result() for task in tasks]
+
+    def _port(self, index: int) -> PserverPort:
+        member = self._directory.pservers.get(index)
+        if member is None:
+            raise NotReady(f"pserver {index} is not registered")
+        return self._connect(member)
+
+    async def _look_again(self, index: int, error: TriremeError) -> None:
+        """After trouble with a peer: tell the master whom we suspect, and give the directory a moment to know better."""
+        member = self._directory.pservers.get(index)
+        if member is not None and not isinstance(error, NotReady | StaleGeneration):
+            self._suspect(member.incarnation, str(error))
+            await self._directory.changed(self._directory.revision, REFRESH_S)
+
+
+async def _nothing() -> AsyncGenerator[tuple[PushBlock, memoryview], None]:
+    return
+    yield

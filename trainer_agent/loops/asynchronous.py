@@ -1,0 +1,348 @@
+"""The asynchronous training loop (training.md): tasks from one stream, a push every n minibatches, a pull every m.
+
+    task (attempt > 1: resume at the lowest ledger entry) ─► minibatches [start, end) ─► weighted mean ─► push ─► pull
+
+A push always covers [k n, (k + 1) n) of its task, so boundaries never differ between attempts, and the ledgers of the
+blocks make each minibatch count exactly once. A pserver that came back from a checkpoint expects earlier minibatches: the
+task resumes at the lowest entry once more. One out of reach may be skipped; what it missed is reported with the task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+
+from shared.errors import DeadlineExceeded, Gone, StaleGeneration, TriremeError, UserCodeError
+from shared.lanes import step_seed
+from shared.membership.directory import Directory
+from shared.records import CompleteTask, JobSpec, Mode, StepMetrics, Task, TaskKind
+from shared.records.pauses import Paused
+from shared.runtime import telemetry
+from shared.wire.messages import LaneZero, LedgerQuery, PushBlock, PushHeader
+from trainer_agent.data_plane.transfer import Outbox, Transfer
+from trainer_agent.loops.duties import Duty, Verdict, next_duty
+from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of
+from trainer_agent.membership.pause import Pauser
+from trainer_agent.model.compute import Compute, Records
+from trainer_agent.script.user_module import failure_of
+from trainer_agent.tasks.data import minibatches_in
+from trainer_agent.tasks.lane_reader import (
+    Holding,
+    TaskFailed,
+    TaskSource,
+    TrainingOver,
+    described,
+    outcome_of,
+)
+from trainer_agent.tasks.reports import Reports
+from trainer_agent.waiting.retry import Patience
+from trainer_agent.waiting.task_errors import single_error
+
+REFRESH_S = 0.5
+STEPS_AT_ONCE = 100
+
+log = telemetry.logger("async_loop")
+
+
+class Superseded(Exception):
+    """A higher attempt of the task is at work."""
+
+
+class Behind(Exception):
+    """A parameter server came back from a checkpoint: it expects earlier minibatches of the task."""
+
+
+class AsyncLoop:
+    """`run` until there is nothing to train; its result is a task of another kind that came instead, if any.
+
+    `first`: the schedule's state before any step, to begin it again after a roll-back."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        directory: Directory,
+        compute: Compute,
+        transfer: Transfer,
+        source: TaskSource,
+        reports: Reports,
+        stopping: asyncio.Event,
+        pauser: Pauser,
+        first: LaneZero,
+    ) -> None:
+        self._pauser, self._first = pauser, first
+        self.timeline = timeline_of(directory)
+        self._spec, self._directory, self._compute, self._transfer = spec, directory, compute, transfer
+        self._payloads = compute.layout.payloads(spec.gradient_dtype)
+        self._source, self._reports, self._stopping = source, reports, stopping
+        self._next: asyncio.Task[Holding | Task | TaskFailed | None] | None = None
+        self._held: tuple[Task, int] | None = None
+        self._begun, self._options = -1, LaneZero(options=())
+        self._pulled, self._unpulled = False, 0
+        self._generation = 0  # in which the pushes of the task at hand began
+        self._skipped: dict[int, int] = {}  # of the task at hand: minibatches by pserver
+
+    def __repr__(self) -> str:
+        return f"<AsyncLoop of {self._source.trainer}: {self._held[0].task_id if self._held else 'no task'}>"
+
+    def held(self) -> list[tuple[Task, int]]:
+        """The task at hand and the minibatches of it that are pushed."""
+        return [self._held] if self._held else []
+
+    def position(self) -> Paused:
+        """Where the reader stands."""
+        if self._held is None:
+            return Paused(uuid="")
+        task, minibatch = self._held
+        return Paused(
+            uuid="",
+            epoch=task.epoch,
+            task_id=task.task_id,
+            attempt=task.attempt,
+            minibatch=minibatch,
+            file=task.file,
+            offset=task.first + min(task.count, minibatch * self._spec.minibatch_size),
+        )
+
+    @property
+    def busy(self) -> bool:
+        """Whether a task is at hand."""
+        return self._held is not None
+
+    async def run(self) -> Task | None:
+        with single_error():
+            async with asyncio.TaskGroup() as self._background:
+                while True:
+                    self.timeline = timeline_of(self._directory)
+                    try:
+                        with single_error():
+                            return await on_timeline(self._directory, self.timeline, self._tasks())
+                    except RolledBack as error:
+                        log.info("rolled_back", cause=str(error))
+                    finally:
+                        self._held = None
+                        if self._next is not None:
+                            self._next.cancel()
+                            self._next = None
+
+    async def _tasks(self) -> Task | None:
+        """In one timeline of the job."""
+        self._compute.restore(self._first)
+        self._pulled = False
+        self._begun, self._options = -1, LaneZero(options=())
+        await self._transfer.infos(self.timeline)
+        await self._pull()
+        while await self._may_go_on():
+            try:
+                found = await self._fetched()
+                if isinstance(found, Task):
+                    return found
+                with single_error():
+                    await self._train(found)
+            except TrainingOver:
+                return None
+            except StaleGeneration:
+                await self._directory.changed(self._directory.revision, REFRESH_S)
+            except Superseded as error:
+                self._held = None
+                log.info("task_superseded", cause=str(error))
+            except TaskFailed as failed:
+                self._held = None
+                log.warning("task_failed", task=failed.task.task_id, cause=str(failed.error))
+                failure = failure_of(failed.error, task=described(failed.task), trainer=self._source.trainer)
+                await self._source.fail(failed.task, failure)
+        return None
+
+    async def _may_go_on(self) -> bool:
+        """Between minibatches: False if training is over or this trainer is asked to stop; a pause is waited for."""
+        while not self._stopping.is_set():
+            duty = next_duty(self._directory.state, None, self._source.trainer, Mode.ASYNC).duty
+            if duty is not Duty.WAIT or self._pauser.lifted:
+                return duty in (Duty.TRAIN, Duty.WAIT)
+            await self._directory.changed(self._directory.revision, REFRESH_S)
+        return False
+
+    # ------------------------------------------------------------ tasks
+
+    async def _fetched(self) -> Holding | Task:
+        """The next task with its records, fetched ahead if possible. Raises TrainingOver, TaskFailed, StaleGeneration."""
+        if self._next is not None:
+            ahead = await outcome_of(self._next)
+            self._next = None
+            if isinstance(ahead, TaskFailed):
+                raise ahead
+            if ahead is not None:
+                return ahead
+        return await self._fetch()
+
+    async def _fetch(self) -> Holding | Task:
+        answer = await self._source.acquire(self._transfer.generation)
+        if answer.task is None:
+            raise TrainingOver
+        if answer.task.kind is not TaskKind.TRAIN:
+            return answer.task
+        return Holding(answer.task, await self._source.read(answer.task))
+
+    async def _ahead(self) -> Holding | Task | TaskFailed | None:
+        """None if anything stands in the way: then `_fetch` asks again, and hears the reason."""
+        try:
+            return await self._fetch()
+        except TaskFailed as failed:
+            return failed
+        except (TriremeError, TrainingOver):
+            return None
+
+    async def _train(self, held: Holding) -> None:
+        """Raises TaskFailed, Superseded."""
+        task, every = held.task, self._spec.push_every
+        count = minibatches_in(len(held.shard), self._spec.minibatch_size)
+        self._generation, self._skipped = self._transfer.generation, {}
+        start = await self._resume_at(task, count) if task.attempt > 1 else 0
+        while start < count:
+            self._held = task, start
+            if not await self._may_go_on():
+                return
+            end = min(start - start % every + every, count)
+            if end == count and self._next is None:
+                self._next = self._background.create_task(self._ahead())
+            try:
+                with self._pauser.pushing(), single_error():
+                    await self._push_range(held, count, start, end)
+            except Behind as error:
+                log.info("task_falls_back", task=task.task_id, minibatch=start, cause=str(error))
+                start = await self._resume_at(task, count)
+            else:
+                start = end
+        done = CompleteTask(
+            trainer=self._source.trainer,
+            attempt=task.attempt,
+            records=task.count,
+            epoch=task.epoch,
+            timeline=task.timeline,
+            generation=self._generation,
+            skipped={str(index): minibatches for index, minibatches in sorted(self._skipped.items())},
+        )
+        self._reports.complete(task, done)
+        self._held = None
+
+    async def _resume_at(self, task: Task, count: int) -> int:
+        """The lowest minibatch that some block still expects; a pserver out of reach is taken to miss what lies before."""
+        self._generation = self._transfer.generation
+        query = LedgerQuery(epoch=task.epoch, task_id=task.task_id)
+        with single_error():
+            ledgers = await self._transfer.ledgers(query, self._spec.skip_after_seconds)
+        start = min((count if ledger.closed else ledger.next for ledger in ledgers.values()), default=0)
+        self._skipped = {index: start for index in self._transfer.routes.blocks if start and index not in ledgers}
+        log.info("task_resumed", task=task.task_id, attempt=task.attempt, minibatch=start)
+        return start
+
+    # ------------------------------------------------------------ minibatches [start, end) of a task
+
+    async def _push_range(self, held: Holding, count: int, start: int, end: int) -> None:
+        task = held.task
+        minibatches = {number: self._source.minibatch(held, number) for number in range(start, end)}
+        number = self._push_number(task, count, start)
+        options = await self._options_of(number)
+        outboxes = {index: Outbox() for index in self._transfer.routes.blocks}
+        computed, loss_sum = False, 0.0
+        while True:
+            header = PushHeader(
+                **self._transfer.envelope(),
+                mode=Mode.ASYNC,
+                trainer=self._source.trainer,
+                lane_zero=options,
+                epoch=task.epoch,
+                task_id=task.task_id,
+                attempt=task.attempt,
+                start=start,
+                end=end,
+                minibatches=count,
+            )
+            with single_error():
+                async with asyncio.TaskGroup() as group:
+                    skip_after_s = self._spec.skip_after_seconds
+                    pushes = {
+                        index: group.create_task(self._transfer.push(index, header, box, skip_after_s))
+                        for index, box in outboxes.items()
+                    }
+                    if not computed:
+                        loss_sum = await self._gradients(task, minibatches, outboxes)
+                        computed = True
+            verdicts = {index: push.result() for index, push in pushes.items()}
+            if Verdict.FENCED in verdicts.values():
+                raise Superseded(f"attempt {task.attempt} of task {task.task_id} was overtaken by another trainer")
+            if Verdict.STALE not in verdicts.values():
+                break
+            await self._newer_generation(header.generation)
+        if behind := [index for index, found in verdicts.items() if found is Verdict.BEHIND]:
+            raise Behind(f"pservers {behind} expect earlier minibatches than {start}")
+        for index, found in verdicts.items():
+            if found is Verdict.SKIPPED:
+                self._skipped[index] = self._skipped.get(index, 0) + end - start
+        records = sum(len(minibatch) for minibatch in minibatches.values())
+        self._reports.share(StepMetrics(step=number, epoch=task.epoch, loss_sum=loss_sum, records=records))
+        self._unpulled += end - start
+        if self._unpulled >= self._spec.pull_every:
+            await self._pull()
+
+    async def _gradients(self, task: Task, minibatches: Mapping[int, Records], outboxes: dict[int, Outbox]) -> float:
+        """The weighted mean over the minibatches, block by block into the outboxes; the sum of the losses."""
+        self._compute.forget_nodes()
+        node = min(minibatches), max(minibatches) + 1
+        count = sum(len(minibatch) for minibatch in minibatches.values())
+        owners = self._transfer.routes.owners
+
+        def finished(block: int) -> None:
+            dtype = self._payloads[block]
+            item = PushBlock.model_construct(block=block, lanes=(0, 1), count=count, dtype=dtype)
+            outboxes[owners[block]].add(item, self._compute.contribution(node, block))
+
+        loss_sum = 0.0
+        base = step_seed(self._spec.seed, task.epoch, int(task.task_id))
+        for number, records in minibatches.items():
+            seed = step_seed(base, number, 0)
+            try:
+                result = await self._compute.gradient(node, number, seed, records, finished)
+            except UserCodeError as error:
+                raise TaskFailed(task, error) from error
+            loss_sum += result.loss_sum
+        for outbox in outboxes.values():
+            outbox.close()
+        return loss_sum
+
+    def _push_number(self, task: Task, count: int, start: int) -> int:
+        """Which push of the whole training this is, as if one trainer did them all in order: drives the schedule."""
+        every = self._spec.push_every
+        pushes = -(-max(count, minibatches_in(self._spec.task_records, self._spec.minibatch_size)) // every)
+        return (task.epoch * task.stream_length + task.index) * pushes + start // every
+
+    async def _options_of(self, push_number: int) -> LaneZero:
+        """The optimizer's options at that point of the schedule; a schedule never runs backwards."""
+        while self._begun < push_number:
+            begun = self._compute.begin_step()
+            self._begun += 1
+            self._options = LaneZero(options=begun.options)
+            if self._begun % STEPS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return self._options
+
+    async def _newer_generation(self, generation: int) -> None:
+        with contextlib.suppress(DeadlineExceeded):
+            await self._directory.wait_for(
+                lambda view: view.state is not None and view.state.generation > generation,
+                REFRESH_S,
+                "a new generation",
+            )
+
+    async def _pull(self) -> None:
+        """Whatever is current, block by block."""
+        patience = Patience("pulling parameters of the job's timeline")
+        while True:
+            try:
+                with single_error():
+                    await self._transfer.pull(None, self._spec.skip_after_seconds if self._pulled else None)
+                break
+            except Gone as error:  # the view is late
+                await patience.failed(error)
+        self._compute.swap()
+        self._pulled, self._unpulled = True, 0

@@ -1,0 +1,127 @@
+"""After training: evaluate on the final parameters, export them, until the job is over.
+
+acquire ─► EVALUATE: sums over the task's minibatches      EXPORT: files, and metrics out of all sums      end
+              └─ complete, which brings the next one
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from shared.errors import InvalidArgument, StaleGeneration, UserCodeError
+from shared.etcd import Etcd
+from shared.membership.directory import Directory
+from shared.records import CompleteTask, EvaluationSums, TakeNext, Task, TaskKind
+from shared.records.reading import must_read
+from shared.runtime import ids, telemetry
+from shared.storage import files
+from trainer_agent.data_plane.transfer import Transfer
+from trainer_agent.model.compute import Compute
+from trainer_agent.script.user_module import failure_of
+from trainer_agent.tasks.data import minibatches_in
+from trainer_agent.tasks.lane_reader import Holding, TaskFailed, TaskSource, described
+from trainer_agent.waiting.retry import persist
+from trainer_agent.waiting.task_errors import single_error
+
+REFRESH_S = 0.5
+
+log = telemetry.logger("finishing")
+
+
+class Finishing:
+    """`run` returns when the master has no more tasks for anybody, or when `stopping` is set."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        etcd: Etcd,
+        compute: Compute,
+        transfer: Transfer,
+        source: TaskSource,
+        stopping: asyncio.Event,
+    ) -> None:
+        self._directory, self._etcd, self._compute = directory, etcd, compute
+        self._transfer, self._source, self._stopping = transfer, source, stopping
+        self._pulled = False
+        self.busy = False
+
+    async def run(self, first: Task | None = None) -> None:
+        """`first`: a task that was acquired already."""
+        task, request = first, ""
+        while not self._stopping.is_set():
+            if task is not None:
+                request = ids.new_id("task")
+                task = await self._do(task, request)
+                continue
+            try:
+                answer = await self._source.acquire(self._transfer.generation, request=request)
+            except StaleGeneration:
+                await self._directory.changed(self._directory.revision, REFRESH_S)
+                continue
+            if answer.answer == "end":
+                return
+            task, request = answer.task, ""
+
+    async def _do(self, task: Task, request: str) -> Task | None:
+        """The next task, if it came with the end of this one."""
+        self.busy = True
+        try:
+            return await self._work(task, request)
+        finally:
+            self.busy = False
+
+    async def _work(self, task: Task, request: str) -> Task | None:
+        log.info("task_started", task=task.task_id, attempt=task.attempt)
+        try:
+            await self._pull_final()
+            done = await (self._evaluate(task) if task.kind is TaskKind.EVALUATE else self._export(task))
+        except UserCodeError as error:
+            await self._source.fail(task, failure_of(error, task=described(task), trainer=self._source.trainer))
+            return None
+        except TaskFailed as failed:
+            await self._source.fail(task, failure_of(failed.error, task=described(task), trainer=self._source.trainer))
+            return None
+        more = task.kind is TaskKind.EVALUATE and not self._stopping.is_set()
+        following = TakeNext(request=request, generation=self._transfer.generation) if more else None
+        return await self._source.complete(task, done, following)
+
+    async def _pull_final(self) -> None:
+        if not self._pulled:
+            with single_error():
+                await self._transfer.pull(None, exact=True)
+            self._compute.swap()
+            self._pulled = True
+
+    async def _evaluate(self, task: Task) -> CompleteTask:
+        held = Holding(task, await self._source.read(task))
+        sums: dict[str, float] = {}
+        for number in range(minibatches_in(len(held.shard), self._source.spec.minibatch_size)):
+            for name, value in (await self._compute.evaluate(self._source.minibatch(held, number))).items():
+                sums[name] = sums.get(name, 0.0) + value
+        return self._report(task, sums=sums)
+
+    async def _export(self, task: Task) -> CompleteTask:
+        """The metrics travel in the export's own report: only a trainer can run the user's `metrics(sums)`."""
+        key = self._directory.keys.evaluation
+        found = await persist(lambda: self._etcd.get(key), "the sums of the evaluation")
+        sums = must_read(EvaluationSums, key, found.value).sums if found else {}
+        place = files.join(self._source.spec.storage, "export")
+        try:
+            exports = await self._compute.export(place)
+        except (OSError, InvalidArgument) as error:
+            message = f"the model cannot be written to {place}: {error}"
+            raise TaskFailed(task, InvalidArgument(message)) from error
+        return self._report(task, exports=exports, sums=await self._compute.metrics(sums) if sums else {})
+
+    def _report(
+        self, task: Task, *, sums: dict[str, float] | None = None, exports: dict[str, str] | None = None
+    ) -> CompleteTask:
+        return CompleteTask(
+            trainer=self._source.trainer,
+            attempt=task.attempt,
+            records=task.count,
+            sums=sums or {},
+            exports=exports or {},
+            epoch=task.epoch,
+            timeline=task.timeline,
+        )

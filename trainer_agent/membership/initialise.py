@@ -1,0 +1,139 @@
+"""Who gives the parameter servers their first values: exactly one trainer at a time, and again if it dies on the way.
+
+init_ps/lock (leased, create = 0) ─► POST init to every pserver ─► layout and init_ps/done, if none of them was replaced
+everybody else waits, and compares the layout with its own model
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from shared.errors import LayoutMismatch, NotReady, PeerError, StaleGeneration, WrongOwner
+from shared.etcd import Compare, Etcd, LeaseLost, Put
+from shared.membership.directory import Directory
+from shared.records import JobSpec, Mode, PserverMember
+from shared.records.reading import read_record
+from shared.runtime import telemetry
+from shared.slots import Layout
+from shared.wire.messages import InitBlock, InitHeader, LanePosition, StepRecord
+from trainer_agent.data_plane.routing import Routes, route
+from trainer_agent.data_plane.transfer import Connect
+from trainer_agent.membership.lease import Membership
+from trainer_agent.model.compute import Compute
+from trainer_agent.waiting.retry import Patience
+from trainer_agent.waiting.task_errors import single_error
+
+LOOK_S = 0.5
+PATIENCE_S = 3600.0
+
+log = telemetry.logger("initialise")
+
+
+async def ensure_initialised(
+    spec: JobSpec, directory: Directory, etcd: Etcd, membership: Membership, compute: Compute, connect: Connect
+) -> None:
+    """Return when the parameter servers hold parameters of this very model. Raises LayoutMismatch."""
+    trainer = membership.member.trainer
+    patience = Patience("waiting for the parameters to be initialised", PATIENCE_S)
+    while not directory.init_done or directory.layout is None:
+        if directory.state is not None and directory.state.phase.final:
+            return
+        try:
+            if _all_there(directory) and await _lock(directory, etcd, membership.lease_id, trainer):
+                await _initialise(spec, directory, etcd, trainer, compute, connect)
+        except (PeerError, StaleGeneration, WrongOwner, LeaseLost) as error:
+            await patience.failed(error)
+        await directory.changed(directory.revision, LOOK_S)
+    check_layout(compute.layout, directory.layout)
+
+
+def check_layout(mine: Layout, job: Layout) -> None:
+    """Raises LayoutMismatch, which says what differs."""
+    differences = []
+    if mine.digest != job.digest:
+        differences.append(f"names, shapes or dtypes (digest {mine.digest[:12]}, the job has {job.digest[:12]})")
+    if mine.segments != job.segments:
+        differences.append(f"segments ({_sizes(mine)}, the job has {_sizes(job)})")
+    if mine.block_bytes != job.block_bytes:
+        differences.append(f"block_bytes ({mine.block_bytes}, the job has {job.block_bytes})")
+    if mine.optimizer.name != job.optimizer.name:
+        differences.append(f"the optimizer ({mine.optimizer.name}, the job has {job.optimizer.name})")
+    if differences:
+        raise LayoutMismatch(
+            f"this trainer's model is not the job's: different {'; '.join(differences)}",
+            hint="give every trainer the same script and packages, or start a new job",
+            mine=mine.digest,
+            job=job.digest,
+        )
+
+
+def _sizes(layout: Layout) -> str:
+    return ", ".join(f"{s.elements} {s.dtype} {s.kind}" for s in layout.segments)
+
+
+def _all_there(directory: Directory) -> bool:
+    """Asked of etcd, not of the spec this trainer began with: the job may have been begun again with other numbers since."""
+    wanted, slots = directory.pservers_desired, directory.slots
+    return slots is not None and max(slots.owners) + 1 == len(directory.pservers) == wanted
+
+
+async def _lock(directory: Directory, etcd: Etcd, lease_id: int, trainer: str) -> bool:
+    """True if this trainer is the one that initialises (also if it was already)."""
+    key = directory.keys.init_lock
+    taken = await etcd.txn([Compare.create(key, "==", 0)], [Put(key, trainer.encode(), lease_id)])
+    if taken.succeeded:
+        return True
+    holder = await etcd.get(key)
+    return holder is not None and holder.value == trainer.encode()
+
+
+async def _initialise(
+    spec: JobSpec, directory: Directory, etcd: Etcd, trainer: str, compute: Compute, connect: Connect
+) -> None:
+    """Idempotent. Raises PeerError if anything moved under it: the caller starts over."""
+    keys = directory.keys
+    if await etcd.get(keys.init_done) is not None:
+        return  # the view is only late
+    registered = (await etcd.range(keys.pservers, prefix=True)).kvs
+    found = {kv.key: (kv, member) for kv in registered if (member := read_record(PserverMember, kv.key, kv.value))}
+    members = [member for _, member in found.values()]
+    if len(members) != directory.pservers_desired or directory.slots is None:
+        raise NotReady(f"{len(members)} of {directory.pservers_desired} parameter servers are registered")
+    log.info("initialising", pservers=len(members), blocks=sum(1 for _ in compute.layout.blocks()))
+    routes = route(compute.layout, directory.slots)
+    with single_error():
+        async with asyncio.TaskGroup() as group:
+            for member in members:
+                group.create_task(_fill(spec, directory, member, compute, routes, connect))
+    # both keys in one transaction: a run repeated on a stale view cannot take a published layout away
+    same = [Compare.create(key, "==", kv.create_revision) for key, (kv, _) in found.items()]
+    mine = [Compare.value(keys.init_lock, "==", trainer.encode()), Compare.create(keys.layout, "==", 0)]
+    published = [Put(keys.layout, compute.layout.to_bytes()), Put(keys.init_done, trainer.encode())]
+    if not (await etcd.txn([*same, *mine], published)).succeeded:
+        raise NotReady("a parameter server was replaced meanwhile, or another trainer initialises")
+    log.info("initialised", digest=compute.layout.digest[:12])
+
+
+async def _fill(
+    spec: JobSpec, directory: Directory, member: PserverMember, compute: Compute, routes: Routes, connect: Connect
+) -> None:
+    sync = spec.mode is Mode.SYNC
+    positions = tuple(LanePosition(lane=lane) for lane in range(spec.lanes)) if sync else ()
+    header = InitHeader(
+        job=spec.job,
+        term=directory.master.term if directory.master else 0,
+        generation=directory.state.generation if directory.state else 0,
+        timeline=directory.state.timeline if directory.state else 0,
+        mode=spec.mode,
+        lanes=spec.lanes if sync else 1,
+        layout=compute.layout,
+        pserver=member.index,
+        record=StepRecord(version=0, positions=positions, lane_zero=compute.initial_lane_zero()),
+    )
+
+    async def blocks() -> AsyncIterator[tuple[InitBlock, memoryview]]:
+        for block in routes.blocks.get(member.index, ()):
+            yield InitBlock(block=block), compute.current(block)
+
+    await connect(member).init(header, blocks())

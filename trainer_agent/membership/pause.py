@@ -1,0 +1,127 @@
+"""A trainer's answer to a pause: once nothing it pushed is unacknowledged, it says so in its own key.
+
+CHECKPOINTING seen ─► no new push begins (AsyncLoop) ─► none under way ─► reports told ─► trainers/<id> says where it stands
+the pause's key is gone, or the pause takes too long ─► lifted: whoever began it is dead, training goes on
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
+
+from shared.errors import PeerError
+from shared.etcd import Etcd, LeaseLost
+from shared.membership.directory import Directory
+from shared.records import Phase
+from shared.records.pauses import Pause, Paused, Saving
+from shared.records.reading import read_record
+from shared.runtime import clock, ids, telemetry
+from trainer_agent.membership.lease import Membership
+
+LOOK_S = 0.5
+PAUSE_S = 0.2
+LIMIT_S = 180.0  # longer than any master waits: no pause lasts for ever, whatever became of etcd
+
+log = telemetry.logger("pauser")
+
+
+class Pauser:
+    """Of an asynchronous trainer. `position` tells where the reader stands; `flush` hands reports over, for some time."""
+
+    def __init__(
+        self,
+        etcd: Etcd,
+        directory: Directory,
+        membership: Membership,
+        position: Callable[[], Paused],
+        flush: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._etcd, self._directory, self._membership = etcd, directory, membership
+        self._position, self._flush = position, flush
+        self._resting = asyncio.Event()
+        self._resting.set()
+        self._key = ""  # checkpoint whose pause is there
+        self._gone = ""  # the last one whose pause is gone
+        self._since: tuple[str, float] = ("", 0.0)
+
+    def __repr__(self) -> str:
+        return f"<Pauser: {'at rest' if self._resting.is_set() else 'pushing'}, pause of {self._key or 'nothing'}>"
+
+    @contextmanager
+    def pushing(self) -> Iterator[None]:
+        """While this lasts something may be unacknowledged."""
+        self._resting.clear()
+        try:
+            yield
+        finally:
+            self._resting.set()
+
+    @property
+    def lifted(self) -> bool:
+        """Whether the pause that the job's state tells of is over all the same."""
+        saving = self._saving
+        if saving is None:
+            return False
+        began = self._since[1] if self._since[0] == saving.uuid else clock.monotonic()
+        return self._gone == saving.uuid or clock.monotonic() - began > LIMIT_S
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._follow())
+            group.create_task(self._answer())
+
+    async def _follow(self) -> None:
+        key = self._directory.keys.pause
+        async with aclosing(self._etcd.watch(key)) as batches:
+            async for batch in batches:
+                if batch.reset:
+                    self._see(batch.kvs[0].value if batch.kvs else None)
+                for event in batch.events:
+                    self._see(event.kv.value if event.type == "put" else None)
+
+    def _see(self, value: bytes | None) -> None:
+        if value is None:
+            self._key, self._gone = "", self._key or self._gone
+            return
+        pause = read_record(Pause, self._directory.keys.pause, value)
+        if pause is not None:
+            self._key = pause.uuid
+
+    async def _answer(self) -> None:
+        said = ""
+        while True:
+            revision, saving = self._directory.revision, self._saving
+            if saving is not None and saving.uuid != self._since[0]:
+                self._since = saving.uuid, clock.monotonic()
+            if saving is None or saving.uuid == said or self.lifted:
+                await self._directory.changed(revision, LOOK_S)
+            elif self._resting.is_set():
+                said = await self._say(saving)
+            else:
+                await self._rest()
+
+    async def _rest(self) -> None:
+        try:
+            async with asyncio.timeout(LOOK_S):
+                await self._resting.wait()
+        except TimeoutError:
+            pass
+
+    async def _say(self, saving: Saving) -> str:
+        """The checkpoint that was answered, "" if it was not."""
+        await self._flush()
+        try:
+            await self._membership.tell(paused=self._position().model_copy(update={"uuid": saving.uuid}))
+        except (PeerError, LeaseLost) as error:
+            log.warning("etcd_away", cause=str(error))
+            await asyncio.sleep(ids.jitter(PAUSE_S))
+            return ""
+        log.info("paused", step=saving.step)
+        return saving.uuid
+
+    @property
+    def _saving(self) -> Saving | None:
+        state = self._directory.state
+        return state.saving if state is not None and state.phase is Phase.CHECKPOINTING else None

@@ -1,0 +1,36 @@
+"""Buffers (BatchNorm statistics …): each lane starts a step from the same values, and its own become a contribution.
+
+    current vector ──load──► the module's buffers ──forward changes them──► store ──► gradient slot's buffer segments
+
+Buffers that do not travel (bool, int32, …) are constants of the model and are left alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from trainer_agent.model.flat import Plan, Vector
+
+
+class LiveBuffers:
+    """The module's travelling buffers; modules may replace a buffer by a new tensor at any time."""
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self._places = plan.buffers
+        self._homes: list[tuple[nn.Module, str]] = []
+        for place in plan.buffers:
+            path, _, name = place.name.rpartition(".")
+            self._homes.append((model.get_submodule(path), name))
+
+    def load(self, vector: Vector) -> None:
+        """Buffers of `vector` into the modules."""
+        with torch.no_grad():
+            for place, (module, name) in zip(self._places, self._homes, strict=True):
+                module.get_buffer(name).copy_(vector.view(place))
+
+    def store(self, vector: Vector) -> None:
+        """The modules' buffers into `vector`."""
+        with torch.no_grad():
+            for place, (module, name) in zip(self._places, self._homes, strict=True):
+                vector.view(place).copy_(module.get_buffer(name))

@@ -1,0 +1,215 @@
+"""Parameters and buffers laid end to end: where each lies in the flat vector of its segment, and the vectors themselves.
+
+    segment (dtype x optimizer group)   | weight ....... | pad | bias .. | pad | weight ...   each start on 64 bytes
+    blocks                              |------ 0 ------|------ 1 ------|---- 2 ----|
+
+A parameter may span blocks, a block may hold many parameters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from shared.errors import InvalidArgument
+from shared.records.job_spec import Transported
+from shared.runtime import telemetry
+from shared.slots import ALIGNMENT_BYTES, ELEMENT_BYTES, Block, Layout, Segment
+from shared.wire.narrow import DTYPES
+from shared.wire.shared_memory import Region
+from trainer_agent.model.optimizer_spec import spec_of
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+log = telemetry.logger("flat")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One parameter or buffer: `elements` of segment `segment` from `first`."""
+
+    name: str
+    segment: int
+    first: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    elements: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where everything lies. `parameters` and `buffers` are in the order of the model."""
+
+    layout: Layout
+    parameters: tuple[Place, ...]
+    buffers: tuple[Place, ...]
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        return tuple(self.layout.blocks())
+
+    def blocks_of(self, place: Place) -> range:
+        """Numbers of the blocks that `place` touches."""
+        if not place.elements:
+            return range(0)
+        start = self._first_blocks[place.segment]
+        size = self.layout.block_bytes // ELEMENT_BYTES[self.layout.segments[place.segment].dtype]
+        return range(start + place.first // size, start + (place.first + place.elements - 1) // size + 1)
+
+    @cached_property
+    def _first_blocks(self) -> dict[int, int]:
+        """Segment -> number of its first block."""
+        return {block.segment: block.number for block in reversed(self.blocks)}
+
+
+class Vector:
+    """One flat vector of the whole layout: a zeroed tensor per segment, in the dtype in which it travels as `dtype`.
+    `shared`: in memory that parameter servers on this host may read, if there is such memory."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        device: torch.device,
+        *,
+        pinned: bool = False,
+        dtype: Transported = "float32",
+        shared: bool = False,
+    ) -> None:
+        dtypes = [DTYPES[s.travels_as(dtype) or s.dtype] for s in plan.layout.segments]
+        self._region = _region(plan.layout.vector_bytes) if shared else None
+        self.segments = [
+            torch.zeros(s.elements, dtype=dtypes[number], device=device, pin_memory=pinned)
+            if self._region is None
+            else torch.frombuffer(self._region, dtype=dtypes[number], count=s.elements, offset=offset)
+            for number, (s, offset) in enumerate(zip(plan.layout.segments, plan.layout.offsets, strict=True))
+        ]
+        self.blocks = [self.segments[b.segment][b.first : b.first + b.elements] for b in plan.blocks]
+
+    def view(self, place: Place) -> torch.Tensor:
+        return self.segments[place.segment].as_strided(place.shape, place.stride, place.first)
+
+    def views(self, places: tuple[Place, ...]) -> list[torch.Tensor]:
+        return [self.view(place) for place in places]
+
+    def memory(self) -> list[memoryview]:
+        """Bytes of each block (of a vector in host memory)."""
+        if self._region is None:
+            return [bytes_of(block) for block in self.blocks]
+        whole, start = memoryview(self._region), self.segments[0].data_ptr()
+        return [whole[block.data_ptr() - start :][: block.nbytes] for block in self.blocks]
+
+    @property
+    def lost(self) -> bool:
+        """Whether somebody may still read it as what it is now: then it must not be written to any more."""
+        return self._region is not None and self._region.lost
+
+
+def _region(size: int) -> Region | None:
+    try:
+        return Region.create(size)
+    except OSError as error:
+        log.info("memory_not_shared", cause=f"{type(error).__name__}: {error}")
+        return None
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor in host memory, of any dtype."""
+    array: npt.NDArray[np.uint8] = tensor.view(torch.uint8).numpy()
+    return array.data
+
+
+def plan(model: nn.Module, optimizer: torch.optim.Optimizer, block_bytes: int, slot_count: int) -> Plan:
+    """The layout of `model` under `optimizer`. Raises InvalidArgument for what cannot be laid out.
+
+    Parameters that no optimizer group has, or that need no gradient, are constants and stay in the trainer; so do
+    buffers that are neither floating-point nor int64.
+    """
+    spec = spec_of(optimizer)
+    group_of = groups_of(optimizer)
+    named = dict(model.named_parameters())
+    strangers = set(group_of) - {id(p) for p in named.values()}
+    if strangers:
+        raise InvalidArgument(
+            f"the optimizer holds {len(strangers)} parameters that are not the model's",
+            hint="optimizer(model) must use model.parameters()",
+        )
+    trained = {name: p for name, p in named.items() if p.requires_grad and id(p) in group_of}
+    if not trained:
+        raise InvalidArgument(
+            "the model has no parameter to train", hint="give the optimizer parameters that require gradients"
+        )
+    buffers = {name: b for name, b in model.named_buffers() if b.is_floating_point() or b.dtype == torch.int64}
+    builder = _Builder()
+    parameter_places = [
+        builder.place(name, p, Segment(kind="param", dtype=_dtype(name, p), elements=0, group=group_of[id(p)]))
+        for name, p in trained.items()
+    ]
+    buffer_places = [
+        builder.place(name, b, Segment(kind="buffer", dtype=_dtype(name, b), elements=0)) for name, b in buffers.items()
+    ]
+    layout = Layout(
+        segments=builder.segments(),
+        block_bytes=block_bytes,
+        digest=digest(model, group_of),
+        optimizer=spec,
+        slot_count=slot_count,
+    )
+    return Plan(layout, tuple(parameter_places), tuple(buffer_places))
+
+
+def digest(model: nn.Module, group_of: dict[int, int]) -> str:
+    """SHA-256 over names, shapes, dtypes and optimizer groups, in the model's order."""
+    return hashlib.sha256(json.dumps(tensors_of(model, group_of)).encode()).hexdigest()
+
+
+def tensors_of(model: nn.Module, group_of: dict[int, int]) -> list[list[Any]]:
+    """[kind, name, shape, dtype, optimizer group] of each parameter and buffer, in the model's order; JSON."""
+    return [
+        [kind, name, list(tensor.shape), str(tensor.dtype), group_of.get(id(tensor), -1)]
+        for kind, tensors in (("param", model.named_parameters()), ("buffer", model.named_buffers()))
+        for name, tensor in tensors
+    ]
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """id of a parameter -> number of its group."""
+    return {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+
+
+class _Builder:
+    """Segments in the order of their first member, and how far each is filled."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Segment, int] = {}
+        self._filled: list[int] = []
+
+    def place(self, name: str, tensor: torch.Tensor, kind: Segment) -> Place:
+        number = self._numbers.setdefault(kind, len(self._numbers))
+        if number == len(self._filled):
+            self._filled.append(0)
+        grain = ALIGNMENT_BYTES // ELEMENT_BYTES[kind.dtype]
+        first = -(-self._filled[number] // grain) * grain
+        self._filled[number] = first + tensor.numel()
+        dense = torch.empty_like(tensor, device="meta").stride()
+        return Place(name, number, first, tuple(tensor.shape), tuple(dense), tensor.numel())
+
+    def segments(self) -> tuple[Segment, ...]:
+        kinds = zip(self._numbers, self._filled, strict=True)
+        return tuple(kind.model_copy(update={"elements": filled}) for kind, filled in kinds)
+
+
+def _dtype(name: str, tensor: torch.Tensor) -> str:
+    if nn.parameter.is_lazy(tensor):
+        raise InvalidArgument(f"{name} is not initialised", hint="model() must return a module without lazy parameters")
+    if tensor.dtype not in _NAMES or (isinstance(tensor, nn.Parameter) and not tensor.is_floating_point()):
+        raise InvalidArgument(
+            f"{name} has dtype {tensor.dtype}", hint="use float32, bfloat16 or float16 (model.float() converts)"
+        )
+    return _NAMES[tensor.dtype]

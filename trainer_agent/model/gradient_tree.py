@@ -1,0 +1,184 @@
+"""Gradient vectors and the canonical tree (training.md): a binary counter of subtrees, combined in place.
+
+    lane 0 ─► slot 0        lane 1 ─► slot 1, combined into 0        lane 2 ─► slot 1
+    lane 3, the node's last ─► slot 2: as backward finishes a block, 2 into 1, 1 into 0, announced, pushed from slot 0
+
+Slots are allocated once: log2 of the lanes of a node, plus one; a trainer that owns fewer lanes than before gives some
+back. Not thread-safe: one thread computes at a time.
+In synchronous mode every node of the tree is rounded to the dtype in which gradients travel (shared.wire.narrow.round_to).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shared.lanes import Interval, combine
+from shared.records.job_spec import Narrow
+from shared.wire.narrow import DTYPES, round_to
+from trainer_agent.model.flat import Plan, Vector
+from trainer_agent.model.outbound import Outbound, overflow
+
+WATCHED_STEPS = 8  # a slot that none of them took is not needed: the last push of a task may be a short one
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A finished subtree: `lanes` wide, `count` samples, in gradient slot `slot` (None: empty)."""
+
+    lanes: int
+    count: int
+    slot: int | None
+
+
+class GradientTree:
+    """The nodes of one step. `open` ... `finish(block)` ... `close` around a node's last lane, `add` for the lanes before.
+
+    `outbound`: where finished blocks wait if they do not travel from the slot they were computed in. `rounded`: what each
+    block is rounded to at every node. `shared`: see Vector. `add`, `finish` and `close` raise OverflowError for what does not
+    fit.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        device: torch.device,
+        outbound: Outbound | None = None,
+        rounded: Sequence[Narrow | None] = (),
+        *,
+        shared: bool = False,
+    ) -> None:
+        self._plan, self._device, self._outbound = plan, device, outbound
+        self._shared = shared and outbound is None
+        self._rounded = rounded if any(rounded) else [None] * len(plan.blocks)
+        self._rounds = any(rounded)
+        self._scratch: dict[str, torch.Tensor] = {}
+        self._slots: list[Vector] = []
+        self._free: list[int] = []
+        self._memory: dict[int, list[memoryview]] = {}
+        self._entries: list[Entry] = []
+        self._results: dict[Interval, int | None] = {}
+        self._fold: list[Entry] = []
+        self._done: list[bool] = []
+        self._announce: Callable[[int], object] = bool
+        self._steps = self._needed = 0  # of those being watched: how many, and the slots that they took
+
+    def vector(self, slot: int) -> Vector:
+        return self._slots[slot]
+
+    def take(self) -> int:
+        """A slot for the next backward; its old content is still there."""
+        if not self._free:
+            self._slots.append(self._vector())
+            self._free.append(len(self._slots) - 1)
+        slot = self._free.pop()
+        self._needed = max(self._needed, slot + 1)
+        if self._slots[slot].lost:
+            self._slots[slot] = self._vector()
+            self._memory.pop(slot, None)
+        if self._outbound is not None:
+            self._outbound.renew(slot)
+        return slot
+
+    def _vector(self) -> Vector:
+        return Vector(self._plan, self._device, shared=self._shared)
+
+    def forget(self) -> None:
+        """All slots may be overwritten. Those that some steps did not need are given back."""
+        if self._outbound is not None:
+            self._outbound.forget_copies()
+        self._entries, self._results = [], {}
+        self._steps += 1
+        if self._steps == WATCHED_STEPS:
+            self._drop(self._needed or len(self._slots))
+            self._steps = self._needed = 0
+        self._free = list(reversed(range(len(self._slots))))
+
+    def _drop(self, first: int) -> None:
+        for slot in range(first, len(self._slots)):
+            self._memory.pop(slot, None)
+            if self._outbound is not None:
+                self._outbound.drop(slot)
+        del self._slots[first:]
+
+    def contribution(self, node: Interval, block: int) -> memoryview:
+        """Bytes of a finished block (none where the node is empty)."""
+        slot = self._results[node]
+        if slot is None:
+            return memoryview(b"")
+        if self._outbound is not None:
+            return self._outbound.memory(slot)[block]
+        if slot not in self._memory:
+            self._memory[slot] = self._slots[slot].memory()
+        return self._memory[slot][block]
+
+    def add(self, entry: Entry) -> None:
+        """A lane that is not the node's last: equal neighbours become one subtree, like carries of a binary counter."""
+        self._round_all(entry)
+        self._entries.append(entry)
+        while len(self._entries) > 1 and self._entries[-1].lanes == self._entries[-2].lanes:
+            right, left = self._entries.pop(), self._entries.pop()
+            if left.slot is not None and right.slot is not None:
+                with torch.no_grad():
+                    for x, y in zip(self._slots[left.slot].segments, self._slots[right.slot].segments, strict=True):
+                        combine(x, left.count, y, right.count)
+                self._free.append(right.slot)
+            slot = left.slot if left.slot is not None else right.slot
+            both = Entry(left.lanes + right.lanes, left.count + right.count, slot)
+            self._round_all(both)
+            self._entries.append(both)
+
+    def open(self, node: Interval, last: Entry, announce: Callable[[int], object]) -> None:
+        """The node's last lane starts: decide where the result will lie (the leftmost subtree that has data)."""
+        self._fold = [*self._entries, last]
+        self._results[node] = next((entry.slot for entry in self._fold if entry.count), None)
+        self._result, self._announce = self._results[node], announce
+        self._done = [False] * len(self._plan.blocks)
+
+    def finish(self, block: int) -> None:
+        """The last lane's part of the block is final: combine from the right, in place, and announce."""
+        self._done[block] = True
+        if self._result is None:
+            self._announce(block)
+            return
+        *lefts, right = self._fold
+        total, count = self._slots[right.slot].blocks[block] if right.slot is not None else None, right.count
+        with torch.no_grad():
+            self._round(block, total)
+            for left in reversed(lefts):
+                mine = self._slots[left.slot].blocks[block] if left.slot is not None else None
+                total, count = combine(mine, left.count, total, count)
+                self._round(block, total)
+        if self._outbound is None:
+            self._announce(block)
+        else:
+            self._outbound.put(self._result, block, self._slots[self._result].blocks[block], self._announce)
+
+    def close(self) -> None:
+        """Finish what is left (parameters without gradient, buffers); the slots of the other subtrees become free."""
+        for block, done in enumerate(self._done):
+            if not done:
+                self.finish(block)
+        if self._outbound is not None:
+            self._outbound.drain(self._announce)
+        self._free += [e.slot for e in reversed(self._fold) if e.slot is not None and e.slot != self._result]
+        self._entries, self._fold, self._announce = [], [], bool
+
+    def _round_all(self, entry: Entry) -> None:
+        if self._rounds and entry.slot is not None:
+            for block, values in enumerate(self._slots[entry.slot].blocks):
+                self._round(block, values)
+
+    def _round(self, block: int, values: torch.Tensor | None) -> None:
+        dtype = self._rounded[block]
+        if dtype is None or values is None:
+            return
+        if dtype not in self._scratch:
+            largest = max(block.elements for block in self._plan.blocks)
+            self._scratch[dtype] = torch.empty(largest, dtype=DTYPES[dtype], device=self._device)
+        try:
+            round_to(values, self._scratch[dtype][: values.numel()])
+        except OverflowError as error:
+            raise overflow(block, error) from None

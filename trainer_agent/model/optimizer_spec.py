@@ -1,0 +1,122 @@
+"""Optimizers and schedulers as data: what the parameter servers need to step torch's own classes, in JSON types only.
+
+torch.optim.Adam(groups) ──spec_of──► OptimizerSpec          scheduler.state_dict() ──encode──► JSON ──decode──► same
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shared.errors import InvalidArgument
+from shared.slots import OptimizerSpec
+from shared.wire.messages import LaneZero
+
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam")
+_NO_OPTIONS = ("params", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum", "param_names")
+
+
+def spec_of(optimizer: Any) -> OptimizerSpec:
+    """Class, defaults and options of each group. Raises InvalidArgument for a class that parameter servers cannot step."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidArgument(
+            f"optimizer(model) returned {type(optimizer).__name__}, not a torch.optim optimizer",
+            hint="return for example torch.optim.SGD(model.parameters(), lr=0.1)",
+        )
+    name = type(optimizer).__name__
+    if name not in ELEMENTWISE or type(optimizer) is not getattr(torch.optim, name):
+        raise InvalidArgument(
+            f"optimizer {type(optimizer).__module__}.{name} cannot run on parameter servers",
+            hint=f"use one of torch.optim: {', '.join(ELEMENTWISE)}",
+        )
+    groups = tuple(_plain_options(group) for group in optimizer.param_groups)
+    return OptimizerSpec(name=name, defaults=_plain_options(optimizer.defaults), groups=groups)
+
+
+def numeric_options(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
+    """The options of each group that a scheduler may change: numbers and pairs of numbers."""
+    return tuple(
+        {name: value for name, value in _plain_options(group).items() if _is_number(value) or isinstance(value, list)}
+        for group in optimizer.param_groups
+    )
+
+
+def lane_zero(optimizer: torch.optim.Optimizer, scheduler: Any, options: tuple[dict[str, Any], ...]) -> LaneZero:
+    """`options` of a step, with the state after it: the scheduler's own, and what it left in the groups."""
+    if scheduler is None:
+        return LaneZero(options=options)
+    groups = [
+        {name: encode(value) for name, value in group.items() if name not in ("params", "param_names")}
+        for group in optimizer.param_groups
+    ]
+    return LaneZero(options=options, scheduler={"state": encode(scheduler.state_dict()), "groups": groups})
+
+
+def restore(optimizer: torch.optim.Optimizer, scheduler: Any, state: LaneZero) -> None:
+    """In place: the scheduler and the groups' options as `lane_zero` recorded them."""
+    if scheduler is None or not state.scheduler:
+        return
+    scheduler.load_state_dict(decode(state.scheduler["state"]))
+    for group, options in zip(optimizer.param_groups, state.scheduler["groups"], strict=True):
+        group.update({name: decode(value) for name, value in options.items()})
+
+
+def encode(value: Any) -> Any:
+    """`value` in JSON types; dicts with other keys than text, tuples and Counters are tagged. InvalidArgument for the rest."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case torch.Tensor():
+            return value.item() if value.numel() == 1 else encode(value.tolist())
+        case list():
+            return [encode(item) for item in value]
+        case tuple():
+            return {"__tuple__": [encode(item) for item in value]}
+        case Counter():
+            return {"__counter__": [[encode(key), count] for key, count in value.items()]}
+        case dict() | OrderedDict() | defaultdict():
+            if all(isinstance(key, str) and not key.startswith("__") for key in value):
+                return {key: encode(item) for key, item in value.items()}
+            return {"__dict__": [[encode(key), encode(item)] for key, item in value.items()]}
+    raise InvalidArgument(
+        f"the scheduler's state holds {type(value).__name__} {value!r:.60}, which cannot travel",
+        hint="use a torch.optim.lr_scheduler whose state is numbers, text, lists and dicts",
+    )
+
+
+def decode(value: Any) -> Any:
+    match value:
+        case list():
+            return [decode(item) for item in value]
+        case {"__tuple__": items}:
+            return tuple(decode(item) for item in items)
+        case {"__counter__": pairs}:
+            return Counter({decode(key): count for key, count in pairs})
+        case {"__dict__": pairs}:
+            return {decode(key): decode(item) for key, item in pairs}
+        case dict():
+            return {key: decode(item) for key, item in value.items()}
+    return value
+
+
+def _plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _plain(name, value) for name, value in options.items() if name not in _NO_OPTIONS}
+
+
+def _plain(name: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        value = value.item()
+    if value is None or isinstance(value, bool) or _is_number(value):
+        return value
+    if isinstance(value, tuple | list):
+        return [_plain(name, item) for item in value]
+    raise InvalidArgument(
+        f"optimizer option {name} = {value!r:.60} is {type(value).__name__}", hint="options are numbers and booleans"
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

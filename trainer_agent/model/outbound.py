@@ -1,0 +1,115 @@
+"""Finished gradients on their way out, where they do not travel from the memory they were computed in.
+
+    GPU: block ─► page-locked host memory, on a stream of its own beside backward ─► announced when its copy is there
+    cast: block (+ what earlier casts of it left out) ─► narrower dtype ─► announced     left out = block - what is sent
+
+Error feedback (Seide et al. 2014, Karimireddy et al. 2019): what a cast leaves out of a block is added to its next gradient,
+so nothing is lost for ever. That rest belongs to this trainer: if it dies, at most one rounding error per element does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from shared.records.job_spec import Transported
+from shared.wire.narrow import DTYPES, cast_into
+from trainer_agent.model.flat import Plan, Vector
+
+HOST = torch.device("cpu")
+
+
+class Outbound:
+    """A host vector per gradient slot, in the dtypes that travel; allocated once. Not thread-safe. `shared`: see Vector."""
+
+    def __init__(
+        self, plan: Plan, device: torch.device, dtype: Transported, *, feedback: bool, shared: bool = False
+    ) -> None:
+        self._plan, self._device, self._dtype = plan, device, dtype
+        self._shared = shared and device.type == "cpu"
+        self._narrow = plan.layout.payloads(dtype)
+        self._hosts: dict[int, tuple[Vector, list[memoryview]]] = {}
+        self._rests = {
+            block.number: torch.zeros(block.elements, device=device)
+            for block in plan.blocks
+            if feedback and self._narrow[block.number]
+        }
+        self._stream: torch.cuda.Stream | None = None
+        if device.type != "cpu":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._copies: list[tuple[int, torch.cuda.Event]] = []
+
+    def __repr__(self) -> str:
+        return f"<Outbound from {self._device} as {self._dtype}, {len(self._rests)} blocks with feedback>"
+
+    def memory(self, slot: int) -> list[memoryview]:
+        return self._host(slot)[1]
+
+    def renew(self, slot: int) -> None:
+        """Its memory is about to be written to."""
+        if slot in self._hosts and self._hosts[slot][0].lost:
+            del self._hosts[slot]
+
+    def drop(self, slot: int) -> None:
+        """The slot is no more."""
+        self._hosts.pop(slot, None)
+
+    def put(self, slot: int, block: int, values: torch.Tensor, announce: Callable[[int], object]) -> None:
+        """A finished block; `values` may be overwritten. Announced at once, or from a GPU by `drain`. Raises OverflowError."""
+        out = self._host(slot)[0].blocks[block]
+        with torch.no_grad():
+            if self._stream is None:
+                self._write(out, block, values)
+                announce(block)
+                return
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            copied: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(self._stream):
+                self._write(out, block, values)
+                copied.record()
+            self._copies.append((block, copied))
+
+    def drain(self, announce: Callable[[int], object]) -> None:
+        """Announce each block from a GPU when its copy is there."""
+        for block, copied in self._copies:
+            copied.synchronize()
+            announce(block)
+        self._copies.clear()
+
+    def forget_copies(self) -> None:
+        """Nobody waits for the blocks of a minibatch that failed; their memory may be overwritten."""
+        self.drain(bool)
+
+    def forget_rests(self) -> None:
+        """Whatever was left out belongs to parameters that are no more."""
+        for rest in self._rests.values():
+            rest.zero_()
+
+    def _write(self, out: torch.Tensor, block: int, values: torch.Tensor) -> None:
+        dtype, rest = self._narrow[block], self._rests.get(block)
+        if dtype is None:
+            out.copy_(values, non_blocking=True)
+            return
+        sent = out if self._stream is None else torch.empty_like(values, dtype=DTYPES[dtype])
+        if rest is not None:
+            values.add_(rest)
+        try:
+            cast_into(sent, values)
+        except OverflowError as error:
+            raise overflow(block, error) from None
+        if rest is not None:
+            torch.sub(values, rest.copy_(sent), out=rest)
+        if sent is not out:
+            out.copy_(sent, non_blocking=True)
+
+    def _host(self, slot: int) -> tuple[Vector, list[memoryview]]:
+        if slot not in self._hosts:
+            pinned = self._stream is not None
+            host = Vector(self._plan, HOST, pinned=pinned, dtype=self._dtype, shared=self._shared)
+            self._hosts[slot] = host, host.memory()
+        return self._hosts[slot]
+
+
+def overflow(block: int, error: OverflowError) -> OverflowError:
+    return OverflowError(f"a gradient in block {block}: {error}; use gradient_dtype bfloat16, or scale the loss down")

@@ -1,0 +1,124 @@
+"""`python -m trainer_agent inspect SCRIPT`: one JSON object on stdout for whoever starts jobs. No side effects.
+
+    {"config", "dataset", "evaluation_dataset", "model"}   |   {"error": {code, message, hint, details}}
+    exit 0                                                                       2: not usable as it is, 1: its code raised
+
+The check builds model, layout and optimizer, and runs the first minibatch forward and backward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from shared.datasets.formats import Dataset
+from shared.errors import InvalidArgument, TriremeError, UserCodeError
+from shared.records import JobSpec
+from trainer_agent.model.compute import Records
+from trainer_agent.script.sample_records import first_records
+from trainer_agent.script.user_module import UserModule, load
+
+USAGE, USER_CODE = 2, 1
+
+
+def inspect_script(script: str, *, check: bool, settings: list[str]) -> int:
+    """What the script prints meanwhile goes to stderr."""
+    sys.dont_write_bytecode = True
+    with contextlib.redirect_stdout(sys.stderr):
+        code, answer = _answer(script, check, settings)
+    sys.stdout.write(json.dumps(answer) + "\n")
+    return code
+
+
+def _answer(script: str, check: bool, settings: list[str]) -> tuple[int, dict[str, Any]]:
+    try:
+        return 0, _inspect(script, check, dict(_assignment(item) for item in settings))
+    except UserCodeError as error:
+        return USER_CODE, {"error": error.to_map()}
+    except TriremeError as error:
+        return USAGE, {"error": error.to_map()}
+
+
+def _inspect(script: str, check: bool, settings: dict[str, str]) -> dict[str, Any]:
+    user = load(script)
+    dataset = user.dataset()
+    evaluation = user.dataset("evaluation_dataset") if user.has("evaluation_dataset") else None
+    found: dict[str, Any] = {
+        "config": user.config,
+        "dataset": _plain(dataset),
+        "evaluation_dataset": _plain(evaluation) if evaluation is not None else None,
+    }
+    return {**found, **_try(user, dataset, evaluation, {**user.config, **settings})} if check else found
+
+
+def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, settings: dict[str, Any]) -> dict[str, Any]:
+    from trainer_agent.model.flat import groups_of, tensors_of  # noqa: PLC0415  torch only when it is needed
+    from trainer_agent.model.torch_compute import TorchCompute  # noqa: PLC0415  torch only when it is needed
+
+    spec = _spec(user, dataset, evaluation, settings)
+    with ThreadPoolExecutor(1, "compute") as executor:
+        compute = executor.submit(TorchCompute, user, spec, executor).result()
+        minibatch = first_records(dataset, spec.minibatch_size)
+        asyncio.run(_forward_and_backward(compute, minibatch))
+        if evaluation is not None:
+            held_out = first_records(evaluation, spec.minibatch_size)
+            asyncio.run(_evaluate(compute, held_out))
+    tensors = tensors_of(compute.model, groups_of(compute.optimizer))
+    return {"model": {"tensors": tensors, "optimizer": _plain(compute.layout.optimizer)}}
+
+
+async def _forward_and_backward(compute: Any, minibatch: Records) -> None:
+    compute.begin_step()
+    try:
+        await compute.gradient((0, 1), 0, 0, minibatch, lambda _block: None)
+    except UserCodeError as error:
+        error.details["task"] = "the first minibatch"
+        raise
+
+
+async def _evaluate(compute: Any, minibatch: Records) -> None:
+    try:
+        await compute.metrics(await compute.evaluate(minibatch))
+    except UserCodeError as error:
+        error.details["task"] = "the first minibatch of the evaluation"
+        raise
+
+
+def _spec(user: UserModule, dataset: Dataset, evaluation: Dataset | None, settings: dict[str, Any]) -> JobSpec:
+    known = {name: value for name, value in settings.items() if name in JobSpec.model_fields}
+    fixed = {
+        "job": "inspect",
+        "script": str(user.path),
+        "storage": "-",
+        "dataset": dataset,
+        "evaluation_dataset": evaluation,
+    }
+    try:
+        return JobSpec.model_validate({**known, **fixed})
+    except ValidationError as error:
+        problems = "; ".join(_sentence(problem) for problem in error.errors())
+        raise InvalidArgument(f"the settings of {user.path} are not possible: {problems}") from error
+
+
+def _sentence(problem: Mapping[str, Any]) -> str:
+    where = ".".join(map(str, problem["loc"]))
+    return f"{where}: {problem['msg']}" if where else str(problem["msg"]).removeprefix("Value error, ")
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise InvalidArgument(f"--set {text}", hint="write --set name=value")
+    return name.strip().replace("-", "_"), value.strip()
+
+
+def _plain(record: BaseModel) -> dict[str, Any]:
+    plain: dict[str, Any] = record.model_dump(mode="json")
+    return plain

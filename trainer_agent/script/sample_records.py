@@ -1,0 +1,55 @@
+"""The first records of a dataset, to try a script on before any master has counted them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shared.datasets.formats import Custom, Dataset
+from shared.errors import DatasetError
+from shared.storage import files
+from trainer_agent.model.compute import Records
+from trainer_agent.tasks.data import Reader, Shard, open_dataset
+
+
+def first_records(dataset: Dataset, count: int) -> Records:
+    """At most `count` records from the start of the first file that has any. Raises DatasetError."""
+    reader = open_dataset(dataset)
+    problem: DatasetError | None = None
+    for file in _files(dataset):
+        try:
+            shard = _start_of(reader, file, count)
+        except DatasetError as error:
+            if error.details.get("records") != 0:  # an empty file is no problem if another has records
+                problem = problem or error
+            continue
+        return shard.minibatch(np.arange(len(shard), dtype=np.int64))
+    raise problem or DatasetError(
+        f"{', '.join(dataset.urls)} has no records", hint="check the path that dataset() returns"
+    )
+
+
+def _files(dataset: Dataset) -> list[str]:
+    chosen: list[str] = []
+    for url in dataset.urls:
+        found = [url] if isinstance(dataset, Custom) and not files.is_glob(url) else _expanded(url)
+        if not found:
+            what = "matches no file" if files.is_glob(url) else "does not exist"
+            raise DatasetError(f"{url} {what}", hint="check the path that dataset() returns", url=url)
+        chosen += found
+    return chosen
+
+
+def _expanded(url: str) -> list[str]:
+    with files.reading(url, "a place of files"):
+        return files.expand(url)
+
+
+def _start_of(reader: Reader, file: str, count: int) -> Shard:
+    """Fewer and fewer, until the file has as many."""
+    while True:
+        try:
+            return reader.read(file, 0, count)
+        except DatasetError:
+            if count == 1:
+                raise
+            count //= 2

@@ -1,0 +1,177 @@
+"""The user's script as a plain module: loaded by path, its hooks checked, what it raises turned into one kind of error.
+
+    script.py ──load──► UserModule ──call("loss", model, batch)──► value | UserCodeError (traceback of the user's frames)
+
+Raises InvalidArgument for a script that is no such module, UserCodeError for what its code raises.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any, cast, get_args
+
+from shared.datasets.formats import Dataset
+from shared.errors import InvalidArgument, TriremeError, UserCodeError
+from shared.records import UserFailure
+
+DATASETS = get_args(get_args(Dataset)[0])
+REQUIRED = {
+    "model": "def model(): ... returning a torch.nn.Module",
+    "dataset": "def dataset(): ... returning a trireme.data dataset",
+    "loss": "def loss(model, batch): ... returning the mean loss of the minibatch",
+    "optimizer": "def optimizer(model): ... returning a torch.optim optimizer",
+}
+OPTIONAL = ("collate", "scheduler", "evaluation_dataset", "evaluate", "metrics")
+ARGUMENTS = {"model": 0, "dataset": 0, "loss": 2, "optimizer": 1, "collate": 1, "scheduler": 1}
+ARGUMENTS |= {"evaluation_dataset": 0, "evaluate": 2, "metrics": 1}
+
+
+class UserModule:
+    """The hooks of one script. `call` runs a hook; `has` tells whether an optional one is there."""
+
+    def __init__(self, path: Path, module: ModuleType) -> None:
+        self.path = path
+        self._hooks: dict[str, Callable[..., Any]] = {}
+        for name, shape in REQUIRED.items():
+            if getattr(module, name, None) is None:
+                raise InvalidArgument(f"{path} has no function {name!r}", hint=f"add {shape}")
+        for name in (*REQUIRED, *OPTIONAL):
+            hook = getattr(module, name, None)
+            if hook is not None:
+                self._hooks[name] = _checked(path, name, hook)
+        self.config = _config(path, getattr(module, "config", None))
+
+    def __repr__(self) -> str:
+        return f"<UserModule {self.path}: {', '.join(self._hooks)}>"
+
+    def has(self, hook: str) -> bool:
+        return hook in self._hooks
+
+    def call(self, hook: str, *arguments: Any) -> Any:
+        return self.guard(self._hooks[hook], *arguments)
+
+    def guard(self, code: Callable[..., Any], *arguments: Any) -> Any:
+        """Run code that is the user's, or runs the user's (backward, a scheduler's step)."""
+        try:
+            return code(*arguments)
+        except Exception as error:
+            raise self.error_of(error) from error
+
+    def dataset(self, hook: str = "dataset") -> Dataset:
+        """The dataset that `dataset()` or `evaluation_dataset()` describes."""
+        found = self.call(hook)
+        if not isinstance(found, DATASETS):
+            raise InvalidArgument(
+                f"{hook}() of {self.path} returned {type(found).__name__}, not a dataset",
+                hint='return one of trireme.data, for example trireme.data.Parquet("train-*.parquet")',
+            )
+        return cast("Dataset", found)
+
+    def error_of(self, error: BaseException) -> UserCodeError:
+        """`error` as UserCodeError, with the traceback cut down to the frames below the script's folder."""
+        return UserCodeError(
+            f"{type(error).__name__}: {error}",
+            error_type=type(error).__name__,
+            error_message=str(error),
+            traceback="".join(_trimmed(error, self.path.parent)),
+        )
+
+
+def load(script: str | Path) -> UserModule:
+    """Run the script as a module (not as `__main__`), with its folder first on sys.path."""
+    path = Path(script).expanduser().resolve()
+    if not path.is_file():
+        raise InvalidArgument(f"there is no script {path}", hint="give the path of a Python file")
+    name = (
+        path.stem if path.stem not in sys.modules and path.stem.isidentifier() else f"trireme_script_{abs(hash(path))}"
+    )
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise InvalidArgument(f"{path} is not a Python file", hint="its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise UserCodeError(
+            f"{path.name} cannot be loaded: {type(error).__name__}: {error}",
+            error_type=type(error).__name__,
+            error_message=str(error),
+            traceback="".join(_trimmed(error, path.parent)),
+        ) from error
+    return UserModule(path, module)
+
+
+def failure_of(error: TriremeError, *, task: str = "", trainer: str = "") -> UserFailure:
+    """The record that tells the master, and in the end the user, what happened where."""
+    return UserFailure(
+        error_type=str(error.details.get("error_type", error.code)),
+        message=str(error.details.get("error_message", error.message)),
+        traceback=str(error.details.get("traceback", "")),
+        task=task,
+        trainer=trainer,
+    )
+
+
+def _checked(path: Path, name: str, hook: Callable[..., Any] | object) -> Callable[..., Any]:
+    count = ARGUMENTS[name]
+    if not callable(hook):
+        raise InvalidArgument(
+            f"{name!r} in {path} is {type(hook).__name__}, not a function", hint=REQUIRED.get(name, "")
+        )
+    try:
+        signature = inspect.signature(hook)
+    except (TypeError, ValueError):
+        return hook
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        raise InvalidArgument(
+            f"{name}{signature} in {path} does not take {count} argument{'' if count == 1 else 's'}",
+            hint=REQUIRED.get(name, f"define it with {count}"),
+        ) from None
+    return hook
+
+
+def _config(path: Path, config: Any) -> dict[str, Any]:
+    """`config` as a plain dict of what it sets; a trireme.Config gives its own `to_dict`."""
+    if config is None:
+        return {}
+    if hasattr(config, "to_dict"):
+        config = config.to_dict()
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        config = dataclasses.asdict(config)
+    if not isinstance(config, Mapping) or not all(isinstance(key, str) for key in config):
+        raise InvalidArgument(f"config in {path} is {type(config).__name__}", hint="use trireme.Config(...) or a dict")
+    return dict(config)
+
+
+def _trimmed(error: BaseException, folder: Path) -> list[str]:
+    frames = traceback.extract_tb(_first_frame_below(error.__traceback__, folder))
+    ours = [frame for frame in frames if _is_below(frame.filename, folder)]
+    lines = traceback.format_exception_only(type(error), error)
+    if not frames or (isinstance(error, SyntaxError) and not ours):  # the lines of a SyntaxError say where it is
+        return lines
+    return ["Traceback (most recent call last):\n", *traceback.format_list(ours or list(frames)), *lines]
+
+
+def _first_frame_below(trace: TracebackType | None, folder: Path) -> TracebackType | None:
+    walk = trace
+    while walk is not None and not _is_below(walk.tb_frame.f_code.co_filename, folder):
+        walk = walk.tb_next
+    return walk if walk is not None else trace
+
+
+def _is_below(filename: str, folder: Path) -> bool:
+    path = Path(filename)
+    return path.is_relative_to(folder) and "site-packages" not in path.parts

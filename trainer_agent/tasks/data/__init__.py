@@ -1,0 +1,52 @@
+"""Readers: from a dataset's description and a task's place to records, minibatches and batches.
+
+open_dataset(spec.dataset).read(task.file, task.first, task.count, task.offset) ──► Shard
+shard.minibatch(minibatch_indices(seed, epoch, task, len(shard), size, number, shuffle=…)) ──► default_collate ──► batch
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from shared.datasets.formats import (
+    Bytes,
+    Csv,
+    Custom,
+    Dataset,
+    JsonLines,
+    Npy,
+    Parquet,
+    TextLines,
+)
+from trainer_agent.tasks.data.arrays import BytesReader, NpyReader
+from trainer_agent.tasks.data.collate import default_collate
+from trainer_agent.tasks.data.custom import CustomReader
+from trainer_agent.tasks.data.lines import LineReader
+from trainer_agent.tasks.data.order import minibatch_indices, minibatches_in
+from trainer_agent.tasks.data.reader import Reader
+from trainer_agent.tasks.data.shard import Minibatch, Shard
+
+__all__ = ["Minibatch", "Reader", "Shard", "default_collate", "minibatch_indices", "minibatches_in", "open_dataset"]
+
+
+def open_dataset(dataset: Dataset) -> Reader:
+    """The reader of a dataset. Nothing is opened yet. Raises DatasetError if a Custom reader cannot be imported."""
+    match dataset:
+        case Parquet():
+            from trainer_agent.tasks.data.parquet import ParquetReader  # noqa: PLC0415  pyarrow only where it is needed
+
+            return ParquetReader(dataset)
+        case Csv():
+            from trainer_agent.tasks.data.csv_rows import CsvReader  # noqa: PLC0415
+
+            return CsvReader(dataset)
+        case TextLines() | JsonLines():
+            return LineReader(dataset)
+        case Bytes():
+            return BytesReader(dataset)
+        case Npy():
+            return NpyReader(dataset)
+        case Custom():
+            return CustomReader(dataset)
+        case _:
+            assert_never(dataset)

@@ -1,0 +1,101 @@
+"""Columns of one minibatch -> batch of tensors, where the user's script has no `collate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from shared.errors import DatasetError
+from trainer_agent.tasks.data.shard import Column, Minibatch, as_column, columns_of
+
+Batch = dict[str, Any]
+
+_HINT = "define collate(records) in your script, or make the values alike in the data"
+
+
+def default_collate(minibatch: Mapping[str, Column] | Sequence[Mapping[str, Any]]) -> Batch:
+    """Column -> tensor (n, …), copied; columns of text or bytes stay lists. Takes columns or records.
+
+    Python floats become torch.float32, ints torch.int64; arrays keep their dtype. Raises DatasetError, naming the column
+    and both values, if a value is missing or shapes or kinds differ within the minibatch.
+    """
+    if isinstance(minibatch, Minibatch):
+        columns: Mapping[str, Column] = minibatch.columns
+    elif isinstance(minibatch, Mapping):
+        columns = minibatch
+    else:
+        columns = columns_of(minibatch)
+    return {name: _collated(name, column) for name, column in columns.items()}
+
+
+def _collated(name: str, column: Column) -> Any:
+    if isinstance(column, np.ndarray):
+        return _tensor(name, column)
+    _refuse_missing(name, column)
+    kinds = {_kind(value) for value in column}
+    if len(kinds) > 1:
+        other = next(i for i, value in enumerate(column) if _kind(value) != _kind(column[0]))
+        msg = f"column {name!r}: record 0 of the minibatch has {_text(column[0])}, record {other} has {_text(column[other])}"
+        raise DatasetError(msg, hint=_HINT, column=name)
+    if kinds != {"numbers"}:
+        return column
+    if isinstance(column[0], torch.Tensor):
+        _refuse_ragged(name, column)
+        return torch.stack(column)
+    array = as_column(column)
+    if isinstance(array, list):
+        _refuse_ragged(name, column)
+        msg = f"column {name!r}: {_text(column[0])} does not make a tensor"
+        raise DatasetError(msg, hint=_HINT, column=name)
+    return _tensor(name, array)
+
+
+def _tensor(name: str, column: Any) -> Any:
+    if column.dtype.kind in "US":
+        return column.tolist()
+    try:
+        return torch.from_numpy(np.array(column, dtype=column.dtype.newbyteorder("="), order="C"))
+    except TypeError as error:
+        msg = f"column {name!r} holds {column.dtype}, which torch has no type for"
+        raise DatasetError(msg, hint=_HINT, column=name) from error
+
+
+def _refuse_missing(name: str, column: list[Any]) -> None:
+    for number, value in enumerate(column):
+        if value is None:
+            present = next((value for value in column if value is not None), None)
+            others = f", another has {_text(present)}" if present is not None else ""
+            msg = f"column {name!r}: record {number} of the minibatch has no value{others}"
+            raise DatasetError(msg, hint=_HINT, column=name)
+
+
+def _refuse_ragged(name: str, column: list[Any]) -> None:
+    shapes = [_shape(value) for value in column]
+    for number, shape in enumerate(shapes):
+        if shape != shapes[0]:
+            msg = (
+                f"column {name!r}: record 0 of the minibatch has shape {shapes[0]}, record {number} has shape {shape}; "
+                "one tensor needs one shape"
+            )
+            raise DatasetError(msg, hint=_HINT, column=name)
+
+
+def _shape(value: Any) -> tuple[int, ...] | str:
+    try:
+        return tuple(np.shape(value))
+    except ValueError:
+        return "ragged in itself"
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, int | float | np.generic | np.ndarray | list | tuple | torch.Tensor):
+        return "numbers"
+    return type(value).__name__
+
+
+def _text(value: Any) -> str:
+    shape = _shape(value) if _kind(value) == "numbers" else ()
+    return f"{type(value).__name__} of shape {shape}" if shape else f"{type(value).__name__} {value!r:.40}"

@@ -1,0 +1,134 @@
+"""Records of one task in memory: columns where the format has them, records where it has those; either way both views.
+
+shard.minibatch(indices) ──iterate──► records (dicts) for the user's collate
+                         ──.columns──► arrays and lists for default_collate, without a detour over records
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.errors import DatasetError
+from trainer_agent.tasks.data.order import Indices
+
+Column = npt.NDArray[Any] | list[Any]
+Record = dict[str, Any]
+
+
+class Shard:
+    """Columns of equal length. Values of one record: Python scalars, arrays, text, bytes or None."""
+
+    def __init__(self, columns: Mapping[str, Column], count: int) -> None:
+        for name, column in columns.items():
+            assert len(column) == count, f"column {name} has {len(column)} of {count} records"
+        self._columns = dict(columns)
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._count} records: {', '.join(self._columns)}>"
+
+    def columns(self, indices: Indices) -> dict[str, Column]:
+        """Copies of the chosen records' columns: arrays (n, …), or lists of what has no common shape or no number."""
+        return {
+            name: np.asarray(column[indices]) if isinstance(column, np.ndarray) else [column[i] for i in indices]
+            for name, column in self._columns.items()
+        }
+
+    def records(self, indices: Indices) -> list[Record]:
+        columns = self.columns(indices)
+        return [{name: _value(column[i]) for name, column in columns.items()} for i in range(len(indices))]
+
+    def minibatch(self, indices: Indices) -> Minibatch:
+        return Minibatch(self, indices)
+
+
+class RecordShard(Shard):
+    """Records of a format without columns; they may differ in their fields (a missing one is None in `columns`)."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self._records = records
+        super().__init__(columns_of(records), len(records))
+
+    def records(self, indices: Indices) -> list[Record]:
+        return [self._records[i] for i in indices]
+
+
+class Minibatch(Sequence[Record]):
+    """The records of one minibatch; `columns` is the faster view of the same."""
+
+    def __init__(self, shard: Shard, indices: Indices) -> None:
+        self._shard = shard
+        self._indices = indices
+        self._made: list[Record] | None = None
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        return self._shard.columns(self._indices)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Record]: ...
+    def __getitem__(self, index: int | slice) -> Record | list[Record]:
+        return self._all()[index]
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self._all())
+
+    def __repr__(self) -> str:
+        return f"<Minibatch of {len(self)} records>"
+
+    def _all(self) -> list[Record]:
+        if self._made is None:
+            self._made = self._shard.records(self._indices)
+        return self._made
+
+
+def columns_of(records: Sequence[Any]) -> dict[str, Column]:
+    """Records as columns, in the order in which names first appear; what a record lacks is None."""
+    names: dict[str, None] = {}
+    for number, record in enumerate(records):
+        if not isinstance(record, Mapping):
+            msg = f"record {number} is {type(record).__name__}, not a dict of column -> value"
+            raise DatasetError(msg, hint='a record looks like {"pixels": [0.1, 0.2], "label": 3}')
+        names.update(dict.fromkeys(record))
+    return {name: as_column([record.get(name) for record in records]) for name in names}
+
+
+def as_column(values: list[Any]) -> Column:
+    """An array if all values are numbers, or arrays of numbers, of one shape; else the list as it is.
+
+    Python floats become float32 (torch's default), Python ints int64; numpy values keep their dtype.
+    """
+    if not values or any(value is None or isinstance(value, str | bytes | Mapping) for value in values):
+        return values
+    try:
+        arrays = [_array(value) for value in values]
+    except (ValueError, TypeError, OverflowError):  # ragged inside one record, objects, integers beyond 64 bits
+        return values
+    if any(array.shape != arrays[0].shape or array.dtype.kind not in "biuf" for array in arrays):
+        return values
+    stacked = np.stack(arrays)
+    given = {array.dtype for array in arrays}
+    return stacked.astype(np.float32) if stacked.dtype == np.float64 and np.dtype(np.float64) not in given else stacked
+
+
+def _array(value: Any) -> npt.NDArray[Any]:
+    array = np.asarray(value)
+    if array.dtype == np.float64 and not isinstance(value, np.ndarray | np.generic):
+        return array.astype(np.float32)
+    return array
+
+
+def _value(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value

@@ -1,0 +1,97 @@
+"""`trireme chaos kill`: SIGKILL one process of a running local job and tell how the job got over it (receipts.py).
+
+run.json, children.jsonl --> who runs --> kill --> receipt
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+
+from shared.errors import NotFound, TriremeError
+from shared.runtime import ids
+from trireme.cli import exit_codes
+from trireme.cli.receipts import Receipt, Witness
+from trireme.launch import run_folder
+from trireme.launch.child import read_events
+from trireme.launch.run_folder import DATA_DIR
+
+
+def kill(name: str | None, job: str | None, data_dir: Path | None, *, at_random: bool, as_json: bool) -> int:
+    """Returns the exit code."""
+    try:
+        folder = _folder(job, data_dir)
+        receipt = asyncio.run(kill_one(folder, _victim(folder, name, at_random=at_random)))
+    except TriremeError as error:
+        return exit_codes.tell(error, as_json=as_json)
+    print(json.dumps(asdict(receipt)) if as_json else receipt.text())  # noqa: T201
+    return exit_codes.OK
+
+
+async def kill_one(folder: Path, name: str) -> Receipt:
+    """SIGKILL the child `name` of the run in `folder`, and wait until training went on. Raises NotFound, DeadlineExceeded."""
+    async with Witness(folder) as witness:
+        pid = alive(folder).get(name, 0)
+        before = await witness.look()
+        try:
+            if pid == 0:
+                raise ProcessLookupError
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError as error:
+            msg = f"{name} ended by itself before it could be killed"
+            raise NotFound(msg, hint="is the job over? see `trireme status`") from error
+        return await witness.receipt(before, {name: pid}, master=name.startswith("master-"))
+
+
+def alive(folder: Path) -> dict[str, int]:
+    """Name -> pid of the children of the run in `folder`."""
+    found: dict[str, int] = {}
+    for event in read_events(folder):
+        if event["what"] in ("started", "restarted"):
+            found[event["child"]] = event["pid"]
+        elif event["what"] in ("died", "finished"):
+            found.pop(event["child"], None)
+    return {child: pid for child, pid in found.items() if _is_child(child, pid)}
+
+
+def _folder(job: str | None, data_dir: Path | None) -> Path:
+    place = data_dir or Path(os.environ.get("TRIREME_DATA_DIR") or DATA_DIR)
+    facts = run_folder.read_run_file(place, job)
+    if facts is None:
+        msg = f"there is no run of {f'job {job}' if job else 'any job'} in {place}"
+        raise NotFound(msg, hint="start one with `trireme run SCRIPT`, or give --data-dir")
+    return place / str(facts["job"])
+
+
+def _victim(folder: Path, name: str | None, *, at_random: bool) -> str:
+    """A child that is alive. Raises NotFound."""
+    names = sorted(alive(folder))
+    if not names:
+        msg = f"nothing of the run in {folder} is alive"
+        raise NotFound(msg, hint="start it with `trireme run SCRIPT`")
+    if at_random:
+        return ids.source.choice(names)
+    if name not in names:
+        msg = f"there is no child {name!r} alive; there are {', '.join(names)}"
+        raise NotFound(msg)
+    return name
+
+
+def _is_child(name: str, pid: int) -> bool:
+    """A pid may be somebody else's by now."""
+    try:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        if name == "etcd":
+            return "etcd" in process.name()
+        forked = f"[{name}]" in " ".join(process.cmdline())  # its environment shows that of the fork server
+        return forked or process.environ().get("TRIREME_NAME") == name
+    except psutil.Error:
+        return False

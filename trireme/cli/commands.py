@@ -1,0 +1,263 @@
+"""`trireme`: the command line. Data on stdout, everything else on stderr; this module loads neither torch nor pydantic.
+
+Exit codes: 0 ok, 1 job failed, 2 usage, 3 not found, 4 conflict, 5 auth, 6 unreachable, 7 wait timed out, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    name="trireme",
+    help="Elastic, fault-tolerant training of PyTorch models on machines that vanish.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+chaos = typer.Typer(help="Break a running local job on purpose, and see it get over it.", no_args_is_help=True)
+app.add_typer(chaos, name="chaos")
+
+Job = Annotated[
+    str | None, typer.Option("--job", help="Name of the job. Default: the one started last.", metavar="NAME")
+]
+DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Where runs live. Default: .trireme", metavar="DIR")]
+Url = Annotated[
+    str | None, typer.Option("--url", help="The master's address, instead of a local run's.", metavar="URL")
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+
+Which = Annotated[str | None, typer.Argument(help="A step, or how the checkpoint's uuid begins.", metavar="CHECKPOINT")]
+WaitS = Annotated[
+    float, typer.Option("--wait-s", help="How long to wait for the end; 0: not at all.", min=0, metavar="S")
+]
+checkpoint = typer.Typer(help="Checkpoints of a job, running or not.", no_args_is_help=True)
+app.add_typer(checkpoint, name="checkpoint")
+
+
+@app.command()
+def run(
+    script: Annotated[Path, typer.Argument(help="A Python file with model, dataset, loss and optimizer.")],
+    mode: Annotated[str | None, typer.Option(help="sync (deterministic) or async.", metavar="sync|async")] = None,
+    dispatch: Annotated[
+        str | None,
+        typer.Option(help="Who keeps the task queue: a master, or the trainers themselves.", metavar="master|etcd"),
+    ] = None,
+    trainers: Annotated[int | None, typer.Option(help="Number of trainers.", metavar="N")] = None,
+    pservers: Annotated[int | None, typer.Option(help="Number of parameter servers.", metavar="N")] = None,
+    lanes: Annotated[
+        int | None, typer.Option(help="Virtual workers of sync mode, a power of two.", metavar="N")
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the dataset.", metavar="N")] = None,
+    global_batch_size: Annotated[
+        int | None, typer.Option(help="Records of one step of all lanes.", metavar="N")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Decides order and random numbers.", metavar="N")] = None,
+    push_every: Annotated[int | None, typer.Option(help="Async: minibatches per push.", metavar="N")] = None,
+    pull_every: Annotated[int | None, typer.Option(help="Async: minibatches per pull.", metavar="N")] = None,
+    device: Annotated[str | None, typer.Option(help="Where trainers compute.", metavar="auto|cpu|cuda")] = None,
+    gradient_dtype: Annotated[
+        str | None, typer.Option(help="How gradients travel.", metavar="float32|bfloat16|float16")
+    ] = None,
+    parameter_dtype: Annotated[
+        str | None, typer.Option(help="How pulled parameters travel.", metavar="float32|bfloat16|float16")
+    ] = None,
+    job: Annotated[str | None, typer.Option(help="Name of the job. Default: the script's.", metavar="NAME")] = None,
+    data_dir: DataDir = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port of the master's REST. Default: any free one.", metavar="P")
+    ] = None,
+    standbys: Annotated[int | None, typer.Option(help="Hot standby masters.", metavar="N")] = None,
+    spare_pservers: Annotated[
+        int | None, typer.Option(help="Parameter servers that wait for another one's death.", metavar="N")
+    ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            help="Checkpoints and exports below this path or URL (s3://bucket/runs), not in the job's folder.",
+            metavar="URL",
+        ),
+    ] = None,
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", help="Any other setting of trireme.Config.", metavar="NAME=VALUE")
+    ] = None,
+    check: Annotated[bool, typer.Option(help="Try one minibatch before anything is started.")] = True,
+    fresh: Annotated[
+        bool,
+        typer.Option("--fresh", help="Start anew; what the job's last run left is moved to its folder's previous/."),
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job's spec as JSON, start nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train SCRIPT on this machine: etcd, master, parameter servers and trainers as supervised processes.
+
+    Settings: flag, else environment (TRIREME_EPOCHS, ...), else trireme.toml, else the script's config, else the default.
+
+    The same command again: an unfinished job goes on from its last checkpoint, also with other numbers of trainers and
+    parameter servers (synchronous mode; other settings must be the same). A completed one is left as it is. One that
+    failed starts anew, and so does any with --fresh; what it left is kept in its folder's previous/.
+    """
+    from trireme.cli.run import RunRequest, run_command  # noqa: PLC0415
+
+    flags: dict[str, Any] = {
+        "mode": mode,
+        "dispatch": dispatch,
+        "trainers": trainers,
+        "pservers": pservers,
+        "lanes": lanes,
+        "epochs": epochs,
+        "global_batch_size": global_batch_size,
+        "seed": seed,
+        "push_every": push_every,
+        "pull_every": pull_every,
+        "device": device,
+        "gradient_dtype": gradient_dtype,
+        "parameter_dtype": parameter_dtype,
+        "job": job,
+        "data_dir": data_dir,
+        "port": port,
+        "standbys": standbys,
+        "spare_pservers": spare_pservers,
+        "storage": storage,
+    }
+    request = RunRequest(
+        script, flags, tuple(assignments or ()), check=check, dry_run=dry_run, fresh=fresh, as_json=as_json
+    )
+    raise typer.Exit(run_command(request))
+
+
+@app.command()
+def status(job: Job = None, data_dir: DataDir = None, url: Url = None, as_json: Json = False) -> None:
+    """Phase, progress and members of a job."""
+    from trireme.cli.queries import ask, show_status  # noqa: PLC0415
+
+    raise typer.Exit(ask(show_status, job, data_dir, url, as_json=as_json))
+
+
+@app.command()
+def tasks(
+    state: Annotated[str | None, typer.Option(help="Only these.", metavar="todo|pending|requeued|discarded")] = None,
+    job: Job = None,
+    data_dir: DataDir = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """The task queues: who works on what, what was given up and why."""
+    from trireme.cli.queries import ask, show_tasks  # noqa: PLC0415
+
+    raise typer.Exit(ask(show_tasks, job, data_dir, url, as_json=as_json, state=state))
+
+
+@app.command()
+def members(job: Job = None, data_dir: DataDir = None, url: Url = None, as_json: Json = False) -> None:
+    """Masters, parameter servers and trainers that are alive."""
+    from trireme.cli.queries import ask, show_members  # noqa: PLC0415
+
+    raise typer.Exit(ask(show_members, job, data_dir, url, as_json=as_json))
+
+
+@checkpoint.command(name="list")
+def checkpoint_list(job: Job = None, data_dir: DataDir = None, as_json: Json = False) -> None:
+    """The checkpoints of a job, newest first."""
+    from trireme.cli.checkpoint import show  # noqa: PLC0415
+
+    raise typer.Exit(show(job, data_dir, as_json=as_json))
+
+
+@checkpoint.command(name="create")
+def checkpoint_create(
+    wait_s: WaitS = 120.0, job: Job = None, data_dir: DataDir = None, url: Url = None, as_json: Json = False
+) -> None:
+    """Save one of the next steps of a running job now; training does not stop for it (synchronous mode).
+
+    Prints the operation: the checkpoint once it is there. Exit code 7: not there within --wait-s; it goes on.
+    """
+    from trireme.cli.checkpoint_requests import create  # noqa: PLC0415
+
+    raise typer.Exit(create(job, data_dir, url, wait_s, as_json=as_json))
+
+
+@checkpoint.command(name="restore")
+def checkpoint_restore(
+    which: Annotated[str, typer.Argument(help="A step, or how the checkpoint's uuid begins.", metavar="CHECKPOINT")],
+    wait_s: WaitS = 120.0,
+    job: Job = None,
+    data_dir: DataDir = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Take a running job back to a checkpoint; it trains on from there, to the same bits. Nothing is stopped before the
+    checkpoint's files are found good (exit code 1 if they are not); newer checkpoints stay, and one can go back to them.
+    """
+    from trireme.cli.checkpoint_requests import restore  # noqa: PLC0415
+
+    raise typer.Exit(restore(job, data_dir, url, which, wait_s, as_json=as_json))
+
+
+@checkpoint.command(name="verify")
+def checkpoint_verify(which: Which = None, job: Job = None, data_dir: DataDir = None, as_json: Json = False) -> None:
+    """Read every file of a checkpoint (of all, if none is named) and compare the checksums; exit code 1 if one is damaged."""
+    from trireme.cli.checkpoint import verify  # noqa: PLC0415
+
+    raise typer.Exit(verify(job, data_dir, which, as_json=as_json))
+
+
+@app.command()
+def export(
+    which: Which = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the files. Default: export-step-N in the job's folder.", metavar="DIR"),
+    ] = None,
+    job: Job = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint (the newest, if none is named) as model.safetensors and model.pt, which plain PyTorch loads.
+
+    Loads the job's script to build the model; it must be the one the checkpoint was made with.
+    """
+    from trireme.cli.checkpoint import export as run_export  # noqa: PLC0415
+
+    raise typer.Exit(run_export(job, data_dir, which, out, as_json=as_json))
+
+
+@chaos.command("kill")
+def chaos_kill(
+    name: Annotated[
+        str | None, typer.Argument(help="trainer-0, pserver-1, master-0, etcd, ...", metavar="[NAME]")
+    ] = None,
+    at_random: Annotated[bool, typer.Option("--random", help="Any process of the job.")] = False,
+    job: Job = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """SIGKILL a process of a running local job. The receipt: how it was noticed, when training went on, what it cost."""
+    if (name is None) is not at_random:
+        raise typer.BadParameter("give either a NAME or --random")
+    from trireme.cli.chaos import kill  # noqa: PLC0415
+
+    raise typer.Exit(kill(name, job, data_dir, at_random=at_random, as_json=as_json))
+
+
+@app.command()
+def version(as_json: Json = False) -> None:
+    """Versions of Trireme and what it runs on."""
+    from trireme.cli.doctor import show_version  # noqa: PLC0415
+
+    show_version(as_json=as_json)
+
+
+@app.command()
+def doctor(data_dir: DataDir = None, as_json: Json = False) -> None:
+    """Check this machine: versions, etcd, ports, data directory; and how long a recovery may take."""
+    from trireme.cli.doctor import examine  # noqa: PLC0415
+
+    raise typer.Exit(examine(data_dir, as_json=as_json))
+
+
+def main() -> None:
+    app()

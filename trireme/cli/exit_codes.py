@@ -1,0 +1,74 @@
+"""Exit codes, and how the command line tells what went wrong: one message, never a stack trace of ours."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from shared.errors import (
+    CallerError,
+    CheckpointUnusable,
+    Conflict,
+    DatasetError,
+    DeadlineExceeded,
+    NotFound,
+    PeerError,
+    TriremeError,
+    Unauthorized,
+    UserCodeError,
+)
+from shared.records import UserFailure
+from trireme.launch.child import ClusterError
+
+OK, JOB_FAILED, USAGE, NOT_FOUND, CONFLICT, AUTH, UNREACHABLE, TIMED_OUT, INTERRUPTED = 0, 1, 2, 3, 4, 5, 6, 7, 130
+
+_CODES: tuple[tuple[type[TriremeError], int], ...] = (  # the first that fits
+    (ClusterError, JOB_FAILED),
+    (DatasetError, JOB_FAILED),
+    (CheckpointUnusable, JOB_FAILED),
+    (UserCodeError, JOB_FAILED),
+    (NotFound, NOT_FOUND),
+    (Conflict, CONFLICT),
+    (Unauthorized, AUTH),
+    (DeadlineExceeded, TIMED_OUT),
+    (PeerError, UNREACHABLE),
+    (CallerError, USAGE),
+)
+
+
+def code_of(error: TriremeError) -> int:
+    return next((code for kind, code in _CODES if isinstance(error, kind)), JOB_FAILED)
+
+
+def tell(error: TriremeError, *, as_json: bool) -> int:
+    """Print the error (stderr; with --json also its map on stdout); returns the exit code."""
+    lines = [f"error: {error.message}"]
+    if error.hint:
+        lines.append(f"hint: {error.hint}")
+    if tail := error.details.get("tail"):
+        lines += [f"the end of {error.details.get('log')}:", str(tail)]
+    _print(lines, {"error": error.to_map()} if as_json else None)
+    return code_of(error)
+
+
+def tell_script_error(failure: UserFailure, *, as_json: bool) -> int:
+    """The user's own traceback, as Python would have shown it."""
+    _print(failure_lines(failure), {"error": failure.model_dump()} if as_json else None)
+    return JOB_FAILED
+
+
+def failure_lines(failure: UserFailure) -> list[str]:
+    """The traceback on top, then the task it happened in."""
+    last = f"{failure.error_type}: {failure.message}" if failure.error_type else failure.message
+    lines = [failure.traceback.rstrip()] if failure.traceback else []
+    if not (failure.error_type and failure.error_type in failure.traceback):
+        lines.append(last)
+    if failure.task:
+        lines.append(f"in {failure.task}" + (f" at {failure.trainer}" if failure.trainer else ""))
+    return lines
+
+
+def _print(lines: list[str], document: object | None) -> None:
+    print("\n".join(lines), file=sys.stderr)  # noqa: T201
+    if document is not None:
+        print(json.dumps(document))  # noqa: T201

@@ -1,0 +1,147 @@
+"""One child process of the launcher: its log file, its end, its signals. No child outlives the launcher.
+
+spawn -> alive -> ended(Exit)      each child leads its own session, so a Ctrl-C in the terminal reaches the
+                                   launcher only; PDEATHSIG kills the child if the launcher itself is killed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from shared.errors import TriremeError
+from shared.runtime import clock
+from trireme.launch.processes import Process, Start, spawn
+
+TAIL_BYTES = 16 << 10
+TAIL_LINES = 15
+EVENTS_FILE = "children.jsonl"
+
+
+class ClusterError(TriremeError):
+    """The cluster cannot go on: a child that ends again and again, or no trainer left. `details`: child, log, tail."""
+
+    code = "CLUSTER_FAILED"
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a process ended: `code` as of subprocess (negative: the signal's number)."""
+
+    pid: int
+    code: int
+    lived_s: float
+
+    def __str__(self) -> str:
+        return signal.Signals(-self.code).name if self.code < 0 else f"exit code {self.code}"
+
+
+@dataclass(frozen=True, slots=True)
+class ChildEvent:
+    """`what`: started, died, restarted, finished, lease_left. `cause`: how it ended."""
+
+    child: str
+    what: str
+    cause: str = ""
+    pid: int = 0
+
+
+def append_event(run_dir: Path, event: ChildEvent) -> None:
+    """One line in `children.jsonl`: other commands read there who runs, and when a death was noticed."""
+    line = json.dumps({"time": clock.timestamp(), **asdict(event)})
+    with (run_dir / EVENTS_FILE).open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+def read_events(run_dir: Path) -> list[dict[str, Any]]:
+    """All lines so far; a last one that is not whole yet is left out."""
+    try:
+        text = (run_dir / EVENTS_FILE).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+class Child:
+    """A process that may be started again after it ended; `starts` counts how often."""
+
+    def __init__(
+        self, name: str, argv: Sequence[str], environment: Mapping[str, str], log: Path, start: Start = spawn
+    ) -> None:
+        self.name = name
+        self.argv = tuple(argv)
+        self.environment = dict(environment)
+        self.log = log
+        self.starts = 0
+        self._start = start
+        self._process: Process | None = None
+        self._since = 0.0
+
+    def __repr__(self) -> str:
+        state = f"pid {self.pid}" if self.alive else "not running"
+        return f"<Child {self.name}: {state}, started {self.starts} times>"
+
+    @property
+    def pid(self) -> int:
+        """0 if it was never started."""
+        return self._process.pid if self._process else 0
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self) -> None:
+        """Start the process; its output is appended to `log`."""
+        assert not self.alive, f"{self!r} is started twice"
+        with self._open_log() as out:
+            self._process = await self._start(self.argv, self.environment, out, out)
+        self.starts += 1
+        self._since = clock.monotonic()
+
+    def _open_log(self) -> IO[bytes]:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        return self.log.open("ab")
+
+    async def wait(self) -> Exit:
+        """The end of the current process, for as long as it runs."""
+        assert self._process is not None, f"{self!r} was never started"
+        code = await self._process.wait()
+        return Exit(self._process.pid, code, clock.monotonic() - self._since)
+
+    def send(self, number: signal.Signals) -> None:
+        """Nothing happens if it has ended."""
+        if self._process is not None and self.alive:
+            self._process.send_signal(number)
+
+    async def end(self, grace_s: float) -> None:
+        """SIGTERM, and SIGKILL after `grace_s` seconds."""
+        if not self.alive:
+            return
+        self.send(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(grace_s):
+                await self.wait()
+        except TimeoutError:
+            self.send(signal.SIGKILL)
+            await self.wait()
+
+    def tail(self, lines: int = TAIL_LINES) -> str:
+        """The last lines of its log."""
+        return tail_of(self.log, lines)
+
+
+def tail_of(path: Path, lines: int) -> str:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:])

@@ -1,0 +1,358 @@
+"""A whole job on this machine: etcd, master(s), parameter servers and trainers as supervised child processes.
+
+    async with LocalCluster(spec, run_dir) as cluster:       starts everything
+        state = await cluster.wait()                         COMPLETED or FAILED; a dead child is started again meanwhile
+                                                             leaving stops everything: trainers first, etcd last
+
+No child outlives the cluster, however it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Self
+
+from shared import etcd as etcd_client
+from shared.errors import DeadlineExceeded, TriremeError
+from shared.etcd import Fatal
+from shared.etcd.embedded import EmbeddedEtcd
+from shared.keys import Keys
+from shared.membership.directory import Directory
+from shared.records import Dispatch, JobSpec, JobState
+from shared.runtime import clock
+from trireme.launch.child import (
+    TAIL_LINES,
+    Child,
+    ChildEvent,
+    ClusterError,
+    Exit,
+    append_event,
+    tail_of,
+)
+from trireme.launch.orphan_leases import leases_of
+from trireme.launch.processes import PYTHON_MODULE, ForkServer, inherited_environment
+from trireme.launch.restarts import RestartPolicy
+from trireme.launch.run_folder import sockets
+from trireme.view.client import Client
+from trireme.view.job_address import address
+from trireme.view.spectator import Spectator
+
+HOST = "127.0.0.1"
+# in stopping order; no master is left to see the parameter servers go, or it would roll the job back
+MODULES = {"trainer": "trainer_agent", "master": "master_service", "pserver": "pserver_service"}
+MASTERLESS_TRAINER = "trireme.masterless"
+GRACE_S = 5.0
+PSERVER_GRACE_S = 15.0  # for a part that is being written
+START_TIMEOUT_S = 60.0
+REVOKE_TIMEOUT_S = 2.0
+FINAL_TIMEOUT_S = 1.0
+FOLLOW_S = 5.0
+PASSED_ON = ("TRIREME_TRANSPORT",)  # of our own environment; the rest is in the spec
+SPARE_WAIT_S = 365 * 24 * 3600.0  # whoever finds no free place is a spare
+
+
+class LocalCluster:
+    """`run_dir` gets spec.json, logs/<child>.log, children.jsonl and etcd/ (an earlier run's is gone on with); `port` is the first master's (0: any free one).
+    Spare parameter servers have all loaded and wait: the first to see a place free takes it. `forks` starts the children
+    (None: one of its own, until the cluster ends).
+
+    `on_event` hears of every start and death. Children by name: `trainer-0`, `pserver-0`, `master-0`, `etcd`.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        run_dir: Path,
+        *,
+        port: int = 0,
+        standbys: int = 0,
+        spare_pservers: int = 0,
+        environment: Mapping[str, str] | None = None,
+        forks: ForkServer | None = None,
+        on_event: Callable[[ChildEvent], None] = lambda _: None,
+    ) -> None:
+        self.spec = spec
+        self.run_dir = run_dir
+        self.children: dict[str, Child] = {}
+        self.embedded = EmbeddedEtcd(run_dir / "etcd", log_path=run_dir / "logs" / "etcd.log")
+        self._port = port
+        self._standbys = standbys
+        self._spare_pservers = spare_pservers
+        self._extra = dict(environment or {})
+        self._forks = forks or ForkServer()
+        self._own_forks = forks is None
+        self._on_event = on_event
+        self._keys = Keys(spec.job)
+        self._stopping = False
+        self._opened = contextlib.AsyncExitStack()
+        self._tasks = asyncio.TaskGroup()
+        self._running: list[asyncio.Task[None]] = []
+        self._final: asyncio.Future[JobState]
+        self._spectator: Spectator | None = None
+        self.masterless = spec.dispatch is Dispatch.ETCD
+        self.etcd: etcd_client.Etcd
+        self.directory: Directory
+
+    def __repr__(self) -> str:
+        alive = sum(child.alive for child in self.children.values())
+        return f"<LocalCluster {self.spec.job}: {alive} of {len(self.children)} children alive, {self.embedded!r}>"
+
+    # ------------------------------------------------------------ what tests and the command line ask
+
+    async def wait(self, timeout_s: float | None = None) -> JobState:
+        """The job's last state, COMPLETED or FAILED. Raises ClusterError when it can never come, DeadlineExceeded."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(self._final)
+        except TimeoutError as error:
+            msg = f"job {self.spec.job} is not over after {timeout_s:g} s: {self.directory.state!r}"
+            raise DeadlineExceeded(msg) from error
+
+    @property
+    def url(self) -> str:
+        """The leading master's, "" while there is none; of a masterless job its place in etcd, as commands take it."""
+        if self.masterless:
+            return address(self.embedded.url, self.spec.job)
+        return self.directory.master.url if self.directory.master else ""
+
+    @asynccontextmanager
+    async def client(self, timeout_s: float) -> AsyncIterator[Client | Spectator]:
+        """Whoever answers questions about the job. Raises DeadlineExceeded."""
+        if self._spectator is not None:
+            yield self._spectator
+            return
+        async with Client(await self.master_url(timeout_s), timeout_s=timeout_s) as client:
+            yield client
+
+    async def master_url(self, timeout_s: float = START_TIMEOUT_S) -> str:
+        """Where the leading master's REST is; raises DeadlineExceeded."""
+        await self.directory.wait_for(lambda view: view.master is not None, timeout_s, "a master")
+        assert self.directory.master is not None
+        return self.directory.master.url
+
+    async def add_trainer(self) -> Child:
+        return await self._add("trainer")
+
+    @property
+    def _spec_path(self) -> dict[str, str]:
+        return {"TRIREME_SPEC": str(self.run_dir / "spec.json")}
+
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> int:
+        """Send a signal to a child (it will be started again); returns its pid."""
+        if name == "etcd":
+            self.embedded.send(number)
+            return self.embedded.pid or 0
+        self.children[name].send(number)
+        return self.children[name].pid
+
+    def kill_all(self) -> None:
+        """The impatient end: SIGKILL to every child, without a word."""
+        self._stopping = True
+        for child in self.children.values():
+            child.send(signal.SIGKILL)
+        self.embedded.send(signal.SIGKILL)
+
+    # ------------------------------------------------------------ children
+
+    def _of(self, role: str) -> list[Child]:
+        return [child for child in self.children.values() if child.name.startswith(f"{role}-")]
+
+    async def _add(self, role: str, settings: Mapping[str, str] | None = None) -> Child:
+        name = f"{role}-{len(self._of(role))}"
+        variables = inherited_environment() | {
+            "TRIREME_JOB": self.spec.job,
+            "TRIREME_ETCD": self.embedded.url,
+            "TRIREME_HOST": HOST,
+            "TRIREME_NAME": name,
+            **(self._spec_path if self.masterless and role == "trainer" else {}),
+            **{name: os.environ[name] for name in PASSED_ON if name in os.environ},
+            **self._extra,
+            **(settings or {}),
+        }
+        module = MASTERLESS_TRAINER if self.masterless and role == "trainer" else MODULES[role]
+        log = self.run_dir / "logs" / f"{name}.log"
+        child = self.children[name] = Child(name, [*PYTHON_MODULE, module], variables, log, self._forks.start)
+        await child.start()
+        self._tell(ChildEvent(name, "started", pid=child.pid))
+        self.accompany(self._supervise(child))
+        return child
+
+    def _tell(self, event: ChildEvent) -> None:
+        """To whoever listens, and into the folder for other commands."""
+        append_event(self.run_dir, event)
+        self._on_event(event)
+
+    async def _supervise(self, child: Child) -> None:
+        policy = RestartPolicy()
+        while True:
+            end = await child.wait()
+            if self._stopping:
+                return
+            if end.code == 0 and await self._is_final():
+                self._tell(ChildEvent(child.name, "finished", pid=end.pid))
+                return
+            self._tell(ChildEvent(child.name, "died", str(end), end.pid))
+            await self._bury(child, end)
+            delay_s = policy.delay_s(end.code, end.lived_s)
+            if delay_s is None:
+                message = f"{child.name} ended {policy.deaths} times right after its start, the last time with {end}"
+                self._fail(child.name, message, child.log, child.tail())
+                return
+            await asyncio.sleep(delay_s)
+            if self._stopping or _is_final(self.directory.state):
+                return
+            await child.start()
+            self._tell(ChildEvent(child.name, "restarted", str(end), child.pid))
+
+    async def _supervise_etcd(self) -> None:
+        policy = RestartPolicy()
+        while True:
+            since = clock.monotonic()
+            pid, code = self.embedded.pid or 0, await self.embedded.wait()
+            end = Exit(pid, code or 0, clock.monotonic() - since)
+            while not self.embedded.running:
+                if self._stopping:
+                    return
+                self._tell(ChildEvent("etcd", "died", str(end), end.pid))
+                delay_s = policy.delay_s(end.code, end.lived_s)
+                if delay_s is None:
+                    tail = tail_of(self.embedded.log_path, TAIL_LINES)
+                    self._fail(
+                        "etcd", f"etcd ended again and again, the last time with {end}", self.embedded.log_path, tail
+                    )
+                    return
+                await asyncio.sleep(delay_s)
+                with contextlib.suppress(Fatal):  # told by its next death
+                    await self.embedded.start()
+            self._tell(ChildEvent("etcd", "restarted", str(end), self.embedded.pid or 0))
+
+    async def _is_final(self) -> bool:
+        """True if the job is over; a trainer may leave a moment before we hear of it."""
+        with contextlib.suppress(DeadlineExceeded):
+            await self.directory.wait_for(lambda view: _is_final(view.state), FINAL_TIMEOUT_S, "the end of the job")
+        return _is_final(self.directory.state)
+
+    def _fail(self, name: str, message: str, log: Path, tail: str) -> None:
+        if not self._final.done():
+            self._final.set_exception(ClusterError(f"{message}; its log is {log}", child=name, log=str(log), tail=tail))
+
+    async def _bury(self, child: Child, end: Exit) -> None:
+        """Revoke the lease of a process that we saw die, so that nobody waits for it to run out.
+
+        The launcher knows the death for sure, hence it needs no master to confirm it by probing.
+        """
+        try:
+            async with asyncio.timeout(REVOKE_TIMEOUT_S):
+                for lease in await leases_of(self.etcd, self._keys, child.name, end.pid):
+                    await self.etcd.revoke(lease, timeout_s=REVOKE_TIMEOUT_S)
+        except (TriremeError, TimeoutError) as error:  # etcd is away: the lease runs out by itself
+            self._tell(ChildEvent(child.name, "lease_left", f"{type(error).__name__}: {error}", end.pid))
+
+    async def _bury_predecessors(self) -> None:
+        """The members of an earlier run died with it (children do not outlive their launcher, and we have its lock);
+        an etcd that starts on its old data gives their leases a new life. Raises PeerError."""
+        found = await self.etcd.range(self._keys.prefix, prefix=True, keys_only=True)
+        for lease in sorted({item.lease for item in found.kvs if item.lease}):
+            await self.etcd.revoke(lease, timeout_s=REVOKE_TIMEOUT_S)
+
+    # ------------------------------------------------------------ start and stop
+
+    async def __aenter__(self) -> Self:
+        self._final = asyncio.get_running_loop().create_future()
+        await self._tasks.__aenter__()
+        try:
+            await self._start()
+        except BaseException:
+            await self._end()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._end()
+
+    async def _start(self) -> None:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        (self.run_dir / "logs").mkdir(exist_ok=True)
+        (self.run_dir / "spec.json").write_bytes(self.spec.to_bytes())
+        if self._own_forks:
+            self._opened.enter_context(self._forks)
+        self._opened.push_async_callback(self.embedded.stop)
+        await self.embedded.start()
+        self.etcd = etcd_client.connect([self.embedded.url])
+        self._opened.push_async_callback(self.etcd.close)
+        await self._bury_predecessors()
+        self._tell(ChildEvent("etcd", "started", pid=self.embedded.pid or 0))
+        self.directory = Directory(self.etcd, self._keys)
+        self.accompany(self._supervise_etcd())
+        self.accompany(self.directory.run())
+        self.accompany(self._follow_state())
+        if self.masterless:
+            self._spectator = Spectator(self.etcd, self._keys)
+            self.accompany(self._spectator.run())
+        for index in range(0 if self.masterless else 1 + self._standbys):
+            await self._add("master", {"TRIREME_PORT": str(self._port if index == 0 else 0), **self._spec_path})
+        settings = {"TRIREME_UDS": str(self._opened.enter_context(sockets(self.run_dir)))}
+        if self._spare_pservers:
+            settings["TRIREME_CLAIM_WAIT_S"] = str(SPARE_WAIT_S)
+        for _ in range(self.spec.pservers + self._spare_pservers):
+            await self._add("pserver", settings)
+        for _ in range(self.spec.trainers):
+            await self._add("trainer")
+
+    def accompany(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` beside the children until the cluster ends; what it raises comes out of `wait`."""
+        self._running.append(self._tasks.create_task(self._guarded(work)))
+
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:  # noqa: BLE001  the caller of wait() hears of it
+            if not self._final.done():
+                self._final.set_exception(error)
+
+    async def _follow_state(self) -> None:
+        revision = 0
+        while not _is_final(self.directory.state):
+            await self.directory.changed(revision, FOLLOW_S)
+            revision = self.directory.revision
+        if self.directory.state is not None and not self._final.done():
+            self._final.set_result(self.directory.state)
+
+    async def _end(self) -> None:
+        """Stop everything; a caller that is cancelled meanwhile waits all the same: no child may be left."""
+        ending = self._tasks.create_task(self.stop())
+        cancelled: asyncio.CancelledError | None = None
+        while not ending.done():
+            try:
+                await asyncio.shield(ending)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        await self._tasks.__aexit__(None, None, None)
+        if cancelled is not None:
+            raise cancelled
+
+    async def stop(self) -> None:
+        """End all children in order: trainers, masters, parameter servers, etcd. Takes at most GRACE_S for each kind
+        (PSERVER_GRACE_S for parameter servers)."""
+        self._stopping = True
+        if not self._final.done() or self._final.exception() is None:  # an exception nobody asked for is no warning
+            self._final.cancel()
+        for task in self._running:
+            task.cancel()
+        if self._running:
+            await asyncio.wait(self._running, timeout=GRACE_S)  # nobody starts a child again from here on
+        for role in MODULES:
+            async with asyncio.TaskGroup() as group:
+                for child in self._of(role):
+                    group.create_task(child.end(PSERVER_GRACE_S if role == "pserver" else GRACE_S))
+        await self._opened.aclose()
+
+
+def _is_final(state: JobState | None) -> bool:
+    return state is not None and state.phase.final

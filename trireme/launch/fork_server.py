@@ -1,0 +1,179 @@
+"""`python -m trireme.launch.fork_server`: has imported what members need (torch: seconds of processor time), and forks them.
+
+    launcher ── fork server ── middle ── child       the middle ends at once, so the child becomes the launcher's own: the
+       `─────────────────────────────────'           launcher waits for it, and takes it along when it dies itself
+
+The control socket is standard input: one byte with three descriptors (connection, stdout, stderr) for each start; on the
+connection the launcher writes a Request, the child its pid, and the launcher GO. Whoever hears nothing gives up.
+
+User code is imported in children only, and no thread is started here (OpenBLAS ends its own before a fork). Nobody notices
+when this process is killed: its children are not its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import socket
+import sys
+import threading
+import traceback
+import warnings
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, Never, Self
+
+import setproctitle
+
+from shared.runtime import clock
+from shared.runtime.lifelines import die_with
+
+GO = b"!"
+DESCRIPTORS = 3
+REQUEST_BYTES = 4 << 20
+ADOPTION_S = 5.0
+FAILED = 1
+
+# what a module is going to import anyway; in the order in which a job asks for them
+_SERVICE = ("uvloop", "pydantic_settings", "shared.runtime.service")
+_TRAINER = (*_SERVICE, "trainer_agent.settings", "trainer_agent.process")
+NEEDS = {
+    "trainer_agent": (*_TRAINER, "trainer_agent.script.inspect"),
+    "master_service": (*_SERVICE, "uvicorn.loops.auto", "master_service.settings", "master_service.api.app"),
+    "pserver_service": (
+        *_SERVICE,
+        "pserver_service.settings",
+        "pserver_service.data_plane.server",
+        "pserver_service.member",
+    ),
+    "trireme.masterless": (*_TRAINER, "master_service.masterless.dispatcher", "trireme.config"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """`python -P -m module arguments` with this environment, as a child of `parent`; `title` is what `ps` shows."""
+
+    module: str
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+    parent: int
+    title: str
+
+    def to_line(self) -> bytes:
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> Self:
+        fields: dict[str, Any] = json.loads(line)
+        return cls(**fields)
+
+
+def main() -> int:
+    """Serve until the launcher closes the control socket."""
+    warnings.filterwarnings(
+        "ignore", message=".*multi-threaded.*fork", category=DeprecationWarning
+    )  # OpenBLAS; see above
+    setproctitle.getproctitle()  # finds the room of titles, which it cannot once the environment was changed
+    gc.disable()  # nothing that children share is to be touched
+    ahead = [name for names in NEEDS.values() for name in names]
+    with socket.socket(fileno=sys.stdin.fileno()) as control:
+        while True:
+            if ahead and not select.select([control], [], [], 0)[0]:
+                _import(ahead.pop(0))
+                continue
+            asked, descriptors, _, _ = socket.recv_fds(control, 1, DESCRIPTORS)
+            if not asked:
+                return 0
+            given, out, err = descriptors
+            # an error: the launcher has given it up, or is dead
+            with socket.socket(fileno=given) as connection, suppress(OSError, ValueError):
+                _start(Request.from_line(_line(connection)), connection, out, err)
+            os.close(out)
+            os.close(err)
+
+
+def _line(connection: socket.socket) -> bytes:
+    with connection.makefile("rb") as lines:
+        return lines.readline(REQUEST_BYTES)
+
+
+def _import(name: str) -> None:
+    with suppress(Exception):  # whoever needs it fails at it in its own log
+        importlib.import_module(name)
+
+
+def _start(request: Request, connection: socket.socket, out: int, err: int) -> None:
+    for name in NEEDS.get(request.module, ()):
+        _import(name)
+    gc.freeze()
+    middle = os.fork()
+    if middle == 0:
+        if os.fork() == 0:
+            _become(request, connection, out, err)
+        os._exit(0)
+    os.waitpid(middle, 0)
+
+
+def _become(request: Request, connection: socket.socket, out: int, err: int) -> Never:
+    """In the child: be what was asked for, and end."""
+    code = FAILED
+    try:
+        # no session of its own: the kernel would let its loop wait for its compute thread (shared.runtime.scheduling)
+        os.setpgid(0, 0)
+        deadline = clock.monotonic() + ADOPTION_S
+        while os.getppid() != request.parent and clock.monotonic() < deadline:
+            select.select([], [], [], 0.001)
+        die_with(request.parent)
+        connection.sendall(str(os.getpid()).encode())
+        if connection.recv(len(GO)) != GO:
+            os._exit(FAILED)
+        connection.close()
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for descriptor, number in ((nothing, 0), (out, 1), (err, 2)):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        os.environ.clear()
+        os.environ.update(request.environment)
+        setproctitle.setproctitle(request.title)
+        if "numpy" in sys.modules:  # Python's own generator does it by itself, torch's begins alike everywhere
+            importlib.import_module("numpy.random").seed()
+        code = _run(request)
+    finally:
+        os._exit(code)
+
+
+def _run(request: Request) -> int:
+    """The exit code. What an interpreter does at its end is done, but for taking itself to pieces (0.5 s with torch)."""
+    sys.argv = [request.module, *request.arguments]
+    gc.enable()
+    code = FAILED
+    try:
+        runpy.run_module(request.module, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = _exit_code(end.code)
+    except BaseException:  # noqa: BLE001  as an interpreter does
+        traceback.print_exc()
+    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  as multiprocessing does: joins what is no daemon
+    atexit._run_exitfuncs()  # noqa: SLF001
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    return code
+
+
+def _exit_code(said: object) -> int:
+    if said is None or isinstance(said, int):
+        return (said or 0) & 0xFF
+    print(said, file=sys.stderr)  # noqa: T201  as an interpreter does
+    return FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

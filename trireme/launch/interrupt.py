@@ -1,0 +1,88 @@
+"""Ctrl-C (or SIGTERM) at `trireme run`.
+
+the first: a checkpoint of the next step but one, at most CHECKPOINT_S -> the run is cancelled, which stops its children in order
+the second: every child is killed at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import signal
+import sys
+from collections.abc import Callable
+
+from shared.errors import TriremeError
+from shared.records import Phase, Stage
+from shared.records.operations import saves_on_demand
+from shared.runtime import ids
+from trireme.cli.checkpoint_requests import follow
+from trireme.launch.cluster import LocalCluster
+
+CHECKPOINT_S = 30.0
+MASTER_S = 2.0
+
+
+class Interrupt:
+    """`cluster`: whose children a second Ctrl-C kills. `ready`: its job may be running, a checkpoint is worth a try."""
+
+    def __init__(self) -> None:
+        self.cluster: LocalCluster | None = None
+        self.ready = False
+        self.say: Callable[[str], None] = _print
+        self.count = 0
+        self._run = asyncio.current_task()
+
+    def __enter__(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self.hear)
+
+    def __exit__(self, *_: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+    def hear(self) -> None:
+        self.count += 1
+        if self.count == 1 and self.cluster is not None and self.ready and _is_training(self.cluster):
+            self.say(f"saving a checkpoint before stopping (at most {CHECKPOINT_S:g} s); once more to stop at once")
+            self.cluster.accompany(self._save_and_stop(self.cluster))
+            return
+        if self.count == 1:
+            self.say("stopping; once more to stop at once")
+        elif self.cluster is not None:
+            self.cluster.kill_all()
+        self._stop()
+
+    async def _save_and_stop(self, cluster: LocalCluster) -> None:
+        try:
+            async with asyncio.timeout(CHECKPOINT_S):
+                async with cluster.client(MASTER_S) as client:
+                    asked = await client.create_checkpoint(
+                        ids.new_id("interrupt"), cause="Ctrl-C", limit_s=CHECKPOINT_S
+                    )
+                made = await follow(lambda: cluster.client(MASTER_S), asked, CHECKPOINT_S, lambda _: None)
+            self.say(f"saved step {made['step']}; stopping")
+        except (TriremeError, TimeoutError) as error:
+            cause = str(error) or f"not within {CHECKPOINT_S:g} s"
+            self.say(f"no checkpoint of now ({cause}); the job would go on from the one before; stopping")
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._run is not None:
+            self._run.cancel()
+
+
+def resuming_command() -> str:
+    """The command line of this process, as the user may type it again to go on."""
+    return shlex.join(["trireme", *(argument for argument in sys.argv[1:] if argument != "--fresh")])
+
+
+def _is_training(cluster: LocalCluster) -> bool:
+    state = cluster.directory.state
+    if state is None or state.stage is not Stage.TRAIN:
+        return False
+    return saves_on_demand(cluster.spec) and state.phase in {Phase.RUNNING, Phase.CHECKPOINTING}
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr)  # noqa: T201

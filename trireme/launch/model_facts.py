@@ -1,0 +1,71 @@
+"""What the script's model and optimizer are, as far as an unfinished job depends on it: kept in the run's folder, compared when it goes on.
+
+{"tensors": [[kind, name, shape, dtype, group], ...], "optimizer": {"name", "defaults", "groups"}}   (trainer_agent.script.inspect)
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+FILE = "model.json"
+KINDS = {"param": "parameter", "buffer": "buffer"}
+
+Facts = dict[str, Any]
+
+
+def read(folder: Path) -> Facts | None:
+    """None: not known (the run was started without a check)."""
+    try:
+        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def write(folder: Path, facts: Facts | None) -> None:
+    if facts is not None:
+        (folder / FILE).write_text(json.dumps(facts), encoding="utf-8")
+
+
+def difference(then: Facts | None, now: Facts | None) -> str:
+    """The first thing that differs, with both values, or ""; what is not known differs from nothing."""
+    if then is None or now is None:
+        return ""
+    for old, new in zip_longest(then["tensors"], now["tensors"]):
+        if old != new:
+            return _tensors(old, new)
+    return _optimizers(then["optimizer"], now["optimizer"])
+
+
+def _tensors(old: list[Any] | None, new: list[Any] | None) -> str:
+    if old is None or new is None:
+        there, when = (new, "is new") if old is None else (old, "is not there any more")
+        assert there is not None
+        return f"{KINDS[there[0]]} {there[1]} {_text(there)} {when}"
+    if old[1] != new[1]:
+        return f"{KINDS[old[0]]} {old[1]} {_text(old)} was in the place of {KINDS[new[0]]} {new[1]} {_text(new)}"
+    if old[2:4] != new[2:4]:
+        return f"{KINDS[old[0]]} {old[1]} was {_text(old)}, now it is {_text(new)}"
+    return f"{KINDS[old[0]]} {old[1]} was in optimizer group {old[4]}, now it is in {new[4]}"
+
+
+def _text(tensor: list[Any]) -> str:
+    return f"{str(tensor[3]).removeprefix('torch.')} {tensor[2]}"
+
+
+def _optimizers(old: Facts, new: Facts) -> str:
+    if old["name"] != new["name"]:
+        return f"the optimizer was {old['name']}, now it is {new['name']}"
+    if len(old["groups"]) != len(new["groups"]):
+        return f"the optimizer had {len(old['groups'])} groups, now it has {len(new['groups'])}"
+    for number, (before, after) in enumerate(zip(old["groups"], new["groups"], strict=True)):
+        for option in before.keys() & after.keys():
+            if before[option] != after[option]:
+                return f"the optimizer's {option} was {before[option]!r}, now it is {after[option]!r} (group {number})"
+    for option in old["defaults"].keys() & new["defaults"].keys():  # another torch may know more of them
+        if old["defaults"][option] != new["defaults"][option]:
+            return f"the optimizer's {option} was {old['defaults'][option]!r}, now it is {new['defaults'][option]!r}"
+    return ""

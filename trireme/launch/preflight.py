@@ -1,0 +1,111 @@
+"""Ask a child process what the user's script says, and whether it works, before anything is started.
+
+The launcher itself never imports the script (nor torch). `python -m trainer_agent inspect SCRIPT` prints one JSON
+object: {"config": {...}, "dataset": {...}, "evaluation_dataset": {...} | null, "model": {...}} or {"error": {...}}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from shared.records import UserFailure
+from trireme.config import ConfigError
+from trireme.launch.processes import PYTHON_MODULE, Start, inherited_environment, spawn
+from trireme.settings import UsageError
+
+TIMEOUT_S = 300.0
+USAGE = 2
+
+
+class ScriptError(Exception):
+    """The user's code raised: its own traceback is all there is to say."""
+
+    def __init__(self, failure: UserFailure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    config: dict[str, Any]
+    dataset: dict[str, Any]
+    evaluation_dataset: dict[str, Any] | None
+    model: dict[str, Any] | None = None
+
+
+def check_path(script: Path) -> None:
+    """Raises UsageError if there is no such file."""
+    if not script.is_file():
+        what = "is a directory" if script.is_dir() else "does not exist"
+        msg = f"{script} {what}; give the path of a Python file that defines model, dataset, loss and optimizer"
+        raise UsageError(msg)
+
+
+async def inspect(script: Path, settings: Mapping[str, Any], *, check: bool = True, start: Start = spawn) -> Inspection:
+    """Raises UsageError if this is no script for us, ScriptError if it raises by itself.
+
+    `check`: also build the model and run one minibatch forward and backward, with `settings` over the script's config.
+    """
+    argv = [*PYTHON_MODULE, "trainer_agent", "inspect", str(script)]
+    if not check:
+        argv.append("--no-check")
+    for name, value in settings.items():
+        argv += ["--set", f"{name}={value}"]
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        child = await start(argv, inherited_environment(), out, err)
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                code = await child.wait()
+        except TimeoutError as error:
+            msg = f"{script} took more than {TIMEOUT_S:g} s to import, build its model and run one minibatch; --no-check skips the trial"
+            raise UsageError(msg) from error
+        finally:
+            if child.returncode is None:
+                child.send_signal(signal.SIGKILL)
+                await child.wait()
+        said, complained = (_text(file) for file in (out, err))
+    return _read_answer(script, code, said, complained)
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+def _read_answer(script: Path, code: int, out: str, err: str) -> Inspection:
+    lines = out.strip().splitlines()
+    try:
+        answer = json.loads(lines[-1]) if lines else None
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict):
+        died = f"signal {-code}" if code < 0 else f"exit code {code}"
+        tail = "\n".join(err.strip().splitlines()[-15:])
+        raise ScriptError(
+            UserFailure(error_type="", message=f"{script} ended the process that imports it ({died})", traceback=tail)
+        )
+    error = answer.get("error")
+    if isinstance(error, dict):
+        details = error.get("details") or {}
+        if code == USAGE:
+            raise UsageError(str(error.get("message", "")), hint=str(error.get("hint", "")))
+        if details.get("error_type") == ConfigError.__name__:
+            raise UsageError(f"{script}: {details.get('error_message', '')}")
+        raise ScriptError(
+            UserFailure(
+                error_type=str(details.get("error_type", "")),
+                message=str(details.get("error_message") or error.get("message", "")),
+                traceback=str(details.get("traceback", "")),
+                task=str(details.get("task", "")),
+            )
+        )
+    return Inspection(
+        answer.get("config") or {}, answer["dataset"], answer.get("evaluation_dataset"), answer.get("model")
+    )

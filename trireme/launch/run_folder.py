@@ -1,0 +1,100 @@
+"""The folder of one job's runs: DATA_DIR/JOB/{spec.json, run.json, lock, etcd/, logs/, checkpoints/, export/, ...}.
+
+One run at a time: the lock file is flocked for as long as the launcher lives, so it needs no cleaning up after a crash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trireme.settings import UsageError
+
+DATA_DIR = Path(".trireme")
+RUN_FILE = "run.json"
+SOCKETS = "sockets"
+PREFIX = "trireme-"
+
+
+@contextlib.contextmanager
+def opened(data_dir: Path, job: str) -> Iterator[Path]:
+    """The job's folder, ours alone; what an earlier run left in it is still there (resume.py decides about it).
+
+    Raises UsageError if it cannot be written or another run has it.
+    """
+    run_dir = (data_dir / job).absolute()
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = (run_dir / "lock").open("a+")
+    except OSError as error:
+        msg = f"the data directory {data_dir} cannot be written: {error.strerror}; choose another with --data-dir"
+        raise UsageError(msg) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.seek(0)
+            msg = (
+                f"job {job} is already running in {run_dir} (process {lock.read().strip() or 'unknown'}); "
+                "wait for its end, or run under another name: --job NAME"
+            )
+            raise UsageError(msg) from error
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield run_dir
+
+
+def write_run_file(run_dir: Path, facts: dict[str, Any]) -> None:
+    """What other commands need to find this run (`trireme status`)."""
+    temporary = run_dir / f".{RUN_FILE}"
+    temporary.write_text(json.dumps(facts), encoding="utf-8")
+    temporary.replace(run_dir / RUN_FILE)
+
+
+def read_run_file(data_dir: Path, job: str | None) -> dict[str, Any] | None:
+    """The facts of a job's run; without a name: of the run that started last. None if there is none."""
+    candidates = [data_dir / job / RUN_FILE] if job else list(data_dir.glob(f"*/{RUN_FILE}"))
+    found = [(path.stat().st_mtime, path) for path in candidates if path.is_file()]
+    if not found:
+        return None
+    facts: dict[str, Any] = json.loads(max(found)[1].read_text(encoding="utf-8"))
+    return facts
+
+
+@contextlib.contextmanager
+def sockets(run_dir: Path) -> Iterator[Path]:
+    """A folder of our own for UNIX sockets, empty, removed afterwards: DATA_DIR/JOB/sockets is a link to it, for the path of
+    a socket may have 107 bytes only. One that a killed run left behind is removed now."""
+    link = run_dir / SOCKETS
+    if link.is_symlink():
+        if link.readlink().name.startswith(PREFIX):
+            shutil.rmtree(link.readlink(), ignore_errors=True)
+        link.unlink()
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    try:
+        link.symlink_to(folder)
+        yield folder
+    finally:
+        link.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises UsageError if nobody could listen there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            msg = f"port {port} of {host} is not free: {error.strerror}; choose another --port, or 0 for any free one"
+            raise UsageError(msg) from error

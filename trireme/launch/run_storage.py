@@ -1,0 +1,57 @@
+"""Where a run keeps its checkpoints, file tables and exports: in its own folder, or below --storage, looked at before anything starts.
+
+--storage s3://bucket/runs  ->  s3://bucket/runs/<job>/<run>      the same <run> when it goes on, a new one when it starts anew
+
+So no run ever writes, moves or deletes what another one left, on this machine or on any other with the same storage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from shared.errors import PeerError, TriremeError, Unauthorized
+from shared.runtime import ids
+from shared.storage import files
+from shared.storage.object_store import REQUEST_S, endpoint, is_s3
+from trireme.settings import UsageError
+
+TELL_AFTER_S = 2.0
+
+
+def place_of(base: str | None, job: str, folder: Path, last: str = "") -> str:
+    """The storage of a run; `base`: what --storage says, `last`: where the run kept it that is to go on."""
+    if base is None:
+        return str(folder)
+    home = files.join(files.absolute(base), job)
+    return last if last.startswith(f"{home}/") else files.join(home, ids.new_id("run"))
+
+
+async def check(url: str, tell: Callable[[str], None]) -> None:
+    """Write and read there, and sweep what a run that was killed left unfinished: nobody else is in a run's own place.
+
+    Raises UsageError, Unauthorized, PeerError (it cannot be reached): each says what to do.
+    """
+    work = asyncio.get_running_loop().run_in_executor(None, _check, url)
+    done, _ = await asyncio.wait([work], timeout=TELL_AFTER_S)
+    if not done and is_s3(url):
+        tell(f"waiting for {url} at {endpoint() or 'Amazon S3'}, at most {REQUEST_S:g} s a request")
+    try:
+        await work
+    except TriremeError:
+        raise
+    except (OSError, ValueError, NotImplementedError) as error:
+        message = f"the job's storage cannot be used: {error}"
+        match error:
+            case ConnectionError():
+                raise PeerError(message) from error
+            case PermissionError() if is_s3(url):
+                raise Unauthorized(message) from error
+            case _:
+                raise UsageError(message, hint="give another --storage") from error
+
+
+def _check(url: str) -> None:
+    files.check_writable(url)
+    files.sweep(url)

@@ -1,0 +1,148 @@
+"""The master's REST API as Python calls: one method an operation, JSON objects out, the errors of shared.errors raised.
+
+async with Client("http://127.0.0.1:8470") as client:
+    print((await client.job())["phase"])
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, Self
+
+import httpx
+
+from shared.errors import DeadlineExceeded, InvalidArgument, NotReady, PeerError, TriremeError, Unauthorized, from_map
+from shared.runtime import clock, ids
+
+TIMEOUT_S = 10.0
+MASTERLESS = "etcd+"  # etcd+http://HOST:PORT/JOB names a job without a master (reach.py)
+PAUSE_S = 0.2
+
+
+class Client:
+    """`async with` opens and closes it. Raises the TriremeError the master names; PeerError if nobody answers at `url`;
+    DeadlineExceeded if an answer takes more than `timeout_s`. A master that is just taking over is asked again that long."""
+
+    def __init__(self, url: str, *, token: str = "", timeout_s: float = TIMEOUT_S) -> None:
+        if url.startswith(MASTERLESS):
+            msg = f"{url} names a masterless job: there is no master to ask for this"
+            raise InvalidArgument(msg, hint="see docs/masterless.md for the commands that work")
+        self.url = url.rstrip("/")
+        self._timeout_s = timeout_s
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            timeout=httpx.Timeout(timeout_s, connect=2.0),
+            trust_env=False,
+        )
+
+    def __repr__(self) -> str:
+        return f"<Client {self.url}>"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def job(self) -> dict[str, Any]:
+        return await self._call("GET", "/v1/job")
+
+    async def task_summary(self) -> dict[str, Any]:
+        return await self._call("GET", "/v1/task-summary")
+
+    async def task(self, task_id: str) -> dict[str, Any]:
+        return await self._call("GET", f"/v1/tasks/{task_id}")
+
+    def tasks(self, state: str | None = None) -> AsyncIterator[dict[str, Any]]:
+        """All tasks (of one state), page by page as they are consumed."""
+        return self._list("/v1/tasks", "tasks", {"state": state} if state else {})
+
+    def members(self) -> AsyncIterator[dict[str, Any]]:
+        return self._list("/v1/members", "members", {})
+
+    async def events(self, after: int = 0, wait_s: float = 0.0) -> dict[str, Any]:
+        """One page of events with a number above `after`; waits up to `wait_s` seconds for the first one."""
+        return await self._call("GET", "/v1/events", {"after": after, "wait_s": wait_s})
+
+    async def metrics(self) -> dict[str, Any]:
+        return await self._call("GET", "/v1/metrics")
+
+    async def create_checkpoint(self, key: str, *, cause: str = "", limit_s: float = 600.0) -> dict[str, Any]:
+        """An operation (see `operation`); the same `key` is the same one."""
+        return await self._call("POST", "/v1/checkpoints", key=key, body={"cause": cause, "limit_s": limit_s})
+
+    def checkpoints(self) -> AsyncIterator[dict[str, Any]]:
+        """Those that can be gone back to."""
+        return self._list("/v1/checkpoints", "checkpoints", {})
+
+    async def restore_checkpoint(self, checkpoint_id: str, key: str) -> dict[str, Any]:
+        """An operation."""
+        return await self._call("POST", f"/v1/checkpoints/{checkpoint_id}/restore", key=key)
+
+    async def operation(self, operation_id: str, wait_s: float = 0.0) -> dict[str, Any]:
+        """As it stands: `state` RUNNING (`reason`: what it waits for), DONE or FAILED; waits up to `wait_s` for its end."""
+        return await self._call("GET", f"/v1/operations/{operation_id}", {"wait_s": wait_s})
+
+    async def version(self) -> dict[str, Any]:
+        return await self._call("GET", "/v1/version")
+
+    async def _list(self, path: str, items: str, query: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        token = ""
+        while True:
+            page = await self._call(
+                "GET", path, {**query, "page_size": 500, **({"page_token": token} if token else {})}
+            )
+            for item in page[items]:
+                yield item
+            token = page.get("next_page_token") or ""
+            if not token:
+                return
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        query: dict[str, Any] | None = None,
+        *,
+        key: str = "",
+        body: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        deadline = clock.monotonic() + self._timeout_s
+        while True:
+            try:
+                return await self._ask(method, path, query, key, body)
+            except NotReady:
+                if clock.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(ids.jitter(PAUSE_S))
+
+    async def _ask(
+        self, method: str, path: str, query: dict[str, Any] | None, key: str, body: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        headers = {"Idempotency-Key": key} if key else {}
+        try:
+            response = await self._http.request(method, path, params=query or {}, headers=headers, json=body)
+        except httpx.TimeoutException as error:
+            msg = f"{method} {self.url}{path} gave no answer in time ({type(error).__name__})"
+            raise DeadlineExceeded(msg) from error
+        except httpx.TransportError as error:
+            msg = f"{self.url} cannot be reached: {error}"
+            raise PeerError(msg, hint="is the job running? `trireme run` prints the master's address") from error
+        if response.is_error:
+            raise _error_of(response)
+        document: dict[str, Any] = response.json()
+        return document
+
+
+def _error_of(response: httpx.Response) -> TriremeError:
+    try:
+        problem = response.json()
+    except ValueError:
+        problem = None
+    if isinstance(problem, dict) and "code" in problem:
+        return from_map({"message": problem.get("detail", ""), **problem})
+    if response.status_code == Unauthorized.status:
+        return Unauthorized(f"{response.url} refused the token; give the job's token in TRIREME_TOKEN")
+    return PeerError(f"{response.url} answered {response.status_code} {response.reason_phrase}")

@@ -1,0 +1,105 @@
+"""The last words of a run: what was trained, how well, where the model is; or what failed, the user's traceback on top."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared.records import JobSpec, JobState
+from trireme.cli.exit_codes import failure_lines
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What only the launcher and the master's metrics know at the end."""
+
+    restarts: Mapping[str, int]
+    loss: float | None = None
+    steps: int | None = None
+    discarded: Sequence[Mapping[str, Any]] = ()
+
+
+LISTED = 100  # discarded tasks in the document
+SHOWN = 5  # and in the summary
+FACTS = ("task_id", "kind", "epoch", "file", "first", "count", "failures", "cause")
+
+
+def result_document(spec: JobSpec, state: JobState, counts: Counts, seconds: float, folder: Path) -> dict[str, Any]:
+    """What --json prints, and what the summary is made of."""
+    result = state.result
+    return {
+        "job": spec.job,
+        "phase": state.phase.value,
+        "reason": state.reason,
+        "mode": spec.mode.value,
+        "epochs": spec.epochs,
+        "seconds": round(seconds, 3),
+        "metrics": result.metrics,
+        "loss": counts.loss,
+        "steps": counts.steps,
+        "records": result.trained_records,
+        "discarded": {
+            "tasks": result.discarded_tasks or len(counts.discarded),
+            "records": result.discarded_records or sum(int(task["count"]) for task in counts.discarded),
+            "list": [{name: task[name] for name in FACTS} for task in counts.discarded[:LISTED]],
+        },
+        "losses": result.losses.model_dump(),
+        "generations": state.generation,
+        "restarts": dict(counts.restarts),
+        "exports": result.exports,
+        "failure": state.failure.model_dump() if state.failure else None,
+        "logs": str(folder / "logs"),
+    }
+
+
+def summary_text(document: Mapping[str, Any]) -> str:
+    """The same for people, one fact a line."""
+    restarts = ", ".join(f"{name} {count}" for name, count in document["restarts"].items()) or "none"
+    discarded, generations = document["discarded"], document["generations"]
+    rows = [
+        ("job", f"{document['job']} {document['phase']} after {document['seconds']:.1f} s ({document['mode']})"),
+        ("records", f"{document['records']:,} in {document['epochs']} epochs"),
+        ("restarts", f"{restarts}; {generations} generation{'s' * (generations != 1)} of members"),
+        *[(name, number(value)) for name, value in document["metrics"].items()],
+        *[(f"model ({kind})", path) for kind, path in document["exports"].items()],
+    ]
+    if document["loss"] is not None:
+        rows.insert(1, ("training loss", f"{number(document['loss'])} (mean of the last epoch)"))
+    if discarded["tasks"]:
+        rows.append(("discarded", f"{discarded['tasks']} tasks, {discarded['records']:,} records"))
+        rows += [("", _lost(task)) for task in discarded["list"][:SHOWN]]
+        if discarded["tasks"] > SHOWN:
+            rows.append(("", f"and {discarded['tasks'] - SHOWN} more: trireme run --json lists them"))
+    rows += loss_rows(document["losses"])
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _lost(task: Mapping[str, Any]) -> str:
+    last = task["first"] + task["count"] - 1
+    return f"{task['file']} records {task['first']}-{last}, epoch {task['epoch']}: {task['cause']}"
+
+
+def loss_rows(losses: Mapping[str, Mapping[str, int]]) -> list[tuple[str, str]]:
+    """What parameter servers never got, one row a cause: `pserver 1: 12 minibatches`."""
+    return [
+        (
+            f"updates {cause}",
+            ", ".join(f"pserver {index}: {count:,} minibatches" for index, count in losses[cause].items()),
+        )
+        for cause in ("lost", "skipped")
+        if losses.get(cause)
+    ]
+
+
+def number(value: float) -> str:
+    """`0.9722`, `93`."""
+    return f"{value:.0f}" if float(value).is_integer() else f"{value:.4g}"
+
+
+def failure_text(state: JobState, folder: Path) -> str:
+    """The user's traceback once, on top, with the task it happened in; then why the job failed."""
+    lines = failure_lines(state.failure) if state.failure else []
+    return "\n".join([*lines, f"error: job failed: {state.reason}", f"logs: {folder / 'logs'}"])

@@ -1,0 +1,175 @@
+"""A masterless job seen from outside: what a master's REST answers, read from etcd, with the same documents.
+
+etcd+http://127.0.0.1:2379/digits ─► SharedBooks (one watch) ─► the views a master would give
+a checkpoint, or the way back to one: written into etcd as a wish, carried out by the trainer that sweeps
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from master_service.api import render
+from master_service.api.resources import MasterView
+from master_service.control.events import EventRing
+from master_service.control.operation_runner import Operating
+from master_service.core.decisions import operations
+from master_service.core.state.metrics import WINDOW_S, Metrics, Sums
+from master_service.datasets.manifests import Manifests
+from master_service.datasets.stored_tables import Tables
+from master_service.leadership.master import stored_manifests, stored_tables
+from master_service.masterless.view import SharedBooks
+from master_service.masterless.writer import SharedTransactor
+from shared.errors import DeadlineExceeded
+from shared.etcd import Etcd
+from shared.keys import Keys
+from shared.records import JobSpec, JobState, MasterLock, Phase, TaskKind
+from shared.records.reading import read_record
+from shared.runtime import clock
+
+PAGE = 500
+MANY = 10_000
+LOOK_S = 0.1
+
+
+class Spectator:
+    """What `Client` offers, without any master. Run `run()`; NotReady until the job is open."""
+
+    def __init__(
+        self,
+        etcd: Etcd,
+        keys: Keys,
+        *,
+        tables: Callable[[JobSpec], Tables] = stored_tables,
+        manifests: Callable[[JobSpec], Manifests] = stored_manifests,
+    ) -> None:
+        self._etcd, self._keys, self._manifests = etcd, keys, manifests
+        self._view = SharedBooks(etcd, keys, tables, lambda: None)
+        self._writer = SharedTransactor(etcd, keys, self._view, lambda _: None)
+        self._told: JobState | None = None
+        self._events = 0
+        self._loss: tuple[int, Sums] = (0, Sums())
+        self._step: int | None = None
+        self._done: deque[tuple[float, int]] = deque()
+
+    def __repr__(self) -> str:
+        return f"<Spectator of {self._keys.job}: {self._view!r}>"
+
+    async def run(self) -> None:
+        """Follow etcd until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._view.run())
+            group.create_task(self._writer.run())
+
+    async def ready(self, timeout_s: float) -> None:
+        """Raises DeadlineExceeded."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._view.until(lambda view: view.is_open, f"job {self._keys.job} to be open")
+        except TimeoutError as error:
+            msg = f"job {self._keys.job} could not be read within {timeout_s:g} s: {self._view!r}"
+            raise DeadlineExceeded(msg, hint="is its etcd reachable, and has a trainer opened the job?") from error
+
+    async def job(self) -> dict[str, Any]:
+        """As a master's `GET /v1/job`; `master` is the trainer that sweeps."""
+        books, now = self._view.books, clock.monotonic()
+        document = render.job(books, self._metrics(), await self._sweeper()).model_dump(mode="json")
+        progress = document["progress"]
+        self._done.append((now, progress["records_done"]))
+        while self._done[0][0] < now - WINDOW_S:
+            self._done.popleft()
+        seconds, records = now - self._done[0][0], progress["records_done"] - self._done[0][1]
+        if seconds > 0 and records > 0 and not Phase(document["phase"]).final:
+            progress["records_per_s"] = round(records / seconds, 3)
+            left = progress["records_total"] - progress["records_done"]
+            progress["eta_s"] = round(left * seconds / records, 3)
+        return document
+
+    async def task_summary(self) -> dict[str, Any]:
+        return self._view.books.summary().model_dump(mode="json")
+
+    async def tasks(self, state: str | None = None) -> AsyncIterator[dict[str, Any]]:
+        token = ""
+        while True:
+            page = render.tasks(self._view.books, TaskKind.TRAIN, state, PAGE, token)
+            for task in page.tasks:
+                yield task.model_dump(mode="json")
+            token = page.next_page_token
+            if not token:
+                return
+
+    async def members(self) -> AsyncIterator[dict[str, Any]]:
+        for member in render.members(self._view.books, MANY, "").members:
+            yield member.model_dump(mode="json")
+
+    async def checkpoints(self) -> AsyncIterator[dict[str, Any]]:
+        for checkpoint in render.checkpoints(self._view.books, MANY, "").checkpoints:
+            yield checkpoint.model_dump(mode="json")
+
+    async def create_checkpoint(self, key: str, *, cause: str = "", limit_s: float = 600.0) -> dict[str, Any]:
+        """As `Client`'s. Raises Conflict."""
+        begun = await self._operating().create_checkpoint(key, cause or "asked in etcd", limit_s)
+        return begun.model_dump(mode="json")
+
+    async def restore_checkpoint(self, checkpoint_id: str, key: str) -> dict[str, Any]:
+        """As `Client`'s. Raises Conflict, NotFound."""
+        begun = await self._operating().restore_checkpoint(key, "restore asked in etcd", checkpoint_id)
+        return begun.model_dump(mode="json")
+
+    async def operation(self, operation_id: str, wait_s: float = 0.0) -> dict[str, Any]:
+        """As `Client`'s. Raises NotFound."""
+        deadline = clock.monotonic() + wait_s
+        while True:
+            found = self._operating().get(operation_id)
+            if found.running and self._view.books.state.phase.final:  # nobody sweeps any more
+                await self._writer.decide(lambda books, _: operations.follow(books, clock.timestamp()))
+                found = self._operating().get(operation_id)
+            if not found.running or clock.monotonic() > deadline:
+                return found.model_dump(mode="json")
+            await asyncio.sleep(LOOK_S)
+
+    def _operating(self) -> Operating:
+        return Operating(self._writer, self._manifests(self._view.books.spec), EventRing())
+
+    async def events(self, after: int = 0, wait_s: float = 0.0) -> dict[str, Any]:  # noqa: ARG002  as Client's
+        """What can be told from the job's state: how it changed since the last call."""
+        state, before = self._view.books.state, self._told
+        self._told = state
+        if before is None or state == before:
+            return {"events": [], "next_after": after}
+        if state.stage != before.stage:
+            name = "stage_changed"
+        elif state.phase is Phase.ROLLING_BACK:
+            name = "rolling_back"
+        elif before.phase is Phase.ROLLING_BACK:
+            name = "rolled_back"
+        else:
+            name = "generation_changed" if state.generation != before.generation else "job_waiting"
+        event = {"event_id": after + 1, "event_time": clock.timestamp(), "name": name, "message": state.reason}
+        return {"events": [{**event, "fields": {"generation": state.generation}}], "next_after": after + 1}
+
+    async def _sweeper(self) -> MasterView:
+        lock = await self._etcd.get(self._keys.sweep_lock)
+        holder = read_record(MasterLock, self._keys.sweep_lock, lock.value if lock else None)
+        if lock is None or holder is None:
+            return MasterView(master_id="nobody", url="", term=0)
+        return MasterView(master_id=holder.master, url=holder.url, term=lock.create_revision)
+
+    def _metrics(self) -> Metrics:
+        """The trainers' sums of the newest epoch; of those that are gone only what was seen here last."""
+        told = list(self._view.progress.values())
+        epoch = max([said.epoch for said in told], default=0)
+        of_epoch = [said for said in told if said.epoch == epoch]
+        sums = Sums(sum(said.loss_sum for said in of_epoch), sum(said.records for said in of_epoch))
+        if sums.records and epoch >= self._loss[0]:
+            self._loss = epoch, sums
+        steps = [said.step for said in told if said.step is not None]
+        self._step = max(steps, default=self._step)
+        metrics = Metrics()
+        if self._step is not None:
+            metrics.step = self._step
+            metrics.steps[self._step] = self._loss[1]
+            metrics.epochs[self._loss[0]] = self._loss[1]
+        return metrics
