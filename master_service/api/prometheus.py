@@ -29,22 +29,22 @@ class _Collector:
         except TriremeError:
             yield GaugeMetricFamily("trireme_master_leading", "1 on the leader", value=0)
             return
-        books, metrics = reign.books, master.metrics
+        job, metrics = reign.job, master.metrics
         yield GaugeMetricFamily("trireme_master_leading", "1 on the leader", value=1)
         yield GaugeMetricFamily("trireme_master_term", "etcd revision of the master lock", value=reign.term)
         yield CounterMetricFamily("trireme_master_commits", "transactions written", value=reign.writer.commits)
-        yield GaugeMetricFamily("trireme_generation", "current membership", value=books.state.generation)
-        yield GaugeMetricFamily("trireme_trainers", "registered trainers", value=len(books.members.trainers))
-        yield GaugeMetricFamily("trireme_pservers", "registered pservers", value=len(books.members.pservers))
-        yield GaugeMetricFamily("trireme_epoch", "epoch under way", value=books.training.current)
+        yield GaugeMetricFamily("trireme_generation", "current membership", value=job.state.generation)
+        yield GaugeMetricFamily("trireme_trainers", "registered trainers", value=len(job.members.trainers))
+        yield GaugeMetricFamily("trireme_pservers", "registered pservers", value=len(job.members.pservers))
+        yield GaugeMetricFamily("trireme_epoch", "epoch under way", value=job.training.current)
         yield GaugeMetricFamily("trireme_step", "highest step reported", value=metrics.step)
         yield CounterMetricFamily("trireme_trained_records", "records reported as trained", value=metrics.records)
         yield GaugeMetricFamily("trireme_records_per_second", "over 15 s", value=metrics.rate(clock.monotonic()))
         phase = GaugeMetricFamily("trireme_phase", "1 for the job's phase and stage", labels=["phase", "stage"])
-        phase.add_metric([str(books.state.phase), str(books.state.stage)], 1)
+        phase.add_metric([str(job.state.phase), str(job.state.stage)], 1)
         yield phase
         tasks = GaugeMetricFamily("trireme_tasks", "tasks of the current epoch", labels=["kind", "state"])
-        for kind, queue in books.queues.items():
+        for kind, queue in job.queues.items():
             for state, count in zip(("todo", "pending", "done", "discarded"), queue.counts, strict=True):
                 tasks.add_metric([str(kind), state], count)
         yield tasks

@@ -9,8 +9,8 @@ from master_service.api.resources import (
     CheckpointDetails,
     CheckpointPage,
     CheckpointView,
-    Job,
     JobProgress,
+    JobView,
     MasterView,
     MemberCounts,
     MemberPage,
@@ -22,7 +22,7 @@ from master_service.api.resources import (
 )
 from master_service.core.decisions.operations import abandoned, find_checkpoint
 from master_service.core.queue.task_queue import TaskQueue
-from master_service.core.state.job_state import Books
+from master_service.core.state.job import Job
 from master_service.core.state.metrics import Metrics
 from master_service.leadership.master import Master
 from shared.errors import InvalidArgument, NotFound
@@ -33,9 +33,9 @@ from shared.runtime import clock
 SCANNED_AT_ONCE = 10_000
 
 
-def job(books: Books, metrics: Metrics, master: MasterView) -> Job:
-    spec, state, now = books.spec, books.state, clock.monotonic()
-    return Job(
+def job(job: Job, metrics: Metrics, master: MasterView) -> JobView:
+    spec, state, now = job.spec, job.state, clock.monotonic()
+    return JobView(
         job=spec.job,
         phase=state.phase,
         stage=state.stage,
@@ -43,22 +43,22 @@ def job(books: Books, metrics: Metrics, master: MasterView) -> Job:
         generation=state.generation,
         reason=state.reason,
         failure=state.failure,
-        progress=_progress(books, metrics, now),
+        progress=_progress(job, metrics, now),
         members=MemberCounts(
-            trainers=len(books.members.trainers),
+            trainers=len(job.members.trainers),
             trainers_desired=spec.trainers,
-            pservers=len(books.members.pservers),
+            pservers=len(job.members.pservers),
             pservers_desired=spec.pservers,
         ),
-        losses=books.losses,
+        losses=job.losses,
         result=state.result,
         master=master,
         spec=spec,
     )
 
 
-def _progress(books: Books, metrics: Metrics, now: float) -> JobProgress:
-    training, spec = books.training, books.spec
+def _progress(job: Job, metrics: Metrics, now: float) -> JobProgress:
+    training, spec = job.training, job.spec
     per_epoch = training.streams.records
     _, _, done, discarded = training.counts
     closed = round(per_epoch * (done + discarded) / training.total) if training.total else 0
@@ -68,7 +68,7 @@ def _progress(books: Books, metrics: Metrics, now: float) -> JobProgress:
     )
     before = training.current * per_epoch
     records_done = min(before + closed + open_records, spec.epochs * per_epoch)
-    rate = metrics.rate(now) if books.state.stage is Stage.TRAIN else 0.0
+    rate = metrics.rate(now) if job.state.stage is Stage.TRAIN else 0.0
     left = spec.epochs * per_epoch - records_done
     last = next(reversed(metrics.epochs.values()), None)
     return JobProgress(
@@ -86,16 +86,16 @@ def _progress(books: Books, metrics: Metrics, now: float) -> JobProgress:
 # ------------------------------------------------------------------ tasks
 
 
-def task(books: Books, task_id: str) -> TaskView:
+def task(job: Job, task_id: str) -> TaskView:
     """Raises NotFound."""
-    queue = books.queue_of(task_id)
+    queue = job.queue_of(task_id)
     return _task_view(queue, task_id, queue.state_of(task_id), clock.monotonic())
 
 
-def tasks(books: Books, kind: TaskKind, state: str | None, page_size: int, page_token: str) -> TaskPage:
+def tasks(job: Job, kind: TaskKind, state: str | None, page_size: int, page_token: str) -> TaskPage:
     """In order of number. TODO and DONE are found by looking, SCANNED_AT_ONCE at a time: a page may be short, or empty,
     and still have a next one. Raises NotFound without such a queue, InvalidArgument for a bad token."""
-    queue = books.queues.get(kind)
+    queue = job.queues.get(kind)
     if queue is None:
         raise NotFound(f"the job has no {kind} tasks")
     start, now = _offset(page_token), clock.monotonic()
@@ -163,17 +163,17 @@ def _discarded_view(queue: TaskQueue, epoch: int, task_id: str) -> TaskView:
 # ------------------------------------------------------------------ members
 
 
-def members(books: Books, page_size: int, page_token: str) -> MemberPage:
+def members(job: Job, page_size: int, page_token: str) -> MemberPage:
     start = _offset(page_token)
     everyone: Iterator[TrainerMember | PserverMember] = iter(
-        [*(books.members.pservers[index] for index in sorted(books.members.pservers)), *books.members.trainers.values()]
+        [*(job.members.pservers[index] for index in sorted(job.members.pservers)), *job.members.trainers.values()]
     )
-    page = [member_view(books, member) for member in islice(everyone, start, start + page_size)]
+    page = [member_view(job, member) for member in islice(everyone, start, start + page_size)]
     more = next(everyone, None) is not None
     return MemberPage(members=tuple(page), next_page_token=str(start + page_size) if more else "")
 
 
-def member_view(books: Books, member: TrainerMember | PserverMember) -> MemberView:
+def member_view(job: Job, member: TrainerMember | PserverMember) -> MemberView:
     if isinstance(member, PserverMember):
         return MemberView(
             member_id=f"pserver-{member.index}",
@@ -184,8 +184,8 @@ def member_view(books: Books, member: TrainerMember | PserverMember) -> MemberVi
             pid=member.pid,
             index=member.index,
         )
-    lanes = books.lanes.of(member.trainer) if books.lanes and books.spec.mode is Mode.SYNC else None
-    held = [task_id for queue in books.queues.values() for task_id in queue.held_by(member.trainer)]
+    lanes = job.lanes.of(member.trainer) if job.lanes and job.spec.mode is Mode.SYNC else None
+    held = [task_id for queue in job.queues.values() for task_id in queue.held_by(member.trainer)]
     return MemberView(
         member_id=member.trainer,
         kind="trainer",
@@ -201,10 +201,10 @@ def member_view(books: Books, member: TrainerMember | PserverMember) -> MemberVi
 # ------------------------------------------------------------------ checkpoints
 
 
-def checkpoints(books: Books, page_size: int, page_token: str) -> CheckpointPage:
-    kept = books.members.latest.kept if books.members.latest else ()
+def checkpoints(job: Job, page_size: int, page_token: str) -> CheckpointPage:
+    kept = job.members.latest.kept if job.members.latest else ()
     start = _offset(page_token)
-    page = tuple(_checkpoint(books, ref) for ref in kept[start : start + page_size])
+    page = tuple(_checkpoint(job, ref) for ref in kept[start : start + page_size])
     return CheckpointPage(
         checkpoints=page, next_page_token=str(start + page_size) if len(kept) > start + page_size else ""
     )
@@ -212,8 +212,8 @@ def checkpoints(books: Books, page_size: int, page_token: str) -> CheckpointPage
 
 async def checkpoint_details(master: Master, checkpoint_id: str) -> CheckpointDetails:
     """Raises NotFound, CheckpointUnusable."""
-    ref = find_checkpoint(master.books, checkpoint_id)
-    view, manifest = _checkpoint(master.books, ref), await master.reign.manifests.read(ref)
+    ref = find_checkpoint(master.job, checkpoint_id)
+    view, manifest = _checkpoint(master.job, ref), await master.reign.manifests.read(ref)
     return CheckpointDetails(
         **view.model_dump(),
         epoch=max((position.epoch for position in manifest.record.positions), default=0),
@@ -224,10 +224,10 @@ async def checkpoint_details(master: Master, checkpoint_id: str) -> CheckpointDe
     )
 
 
-def _checkpoint(books: Books, ref: CheckpointRef) -> CheckpointView:
-    latest = books.members.latest
+def _checkpoint(job: Job, ref: CheckpointRef) -> CheckpointView:
+    latest = job.members.latest
     state = "LATEST" if latest is not None and ref.uuid == latest.uuid else "KEPT"
-    if ref.uuid in abandoned(books):
+    if ref.uuid in abandoned(job):
         state = "LEFT"
     return CheckpointView(checkpoint_id=ref.uuid, step=ref.step, timeline=ref.timeline, state=state)
 

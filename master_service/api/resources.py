@@ -63,7 +63,7 @@ class MasterView(Record):
     term: int
 
 
-class Job(Record):
+class JobView(Record):
     """`losses`: by parameter server, minibatches that its blocks never got."""
 
     job: str

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from master_service.control.events import EventRing
 from master_service.core.decisions import operations, rollback
 from master_service.core.state.changes import Decision
-from master_service.core.state.job_state import Books
+from master_service.core.state.job import Job
 from master_service.datasets.manifests import Manifests
 from master_service.store.writer import Writer
 from shared.errors import CheckpointUnusable
@@ -39,25 +39,25 @@ class Operating:
     async def create_checkpoint(self, key: str, cause: str, limit_s: float) -> Operation:
         """The same `key` is the same operation. Raises Conflict."""
         asked = self._asked(OperationKind.CREATE_CHECKPOINT, key, cause, limit_s=limit_s)
-        return await self._begin(lambda books: operations.ask_to_create(books, asked))
+        return await self._begin(lambda job: operations.ask_to_create(job, asked))
 
     async def restore_checkpoint(self, key: str, cause: str, checkpoint_id: str) -> Operation:
         """Raises Conflict, NotFound. What is damaged is found before anything is stopped: the operation fails."""
         asked = self._asked(OperationKind.RESTORE_CHECKPOINT, key, cause, checkpoint_id)
-        return await self._begin(lambda books: operations.ask_to_restore(books, asked))
+        return await self._begin(lambda job: operations.ask_to_restore(job, asked))
 
     async def verify_checkpoint(self, key: str, cause: str, checkpoint_id: str) -> Operation:
         """Raises Conflict, NotFound."""
         asked = self._asked(OperationKind.VERIFY_CHECKPOINT, key, cause, checkpoint_id)
-        return await self._begin(lambda books: operations.ask_to_verify(books, asked))
+        return await self._begin(lambda job: operations.ask_to_verify(job, asked))
 
     def get(self, operation_id: str) -> Operation:
         """With what it waits for now. Raises NotFound."""
-        books = self._writer.books
-        found = books.operations.find(operation_id)
+        job = self._writer.job
+        found = job.operations.find(operation_id)
         if not found.running:
             return found
-        return found.model_copy(update={"reason": f"waiting for {operations.waits_for(books, found)}"})
+        return found.model_copy(update={"reason": f"waiting for {operations.waits_for(job, found)}"})
 
     async def wait(self, operation_id: str, wait_s: float) -> Operation:
         """As `get`, once it has ended or `wait_s` are over. Raises NotFound."""
@@ -69,7 +69,7 @@ class Operating:
     def _asked(
         self, kind: OperationKind, key: str, cause: str, checkpoint_id: str = "", limit_s: float = LIMIT_S
     ) -> Operation:
-        named = ids.named_uuid("operation", self._writer.books.spec.job, key) if key else ""
+        named = ids.named_uuid("operation", self._writer.job.spec.job, key) if key else ""
         return Operation(
             operation_id=f"op-{named}" if key else ids.new_id("op"),
             kind=kind,
@@ -79,8 +79,8 @@ class Operating:
             create_time=clock.timestamp(),
         )
 
-    async def _begin(self, decide: Callable[[Books], Decision[Operation]]) -> Operation:
-        begun = await self._writer.decide(lambda books, _: decide(books))
+    async def _begin(self, decide: Callable[[Job], Decision[Operation]]) -> Operation:
+        begun = await self._writer.decide(lambda job, _: decide(job))
         self.look_again()
         return self.get(begun.operation_id)
 
@@ -107,29 +107,29 @@ class Operating:
             await self._advance(clock.timestamp())
 
     async def _advance(self, stamp: str) -> None:
-        await self._writer.decide(lambda books, _: operations.ask_for_draining(books, stamp))
-        await self._writer.decide(lambda books, _: operations.follow(books, stamp))
-        await self._writer.decide(lambda books, now: operations.tick(books, now, stamp))
+        await self._writer.decide(lambda job, _: operations.ask_for_draining(job, stamp))
+        await self._writer.decide(lambda job, _: operations.follow(job, stamp))
+        await self._writer.decide(lambda job, now: operations.tick(job, now, stamp))
 
     async def _read_files(self) -> None:
         while True:
             waiting = [
                 operation
-                for operation in self._writer.books.operations.running()
+                for operation in self._writer.job.operations.running()
                 if operation.kind is not OperationKind.CREATE_CHECKPOINT and not operation.timeline
             ]
-            if not waiting or self._writer.books.state.phase is Phase.CHECKPOINTING:
+            if not waiting or self._writer.job.state.phase is Phase.CHECKPOINTING:
                 await self._events.next(TICK_S)
                 continue
             await self._verify(waiting[0])
 
     async def _verify(self, operation: Operation) -> None:
         error, stamp = await self._damage(operation), clock.timestamp()
-        await self._writer.decide(lambda books, _: operations.verified(books, operation.operation_id, error, stamp))
+        await self._writer.decide(lambda job, _: operations.verified(job, operation.operation_id, error, stamp))
 
     async def _damage(self, operation: Operation) -> CheckpointUnusable | None:
         """What is wrong with the files."""
-        ref = rollback.ref_of(self._writer.books.members.latest, operation.checkpoint_id)
+        ref = rollback.ref_of(self._writer.job.members.latest, operation.checkpoint_id)
         if ref is None:
             return CheckpointUnusable(f"checkpoint {operation.checkpoint_id} was deleted before it was read")
         trouble: OSError | None = None

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from master_service.core.decisions import operations, pause_checkpoint
 from master_service.core.state.changes import Decision
-from master_service.core.state.job_state import Books
+from master_service.core.state.job import Job
 from master_service.store.writer import Writer
 from shared.checkpoints import stored
 from shared.etcd import Lease
@@ -38,7 +38,7 @@ class Saver:
         self._since = 0.0
         self._last = clock.monotonic()  # when the last pause began, as far as this master knows
         self._not_before = 0.0
-        self._epoch = writer.books.training.epoch
+        self._epoch = writer.job.training.epoch
         self._final = False
         self._owed = ""  # why the checkpoint was begun that was given up
 
@@ -62,8 +62,8 @@ class Saver:
             self._changed.clear()
 
     @property
-    def _books(self) -> Books:
-        return self._writer.books
+    def _books(self) -> Job:
+        return self._writer.job
 
     async def _advance(self) -> None:
         state = self._books.state
@@ -76,38 +76,38 @@ class Saver:
 
     def _due(self) -> str:
         """Why a checkpoint is to be taken now, or ""."""
-        spec, books, now = self._books.spec, self._books, clock.monotonic()
-        if not pause_checkpoint.can_begin(books):
+        spec, job, now = self._books.spec, self._books, clock.monotonic()
+        if not pause_checkpoint.can_begin(job):
             return ""
-        if asked := operations.unbegun(books):
+        if asked := operations.unbegun(job):
             return asked[0].cause
-        if books.state.stage is not Stage.TRAIN and not self._final:
+        if job.state.stage is not Stage.TRAIN and not self._final:
             return "training is over"
         if now < self._not_before:
             return ""
-        if self._owed or books.state.stage is not Stage.TRAIN:
+        if self._owed or job.state.stage is not Stage.TRAIN:
             return self._owed
-        if books.members.latest is None and books.state.saved == 0:
+        if job.members.latest is None and job.state.saved == 0:
             return "the first one"
-        epoch, every = books.training.epoch, spec.checkpoint_every_epochs
+        epoch, every = job.training.epoch, spec.checkpoint_every_epochs
         if every and epoch // every > self._epoch // every:
             return f"epoch {epoch - 1} is done"
         every_s = spec.checkpoint_every_seconds
         return f"{every_s:g} s have passed" if every_s and now - self._last >= every_s else ""
 
     async def _begin(self, cause: str) -> None:
-        books = self._books
-        assert books.slots is not None
-        number, timeline = books.state.saved + 1, books.state.timeline
-        uuid = stored.checkpoint_uuid(self._keys.job, timeline, books.slots.version, number)
+        job = self._books
+        assert job.slots is not None
+        number, timeline = job.state.saved + 1, job.state.timeline
+        uuid = stored.checkpoint_uuid(self._keys.job, timeline, job.slots.version, number)
 
-        def begin(books: Books, _now: float) -> Decision[Saving | None]:
-            if (books.state.saved + 1, books.state.timeline) != (number, timeline):
+        def begin(job: Job, _now: float) -> Decision[Saving | None]:
+            if (job.state.saved + 1, job.state.timeline) != (number, timeline):
                 return Decision(None)
-            decision = pause_checkpoint.begin(books, uuid, self._lease.id, cause)
-            return decision + operations.begun(books, number) if decision.answer else decision
+            decision = pause_checkpoint.begin(job, uuid, self._lease.id, cause)
+            return decision + operations.begun(job, number) if decision.answer else decision
 
-        epoch, final = books.training.epoch, books.state.stage is not Stage.TRAIN
+        epoch, final = job.training.epoch, job.state.stage is not Stage.TRAIN
         begun = await self._writer.decide(begin)
         if begun is None:
             return
@@ -116,28 +116,28 @@ class Saver:
 
     async def _lead(self, under_way: Saving) -> None:
         """One step further, if it can be done."""
-        books = self._books
+        job = self._books
         if self._begun is None or self._begun.uuid != under_way.uuid:
             self._owed = "one was given up"
-            await self._end(lambda books, _: pause_checkpoint.give_up(books, "the master that began it is gone"))
+            await self._end(lambda job, _: pause_checkpoint.give_up(job, "the master that began it is gone"))
             return
         spent = clock.monotonic() - self._since
         waiting: list[object]
         if not under_way.cut:
-            waiting = [*pause_checkpoint.training(books.state, books.members)]
+            waiting = [*pause_checkpoint.training(job.state, job.members)]
             what = f"{waiting} did not pause"
         else:
-            waiting = [*pause_checkpoint.copying(books.state, books.members)]
+            waiting = [*pause_checkpoint.copying(job.state, job.members)]
             what = f"pservers {waiting} did not copy"
         if waiting and spent > PAUSE_LIMIT_S * (1 + under_way.cut):
-            await self._end(lambda books, _: pause_checkpoint.give_up(books, f"{what} within {PAUSE_LIMIT_S:g} s"))
+            await self._end(lambda job, _: pause_checkpoint.give_up(job, f"{what} within {PAUSE_LIMIT_S:g} s"))
         elif not waiting and not under_way.cut:
-            await self._writer.decide(lambda books, _: pause_checkpoint.cut(books))
+            await self._writer.decide(lambda job, _: pause_checkpoint.cut(job))
             self._changed.set()
-        elif not waiting and await self._end(lambda books, _: pause_checkpoint.finish(books, spent)):
+        elif not waiting and await self._end(lambda job, _: pause_checkpoint.finish(job, spent)):
             self._owed = ""
 
-    async def _end(self, decision: Callable[[Books, float], Decision[bool]]) -> bool:
+    async def _end(self, decision: Callable[[Job, float], Decision[bool]]) -> bool:
         """The pause is over, if `decision` says so: everybody trains on, with fresh deadlines."""
         over = await self._writer.decide(decision)
         if over:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from master_service.core.decisions import pserver_return, queue_restore, rollback
 from master_service.core.decisions.lifecycle import fail
 from master_service.core.state.changes import Change, Decision, Event
-from master_service.core.state.job_state import Books
+from master_service.core.state.job import Job
 from master_service.core.state.metrics import Metrics
 from master_service.datasets.manifests import Manifests
 from master_service.store.writer import Writer
@@ -44,8 +44,8 @@ class Recovery:
         self._since: float | None = None  # the roll-back or the absence
 
     @property
-    def _books(self) -> Books:
-        return self._writer.books
+    def _books(self) -> Job:
+        return self._writer.job
 
     async def advance(self) -> bool:
         """Whether something was decided that asks for another look."""
@@ -61,8 +61,8 @@ class Recovery:
         manifest = await self._read(state)
         if manifest is None:
             return True
-        books = self._books
-        if not rollback.is_restored(books.spec, books.state, books.slots, books.members):
+        job = self._books
+        if not rollback.is_restored(job.spec, job.state, job.slots, job.members):
             return False
         return await self._rewind(state, manifest)
 
@@ -72,12 +72,12 @@ class Recovery:
         if self._since is None or clock.monotonic() - self._since <= limit_s:
             return
 
-        def late(books: Books, _now: float) -> Decision[None]:
-            state = books.state
-            lacking = [i for i in range(books.spec.pservers) if not rollback.holds(state, books.members, i)]
+        def late(job: Job, _now: float) -> Decision[None]:
+            state = job.state
+            lacking = [i for i in range(job.spec.pservers) if not rollback.holds(state, job.members, i)]
             if not lacking or (state.phase is not Phase.ROLLING_BACK and not state.absent):
                 return Decision(None)
-            there = [books.members.pservers[index] for index in lacking if index in books.members.pservers]
+            there = [job.members.pservers[index] for index in lacking if index in job.members.pservers]
             why = "".join(f" ({member.waits})" for member in there if member.waits)
             return fail(
                 state,
@@ -88,8 +88,8 @@ class Recovery:
 
     async def _mend(self) -> bool:
         """Count what a pserver lacks that came back."""
-        books = self._books
-        back = pserver_return.returned(books.state, books.members) if books.spec.mode is Mode.ASYNC else []
+        job = self._books
+        back = pserver_return.returned(job.state, job.members) if job.spec.mode is Mode.ASYNC else []
         for member in back:
             await self._count(member)
         return bool(back)
@@ -109,15 +109,15 @@ class Recovery:
             await self._etcd.revoke(member.lease)
             return
 
-        def count(books: Books, _now: float) -> Decision[bool]:
-            if books.state.timeline != state.timeline:
+        def count(job: Job, _now: float) -> Decision[bool]:
+            if job.state.timeline != state.timeline:
                 return Decision(False)
             if cut is None:
-                return Decision(False) + fail(books.state, f"what pserver {member.index} lost cannot be told: {error}")
+                return Decision(False) + fail(job.state, f"what pserver {member.index} lost cannot be told: {error}")
             key = str(member.index)
             before = cut.losses.lost.get(key, 0), cut.losses.skipped.get(key, 0)
-            lost = queue_restore.missed(books, cut, said.positions) if said.blocks else 0
-            return pserver_return.mend(books, member, lost, before)
+            lost = queue_restore.missed(job, cut, said.positions) if said.blocks else 0
+            return pserver_return.mend(job, member, lost, before)
 
         await self._writer.decide(count)
         self._books.training.grant_again(clock.monotonic())
@@ -136,8 +136,8 @@ class Recovery:
 
     async def _clear_the_field(self) -> None:
         """Without any checkpoint, pservers that still hold parameters leave: their leases are revoked."""
-        books = self._books
-        leaving = rollback.survivors(books.spec, books.state, books.members)
+        job = self._books
+        leaving = rollback.survivors(job.spec, job.state, job.members)
         if not leaving or await self._etcd.get(self._keys.latest) is not None:
             return
         for member in leaving:
@@ -157,12 +157,12 @@ class Recovery:
         except CheckpointUnusable as unusable:
             error = unusable.message
 
-        def fall_back(books: Books, _now: float) -> Decision[None]:
-            if books.state != state:
+        def fall_back(job: Job, _now: float) -> Decision[None]:
+            if job.state != state:
                 return Decision(None)
-            if ref is None and books.members.latest is not None:
-                return rollback.choose_again(books.spec, books.state, books.slots, books.members.latest)
-            return rollback.fall_back(books.spec, books.state, books.slots, books.members.latest, error)
+            if ref is None and job.members.latest is not None:
+                return rollback.choose_again(job.spec, job.state, job.slots, job.members.latest)
+            return rollback.fall_back(job.spec, job.state, job.slots, job.members.latest, error)
 
         await self._writer.decide(fall_back)
         return None
@@ -220,14 +220,14 @@ class Recovery:
             await self._write(state, changes[first : first + AT_ONCE])
         seconds = clock.monotonic() - (self._since or clock.monotonic())
 
-        def resume(books: Books, _now: float) -> Decision[bool]:
-            if books.state != state:
+        def resume(job: Job, _now: float) -> Decision[bool]:
+            if job.state != state:
                 return Decision(False)
-            return rollback.resume(books, epoch, step, records=records, seconds=seconds)
+            return rollback.resume(job, epoch, step, records=records, seconds=seconds)
 
         if await self._writer.decide(resume) and self._books.spec.mode is Mode.SYNC:
             self._metrics.rewind(step)
         return True
 
     async def _write(self, state: JobState, changes: Sequence[Change]) -> None:
-        await self._writer.decide(lambda books, _: Decision(None, tuple(changes) if books.state == state else ()))
+        await self._writer.decide(lambda job, _: Decision(None, tuple(changes) if job.state == state else ()))

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 
 from master_service.control.recovery import Recovery
-from master_service.core.state import job_state as decisions
+from master_service.core.state import job as decisions
 from master_service.core.state.changes import Decision
-from master_service.core.state.job_state import Books
+from master_service.core.state.job import Job
 from master_service.core.state.members import follow
 from master_service.core.state.metrics import Metrics
 from master_service.datasets.manifests import Manifests
@@ -28,7 +28,7 @@ log = telemetry.logger("oversight")
 
 
 class Oversight:
-    """Of one reign. `look_again` after each change of `writer.books.members`."""
+    """Of one reign. `look_again` after each change of `writer.job.members`."""
 
     def __init__(self, etcd: Etcd, keys: Keys, writer: Writer, manifests: Manifests, metrics: Metrics) -> None:
         self._etcd, self._writer = etcd, writer
@@ -47,7 +47,7 @@ class Oversight:
 
     async def put_out(self, trainer: str, reason: str) -> None:
         """End a trainer's membership: its lease is revoked, the watch sees its key vanish."""
-        member = self._writer.books.members.trainers.get(trainer)
+        member = self._writer.job.members.trainers.get(trainer)
         if member is None or not member.lease:
             return
         log.warning("trainer_put_out", trainer=trainer, cause=reason)
@@ -57,9 +57,9 @@ class Oversight:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            before = self._writer.books.state
+            before = self._writer.job.state
             await self._writer.decide(_follow)
-            if self._writer.books.state != before:
+            if self._writer.job.state != before:
                 self._changed.set()  # a new phase may ask for more
             await self._put_back_lost()
             try:
@@ -73,21 +73,21 @@ class Oversight:
                 self._changed.set()
 
     async def _put_back_lost(self) -> None:
-        while await self._writer.decide(lambda books, _: decisions.put_back_lost(books)):
+        while await self._writer.decide(lambda job, _: decisions.put_back_lost(job)):
             pass
 
     async def _sweep(self) -> None:
-        interval = min(SWEEP_S, self._writer.books.spec.task_timeout_floor_s / 4)
+        interval = min(SWEEP_S, self._writer.job.spec.task_timeout_floor_s / 4)
         while True:
             await asyncio.sleep(interval)
             await self._recovery.give_up_late()
             late = await self._writer.decide(decisions.expire)
             if not late:
                 continue
-            self._writer.books.training.grant_again(clock.monotonic())
+            self._writer.job.training.grant_again(clock.monotonic())
             for trainer in late:
                 await self.put_out(trainer, "its task ran over its time while other lanes wait for it")
 
 
-def _follow(books: Books, _now: float) -> Decision[None]:
-    return follow(books.spec, books.state, books.lanes, books.slots, books.members)
+def _follow(job: Job, _now: float) -> Decision[None]:
+    return follow(job.spec, job.state, job.lanes, job.slots, job.members)

@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 
 from master_service.control.events import EventRing
 from master_service.core.decisions.turnover import complete_and_take
-from master_service.core.state import job_state as decisions
+from master_service.core.state import job as decisions
 from master_service.core.state.changes import Event
-from master_service.core.state.job_state import Books
+from master_service.core.state.job import Job
 from master_service.core.state.metrics import Metrics
 from master_service.leadership.election import Probe
 from master_service.store.writer import Writer
@@ -47,42 +47,42 @@ class Desk(ABC):
         """Raises NotLeader, NotReady."""
 
     @property
-    def books(self) -> Books:
+    def job(self) -> Job:
         """To read. Raises NotLeader, NotReady."""
-        return self.writer.books
+        return self.writer.job
 
     # ---------------------------------------------------------------- tasks
 
     async def acquire_task(self, ask: AcquireTask) -> TaskAnswer:
         """The same `request` asked twice gets the same pending task. Raises StaleGeneration, Conflict, InvalidArgument."""
         writer = self.writer
-        if ask.stream is not None and ask.epoch > self.books.training.epoch:
-            await writer.decide(lambda books, _: decisions.close_epoch(books, ask))
+        if ask.stream is not None and ask.epoch > self.job.training.epoch:
+            await writer.decide(lambda job, _: decisions.close_epoch(job, ask))
         if ask.index > 0:
-            self.books.budget.started = True
-        return await writer.decide(lambda books, _: decisions.acquire(books, ask))
+            self.job.budget.started = True
+        return await writer.decide(lambda job, _: decisions.acquire(job, ask))
 
     async def report_progress(self, task_id: str, report: TaskProgress) -> None:
         """Nothing is written: it only moves the deadline. Raises StaleAttempt, NotFound."""
-        queue = decisions.report_progress(self.books, task_id, report).answer
+        queue = decisions.report_progress(self.job, task_id, report).answer
         queue.sign_of_life(task_id, report.minibatches, clock.monotonic())
 
     async def complete_task(self, task_id: str, report: CompleteTask) -> Completed:
         """A doubled report changes nothing, and gets the same next task. Raises StaleAttempt, NotFound."""
         writer = self.writer
-        queue = writer.books.queue_of(task_id)
+        queue = writer.job.queue_of(task_id)
         held = queue.pending.get(task_id)
-        completed = await writer.decide(lambda books, _: complete_and_take(books, task_id, report))
+        completed = await writer.decide(lambda job, _: complete_and_take(job, task_id, report))
         if held is not None:
             queue.pace.observe(clock.monotonic() - held.last_sign)
         if queue.kind is TaskKind.TRAIN:
-            writer.books.budget.started = True
+            writer.job.budget.started = True
         return completed
 
     async def fail_task(self, task_id: str, report: FailTask) -> None:
         """Counts against the task, and before the first step against the job. Raises StaleAttempt, NotFound."""
         writer = self.writer
-        await writer.decide(lambda books, _: decisions.fail_task(books, task_id, report))
+        await writer.decide(lambda job, _: decisions.fail_task(job, task_id, report))
 
     async def report_failure(self, member_id: str, failure: UserFailure) -> None:
         """The user's code failed outside a task (building the model, say)."""
@@ -90,7 +90,7 @@ class Desk(ABC):
         named = failure.model_copy(update={"trainer": failure.trainer or member_id})
         fields: dict[str, str | int | float | bool] = {"member": member_id, "error_type": failure.error_type}
         self.events.add([Event("user_failure", f"{member_id}: {failure.error_type}: {failure.message}", fields)])
-        await writer.decide(lambda books, _: books.budget.spend(books.state, named, in_task=False))
+        await writer.decide(lambda job, _: job.budget.spend(job.state, named, in_task=False))
 
     # ---------------------------------------------------------------- members
 
@@ -118,7 +118,7 @@ class Desk(ABC):
 
     def find_members(self, member_id: str) -> list[TrainerMember | PserverMember]:
         """By id (`trainer-0-9f2c51ab03de`, `pserver-1`, a pserver's incarnation) or by the name before it. Raises NotFound."""
-        members = self.books.members
+        members = self.job.members
         found: list[TrainerMember | PserverMember] = [
             m for m in members.trainers.values() if m.trainer == member_id or m.trainer.rpartition("-")[0] == member_id
         ]
@@ -137,5 +137,5 @@ class Desk(ABC):
     async def report_metrics(self, batch: MetricBatch) -> None:
         """In memory of the leader only."""
         if batch.steps:
-            self.books.budget.started = True
+            self.job.budget.started = True
         self.metrics.add(batch, clock.monotonic())

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from master_service.core.queue.file_table import FileTable
-from master_service.core.state.job_state import Books
+from master_service.core.state.job import Job
 from master_service.datasets.stored_tables import Tables
 from master_service.store import schema
 from master_service.store.writer import Deposed, Mandate
@@ -40,7 +40,7 @@ class Takeover:
     commit_revision: int
     revision: int
     found: dict[str, KeyValue]
-    books: Books
+    job: Job
 
 
 async def in_office(
@@ -135,17 +135,17 @@ async def take_over(
             writes.append(Put(keys.state, JobState(reason="counting the dataset's records").to_bytes()))
         commit_revision = await prove(writes)
         found, revision = await schema.read_all(etcd, keys)
-    books, unreadable = await _open_books(found.get(keys.task_meta), spec, tables(spec))
+    job, unreadable = await _open_books(found.get(keys.task_meta), spec, tables(spec))
     if unreadable is None:
-        schema.restore(books, keys, found, clock.monotonic())
-        opening = [] if keys.task_meta in found else [Put(keys.task_meta, books.meta.to_bytes())]
+        schema.restore(job, keys, found, clock.monotonic())
+        opening = [] if keys.task_meta in found else [Put(keys.task_meta, job.meta.to_bytes())]
     else:
-        books.state = _failed(must_read(JobState, keys.state, found[keys.state].value), unreadable)
-        opening = [Put(keys.state, books.state.to_bytes())]
+        job.state = _failed(must_read(JobState, keys.state, found[keys.state].value), unreadable)
+        opening = [Put(keys.state, job.state.to_bytes())]
     if opening:
         commit_revision = await prove(opening)
-    log.info("took_over", lock=mandate.key, term=mandate.term, books=repr(books))
-    return Takeover(commit_revision, revision, found, books)
+    log.info("took_over", lock=mandate.key, term=mandate.term, job=repr(job))
+    return Takeover(commit_revision, revision, found, job)
 
 
 async def _prove(etcd: Etcd, keys: Keys, mandate: Mandate, writes: Sequence[Put]) -> int:
@@ -203,7 +203,7 @@ def _agreed_spec(keys: Keys, found: dict[str, KeyValue], given: JobSpec | None) 
     return given
 
 
-async def _open_books(meta: KeyValue | None, spec: JobSpec, tables: Tables) -> tuple[Books, DatasetError | None]:
+async def _open_books(meta: KeyValue | None, spec: JobSpec, tables: Tables) -> tuple[Job, DatasetError | None]:
     """Books without anything done; without any task if the dataset cannot be read."""
     known = must_read(TaskMeta, meta.key, meta.value) if meta else None
     try:
@@ -214,8 +214,8 @@ async def _open_books(meta: KeyValue | None, spec: JobSpec, tables: Tables) -> t
             evaluation = await _table(tables, spec.evaluation_dataset, spec.task_records, digest)
     except DatasetError as error:
         log.warning("dataset_unreadable", cause=error.message)
-        return Books.open(spec, FileTable((), 1), None), error
-    return Books.open(spec, table, evaluation), None
+        return Job.open(spec, FileTable((), 1), None), error
+    return Job.open(spec, table, evaluation), None
 
 
 async def _table(tables: Tables, source: Dataset, task_records: int, digest: str) -> FileTable:

@@ -59,7 +59,7 @@ class Master(Desk):
         self._leading = False
 
     def __repr__(self) -> str:
-        role = f"term {self._reign.term}, {self._reign.books}" if self._reign else "standing by"
+        role = f"term {self._reign.term}, {self._reign.job}" if self._reign else "standing by"
         return f"<Master {self.name} at {self.url}: {role}>"
 
     # ---------------------------------------------------------------- life
@@ -87,12 +87,12 @@ class Master(Desk):
         mandate = Mandate(self.keys.master_lock, term, lease)
         address = Put(self.keys.master_address, MasterAddress(url=self.url, term=term).to_bytes(), lease.id)
         start = await take_over(self._etcd, self.keys, mandate, self._spec, self._tables, address)
-        manifests = self._manifests(start.books.spec)
+        manifests = self._manifests(start.job.spec)
         self._reign = Reign(self._etcd, self.keys, mandate, start, self.events, manifests, self.metrics)
         self.events.begin_term(term)
         self.events.add([Event("master_elected", f"{self.name} leads in term {term}", {"term": term, "url": self.url})])
-        done = start.books.training
-        start.books.budget.started = done.epoch > 0 or done.counts[2] > 0
+        done = start.job.training
+        start.job.budget.started = done.epoch > 0 or done.counts[2] > 0
         await self._reign.run()
 
     def _see_leader(self, holder: MasterLock) -> None:

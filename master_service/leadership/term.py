@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from master_service.control.events import EventRing
 from master_service.control.office import Office
 from master_service.core.state.changes import Event
-from master_service.core.state.job_state import Books
+from master_service.core.state.job import Job
 from master_service.core.state.members import Members, checkpoint_news
 from master_service.core.state.metrics import Metrics
 from master_service.datasets.manifests import Manifests
@@ -34,11 +34,11 @@ class Reign:
     ) -> None:
         self.term = mandate.term
         self.lease = mandate.lease
-        self.books: Books = start.books
+        self.job: Job = start.job
         self._start, self._events = start, events
         self._watch = MembersWatch(etcd, keys, self._on_members)
         self.writer = Transactor(
-            etcd, keys, start.books, mandate, commit_revision=start.commit_revision, on_events=self._on_events
+            etcd, keys, start.job, mandate, commit_revision=start.commit_revision, on_events=self._on_events
         )
         self.manifests = manifests
         self._office = Office(etcd, keys, self.writer, mandate.lease, manifests, metrics, events)
@@ -53,8 +53,8 @@ class Reign:
             group.create_task(self._office.run())
 
     def _on_members(self, members: Members) -> None:
-        self._events.add(checkpoint_news(self.books.members, members))
-        self.books.members = members
+        self._events.add(checkpoint_news(self.job.members, members))
+        self.job.members = members
         self._office.look_again()
 
     def _on_events(self, events: Sequence[Event]) -> None:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from master_service.control.office import Office
 from master_service.control.task_service import Desk
-from master_service.core.state import job_state as decisions
+from master_service.core.state import job as decisions
 from master_service.core.state.changes import Event
 from master_service.core.state.members import Members, checkpoint_news
 from master_service.datasets.manifests import Manifests
@@ -114,13 +114,13 @@ class Dispatcher(Desk):
         term = await campaign(self._etcd, self.keys.sweep_lock, me, lease, self._probe, lambda _: None)
         mandate = Mandate(self.keys.sweep_lock, term, lease)
         start = await take_over(self._etcd, self.keys, mandate, self._spec, self._tables)
-        await self.view.until(lambda view: view.is_open or start.books.state.phase.final, "the books to open")
+        await self.view.until(lambda view: view.is_open or start.job.state.phase.final, "the books to open")
         if not self.view.is_open:  # the dataset cannot be read: the job has failed
             await lease.lost.wait()
             return
-        for queue in self.view.books.queues.values():
+        for queue in self.view.job.queues.values():
             queue.grant_again(clock.monotonic())
-        manifests = self._manifests(start.books.spec)
+        manifests = self._manifests(start.job.spec)
         writer = Mandated(self._writer, mandate)
         self._office = Office(self._etcd, self.keys, writer, lease, manifests, self.metrics, self.events)
         self.events.begin_term(term)
@@ -131,7 +131,7 @@ class Dispatcher(Desk):
 
     def _on_members(self) -> None:
         if self._office is not None:
-            now = self.view.books.members
+            now = self.view.job.members
             self.events.add(checkpoint_news(self._told_of, now))
             self._told_of = now
             self._office.look_again()
@@ -140,7 +140,7 @@ class Dispatcher(Desk):
 
     async def report_progress(self, task_id: str, report: TaskProgress) -> None:
         """Kept at the trainer's key, where the sweeper's watch finds it. Raises StaleAttempt, NotFound, PeerError."""
-        held = decisions.report_progress(self.books, task_id, report).answer.pending[task_id]
+        held = decisions.report_progress(self.job, task_id, report).answer.pending[task_id]
         said = HeldTask(
             task_id=task_id, attempt=report.attempt, epoch=held.record.epoch, minibatches=report.minibatches
         )
@@ -167,7 +167,7 @@ class Dispatcher(Desk):
         )
 
     def _holds(self, task: HeldTask) -> bool:
-        held = self.books.queue_of(task.task_id).pending.get(task.task_id)
+        held = self.job.queue_of(task.task_id).pending.get(task.task_id)
         return held is not None and (held.record.trainer, held.record.attempt) == (self.name, task.attempt)
 
     async def _be_remembered(self) -> None:

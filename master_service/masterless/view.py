@@ -21,7 +21,7 @@ from master_service.core.decisions.operations import Operations
 from master_service.core.queue.file_table import FileTable
 from master_service.core.queue.repeats import Heard
 from master_service.core.queue.task_queue import TaskQueue
-from master_service.core.state.job_state import Books
+from master_service.core.state.job import Job
 from master_service.datasets.stored_tables import Tables
 from master_service.store import schema
 from master_service.store.members_watch import MembersWatch
@@ -53,7 +53,7 @@ class SharedBooks:
         self._etcd, self._keys, self._tables, self._on_members = etcd, keys, tables, on_members
         self._members = MembersWatch(etcd, keys, lambda _: None)
         self._range = keys.prefix, keys.prefix[:-1] + "0"  # "0" follows "/"
-        self._books: Books | None = None
+        self._books: Job | None = None
         self._counted: tuple[FileTable, FileTable | None] | None = None
         self._obstacle = "the holder of the sweep lock has not opened the job yet"
         self._news: deque[WatchBatch] = deque()
@@ -67,7 +67,7 @@ class SharedBooks:
         return f"<SharedBooks at commit {self.commit_revision}: {self._books or self._obstacle}>"
 
     @property
-    def books(self) -> Books:
+    def job(self) -> Job:
         """To read. Raises NotReady."""
         if self._books is None:
             raise NotReady(f"the books of job {self._keys.job} are not open here: {self._obstacle}; ask again")
@@ -84,7 +84,7 @@ class SharedBooks:
                 async with asyncio.timeout(LATE_S):
                     await self._changed.wait()
             except TimeoutError:
-                log.warning("still_waiting", what=what, books=repr(self))
+                log.warning("still_waiting", what=what, job=repr(self))
 
     async def run(self) -> None:
         """Follow etcd until cancelled. Raises Conflict if the counted dataset is not the job's, StateUnreadable."""
@@ -99,13 +99,13 @@ class SharedBooks:
 
     # ---------------------------------------------------------------- for the writer
 
-    def hold(self) -> Books:
+    def hold(self) -> Job:
         """A draft; until `landed` or `release` the books stay at `commit_revision`. Raises NotReady."""
-        draft = draft_of(self.books)
+        draft = draft_of(self.job)
         self._held = True
         return draft
 
-    def landed(self, draft: Books, revision: int) -> None:
+    def landed(self, draft: Job, revision: int) -> None:
         """The draft is what etcd holds since `revision`."""
         self._books, self._through, self.commit_revision = draft, revision, revision
         self.release()
@@ -225,18 +225,18 @@ class SharedBooks:
         self.commit_revision = self._through = commit.mod_revision if commit else 0
         if self._counted is None or self.spec is None or keys.task_meta not in found:
             return
-        books = Books.open(self.spec, *self._counted)
-        schema.restore(books, keys, found, clock.monotonic())
-        done = books.training
-        books.budget.started = done.epoch > 0 or done.counts[2] > 0
-        self._books = books
-        log.info("books_opened", books=repr(books))
+        job = Job.open(self.spec, *self._counted)
+        schema.restore(job, keys, found, clock.monotonic())
+        done = job.training
+        job.budget.started = done.epoch > 0 or done.counts[2] > 0
+        self._books = job
+        log.info("books_opened", job=repr(job))
 
 
-def draft_of(books: Books) -> Books:
+def draft_of(job: Job) -> Job:
     """Books that change on their own; signs of life and the pace of tasks stay common."""
-    queues = {kind: _forked(queue) for kind, queue in books.queues.items()}
-    return replace(books, queues=queues, operations=_forked(books.operations), budget=replace(books.budget))
+    queues = {kind: _forked(queue) for kind, queue in job.queues.items()}
+    return replace(job, queues=queues, operations=_forked(job.operations), budget=replace(job.budget))
 
 
 def _forked(part: Part) -> Part:

@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from master_service.core.state.changes import Decision, Event
-from master_service.core.state.job_state import Books
+from master_service.core.state.job import Job
 from master_service.masterless.view import SharedBooks
 from master_service.store.writer import (
     ATTEMPT_S,
@@ -47,9 +47,9 @@ class SharedTransactor(GroupCommit):
         self._lost_in_a_row = 0
 
     @property
-    def books(self) -> Books:
+    def job(self) -> Job:
         """Raises NotReady."""
-        return self._view.books
+        return self._view.job
 
     def fence(self, mandate: Mandate | None) -> list[Compare]:
         """What a write depends on."""
@@ -95,7 +95,7 @@ class SharedTransactor(GroupCommit):
                 entry.future.set_exception(error)
         self._taken.clear()
 
-    async def _commit(self, draft: Books, writes: Sequence[Put | Delete], mandate: Mandate | None) -> bool:
+    async def _commit(self, draft: Job, writes: Sequence[Put | Delete], mandate: Mandate | None) -> bool:
         """Whether it has landed, once; the draft is the books then. False: somebody else was first. Raises Deposed."""
         name, known, fence = ids.new_id("commit").encode(), self._view.commit_revision, self.fence(mandate)
         writes = [*writes, Put(self._keys.commit, name)]
@@ -121,7 +121,7 @@ class SharedTransactor(GroupCommit):
             self._lost_in_a_row += 1
             return False
 
-    def _landed(self, draft: Books, revision: int) -> bool:
+    def _landed(self, draft: Job, revision: int) -> bool:
         self._view.landed(draft, revision)
         self.commits += 1
         self._lost_in_a_row = 0
@@ -135,8 +135,8 @@ class Mandated:
         self._writer, self._mandate = writer, mandate
 
     @property
-    def books(self) -> Books:
-        return self._writer.books
+    def job(self) -> Job:
+        return self._writer.job
 
-    async def decide(self, decision: Callable[[Books, float], Decision[A]]) -> A:
+    async def decide(self, decision: Callable[[Job, float], Decision[A]]) -> A:
         return await self._writer.decide(decision, self._mandate)

@@ -32,7 +32,7 @@ from master_service.core.state.changes import (
     PutState,
     PutSums,
 )
-from master_service.core.state.job_state import Books
+from master_service.core.state.job import Job
 from shared.errors import Conflict
 from shared.etcd import Delete, Etcd, KeyValue, Put, WatchEvent
 from shared.keys import Keys
@@ -54,11 +54,11 @@ from shared.records.reading import must_read, read_record, understood
 PAGE = 500
 
 
-def operations(keys: Keys, books: Books, changes: Iterable[Change]) -> list[Put | Delete]:
+def operations(keys: Keys, job: Job, changes: Iterable[Change]) -> list[Put | Delete]:
     """The fewest operations that do `changes` in order; no key is written twice."""
     by_key: dict[str, Put | Delete] = {}
     for change in changes:
-        for operation in _operations(keys, books, change):
+        for operation in _operations(keys, job, change):
             if isinstance(operation, Delete) and operation.end is not None:
                 for key in [key for key in by_key if operation.key <= key < operation.end]:
                     del by_key[key]
@@ -67,7 +67,7 @@ def operations(keys: Keys, books: Books, changes: Iterable[Change]) -> list[Put 
     return list(by_key.values())
 
 
-def _operations(keys: Keys, books: Books, change: Change) -> tuple[Put | Delete, ...]:
+def _operations(keys: Keys, job: Job, change: Change) -> tuple[Put | Delete, ...]:
     match change:
         case PutCursor(stream, position):
             return (Put(keys.cursor(stream), str(position).encode()),)
@@ -112,7 +112,7 @@ def _operations(keys: Keys, books: Books, change: Change) -> tuple[Put | Delete,
         case ForgetParameters():
             return (Delete(keys.layout), Delete(keys.init_done))
         case NextEpoch(epoch):
-            meta = books.meta.model_copy(update={"epoch": epoch})
+            meta = job.meta.model_copy(update={"epoch": epoch})
             return (*(Delete(of("0"), of(":")) for of in (keys.cursor, keys.pending, keys.requeued)), Put(keys.task_meta, meta.to_bytes()))  # fmt: skip
 
 
@@ -139,37 +139,37 @@ async def read_all(etcd: Etcd, keys: Keys) -> tuple[dict[str, KeyValue], int]:
         first = page.kvs[-1].key + "\0"
 
 
-def restore(books: Books, keys: Keys, found: dict[str, KeyValue], now: float) -> None:
+def restore(job: Job, keys: Keys, found: dict[str, KeyValue], now: float) -> None:
     """In place: fresh books take what etcd holds. Pending tasks get a fresh full deadline. Raises Conflict,
     StateUnreadable."""
     kv = found.get(keys.task_meta)
     if kv is not None:
         meta = must_read(TaskMeta, kv.key, kv.value)
-        _check_same_dataset(books.meta, meta)
-        books.meta = meta
-        books.training.epoch = meta.epoch
+        _check_same_dataset(job.meta, meta)
+        job.meta = meta
+        job.training.epoch = meta.epoch
     for key in sorted(found):
         with understood(key, found[key].value):
-            change = _change(keys, books, key, found[key].value)
+            change = _change(keys, job, key, found[key].value)
             if change is not None:
-                books.apply(change, now)
+                job.apply(change, now)
 
 
-def follow(books: Books, keys: Keys, event: WatchEvent, now: float) -> None:
+def follow(job: Job, keys: Keys, event: WatchEvent, now: float) -> None:
     """In place: books that hold all writes before take somebody else's. Raises StateUnreadable."""
     with understood(event.kv.key, event.kv.value):
-        change = _change_of(keys, books, event)
+        change = _change_of(keys, job, event)
         if change is not None:
-            books.apply(change, now)
+            job.apply(change, now)
 
 
-def _change_of(keys: Keys, books: Books, event: WatchEvent) -> Change | None:
+def _change_of(keys: Keys, job: Job, event: WatchEvent) -> Change | None:
     """None if the write is not about the books."""
     key = event.kv.key
     if event.type == "put":
         if key == keys.task_meta:
             return NextEpoch(TaskMeta.model_validate_json(event.kv.value).epoch)
-        return _change(keys, books, key, event.kv.value)
+        return _change(keys, job, key, event.kv.value)
     if key.startswith(keys.operations):
         return DropOperation(keys.name_of(key))
     if not key.startswith(keys.tasks):
@@ -179,18 +179,18 @@ def _change_of(keys: Keys, books: Books, event: WatchEvent) -> Change | None:
         case "cursor":
             return PutCursor(name, 0)
         case "pending":
-            return DropPending(name) if name in books.queue_of(name).pending else None
+            return DropPending(name) if name in job.queue_of(name).pending else None
         case "requeued":
-            return DropRequeued(name) if name in books.queue_of(name).requeued else None
+            return DropRequeued(name) if name in job.queue_of(name).requeued else None
         case "discarded":
             task_id, _, epoch = name.partition("@")
-            known = (int(epoch), task_id) in books.queue_of(task_id).discarded
+            known = (int(epoch), task_id) in job.queue_of(task_id).discarded
             return DropDiscarded(task_id, int(epoch)) if known else None
         case _:
             return None
 
 
-def _change(keys: Keys, books: Books, key: str, value: bytes) -> Change | None:
+def _change(keys: Keys, job: Job, key: str, value: bytes) -> Change | None:
     """The change that a key stands for; None for keys that are not the books'."""
     if key == keys.state:
         return PutState(JobState.model_validate_json(value))
@@ -220,7 +220,7 @@ def _change(keys: Keys, books: Books, key: str, value: bytes) -> Change | None:
         case "discarded":
             task_id = name.partition("@")[0]
             lost = DiscardedTask.model_validate_json(value)
-            return PutDiscarded(task_id, lost, books.queue_of(task_id).streams.records_of(task_id))
+            return PutDiscarded(task_id, lost, job.queue_of(task_id).streams.records_of(task_id))
         case _:
             return None
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from master_service.core.state.changes import Change, Decision, Event, NextEpoch
-from master_service.core.state.job_state import Books
+from master_service.core.state.job import Job
 from master_service.store.schema import operations
 from shared.errors import NotLeader, NotReady, PeerError, TriremeError
 from shared.etcd import Compare, Delete, Etcd, Get, KeyValue, Lease, Put
@@ -58,16 +58,16 @@ class Writer(Protocol):
     """Who decides and writes; `books` may be read at any time."""
 
     @property
-    def books(self) -> Books: ...
+    def job(self) -> Job: ...
 
-    async def decide(self, decision: Callable[[Books, float], Decision[A]]) -> A:
+    async def decide(self, decision: Callable[[Job, float], Decision[A]]) -> A:
         """The decision's answer, once its changes are in etcd. Raises what it raises; PeerError."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    decide: Callable[[Books, float], Decision[Any]]
+    decide: Callable[[Job, float], Decision[Any]]
     future: asyncio.Future[Any]
     mandate: Mandate | None
 
@@ -92,7 +92,7 @@ class GroupCommit(ABC):
         self._wake = asyncio.Event()
         self._over: TriremeError | None = None
 
-    async def decide(self, decision: Callable[[Books, float], Decision[A]], mandate: Mandate | None = None) -> A:
+    async def decide(self, decision: Callable[[Job, float], Decision[A]], mandate: Mandate | None = None) -> A:
         """The decision's answer, once its changes are in etcd; `mandate`: only while that lock is held.
 
         Raises what the decision raises; NotLeader when the reign ends before (the outcome is then unknown); NotReady
@@ -128,7 +128,7 @@ class GroupCommit(ABC):
     async def _turn(self) -> None:
         """Decide what waits (`_decided_on`), commit it together, answer (`_answer`)."""
 
-    def _decided_on(self, books: Books) -> Group:
+    def _decided_on(self, job: Job) -> Group:
         """In place: what waits and fits into one transaction is decided on `books`, and applied to them."""
         now, group, changes = clock.monotonic(), Group(), list[Change]()
         sealed, mandate = False, self._waiting[0].mandate
@@ -137,7 +137,7 @@ class GroupCommit(ABC):
             if entry.future.done():  # whoever asked has left
                 self._waiting.popleft()
                 continue
-            decision, error = self._decided(entry, books, now)
+            decision, error = self._decided(entry, job, now)
             if changes and len(changes) + len(decision.changes) > MAX_CHANGES:
                 break
             self._taken.append(self._waiting.popleft())
@@ -146,20 +146,20 @@ class GroupCommit(ABC):
             group.events += decision.events
             sealed = NextEpoch in map(type, decision.changes)
             if sealed:  # spelled before the books move on to the next epoch
-                group.writes = operations(self._keys, books, changes)
+                group.writes = operations(self._keys, job, changes)
             for change in decision.changes:
-                books.apply(change, now)
+                job.apply(change, now)
         if changes and not sealed:
-            group.writes = operations(self._keys, books, changes)
+            group.writes = operations(self._keys, job, changes)
         return group
 
-    def _decided(self, entry: _Waiting, books: Books, now: float) -> tuple[Decision[Any], Exception | None]:
+    def _decided(self, entry: _Waiting, job: Job, now: float) -> tuple[Decision[Any], Exception | None]:
         try:
-            return entry.decide(books, now), None
+            return entry.decide(job, now), None
         except TriremeError as error:
             return Decision(None), error
         except Exception as error:  # a bug in one decision must not end the reign; the caller hears INTERNAL
-            log.exception("decision_failed", books=repr(books))
+            log.exception("decision_failed", job=repr(job))
             return Decision(None), error
 
     def _answer(self, group: Group) -> None:
@@ -190,14 +190,14 @@ class Transactor(GroupCommit):
         self,
         etcd: Etcd,
         keys: Keys,
-        books: Books,
+        job: Job,
         mandate: Mandate,
         *,
         commit_revision: int,
         on_events: Callable[[Sequence[Event]], None],
     ) -> None:
         super().__init__(keys, on_events)
-        self.books = books
+        self.job = job
         self._etcd, self._mandate, self._commit_revision = etcd, mandate, commit_revision
         self._flights: deque[_Flight] = deque()
         self._last = b""
@@ -223,7 +223,7 @@ class Transactor(GroupCommit):
             self._wake.clear()
             await self._wake.wait()
             return
-        group = self._decided_on(self.books)
+        group = self._decided_on(self.job)
         self._taken.clear()
         flight = _Flight(ids.new_id("commit").encode(), self.fence(self._last), group)
         if group.writes:

@@ -50,7 +50,7 @@ async def dispatching(world: MasterlessWorld, *names: str) -> AsyncIterator[dict
         await until(lambda: all(_runs(each, names) for each in dispatchers.values()), "the job to run")
         yield dispatchers
         for name, each in dispatchers.items():
-            for queue in each.books.queues.values() if not world.running[name].done() else ():
+            for queue in each.job.queues.values() if not world.running[name].done() else ():
                 assert list(queue.violations()) == []
     finally:
         stopping.set()
@@ -61,12 +61,12 @@ async def dispatching(world: MasterlessWorld, *names: str) -> AsyncIterator[dict
 
 
 def _runs(dispatcher: Dispatcher, names: tuple[str, ...]) -> bool:
-    return dispatcher.view.is_open and set(dispatcher.books.state.trainers) == set(names)
+    return dispatcher.view.is_open and set(dispatcher.job.state.trainers) == set(names)
 
 
 async def work(world: MasterlessWorld, dispatcher: Dispatcher, given: list[Task], *, pause_s: float = 0.0) -> None:
     """Take and finish tasks until training is over; every task taken is noted."""
-    while dispatcher.books.state.stage is Stage.TRAIN:
+    while dispatcher.job.state.stage is Stage.TRAIN:
         answer = await dispatcher.acquire_task(world.ask(dispatcher, dispatcher.name))
         if answer.task is None:
             await asyncio.sleep(0.05)

@@ -47,7 +47,7 @@ def test_an_asynchronous_job_goes_through_all_its_stages() -> None:
         async with running(world, "t1") as master:
             finished = await finish_training(world, master)
             assert finished == {f"{epoch}/{task}" for epoch in range(2) for task in range(10)}
-            while master.books.state.stage is Stage.EVALUATE:
+            while master.job.state.stage is Stage.EVALUATE:
                 task = await take(world, master)
                 await master.complete_task(task.task_id, done(task, sums={"right": 9.0, "seen": float(task.count)}))
                 await master.complete_task(task.task_id, done(task, sums={"right": 9.0, "seen": float(task.count)}))
@@ -55,7 +55,7 @@ def test_an_asynchronous_job_goes_through_all_its_stages() -> None:
             assert task.task_id == "export-0"
             await master.complete_task(task.task_id, done(task, exports={"safetensors": "model.safetensors"}))
             assert (await master.acquire_task(world.ask(master))).answer == "end"
-            state = master.books.state
+            state = master.job.state
             assert (state.phase, state.stage) == (Phase.COMPLETED, Stage.DONE)
             assert state.result.metrics == {"right": 90.0, "seen": 100.0}
             assert state.result.exports == {"safetensors": "model.safetensors"}
@@ -82,11 +82,11 @@ def test_a_synchronous_job_walks_its_lanes() -> None:
                     assert ended == TaskAnswer(answer="exhausted", stream_length=5)
             ask = world.ask(master, "t1", stream=0, epoch=2)
             assert (await master.acquire_task(ask)).answer == "end"
-            assert master.books.state.stage is Stage.EXPORT
+            assert master.job.state.stage is Stage.EXPORT
             with pytest.raises(StaleGeneration, match="lane 1 is not of t1"):
-                master.books.state = master.books.state.model_copy(update={"stage": Stage.TRAIN})
+                master.job.state = master.job.state.model_copy(update={"stage": Stage.TRAIN})
                 await master.acquire_task(world.ask(master, "t1", stream=1, epoch=1))
-            master.books.state = master.books.state.model_copy(update={"stage": Stage.EXPORT})
+            master.job.state = master.job.state.model_copy(update={"stage": Stage.EXPORT})
 
     virtually(main)
 
@@ -97,7 +97,7 @@ def test_trainers_of_another_generation_get_nothing() -> None:
         async with running(world, "t1") as master:
             old = world.ask(master, "t1", stream=0)
             await world.add_trainer("t2")
-            await until(lambda: master.books.state.generation == 2, "generation 2")
+            await until(lambda: master.job.state.generation == 2, "generation 2")
             with pytest.raises(StaleGeneration, match="t1 asks in generation 1, now is 2"):
                 await master.acquire_task(old)
             with pytest.raises(StaleGeneration, match="nobody is no member of generation 2"):
@@ -111,9 +111,9 @@ def test_state_and_lanes_of_a_generation_come_in_one_transaction() -> None:
         world = World(spec_of(mode=Mode.SYNC, lanes=4))
         async with running(world, "t1") as master:
             await world.add_trainer("t2")
-            await until(lambda: master.books.state.generation == 2, "generation 2")
+            await until(lambda: master.job.state.generation == 2, "generation 2")
             await world.lose("t1")
-            await until(lambda: master.books.state.generation == 3, "generation 3")
+            await until(lambda: master.job.state.generation == 3, "generation 3")
             revisions = {
                 key: [event.kv.mod_revision for event in world.simulated.events() if event.kv.key == key]
                 for key in (KEYS.state, KEYS.lanes)
@@ -129,10 +129,10 @@ def test_a_dead_trainers_tasks_go_back_without_a_failure() -> None:
         async with running(world, "t1", "t2") as master:
             task = await take(world, master, "t1")
             await world.lose("t1")
-            await until(lambda: master.books.training.requeued, "the task to go back")
+            await until(lambda: master.job.training.requeued, "the task to go back")
             again = await take(world, master, "t2")
             assert (again.task_id, again.attempt) == (task.task_id, 2)
-            assert master.books.training.pending[task.task_id].record.failures == 0
+            assert master.job.training.pending[task.task_id].record.failures == 0
             with pytest.raises(StaleAttempt):
                 await master.complete_task(task.task_id, done(task, "t1"))
 
@@ -148,10 +148,10 @@ def test_a_silent_task_is_requeued_with_a_failure_and_progress_prevents_it() -> 
                 await asyncio.sleep(4)
                 for task, number in ((lively, minibatches), (silent, 1)):
                     report = TaskProgress(trainer="t1", attempt=1, minibatches=number, epoch=0)
-                    if task.task_id in master.books.training.pending:
+                    if task.task_id in master.job.training.pending:
                         await master.report_progress(task.task_id, report)
-            assert list(master.books.training.pending) == [lively.task_id]
-            assert master.books.training.requeued[silent.task_id].failures == 1
+            assert list(master.job.training.pending) == [lively.task_id]
+            assert master.job.training.requeued[silent.task_id].failures == 1
 
     virtually(main)
 
@@ -164,11 +164,11 @@ def test_a_silent_lane_costs_its_trainer_the_membership_and_spares_the_others() 
             await take(world, master, "t1", stream=0)
             await asyncio.sleep(1)
             await take(world, master, "t2", stream=1)
-            await until(lambda: master.books.state.trainers == ("t2",), "t1 to be put out", 40)
+            await until(lambda: master.job.state.trainers == ("t2",), "t1 to be put out", 40)
             assert await world.etcd.get(KEYS.trainer("t1")) is None
-            assert master.books.lanes is not None
-            assert master.books.lanes.of("t2") == (0, 2)
-            assert len(master.books.training.pending) == 1
+            assert master.job.lanes is not None
+            assert master.job.lanes.of("t2") == (0, 2)
+            assert len(master.job.training.pending) == 1
 
     virtually(main)
 
@@ -183,7 +183,7 @@ def test_the_same_error_of_the_model_twice_fails_the_job_with_the_task_it_happen
             for attempt in (1, 2):
                 task = await take(world, master)
                 await master.fail_task(task.task_id, FailTask(trainer="t1", attempt=attempt, failure=NO))
-            state = master.books.state
+            state = master.job.state
             assert state.phase is Phase.FAILED
             assert state.reason == "ValueError twice before the first step was done: no"
             assert state.failure is not None
@@ -209,7 +209,7 @@ def test_a_poisoned_task_is_discarded_and_listed() -> None:
             assert len(await finish_training(world, master)) == 9
             task = await take(world, master)
             await master.complete_task(task.task_id, done(task))
-            result = master.books.state.result
+            result = master.job.state.result
             assert (result.discarded_tasks, result.discarded_records, result.trained_records) == (1, 10, 90)
 
     virtually(main)
@@ -219,10 +219,10 @@ def test_too_much_discarded_fails_the_job() -> None:
     async def main() -> None:
         world = World(spec_of(max_discarded_fraction=0.05, max_task_failures=1))
         async with running(world, "t1") as master:
-            master.books.budget.started = True
+            master.job.budget.started = True
             task = await take(world, master)
             await master.fail_task(task.task_id, FailTask(trainer="t1", attempt=1, failure=NO))
-            state = master.books.state
+            state = master.job.state
             assert state.phase is Phase.FAILED
             assert state.reason.startswith(
                 "10 of 100 records of epoch 0 are discarded, more than max_discarded_fraction 0.05"
@@ -239,8 +239,8 @@ def test_failures_outside_tasks_use_the_budget_of_the_job() -> None:
         async with running(world, "t1") as master:
             await master.report_failure("t1", NO)
             await master.report_failure("t1", NO)
-            assert master.books.state.phase is Phase.FAILED
-            assert master.books.state.failure == NO.model_copy(update={"trainer": "t1"})
+            assert master.job.state.phase is Phase.FAILED
+            assert master.job.state.failure == NO.model_copy(update={"trainer": "t1"})
 
     virtually(main)
 
@@ -259,13 +259,13 @@ def test_two_failures_across_a_change_of_the_master_count_as_two(in_task: bool) 
 
         async with running(world, "t1") as first:
             await fail(first)
-            assert first.books.state.phase is Phase.RUNNING
-            counts = first.books.budget.counts
+            assert first.job.state.phase is Phase.RUNNING
+            counts = first.job.budget.counts
             assert counts.total == 1
         async with leading(world.master("m2")) as second:
-            assert second.books.budget.counts == counts
+            assert second.job.budget.counts == counts
             await fail(second)
-            state = second.books.state
+            state = second.job.state
             assert (state.phase, state.reason) == (
                 Phase.FAILED,
                 "ValueError twice before the first step was done: no",
@@ -279,9 +279,9 @@ def test_a_dead_pserver_without_any_checkpoint_fails_an_asynchronous_job() -> No
         world = World(spec_of(pservers=2))
         async with running(world, "t1") as master:
             await world.lose("pserver-1")
-            await until(lambda: master.books.state.phase is Phase.FAILED, "the job to fail")
+            await until(lambda: master.job.state.phase is Phase.FAILED, "the job to fail")
             reason = "pserver 1 is gone and no checkpoint of it exists yet; start the job again"
-            assert master.books.state.reason == reason
+            assert master.job.state.reason == reason
 
     virtually(main)
 
@@ -292,7 +292,7 @@ def test_a_dataset_that_cannot_be_used_makes_a_failed_job(problem: str) -> None:
         error = DatasetError("train.txt: no such file")
         world = World(spec_of(), Tables(0) if problem == "empty" else Tables(error=error))
         async with leading(world.master()) as master:
-            state = master.books.state
+            state = master.job.state
             assert state.phase is Phase.FAILED
             expected = "the dataset has no records: train.txt" if problem == "empty" else error.message
             assert state.reason == expected
@@ -312,7 +312,7 @@ def test_a_suspect_that_refuses_connections_is_dead_at_once_and_a_slow_one_is_no
             world.dead.add("http://t1")
             assert not await master.report_suspect("t2")
             assert await master.report_suspect("t1")
-            await until(lambda: master.books.state.trainers == ("t2",), "t1 to be gone", 1.0)
+            await until(lambda: master.job.state.trainers == ("t2",), "t1 to be gone", 1.0)
             with pytest.raises(NotFound, match="no member t9"):
                 await master.report_suspect("t9")
 

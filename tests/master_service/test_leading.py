@@ -52,7 +52,7 @@ def test_a_new_master_goes_on_where_the_last_one_died() -> None:
                 finished.append(task.task_id)
             held = await take(world, first, request="lost reply")
         async with leading(world.master("m2")) as second:
-            assert second.books.state.generation == 1
+            assert second.job.state.generation == 1
             again = await take(world, second, request="lost reply")
             assert again == held
             await second.complete_task(held.task_id, done(held))
@@ -72,8 +72,8 @@ def test_a_take_over_gives_every_pending_task_a_fresh_full_deadline() -> None:
             await asyncio.sleep(18)
         async with leading(world.master("m2")) as second:
             await asyncio.sleep(18)
-            assert len(second.books.training.pending) == 1
-            await until(lambda: second.books.training.requeued, "the deadline", 10)
+            assert len(second.job.training.pending) == 1
+            await until(lambda: second.job.training.requeued, "the deadline", 10)
 
     virtually(main)
 
@@ -87,7 +87,7 @@ def test_a_standby_names_the_leader_and_leads_at_once_when_it_stops() -> None:
             waiting = asyncio.ensure_future(standby.run(stopping))
             await asyncio.sleep(1)
             with pytest.raises(NotLeader) as caught:
-                _ = standby.books
+                _ = standby.job
             assert caught.value.details == {"leader": "http://m1"}
             term = leader.reign.term
         before = asyncio.get_running_loop().time()
@@ -180,10 +180,10 @@ def test_a_master_without_its_lock_writes_nothing_and_steps_down() -> None:
             async with leading(world.master("m2")) as new:
                 before = world.simulated.revision
                 with pytest.raises(NotLeader):
-                    await writer.decide(lambda books, _: lifecycle.fail(books.state, "zombie"))
+                    await writer.decide(lambda job, _: lifecycle.fail(job.state, "zombie"))
                 written = [e.kv.key for e in world.simulated.events() if e.kv.mod_revision > before]
                 assert KEYS.state not in written
-                assert new.books.state.phase is Phase.RUNNING
+                assert new.job.state.phase is Phase.RUNNING
 
     virtually(main)
 
@@ -219,7 +219,7 @@ def test_a_commit_whose_outcome_is_unknown_lands_exactly_once(lose: str) -> None
             puts = [e for e in world.simulated.events() if e.kv.key == KEYS.pending(task.task_id) and e.type == "put"]
             assert len(puts) == 1
             await master.complete_task(task.task_id, done(task))
-            assert master.books.training.counts == (9, 0, 1, 0)
+            assert master.job.training.counts == (9, 0, 1, 0)
 
     virtually(main)
 
@@ -235,7 +235,7 @@ def test_transitions_that_wait_for_etcd_share_the_next_transaction() -> None:
             dispatches = master.reign.writer.commits - before
             assert dispatches <= 1 + -(-90 * 2 // (writer.MAX_CHANGES - 1))
             await asyncio.gather(*(master.complete_task(task.task_id, done(task)) for task in tasks))
-            assert master.books.training.counts == (110, 0, 90, 0)
+            assert master.job.training.counts == (110, 0, 90, 0)
 
     virtually(main)
 
@@ -251,7 +251,7 @@ def test_an_etcd_outage_delays_answers_and_loses_nothing() -> None:
             assert not late.done()
             world.simulated.start()
             await late
-            assert master.books.training.counts == (9, 0, 1, 0)
+            assert master.job.training.counts == (9, 0, 1, 0)
 
     virtually(main)
 
@@ -264,7 +264,7 @@ def test_a_master_cut_off_fences_itself_before_its_lease_can_end() -> None:
             with pytest.raises(NotLeader):
                 await master.acquire_task(world.ask(master))
             with pytest.raises(NotLeader):
-                _ = master.books
+                _ = master.job
             async with leading(world.master("m2")) as second:
                 await take(world, second)
             world.simulated.mend("m1")
@@ -287,7 +287,7 @@ def test_random_masters_and_kills_finish_every_task_once() -> None:
             round_number += 1
             async with leading(world.master(f"m{round_number}")) as master:
                 for _ in range(round_number % 3 + 1):
-                    if master.books.state.stage is not Stage.TRAIN:
+                    if master.job.state.stage is not Stage.TRAIN:
                         break
                     task = await take(world, master)
                     if round_number % 2:
@@ -295,10 +295,10 @@ def test_random_masters_and_kills_finish_every_task_once() -> None:
                         finished.append(f"{task.epoch}/{task.task_id}")
                     else:
                         await world.lose("t1")
-                        await until(lambda: master.books.state.trainers == (), "t1 to be gone")
+                        await until(lambda: master.job.state.trainers == (), "t1 to be gone")
                         await world.add_trainer("t1")
-                        await until(lambda: master.books.state.trainers == ("t1",), "t1 to be back")
-                assert list(master.books.training.violations()) == []
+                        await until(lambda: master.job.state.trainers == ("t1",), "t1 to be back")
+                assert list(master.job.training.violations()) == []
         assert sorted(finished) == sorted(f"{epoch}/{n}" for epoch in range(3) for n in range(7))
 
     virtually(main)
@@ -313,7 +313,7 @@ def test_a_million_tasks_keep_the_state_in_etcd_under_64_kib() -> None:
         async with running(world, "t1") as master:
             for index in range(3):
                 await asyncio.gather(*(take(world, master, stream=lane, epoch=0, index=index) for lane in range(256)))
-            assert master.books.training.counts[2] == 512
+            assert master.job.training.counts[2] == 512
             assert world.simulated.size_bytes(KEYS.tasks) < 64 * 1024
             assert world.simulated.size_bytes(KEYS.prefix) < 80 * 1024
 
@@ -335,12 +335,12 @@ async def test_a_million_tasks_keep_the_state_in_a_real_etcd_under_64_kib(real_e
     )
     async with leading(master):
         await world.initialise("t1")
-        await until(lambda: master.books.state.trainers == ("t1",), "the job to run", 10)
+        await until(lambda: master.job.state.trainers == ("t1",), "the job to run", 10)
         for index in range(3):
             await asyncio.gather(*(take(world, master, stream=lane, epoch=0, index=index) for lane in range(64)))
         found = await real_etcd.range(KEYS.tasks, prefix=True)
         size = sum(len(kv.key) + len(kv.value) for kv in found.kvs)
-        assert master.books.training.counts[2] == 128
+        assert master.job.training.counts[2] == 128
         assert size < 64 * 1024, size
 
 

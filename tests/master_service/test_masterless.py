@@ -45,11 +45,11 @@ def test_several_trainers_give_each_task_of_each_epoch_once() -> None:
             ]
             assert {task.attempt for task in given} == {1}
             assert sum(each.writer.losses for each in dispatchers.values()) > 0, "they never raced"
-            books = [each.books for each in dispatchers.values()]
+            job = [each.job for each in dispatchers.values()]
             await until(
-                lambda: all(b.state.stage is Stage.EXPORT for b in [d.books for d in dispatchers.values()]), "news"
+                lambda: all(b.state.stage is Stage.EXPORT for b in [d.job for d in dispatchers.values()]), "news"
             )
-            assert len({(b.training.epoch, tuple(b.training.pending)) for b in books}) == 1
+            assert len({(b.training.epoch, tuple(b.training.pending)) for b in job}) == 1
 
     virtually(main)
 
@@ -72,8 +72,8 @@ def test_every_trainers_books_are_what_etcd_holds() -> None:
             await until(lambda: fresh.view.is_open, "a fresh reading")
             for each in dispatchers.values():
                 assert each.view.commit_revision == fresh.view.commit_revision
-                for kind, queue in each.books.queues.items():
-                    other = fresh.books.queues[kind]
+                for kind, queue in each.job.queues.items():
+                    other = fresh.job.queues[kind]
                     assert {t: p.record for t, p in queue.pending.items()} == {
                         t: p.record for t, p in other.pending.items()
                     }
@@ -94,9 +94,9 @@ def test_a_lost_compare_decides_again_on_what_the_other_wrote() -> None:
         async with dispatching(world, "t1", "t2") as dispatchers:
             seen: list[int] = []
 
-            def look(books, _now):
-                seen.append(books.training.cursors.get("0", 0))
-                return Decision(None, lifecycle.fail(books.state, "to write something").changes)
+            def look(job, _now):
+                seen.append(job.training.cursors.get("0", 0))
+                return Decision(None, lifecycle.fail(job.state, "to write something").changes)
 
             one, two = dispatchers["t1"], dispatchers["t2"]
             world.simulated.delay_s = (0.01, 0.01)
@@ -116,15 +116,15 @@ def test_a_refusal_is_told_only_when_no_write_of_the_others_is_missing() -> None
         world = MasterlessWorld(spec_of(mode="sync", lanes=2))
         async with dispatching(world, "t1", "t2") as dispatchers:
             one, two = dispatchers["t1"], dispatchers["t2"]
-            lane, _ = one.books.lanes.of("t1")
+            lane, _ = one.job.lanes.of("t1")
             await take(world, one, "t1", stream=lane, index=0)
             await asyncio.sleep(0.1)
             two.view.hold()  # what t1 writes from here on is not folded at t2
             await take(world, one, "t1", stream=lane, index=1)
             two.view._held = False
 
-            def in_order(books, _now):
-                cursor = books.training.cursors.get(str(lane), 0)
+            def in_order(job, _now):
+                cursor = job.training.cursors.get(str(lane), 0)
                 if cursor < 2:
                     raise StaleAttempt(f"only {cursor} were given")
                 return Decision(cursor)
@@ -146,9 +146,9 @@ def test_a_write_without_an_answer_counts_once_though_others_commit_meanwhile(lo
             await asyncio.sleep(0.01)
             other = await take(world, two, "t2")
             mine = await first
-            assert {mine.task_id, other.task_id} == {one.books.training.streams.at(0, 0, n) for n in (0, 1)}
+            assert {mine.task_id, other.task_id} == {one.job.training.streams.at(0, 0, n) for n in (0, 1)}
             assert (mine.attempt, other.attempt) == (1, 1)
-            await until(lambda: set(two.books.training.pending) == {mine.task_id, other.task_id}, "news")
+            await until(lambda: set(two.job.training.pending) == {mine.task_id, other.task_id}, "news")
 
     virtually(main)
 
@@ -166,7 +166,7 @@ def test_a_dead_sweepers_place_is_taken_at_once_and_its_tasks_go_back() -> None:
             await until(lambda: any(each.sweeps for each in alive.values()), "another sweeper")
             assert asyncio.get_running_loop().time() - since < 1.5, "its port is closed: nobody waits for the lease"
             await until(
-                lambda: all(t in each.books.training.requeued for t in [task.task_id] for each in alive.values()), "it"
+                lambda: all(t in each.job.training.requeued for t in [task.task_id] for each in alive.values()), "it"
             )
             name, each = next(iter(alive.items()))
             again = await take(world, each, name)
@@ -231,9 +231,7 @@ def test_a_deposed_sweepers_late_write_is_refused(fenced, monkeypatch) -> None:
             lock = await world.etcd.get(KEYS.sweep_lock)
             lease = await Etcd(world.simulated.transport("t1")).grant(60)
             deposed = Mandated(one.writer, Mandate(KEYS.sweep_lock, lock.create_revision - 1, lease))
-            late = asyncio.ensure_future(
-                deposed.decide(lambda books, _: lifecycle.fail(books.state, "a late decision"))
-            )
+            late = asyncio.ensure_future(deposed.decide(lambda job, _: lifecycle.fail(job.state, "a late decision")))
             await asyncio.wait([late])
             state = JobState.model_validate_json((await world.etcd.get(KEYS.state)).value)
             assert (state.phase is Phase.RUNNING) is fenced
@@ -253,9 +251,9 @@ def test_a_mandate_whose_lease_is_over_writes_nothing() -> None:
             await asyncio.sleep(3)
             with pytest.raises(NotLeader):
                 await Mandated(one.writer, Mandate(KEYS.sweep_lock, lock.create_revision, lease)).decide(
-                    lambda books, _: lifecycle.fail(books.state, "late")
+                    lambda job, _: lifecycle.fail(job.state, "late")
                 )
-            assert one.books.state.phase is Phase.RUNNING
+            assert one.job.state.phase is Phase.RUNNING
 
     virtually(main)
 
@@ -271,8 +269,8 @@ def test_progress_of_another_trainer_keeps_its_task_from_expiring() -> None:
                 await asyncio.sleep(3)
                 report = TaskProgress(trainer=worker, attempt=1, minibatches=minibatches, epoch=0)
                 await mine.report_progress(task.task_id, report)
-            assert mine.books.training.pending[task.task_id].record.attempt == 1
-            await until(lambda: mine.books.training.requeued, "the silence to be noticed", 20)
+            assert mine.job.training.pending[task.task_id].record.attempt == 1
+            await until(lambda: mine.job.training.requeued, "the silence to be noticed", 20)
             with pytest.raises(StaleAttempt):
                 await mine.complete_task(task.task_id, done(task, worker))
 
@@ -334,7 +332,7 @@ def test_the_job_ends_with_evaluation_and_export_written_by_trainers() -> None:
             await asyncio.gather(*(work(world, each, []) for each in dispatchers.values()))
 
             async def finish(name, each):
-                while not each.books.state.phase.final:
+                while not each.job.state.phase.final:
                     answer = await each.acquire_task(world.ask(each, name))
                     if answer.task is None:
                         await asyncio.sleep(0.05)
@@ -345,7 +343,7 @@ def test_the_job_ends_with_evaluation_and_export_written_by_trainers() -> None:
                     await each.complete_task(answer.task.task_id, report)
 
             await asyncio.gather(*(finish(name, each) for name, each in dispatchers.items()))
-            state = dispatchers["t1"].books.state
+            state = dispatchers["t1"].job.state
             assert (state.phase, state.stage) == (Phase.COMPLETED, Stage.DONE)
             assert (state.result.trained_records, state.result.exports) == (40, {"x": "y"})
 

@@ -80,7 +80,7 @@ def test_what_nobody_answers_is_asked_again_and_fails_at_its_limit_saying_what_i
         world = World(spec())
         async with running(world, "t1") as master:
             begun = await create(master, limit_s=4 * ASK_AGAIN_S)
-            await until(lambda: master.books.operations.find(begun.operation_id).attempt == 3, "the third attempt", 200)
+            await until(lambda: master.job.operations.find(begun.operation_id).attempt == 3, "the third attempt", 200)
             request = await request_of(world)
             assert request is not None
             assert request.attempt == 3
@@ -115,7 +115,7 @@ def test_after_the_last_step_the_last_checkpoint_is_the_answer_and_a_job_that_is
             assert (
                 await ended(master, begun)
             ).reason == "the checkpoint is there, the last step's: nothing is left to train"
-            master.books.state = master.books.state.model_copy(update={"phase": Phase.COMPLETED})
+            master.job.state = master.job.state.model_copy(update={"phase": Phase.COMPLETED})
             for ask in (create(master, "k2"), master.reign.operating.restore_checkpoint("k3", "me", "at-99")):
                 with pytest.raises(Conflict, match=r"job j is COMPLETED.*newest checkpoint is at-99"):
                     await ask
@@ -136,19 +136,19 @@ def test_an_asynchronous_job_pauses_for_a_checkpoint_on_demand() -> None:
     async def main() -> None:
         world = World(spec_of(mode=Mode.ASYNC, checkpoint_kind="coordinated", checkpoint_every_seconds=None))
         async with running(world, "t1") as master:
-            await until(lambda: master.books.state.phase is Phase.CHECKPOINTING, "the first checkpoint")
+            await until(lambda: master.job.state.phase is Phase.CHECKPOINTING, "the first checkpoint")
             begun = await create(master)
             assert begun.reason.startswith("waiting for all trainers to pause")
-            await master.reign.writer.decide(lambda books, _: pause_checkpoint.give_up(books, "the test says so"))
-            await until(lambda: master.books.state.saved == 2, "the next pause")
-            asked = master.books.operations.find(begun.operation_id)
-            assert (asked.running, asked.step, master.books.state.reason) == (
+            await master.reign.writer.decide(lambda job, _: pause_checkpoint.give_up(job, "the test says so"))
+            await until(lambda: master.job.state.saved == 2, "the next pause")
+            asked = master.job.operations.find(begun.operation_id)
+            assert (asked.running, asked.step, master.job.state.reason) == (
                 True,
                 2,
                 "checkpoint 2 is taken: asked by a test",
             )
-            assert master.books.state.saving is not None
-            assert master.books.state.saving.operation == begun.operation_id, "it is kept beside the schedule's"
+            assert master.job.state.saving is not None
+            assert master.job.state.saving.operation == begun.operation_id, "it is kept beside the schedule's"
             await commit(world, 1)
             await asyncio.sleep(3)
             assert master.reign.operating.get(begun.operation_id).running
@@ -170,14 +170,14 @@ def test_a_parameter_server_that_leaves_gets_one_checkpoint_and_none_if_its_vers
                 await world.etcd.put(KEYS.pserver(index), member.to_bytes(), found.lease)
 
             await drain(0, 17)
-            await until(lambda: master.books.operations.running(), "a request")
-            [operation] = master.books.operations.running()
+            await until(lambda: master.job.operations.running(), "a request")
+            [operation] = master.job.operations.running()
             assert operation.cause == "pserver 0 is about to leave"
             await drain(1, 18)
             await commit(world, 19, operation=operation.operation_id)
             await ended(master, operation)
-            await until(lambda: not master.books.operations.running(), "no other one")
-            assert len(master.books.operations.records) == 1
+            await until(lambda: not master.job.operations.running(), "no other one")
+            assert len(master.job.operations.records) == 1
 
     virtually(main)
 
@@ -193,7 +193,7 @@ async def answered_by_all(world: World, master: Master, which: str) -> None:
     state = await rolling_back(master, which)
     for index in range(2):
         await world.restore(index, state)
-    await until(lambda: master.books.state.phase is Phase.RUNNING, "the job to run again")
+    await until(lambda: master.job.state.phase is Phase.RUNNING, "the job to run again")
 
 
 def test_the_job_goes_back_to_a_named_checkpoint_and_a_later_loss_does_not_take_it_to_one_it_left() -> None:
@@ -201,7 +201,7 @@ def test_the_job_goes_back_to_a_named_checkpoint_and_a_later_loss_does_not_take_
         world = World(spec())
         async with running(world, "t1") as master:
             await checkpoint(world, 40, 30, 20)
-            await until(lambda: master.books.members.latest, "the checkpoints to be seen")
+            await until(lambda: master.job.members.latest, "the checkpoints to be seen")
             begun = await restore(master, "at-30")
             state = await rolling_back(master, "at-30")
             assert state.reason == "restore asked by a test: everybody goes back to step 30"
@@ -209,7 +209,7 @@ def test_the_job_goes_back_to_a_named_checkpoint_and_a_later_loss_does_not_take_
                 await restore(master, "at-20", "other")
             await answered_by_all(world, master, "at-30")
             assert (await ended(master, begun)).reason == "the job goes on from step 30"
-            assert [(c.checkpoint_id, c.state) for c in render.checkpoints(master.books, 100, "").checkpoints] == [
+            assert [(c.checkpoint_id, c.state) for c in render.checkpoints(master.job, 100, "").checkpoints] == [
                 ("at-40", "LEFT"),
                 ("at-30", "KEPT"),
                 ("at-20", "KEPT"),
@@ -230,13 +230,13 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_stopped() -> None:
         world = World(spec())
         async with running(world, "t1") as master:
             await checkpoint(world, 40, 30)
-            await until(lambda: master.books.members.latest, "the checkpoints to be seen")
-            before = master.books.state
+            await until(lambda: master.job.members.latest, "the checkpoints to be seen")
+            before = master.job.state
             world.manifests.by_uuid["at-30"] = CheckpointUnusable("part 1 has another checksum")
             failed = await ended(master, await restore(master, "at-30"))
             assert (failed.state, failed.error_code) == (FAILED, "CHECKPOINT_UNUSABLE")
             assert failed.reason == "part 1 has another checksum"
-            assert master.books.state == before
+            assert master.job.state == before
             verified = await master.reign.operating.verify_checkpoint("v", "me", "at-40")
             assert (await ended(master, verified)).state is DONE
             with pytest.raises(
@@ -252,7 +252,7 @@ def test_a_checkpoint_found_damaged_while_it_is_loaded_ends_the_operation_and_th
         world = World(spec())
         async with running(world, "t1") as master:
             await checkpoint(world, 40, 30, 20)
-            await until(lambda: master.books.members.latest, "the checkpoints to be seen")
+            await until(lambda: master.job.members.latest, "the checkpoints to be seen")
             begun = await restore(master, "at-30")
             await world.restore(0, await rolling_back(master, "at-30"), error="damaged since")
             await answered_by_all(world, master, "at-20")
@@ -268,7 +268,7 @@ def test_a_new_master_goes_on_with_a_way_back_at_any_point_of_it() -> None:
         world = World(spec())
         async with running(world, "t1") as first:
             await checkpoint(world, 40, 30)
-            await until(lambda: first.books.members.latest, "the checkpoints to be seen")
+            await until(lambda: first.job.members.latest, "the checkpoints to be seen")
             world.manifests.by_uuid["at-30"], whole = OSError("away"), world.manifests.by_uuid["at-30"]
             begun = await restore(first, "at-30")
         world.manifests.by_uuid["at-30"] = whole
@@ -286,10 +286,10 @@ def test_only_the_last_ones_that_ended_are_kept() -> None:
         world = World(spec())
         async with running(world, "t1") as master:
             await checkpoint(world, 40)
-            await until(lambda: master.books.members.latest, "the checkpoint to be seen")
+            await until(lambda: master.job.members.latest, "the checkpoint to be seen")
             for number in range(KEPT + 5):
                 await ended(master, await master.reign.operating.verify_checkpoint(f"v{number}", "me", "at-40"))
-            assert len(master.books.operations.records) == KEPT
+            assert len(master.job.operations.records) == KEPT
             assert len((await world.etcd.range(KEYS.operations, prefix=True)).kvs) == KEPT
 
     virtually(main)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from master_service.core.decisions.turnover import complete_and_take
-from master_service.core.state import job_state as decisions
+from master_service.core.state import job as decisions
 from master_service.core.state.changes import Decision, DropPending, PutDiscarded
-from master_service.core.state.job_state import Books
+from master_service.core.state.job import Job
 from master_service.store import schema
 from shared.errors import StaleAttempt, StaleGeneration
 from shared.etcd import KeyValue, Put
@@ -46,9 +46,9 @@ class Machine(RuleBasedStateMachine):
     def begin(self, tasks: int, seed: int) -> None:
         self.spec: JobSpec = spec_of(mode=self.mode, epochs=EPOCHS, seed=seed, lanes=2, max_task_failures=2)
         self.table = table_of(tasks)
-        self.books = Books.open(self.spec, self.table, None)
-        self.books.budget.started = True  # a failure is the affair of its task alone
-        self.books.lanes = LaneMap(generation=1, lanes=2, intervals=(LaneInterval(trainer="t1", first=0, last=2),))
+        self.job = Job.open(self.spec, self.table, None)
+        self.job.budget.started = True  # a failure is the affair of its task alone
+        self.job.lanes = LaneMap(generation=1, lanes=2, intervals=(LaneInterval(trainer="t1", first=0, last=2),))
         self.keys: dict[str, bytes] = {}
         self.now = 0.0
         self.requests = 0
@@ -57,18 +57,18 @@ class Machine(RuleBasedStateMachine):
         self.put_state(TRAINERS)
 
     def put_state(self, trainers: tuple[str, ...]) -> None:
-        state = self.books.state.model_copy(update={"phase": Phase.RUNNING, "generation": 1, "trainers": trainers})
-        self.books.state = state
+        state = self.job.state.model_copy(update={"phase": Phase.RUNNING, "generation": 1, "trainers": trainers})
+        self.job.state = state
         self.keys[KEYS.state] = state.to_bytes()
-        self.keys[KEYS.task_meta] = self.books.meta.to_bytes()
-        if self.books.lanes:
-            self.keys[KEYS.lanes] = self.books.lanes.to_bytes()
+        self.keys[KEYS.task_meta] = self.job.meta.to_bytes()
+        if self.job.lanes:
+            self.keys[KEYS.lanes] = self.job.lanes.to_bytes()
 
     def commit(self, decision: Decision[object]) -> None:
         for change in decision.changes:
             if isinstance(change, PutDiscarded):
                 self.close(change.task.epoch, change.task_id, "discarded")
-        for operation in schema.operations(KEYS, self.books, decision.changes):
+        for operation in schema.operations(KEYS, self.job, decision.changes):
             if isinstance(operation, Put):
                 self.keys[operation.key] = operation.value
             elif operation.end is None:
@@ -76,7 +76,7 @@ class Machine(RuleBasedStateMachine):
             else:
                 self.keys = {k: v for k, v in self.keys.items() if not operation.key <= k < operation.end}
         for change in decision.changes:
-            self.books.apply(change, self.now)
+            self.job.apply(change, self.now)
 
     def close(self, epoch: int, task_id: str, how: str) -> None:
         if not task_id.isdigit():
@@ -98,20 +98,20 @@ class Machine(RuleBasedStateMachine):
         trainer, task = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
         try:
             report = FailTask(trainer=trainer, attempt=task.attempt, failure=FAILURE, epoch=task.epoch)
-            self.commit(decisions.fail_task(self.books, task.task_id, report))
+            self.commit(decisions.fail_task(self.job, task.task_id, report))
         except StaleAttempt:
             pass
 
     @rule(seconds=st.sampled_from((1.0, 2000.0)))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        self.commit(decisions.expire(self.books, self.now))
+        self.commit(decisions.expire(self.job, self.now))
 
     @rule(trainer=st.sampled_from(TRAINERS))
     def a_trainer_dies_and_comes_back(self, trainer: str) -> None:
         self.put_state(tuple(t for t in TRAINERS if t != trainer))
         while True:
-            decision = decisions.put_back_lost(self.books)
+            decision = decisions.put_back_lost(self.job)
             self.commit(decision)
             if not decision.answer:
                 break
@@ -119,12 +119,12 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def a_new_master_takes_over(self) -> None:
-        before = self.books
-        self.books = Books.open(self.spec, self.table, None)
-        self.books.budget.started = True  # a failure is the affair of its task alone
+        before = self.job
+        self.job = Job.open(self.spec, self.table, None)
+        self.job.budget.started = True  # a failure is the affair of its task alone
         found = {key: KeyValue(key, value, 1, 1, 1, 0) for key, value in self.keys.items()}
-        schema.restore(self.books, KEYS, found, self.now)
-        old, new = before.training, self.books.training
+        schema.restore(self.job, KEYS, found, self.now)
+        old, new = before.training, self.job.training
         assert (repr(new), new.cursors, new.requeued, new.discarded) == (
             repr(old),
             old.cursors,
@@ -132,21 +132,21 @@ class Machine(RuleBasedStateMachine):
             old.discarded,
         )
         assert {k: p.record for k, p in new.pending.items()} == {k: p.record for k, p in old.pending.items()}
-        assert self.books.state == before.state
+        assert self.job.state == before.state
 
     @invariant()
     def the_books_are_in_order(self) -> None:
-        if hasattr(self, "books"):
-            assert list(self.books.training.violations()) == []
+        if hasattr(self, "job"):
+            assert list(self.job.training.violations()) == []
 
     @invariant()
     def keys_are_few(self) -> None:
-        if hasattr(self, "books"):
-            busy = len(self.books.training.pending) + len(self.books.training.requeued)
-            assert len(self.keys) <= 5 + len(self.books.training.discarded) + 2 + busy
+        if hasattr(self, "job"):
+            busy = len(self.job.training.pending) + len(self.job.training.requeued)
+            assert len(self.keys) <= 5 + len(self.job.training.discarded) + 2 + busy
 
     def every_epoch_is_whole(self) -> None:
-        for epoch in range(self.books.training.epoch):
+        for epoch in range(self.job.training.epoch):
             tasks = {task_id for of, task_id in self.closed if of == epoch}
             assert tasks == {str(n) for n in range(self.table.tasks)}
 
@@ -157,11 +157,11 @@ class SharedStream(Machine):
     @rule(trainer=st.sampled_from(TRAINERS), repeat=st.booleans())
     def acquire(self, trainer: str, repeat: bool) -> None:
         ask = self.ask(trainer)
-        decision = decisions.acquire(self.books, ask)
+        decision = decisions.acquire(self.job, ask)
         self.commit(decision)
         answer = decision.answer
         if repeat and answer.answer == "task":
-            again = decisions.acquire(self.books, ask)
+            again = decisions.acquire(self.job, ask)
             assert (again.answer, again.changes) == (answer, ())
         if answer.task is not None:
             self.held.append((trainer, answer.task))
@@ -173,7 +173,7 @@ class SharedStream(Machine):
         following = TakeNext(request=self.ask(trainer).request, generation=1)
         report = CompleteTask(trainer=trainer, attempt=task.attempt, epoch=task.epoch, next=following)
         try:
-            decision = complete_and_take(self.books, task.task_id, report)
+            decision = complete_and_take(self.job, task.task_id, report)
         except StaleAttempt:
             return
         if any(isinstance(change, DropPending) for change in decision.changes):
@@ -182,7 +182,7 @@ class SharedStream(Machine):
         if (given := decision.answer.next) is not None:
             self.held.append((trainer, given))
             if doubled:
-                again = complete_and_take(self.books, task.task_id, report)
+                again = complete_and_take(self.job, task.task_id, report)
                 assert (again.answer, again.changes) == (decision.answer, ())
 
     @rule(data=st.data(), doubled=st.booleans())
@@ -191,41 +191,41 @@ class SharedStream(Machine):
         trainer, task = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
         report = CompleteTask(trainer=trainer, attempt=task.attempt, epoch=task.epoch)
         try:
-            decision = decisions.complete(self.books, task.task_id, report)
+            decision = decisions.complete(self.job, task.task_id, report)
         except StaleAttempt:
             return
         if decision.changes:
             self.close(task.epoch, task.task_id, "finished")
         self.commit(decision)
         if doubled:
-            assert decisions.complete(self.books, task.task_id, report).changes == ()
+            assert decisions.complete(self.job, task.task_id, report).changes == ()
 
     @invariant()
     def epochs_close_only_when_whole(self) -> None:
-        if hasattr(self, "books"):
+        if hasattr(self, "job"):
             self.every_epoch_is_whole()
 
     def teardown(self) -> None:
         """Whatever happened, the epochs come to their end."""
-        if not hasattr(self, "books"):
+        if not hasattr(self, "job"):
             return
         for _ in range(EPOCHS * self.table.tasks * 4):
             self.now += 2000.0
-            self.commit(decisions.expire(self.books, self.now))
+            self.commit(decisions.expire(self.job, self.now))
             self.acquire("t1", repeat=False)
             while self.held:
                 trainer, task = self.held.pop()
                 report = CompleteTask(trainer=trainer, attempt=task.attempt, epoch=task.epoch)
                 try:
-                    decision = decisions.complete(self.books, task.task_id, report)
+                    decision = decisions.complete(self.job, task.task_id, report)
                 except StaleAttempt:
                     continue
                 if decision.changes:
                     self.close(task.epoch, task.task_id, "finished")
                 self.commit(decision)
-            if self.books.training.finished:
+            if self.job.training.finished:
                 break
-        assert self.books.training.finished
+        assert self.job.training.finished
         self.every_epoch_is_whole()
 
 
@@ -242,9 +242,9 @@ class Lanes(Machine):
     def step(self, lane: int, report: bool) -> None:
         epoch, index = self.at[lane]
         ask = self.ask("t1", stream=lane, epoch=epoch, index=index)
-        if epoch > self.books.training.epoch:
-            self.commit(decisions.close_epoch(self.books, ask))
-        decision = decisions.acquire(self.books, ask)
+        if epoch > self.job.training.epoch:
+            self.commit(decisions.close_epoch(self.job, ask))
+        decision = decisions.acquire(self.job, ask)
         self.commit(decision)
         match decision.answer.answer:
             case "task":
@@ -253,8 +253,8 @@ class Lanes(Machine):
                 assert (epoch, task.task_id) not in self.walked
                 if report:
                     done = CompleteTask(trainer="t1", attempt=task.attempt, epoch=epoch)
-                    self.commit(decisions.complete(self.books, task.task_id, done))
-                    assert decisions.complete(self.books, task.task_id, done).changes == ()
+                    self.commit(decisions.complete(self.job, task.task_id, done))
+                    assert decisions.complete(self.job, task.task_id, done).changes == ()
                 else:
                     self.held.append(("t1", task))
                 self.walked.add((epoch, task.task_id))
@@ -263,7 +263,7 @@ class Lanes(Machine):
                 self.at[lane] = (epoch, index + 1)
             case "exhausted":
                 others = [at for other, at in enumerate(self.at) if other != lane]
-                lengths = [self.books.training.streams.length(other) for other in range(2) if other != lane]
+                lengths = [self.job.training.streams.length(other) for other in range(2) if other != lane]
                 if all(
                     e > epoch or (e == epoch and i >= length) for (e, i), length in zip(others, lengths, strict=True)
                 ):
@@ -278,36 +278,36 @@ class Lanes(Machine):
 
     @rule(lane=st.integers(0, 1))
     def a_stranger_asks(self, lane: int) -> None:
-        before = repr(self.books)
+        before = repr(self.job)
         try:
-            decisions.acquire(self.books, self.ask("t2", stream=lane, epoch=0, index=0))
+            decisions.acquire(self.job, self.ask("t2", stream=lane, epoch=0, index=0))
         except StaleGeneration:
-            assert repr(self.books) == before
+            assert repr(self.job) == before
         else:
-            assert self.books.state.stage != "TRAIN"
+            assert self.job.state.stage != "TRAIN"
 
     @rule(lane=st.integers(0, 1))
     def somebody_behind_asks_for_what_is_done(self, lane: int) -> None:
         epoch, index = self.at[lane]
-        if index == 0 or self.books.state.stage != "TRAIN" or epoch >= EPOCHS:
+        if index == 0 or self.job.state.stage != "TRAIN" or epoch >= EPOCHS:
             return
-        number = self.books.training.streams.at(epoch, lane, index - 1)
-        if self.books.training.state_of(number) != "DONE" or epoch != self.books.training.epoch:
+        number = self.job.training.streams.at(epoch, lane, index - 1)
+        if self.job.training.state_of(number) != "DONE" or epoch != self.job.training.epoch:
             return
-        decision = decisions.acquire(self.books, self.ask("t1", stream=lane, epoch=epoch, index=index - 1))
+        decision = decisions.acquire(self.job, self.ask("t1", stream=lane, epoch=epoch, index=index - 1))
         assert (decision.answer.answer, decision.changes) == ("task", ())
 
     def teardown(self) -> None:
-        if not (hasattr(self, "at") and hasattr(self, "books")):
+        if not (hasattr(self, "at") and hasattr(self, "job")):
             return
         for _ in range(EPOCHS * (self.table.tasks + 3) * 3):
-            if self.books.training.finished:
+            if self.job.training.finished:
                 break
             for lane in range(2):
                 self.step(lane, report=False)
-        assert self.books.training.finished
+        assert self.job.training.finished
         every = {(epoch, str(n)) for epoch in range(EPOCHS) for n in range(self.table.tasks)}
-        assert self.walked | set(self.books.training.discarded) == every
+        assert self.walked | set(self.job.training.discarded) == every
 
 
 SETTINGS = settings(

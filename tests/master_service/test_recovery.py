@@ -71,11 +71,11 @@ async def checkpoint(world: World, *steps: int, positions: Sequence[LanePosition
 
 async def rolling_back(master: Master, checkpoint: str) -> JobState:
     def due() -> bool:
-        state = master.books.state
+        state = master.job.state
         return state.phase is Phase.ROLLING_BACK and state.checkpoint == checkpoint
 
     await until(due, f"a roll-back to {checkpoint}")
-    return master.books.state
+    return master.job.state
 
 
 def names(master: Master) -> list[str]:
@@ -92,20 +92,20 @@ def test_a_dead_pserver_takes_the_job_back_and_it_goes_on_when_everybody_has_res
                     if index < 2:
                         await master.complete_task(task.task_id, done(task, timeline=task.timeline))
             await checkpoint(world, 40, 30)
-            await until(lambda: master.books.members.latest, "the checkpoint to be seen")
+            await until(lambda: master.job.members.latest, "the checkpoint to be seen")
             await world.lose("pserver-1")
             state = await rolling_back(master, "at-40")
             waits = await master.acquire_task(world.ask(master, stream=0, index=1))
             assert (waits.answer, "everybody goes back to step 40" in waits.reason) == ("wait", True)
             await world.restore(0, state)
             await asyncio.sleep(1)
-            assert master.books.state == state
+            assert master.job.state == state
             await world.add_pserver(1)
             await world.restore(1, state)
-            await until(lambda: master.books.state.phase is Phase.RUNNING, "the job to run again")
-            assert (master.books.state.timeline, master.books.state.generation) == (2, 3)
-            assert master.books.training.cursors == {"0": 1, "1": 1}
-            assert not master.books.training.pending
+            await until(lambda: master.job.state.phase is Phase.RUNNING, "the job to run again")
+            assert (master.job.state.timeline, master.job.state.generation) == (2, 3)
+            assert master.job.training.cursors == {"0": 1, "1": 1}
+            assert not master.job.training.pending
             again = await take(world, master, stream=0, index=1)
             assert (again.timeline, again.attempt) == (2, 1)
             rolled_back = next(event for event in master.events.after(0, 1000) if event.name == "rolled_back")
@@ -114,7 +114,7 @@ def test_a_dead_pserver_takes_the_job_back_and_it_goes_on_when_everybody_has_res
             assert found is not None
             assert Refetch.model_validate_json(found.value) == Refetch(generation=3, timeline=2, checkpoint="at-40")
             await world.add_trainer("t2")
-            await until(lambda: master.books.state.trainers == ("t1", "t2"), "the newcomer")
+            await until(lambda: master.job.state.trainers == ("t1", "t2"), "the newcomer")
 
     virtually(main)
 
@@ -125,22 +125,22 @@ def test_a_new_master_goes_on_with_the_roll_back_of_the_last_one() -> None:
         async with running(world, "t1") as first:
             await take(world, first, stream=0)
             await checkpoint(world, 40, positions=[LanePosition(lane=0, index=1, offset=2), LanePosition(lane=1)])
-            await until(lambda: first.books.members.latest, "the checkpoint to be seen")
+            await until(lambda: first.job.members.latest, "the checkpoint to be seen")
             await world.lose("pserver-0")
             state = await rolling_back(first, "at-40")
         await world.restore(1, state)
         async with leading(world.master("m2")) as second:
             await asyncio.sleep(1)
-            assert second.books.state == state
+            assert second.job.state == state
             await world.add_pserver(0)
             await world.restore(0, state)
-            await until(lambda: second.books.state.phase is Phase.RUNNING, "the job to run again")
-            assert second.books.training.cursors == {"0": 2}
-            requeued = second.books.training.requeued.values()
+            await until(lambda: second.job.state.phase is Phase.RUNNING, "the job to run again")
+            assert second.job.training.cursors == {"0": 2}
+            requeued = second.job.training.requeued.values()
             assert [(task.stream, task.index) for task in requeued] == [("0", 1)]
         async with leading(world.master("m3")) as third:
-            assert third.books.training.cursors == {"0": 2}
-            assert list(third.books.training.violations()) == []
+            assert third.job.training.cursors == {"0": 2}
+            assert list(third.job.training.violations()) == []
 
     virtually(main)
 
@@ -158,10 +158,10 @@ def test_a_new_master_that_finds_pservers_missing_decides_the_same() -> None:
             for index in range(2):
                 await world.add_pserver(index)
                 await world.restore(index, state)
-            await until(lambda: second.books.state.phase is Phase.RUNNING, "the job to run again")
-            assert second.books.state.reason == "back at step 40; waiting for a trainer"
+            await until(lambda: second.job.state.phase is Phase.RUNNING, "the job to run again")
+            assert second.job.state.reason == "back at step 40; waiting for a trainer"
             await world.add_trainer("t2")
-            await until(lambda: second.books.lanes and second.books.lanes.of("t2") == (0, 2), "lanes of the newcomer")
+            await until(lambda: second.job.lanes and second.job.lanes.of("t2") == (0, 2), "lanes of the newcomer")
 
     virtually(main)
 
@@ -172,7 +172,7 @@ def test_damage_is_answered_by_the_checkpoint_before_and_by_failing_when_none_is
         async with running(world, "t1") as master:
             await checkpoint(world, 40, 30, 20)
             world.manifests.by_uuid["at-40"] = CheckpointUnusable("the manifest was edited")
-            await until(lambda: master.books.members.latest, "the checkpoint to be seen")
+            await until(lambda: master.job.members.latest, "the checkpoint to be seen")
             await world.lose("pserver-1")
             state = await rolling_back(master, "at-30")
             await world.add_pserver(1)
@@ -181,9 +181,9 @@ def test_damage_is_answered_by_the_checkpoint_before_and_by_failing_when_none_is
             warnings = [event.message for event in master.events.after(0, 1000) if event.name == "checkpoint_unusable"]
             assert warnings == ["the manifest was edited", "pserver 1: its part is truncated"]
             await world.restore(0, state, error="gone")
-            await until(lambda: master.books.state.phase is Phase.FAILED, "the job to fail")
-            assert "no checkpoint is left" in master.books.state.reason
-            assert "pserver 0: gone" in master.books.state.reason
+            await until(lambda: master.job.state.phase is Phase.FAILED, "the job to fail")
+            assert "no checkpoint is left" in master.job.state.reason
+            assert "pserver 0: gone" in master.job.state.reason
 
     virtually(main)
 
@@ -194,7 +194,7 @@ def test_a_storage_in_trouble_is_asked_again() -> None:
         async with running(world, "t1") as master:
             await checkpoint(world, 40)
             whole, world.manifests.by_uuid["at-40"] = world.manifests.by_uuid["at-40"], OSError("away")
-            await until(lambda: master.books.members.latest, "the checkpoint to be seen")
+            await until(lambda: master.job.members.latest, "the checkpoint to be seen")
             await world.lose("pserver-1")
             state = await rolling_back(master, "at-40")
             await asyncio.sleep(0.6)
@@ -202,7 +202,7 @@ def test_a_storage_in_trouble_is_asked_again() -> None:
             await world.add_pserver(1)
             for index in range(2):
                 await world.restore(index, state)
-            await until(lambda: master.books.state.phase is Phase.RUNNING, "the job to run again")
+            await until(lambda: master.job.state.phase is Phase.RUNNING, "the job to run again")
 
     virtually(main)
 
@@ -216,18 +216,18 @@ def test_a_storage_that_is_not_reached_is_waited_for_and_told_once() -> None:
             await checkpoint(world, 40, 30)
             manifests = dict(world.manifests.by_uuid)
             world.manifests.by_uuid.update(dict.fromkeys(manifests, ConnectionError("no answer from http://s3")))
-            await until(lambda: master.books.members.latest, "the checkpoint to be seen")
+            await until(lambda: master.job.members.latest, "the checkpoint to be seen")
             await world.lose("pserver-1")
             state = await rolling_back(master, "at-40")
             await asyncio.sleep(300.0)
-            assert master.books.state == state
+            assert master.job.state == state
             told = [event.message for event in master.events.after(0, 1000) if event.name == "storage_away"]
             assert told == ["the job waits for its storage to go back to a checkpoint: no answer from http://s3"]
             world.manifests.by_uuid.update(manifests)
             await world.add_pserver(1)
             for index in range(2):
                 await world.restore(index, state)
-            await until(lambda: master.books.state.phase is Phase.RUNNING, "the job to run again")
+            await until(lambda: master.job.state.phase is Phase.RUNNING, "the job to run again")
 
     virtually(main)
 
@@ -240,15 +240,15 @@ def test_a_job_resumed_with_another_number_of_pservers_gets_a_new_slot_map() -> 
         world.spec = spec(pservers=3, trainers=5)
         async with leading(world.master("m2")) as second:
             state = await rolling_back(second, "at-40")
-            assert second.books.slots is not None
-            assert (second.books.slots.version, set(second.books.slots.owners)) == (2, {0, 1, 2})
+            assert second.job.slots is not None
+            assert (second.job.slots.version, set(second.job.slots.owners)) == (2, {0, 1, 2})
             desired = await world.etcd.get(KEYS.pservers_desired)
             assert desired is not None
             assert desired.value == b"3"
             await world.add_pserver(2)
             for index in range(3):
                 await world.restore(index, state)
-            await until(lambda: second.books.state.phase is Phase.RUNNING, "the job to run again")
+            await until(lambda: second.job.state.phase is Phase.RUNNING, "the job to run again")
 
     virtually(main)
 
@@ -259,18 +259,18 @@ def test_without_a_checkpoint_everybody_leaves_and_the_job_begins_once_more() ->
         async with running(world, "t1") as master:
             await take(world, master, stream=0)
             await world.lose("pserver-1")
-            await until(lambda: master.books.state.phase is Phase.WAITING, "the job to begin again")
+            await until(lambda: master.job.state.phase is Phase.WAITING, "the job to begin again")
             assert await Etcd(world.simulated.transport("look")).get(KEYS.pserver(0)) is None
             assert (await world.etcd.get(KEYS.layout), await world.etcd.get(KEYS.init_done)) == (None, None)
-            assert (master.books.training.cursors, master.books.training.pending) == ({}, {})
+            assert (master.job.training.cursors, master.job.training.pending) == ({}, {})
             assert "started_over" in names(master)
             for index in range(2):
                 await world.add_pserver(index)
             await asyncio.sleep(1)
-            assert master.books.state.phase is Phase.WAITING
+            assert master.job.state.phase is Phase.WAITING
             await world.etcd.put(KEYS.layout, b"{}")
             await world.etcd.put(KEYS.init_done, b"done")
-            await until(lambda: master.books.state.phase is Phase.RUNNING, "the job to run")
-            assert master.books.state.timeline == 2
+            await until(lambda: master.job.state.phase is Phase.RUNNING, "the job to run")
+            assert master.job.state.timeline == 2
 
     virtually(main)

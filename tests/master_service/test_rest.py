@@ -114,7 +114,7 @@ async def test_tasks_are_paged_and_chosen_by_state() -> None:
 
 async def test_what_was_discarded_is_listed_with_its_records_and_cause() -> None:
     async with api_of(tasks=10, max_discarded_fraction=0.5, max_task_failures=1) as (_, master, client):
-        master.books.budget.started = True
+        master.job.budget.started = True
         task = (await client.post("/v1/task-leases", json=ask())).json()["task"]
         failure = {"error_type": "ValueError", "message": "no", "traceback": "Traceback ...\nValueError: no\n"}
         report = {"trainer": "t1", "attempt": 1, "failure": failure}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from master_service.core.decisions import rollback
 from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.core.state.changes import Decision, Event, PutSlots
-from master_service.core.state.job_state import Books, acquire, complete, fail_task
+from master_service.core.state.job import Job, acquire, complete, fail_task
 from master_service.core.state.members import Members, follow
 from shared.errors import StaleAttempt
 from shared.records import (
@@ -182,19 +182,19 @@ class Reader:
     position: LanePosition
     trained: Counter[tuple[int, str, int]]
 
-    def step(self, books: Books, minibatch: int, now: float) -> LanePosition:
+    def step(self, job: Job, minibatch: int, now: float) -> LanePosition:
         """Train one minibatch; where the lane stands after it."""
         position = self.position
         while not position.exhausted:
             ask = AcquireTask(
                 trainer="t",
                 request=f"r{now}-{position.lane}-{position.index}",
-                generation=books.state.generation,
+                generation=job.state.generation,
                 stream=position.lane,
                 epoch=position.epoch,
                 index=position.index,
             )
-            answer = land(books, acquire(books, ask), now).answer
+            answer = land(job, acquire(job, ask), now).answer
             if answer.answer == "exhausted":
                 return position.model_copy(update={"exhausted": True})
             if answer.answer == "skip":
@@ -213,45 +213,45 @@ class Reader:
         return position
 
 
-def land(books: Books, decision: Decision[object], now: float) -> Decision[object]:
+def land(job: Job, decision: Decision[object], now: float) -> Decision[object]:
     for change in decision.changes:
-        books.apply(change, now)
+        job.apply(change, now)
     return decision
 
 
-def books_of(tasks: list[int], lanes: int, epochs: int) -> Books:
+def books_of(tasks: list[int], lanes: int, epochs: int) -> Job:
     spec = spec_of(mode=Mode.SYNC, lanes=lanes, epochs=epochs, global_batch_size=2 * lanes, records_per_task=max(tasks))
     table = FileTable(tuple(TableFile(f"{n}.txt", count) for n, count in enumerate(tasks)), max(tasks), "digest")
-    books = Books.open(spec, table, FileTable((TableFile("test.txt", 3),), 2, "evaluation"))
-    books.state = JobState(phase=Phase.RUNNING, generation=1, trainers=("t",))
-    books.lanes = LaneMap(generation=1, lanes=lanes, intervals=(LaneInterval(trainer="t", first=0, last=lanes),))
-    return books
+    job = Job.open(spec, table, FileTable((TableFile("test.txt", 3),), 2, "evaluation"))
+    job.state = JobState(phase=Phase.RUNNING, generation=1, trainers=("t",))
+    job.lanes = LaneMap(generation=1, lanes=lanes, intervals=(LaneInterval(trainer="t", first=0, last=lanes),))
+    return job
 
 
-def train(books: Books, readers: list[Reader], rng: random.Random, steps: int, now: float) -> bool:
+def train(job: Job, readers: list[Reader], rng: random.Random, steps: int, now: float) -> bool:
     """`steps` steps, or to the end of training (then True), as the trainer's loop does them; tasks fail now and then."""
     for step in range(steps):
         if all(reader.position.exhausted for reader in readers):
             epoch = readers[0].position.epoch + 1
-            if epoch == books.spec.epochs:
+            if epoch == job.spec.epochs:
                 return True
             for reader in readers:
                 reader.position = LanePosition(lane=reader.position.lane, epoch=epoch)
-            if epoch > books.training.epoch:
-                ask = AcquireTask(trainer="t", request="e", generation=books.state.generation, stream=0, epoch=epoch)
-                land(books, Decision(None, books.training.close_before(ask)), now)
+            if epoch > job.training.epoch:
+                ask = AcquireTask(trainer="t", request="e", generation=job.state.generation, stream=0, epoch=epoch)
+                land(job, Decision(None, job.training.close_before(ask)), now)
         for reader in readers:
-            reader.position = reader.step(books, 2, now + step * 100)
-        for task_id, held in list(books.training.pending.items()):
+            reader.position = reader.step(job, 2, now + step * 100)
+        for task_id, held in list(job.training.pending.items()):
             lane = readers[int(held.record.stream)].position
             if held.record.index < lane.index or lane.exhausted:
                 report = CompleteTask(trainer="t", attempt=held.record.attempt, epoch=held.record.epoch)
-                land(books, complete(books, task_id, report), now)
+                land(job, complete(job, task_id, report), now)
             elif rng.random() < 0.05 and lane.offset == 0:
                 failed = FailTask(trainer="t", attempt=held.record.attempt, failure=NO, epoch=held.record.epoch)
-                land(books, fail_task(books, task_id, failed), now)
-        assert list(books.training.violations()) == []
-    return all(reader.position.exhausted for reader in readers) and readers[0].position.epoch + 1 == books.spec.epochs
+                land(job, fail_task(job, task_id, failed), now)
+        assert list(job.training.violations()) == []
+    return all(reader.position.exhausted for reader in readers) and readers[0].position.epoch + 1 == job.spec.epochs
 
 
 @settings(deadline=None, max_examples=150)
@@ -265,27 +265,27 @@ def test_from_any_positions_each_record_is_trained_exactly_once_afterwards(
     tasks: list[int], lanes: int, epochs: int, seed: int
 ) -> None:
     rng = random.Random(seed)
-    books = books_of(tasks, lanes, epochs)
+    job = books_of(tasks, lanes, epochs)
     readers = [Reader(LanePosition(lane=lane), Counter()) for lane in range(lanes)]
-    train(books, readers, rng, rng.randrange(25), 0.0)
+    train(job, readers, rng, rng.randrange(25), 0.0)
     saved = [(reader.position, reader.trained.copy()) for reader in readers]
     positions = [position for position, _ in saved]
-    train(books, readers, rng, rng.randrange(25), 1e4)  # lost
+    train(job, readers, rng, rng.randrange(25), 1e4)  # lost
     readers = [Reader(position, trained) for position, trained in saved]
     for _ in range(rng.choice([1, 2])):  # a master that dies half-way is followed by one that does it again
-        land(books, rollback.clear(positions), 2e4)
-        changes = rollback.rewinding(books, positions)
+        land(job, rollback.clear(positions), 2e4)
+        changes = rollback.rewinding(job, positions)
         for change in changes[: rng.choice([len(changes), len(changes) // 2])] if _ == 0 else changes:
-            books.apply(change, 2e4)
-    land(books, rollback.clear(positions), 3e4)
-    land(books, Decision(None, rollback.rewinding(books, positions)), 3e4)
-    assert list(books.training.violations()) == []
-    assert books.training.epoch == rollback.epoch_at(positions)
-    stage = rollback.stage_at(books.spec, books.state.stage, rollback.epoch_at(positions))
-    books.state = books.state.model_copy(update={"stage": stage})
-    assert train(books, readers, random.Random(0), 2000, 4e4)
+            job.apply(change, 2e4)
+    land(job, rollback.clear(positions), 3e4)
+    land(job, Decision(None, rollback.rewinding(job, positions)), 3e4)
+    assert list(job.training.violations()) == []
+    assert job.training.epoch == rollback.epoch_at(positions)
+    stage = rollback.stage_at(job.spec, job.state.stage, rollback.epoch_at(positions))
+    job.state = job.state.model_copy(update={"stage": stage})
+    assert train(job, readers, random.Random(0), 2000, 4e4)
     trained = sum((reader.trained for reader in readers), Counter())
-    discarded = {(epoch, task_id) for epoch, task_id in books.training.discarded}
+    discarded = {(epoch, task_id) for epoch, task_id in job.training.discarded}
     for epoch in range(epochs):
         for number, count in enumerate(tasks):
             for record in range(count):
@@ -294,56 +294,56 @@ def test_from_any_positions_each_record_is_trained_exactly_once_afterwards(
 
 
 def test_training_that_was_over_stays_over_and_what_follows_is_not_undone() -> None:
-    books = books_of([2, 2], 1, 1)
-    books.state = books.state.model_copy(update={"stage": Stage.EVALUATE})
+    job = books_of([2, 2], 1, 1)
+    job.state = job.state.model_copy(update={"stage": Stage.EVALUATE})
     over = [LanePosition(lane=0, epoch=0, index=2, exhausted=True)]
-    books.training.epoch = 1
-    queue = books.queues[TaskKind.EVALUATE]
+    job.training.epoch = 1
+    queue = job.queues[TaskKind.EVALUATE]
     ask = AcquireTask(trainer="t", request="r", generation=1)
-    land(books, acquire(books, ask), 0.0)
+    land(job, acquire(job, ask), 0.0)
     assert len(queue.pending) == 1
-    land(books, rollback.clear(over), 1.0)
-    land(books, Decision(None, rollback.rewinding(books, over)), 1.0)
-    assert (len(queue.pending), len(queue.requeued), books.training.epoch) == (0, 1, 1)
-    assert rollback.stage_at(books.spec, Stage.EVALUATE, rollback.epoch_at(over)) is Stage.EVALUATE
-    assert rollback.stage_at(books.spec, Stage.TRAIN, rollback.epoch_at(over)) is not Stage.TRAIN
+    land(job, rollback.clear(over), 1.0)
+    land(job, Decision(None, rollback.rewinding(job, over)), 1.0)
+    assert (len(queue.pending), len(queue.requeued), job.training.epoch) == (0, 1, 1)
+    assert rollback.stage_at(job.spec, Stage.EVALUATE, rollback.epoch_at(over)) is Stage.EVALUATE
+    assert rollback.stage_at(job.spec, Stage.TRAIN, rollback.epoch_at(over)) is not Stage.TRAIN
     early = [LanePosition(lane=0, epoch=0, index=1)]
-    land(books, rollback.clear(early), 2.0)
-    land(books, Decision(None, rollback.rewinding(books, early)), 2.0)
-    assert (queue.cursors, queue.requeued, books.training.cursors) == ({"evaluate": 0}, {}, {"0": 1})
-    assert rollback.stage_at(books.spec, Stage.EXPORT, rollback.epoch_at(early)) is Stage.TRAIN
+    land(job, rollback.clear(early), 2.0)
+    land(job, Decision(None, rollback.rewinding(job, early)), 2.0)
+    assert (queue.cursors, queue.requeued, job.training.cursors) == ({"evaluate": 0}, {}, {"0": 1})
+    assert rollback.stage_at(job.spec, Stage.EXPORT, rollback.epoch_at(early)) is Stage.TRAIN
 
 
 def test_a_report_from_before_the_roll_back_is_stale() -> None:
-    books = books_of([4, 4], 1, 1)
+    job = books_of([4, 4], 1, 1)
     ask = AcquireTask(trainer="t", request="r", generation=1, stream=0)
-    task = land(books, acquire(books, ask), 0.0).answer.task
+    task = land(job, acquire(job, ask), 0.0).answer.task
     start = [LanePosition(lane=0)]
-    books.state = books.state.model_copy(update={"timeline": 2})
-    land(books, rollback.clear(start), 1.0)
-    land(books, Decision(None, rollback.rewinding(books, start)), 1.0)
-    again = land(books, acquire(books, ask.model_copy(update={"request": "s"})), 2.0).answer.task
+    job.state = job.state.model_copy(update={"timeline": 2})
+    land(job, rollback.clear(start), 1.0)
+    land(job, Decision(None, rollback.rewinding(job, start)), 1.0)
+    again = land(job, acquire(job, ask.model_copy(update={"request": "s"})), 2.0).answer.task
     assert (task.timeline, again.timeline, task.attempt, again.attempt) == (0, 2, 1, 1)
     for report in (
         CompleteTask(trainer="t", attempt=1, epoch=0, timeline=0),
         FailTask(trainer="t", attempt=1, failure=NO, epoch=0, timeline=0),
     ):
         with pytest.raises(StaleAttempt, match=r"given in timeline 0, the job has gone back .* in timeline 2"):
-            (complete if isinstance(report, CompleteTask) else fail_task)(books, task.task_id, report)
+            (complete if isinstance(report, CompleteTask) else fail_task)(job, task.task_id, report)
 
 
 def test_everybody_restored_and_the_queue_rewound_the_job_runs_in_a_new_generation() -> None:
-    books = books_of([4, 4], 2, 1)
-    books.state = RUNNING.model_copy(
+    job = books_of([4, 4], 2, 1)
+    job.state = RUNNING.model_copy(
         update={"phase": Phase.ROLLING_BACK, "generation": 5, "timeline": 5, "checkpoint": "newest"}
     )
-    books.slots = SlotMap(version=1, owners=(0,) * 128)
+    job.slots = SlotMap(version=1, owners=(0,) * 128)
     start = [LanePosition(lane=lane) for lane in range(2)]
-    books.members = members_of(0)
-    waiting = rollback.resume(books, rollback.epoch_at(start), 40, records=8, seconds=1.25)
+    job.members = members_of(0)
+    waiting = rollback.resume(job, rollback.epoch_at(start), 40, records=8, seconds=1.25)
     assert waiting == Decision(False)
-    books.members = members_of(0, restored=said(5))
-    decision = rollback.resume(books, rollback.epoch_at(start), 40, records=8, seconds=1.25)
+    job.members = members_of(0, restored=said(5))
+    decision = rollback.resume(job, rollback.epoch_at(start), 40, records=8, seconds=1.25)
     state = state_after(decision)
     assert (decision.answer, state.phase, state.generation, state.timeline) == (True, Phase.RUNNING, 6, 5)
     assert (state.trainers, lanes_after(decision).generation) == (("a", "b"), 6)

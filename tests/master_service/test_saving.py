@@ -45,8 +45,8 @@ async def copy(world: World, index: int, uuid: str) -> None:
 
 
 async def checkpointing(master: Master) -> JobState:
-    await until(lambda: master.books.state.phase is Phase.CHECKPOINTING, "a checkpoint to begin")
-    return master.books.state
+    await until(lambda: master.job.state.phase is Phase.CHECKPOINTING, "a checkpoint to begin")
+    return master.job.state
 
 
 async def cut_of(world: World, uuid: str) -> CheckpointCut | None:
@@ -73,15 +73,15 @@ def test_a_pause_waits_for_all_trainers_then_for_all_copies_and_is_confirmed() -
             await asyncio.sleep(2)
             assert await cut_of(world, uuid) is None
             await world.lose("t2")
-            await until(lambda: master.books.state.saving and master.books.state.saving.cut, "the cut")
-            assert master.books.state.generation == state.generation + 1, "pushes of before are stale"
+            await until(lambda: master.job.state.saving and master.job.state.saving.cut, "the cut")
+            assert master.job.state.generation == state.generation + 1, "pushes of before are stale"
             await copy(world, 0, uuid)
             await asyncio.sleep(1)
             cut = await cut_of(world, uuid)
             assert cut is not None
             assert not cut.copied
             await copy(world, 1, uuid)
-            await until(lambda: master.books.state.phase is Phase.RUNNING, "training to go on")
+            await until(lambda: master.job.state.phase is Phase.RUNNING, "training to go on")
             cut = await cut_of(world, uuid)
             assert cut is not None
             assert (cut.copied, cut.operation) == (True, "")
@@ -98,20 +98,20 @@ def test_who_is_too_slow_or_dies_ends_the_pause_and_nothing_of_it_counts() -> No
             state = await checkpointing(master)
             assert state.saving is not None
             await asyncio.sleep(PAUSE_LIMIT_S + 2)
-            assert master.books.state.phase is Phase.RUNNING
-            assert master.books.state.reason == "checkpoint 1 was given up: ['t1'] did not pause within 60 s"
-            await until(lambda: master.books.state.saved == 2, "it to be tried again, much later", 10 * PAUSE_LIMIT_S)
+            assert master.job.state.phase is Phase.RUNNING
+            assert master.job.state.reason == "checkpoint 1 was given up: ['t1'] did not pause within 60 s"
+            await until(lambda: master.job.state.saved == 2, "it to be tried again, much later", 10 * PAUSE_LIMIT_S)
             again = (await checkpointing(master)).saving
             assert again is not None
             await pause(world, "t1", again.uuid)
-            await until(lambda: master.books.state.saving and master.books.state.saving.cut, "the cut")
+            await until(lambda: master.job.state.saving and master.job.state.saving.cut, "the cut")
             await checkpoint(world, 1)
-            await until(lambda: master.books.members.latest, "the checkpoint to be seen")
+            await until(lambda: master.job.members.latest, "the checkpoint to be seen")
             await world.lose("pserver-1")
             await until(lambda: "pserver_lost" in names(master), "the loss to be noticed")
             assert await cut_of(world, again.uuid) is None
             assert await world.etcd.get(KEYS.pause) is None
-            assert (master.books.state.phase, master.books.state.absent) == (Phase.RUNNING, (1,))
+            assert (master.job.state.phase, master.job.state.absent) == (Phase.RUNNING, (1,))
 
     virtually(main)
 
@@ -123,8 +123,8 @@ def test_a_new_master_gives_up_the_pause_of_the_last_one_and_takes_another() -> 
             state = await checkpointing(first)
         async with leading(world.master("m2")) as second:
             await until(lambda: "checkpoint_given_up" in names(second), "the pause to end")
-            await until(lambda: second.books.state.saved == 2, "another checkpoint to begin")
-            assert second.books.state.saving != state.saving
+            await until(lambda: second.job.state.saved == 2, "another checkpoint to begin")
+            assert second.job.state.saving != state.saving
 
     virtually(main)
 
@@ -137,10 +137,10 @@ def test_a_returned_pserver_is_charged_for_closed_tasks_and_old_reports_put_thei
             state = await checkpointing(master)
             assert state.saving is not None
             await pause(world, "t1", state.saving.uuid)
-            await until(lambda: master.books.state.saving and master.books.state.saving.cut, "the cut")
+            await until(lambda: master.job.state.saving and master.job.state.saving.cut, "the cut")
             for index in range(2):
                 await copy(world, index, state.saving.uuid)
-            await until(lambda: master.books.state.phase is Phase.RUNNING, "training to go on")
+            await until(lambda: master.job.state.phase is Phase.RUNNING, "training to go on")
             await checkpoint(world, 1)
             manifest = world.manifests.by_uuid["at-1"]
             assert not isinstance(manifest, Exception)
@@ -148,23 +148,23 @@ def test_a_returned_pserver_is_charged_for_closed_tasks_and_old_reports_put_thei
             world.manifests.by_uuid["at-1"] = manifest.model_copy(update={"queue": queue, "mode": Mode.ASYNC})
             closed, open_task = await take(world, master), await take(world, master)
             late = await take(world, master)
-            before = master.books.state.generation
+            before = master.job.state.generation
             await master.complete_task(closed.task_id, done(closed, generation=before))
-            await until(lambda: master.books.members.latest, "the checkpoint to be seen")
+            await until(lambda: master.job.members.latest, "the checkpoint to be seen")
             await world.lose("pserver-1")
-            await until(lambda: master.books.state.absent == (1,), "the loss")
+            await until(lambda: master.job.state.absent == (1,), "the loss")
             said = Restored(timeline=0, checkpoint="at-1", rejoined=True, blocks=3)
             await world.add_pserver(1, restored=said)
-            await until(lambda: master.books.state.absent == (), "the return")
-            assert master.books.losses.lost == {"1": 3}, "10 records are 3 minibatches of at most 4"
-            assert master.books.state.mended == before + 1
+            await until(lambda: master.job.state.absent == (), "the return")
+            assert master.job.losses.lost == {"1": 3}, "10 records are 3 minibatches of at most 4"
+            assert master.job.state.mended == before + 1
             await master.complete_task(late.task_id, done(late, generation=before))
-            assert late.task_id in master.books.training.requeued
+            assert late.task_id in master.job.training.requeued
             fresh = done(open_task, generation=before + 1, skipped={"0": 2})
             await master.complete_task(open_task.task_id, fresh)
-            assert master.books.losses.skipped == {"0": 2}
+            assert master.job.losses.skipped == {"0": 2}
         async with leading(world.master("m2")) as second:
-            assert second.books.losses.lost == {"1": 3}
+            assert second.job.losses.lost == {"1": 3}
 
     virtually(main)
 
@@ -176,21 +176,21 @@ def test_a_pserver_that_came_back_from_what_is_kept_no_more_has_to_come_again() 
         world = World(spec())
         async with running(world, "t1") as master:
             await checkpoint(world, 2)
-            await until(lambda: master.books.members.latest, "the checkpoint to be seen")
+            await until(lambda: master.job.members.latest, "the checkpoint to be seen")
             await world.lose("pserver-1")
-            await until(lambda: master.books.state.absent == (1,), "the loss")
+            await until(lambda: master.job.state.absent == (1,), "the loss")
             await world.add_pserver(1, restored=Restored(timeline=0, checkpoint="at-1", rejoined=True, blocks=3))
             async with asyncio.timeout(60.0):
                 while await world.etcd.get(KEYS.pserver(1)) is not None:
                     await asyncio.sleep(0.01)
-            assert not master.books.state.phase.final
-            assert master.books.state.absent == (1,)
+            assert not master.job.state.phase.final
+            assert master.job.state.absent == (1,)
             meta = TaskMeta(epoch=0, digest="d", seed=0, tasks=10).to_bytes().decode()
             manifest = world.manifests.by_uuid["at-2"]
             assert not isinstance(manifest, Exception)
             world.manifests.by_uuid["at-2"] = manifest.model_copy(update={"queue": {"meta": meta}, "mode": Mode.ASYNC})
             await world.add_pserver(1, restored=Restored(timeline=0, checkpoint="at-2", rejoined=True, blocks=3))
-            await until(lambda: master.books.state.absent == (), "the return")
+            await until(lambda: master.job.state.absent == (), "the return")
 
     virtually(main)
 

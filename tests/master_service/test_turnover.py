@@ -25,7 +25,7 @@ from tests.master_service.worlds import (
 
 
 def with_next(master: Master, task: Task, request: str = "n1", trainer: str = "t1", ahead: int = 0) -> CompleteTask:
-    generation = master.books.state.generation + ahead
+    generation = master.job.state.generation + ahead
     return done(task, trainer, next=TakeNext(request=request, generation=generation))
 
 
@@ -47,7 +47,7 @@ def test_the_end_of_a_task_and_the_next_one_are_one_transaction() -> None:
             written = {e.kv.key: (e.type, e.kv.mod_revision) for e in world.simulated.events()}
             (ended, at), (begun, then) = written[KEYS.pending(task.task_id)], written[KEYS.pending(following.task_id)]
             assert (ended, begun, at) == ("delete", "put", then)
-            assert master.books.training.counts == (8, 1, 1, 0)
+            assert master.job.training.counts == (8, 1, 1, 0)
 
     virtually(main)
 
@@ -62,7 +62,7 @@ def test_a_doubled_request_ends_nothing_twice_and_gets_the_same_task() -> None:
             assert answers[0] == answers[1] == answers[2]
             again = await take(world, master, request="n1")
             assert again == answers[0].next
-            assert master.books.training.counts == (8, 1, 1, 0)
+            assert master.job.training.counts == (8, 1, 1, 0)
 
     virtually(main)
 
@@ -79,7 +79,7 @@ def test_a_doubled_request_that_comes_late_takes_no_further_task() -> None:
             assert await master.complete_task(task.task_id, report) == Completed(next=None)
             with pytest.raises(Conflict):
                 await take(world, master, request="n1")
-            assert master.books.training.counts == (8, 0, 2, 0)
+            assert master.job.training.counts == (8, 0, 2, 0)
 
     virtually(main)
 
@@ -94,7 +94,7 @@ def test_a_stale_report_takes_no_task() -> None:
                 await turned_over(master, other)
             with pytest.raises(StaleAttempt):
                 await turned_over(master, task, trainer="t2")
-            assert master.books.training.counts == (9, 1, 0, 0)
+            assert master.job.training.counts == (9, 1, 0, 0)
 
     virtually(main)
 
@@ -107,12 +107,12 @@ def test_a_refused_next_task_does_not_undo_the_end_of_the_last() -> None:
             assert await turned_over(master, task, request="r") is None  # the id of another request
             task = await take(world, master)
             await world.add_trainer("t2")
-            await until(lambda: "t2" in master.books.state.trainers, "t2 to join")
+            await until(lambda: "t2" in master.job.state.trainers, "t2 to join")
             await world.lose("t1")
-            await until(lambda: "t1" not in master.books.state.trainers, "t1 to be gone")
+            await until(lambda: "t1" not in master.job.state.trainers, "t1 to be gone")
             with pytest.raises(StaleAttempt):  # its task went back: nothing ends, nothing is taken
                 await turned_over(master, task)
-            assert master.books.training.counts == (9, 0, 1, 0)
+            assert master.job.training.counts == (9, 0, 1, 0)
             with pytest.raises(StaleGeneration):
                 await take(world, master, trainer="t1")
 
@@ -138,7 +138,7 @@ def test_a_task_that_goes_back_instead_of_ending_takes_none(monkeypatch: pytest.
             task = await take(world, master)
             monkeypatch.setattr(pserver_return, "is_outdated", lambda *_: True)
             assert await turned_over(master, task) is None
-            assert list(master.books.training.requeued) == [task.task_id]
+            assert list(master.job.training.requeued) == [task.task_id]
 
     virtually(main)
 
@@ -154,7 +154,7 @@ def test_a_reply_lost_with_the_master_is_found_at_the_next_one() -> None:
             with pytest.raises(StaleAttempt):  # it remembers no reports, and gives nothing on the strength of one
                 await second.complete_task(task.task_id, report)
             assert await take(world, second, request="n1") == following
-            assert second.books.training.counts == (8, 1, 1, 0)
+            assert second.job.training.counts == (8, 1, 1, 0)
 
     virtually(main)
 
@@ -197,7 +197,7 @@ def test_every_task_is_done_once_while_transactions_overtake_each_other_and_answ
                         given = [answer.next for answer in twice]
                     while not any(given):
                         answer = await master.acquire_task(world.ask(master, name, request=request))
-                        if master.books.state.stage != "TRAIN":
+                        if master.job.state.stage != "TRAIN":
                             return
                         given.append(answer.task)
                         await asyncio.sleep(answer.retry_after_s)

@@ -171,7 +171,7 @@ class World:
 
     def ask(self, master: Master, trainer: str = "t1", **values: Any) -> AcquireTask:
         self._requests += 1
-        defaults = {"request": f"r{self._requests}", "generation": master.books.state.generation}
+        defaults = {"request": f"r{self._requests}", "generation": master.job.state.generation}
         return AcquireTask(trainer=trainer, **(defaults | values))
 
 
@@ -206,10 +206,10 @@ async def running(world: World, *trainers: str) -> AsyncIterator[Master]:
     """A master of a job that is RUNNING with these trainers."""
     async with leading(world.master()) as master:
         await world.initialise(*trainers)
-        await until(lambda: set(master.books.state.trainers) == set(trainers), "the job to run")
+        await until(lambda: set(master.job.state.trainers) == set(trainers), "the job to run")
         yield master
-        reign = master._reign  # `master.books` would refuse once a busy machine let the lease run out
-        for queue in reign.books.queues.values() if reign else ():
+        reign = master._reign  # `master.job` would refuse once a busy machine let the lease run out
+        for queue in reign.job.queues.values() if reign else ():
             assert list(queue.violations()) == []
 
 
@@ -221,7 +221,7 @@ async def take(world: World, master: Master, trainer: str = "t1", **values: obje
 
 async def finish_training(world: World, master: Master, trainer: str = "t1") -> set[str]:
     finished: list[str] = []
-    while master.books.state.stage is Stage.TRAIN:
+    while master.job.state.stage is Stage.TRAIN:
         task = await take(world, master, trainer)
         await master.complete_task(task.task_id, done(task, trainer))
         finished.append(f"{task.epoch}/{task.task_id}")

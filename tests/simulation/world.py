@@ -234,7 +234,7 @@ class World:
             desk = seat.service if seat.kind == "master" and self.leads(seat) else seat.dispatcher
             if desk is not None and seat.alive:
                 try:
-                    queues = desk.books.queues
+                    queues = desk.job.queues
                 except TriremeError:
                     continue
                 self.failures += [f"{kind}: {line}" for kind, queue in queues.items() for line in queue.violations()][

@@ -30,7 +30,7 @@ def minibatches_of_an_epoch(spec):
     return whole * -(-spec.task_records // spec.minibatch_size) + -(-rest // spec.minibatch_size)
 
 
-async def books(made):
+async def job(made):
     return [ledger for pserver in made.pservers for ledger in (await pserver.info()).ledger]
 
 
@@ -53,7 +53,7 @@ async def test_each_minibatch_counts_once_however_pushes_and_pulls_are_cut(tmp_p
     spec = spec_of(write_script(tmp_path), push_every=push_every, pull_every=pull_every)
     async with cluster(spec, 2) as made:
         assert (await made.ended()).phase is Phase.COMPLETED
-        assert_exactly_once(await books(made), spec)
+        assert_exactly_once(await job(made), spec)
 
 
 async def test_each_minibatch_counts_once_although_a_trainer_was_killed_in_the_middle(tmp_path):
@@ -64,7 +64,7 @@ async def test_each_minibatch_counts_once_although_a_trainer_was_killed_in_the_m
             await made.kill(victim)
             made.add_trainer(f"{victim}-again")
         assert (await made.ended()).phase is Phase.COMPLETED
-        assert_exactly_once(await books(made), spec)
+        assert_exactly_once(await job(made), spec)
 
 
 async def test_one_trainer_that_pushes_and_pulls_each_minibatch_gives_the_bits_of_plain_pytorch(tmp_path):
@@ -92,7 +92,7 @@ async def test_the_schedule_goes_on_where_the_epoch_stands_when_a_trainer_is_rep
         await made.kill("trainer-0-x")
         made.add_trainer("trainer-1-x")
         assert (await made.ended()).phase is Phase.COMPLETED
-        assert_exactly_once(await books(made), spec)
+        assert_exactly_once(await job(made), spec)
         steps = EPOCHS * minibatches_of_an_epoch(spec)
         assert made.computes["trainer-1-x"].optimizer.param_groups[0]["lr"] == 0.1 * 0.5 ** (steps // 4)
 

@@ -114,8 +114,8 @@ async def moved(tmp_path, **values) -> tuple[float, int]:
     common = {"mode": Mode.ASYNC, "global_batch_size": 3, "records_per_task": 20, "gradient_dtype": "float16"}
     async with cluster(spec_for(script, **(common | values)), 1) as made:
         assert (await made.ended()).phase is Phase.COMPLETED
-        books = [book for pserver in made.pservers for book in (await pserver.info()).ledger]
-        return -float(made.exported()["weight"]), sum(book.applied_lowest for book in books)
+        job = [book for pserver in made.pservers for book in (await pserver.info()).ledger]
+        return -float(made.exported()["weight"]), sum(book.applied_lowest for book in job)
 
 
 async def test_what_a_cast_leaves_out_gets_through_with_the_next_pushes(tmp_path):
@@ -138,8 +138,8 @@ async def test_a_killed_trainer_takes_at_most_one_rounding_error_with_it(tmp_pat
         await made.kill("trainer-0-x")
         made.add_trainer("trainer-1-x")
         assert (await made.ended()).phase is Phase.COMPLETED
-        books = [book for pserver in made.pservers for book in (await pserver.info()).ledger]
-        minibatches = sum(book.applied_lowest for book in books)
+        job = [book for pserver in made.pservers for book in (await pserver.info()).ledger]
+        minibatches = sum(book.applied_lowest for book in job)
         far = -float(made.exported()["weight"])
     assert abs(far - minibatches * 1e-8) <= 2 * 2**-25
 

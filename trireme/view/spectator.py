@@ -74,8 +74,8 @@ class Spectator:
 
     async def job(self) -> dict[str, Any]:
         """As a master's `GET /v1/job`; `master` is the trainer that sweeps."""
-        books, now = self._view.books, clock.monotonic()
-        document = render.job(books, self._metrics(), await self._sweeper()).model_dump(mode="json")
+        job, now = self._view.job, clock.monotonic()
+        document = render.job(job, self._metrics(), await self._sweeper()).model_dump(mode="json")
         progress = document["progress"]
         self._done.append((now, progress["records_done"]))
         while self._done[0][0] < now - WINDOW_S:
@@ -88,12 +88,12 @@ class Spectator:
         return document
 
     async def task_summary(self) -> dict[str, Any]:
-        return self._view.books.summary().model_dump(mode="json")
+        return self._view.job.summary().model_dump(mode="json")
 
     async def tasks(self, state: str | None = None) -> AsyncIterator[dict[str, Any]]:
         token = ""
         while True:
-            page = render.tasks(self._view.books, TaskKind.TRAIN, state, PAGE, token)
+            page = render.tasks(self._view.job, TaskKind.TRAIN, state, PAGE, token)
             for task in page.tasks:
                 yield task.model_dump(mode="json")
             token = page.next_page_token
@@ -101,11 +101,11 @@ class Spectator:
                 return
 
     async def members(self) -> AsyncIterator[dict[str, Any]]:
-        for member in render.members(self._view.books, MANY, "").members:
+        for member in render.members(self._view.job, MANY, "").members:
             yield member.model_dump(mode="json")
 
     async def checkpoints(self) -> AsyncIterator[dict[str, Any]]:
-        for checkpoint in render.checkpoints(self._view.books, MANY, "").checkpoints:
+        for checkpoint in render.checkpoints(self._view.job, MANY, "").checkpoints:
             yield checkpoint.model_dump(mode="json")
 
     async def create_checkpoint(self, key: str, *, cause: str = "", limit_s: float = 600.0) -> dict[str, Any]:
@@ -123,19 +123,19 @@ class Spectator:
         deadline = clock.monotonic() + wait_s
         while True:
             found = self._operating().get(operation_id)
-            if found.running and self._view.books.state.phase.final:  # nobody sweeps any more
-                await self._writer.decide(lambda books, _: operations.follow(books, clock.timestamp()))
+            if found.running and self._view.job.state.phase.final:  # nobody sweeps any more
+                await self._writer.decide(lambda job, _: operations.follow(job, clock.timestamp()))
                 found = self._operating().get(operation_id)
             if not found.running or clock.monotonic() > deadline:
                 return found.model_dump(mode="json")
             await asyncio.sleep(LOOK_S)
 
     def _operating(self) -> Operating:
-        return Operating(self._writer, self._manifests(self._view.books.spec), EventRing())
+        return Operating(self._writer, self._manifests(self._view.job.spec), EventRing())
 
     async def events(self, after: int = 0, wait_s: float = 0.0) -> dict[str, Any]:  # noqa: ARG002  as Client's
         """What can be told from the job's state: how it changed since the last call."""
-        state, before = self._view.books.state, self._told
+        state, before = self._view.job.state, self._told
         self._told = state
         if before is None or state == before:
             return {"events": [], "next_after": after}

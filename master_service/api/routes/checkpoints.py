@@ -40,7 +40,7 @@ async def create_checkpoint(
 @router.get("", operation_id="listCheckpoints")
 async def list_checkpoints(master: MasterOf, page_size: PageSize = 100, page_token: PageToken = "") -> CheckpointPage:
     """Those that can be gone back to, the newest of the job's present history first."""
-    return render.checkpoints(master.books, page_size, page_token)
+    return render.checkpoints(master.job, page_size, page_token)
 
 
 @router.get("/{checkpoint_id}", operation_id="getCheckpoint")

@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from master_service.api import render
-from master_service.api.resources import Empty, EventPage, Job, MasterView, MetricPage
+from master_service.api.resources import Empty, EventPage, JobView, MasterView, MetricPage
 from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken
 from shared.records import MetricBatch
 
@@ -15,9 +15,9 @@ router = APIRouter(prefix="/v1")
 
 
 @router.get("/job", operation_id="getJob", tags=["job"])
-async def get_job(master: MasterOf) -> Job:
+async def get_job(master: MasterOf) -> JobView:
     leader = MasterView(master_id=master.name, url=master.url, term=master.reign.term)
-    return render.job(master.books, master.metrics, leader)
+    return render.job(master.job, master.metrics, leader)
 
 
 @router.get("/events", operation_id="listEvents", tags=["events"])

@@ -14,12 +14,12 @@ router = APIRouter(prefix="/v1/members", tags=["members"])
 
 @router.get("", operation_id="listMembers")
 async def list_members(master: MasterOf, page_size: PageSize = 100, page_token: PageToken = "") -> MemberPage:
-    return render.members(master.books, page_size, page_token)
+    return render.members(master.job, page_size, page_token)
 
 
 @router.get("/{member_id}", operation_id="getMember")
 async def get_member(master: MasterOf, member_id: str) -> MemberView:
-    return render.member_view(master.books, master.find_members(member_id)[0])
+    return render.member_view(master.job, master.find_members(member_id)[0])
 
 
 @router.post("/{member_id}/suspect", operation_id="reportSuspect")

@@ -31,15 +31,15 @@ async def list_tasks(
     page_token: PageToken = "",
 ) -> TaskPage:
     """Tasks of the current epoch (DISCARDED: of all). A page may be short and still have a next one."""
-    return render.tasks(master.books, kind, state, page_size, page_token)
+    return render.tasks(master.job, kind, state, page_size, page_token)
 
 
 @router.get("/tasks/{task_id}", operation_id="getTask")
 async def get_task(master: MasterOf, task_id: str) -> TaskView:
-    return render.task(master.books, task_id)
+    return render.task(master.job, task_id)
 
 
 @router.get("/task-summary", operation_id="getTaskSummary")
 async def get_task_summary(master: MasterOf) -> TaskSummary:
     """Counts of the current stage."""
-    return master.books.summary()
+    return master.job.summary()

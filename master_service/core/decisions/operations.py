@@ -21,7 +21,7 @@ from shared.records.checkpoints import CheckpointRef, history
 from shared.records.operations import Operation, OperationKind, OperationState, saves_on_demand
 
 if TYPE_CHECKING:
-    from master_service.core.state.job_state import Books
+    from master_service.core.state.job import Job
     from master_service.core.state.members import Members
 
 KEPT = 50  # of those that ended
@@ -68,50 +68,50 @@ class Operations:
 # -------------------------------------------------------------------- asking
 
 
-def ask_to_create(books: Books, asked: Operation) -> Decision[Operation]:
+def ask_to_create(job: Job, asked: Operation) -> Decision[Operation]:
     """Answers the operation; the one under way if there is one, for its checkpoint is not made yet. Raises Conflict."""
-    if (known := _known(books, asked)) is not None:
+    if (known := _known(job, asked)) is not None:
         return Decision(known)
-    _check_possible(books, "a checkpoint")
-    for running in books.operations.running(OperationKind.CREATE_CHECKPOINT):
+    _check_possible(job, "a checkpoint")
+    for running in job.operations.running(OperationKind.CREATE_CHECKPOINT):
         return Decision(running)
     event = Event("checkpoint_asked", f"{asked.cause}: a checkpoint of one of the next steps", _fields(asked))
-    return _begin(books, asked, event)
+    return _begin(job, asked, event)
 
 
-def ask_to_restore(books: Books, asked: Operation) -> Decision[Operation]:
+def ask_to_restore(job: Job, asked: Operation) -> Decision[Operation]:
     """Raises NotFound, Conflict."""
-    if (known := _known(books, asked)) is not None:
+    if (known := _known(job, asked)) is not None:
         return Decision(known)
-    ref = find_checkpoint(books, asked.checkpoint_id)
-    _check_possible(books, "going back to a checkpoint")
-    if running := books.operations.running(OperationKind.RESTORE_CHECKPOINT):
+    ref = find_checkpoint(job, asked.checkpoint_id)
+    _check_possible(job, "going back to a checkpoint")
+    if running := job.operations.running(OperationKind.RESTORE_CHECKPOINT):
         msg = f"the job is about to go back to step {running[0].step} already ({running[0].operation_id})"
         raise Conflict(msg, hint="wait for its end", operation=running[0].operation_id)
     asked = asked.model_copy(update={"step": ref.step})
     message = f"{asked.cause}: back to step {ref.step}, once its files are found good"
-    return _begin(books, asked, Event("restore_asked", message, _fields(asked)))
+    return _begin(job, asked, Event("restore_asked", message, _fields(asked)))
 
 
-def ask_to_verify(books: Books, asked: Operation) -> Decision[Operation]:
+def ask_to_verify(job: Job, asked: Operation) -> Decision[Operation]:
     """Raises NotFound."""
-    if (known := _known(books, asked)) is not None:
+    if (known := _known(job, asked)) is not None:
         return Decision(known)
-    ref = find_checkpoint(books, asked.checkpoint_id)
+    ref = find_checkpoint(job, asked.checkpoint_id)
     asked = asked.model_copy(update={"step": ref.step})
-    return _begin(books, asked, Event("verify_asked", f"{asked.cause}: verify step {ref.step}", _fields(asked)))
+    return _begin(job, asked, Event("verify_asked", f"{asked.cause}: verify step {ref.step}", _fields(asked)))
 
 
-def ask_for_draining(books: Books, stamp: str) -> Decision[None]:
+def ask_for_draining(job: Job, stamp: str) -> Decision[None]:
     """A parameter server that was asked to leave wants its parameters saved before it goes."""
-    latest, state = books.members.latest, books.state
+    latest, state = job.members.latest, job.state
     trains = state.stage is Stage.TRAIN and state.phase in {Phase.RUNNING, Phase.CHECKPOINTING}
-    if not trains or not saves_on_demand(books.spec):
+    if not trains or not saves_on_demand(job.spec):
         return Decision(None)
-    for index, member in books.members.pservers.items():
+    for index, member in job.members.pservers.items():
         saved = latest is not None and (latest.timeline, latest.step) >= (state.timeline, member.draining or 0)
         operation_id = f"drain-{member.incarnation}"
-        if member.draining is None or saved or operation_id in books.operations.records:
+        if member.draining is None or saved or operation_id in job.operations.records:
             continue
         asked = Operation(
             operation_id=operation_id,
@@ -120,58 +120,58 @@ def ask_for_draining(books: Books, stamp: str) -> Decision[None]:
             limit_s=DRAIN_LIMIT_S,
             create_time=stamp,
         )
-        return Decision(None) + ask_to_create(books, asked)
+        return Decision(None) + ask_to_create(job, asked)
     return Decision(None)
 
 
-def find_checkpoint(books: Books, checkpoint_id: str) -> CheckpointRef:
+def find_checkpoint(job: Job, checkpoint_id: str) -> CheckpointRef:
     """Raises NotFound, which lists the ids there are."""
-    ref = rollback.ref_of(books.members.latest, checkpoint_id)
+    ref = rollback.ref_of(job.members.latest, checkpoint_id)
     if ref is None:
-        there = [f"{ref.uuid} (step {ref.step})" for ref in _kept(books.members)]
-        msg = f"job {books.spec.job} has no checkpoint {checkpoint_id}; there are: {', '.join(there) or 'none yet'}"
-        raise NotFound(msg, checkpoints=[ref.uuid for ref in _kept(books.members)])
+        there = [f"{ref.uuid} (step {ref.step})" for ref in _kept(job.members)]
+        msg = f"job {job.spec.job} has no checkpoint {checkpoint_id}; there are: {', '.join(there) or 'none yet'}"
+        raise NotFound(msg, checkpoints=[ref.uuid for ref in _kept(job.members)])
     return ref
 
 
 # -------------------------------------------------------------------- as things happen
 
 
-def unbegun(books: Books) -> list[Operation]:
+def unbegun(job: Job) -> list[Operation]:
     """Asynchronous: checkpoints that are asked for and that no pause was begun for yet."""
-    if books.spec.mode is Mode.SYNC:
+    if job.spec.mode is Mode.SYNC:
         return []
-    asked = books.operations.running(OperationKind.CREATE_CHECKPOINT)
+    asked = job.operations.running(OperationKind.CREATE_CHECKPOINT)
     return [operation for operation in asked if operation.step is None]
 
 
-def begun(books: Books, step: int) -> Decision[None]:
+def begun(job: Job, step: int) -> Decision[None]:
     """A pause begins, for checkpoint number `step`: in the same transaction."""
-    changes = [PutOperation(asked.model_copy(update={"step": step})) for asked in unbegun(books)]
+    changes = [PutOperation(asked.model_copy(update={"step": step})) for asked in unbegun(job)]
     return Decision(None, tuple(changes))
 
 
-def follow(books: Books, stamp: str) -> Decision[None]:
+def follow(job: Job, stamp: str) -> Decision[None]:
     """What the members, the newest checkpoint and the job's state mean for those under way."""
     decision: Decision[None] = Decision(None)
-    for operation in books.operations.running():
+    for operation in job.operations.running():
         match operation.kind:
             case OperationKind.CREATE_CHECKPOINT:
-                decision += _follow_creation(books, operation, stamp)
+                decision += _follow_creation(job, operation, stamp)
             case OperationKind.RESTORE_CHECKPOINT:
-                decision += _follow_restoration(books.state, operation, stamp)
+                decision += _follow_restoration(job.state, operation, stamp)
             case OperationKind.VERIFY_CHECKPOINT:
                 pass
     return decision
 
 
-def tick(books: Books, now: float, stamp: str) -> Decision[None]:
+def tick(job: Job, now: float, stamp: str) -> Decision[None]:
     """Time passes: limits are reached, requests are made again."""
     decision: Decision[None] = Decision(None)
-    for operation in books.operations.running():
-        spent_s = now - books.operations.since[operation.operation_id]
+    for operation in job.operations.running():
+        spent_s = now - job.operations.since[operation.operation_id]
         if spent_s > operation.limit_s:
-            reason = f"not done within {operation.limit_s:g} s: it waited for {waits_for(books, operation)}"
+            reason = f"not done within {operation.limit_s:g} s: it waited for {waits_for(job, operation)}"
             decision += _end(operation, OperationState.FAILED, reason, stamp, code=DeadlineExceeded.code)
         elif operation.kind is OperationKind.CREATE_CHECKPOINT and spent_s > ASK_AGAIN_S * (2**operation.attempt - 1):
             again = operation.model_copy(update={"attempt": operation.attempt + 1, "step": None})
@@ -180,28 +180,28 @@ def tick(books: Books, now: float, stamp: str) -> Decision[None]:
     return decision
 
 
-def verified(books: Books, operation_id: str, error: CheckpointUnusable | None, stamp: str) -> Decision[None]:
+def verified(job: Job, operation_id: str, error: CheckpointUnusable | None, stamp: str) -> Decision[None]:
     """All parts were read. A restoration begins only if they are good."""
-    operation = books.operations.records.get(operation_id)
+    operation = job.operations.records.get(operation_id)
     if operation is None or not operation.running or operation.timeline:
         return Decision(None)
     if error is not None:
         return _end(operation, OperationState.FAILED, error.message, stamp, code=error.code)
     if operation.kind is OperationKind.VERIFY_CHECKPOINT:
         return _end(operation, OperationState.DONE, "every part is as it was written", stamp)
-    if books.state.phase is Phase.CHECKPOINTING:
+    if job.state.phase is Phase.CHECKPOINTING:
         return Decision(None)  # it is decided again after the pause
-    ref = rollback.ref_of(books.members.latest, operation.checkpoint_id)
-    if ref is None or books.state.phase.final:
-        return _follow_restoration(books.state, operation, stamp) if ref else _gone(operation, stamp)
-    back = rollback.back_to(books.spec, books.state, books.slots, ref, operation.cause)
-    begun = operation.model_copy(update={"timeline": books.state.generation + 1})
+    ref = rollback.ref_of(job.members.latest, operation.checkpoint_id)
+    if ref is None or job.state.phase.final:
+        return _follow_restoration(job.state, operation, stamp) if ref else _gone(operation, stamp)
+    back = rollback.back_to(job.spec, job.state, job.slots, ref, operation.cause)
+    begun = operation.model_copy(update={"timeline": job.state.generation + 1})
     return Decision(None, (PutOperation(begun),)) + back
 
 
-def waits_for(books: Books, operation: Operation) -> str:
+def waits_for(job: Job, operation: Operation) -> str:
     """For people."""
-    state = books.state
+    state = job.state
     if operation.kind is not OperationKind.CREATE_CHECKPOINT and not operation.timeline:
         return "the checkpoint's files to be read and compared"
     if operation.kind is OperationKind.RESTORE_CHECKPOINT:
@@ -210,7 +210,7 @@ def waits_for(books: Books, operation: Operation) -> str:
         return "all trainers to pause, and every parameter server to write its part"
     if state.phase is not Phase.RUNNING:
         return f"the job to run (it is {state.phase}: {state.reason})"
-    if books.spec.mode is not Mode.SYNC:
+    if job.spec.mode is not Mode.SYNC:
         return "the next pause"
     if not state.trainers:
         return "a trainer: without one no step is made"
@@ -220,8 +220,8 @@ def waits_for(books: Books, operation: Operation) -> str:
 # -------------------------------------------------------------------- parts
 
 
-def _follow_creation(books: Books, operation: Operation, stamp: str) -> Decision[None]:
-    latest, state = books.members.latest, books.state
+def _follow_creation(job: Job, operation: Operation, stamp: str) -> Decision[None]:
+    latest, state = job.members.latest, job.state
     if latest is not None:
         is_here = latest.timeline == state.timeline or latest.uuid == state.checkpoint
         paused = is_here and operation.step is not None and latest.step >= operation.step
@@ -254,9 +254,9 @@ def _gone(operation: Operation, stamp: str) -> Decision[None]:
     return _end(operation, OperationState.FAILED, reason, stamp, code=NotFound.code)
 
 
-def _known(books: Books, asked: Operation) -> Operation | None:
+def _known(job: Job, asked: Operation) -> Operation | None:
     """What the same key asked for before. Raises Conflict if that was something else."""
-    known = books.operations.records.get(asked.operation_id)
+    known = job.operations.records.get(asked.operation_id)
     if known is None:
         return None
     about = known.checkpoint_id if known.kind is not OperationKind.CREATE_CHECKPOINT else ""
@@ -269,28 +269,28 @@ def _known(books: Books, asked: Operation) -> Operation | None:
     return known
 
 
-def _check_possible(books: Books, what: str) -> None:
+def _check_possible(job: Job, what: str) -> None:
     """Raises Conflict."""
-    state = books.state
-    if not saves_on_demand(books.spec):
+    state = job.state
+    if not saves_on_demand(job.spec):
         msg = (
-            f"{what} on demand needs coordinated checkpoints; job {books.spec.job} is {books.spec.mode} with "
-            f"{books.spec.checkpoint_kind} ones and dispatch {books.spec.dispatch}"
+            f"{what} on demand needs coordinated checkpoints; job {job.spec.job} is {job.spec.mode} with "
+            f"{job.spec.checkpoint_kind} ones and dispatch {job.spec.dispatch}"
         )
         raise Conflict(msg, hint="each parameter server saves by itself, every checkpoint_every_seconds")
     if state.phase is Phase.COMPLETED:
-        latest = books.members.latest
+        latest = job.members.latest
         have = f"; its newest checkpoint is {latest.uuid} (step {latest.step})" if latest else ""
-        msg = f"job {books.spec.job} is COMPLETED: {what} is not possible any more{have}"
+        msg = f"job {job.spec.job} is COMPLETED: {what} is not possible any more{have}"
         raise Conflict(msg, hint="`trireme export CHECKPOINT` gets a model out of a checkpoint; --fresh trains anew")
     if state.phase is Phase.FAILED:
-        msg = f"job {books.spec.job} has FAILED ({state.reason}): {what} is not possible any more"
+        msg = f"job {job.spec.job} has FAILED ({state.reason}): {what} is not possible any more"
         raise Conflict(msg, hint="mend the cause and start the job again")
 
 
-def _begin(books: Books, asked: Operation, event: Event) -> Decision[Operation]:
-    ended = [operation for operation in books.operations.records.values() if not operation.running]
-    ended.sort(key=lambda operation: books.operations.since[operation.operation_id])
+def _begin(job: Job, asked: Operation, event: Event) -> Decision[Operation]:
+    ended = [operation for operation in job.operations.records.values() if not operation.running]
+    ended.sort(key=lambda operation: job.operations.since[operation.operation_id])
     dropped: list[Change] = [DropOperation(old.operation_id) for old in ended[: max(0, len(ended) + 1 - KEPT)]]
     return Decision(asked, (PutOperation(asked), *dropped), (event,))
 
@@ -313,8 +313,8 @@ def _kept(members: Members) -> tuple[CheckpointRef, ...]:
     return members.latest.kept if members.latest is not None else ()
 
 
-def abandoned(books: Books) -> set[str]:
+def abandoned(job: Job) -> set[str]:
     """Checkpoints that the job left by going back to an older one, by uuid: listed, but nobody falls back to them."""
-    state = books.state
-    mine = {ref.uuid for ref in history(_kept(books.members), state.timeline, state.checkpoint)}
-    return {ref.uuid for ref in _kept(books.members)} - mine
+    state = job.state
+    mine = {ref.uuid for ref in history(_kept(job.members), state.timeline, state.checkpoint)}
+    return {ref.uuid for ref in _kept(job.members)} - mine

@@ -27,7 +27,7 @@ from shared.records.operations import OperationKind
 from shared.records.pauses import Pause, Saving
 
 if TYPE_CHECKING:
-    from master_service.core.state.job_state import Books
+    from master_service.core.state.job import Job
     from master_service.core.state.members import Members
 
 
@@ -36,21 +36,17 @@ def is_paused_kind(spec: JobSpec) -> bool:
     return spec.mode is Mode.ASYNC and spec.checkpoint_kind == "coordinated"
 
 
-def can_begin(books: Books) -> bool:
-    whole = (
-        books.slots is not None
-        and fits(books.slots, books.spec)
-        and not _lacking(books.spec, books.state, books.members)
-    )
-    return books.state.phase is Phase.RUNNING and books.members.init_done and whole
+def can_begin(job: Job) -> bool:
+    whole = job.slots is not None and fits(job.slots, job.spec) and not _lacking(job.spec, job.state, job.members)
+    return job.state.phase is Phase.RUNNING and job.members.init_done and whole
 
 
-def begin(books: Books, uuid: str, lease: int, cause: str) -> Decision[Saving | None]:
+def begin(job: Job, uuid: str, lease: int, cause: str) -> Decision[Saving | None]:
     """Ask everybody to pause, if the job runs and is whole. `uuid`: of checkpoint number `saved` + 1."""
-    if not can_begin(books):
+    if not can_begin(job):
         return Decision(None)
-    state = books.state
-    asked = books.operations.running(OperationKind.CREATE_CHECKPOINT)
+    state = job.state
+    asked = job.operations.running(OperationKind.CREATE_CHECKPOINT)
     saving = Saving(uuid=uuid, step=state.saved + 1, operation=asked[0].operation_id if asked else "")
     reason = f"checkpoint {saving.step} is taken: {cause}"
     update = {"phase": Phase.CHECKPOINTING, "saving": saving, "saved": saving.step, "reason": reason}
@@ -65,10 +61,10 @@ def training(state: JobState, members: Members) -> list[str]:
     return [member.trainer for member in there if member.paused is None or member.paused.uuid != uuid]
 
 
-def cut(books: Books) -> Decision[bool]:
+def cut(job: Job) -> Decision[bool]:
     """Everybody has paused: copy."""
-    state, saving = books.state, books.state.saving
-    if state.phase is not Phase.CHECKPOINTING or saving is None or saving.cut or training(state, books.members):
+    state, saving = job.state, job.state.saving
+    if state.phase is not Phase.CHECKPOINTING or saving is None or saving.cut or training(state, job.members):
         return Decision(False)
     update = {"saving": saving.model_copy(update={"cut": True}), "generation": state.generation + 1}
     return Decision(True, (PutState(state.model_copy(update=update)), PutCut(saving.uuid, _cut_of(state, saving))))
@@ -80,12 +76,12 @@ def copying(state: JobState, members: Members) -> list[int]:
     return [index for index, member in sorted(members.pservers.items()) if member.copied != uuid]
 
 
-def finish(books: Books, seconds: float) -> Decision[bool]:
+def finish(job: Job, seconds: float) -> Decision[bool]:
     """Everybody has copied: training goes on, and the checkpoint counts as soon as it is written."""
-    state, saving = books.state, books.state.saving
+    state, saving = job.state, job.state.saving
     if state.phase is not Phase.CHECKPOINTING or saving is None or not saving.cut:
         return Decision(False)
-    if copying(state, books.members) or _lacking(books.spec, state, books.members):
+    if copying(state, job.members) or _lacking(job.spec, state, job.members):
         return Decision(False)
     place = _cut_of(state, saving).model_copy(update={"copied": True})
     reason = f"checkpoint {saving.step} is copied"
@@ -95,9 +91,9 @@ def finish(books: Books, seconds: float) -> Decision[bool]:
     return Decision(True, (PutState(_running(state, reason)), DropPause(), PutCut(saving.uuid, place)), (event,))
 
 
-def give_up(books: Books, cause: str) -> Decision[bool]:
+def give_up(job: Job, cause: str) -> Decision[bool]:
     """Training goes on without this checkpoint; what was written of it never counts."""
-    return _give_up(books.state, cause)
+    return _give_up(job.state, cause)
 
 
 def supervise(spec: JobSpec, state: JobState, members: Members) -> Decision[None]:

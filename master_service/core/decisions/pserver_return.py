@@ -16,7 +16,7 @@ from shared.errors import NotReady
 from shared.records import JobSpec, JobState, PserverMember, SlotMap, Stage
 
 if TYPE_CHECKING:
-    from master_service.core.state.job_state import Books
+    from master_service.core.state.job import Job
     from master_service.core.state.members import Members
 
 
@@ -86,10 +86,10 @@ def is_outdated(state: JobState, members: Members, generation: int | None) -> bo
     return generation is not None and generation < state.mended
 
 
-def mend(books: Books, member: PserverMember, lost: int, before: tuple[int, int]) -> Decision[bool]:
+def mend(job: Job, member: PserverMember, lost: int, before: tuple[int, int]) -> Decision[bool]:
     """On record: what `member` lacks. `lost`: since its checkpoint; `before`: (lost, skipped) at the checkpoint."""
-    state, said = books.state, member.restored
-    if said is None or books.members.pservers.get(member.index) != member or not is_back(state, member):
+    state, said = job.state, member.restored
+    if said is None or job.members.pservers.get(member.index) != member or not is_back(state, member):
         return Decision(False)
     generation = state.generation + 1
     absent = tuple(index for index in state.absent if index != member.index)
@@ -101,7 +101,7 @@ def mend(books: Books, member: PserverMember, lost: int, before: tuple[int, int]
         "absent": absent,
         "reason": message,
     }
-    losses = books.losses.with_lost(member.index, before[0] + lost, before[1])
+    losses = job.losses.with_lost(member.index, before[0] + lost, before[1])
     fields: dict[str, str | int | float | bool] = {"pserver": member.index, "lost_minibatches": lost}
     events = [Event("pserver_back", message, {**fields, "checkpoint": said.checkpoint, "generation": generation})]
     if said.damaged:

@@ -25,7 +25,7 @@ from shared.records import DiscardedTask, EvaluationSums, PendingTask, RequeuedT
 from shared.records.pauses import Losses
 
 if TYPE_CHECKING:
-    from master_service.core.state.job_state import Books
+    from master_service.core.state.job import Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +72,21 @@ def _back(held: PendingTask) -> RequeuedTask:
     )
 
 
-def rewinding(books: Books, cut: CutQueue) -> tuple[Change, ...]:
+def rewinding(job: Job, cut: CutQueue) -> tuple[Change, ...]:
     """After NextEpoch(cut.epoch): what brings the books to the cut. Idempotent; any number of changes."""
     changes: list[Change] = [PutLosses(cut.losses)]
-    queue = books.training
-    if cut.epoch < books.spec.epochs:
+    queue = job.training
+    if cut.epoch < job.spec.epochs:
         if cut.cursor:
             changes.append(PutCursor(queue.streams.name(0), cut.cursor))
         changes += [PutRequeued(task_id, back) for task_id, back in cut.open.items()]
-        for kind, other in books.queues.items():
+        for kind, other in job.queues.items():
             if kind is not TaskKind.TRAIN:
                 changes += from_the_start(other)
-        if books.sums != EvaluationSums():
+        if job.sums != EvaluationSums():
             changes.append(PutSums(EvaluationSums()))
     else:
-        for kind, other in books.queues.items():
+        for kind, other in job.queues.items():
             if kind is not TaskKind.TRAIN:
                 changes += put_back(other)
     changes += [
@@ -107,10 +107,10 @@ def clear(cut: CutQueue) -> tuple[Change, ...]:
 # -------------------------------------------------------------------- what was done since
 
 
-def done_since(books: Books, cut: CutQueue) -> Iterator[tuple[int, str]]:
+def done_since(job: Job, cut: CutQueue) -> Iterator[tuple[int, str]]:
     """(epoch, task) of all that are done now and were not at the cut; as many as were trained since."""
-    queue = books.training
-    for epoch in range(cut.epoch, min(queue.epoch + 1, books.spec.epochs)):
+    queue = job.training
+    for epoch in range(cut.epoch, min(queue.epoch + 1, job.spec.epochs)):
         first = cut.cursor if epoch == cut.epoch else 0
         last = queue.cursors.get(queue.streams.name(0), 0) if epoch == queue.epoch else queue.total
         given = [queue.streams.at(epoch, 0, index) for index in range(first, last)]
@@ -122,21 +122,21 @@ def done_since(books: Books, cut: CutQueue) -> Iterator[tuple[int, str]]:
                 yield epoch, task_id
 
 
-def missed(books: Books, cut: CutQueue, positions: Mapping[str, int]) -> int:
+def missed(job: Job, cut: CutQueue, positions: Mapping[str, int]) -> int:
     """Minibatches of tasks that are done which a pserver lacks that came back from this cut. `positions`: of the tasks
     that were open there, what its ledger has (-1: all). Tasks that are open now resume at its ledger and lose nothing."""
     total = 0
-    for epoch, task_id in done_since(books, cut):
+    for epoch, task_id in done_since(job, cut):
         had = positions.get(task_id, 0) if epoch == cut.epoch else 0
         if had >= 0:
-            total += max(0, minibatches_of(books, task_id) - had)
+            total += max(0, minibatches_of(job, task_id) - had)
     return total
 
 
-def records_since(books: Books, cut: CutQueue) -> int:
+def records_since(job: Job, cut: CutQueue) -> int:
     """Records of tasks that are done now and are trained again if the job goes back to the cut."""
-    return sum(books.training.streams.records_of(task_id) for _, task_id in done_since(books, cut))
+    return sum(job.training.streams.records_of(task_id) for _, task_id in done_since(job, cut))
 
 
-def minibatches_of(books: Books, task_id: str) -> int:
-    return -(-books.training.streams.records_of(task_id) // books.spec.minibatch_size)
+def minibatches_of(job: Job, task_id: str) -> int:
+    return -(-job.training.streams.records_of(task_id) // job.spec.minibatch_size)

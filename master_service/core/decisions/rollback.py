@@ -49,7 +49,7 @@ from shared.slots import spread
 from shared.wire.messages import LanePosition
 
 if TYPE_CHECKING:
-    from master_service.core.state.job_state import Books
+    from master_service.core.state.job import Job
     from master_service.core.state.members import Members
 
 CAUSE = "the job went back to a checkpoint"
@@ -240,18 +240,18 @@ def clear(positions: Sequence[LanePosition]) -> Decision[None]:
     return Decision(None, (NextEpoch(epoch_at(positions)),))
 
 
-def rewinding(books: Books, positions: Sequence[LanePosition]) -> tuple[Change, ...]:
+def rewinding(job: Job, positions: Sequence[LanePosition]) -> tuple[Change, ...]:
     """What brings the books from anywhere to where they stood at the checkpoint: after them, `clear` and these, each
     record of the epoch that the positions have not consumed is given out exactly once again.
 
     Idempotent: done halfway by a master that died, they are done again by its successor. Any number of changes.
     """
-    changes = list(_training(books.training, positions))
-    again = epoch_at(positions) < books.spec.epochs
-    for kind, queue in books.queues.items():
+    changes = list(_training(job.training, positions))
+    again = epoch_at(positions) < job.spec.epochs
+    for kind, queue in job.queues.items():
         if kind is not TaskKind.TRAIN:
             changes += from_the_start(queue) if again else put_back(queue)
-    if again and books.sums != EvaluationSums():
+    if again and job.sums != EvaluationSums():
         changes.append(PutSums(EvaluationSums()))
     return tuple(changes)
 
@@ -292,9 +292,9 @@ def put_back(queue: TaskQueue) -> Iterator[Change]:
         yield from queue.put_back(task_id, CAUSE)
 
 
-def done_since(books: Books, positions: Sequence[LanePosition]) -> int:
+def done_since(job: Job, positions: Sequence[LanePosition]) -> int:
     """About how many records of tasks that are done were not at the checkpoint: by the books, whole tasks only."""
-    queue = books.training
+    queue = job.training
     streams, epochs = queue.streams, queue.epoch - positions[0].epoch
     tasks = -len(queue.pending) - len(queue.requeued)
     tasks -= sum(lost.task.epoch >= positions[0].epoch for lost in queue.discarded.values())
@@ -304,13 +304,13 @@ def done_since(books: Books, positions: Sequence[LanePosition]) -> int:
     return max(0, round(tasks * streams.records / streams.total))
 
 
-def resume(books: Books, epoch: int, step: int, *, records: int, seconds: float) -> Decision[bool]:
+def resume(job: Job, epoch: int, step: int, *, records: int, seconds: float) -> Decision[bool]:
     """RUNNING again with whoever is there, if everybody (still) has the parameters; answers whether it is.
 
     `epoch`: the one that the checkpoint is in.
     """
-    spec, state, members = books.spec, books.state, books.members
-    if not is_restored(spec, state, books.slots, members):
+    spec, state, members = job.spec, job.state, job.members
+    if not is_restored(spec, state, job.slots, members):
         return Decision(False)
     trainers = tuple(members.trainers)
     generation = state.generation + 1
@@ -327,7 +327,7 @@ def resume(books: Books, epoch: int, step: int, *, records: int, seconds: float)
     refetch = Refetch(generation=generation, timeline=state.timeline, checkpoint=state.checkpoint)
     changes: tuple[Change, ...] = (PutState(running), PutRefetch(refetch))
     if spec.mode is Mode.SYNC:
-        intervals = assign_lanes(spec.lanes, books.lanes.intervals if books.lanes else (), trainers)
+        intervals = assign_lanes(spec.lanes, job.lanes.intervals if job.lanes else (), trainers)
         changes = (*changes, PutLanes(LaneMap(generation=generation, lanes=spec.lanes, intervals=intervals)))
     message = f"rolled back to step {step} in {seconds:.1f} s; {records} records are trained again"
     fields: dict[str, str | int | float | bool] = {

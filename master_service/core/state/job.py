@@ -63,7 +63,7 @@ KIND_OF = {Stage.TRAIN: TaskKind.TRAIN, Stage.EVALUATE: TaskKind.EVALUATE, Stage
 
 
 @dataclass
-class Books:
+class Job:
     spec: JobSpec
     meta: TaskMeta
     queues: dict[TaskKind, TaskQueue]
@@ -77,7 +77,7 @@ class Books:
     operations: Operations = field(default_factory=Operations)
 
     @classmethod
-    def open(cls, spec: JobSpec, table: FileTable, evaluation: FileTable | None) -> Books:
+    def open(cls, spec: JobSpec, table: FileTable, evaluation: FileTable | None) -> Job:
         """The books of a job that has not begun."""
 
         def pace() -> Pace:
@@ -169,30 +169,30 @@ class Books:
                 self.queue_of(change.task_id).apply(change, now)
 
     def __repr__(self) -> str:
-        return f"<Books {self.state.phase} {self.state.stage} generation {self.state.generation}: {self.due}, {self.members}>"
+        return f"<Job {self.state.phase} {self.state.stage} generation {self.state.generation}: {self.due}, {self.members}>"
 
 
 # -------------------------------------------------------------------- decisions
 
 
-def acquire(books: Books, ask: AcquireTask) -> Decision[TaskAnswer]:
+def acquire(job: Job, ask: AcquireTask) -> Decision[TaskAnswer]:
     """A task, "wait", "skip", "exhausted" or "end". Raises StaleGeneration, InvalidArgument, Conflict."""
-    state = books.state
+    state = job.state
     if state.phase is not Phase.RUNNING:
         reason = f"the job is {state.phase}: {state.reason}"
         if state.phase.final:
             return Decision(TaskAnswer(answer="end", reason=reason))
         return Decision(TaskAnswer(answer="wait", reason=reason, retry_after_s=WAIT_S))
-    check_generation(books, ask)
-    decision = _acquire_lane(books, ask, ask.stream) if ask.stream is not None else _acquire_shared(books, ask)
+    check_generation(job, ask)
+    decision = _acquire_lane(job, ask, ask.stream) if ask.stream is not None else _acquire_shared(job, ask)
     if (task := decision.answer.task) is None or not state.timeline:
         return decision
     task = task.model_copy(update={"timeline": state.timeline})
     return replace(decision, answer=decision.answer.model_copy(update={"task": task}))
 
 
-def _acquire_shared(books: Books, ask: AcquireTask) -> Decision[TaskAnswer]:
-    queue = books.due
+def _acquire_shared(job: Job, ask: AcquireTask) -> Decision[TaskAnswer]:
+    queue = job.due
     if queue is None:
         return Decision(TaskAnswer(answer="end", reason="the job is done"))
     if queue.by_lane:
@@ -200,71 +200,71 @@ def _acquire_shared(books: Books, ask: AcquireTask) -> Decision[TaskAnswer]:
         return Decision(TaskAnswer(answer="wait", reason=reason, retry_after_s=WAIT_S))
     answer, changes = queue.dispatch(ask)
     if answer.answer == "end":  # this stage is closed and the next one not yet committed
-        answer = TaskAnswer(answer="wait", reason=f"{books.state.stage} is closing", retry_after_s=WAIT_S)
+        answer = TaskAnswer(answer="wait", reason=f"{job.state.stage} is closing", retry_after_s=WAIT_S)
     return Decision(answer, changes)
 
 
-def close_epoch(books: Books, ask: AcquireTask) -> Decision[None]:
+def close_epoch(job: Job, ask: AcquireTask) -> Decision[None]:
     """What the request proves: a lane that asks for the next epoch has pulled a version in which this one is over."""
-    if ask.stream is None or books.state.phase is not Phase.RUNNING or books.state.stage is not Stage.TRAIN:
+    if ask.stream is None or job.state.phase is not Phase.RUNNING or job.state.stage is not Stage.TRAIN:
         return Decision(None)
-    check_generation(books, ask)
-    changes = books.training.close_before(ask)
-    return Decision(None, changes) + after(books, changes)
+    check_generation(job, ask)
+    changes = job.training.close_before(ask)
+    return Decision(None, changes) + after(job, changes)
 
 
-def report_progress(books: Books, task_id: str, report: TaskProgress) -> Decision[TaskQueue]:
+def report_progress(job: Job, task_id: str, report: TaskProgress) -> Decision[TaskQueue]:
     """Answers the queue whose task shows life. Raises StaleAttempt, NotFound."""
-    queue = books.queue_of(task_id)
-    _check_timeline(books, task_id, report)
+    queue = job.queue_of(task_id)
+    _check_timeline(job, task_id, report)
     queue.check_attempt(task_id, report.attempt, report.trainer, report.epoch)
     return Decision(queue)
 
 
-def complete(books: Books, task_id: str, report: CompleteTask) -> Decision[None]:
+def complete(job: Job, task_id: str, report: CompleteTask) -> Decision[None]:
     """Raises StaleAttempt, NotFound, NotReady. Sums and exports are written with the end of the task, so never twice."""
-    queue = books.queue_of(task_id)
-    _check_timeline(books, task_id, report)
+    queue = job.queue_of(task_id)
+    _check_timeline(job, task_id, report)
     closing = queue.finish(task_id, report.attempt, report.trainer, report.epoch)
     if not closing.changes:
         return Decision(None)
-    if queue.kind is TaskKind.TRAIN and pserver_return.is_outdated(books.state, books.members, report.generation):
+    if queue.kind is TaskKind.TRAIN and pserver_return.is_outdated(job.state, job.members, report.generation):
         cause = "a parameter server came back from a checkpoint meanwhile"
         event = Event("task_requeued", f"task {task_id} goes back: {cause}", {"task": task_id, "cause": cause})
         return Decision(None, queue.put_back(task_id, cause), (event,))
     changes = closing.changes
     if report.skipped and queue.kind is TaskKind.TRAIN:
-        changes = (*changes, PutLosses(books.losses.with_skipped(report.skipped)))
+        changes = (*changes, PutLosses(job.losses.with_skipped(report.skipped)))
     if queue.kind is TaskKind.EVALUATE:
-        sums = dict(books.sums.sums)
+        sums = dict(job.sums.sums)
         for name, value in report.sums.items():
             sums[name] = sums.get(name, 0.0) + value
-        changes = (*changes, PutSums(EvaluationSums(sums=sums, finished=books.sums.finished + 1)))
-    return Decision(None, changes) + after(books, changes, last=closing.last, report=report)
+        changes = (*changes, PutSums(EvaluationSums(sums=sums, finished=job.sums.finished + 1)))
+    return Decision(None, changes) + after(job, changes, last=closing.last, report=report)
 
 
-def fail_task(books: Books, task_id: str, report: FailTask) -> Decision[UserFailure | None]:
+def fail_task(job: Job, task_id: str, report: FailTask) -> Decision[UserFailure | None]:
     """Raises StaleAttempt, NotFound. Answers the failure if it was news; it also counts against the job's budget."""
-    queue = books.queue_of(task_id)
-    _check_timeline(books, task_id, report)
+    queue = job.queue_of(task_id)
+    _check_timeline(job, task_id, report)
     cause = f"{report.failure.error_type}: {report.failure.message}"
     closing = queue.fail(task_id, report.attempt, report.trainer, cause, report.epoch)
     if not closing.changes:
         return Decision(None)
     where = report.failure.task or queue.streams.describe(task_id)
     failure = report.failure.model_copy(update={"trainer": report.failure.trainer or report.trainer, "task": where})
-    ended = Decision(failure) + _ended_badly(books, queue, task_id, cause, closing, failure)
-    return ended + books.budget.spend(lifecycle.state_after(books.state, ended), failure, in_task=True)
+    ended = Decision(failure) + _ended_badly(job, queue, task_id, cause, closing, failure)
+    return ended + job.budget.spend(lifecycle.state_after(job.state, ended), failure, in_task=True)
 
 
-def expire(books: Books, now: float) -> Decision[list[str]]:
+def expire(job: Job, now: float) -> Decision[list[str]]:
     """Tasks over their time; answers the trainers that must stand aside.
 
     Lanes wait for each other, so there only the longest silent one is to blame: its trainer is put out (its lanes go
     to others), and the rest get their time anew.
     """
-    queue = books.due
-    calm = books.state.phase is Phase.RUNNING and not books.state.absent  # else tasks wait through no fault of theirs
+    queue = job.due
+    calm = job.state.phase is Phase.RUNNING and not job.state.absent  # else tasks wait through no fault of theirs
     late = queue.overdue(now) if queue and calm else []
     if queue is None or not late:
         return Decision([])
@@ -275,18 +275,18 @@ def expire(books: Books, now: float) -> Decision[list[str]]:
         held = queue.pending[task_id]
         cause = f"silent for {now - held.last_sign:.1f} s at {held.record.trainer}"
         closing = queue.give_up(task_id, cause)
-        decision += _ended_badly(books, queue, task_id, cause, closing, None)
+        decision += _ended_badly(job, queue, task_id, cause, closing, None)
         if closing.last or closing.discarded:
             break  # the next round sees the others, with this change applied
     return decision
 
 
-def put_back_lost(books: Books) -> Decision[bool]:
+def put_back_lost(job: Job) -> Decision[bool]:
     """Tasks of trainers that are no members any more go back, at most some at a time; answers whether more are left."""
-    queue = books.due
-    if queue is None or books.state.phase is not Phase.RUNNING:
+    queue = job.due
+    if queue is None or job.state.phase is not Phase.RUNNING:
         return Decision(False)
-    members = set(books.state.trainers)
+    members = set(job.state.trainers)
     lost = [(task_id, p.record.trainer) for task_id, p in queue.pending.items() if p.record.trainer not in members]
     decision: Decision[bool] = Decision(len(lost) > REQUEUES_AT_ONCE)
     for task_id, trainer in lost[:REQUEUES_AT_ONCE]:
@@ -297,10 +297,10 @@ def put_back_lost(books: Books) -> Decision[bool]:
 
 
 def after(
-    books: Books, changes: tuple[Change, ...], *, last: bool = False, report: CompleteTask | None = None
+    job: Job, changes: tuple[Change, ...], *, last: bool = False, report: CompleteTask | None = None
 ) -> Decision[None]:
     """What the end of a task or an epoch entails: an event, the next stage, the end of the job."""
-    state, spec = books.state, books.spec
+    state, spec = job.state, job.spec
     decision: Decision[None] = Decision(None)
     for change in changes:
         if isinstance(change, NextEpoch):
@@ -315,7 +315,7 @@ def after(
         update |= {
             "phase": Phase.COMPLETED,
             "reason": "trained, evaluated and exported",
-            "result": result(books, report),
+            "result": result(job, report),
         }
         exports = len(report.exports) if report else 0
         event = Event("job_completed", f"job {spec.job} is completed", {"exports": exports})
@@ -324,9 +324,9 @@ def after(
     return decision + Decision(None, (PutState(state.model_copy(update=update)),), (event,))
 
 
-def check_generation(books: Books, ask: AcquireTask) -> None:
+def check_generation(job: Job, ask: AcquireTask) -> None:
     """The fence of dispatch. Raises StaleGeneration for a trainer that is no member, or (lanes) of an older generation."""
-    state = books.state
+    state = job.state
     if ask.trainer not in state.trainers:
         msg = f"{ask.trainer} is no member of generation {state.generation}; register, and read the job's state again"
         raise StaleGeneration(msg, generation=state.generation)
@@ -335,8 +335,8 @@ def check_generation(books: Books, ask: AcquireTask) -> None:
     if ask.generation != state.generation:
         msg = f"{ask.trainer} asks in generation {ask.generation}, now is {state.generation}; read lanes again"
         raise StaleGeneration(msg, generation=state.generation)
-    first, last = books.lanes.of(ask.trainer) if books.lanes else (0, 0)
-    if books.lanes and not first <= ask.stream < last:
+    first, last = job.lanes.of(ask.trainer) if job.lanes else (0, 0)
+    if job.lanes and not first <= ask.stream < last:
         msg = f"lane {ask.stream} is not of {ask.trainer} (lanes {first} to {last} exclusive) in generation {state.generation}; read lanes again"
         raise StaleGeneration(msg, generation=state.generation)
 
@@ -344,12 +344,12 @@ def check_generation(books: Books, ask: AcquireTask) -> None:
 # -------------------------------------------------------------------- parts
 
 
-def _check_timeline(books: Books, task_id: str, report: TaskProgress | CompleteTask | FailTask) -> None:
+def _check_timeline(job: Job, task_id: str, report: TaskProgress | CompleteTask | FailTask) -> None:
     """Attempts are counted anew after a roll-back. Raises StaleAttempt for a report from before it."""
-    if report.timeline is not None and report.timeline != books.state.timeline:
+    if report.timeline is not None and report.timeline != job.state.timeline:
         msg = (
             f"task {task_id} attempt {report.attempt} of {report.trainer} is stale: it was given in timeline "
-            f"{report.timeline}, the job has gone back to a checkpoint in timeline {books.state.timeline}; fetch a new task"
+            f"{report.timeline}, the job has gone back to a checkpoint in timeline {job.state.timeline}; fetch a new task"
         )
         raise StaleAttempt(msg)
 
@@ -360,18 +360,18 @@ def _kind_of(task_id: str) -> TaskKind | None:
     return TaskKind(kind.upper() or "TRAIN") if known else None
 
 
-def _acquire_lane(books: Books, ask: AcquireTask, lane: int) -> Decision[TaskAnswer]:
-    if books.state.stage is not Stage.TRAIN:
+def _acquire_lane(job: Job, ask: AcquireTask, lane: int) -> Decision[TaskAnswer]:
+    if job.state.stage is not Stage.TRAIN:
         return Decision(TaskAnswer(answer="end", reason="training is over"))
-    if books.spec.mode is not Mode.SYNC or not 0 <= lane < books.spec.lanes:
-        msg = f"stream {lane} does not exist: the job is {books.spec.mode} with {books.spec.lanes} lanes; ask with stream null"
+    if job.spec.mode is not Mode.SYNC or not 0 <= lane < job.spec.lanes:
+        msg = f"stream {lane} does not exist: the job is {job.spec.mode} with {job.spec.lanes} lanes; ask with stream null"
         raise InvalidArgument(msg)
-    answer, changes = books.training.dispatch_lane(ask, lane)
-    return Decision(answer, changes) + after(books, changes)
+    answer, changes = job.training.dispatch_lane(ask, lane)
+    return Decision(answer, changes) + after(job, changes)
 
 
 def _ended_badly(
-    books: Books, queue: TaskQueue, task_id: str, cause: str, closing: Closing, failure: UserFailure | None
+    job: Job, queue: TaskQueue, task_id: str, cause: str, closing: Closing, failure: UserFailure | None
 ) -> Decision[None]:
     """Events of a requeued or discarded task, and the job's failure when too much is discarded."""
     what = queue.streams.describe(task_id)
@@ -384,15 +384,15 @@ def _ended_badly(
     event = Event("task_discarded", f"{what} is discarded after {closing.discarded.failures} failures: {cause}", fields)
     ended: Decision[None] = Decision(None, closing.changes, (event,))
     lost = records + sum(d.records for d in queue.discarded.values() if d.task.epoch == closing.discarded.epoch)
-    limit = books.spec.max_discarded_fraction * queue.streams.records
+    limit = job.spec.max_discarded_fraction * queue.streams.records
     if queue.kind is TaskKind.EXPORT:
         return ended + lifecycle.fail(
-            books.state, f"the export failed {closing.discarded.failures} times: {cause}", failure
+            job.state, f"the export failed {closing.discarded.failures} times: {cause}", failure
         )
     if lost > limit:
         reason = (
             f"{lost} of {queue.streams.records} records of epoch {closing.discarded.epoch} are discarded, more than "
-            f"max_discarded_fraction {books.spec.max_discarded_fraction:g}; the last: {what}: {cause}"
+            f"max_discarded_fraction {job.spec.max_discarded_fraction:g}; the last: {what}: {cause}"
         )
-        return ended + lifecycle.fail(books.state, reason, failure)
-    return ended + after(books, closing.changes, last=closing.last)
+        return ended + lifecycle.fail(job.state, reason, failure)
+    return ended + after(job, closing.changes, last=closing.last)
