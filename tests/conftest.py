@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import fsspec
 import pytest
 
-FIRST = ("tests/soak/", "tests/end_to_end/", "tests/simulation/", "tests/checkpoints/")
+FIRST = ("tests/soak/", "tests/end_to_end/", "tests/simulation/", "tests/pserver_service/checkpoints/")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,7 +11,7 @@ import torch
 from shared.storage import files
 from tests.end_to_end.scripts import EVALUATION, RECORDS, write_script
 from tests.end_to_end.test_rollback import EPOCHS, SLOW_LOSS, wait_for, wait_for_step
-from tests.fixtures_s3 import S3Server, s3
+from tests.equipment.s3 import S3Server, s3
 
 __all__ = ["s3"]
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]

@@ -9,8 +9,8 @@ import pytest_asyncio
 
 from shared.etcd import Etcd, connect
 from shared.etcd.embedded import EmbeddedEtcd
-from tests.fixtures_etcd import embedded_etcd
-from tests.simulation.quiet_logs import configured
+from tests.equipment.etcd.real import embedded_etcd
+from tests.equipment.logs import configured
 
 __all__ = ["embedded_etcd"]
 

@@ -27,9 +27,9 @@ from shared.records import (
 )
 from shared.records.checkpoints import CheckpointRef, Manifest
 from shared.runtime import ids
-from tests.simulated_etcd.etcd import SimulatedEtcd
-from tests.simulation.virtual_loop import VirtualLoop
-from tests.simulation.virtual_loop import run as run_virtually
+from tests.equipment.etcd.simulated import SimulatedEtcd
+from tests.equipment.virtual_loop import VirtualLoop
+from tests.equipment.virtual_loop import run as run_virtually
 
 T = TypeVar("T")
 KEYS = Keys("j")

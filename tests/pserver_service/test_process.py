@@ -15,7 +15,7 @@ from shared.etcd import Etcd, connect
 from shared.etcd.embedded import EmbeddedEtcd
 from shared.keys import Keys
 from shared.records import PserverMember
-from tests.fixtures_etcd import embedded_etcd
+from tests.equipment.etcd.real import embedded_etcd
 from tests.pserver_service.jobs import JOB
 from tests.pserver_service.test_registration import SPEC
 

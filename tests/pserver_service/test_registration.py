@@ -16,10 +16,10 @@ from shared.etcd.transport import TXN
 from shared.keys import Keys
 from shared.membership.directory import Directory
 from shared.records import JobSpec, PserverMember
+from tests.equipment.etcd.simulated import SimulatedEtcd
+from tests.equipment.virtual_loop import VirtualLoop
+from tests.equipment.virtual_loop import run as run_virtual
 from tests.pserver_service.jobs import JOB
-from tests.simulated_etcd.etcd import SimulatedEtcd
-from tests.simulation.virtual_loop import VirtualLoop
-from tests.simulation.virtual_loop import run as run_virtual
 
 KEYS = Keys(JOB)
 TTL_S = 5.0

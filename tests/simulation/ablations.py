@@ -6,7 +6,7 @@ Each is the product's own small function, replaced while the block runs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from master_service.core.queue.task_queue import TaskQueue
@@ -19,16 +19,7 @@ from pserver_service.pserver import Pserver
 from shared.blocks.accumulator import Accumulator
 from shared.blocks.buffers import Buffer
 from shared.wire.messages import PushHeader
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    original = vars(owner)[name]  # a static method stays one
-    setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
+from tests.equipment.replaced import replaced
 
 
 def no_term_fence() -> Any:

@@ -13,10 +13,10 @@ from typing import Any
 from shared.keys import Keys
 from shared.records import Dispatch, JobSpec, JobState, MasterAddress, MasterLock, Phase
 from shared.records.checkpoints import CheckpointLatest
-from tests.simulated_etcd.etcd import SimulatedEtcd
+from tests.equipment.cluster.network import Network
+from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.simulation.checkpoints import CheckpointWitness
 from tests.simulation.dispatching import TaskWitness
-from tests.simulation.network import Network
 
 
 class WitnessedEtcd(SimulatedEtcd):

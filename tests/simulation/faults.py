@@ -11,8 +11,8 @@ from enum import StrEnum
 
 from shared.records import Dispatch, Mode
 from shared.records.job_spec import Transported
+from tests.equipment.cluster.network import CALM, Weather, weather_of
 from tests.simulation.compute import Speed
-from tests.simulation.network import CALM, Weather, weather_of
 from tests.simulation.wishes import Want, Wish, wishes_of
 
 

@@ -28,11 +28,11 @@ from shared.records import Dispatch, JobSpec, PserverMember, TrainerMember
 from shared.records.checkpoints import CheckpointRef, Manifest
 from shared.runtime import ids
 from shared.wire.messages import PushBlock, PushHeader
+from tests.equipment.cluster.network_ports import SimulatedMaster, SimulatedPserver
 from tests.simulation.checkpoints import STORAGE
 from tests.simulation.compute import BLOCK_BYTES, Speed, TinyCompute
 from tests.simulation.dataset import files_of
 from tests.simulation.faults import Plan
-from tests.simulation.ports import SimulatedMaster, SimulatedPserver
 from trainer_agent.agent import Agent
 from trireme.view.spectator import Spectator
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 from shared.records import Dispatch, Mode
 from shared.records.operations import Operation
-from tests.simulation import quiet_logs, wishes
+from tests.equipment import logs
+from tests.equipment.cluster.network import CALM
+from tests.equipment.virtual_loop import Process, VirtualLoop, run
+from tests.simulation import wishes
 from tests.simulation.faults import Fault, Kind, Peer, Plan
 from tests.simulation.faults import plan as plan_of
 from tests.simulation.invariants import violations
-from tests.simulation.network import CALM
-from tests.simulation.virtual_loop import Process, VirtualLoop, run
 from tests.simulation.world import Seat, World
 
 MAX_CALLBACKS = 1_500_000
@@ -48,12 +49,12 @@ def play(
     dispatch: Dispatch = Dispatch.MASTER,
 ) -> Outcome:
     """Run one seed. Raises nothing for what goes wrong inside: that is in `broken`."""
-    plan, say = plan or plan_of(seed, mode, dispatch), say or quiet_logs.nobody
+    plan, say = plan or plan_of(seed, mode, dispatch), say or logs.nobody
     rng = random.Random(f"play-{mode}-{seed}")
     loop = VirtualLoop(rng, max_seconds=3600.0, max_callbacks=MAX_CALLBACKS)
     world = World(plan, rng, say)
     broken: list[str] = []
-    with quiet_logs.configured(say):
+    with logs.configured(say):
         try:
             run(loop, _play(world), rng)
         except AssertionError as error:

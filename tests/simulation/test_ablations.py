@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 
 from shared.records import Dispatch, Mode
-from tests.simulation.ablations import ABLATIONS, no_previous_version, replaced
+from tests.equipment.cluster.network import CALM
+from tests.equipment.replaced import replaced
+from tests.simulation.ablations import ABLATIONS, no_previous_version
 from tests.simulation.compute import Speed
 from tests.simulation.faults import Plan, plan
-from tests.simulation.network import CALM
 from tests.simulation.play import Outcome, play
 from tests.simulation.world import World
 

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from shared.records import Dispatch, Mode
+from tests.equipment.replaced import replaced
+from tests.equipment.virtual_loop import Process
 from tests.simulation import faults
-from tests.simulation.ablations import replaced
 from tests.simulation.play import play
-from tests.simulation.virtual_loop import Process
 from tests.simulation.world import World
 
 FOREIGN = (

@@ -16,8 +16,8 @@ import pytest
 
 from shared.records import Dispatch, Mode
 from shared.records.operations import OperationState
+from tests.equipment.cluster.network import CALM
 from tests.simulation import faults
-from tests.simulation.network import CALM
 from tests.simulation.play import Outcome, play
 from tests.simulation.reference import final_parameters
 from tests.simulation.wishes import Want

@@ -24,13 +24,13 @@ from shared.membership.directory import Directory
 from shared.records import Dispatch, JobState, MasterLock, Mode, Phase, PserverMember
 from shared.records.operations import Operation
 from shared.storage import files
+from tests.equipment.cluster.network import CALM, Network, Weather
+from tests.equipment.cluster.network_ports import SimulatedMaster
+from tests.equipment.virtual_loop import Process
 from tests.simulation import mains
 from tests.simulation.compute import Notes
 from tests.simulation.etcd import WitnessedEtcd
 from tests.simulation.faults import Plan
-from tests.simulation.network import CALM, Network, Weather
-from tests.simulation.ports import SimulatedMaster
-from tests.simulation.virtual_loop import Process
 from tests.simulation.wishes import Granted
 from trireme.launch.restarts import RestartPolicy
 

@@ -19,7 +19,7 @@ from shared.keys import Keys
 from shared.membership.directory import Directory
 from shared.records import JobSpec, JobState, Phase, PserverMember, TrainerMember
 from shared.wire.messages import PullEnd
-from tests.simulated_etcd.etcd import SimulatedEtcd
+from tests.equipment.etcd.simulated import SimulatedEtcd
 from trainer_agent.agent import Agent
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.user_module import load

@@ -117,7 +117,7 @@ async def test_initialising_is_finished_by_another_trainer_when_the_first_one_di
 
 @pytest.fixture
 async def member():
-    from tests.simulated_etcd.etcd import SimulatedEtcd
+    from tests.equipment.etcd.simulated import SimulatedEtcd
 
     store = SimulatedEtcd()
     etcd = Etcd(store.transport("trainer"))

@@ -14,8 +14,8 @@ import pytest
 from shared.errors import DeadlineExceeded, Gone, PeerError, StaleAttempt, StaleGeneration, UserCodeError
 from shared.records import CompleteTask, StepMetrics, Task, TaskKind
 from shared.runtime import clock
-from tests.simulation.virtual_loop import VirtualLoop
-from tests.simulation.virtual_loop import run as run_virtually
+from tests.equipment.virtual_loop import VirtualLoop
+from tests.equipment.virtual_loop import run as run_virtually
 from trainer_agent.tasks.reports import Reports
 from trainer_agent.waiting.retry import Patience, persist
 from trainer_agent.waiting.task_errors import single_error

@@ -19,7 +19,7 @@ from pserver_service.membership.index import Registration
 from pserver_service.pserver import Pserver
 from shared.etcd import Etcd
 from shared.records import Phase, PserverMember
-from tests.simulation.ablations import replaced
+from tests.equipment.replaced import replaced
 from tests.trainer_agent.cluster import Cluster
 from tests.trainer_agent.scripts import differing, spec_for, write_script
 from trainer_agent.loops.sync import SyncLoop

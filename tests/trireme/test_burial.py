@@ -7,9 +7,9 @@ import random
 from shared.etcd import Etcd
 from shared.keys import Keys
 from shared.records import MasterLock, PserverMember, TrainerMember
-from tests.simulated_etcd.etcd import SimulatedEtcd
-from tests.simulation.virtual_loop import VirtualLoop
-from tests.simulation.virtual_loop import run as run_virtual
+from tests.equipment.etcd.simulated import SimulatedEtcd
+from tests.equipment.virtual_loop import VirtualLoop
+from tests.equipment.virtual_loop import run as run_virtual
 from trireme.launch.orphan_leases import leases_of
 
 KEYS = Keys("ctr")

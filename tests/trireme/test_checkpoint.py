@@ -13,8 +13,8 @@ from pserver_service.core.snapshot import Schedule
 from pserver_service.core.store import Store
 from shared.records import JobSpec, Mode
 from shared.wire.messages import InitHeader, LanePosition, StepRecord
-from tests.checkpoints import parts
 from tests.end_to_end.scripts import write_script
+from tests.pserver_service.checkpoints import parts
 from trireme.cli import checkpoint
 
 EVERY = Schedule(every_steps=2, every_epochs=None, epochs=9)

@@ -9,7 +9,7 @@ import pytest
 
 from shared.errors import InvalidArgument, PeerError, Unauthorized
 from shared.storage import files, object_store
-from tests.fixtures_s3 import BUCKET, S3Server, refusal, s3
+from tests.equipment.s3 import BUCKET, S3Server, refusal, s3
 from trireme.cli import exit_codes
 from trireme.launch import run_storage
 from trireme.settings import UsageError

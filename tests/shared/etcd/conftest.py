@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from shared.etcd import Etcd
 from shared.etcd.embedded import EmbeddedEtcd
-from tests.fixtures_etcd import embedded_etcd
+from tests.equipment.etcd.real import embedded_etcd
 from tests.shared.etcd.worlds import (
     REAL,
     Outcomes,

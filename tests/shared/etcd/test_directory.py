@@ -14,8 +14,8 @@ from shared.membership.directory import Directory
 from shared.records import JobState, LaneMap, MasterAddress, Phase, PserverMember, SlotMap
 from shared.runtime import clock
 from shared.slots import Layout, OptimizerSpec, Segment
-from tests.simulated_etcd.etcd import SimulatedEtcd
-from tests.simulation.virtual_loop import VirtualLoop, run
+from tests.equipment.etcd.simulated import SimulatedEtcd
+from tests.equipment.virtual_loop import VirtualLoop, run
 
 KEYS = Keys("job")
 

@@ -12,8 +12,8 @@ from shared.etcd import Compare, Etcd, Get, LeaseLost, OutcomeUnknown, Put, Retr
 from shared.etcd.lock import acquire
 from shared.etcd.transport import GRANT, PUT, REVOKE, TXN
 from shared.runtime import clock
-from tests.simulated_etcd.etcd import SimulatedEtcd
-from tests.simulation.virtual_loop import VirtualLoop, run
+from tests.equipment.etcd.simulated import SimulatedEtcd
+from tests.equipment.virtual_loop import VirtualLoop, run
 
 
 def simulate(main, seed=0):

@@ -11,8 +11,8 @@ from types import CodeType
 
 from shared.etcd import Etcd, connect
 from shared.etcd.embedded import EmbeddedEtcd
-from tests.fixtures_etcd import real_binaries
-from tests.simulated_etcd.etcd import SimulatedEtcd
+from tests.equipment.etcd.real import real_binaries
+from tests.equipment.etcd.simulated import SimulatedEtcd
 
 
 class World:

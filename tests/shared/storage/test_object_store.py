@@ -12,7 +12,7 @@ import pytest
 
 from shared.errors import InvalidArgument
 from shared.storage import files, object_store
-from tests.fixtures_s3 import BUCKET, S3Server, forget_clients, refusal, s3
+from tests.equipment.s3 import BUCKET, S3Server, forget_clients, refusal, s3
 
 __all__ = ["s3"]
 

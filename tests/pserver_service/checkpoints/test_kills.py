@@ -8,8 +8,8 @@ import asyncio
 import pytest
 
 from shared.records import PserverMember
-from tests.checkpoints import parts
-from tests.checkpoints.cluster import KEYS, TTL_S, Cluster, expected, folders, play
+from tests.pserver_service.checkpoints import parts
+from tests.pserver_service.checkpoints.cluster import KEYS, TTL_S, Cluster, expected, folders, play
 
 WINDOW_S = 1.0  # of virtual time: a checkpoint of version 2 takes 0.1
 NAMES = ("ps-0", "ps-1")

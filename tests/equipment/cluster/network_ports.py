@@ -37,7 +37,7 @@ from shared.wire.messages import (
     PushBlock,
     PushHeader,
 )
-from tests.simulation.network import Network, Pipe, replay
+from tests.equipment.cluster.network import Network, Pipe, replay
 
 MASTER_TIMEOUT_S = 10.0
 STALL_S = 30.0

@@ -24,9 +24,9 @@ from shared.records import JobSpec, JobState, Phase, PserverMember
 from shared.records.checkpoints import CheckpointLatest
 from shared.storage.files import TEMPORARY
 from shared.wire.messages import InitBlock, PushBlock
-from tests.checkpoints import parts
-from tests.checkpoints.cluster import stream
-from tests.fixtures_etcd import embedded_etcd
+from tests.equipment.etcd.real import embedded_etcd
+from tests.pserver_service.checkpoints import parts
+from tests.pserver_service.checkpoints.cluster import stream
 from trainer_agent.data_plane.http import HttpPserver
 
 __all__ = ["embedded_etcd"]

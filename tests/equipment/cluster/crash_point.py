@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from shared.etcd.transport import Body, Transport, is_write
-from tests.simulation.ablations import replaced
-from tests.simulation.virtual_loop import Process
+from tests.equipment.replaced import replaced
+from tests.equipment.virtual_loop import Process
 
 _CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 _watcher: Callable[[str], None] | None = None

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from shared.errors import Conflict, DeadlineExceeded, PeerError
-from tests.simulation.network import CALM, Network, Pipe, Weather
-from tests.simulation.virtual_loop import Process, VirtualLoop, run
+from tests.equipment.cluster.network import CALM, Network, Pipe, Weather
+from tests.equipment.virtual_loop import Process, VirtualLoop, run
 
 
 class Counter:

@@ -6,7 +6,7 @@ import asyncio
 
 from shared.records import MasterAddress
 from shared.wire.messages import CheckpointAsked
-from tests.checkpoints.cluster import DRAIN_S, KEYS, Cluster, play, until
+from tests.pserver_service.checkpoints.cluster import DRAIN_S, KEYS, Cluster, play, until
 
 
 async def opened(storage, **spec):

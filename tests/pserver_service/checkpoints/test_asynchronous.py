@@ -13,8 +13,8 @@ from shared.records import JobState, Mode, Phase, TaskMeta, saved_ledger
 from shared.records.checkpoints import CheckpointCut, OwnCheckpoints
 from shared.records.pauses import Saving
 from shared.wire.messages import InitBlock, LaneZero, PushBlock, PushHeader
-from tests.checkpoints import parts
-from tests.checkpoints.cluster import KEYS, Away, Cluster, Node, play, stream, until
+from tests.pserver_service.checkpoints import parts
+from tests.pserver_service.checkpoints.cluster import KEYS, Away, Cluster, Node, play, stream, until
 
 META = TaskMeta(epoch=0, digest="d", seed=0, tasks=9).to_bytes()
 

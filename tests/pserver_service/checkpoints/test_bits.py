@@ -8,7 +8,7 @@ import torch
 
 from pserver_service.core.snapshot import Schedule
 from shared.checkpoints import stored
-from tests.checkpoints import parts
+from tests.pserver_service.checkpoints import parts
 
 EVERY_4 = Schedule(every_steps=4, every_epochs=None, epochs=9)
 

@@ -10,7 +10,7 @@ from pserver_service.core.snapshot import Schedule
 from shared.checkpoints import stored
 from shared.errors import CheckpointUnusable
 from shared.records.checkpoints import Manifest
-from tests.checkpoints import parts
+from tests.pserver_service.checkpoints import parts
 
 EVERY_4 = Schedule(every_steps=4, every_epochs=None, epochs=9)
 

@@ -22,11 +22,11 @@ from shared.records.checkpoints import CheckpointLatest
 from shared.runtime import ids
 from shared.slots import Layout
 from shared.wire.messages import CheckpointAsked, InitBlock, PushBlock, PushHeader
-from tests.checkpoints import parts
-from tests.checkpoints.doom import Doom
-from tests.simulated_etcd.etcd import SimulatedEtcd
-from tests.simulation import quiet_logs
-from tests.simulation.virtual_loop import Process, VirtualLoop, run
+from tests.equipment import logs
+from tests.equipment.cluster.crash_point import Doom
+from tests.equipment.etcd.simulated import SimulatedEtcd
+from tests.equipment.virtual_loop import Process, VirtualLoop, run
+from tests.pserver_service.checkpoints import parts
 
 KEYS = Keys(parts.JOB)
 TTL_S = 5.0
@@ -47,7 +47,7 @@ def play(scenario: Callable[..., Any], *arguments: Any, offline: bool = True) ->
             while CLUSTERS:
                 await CLUSTERS.pop().close()
 
-    with quiet_logs.configured(quiet_logs.nobody):
+    with logs.configured(logs.nobody):
         result = run(loop, main(), rng, offline=offline)
     assert not loop.errors, loop.errors
     return result

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from shared.runtime import clock, ids
-from tests.simulation.virtual_loop import Deadlock, Process, Runaway, VirtualLoop, run
+from tests.equipment.virtual_loop import Deadlock, Process, Runaway, VirtualLoop, run
 
 
 def simulate(main, *, seed=0, **bounds):

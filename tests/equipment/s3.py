@@ -1,4 +1,4 @@
-"""A real S3 over HTTP for tests (moto's server): `from tests.fixtures_s3 import s3` and take it as a fixture."""
+"""A real S3 over HTTP for tests (moto's server): `from tests.equipment.s3 import s3` and take it as a fixture."""
 
 from __future__ import annotations
 

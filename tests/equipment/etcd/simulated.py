@@ -23,8 +23,8 @@ from shared.etcd.errors import Retryable, unanswered
 from shared.etcd.operations import covers, prefix_end
 from shared.etcd.results import WatchEvent
 from shared.etcd.transport import GRANT, KEEP_ALIVE, REVOKE, TIME_TO_LIVE, WATCH, Body, is_write
-from tests.simulated_etcd.leases import Lessor
-from tests.simulated_etcd.store import STORE_METHODS, Store
+from tests.equipment.etcd.leases import Lessor
+from tests.equipment.etcd.store import STORE_METHODS, Store
 
 PROGRESS_INTERVAL_S = 1.0
 _FIRST_LEASE = 0x694D_0000_0000_0000

@@ -10,7 +10,7 @@ from typing import Any
 
 import structlog
 
-from tests.simulation.virtual_loop import current_process
+from tests.equipment.virtual_loop import current_process
 
 
 def nobody(_: str) -> None:

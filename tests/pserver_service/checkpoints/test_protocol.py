@@ -9,8 +9,8 @@ import pytest
 from shared.checkpoints import stored
 from shared.records import JobState, Phase
 from shared.records.checkpoints import CheckpointStarted
-from tests.checkpoints import parts
-from tests.checkpoints.cluster import KEYS, Cluster, expected, folders, play, until
+from tests.pserver_service.checkpoints import parts
+from tests.pserver_service.checkpoints.cluster import KEYS, Cluster, expected, folders, play, until
 
 
 def test_the_initial_parameters_are_a_checkpoint(tmp_path):

@@ -19,9 +19,9 @@ from shared.errors import CheckpointUnusable, StaleGeneration
 from shared.etcd import Compare
 from shared.records import JobState, Phase
 from shared.records.checkpoints import CheckpointLatest, CheckpointPart
-from tests.checkpoints import parts, test_kills
-from tests.checkpoints.cluster import KEYS, Cluster, play, until
-from tests.simulation.ablations import replaced
+from tests.equipment.replaced import replaced
+from tests.pserver_service.checkpoints import parts, test_kills
+from tests.pserver_service.checkpoints.cluster import KEYS, Cluster, play, until
 
 ALWAYS = Compare.create("/nowhere", "==", 0)
 

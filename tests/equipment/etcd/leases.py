@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from shared.etcd.transport import Body
 from shared.runtime import clock
-from tests.simulated_etcd.store import Store
+from tests.equipment.etcd.store import Store
 
 MINIMUM_TTL_S = 2
 EXPIRY_LATE_S = 0.5

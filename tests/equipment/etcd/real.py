@@ -1,4 +1,4 @@
-"""Real etcds for tests: `from tests.fixtures_etcd import embedded_etcd` and take it as a fixture."""
+"""Real etcds for tests: `from tests.equipment.etcd.real import embedded_etcd` and take it as a fixture."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ from pserver_service.core.snapshot import Schedule
 from shared.checkpoints import stored
 from shared.errors import CheckpointUnusable
 from shared.storage import files, object_store
-from tests.checkpoints import parts
-from tests.checkpoints.cluster import Cluster, expected, play, until
-from tests.fixtures_s3 import BUCKET, S3Server, refusal, s3
+from tests.equipment.s3 import BUCKET, S3Server, refusal, s3
+from tests.pserver_service.checkpoints import parts
+from tests.pserver_service.checkpoints.cluster import Cluster, expected, play, until
 
 __all__ = ["s3"]
 

@@ -7,8 +7,8 @@ import subprocess
 from pathlib import Path
 
 from shared.records import PserverMember
-from tests.checkpoints.cluster import Away, Cluster, play, until
-from tests.mounts import fill, mount, small_disk
+from tests.equipment.small_disk import fill, mount, small_disk
+from tests.pserver_service.checkpoints.cluster import Away, Cluster, play, until
 
 __all__ = ["small_disk"]
 

@@ -8,11 +8,21 @@ import asyncio
 import pytest
 
 from shared.checkpoints import stored
-from tests.checkpoints import parts
-from tests.checkpoints.cluster import KEYS, folders, play
-from tests.checkpoints.test_asynchronous import opened, paused_checkpoint, push
-from tests.checkpoints.test_asynchronous import replaced as replaced_alone
-from tests.checkpoints.test_kills import FILE, FINISHED, LATEST, LOCK, NAMES, OLDER_DELETED, STARTED, UNLOCK, node_of
+from tests.pserver_service.checkpoints import parts
+from tests.pserver_service.checkpoints.cluster import KEYS, folders, play
+from tests.pserver_service.checkpoints.test_asynchronous import opened, paused_checkpoint, push
+from tests.pserver_service.checkpoints.test_asynchronous import replaced as replaced_alone
+from tests.pserver_service.checkpoints.test_kills import (
+    FILE,
+    FINISHED,
+    LATEST,
+    LOCK,
+    NAMES,
+    OLDER_DELETED,
+    STARTED,
+    UNLOCK,
+    node_of,
+)
 
 TASK = 3
 WINDOW_S = 1.0  # of virtual time: writing takes 0.1

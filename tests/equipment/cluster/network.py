@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shared.errors import DeadlineExceeded, PeerError, TriremeError, from_map
-from tests.simulation.virtual_loop import Process, current_process
+from tests.equipment.virtual_loop import Process, current_process
 
 RETRANSMIT_S = 0.2
 STREAM_WINDOW = 4
