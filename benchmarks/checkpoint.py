@@ -34,17 +34,11 @@ from pserver_service.core.snapshot import Schedule
 from pserver_service.core.store import Store
 from shared.blocks.buffers import bytes_of
 from shared.records import Mode
+from shared.records.layout import Layout, OptimizerSpec, Segment
+from shared.records.step import LanePosition, LaneZero, StepRecord
 from shared.runtime import telemetry
 from shared.runtime.light_torch import optimizers_without_compiler
-from shared.slots import Layout, OptimizerSpec, Segment
-from shared.wire.messages import (
-    InitHeader,
-    LanePosition,
-    LaneZero,
-    PushBlock,
-    PushHeader,
-    StepRecord,
-)
+from shared.wire.messages import InitHeader, PushBlock, PushHeader
 
 JOB = "benchmark"
 OPTIMIZERS = {"SGD": {"lr": 0.01}, "Adam": {"lr": 0.01, "fused": True}}

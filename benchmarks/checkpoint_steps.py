@@ -33,18 +33,10 @@ from pserver_service.data_plane.memory import Chunks
 from pserver_service.data_plane.server import make_app, serving
 from pserver_service.pserver import Pserver
 from shared.records import JobSpec, Mode, PserverMember
+from shared.records.step import CheckpointAsked, LanePosition, StepRecord
 from shared.runtime import telemetry
 from shared.runtime.light_torch import optimizers_without_compiler
-from shared.wire.messages import (
-    CheckpointAsked,
-    InitBlock,
-    InitHeader,
-    LanePosition,
-    PullRequest,
-    PushBlock,
-    PushHeader,
-    StepRecord,
-)
+from shared.wire.messages import InitBlock, InitHeader, PullRequest, PushBlock, PushHeader
 from trainer_agent.data_plane.stream import StreamPserver
 from trainer_agent.data_plane.transfer import Outbox
 from trainer_agent.model.torch_compute import TorchCompute

@@ -33,14 +33,14 @@ from typing import Self
 from benchmarks import masterless
 from benchmarks.lean_client import LeanMaster
 from shared import etcd as etcd_client
-from shared.datasets.formats import Npy
 from shared.errors import TriremeError
 from shared.etcd.embedded import EmbeddedEtcd
 from shared.keys import Keys
 from shared.membership.directory import Directory
 from shared.records import AcquireTask, CompleteTask, JobSpec, Mode, PserverMember, TakeNext, Task, TrainerMember
+from shared.records.datasets import Npy
+from shared.records.layout import Layout, OptimizerSpec
 from shared.runtime import http, telemetry
-from shared.slots import Layout, OptimizerSpec
 from trainer_agent.tasks.source import HttpMaster
 
 JOB = "dispatch"

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.masterless.dispatcher import Dispatcher
-from shared.datasets.formats import Dataset, TextLines
 from shared.errors import TriremeError
 from shared.etcd import connect
 from shared.etcd.embedded import EmbeddedEtcd
 from shared.keys import Keys
 from shared.membership.directory import Directory
 from shared.records import AcquireTask, CompleteTask, Dispatch, JobSpec, Mode, PserverMember, TakeNext, TrainerMember
+from shared.records.datasets import Dataset, TextLines
 from shared.runtime import clock
 from shared.runtime.http import session
 from trainer_agent.tasks.source import HttpMaster, MasterPort

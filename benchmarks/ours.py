@@ -82,7 +82,7 @@ class Trainer:
         self._probe = LagProbe()
 
     def setup(self, mib: int, optimizer: str, ports: list[int], block_kib: int) -> None:
-        from shared.slots import Layout, OptimizerSpec, Segment
+        from shared.records.layout import Layout, OptimizerSpec, Segment
         from trainer_agent.model.flat import Plan, Vector
         from trainer_agent.model.outbound import HOST, Outbound
 
@@ -121,7 +121,8 @@ class Trainer:
         return HttpPserver(member) if self._kind == "plain" else StreamPserver(member, share=self._kind == "shm")
 
     async def _init(self, index: int) -> None:
-        from shared.wire.messages import InitBlock, InitHeader, LanePosition, StepRecord
+        from shared.records.step import LanePosition, StepRecord
+        from shared.wire.messages import InitBlock, InitHeader
 
         async def blocks():
             for block in self._blocks[index :: len(self._ports)]:
@@ -153,7 +154,8 @@ class Trainer:
         return time.perf_counter() - start
 
     async def _step(self, index: int) -> None:
-        from shared.wire.messages import LanePosition, LaneZero, PullRequest, PushBlock, PushHeader
+        from shared.records.step import LanePosition, LaneZero
+        from shared.wire.messages import PullRequest, PushBlock, PushHeader
 
         lane, port, mine = self._share, self._ports[index], self._blocks[index :: len(self._ports)]
 

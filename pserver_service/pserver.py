@@ -19,9 +19,10 @@ from pserver_service.data_plane.calls import Payload, Pulling, Pushing
 from shared.blocks.buffers import Allocate, Buffer, BufferPool
 from shared.errors import BadFrame, InvalidArgument, LayoutMismatch, NotReady, StaleGeneration, WrongOwner
 from shared.records import Mode
+from shared.records.layout import ELEMENT_BYTES
 from shared.records.pauses import Torn
+from shared.records.step import StepRecord
 from shared.runtime import clock, telemetry
-from shared.slots import ELEMENT_BYTES
 from shared.wire.messages import (
     PROTOCOL_VERSION,
     InitBlock,
@@ -36,7 +37,6 @@ from shared.wire.messages import (
     PushAnswer,
     PushBlock,
     PushHeader,
-    StepRecord,
 )
 
 log = telemetry.logger("pserver")

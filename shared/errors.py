@@ -78,12 +78,6 @@ class StaleGeneration(CallerError):
     code, status = "STALE_GENERATION", 409
 
 
-class StaleTerm(CallerError):
-    """The sender believes in a master that was deposed."""
-
-    code, status = "STALE_TERM", 409
-
-
 class WrongOwner(CallerError):
     """The block lives at another parameter server: read the slot map again."""
 

@@ -3,7 +3,7 @@ is opened, and neither torch nor pyarrow is loaded here."""
 
 from __future__ import annotations
 
-from shared.datasets.formats import (
+from shared.records.datasets import (
     Bytes,
     Csv,
     Custom,

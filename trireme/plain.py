@@ -21,10 +21,10 @@ from torch import nn
 from master_service.core.queue.epoch_order import EpochOrder
 from master_service.core.queue.file_table import FileTable
 from master_service.datasets.counting import count_records
-from shared.datasets.formats import Dataset
 from shared.errors import InvalidArgument, TriremeError, UserCodeError
 from shared.lanes import step_seed
 from shared.records import JobSpec
+from shared.records.datasets import Dataset
 from shared.runtime import clock
 from trainer_agent.model.export import write_model
 from trainer_agent.model.torch_compute import checked_model, device_of, on_device, seed_everything

@@ -21,10 +21,10 @@ from master_service.datasets.manifests import Manifests
 from master_service.store.writer import Writer
 from shared.errors import CheckpointUnusable, PeerError
 from shared.etcd import Etcd, Get
+from shared.etcd.reading import read_record
 from shared.keys import Keys
 from shared.records import JobState, Mode, Phase, PserverMember
 from shared.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest, OwnCheckpoints
-from shared.records.reading import read_record
 from shared.runtime import clock, ids, telemetry
 
 STORAGE_TRIES = 4

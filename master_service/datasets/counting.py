@@ -20,7 +20,9 @@ import numpy as np
 from master_service.core.queue.file_table import FileTable, TableFile
 from shared.datasets import npy
 from shared.datasets.custom_reader import load_custom
-from shared.datasets.formats import (
+from shared.datasets.line_scan import Lines, RecordScanner, chunks, data_start, refuse_compressed
+from shared.errors import DatasetError, TriremeError
+from shared.records.datasets import (
     Bytes,
     Csv,
     Custom,
@@ -28,8 +30,6 @@ from shared.datasets.formats import (
     Npy,
     Parquet,
 )
-from shared.datasets.line_scan import Lines, RecordScanner, chunks, data_start, refuse_compressed
-from shared.errors import DatasetError, TriremeError
 from shared.storage import files
 
 THREADS = 8

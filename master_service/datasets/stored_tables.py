@@ -7,7 +7,7 @@ from typing import Protocol
 
 from master_service.core.queue.file_table import FileTable
 from master_service.datasets import counting
-from shared.datasets.formats import Dataset
+from shared.records.datasets import Dataset
 from shared.runtime import telemetry
 
 log = telemetry.logger("tables")

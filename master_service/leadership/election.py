@@ -17,12 +17,12 @@ from master_service.datasets.stored_tables import Tables
 from master_service.store import schema
 from master_service.store.writer import Deposed, Mandate
 from shared.checkpoints.stored import ELASTIC
-from shared.datasets.formats import Dataset
 from shared.errors import Conflict, DatasetError, NotFound, PeerError, TriremeError
 from shared.etcd import Compare, Etcd, Get, KeyValue, Lease, Put, lock
+from shared.etcd.reading import must_read, read_record
 from shared.keys import Keys
 from shared.records import JobSpec, JobState, MasterLock, Phase, TaskMeta, UserFailure
-from shared.records.reading import must_read, read_record
+from shared.records.datasets import Dataset
 from shared.runtime import clock, ids, telemetry
 
 PAUSE_S = 0.1

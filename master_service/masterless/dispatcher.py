@@ -29,7 +29,7 @@ from shared.errors import PeerError
 from shared.etcd import Etcd, Lease, LeaseLost
 from shared.keys import Keys
 from shared.records import JobSpec, MasterLock, MetricBatch, TaskProgress
-from shared.records.progress import HeldTask, TrainerProgress
+from shared.records.tasks import HeldTask, TrainerProgress
 from shared.runtime import clock, http, ids, telemetry
 
 PAUSE_S = 0.5

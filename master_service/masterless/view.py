@@ -27,10 +27,10 @@ from master_service.store import schema
 from master_service.store.members_watch import MembersWatch
 from shared.errors import DatasetError, NotFound, NotReady
 from shared.etcd import Etcd, KeyValue, WatchBatch, WatchEvent
+from shared.etcd.reading import must_read, read_record
 from shared.keys import Keys
 from shared.records import JobSpec, TaskMeta
-from shared.records.progress import TrainerProgress
-from shared.records.reading import must_read, read_record
+from shared.records.tasks import TrainerProgress
 from shared.runtime import clock, ids, telemetry
 
 PAUSE_S = 1.0

@@ -8,10 +8,10 @@ from contextlib import aclosing
 
 from master_service.core.state.members import Members
 from shared.etcd import Etcd, KeyValue, WatchBatch
+from shared.etcd.reading import read_record
 from shared.keys import Keys
 from shared.records import PserverMember, TrainerMember
 from shared.records.checkpoints import CheckpointLatest, OwnCheckpoints
-from shared.records.reading import read_record
 
 
 class MembersWatch:

@@ -35,6 +35,7 @@ from master_service.core.state.changes import (
 from master_service.core.state.job import Job
 from shared.errors import Conflict
 from shared.etcd import Delete, Etcd, KeyValue, Put, WatchEvent
+from shared.etcd.reading import must_read, read_record, understood
 from shared.keys import Keys
 from shared.records import (
     DiscardedTask,
@@ -49,7 +50,6 @@ from shared.records import (
 from shared.records.operations import CheckpointRequest, Operation, OperationKind
 from shared.records.pauses import Losses
 from shared.records.queue import FailureCounts
-from shared.records.reading import must_read, read_record, understood
 
 PAGE = 500
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from shared.etcd import Compacted, Etcd, KeyValue
+from shared.etcd.reading import must_read, read_record
 from shared.keys import Keys
 from shared.records import TrainerMember
 from shared.records.checkpoints import CheckpointCut
 from shared.records.pauses import Paused
-from shared.records.reading import must_read, read_record
 
 PAGE = 500
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from shared.etcd.reading import read_record
 from shared.keys import Keys
 from shared.records.checkpoints import CheckpointCut, CheckpointLatest, CheckpointStarted
-from shared.records.reading import read_record
 
 
 @dataclass(slots=True)

@@ -24,13 +24,13 @@ from shared.errors import InvalidArgument, PeerError
 from shared.etcd import Compare, Delete, Get, KeyValue, LeaseLost, OutcomeUnknown, Put
 from shared.etcd.lock import try_acquire
 from shared.etcd.operations import MAX_OPERATIONS
+from shared.etcd.reading import must_read, read_record
 from shared.records import JobSpec, JobState, Mode, Phase, SlotMap
 from shared.records.checkpoints import CheckpointLatest, CheckpointPart, CheckpointPlace, CheckpointRef, Manifest
-from shared.records.reading import must_read, read_record
+from shared.records.layout import Layout
+from shared.records.step import StepRecord
 from shared.runtime import clock, telemetry
-from shared.slots import Layout
 from shared.storage import files
-from shared.wire.messages import StepRecord
 
 RETRY_S = 2.0
 UNLOCK_S = 2.0

@@ -17,12 +17,12 @@ from pserver_service.membership.context import Surroundings
 from shared.checkpoints import stored
 from shared.errors import PeerError
 from shared.etcd import Compare, LeaseLost, Put
+from shared.etcd.reading import read_record
 from shared.records import JobSpec, Mode, SlotMap
 from shared.records.checkpoints import CheckpointPart, CheckpointRef, Manifest, OwnCheckpoints
-from shared.records.reading import read_record
+from shared.records.step import StepRecord
 from shared.runtime import clock, ids, telemetry
 from shared.storage import files
-from shared.wire.messages import StepRecord
 
 LOOK_S = 0.5
 RETRY_S = 2.0

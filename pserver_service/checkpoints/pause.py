@@ -14,8 +14,8 @@ from shared.etcd import LeaseLost
 from shared.membership.directory import Directory
 from shared.records import JobState, Phase
 from shared.records.pauses import Saving
+from shared.records.step import StepRecord
 from shared.runtime import clock, ids, telemetry
-from shared.wire.messages import StepRecord
 
 LOOK_S = 5.0
 PAUSE_S = 0.2

@@ -12,16 +12,18 @@ from typing import Any, NoReturn
 
 import torch
 
+from pserver_service.checkpoints import ledger_text
 from pserver_service.core.ledger import Ledger
+from pserver_service.core.saved_ledger import SavedLedger
 from pserver_service.core.snapshot import Schedule, Snapshot
 from pserver_service.core.store import Store
 from shared.blocks.buffers import Buffer, BufferPool, bytes_of
 from shared.checkpoints import stored
 from shared.errors import BadFrame, CheckpointUnusable
-from shared.records import Mode, SlotMap, saved_ledger
+from shared.records import Mode, SlotMap
 from shared.records.checkpoints import CheckpointPart, CheckpointRef, Manifest
-from shared.records.saved_ledger import SavedLedger
-from shared.slots import Block, slot_of
+from shared.records.layout import Block
+from shared.slots import slot_of
 from shared.storage import files, tensor_file
 from shared.storage.tensor_file import Entry, Summary
 from shared.wire.messages import InitHeader
@@ -38,7 +40,7 @@ def write_part(
     """All tensors of a snapshot, and its ledger; `rest` is called between chunks. Raises OSError."""
     tensors = []
     if snapshot.ledger is not None:
-        metadata = {**metadata, LEDGER: saved_ledger.to_text(snapshot.ledger, snapshot.blocks)}
+        metadata = {**metadata, LEDGER: ledger_text.to_text(snapshot.ledger, snapshot.blocks)}
     for name, saved in snapshot.tensors.items():
         dtype = str(saved.buffer.tensor.dtype).removeprefix("torch.")
         tensors.append((Entry(name, dtype, saved.shape), saved.buffer.view))
@@ -136,7 +138,7 @@ def _load(
 def _ledger(ref: CheckpointRef, summary: Summary) -> dict[int, tuple[SavedLedger, int]]:
     """Block -> the ledger of its part, and its position there."""
     try:
-        ledger, blocks = saved_ledger.from_text(summary.metadata.get(LEDGER, ""))
+        ledger, blocks = ledger_text.from_text(summary.metadata.get(LEDGER, ""))
     except BadFrame as error:
         _lacks(ref, f"ledger of its part: {error.message}")
     return {number: (ledger, position) for position, number in enumerate(blocks)}

@@ -16,7 +16,7 @@ from shared.blocks.accumulator import Accumulator
 from shared.blocks.buffers import Buffer, BufferPool
 from shared.lanes import Interval
 from shared.records.job_spec import Narrow
-from shared.slots import Block
+from shared.records.layout import Block
 
 
 class Verdict(StrEnum):

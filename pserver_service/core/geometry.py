@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from shared.errors import InvalidArgument, TooLarge
-from shared.slots import ELEMENT_BYTES, Block, Layout
+from shared.records.layout import ELEMENT_BYTES, Block, Layout
 
 MAX_BLOCKS = 1 << 20
 MAX_BLOCK_BYTES = 64 << 20

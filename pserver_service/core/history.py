@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from shared.wire.messages import LanePosition, LaneZero, PushHeader, StepRecord
+from shared.records.step import LanePosition, LaneZero, StepRecord
+from shared.wire.messages import PushHeader
 
 KEPT = 4
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pserver_service.core.blocks import Verdict
-from shared.records.saved_ledger import SavedEpoch, SavedLedger, SavedTask
+from pserver_service.core.saved_ledger import SavedEpoch, SavedLedger, SavedTask
 from shared.wire.messages import EpochLedger, LedgerAnswer, PushHeader
 
 EPOCHS_IN_DETAIL = 2

@@ -12,7 +12,7 @@ import torch
 
 from pserver_service.core.direct_steps import DirectStep, direct_step, has_state
 from shared.errors import InvalidArgument
-from shared.slots import OptimizerSpec
+from shared.records.layout import OptimizerSpec
 
 CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     cls.__name__: cls

@@ -13,11 +13,11 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from pserver_service.core.blocks import BlockState
+from pserver_service.core.saved_ledger import SavedLedger
 from shared.blocks.buffers import Buffer, BufferPool
 from shared.records import JobSpec
 from shared.records.checkpoints import CheckpointLatest, CheckpointRef, history
-from shared.records.saved_ledger import SavedLedger
-from shared.wire.messages import StepRecord
+from shared.records.step import StepRecord
 
 _EPOCHS = 1 << 16
 _ALWAYS = 1 << 32

@@ -21,8 +21,9 @@ from shared.blocks.buffers import Buffer, BufferPool, tensor_over
 from shared.errors import BadFrame, InvalidArgument, LayoutMismatch, StepTorn
 from shared.lanes import Interval, is_aligned
 from shared.records import Mode
-from shared.slots import ELEMENT_BYTES, Block
-from shared.wire.messages import InitHeader, LanePosition, PushBlock, PushHeader, StepRecord
+from shared.records.layout import ELEMENT_BYTES, Block
+from shared.records.step import LanePosition, StepRecord
+from shared.wire.messages import InitHeader, PushBlock, PushHeader
 
 MAX_TASKS = 1 << 40
 

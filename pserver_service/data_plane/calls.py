@@ -15,15 +15,8 @@ from shared.blocks.buffers import Buffer
 from shared.errors import StepTorn
 from shared.records import Mode
 from shared.records.job_spec import Narrow
-from shared.wire.messages import (
-    PullEnd,
-    PullRequest,
-    PushAnswer,
-    PushBlock,
-    PushHeader,
-    Refusal,
-    StepRecord,
-)
+from shared.records.step import StepRecord
+from shared.wire.messages import PullEnd, PullRequest, PushAnswer, PushBlock, PushHeader, Refusal
 
 if TYPE_CHECKING:
     from pserver_service.pserver import Pserver

@@ -16,10 +16,10 @@ from typing import Any
 
 from shared.errors import DeadlineExceeded, PeerError
 from shared.etcd import Compare, Etcd, KeyValue, Lease, LeaseLost, OutcomeUnknown, Put
+from shared.etcd.reading import read_record
 from shared.keys import Keys
 from shared.membership.directory import Directory
 from shared.records import PserverMember, Restored
-from shared.records.reading import read_record
 from shared.runtime import clock, ids, telemetry
 
 OUTAGE_S = 24 * 3600.0  # how long etcd may be away before a pserver gives up

@@ -17,9 +17,9 @@ from pserver_service.membership.context import Surroundings
 from pserver_service.recovery import load
 from shared.errors import CheckpointUnusable, PeerError
 from shared.etcd import LeaseLost
+from shared.etcd.reading import read_record
 from shared.records import JobState, Mode, Phase, Restored
 from shared.records.checkpoints import CheckpointLatest, CheckpointRef, OwnCheckpoints
-from shared.records.reading import read_record
 from shared.runtime import ids, telemetry
 
 LOOK_S = 5.0

@@ -17,8 +17,9 @@ from pydantic import ValidationError
 from shared.errors import BadFrame, CheckpointUnusable, InvalidArgument
 from shared.records import JobSpec, SlotMap, TaskMeta
 from shared.records.checkpoints import CheckpointPart, CheckpointRef, Manifest
+from shared.records.layout import Layout
 from shared.runtime import ids
-from shared.slots import Layout, slot_of
+from shared.slots import slot_of
 from shared.storage import files, tensor_file
 
 MAX_MANIFEST_BYTES = 64 << 20

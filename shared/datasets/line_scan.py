@@ -14,8 +14,8 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from shared.datasets.formats import Csv, JsonLines, TextLines
 from shared.errors import DatasetError
+from shared.records.datasets import Csv, JsonLines, TextLines
 
 Offsets = npt.NDArray[np.int64]
 Lines = Csv | JsonLines | TextLines

@@ -14,12 +14,12 @@ from contextlib import aclosing
 
 from shared.errors import DeadlineExceeded
 from shared.etcd import Etcd, KeyValue, WatchEvent
+from shared.etcd.reading import read_number, read_record
 from shared.keys import Keys
 from shared.records import JobSpec, JobState, LaneMap, MasterAddress, PserverMember, SlotMap
+from shared.records.layout import Layout
 from shared.records.operations import CheckpointRequest
-from shared.records.reading import read_number, read_record
 from shared.runtime import clock
-from shared.slots import Layout
 
 
 class Directory:

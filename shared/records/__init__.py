@@ -1,13 +1,12 @@
 """The records that cross REST and etcd: JSON on both, validated on entry, frozen. One name to import them from.
 
-Those of checkpoints, operations and progress are imported from their own modules.
+The records of checkpoints, layout, steps, operations and trainers' progress are imported from their own modules.
 """
 
 from shared.records.assignments import LaneInterval, LaneMap, SlotMap
 from shared.records.job import JobResult, JobState, Phase, Stage, TaskSummary
 from shared.records.job_spec import Dispatch, JobSpec, Mode
 from shared.records.members import MasterAddress, MasterLock, PserverMember, Restored, TrainerMember
-from shared.records.metrics import MetricBatch, StepMetrics
 from shared.records.queue import DiscardedTask, EvaluationSums, PendingTask, RequeuedTask, TaskMeta
 from shared.records.record import Record
 from shared.records.tasks import (
@@ -15,6 +14,8 @@ from shared.records.tasks import (
     Completed,
     CompleteTask,
     FailTask,
+    MetricBatch,
+    StepMetrics,
     TakeNext,
     Task,
     TaskAnswer,

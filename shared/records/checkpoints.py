@@ -9,10 +9,12 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from shared.records import Mode, Record, SlotMap
+from shared.records.assignments import SlotMap
+from shared.records.job_spec import Mode
+from shared.records.layout import Layout
 from shared.records.pauses import Paused
-from shared.slots import Layout
-from shared.wire.messages import StepRecord
+from shared.records.record import Record
+from shared.records.step import StepRecord
 
 
 class CheckpointPlace(Record):

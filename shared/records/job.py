@@ -14,9 +14,7 @@ from shared.records.tasks import UserFailure
 class Phase(StrEnum):
     WAITING = "WAITING"
     RUNNING = "RUNNING"
-    PAUSED = "PAUSED"
     CHECKPOINTING = "CHECKPOINTING"
-    RESIZING = "RESIZING"
     ROLLING_BACK = "ROLLING_BACK"
     COMPLETED = "COMPLETED"
     FAILED = "FAILED"

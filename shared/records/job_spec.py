@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from shared.datasets.formats import Dataset
+from shared.records.datasets import Dataset
 from shared.records.record import Record
 
 Narrow = Literal["bfloat16", "float16"]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from shared.records import JobSpec, Mode, Record
+from shared.records.job_spec import JobSpec, Mode
+from shared.records.record import Record
 
 
 class OperationKind(StrEnum):

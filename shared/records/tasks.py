@@ -1,4 +1,4 @@
-"""What trainers and whoever dispatches say about tasks: asks, answers, reports."""
+"""What trainers and the dispatcher (a master, or the trainers themselves) tell each other: asks for tasks, answers, reports, losses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ class UserFailure(Record):
 class TaskKind(StrEnum):
     TRAIN = "TRAIN"
     EVALUATE = "EVALUATE"
-    PREDICT = "PREDICT"
     EXPORT = "EXPORT"
 
 
@@ -122,3 +121,37 @@ class FailTask(Record):
     failure: UserFailure
     epoch: int | None = None
     timeline: int | None = None
+
+
+class HeldTask(Record):
+    """An attempt under way and the minibatches done of it: more than before is a sign of life."""
+
+    task_id: str
+    attempt: int
+    epoch: int
+    minibatches: int
+
+
+class TrainerProgress(Record):
+    """`loss_sum` (of loss x records) and `records`: of `epoch`, this trainer's share; `step`: the last one reported."""
+
+    trainer: str
+    tasks: tuple[HeldTask, ...] = ()
+    epoch: int = 0
+    step: int | None = None
+    loss_sum: float = 0.0
+    records: int = 0
+
+
+class StepMetrics(Record):
+    """One trainer's share of a step (sync) or of some minibatches (async): sum of loss x records."""
+
+    step: int
+    epoch: int
+    loss_sum: float
+    records: int
+
+
+class MetricBatch(Record):
+    trainer: str
+    steps: tuple[StepMetrics, ...]

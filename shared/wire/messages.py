@@ -7,58 +7,14 @@ pull          PullRequest(version | None, blocks)   ->    per block PulledBlock 
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from shared.records import Mode, Record
 from shared.records.job_spec import Narrow
-from shared.slots import Layout
+from shared.records.layout import Layout
+from shared.records.step import LanePosition, LaneZero, StepRecord
 
 PROTOCOL_VERSION = 1
-
-
-class LanePosition(Record):
-    """Where a lane's reader stands: `offset` records of the task at `index` of the lane's stream are consumed.
-
-    `exhausted`: the lane has no record left in `epoch`.
-    """
-
-    lane: int
-    epoch: int = 0
-    index: int = 0
-    offset: int = 0
-    exhausted: bool = False
-
-
-class CheckpointAsked(Record):
-    """A checkpoint on demand (the operation's n-th attempt): due at `version`, as said by lane 0's owner of `generation`."""
-
-    operation: str
-    attempt: int
-    generation: int
-    version: int
-
-
-class LaneZero(Record):
-    """What lane 0 carries for everybody. `options[g]`: numeric options (lr, betas, …) the optimizer groups had in this
-    step; `scheduler`: the state of the learning-rate scheduler after this step, with the options it set."""
-
-    options: tuple[dict[str, Any], ...]
-    scheduler: dict[str, Any] = Field(default_factory=dict)
-    asked: CheckpointAsked | None = None
-
-
-class StepRecord(Record):
-    """What a version carries beside its blocks: the readers' positions and lane 0's state after the step that made it."""
-
-    version: int
-    positions: tuple[LanePosition, ...]
-    lane_zero: LaneZero | None = None
-
-    @property
-    def asked(self) -> CheckpointAsked | None:
-        return self.lane_zero.asked if self.lane_zero is not None else None
 
 
 class MessageHeader(Record):

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.datasets.formats import Npy
 from shared.errors import DeadlineExceeded, PeerError
 from shared.records import JobSpec, Phase
+from shared.records.datasets import Npy
 from tests.end_to_end.scripts import EVALUATION, LOSS, RECORDS, write_script
 from trainer_agent.data_plane.http import HttpPserver
 from trireme.launch.child import read_events

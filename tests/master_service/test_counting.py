@@ -13,7 +13,8 @@ import pytest
 
 from master_service.core.queue.file_table import TableFile
 from master_service.datasets.counting import count_records, load, save
-from shared.datasets.formats import (
+from shared.errors import DatasetError
+from shared.records.datasets import (
     Bytes,
     Csv,
     Custom,
@@ -22,7 +23,6 @@ from shared.datasets.formats import (
     Parquet,
     TextLines,
 )
-from shared.errors import DatasetError
 
 
 def test_offsets_are_the_bytes_where_tasks_start(tmp_path):

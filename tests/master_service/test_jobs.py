@@ -7,7 +7,6 @@ import asyncio
 import pytest
 
 from master_service.leadership.master import Master
-from shared.datasets.formats import TextLines
 from shared.errors import DatasetError, NotFound, StaleAttempt, StaleGeneration
 from shared.records import (
     FailTask,
@@ -21,6 +20,7 @@ from shared.records import (
     TaskProgress,
     UserFailure,
 )
+from shared.records.datasets import TextLines
 from tests.master_service.worlds import (
     KEYS,
     Tables,

@@ -11,7 +11,6 @@ from master_service.core.state.changes import Decision
 from master_service.masterless.dispatcher import REMEMBERED_S, Dispatcher
 from master_service.masterless.writer import Mandated, SharedTransactor
 from master_service.store.writer import Mandate
-from shared.datasets.formats import TextLines
 from shared.errors import DatasetError, NotLeader, NotReady, StaleAttempt, StateUnreadable
 from shared.etcd import Compare, Etcd
 from shared.records import (
@@ -27,7 +26,8 @@ from shared.records import (
     TaskProgress,
     UserFailure,
 )
-from shared.records.progress import TrainerProgress
+from shared.records.datasets import TextLines
+from shared.records.tasks import TrainerProgress
 from tests.master_service.masterless import MasterlessWorld, dispatching, sweeper_of, work
 from tests.master_service.worlds import KEYS, Tables, done, spec_of, take, until, virtually
 

@@ -11,7 +11,6 @@ from master_service.core.decisions.lifecycle import FailureBudget, fail, next_st
 from master_service.core.state.changes import Decision, PutFailures, PutLanes, PutSlots, PutState
 from master_service.core.state.members import Members, checkpoint_news, follow
 from master_service.core.state.metrics import Metrics
-from shared.datasets.formats import TextLines
 from shared.records import (
     JobState,
     LaneInterval,
@@ -26,6 +25,7 @@ from shared.records import (
     TrainerMember,
     UserFailure,
 )
+from shared.records.datasets import TextLines
 from tests.master_service.worlds import spec_of
 
 SPEC = spec_of(mode=Mode.SYNC, lanes=4, pservers=2, slot_count=128)

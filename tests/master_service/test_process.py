@@ -13,10 +13,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shared.datasets.formats import TextLines
 from shared.etcd import Etcd
 from shared.etcd.embedded import EmbeddedEtcd
 from shared.records import JobSpec, MasterAddress, MasterLock
+from shared.records.datasets import TextLines
 from tests.master_service.worlds import KEYS, spec_of
 
 pytestmark = pytest.mark.processes

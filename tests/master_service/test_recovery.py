@@ -11,8 +11,8 @@ from shared.errors import CheckpointUnusable
 from shared.etcd import Etcd
 from shared.records import JobState, Mode, Phase, SlotMap
 from shared.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest, Refetch
-from shared.slots import Layout, OptimizerSpec
-from shared.wire.messages import LanePosition, StepRecord
+from shared.records.layout import Layout, OptimizerSpec
+from shared.records.step import LanePosition, StepRecord
 from tests.master_service.worlds import (
     KEYS,
     World,

@@ -33,7 +33,7 @@ from shared.records import (
     UserFailure,
 )
 from shared.records.checkpoints import CheckpointLatest, CheckpointRef
-from shared.wire.messages import LanePosition
+from shared.records.step import LanePosition
 from tests.master_service.test_members import (
     LANES,
     RUNNING,

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.leadership.master import Master
-from shared.datasets.formats import Dataset, TextLines
 from shared.etcd import Etcd
 from shared.keys import Keys
 from shared.records import (
@@ -26,6 +25,7 @@ from shared.records import (
     TrainerMember,
 )
 from shared.records.checkpoints import CheckpointRef, Manifest
+from shared.records.datasets import Dataset, TextLines
 from shared.runtime import ids
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import VirtualLoop

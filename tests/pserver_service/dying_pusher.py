@@ -4,8 +4,9 @@ import array
 import asyncio
 import sys
 
+from shared.records.step import LanePosition, LaneZero
 from shared.wire import codec
-from shared.wire.messages import LanePosition, LaneZero, PushHeader
+from shared.wire.messages import PushHeader
 from shared.wire.shared_memory import Region
 from shared.wire.stream import FrameStream
 from shared.wire.upgrade import upgrade

@@ -14,20 +14,10 @@ import torch
 from pserver_service.pserver import Pserver
 from shared.blocks.buffers import bytes_of
 from shared.records import Mode
+from shared.records.layout import Layout, OptimizerSpec, Segment
+from shared.records.step import LanePosition, LaneZero, StepRecord
 from shared.runtime.light_torch import optimizers_without_compiler
-from shared.slots import Layout, OptimizerSpec, Segment
-from shared.wire.messages import (
-    InitBlock,
-    InitHeader,
-    LanePosition,
-    LaneZero,
-    PulledBlock,
-    PullEnd,
-    PullRequest,
-    PushBlock,
-    PushHeader,
-    StepRecord,
-)
+from shared.wire.messages import InitBlock, InitHeader, PulledBlock, PullEnd, PullRequest, PushBlock, PushHeader
 
 optimizers_without_compiler()
 JOB = "ctr"

@@ -14,7 +14,7 @@ from pserver_service.data_plane.server import make_app, serving
 from pserver_service.pserver import Pserver
 from shared.blocks.buffers import bytes_of
 from shared.records import Mode, PserverMember
-from shared.slots import OptimizerSpec
+from shared.records.layout import OptimizerSpec
 from shared.wire.messages import InitBlock, PushBlock
 from shared.wire.shared_memory import Region
 from tests.pserver_service.jobs import (

@@ -9,7 +9,8 @@ from pserver_service.core.blocks import Verdict
 from pserver_service.core.store import Store
 from shared.errors import StepTorn
 from shared.records import Mode
-from shared.wire.messages import LanePosition, LaneZero, PushBlock, PushHeader
+from shared.records.step import LanePosition, LaneZero
+from shared.wire.messages import PushBlock, PushHeader
 from tests.pserver_service.jobs import JOB, init_header, layout_of
 
 LAYOUT = layout_of(48)  # three blocks

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pserver_service.core.geometry import Geometry
-from shared.slots import Segment
+from shared.records.layout import Segment
 from tests.pserver_service.jobs import layout_of
 
 segments = st.lists(

@@ -17,7 +17,7 @@ from shared.errors import (
 )
 from shared.lanes import combine
 from shared.records import Mode
-from shared.slots import Layout, Segment
+from shared.records.layout import Layout, Segment
 from shared.wire.messages import InitBlock, LedgerQuery, PushBlock, Refusal
 from tests.pserver_service.jobs import (
     JOB,

@@ -10,7 +10,7 @@ from pserver_service.core.blocks import Verdict
 from pserver_service.core.ledger import Ledger
 from shared.errors import BadFrame
 from shared.records import Mode
-from shared.slots import OptimizerSpec
+from shared.records.layout import OptimizerSpec
 from shared.wire.messages import EpochLedger, LedgerAnswer, LedgerQuery, PushBlock
 from tests.pserver_service.jobs import (
     async_header,

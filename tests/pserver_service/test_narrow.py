@@ -11,7 +11,7 @@ import torch
 
 from shared.blocks.buffers import BufferPool
 from shared.records import Mode
-from shared.slots import Segment
+from shared.records.layout import Segment
 from shared.wire import codec
 from shared.wire.messages import PushBlock
 from tests.pserver_service.jobs import (

@@ -6,7 +6,7 @@ import torch
 from pserver_service.core.optimizers import BlockOptimizer, arguments, options_of
 from pserver_service.pserver import Pserver
 from shared.errors import InvalidArgument, LayoutMismatch
-from shared.slots import OptimizerSpec, Segment
+from shared.records.layout import OptimizerSpec, Segment
 from shared.wire.messages import InitBlock
 from tests.pserver_service.jobs import (
     JOB,

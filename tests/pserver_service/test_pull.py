@@ -11,8 +11,9 @@ import torch
 
 from shared.errors import InvalidArgument, NotReady
 from shared.records import Mode
-from shared.slots import OptimizerSpec
-from shared.wire.messages import LanePosition, PullEnd
+from shared.records.layout import OptimizerSpec
+from shared.records.step import LanePosition
+from shared.wire.messages import PullEnd
 from tests.pserver_service.jobs import (
     LAYOUT,
     ONES,

@@ -8,7 +8,8 @@ import torch
 from pserver_service.core.snapshot import Schedule, Snapshot, is_newer, kept_after
 from shared.records import Mode, SlotMap
 from shared.records.checkpoints import CheckpointLatest, CheckpointRef, history
-from shared.wire.messages import CheckpointAsked, InitBlock, LanePosition, LaneZero, StepRecord
+from shared.records.step import CheckpointAsked, LanePosition, LaneZero, StepRecord
+from shared.wire.messages import InitBlock
 from tests.pserver_service.jobs import (
     JOB,
     LAYOUT,

@@ -24,8 +24,8 @@ import torch
 from shared.lanes import Interval, combine
 from shared.records import Mode
 from shared.records.job_spec import Narrow, Transported
-from shared.slots import Block, Layout, OptimizerSpec, Segment
-from shared.wire.messages import LaneZero
+from shared.records.layout import Block, Layout, OptimizerSpec, Segment
+from shared.records.step import LaneZero
 from shared.wire.narrow import DTYPES
 from trainer_agent.model.compute import LaneResult, Records
 

@@ -21,11 +21,11 @@ from pserver_service.membership.index import Registration
 from pserver_service.pserver import Pserver
 from shared.blocks.buffers import Buffer
 from shared.checkpoints import stored
-from shared.datasets.formats import Custom, Dataset
 from shared.etcd import Etcd
 from shared.membership.directory import Directory
 from shared.records import Dispatch, JobSpec, PserverMember, TrainerMember
 from shared.records.checkpoints import CheckpointRef, Manifest
+from shared.records.datasets import Custom, Dataset
 from shared.runtime import ids
 from shared.wire.messages import PushBlock, PushHeader
 from tests.equipment.cluster.network_ports import SimulatedMaster, SimulatedPserver

@@ -64,10 +64,9 @@ PURE = {
     "warnings",
 }
 PURE |= {"numpy", "torch"}  # where arrays are the subject
-FOLDERS = {"shared", "shared.wire", "shared.datasets"}  # an import of a file of theirs names them too
+FOLDERS = {"shared", "shared.wire"}  # an import of a file of theirs names them too
 PURE_SHARED = (
     "blocks",
-    "datasets.formats",
     "errors",
     "keys",
     "lanes",

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from master_service.core.queue.epoch_order import EpochOrder
-from shared.datasets.formats import Npy
 from shared.lanes import step_seed
 from shared.records import JobSpec
+from shared.records.datasets import Npy
 from trainer_agent.script.user_module import load
 from trainer_agent.tasks.data import minibatch_indices, minibatches_in
 
@@ -23,7 +23,7 @@ PARTS = {
         import torch
         from torch import nn
         from torch.nn import functional as F
-        from shared.datasets.formats import Npy
+        from shared.records.datasets import Npy
     """,
     "model": """
         def model():

@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 
 from shared.lanes import is_aligned
 from shared.records import JobState, LaneInterval, LaneMap, Mode, Phase, SlotMap, Stage, StepMetrics
+from shared.records.layout import Layout, OptimizerSpec, Segment
 from shared.records.operations import CheckpointRequest
-from shared.slots import Layout, OptimizerSpec, Segment, spread
-from shared.wire.messages import CheckpointAsked, LanePosition, PushAnswer, Refusal
+from shared.records.step import CheckpointAsked, LanePosition
+from shared.slots import spread
+from shared.wire.messages import PushAnswer, Refusal
 from trainer_agent.data_plane.routing import route
 from trainer_agent.loops.duties import (
     Duty,

@@ -9,7 +9,7 @@ import pytest
 
 from shared.errors import StaleGeneration
 from shared.records import AcquireTask
-from shared.wire.messages import LanePosition
+from shared.records.step import LanePosition
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.scripts import RECORDS, spec_for, write_script
 from trainer_agent.tasks.lane_reader import LaneReader, TaskFailed, TaskSource, TrainingOver

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shared.errors import InvalidArgument, UserCodeError
-from shared.slots import ALIGNMENT_BYTES
+from shared.records.layout import ALIGNMENT_BYTES
 from tests.trainer_agent.scripts import records
 from trainer_agent.model import optimizer_spec as optimizers
 from trainer_agent.model.flat import Vector, plan
@@ -110,7 +110,7 @@ def test_the_digest_depends_on_names_shapes_and_dtypes(build):
 def test_a_schedule_is_handed_over_as_json(build):
     import json
 
-    from shared.wire.messages import LaneZero
+    from shared.records.step import LaneZero
 
     for text in (
         "torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 5], 0.5)",

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from shared.datasets.formats import Npy
 from shared.errors import InvalidArgument, UserCodeError
 from shared.records import UserFailure
+from shared.records.datasets import Npy
 from tests.trainer_agent.scripts import write_script
 from trainer_agent.script.user_module import failure_of, load
 

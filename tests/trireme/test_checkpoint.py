@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from pserver_service.core.snapshot import Schedule
 from pserver_service.core.store import Store
 from shared.records import JobSpec, Mode
-from shared.wire.messages import InitHeader, LanePosition, StepRecord
+from shared.records.step import LanePosition, StepRecord
+from shared.wire.messages import InitHeader
 from tests.end_to_end.scripts import write_script
 from tests.pserver_service.checkpoints import parts
 from trireme.cli import checkpoint

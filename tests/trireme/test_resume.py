@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from shared.datasets.formats import TextLines
 from shared.errors import Conflict
 from shared.records import JobSpec
+from shared.records.datasets import TextLines
 from trireme.launch import resume
 from trireme.launch.resume import Start
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shared.records import SlotMap
-from shared.slots import Layout, slot_of
+from shared.records.layout import Layout
+from shared.slots import slot_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,18 +14,10 @@ from shared.errors import BadFrame, Gone, InvalidArgument, NotReady, PeerError, 
 from shared.membership.directory import Directory
 from shared.records import PserverMember
 from shared.records.job_spec import Narrow, Transported
+from shared.records.layout import ELEMENT_BYTES
+from shared.records.step import StepRecord
 from shared.runtime import clock, telemetry
-from shared.slots import ELEMENT_BYTES
-from shared.wire.messages import (
-    LedgerAnswer,
-    LedgerQuery,
-    PserverInfo,
-    PulledBlock,
-    PullRequest,
-    PushBlock,
-    PushHeader,
-    StepRecord,
-)
+from shared.wire.messages import LedgerAnswer, LedgerQuery, PserverInfo, PulledBlock, PullRequest, PushBlock, PushHeader
 from trainer_agent.data_plane.http import PserverPort
 from trainer_agent.data_plane.routing import Routes, route
 from trainer_agent.loops.duties import Verdict, verdict

@@ -18,8 +18,9 @@ from shared.lanes import step_seed
 from shared.membership.directory import Directory
 from shared.records import CompleteTask, JobSpec, Mode, StepMetrics, Task, TaskKind
 from shared.records.pauses import Paused
+from shared.records.step import LaneZero
 from shared.runtime import telemetry
-from shared.wire.messages import LaneZero, LedgerQuery, PushBlock, PushHeader
+from shared.wire.messages import LedgerQuery, PushBlock, PushHeader
 from trainer_agent.data_plane.transfer import Outbox, Transfer
 from trainer_agent.loops.duties import Duty, Verdict, next_duty
 from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of

@@ -17,7 +17,8 @@ from shared.errors import NotReady, StaleAttempt, StaleGeneration, TooEarly, Wro
 from shared.lanes import Interval, aligned_intervals
 from shared.records import JobState, LaneMap, Mode, Phase, Stage
 from shared.records.operations import CheckpointRequest
-from shared.wire.messages import CheckpointAsked, LanePosition, PushAnswer
+from shared.records.step import CheckpointAsked, LanePosition
+from shared.wire.messages import PushAnswer
 
 
 class Duty(Enum):

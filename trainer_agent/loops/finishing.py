@@ -10,9 +10,9 @@ import asyncio
 
 from shared.errors import InvalidArgument, StaleGeneration, UserCodeError
 from shared.etcd import Etcd
+from shared.etcd.reading import must_read
 from shared.membership.directory import Directory
 from shared.records import CompleteTask, EvaluationSums, TakeNext, Task, TaskKind
-from shared.records.reading import must_read
 from shared.runtime import ids, telemetry
 from shared.storage import files
 from trainer_agent.data_plane.transfer import Transfer

@@ -21,8 +21,9 @@ from shared.errors import DeadlineExceeded, Gone, StaleGeneration, StepTorn, Use
 from shared.lanes import Interval, step_seed
 from shared.membership.directory import Directory
 from shared.records import CompleteTask, JobSpec, Mode, StepMetrics, Task
+from shared.records.step import LanePosition, LaneZero, StepRecord
 from shared.runtime import telemetry
-from shared.wire.messages import LanePosition, LaneZero, PushBlock, PushHeader, StepRecord
+from shared.wire.messages import PushBlock, PushHeader
 from trainer_agent.data_plane.transfer import Outbox, Transfer
 from trainer_agent.loops.duties import (
     Duty,

@@ -11,12 +11,13 @@ from collections.abc import AsyncIterator
 
 from shared.errors import LayoutMismatch, NotReady, PeerError, StaleGeneration, WrongOwner
 from shared.etcd import Compare, Etcd, LeaseLost, Put
+from shared.etcd.reading import read_record
 from shared.membership.directory import Directory
 from shared.records import JobSpec, Mode, PserverMember
-from shared.records.reading import read_record
+from shared.records.layout import Layout
+from shared.records.step import LanePosition, StepRecord
 from shared.runtime import telemetry
-from shared.slots import Layout
-from shared.wire.messages import InitBlock, InitHeader, LanePosition, StepRecord
+from shared.wire.messages import InitBlock, InitHeader
 from trainer_agent.data_plane.routing import Routes, route
 from trainer_agent.data_plane.transfer import Connect
 from trainer_agent.membership.lease import Membership

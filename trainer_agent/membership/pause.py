@@ -12,10 +12,10 @@ from contextlib import aclosing, contextmanager
 
 from shared.errors import PeerError
 from shared.etcd import Etcd, LeaseLost
+from shared.etcd.reading import read_record
 from shared.membership.directory import Directory
 from shared.records import Phase
 from shared.records.pauses import Pause, Paused, Saving
-from shared.records.reading import read_record
 from shared.runtime import clock, ids, telemetry
 from trainer_agent.membership.lease import Membership
 

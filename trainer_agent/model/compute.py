@@ -14,8 +14,8 @@ from typing import Any, Protocol, TypeVar
 
 from shared.lanes import Interval
 from shared.records.job_spec import Narrow
-from shared.slots import Layout
-from shared.wire.messages import LaneZero
+from shared.records.layout import Layout
+from shared.records.step import LaneZero
 
 T = TypeVar("T")
 Records = Sequence[Mapping[str, Any]]

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from shared.errors import InvalidArgument
-from shared.slots import OptimizerSpec
-from shared.wire.messages import LaneZero
+from shared.records.layout import OptimizerSpec
+from shared.records.step import LaneZero
 
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam")
 _NO_OPTIONS = ("params", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum", "param_names")

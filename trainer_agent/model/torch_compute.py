@@ -24,9 +24,9 @@ from shared.errors import DatasetError, InvalidArgument
 from shared.lanes import Interval
 from shared.records import JobSpec, Mode
 from shared.records.job_spec import Narrow
+from shared.records.layout import Layout
+from shared.records.step import LaneZero
 from shared.runtime.light_torch import optimizers_without_compiler
-from shared.slots import Layout
-from shared.wire.messages import LaneZero
 from shared.wire.narrow import DTYPES
 from trainer_agent.model import optimizer_spec as optimizers
 from trainer_agent.model.buffers import LiveBuffers

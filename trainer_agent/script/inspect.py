@@ -18,9 +18,9 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from shared.datasets.formats import Dataset
 from shared.errors import InvalidArgument, TriremeError, UserCodeError
 from shared.records import JobSpec
+from shared.records.datasets import Dataset
 from trainer_agent.model.compute import Records
 from trainer_agent.script.sample_records import first_records
 from trainer_agent.script.user_module import UserModule, load

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from shared.datasets.formats import Custom, Dataset
 from shared.errors import DatasetError
+from shared.records.datasets import Custom, Dataset
 from shared.storage import files
 from trainer_agent.model.compute import Records
 from trainer_agent.tasks.data import Reader, Shard, open_dataset

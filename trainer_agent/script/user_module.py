@@ -17,9 +17,9 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, cast, get_args
 
-from shared.datasets.formats import Dataset
 from shared.errors import InvalidArgument, TriremeError, UserCodeError
 from shared.records import UserFailure
+from shared.records.datasets import Dataset
 
 DATASETS = get_args(get_args(Dataset)[0])
 REQUIRED = {

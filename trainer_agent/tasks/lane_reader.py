@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from shared.errors import CallerError, DatasetError, StaleAttempt, TriremeError
 from shared.records import AcquireTask, CompleteTask, FailTask, JobSpec, TakeNext, Task, TaskAnswer, UserFailure
+from shared.records.step import LanePosition
 from shared.runtime import ids, telemetry
-from shared.wire.messages import LanePosition
 from trainer_agent.model.compute import Offload, Records, T
 from trainer_agent.tasks.data import Reader, Shard, minibatch_indices, open_dataset
 from trainer_agent.tasks.source import MasterPort

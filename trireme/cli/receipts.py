@@ -20,11 +20,11 @@ from typing import Any, Self
 
 from shared import etcd as etcd_client
 from shared.errors import DeadlineExceeded, PeerError
+from shared.etcd.reading import read_record
 from shared.keys import Keys
 from shared.membership.directory import Directory
 from shared.records import Dispatch, JobState, Mode, PserverMember
 from shared.records.checkpoints import CheckpointLatest
-from shared.records.reading import read_record
 from shared.runtime import clock
 from trainer_agent.data_plane.http import HttpPserver
 from trireme.launch import run_folder

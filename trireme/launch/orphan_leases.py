@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from shared.etcd import Etcd
+from shared.etcd.reading import read_record
 from shared.keys import Keys
 from shared.records import MasterLock, PserverMember, TrainerMember
-from shared.records.reading import read_record
 
 
 async def leases_of(etcd: Etcd, keys: Keys, child: str, pid: int) -> list[int]:

@@ -24,9 +24,9 @@ from master_service.masterless.view import SharedBooks
 from master_service.masterless.writer import SharedTransactor
 from shared.errors import DeadlineExceeded
 from shared.etcd import Etcd
+from shared.etcd.reading import read_record
 from shared.keys import Keys
 from shared.records import JobSpec, JobState, MasterLock, Phase, TaskKind
-from shared.records.reading import read_record
 from shared.runtime import clock
 
 PAGE = 500

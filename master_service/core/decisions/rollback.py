@@ -45,8 +45,8 @@ from shared.records import (
     TaskKind,
 )
 from shared.records.checkpoints import CheckpointLatest, CheckpointRef, Refetch, history
+from shared.records.step import LanePosition
 from shared.slots import spread
-from shared.wire.messages import LanePosition
 
 if TYPE_CHECKING:
     from master_service.core.state.job import Job

@@ -19,9 +19,10 @@ from shared.keys import Keys
 from shared.membership.directory import Directory
 from shared.records import JobSpec, JobState, Phase, PserverMember
 from shared.records.checkpoints import CheckpointLatest
+from shared.records.layout import Layout
+from shared.records.step import CheckpointAsked
 from shared.runtime import ids
-from shared.slots import Layout
-from shared.wire.messages import CheckpointAsked, InitBlock, PushBlock, PushHeader
+from shared.wire.messages import InitBlock, PushBlock, PushHeader
 from tests.equipment import logs
 from tests.equipment.cluster.crash_point import Doom
 from tests.equipment.etcd.simulated import SimulatedEtcd

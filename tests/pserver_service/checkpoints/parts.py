@@ -10,15 +10,10 @@ from pserver_service.core.store import Store
 from shared.checkpoints import stored
 from shared.records import Mode, SlotMap
 from shared.records.checkpoints import CheckpointPart, CheckpointRef, Manifest
-from shared.slots import Layout, OptimizerSpec, Segment, slot_of, spread
-from shared.wire.messages import (
-    InitHeader,
-    LanePosition,
-    LaneZero,
-    PushBlock,
-    PushHeader,
-    StepRecord,
-)
+from shared.records.layout import Layout, OptimizerSpec, Segment
+from shared.records.step import LanePosition, LaneZero, StepRecord
+from shared.slots import slot_of, spread
+from shared.wire.messages import InitHeader, PushBlock, PushHeader
 
 JOB = "ctr"
 LANES = 2

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 
+from pserver_service.checkpoints import ledger_text
 from pserver_service.core.blocks import Verdict
 from pserver_service.core.ledger import Ledger
 from shared.checkpoints import stored
 from shared.etcd import Delete, Put
-from shared.records import JobState, Mode, Phase, TaskMeta, saved_ledger
+from shared.records import JobState, Mode, Phase, TaskMeta
 from shared.records.checkpoints import CheckpointCut, OwnCheckpoints
 from shared.records.pauses import Saving
-from shared.wire.messages import InitBlock, LaneZero, PushBlock, PushHeader
+from shared.records.step import LaneZero
+from shared.wire.messages import InitBlock, PushBlock, PushHeader
 from tests.pserver_service.checkpoints import parts
 from tests.pserver_service.checkpoints.cluster import KEYS, Away, Cluster, Node, play, stream, until
 
@@ -57,7 +59,7 @@ def filled(blocks, **tasks):
 
 def test_a_ledger_survives_its_text():
     ledger = filled(3, t5=(4, 4, 4), t2000=(1, 1, 1), t7=(2, 0, 1))
-    found, blocks = saved_ledger.from_text(saved_ledger.to_text(ledger.saved(), (10, 12, 14)))
+    found, blocks = ledger_text.from_text(ledger_text.to_text(ledger.saved(), (10, 12, 14)))
     assert (found, blocks) == (ledger.saved(), (10, 12, 14))
     again = Ledger.loaded([(found, position) for position in range(3)])
     assert again.books() == ledger.books()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from shared.records import MasterAddress
-from shared.wire.messages import CheckpointAsked
+from shared.records.step import CheckpointAsked
 from tests.pserver_service.checkpoints.cluster import DRAIN_S, KEYS, Cluster, play, until
 
 

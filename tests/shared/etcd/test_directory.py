@@ -12,8 +12,8 @@ from shared.etcd import Etcd
 from shared.keys import Keys
 from shared.membership.directory import Directory
 from shared.records import JobState, LaneMap, MasterAddress, Phase, PserverMember, SlotMap
+from shared.records.layout import Layout, OptimizerSpec, Segment
 from shared.runtime import clock
-from shared.slots import Layout, OptimizerSpec, Segment
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import VirtualLoop, run
 

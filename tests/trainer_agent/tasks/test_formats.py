@@ -7,7 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from shared.datasets.formats import (
+from shared.errors import DatasetError
+from shared.records.datasets import (
     Bytes,
     Csv,
     Custom,
@@ -16,7 +17,6 @@ from shared.datasets.formats import (
     Parquet,
     TextLines,
 )
-from shared.errors import DatasetError
 from trainer_agent.tasks.data import open_dataset
 from trainer_agent.tasks.data.parquet import ParquetReader
 

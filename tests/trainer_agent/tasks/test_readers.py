@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from master_service.datasets.counting import count_records
-from shared.datasets.formats import (
+from shared.errors import DatasetError
+from shared.records.datasets import (
     Bytes,
     Csv,
     Custom,
@@ -26,7 +27,6 @@ from shared.datasets.formats import (
     Parquet,
     TextLines,
 )
-from shared.errors import DatasetError
 from trainer_agent.tasks.data import open_dataset
 
 RECORDS = 23

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from shared.datasets.formats import (
+from shared.records.datasets import (
     Bytes,
     Csv,
     Custom,

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.datasets import npy
-from shared.datasets.formats import Bytes, Npy
 from shared.errors import DatasetError
+from shared.records.datasets import Bytes, Npy
 from shared.storage import files
 from trainer_agent.tasks.data.reader import too_short
 from trainer_agent.tasks.data.shard import Shard

@@ -11,9 +11,9 @@ from typing import BinaryIO
 import pyarrow as pa
 from pyarrow import csv as arrow_csv
 
-from shared.datasets.formats import Csv
 from shared.datasets.line_scan import data_start, refuse_compressed
 from shared.errors import DatasetError
+from shared.records.datasets import Csv
 from shared.storage import files
 from trainer_agent.tasks.data.arrow import columns_of_table
 from trainer_agent.tasks.data.lines import RawRecords, read_range, read_raw

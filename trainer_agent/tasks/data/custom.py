@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import islice
 
 from shared.datasets.custom_reader import load_custom
-from shared.datasets.formats import Custom
 from shared.errors import DatasetError
+from shared.records.datasets import Custom
 from trainer_agent.tasks.data.reader import too_short
 from trainer_agent.tasks.data.shard import RecordShard, Shard
 

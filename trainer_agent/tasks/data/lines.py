@@ -6,7 +6,6 @@ import json
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from shared.datasets.formats import JsonLines, TextLines
 from shared.datasets.line_scan import (
     Lines,
     Offsets,
@@ -16,6 +15,7 @@ from shared.datasets.line_scan import (
     refuse_compressed,
 )
 from shared.errors import DatasetError
+from shared.records.datasets import JsonLines, TextLines
 from shared.storage import files
 from trainer_agent.tasks.data.reader import too_short
 from trainer_agent.tasks.data.shard import Record, RecordShard, Shard

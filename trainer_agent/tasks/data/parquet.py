@@ -10,8 +10,8 @@ from threading import Lock
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shared.datasets.formats import Parquet
 from shared.errors import DatasetError
+from shared.records.datasets import Parquet
 from shared.storage import files
 from trainer_agent.tasks.data.arrow import columns_of_table
 from trainer_agent.tasks.data.reader import too_short

@@ -7,37 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from pserver_service.core.saved_ledger import SavedEpoch, SavedLedger, SavedTask
 from shared.errors import BadFrame
 from shared.wire.messages import EpochLedger
-
-
-@dataclass(frozen=True, slots=True)
-class SavedTask:
-    """`next[i]`: minibatch that block i expects, of `minibatches`."""
-
-    minibatches: int
-    next: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SavedEpoch:
-    """`applied[i]`: minibatches applied to block i. `closed`: chunk -> bits, as core/ledger.py has them."""
-
-    applied: tuple[int, ...]
-    open: Mapping[int, SavedTask]
-    closed: Mapping[int, int]
-    duplicates: int
-
-
-@dataclass(frozen=True, slots=True)
-class SavedLedger:
-    """`old`: epochs of which only counts are left."""
-
-    epochs: Mapping[int, SavedEpoch]
-    old: tuple[EpochLedger, ...] = ()
 
 
 def to_text(ledger: SavedLedger, blocks: Sequence[int]) -> str:

@@ -1,0 +1,34 @@
+"""A ledger as a checkpoint keeps it (pserver_service/checkpoints/ledger_text.py writes and reads it)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shared.wire.messages import EpochLedger
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTask:
+    """`next[i]`: minibatch that block i expects, of `minibatches`."""
+
+    minibatches: int
+    next: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedEpoch:
+    """`applied[i]`: minibatches applied to block i. `closed`: chunk -> bits, as core/ledger.py has them."""
+
+    applied: tuple[int, ...]
+    open: Mapping[int, SavedTask]
+    closed: Mapping[int, int]
+    duplicates: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavedLedger:
+    """`old`: epochs of which only counts are left."""
+
+    epochs: Mapping[int, SavedEpoch]
+    old: tuple[EpochLedger, ...] = ()

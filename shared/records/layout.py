@@ -1,0 +1,94 @@
+"""Layout of the flat vectors and where each block lives: pure arithmetic for trainers, pservers and master.
+
+parameters --64-byte aligned--> flat vector of a segment --cut--> blocks --mod slot_count--> slots --slot map--> pserver
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from shared.records.job_spec import Narrow, Transported
+from shared.records.record import Record
+
+ALIGNMENT_BYTES = 64
+ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
+
+
+class Segment(Record):
+    """One flat vector: parameters (kind "param", stepped by optimizer group `group`) or buffers (kind "buffer")."""
+
+    kind: str
+    dtype: str
+    elements: int
+    group: int = -1
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * ELEMENT_BYTES[self.dtype]
+
+    def travels_as(self, dtype: Transported) -> Narrow | None:
+        """What its blocks are cast to if float32 parameters travel as `dtype`; None: they travel as they are.
+
+        Buffers are never cast: they are few, and statistics would lose what changes them little by little.
+        """
+        return None if dtype == "float32" or self.kind != "param" or self.dtype != "float32" else dtype
+
+
+class OptimizerSpec(Record):
+    """A torch.optim class by name, with its constructor defaults and the options of each parameter group."""
+
+    name: str
+    defaults: dict[str, Any]
+    groups: tuple[dict[str, Any], ...]
+
+
+class Layout(Record):
+    """`digest`: SHA-256 over names, shapes and dtypes of all parameters and buffers, in order."""
+
+    segments: tuple[Segment, ...]
+    block_bytes: int
+    digest: str
+    optimizer: OptimizerSpec
+    slot_count: int = 1024
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Of all segments laid end to end, each on ALIGNMENT_BYTES; in bytes."""
+        sizes = [-(-segment.bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for segment in self.segments]
+        return tuple(accumulate(sizes, initial=0))[:-1]
+
+    @property
+    def vector_bytes(self) -> int:
+        """Of all segments laid so."""
+        return self.offsets[-1] + self.segments[-1].bytes if self.segments else 0
+
+    def blocks(self) -> Iterator[Block]:
+        """All blocks, numbered from 0 through the segments in order; the last block of a segment may be shorter."""
+        number = 0
+        for index, segment in enumerate(self.segments):
+            step = self.block_bytes // ELEMENT_BYTES[segment.dtype]
+            for first in range(0, segment.elements, step):
+                yield Block(number, index, first, min(step, segment.elements - first), segment.dtype)
+                number += 1
+
+    def payloads(self, dtype: Transported) -> list[Narrow | None]:
+        """Of each block: see Segment.travels_as."""
+        return [self.segments[block.segment].travels_as(dtype) for block in self.blocks()]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """`elements` elements of segment `segment` from `first`."""
+
+    number: int
+    segment: int
+    first: int
+    elements: int
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * ELEMENT_BYTES[self.dtype]
