@@ -284,6 +284,21 @@ def run(loop: VirtualLoop, main: Coroutine[Any, Any, Any], rng: random.Random, *
             loop.close()
 
 
+def run_virtually(
+    scenario: Callable[..., Coroutine[Any, Any, Any]],
+    *arguments: Any,
+    seed: int = 1,
+    shuffled: bool = True,
+    offline: bool = True,
+) -> Any:
+    """Run `scenario(*arguments)` on a loop of its own; an error that no one handled fails the test."""
+    rng = random.Random(seed)
+    loop = VirtualLoop(rng if shuffled else None, max_seconds=3600.0)
+    result = run(loop, scenario(*arguments), rng, offline=offline)
+    assert not loop.errors, loop.errors
+    return result
+
+
 async def _unwound() -> None:
     """As asyncio.Runner does: generators that were left behind are closed, then what is left is cancelled.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,81 +13,24 @@ import torch
 
 from master_service.leadership.master import Master
 from pserver_service.pserver import Pserver
-from shared.errors import PeerError
-from shared.etcd import Etcd
-from shared.keys import Keys
 from shared.membership.directory import Directory
 from shared.records import JobSpec, JobState, Phase, PserverMember, TrainerMember
-from shared.wire.messages import PullEnd
-from tests.equipment.etcd.simulated import SimulatedEtcd
+from tests.equipment.cluster.cluster import Cluster
+from tests.equipment.cluster.direct_ports import DirectMaster, DirectPserver
 from trainer_agent.agent import Agent
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.user_module import load
 
 
-class InProcess:
-    """trainer_agent.data_plane.http.PserverPort, straight into a Pserver; what travels is a copy."""
-
-    def __init__(self, pserver: Pserver) -> None:
-        self._pserver = pserver
-
-    async def init(self, header, blocks):
-        await self._pserver.init(header, self._copied(blocks))
-
-    async def push(self, header, blocks):
-        return await self._pserver.push(header, self._copied(blocks))
-
-    async def pull(self, request, sink, placed=None):
-        async with aclosing(self._pserver.pull(request)) as items:
-            async for item in items:
-                if isinstance(item, PullEnd):
-                    return item
-                block, payload = item
-                sink(block)[:] = payload
-                if placed is not None:
-                    placed(block)
-        raise AssertionError("a pull ended without PullEnd")
-
-    async def info(self):
-        return await self._pserver.info()
-
-    async def ledger(self, query):
-        return await self._pserver.ledger(query)
-
-    @staticmethod
-    async def _copied(blocks) -> AsyncIterator[Any]:
-        async for item, payload in blocks:
-            await asyncio.sleep(0)
-            yield item, bytearray(payload)
-
-
-class MasterPort:
-    """trainer_agent.tasks.source.MasterPort, straight into a Master; `away`: it does not answer."""
-
-    def __init__(self, master: Master) -> None:
-        self._master = master
-        self.away = False
-
-    def __getattr__(self, name):
-        async def call(*arguments):
-            if self.away:
-                raise PeerError("the master is away")
-            return await getattr(self._master, name)(*arguments)
-
-        return call
-
-
-class Cluster:
+class TorchCluster(Cluster):
     """`async with cluster(spec)`; trainers are added and killed by name."""
 
     def __init__(self, spec: JobSpec) -> None:
-        self.spec, self.keys = spec, Keys(spec.job)
-        self.store = SimulatedEtcd()
-        self.etcd = Etcd(self.store.transport("test"))
+        super().__init__(spec)
         self.directory = Directory(self.etcd, self.keys)
         self.pservers = [Pserver(spec.job, f"pserver-{index}-x", index) for index in range(spec.pservers)]
-        self.master = Master(self.etcd, self.keys, name="master-0", url="http://127.0.0.1:1", spec=spec)
-        self.port = MasterPort(self.master)
+        self.master: Master = self.make_master("master", "master-0", "http://127.0.0.1:1")
+        self.port = DirectMaster(self.master)
         self.computes: dict[str, TorchCompute] = {}
         self.running: dict[str, asyncio.Task[int]] = {}
         self.stopping: dict[str, asyncio.Event] = {}
@@ -115,25 +58,24 @@ class Cluster:
     def add_trainer(self, name: str, script: Path | None = None) -> Agent:
         user = load(script or self.spec.script)
         compute = self._computing.submit(TorchCompute, user, self.spec, self._computing).result()
-
-        async def offload(work, *arguments):
-            return await asyncio.get_running_loop().run_in_executor(self._reading, work, *arguments)
-
         self.stopping[name] = asyncio.Event()
         agent = Agent(
             self.spec,
             TrainerMember(trainer=name, url="http://127.0.0.1:1", incarnation=name, host="here", pid=1),
-            etcd=Etcd(self.store.transport(name)),
+            etcd=self.etcd_of(name),
             directory=self.directory,
             compute=compute,
             master=self.port,
-            connect=lambda member: InProcess(self.pservers[member.index]),
-            offload=offload,
+            connect=lambda member: DirectPserver(self.pservers[member.index]),
+            offload=self.offload,
             stopping=self.stopping[name],
         )
         self.computes[name] = compute
         self.running[name] = self._group.create_task(self._outcome(agent))
         return agent
+
+    async def offload(self, work, *arguments):
+        return await asyncio.get_running_loop().run_in_executor(self._reading, work, *arguments)
 
     async def _outcome(self, agent: Agent) -> Any:
         try:
@@ -166,9 +108,9 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(spec: JobSpec, trainers: int = 0) -> AsyncIterator[Cluster]:
+async def cluster(spec: JobSpec, trainers: int = 0) -> AsyncIterator[TorchCluster]:
     async with asyncio.TaskGroup() as group:
-        made = Cluster(spec)
+        made = TorchCluster(spec)
         await made.start(group)
         try:
             for number in range(trainers):

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from shared.blocks.accumulator import Accumulator
 from shared.records import JobState, Mode, Phase
-from tests.trainer_agent.cluster import Cluster, cluster, trained
+from tests.trainer_agent.cluster import TorchCluster, cluster, trained
 from tests.trainer_agent.scripts import differing, spec_for, write_script
 from trainer_agent.model.gradient_tree import GradientTree
 from trainer_agent.model.torch_compute import TorchCompute
@@ -81,7 +81,7 @@ async def test_the_export_has_the_parameter_servers_full_precision(tmp_path):
         assert any(not torch.equal(value, value.bfloat16().float()) for value in exported.values())
 
 
-def held_at(made: Cluster, name: str) -> torch.Tensor:
+def held_at(made: TorchCluster, name: str) -> torch.Tensor:
     """A parameter or buffer as it lies at the parameter servers."""
     compute = next(iter(made.computes.values()))
     values = {number: state.current.tensor for p in made.pservers for number, state in p.store.blocks.items()}

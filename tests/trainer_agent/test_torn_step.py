@@ -13,14 +13,10 @@ import pytest
 import torch
 
 from pserver_service.core.history import History
-from pserver_service.member import Member
-from pserver_service.membership.context import Surroundings
-from pserver_service.membership.index import Registration
 from pserver_service.pserver import Pserver
-from shared.etcd import Etcd
-from shared.records import Phase, PserverMember
+from shared.records import Phase
 from tests.equipment.replaced import replaced
-from tests.trainer_agent.cluster import Cluster
+from tests.trainer_agent.cluster import TorchCluster
 from tests.trainer_agent.scripts import differing, spec_for, write_script
 from trainer_agent.loops.sync import SyncLoop
 
@@ -65,7 +61,7 @@ def blocks_travel_at_once(monkeypatch):
     monkeypatch.setattr("trainer_agent.model.torch_compute.WORTH_BYTES", 1)
 
 
-class Job(Cluster):
+class RestoringCluster(TorchCluster):
     """With parameter servers that write checkpoints and follow roll-backs."""
 
     async def start(self, group):
@@ -73,17 +69,12 @@ class Job(Cluster):
         await super().start(group)
         for number in range(self.spec.pservers):
             pserver = Pserver(self.spec.job, f"pserver-{number}-x")
-            etcd = Etcd(self.store.transport(f"pserver-{number}"))
-            record = PserverMember(index=-1, url="", incarnation=pserver.incarnation, host="here", pid=1)
-            registration = Registration(etcd, self.keys, self.directory, record)
-            member = Member(Surroundings(etcd, self.keys, self.directory, pserver, registration, self.offload))
-            self._background.append(group.create_task(member.run(20.0)))
+            etcd = self.etcd_of(f"pserver-{number}")
+            process = self.make_pserver(pserver, "", etcd, self.offload, self.directory)
+            self._background.append(group.create_task(process.member.run(20.0)))
             while pserver.index < 0:
                 await asyncio.sleep(0.01)
             self.pservers.append(pserver)
-
-    async def offload(self, work, *arguments):
-        return await asyncio.get_running_loop().run_in_executor(self._reading, work, *arguments)
 
 
 @asynccontextmanager
@@ -105,7 +96,7 @@ async def job_of(tmp_path, where, trainers=2, **settings):
     }
     spec = spec_for(script, **{**common, **settings})
     async with asyncio.TaskGroup() as group:
-        job = Job(spec)
+        job = RestoringCluster(spec)
         await job.start(group)
         try:
             for number in range(trainers):

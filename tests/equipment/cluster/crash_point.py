@@ -25,7 +25,26 @@ class Died(BaseException):
     """Ends the work of a background thread; the thread's process is dead already."""
 
 
-class Doom:
+class StoppingProcess(Process):
+    """Stops by itself after so many turns of its code (what runs between two awaits): at any await, one after the other."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.turns = 0
+        self.last_turn: int | None = None
+        self.at_last: Callable[[], None] = self.kill
+
+    @property
+    def stopped(self) -> bool:
+        if not self.dead and not self.frozen:
+            self.turns += 1
+            if self.last_turn is not None and self.turns >= self.last_turn:
+                self.last_turn = None
+                self.at_last()
+        return self.dead or self.frozen
+
+
+class CrashPoint:
     """`done`: what its process did. Once as many as `last` are done, `at_last` is called instead of the next."""
 
     def __init__(self, process: Process) -> None:
@@ -59,13 +78,13 @@ class Doom:
 
 
 class _Transport:
-    def __init__(self, doom: Doom, inner: Transport) -> None:
-        self._doom, self._inner = doom, inner
+    def __init__(self, crash_point: CrashPoint, inner: Transport) -> None:
+        self._crash_point, self._inner = crash_point, inner
 
     async def call(self, method: str, body: Body, timeout_s: float) -> Body:
         if is_write(method, body):
             try:
-                self._doom.meet(method)
+                self._crash_point.meet(method)
             except Died:
                 await asyncio.Event().wait()
         return await self._inner.call(method, body, timeout_s)

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pserver_service.core.store import Store
-from pserver_service.member import Member
-from pserver_service.membership.context import Surroundings
-from pserver_service.membership.index import Registration
 from pserver_service.pserver import Pserver
 from shared.checkpoints import stored
 from shared.etcd import Etcd, Put
 from shared.keys import Keys
-from shared.membership.directory import Directory
 from shared.records import JobSpec, JobState, Phase, PserverMember
 from shared.records.checkpoints import CheckpointLatest
 from shared.records.layout import Layout
@@ -24,22 +19,22 @@ from shared.records.step import CheckpointAsked
 from shared.runtime import ids
 from shared.wire.messages import InitBlock, PushBlock, PushHeader
 from tests.equipment import logs
-from tests.equipment.cluster.crash_point import Doom
+from tests.equipment.cluster.cluster import Cluster
+from tests.equipment.cluster.crash_point import CrashPoint, StoppingProcess
 from tests.equipment.etcd.simulated import SimulatedEtcd
-from tests.equipment.virtual_loop import Process, VirtualLoop, run
+from tests.equipment.virtual_loop import run_virtually
+from tests.equipment.waiting import until
 from tests.pserver_service.checkpoints import parts
 
 KEYS = Keys(parts.JOB)
 TTL_S = 5.0
 DRAIN_S = 8.0
-CLUSTERS: list[Cluster] = []
-"""Those of the scenario that is played."""
+CLUSTERS: list[PserverCluster] = []
+"""Those of the scenario that runs."""
 
 
-def play(scenario: Callable[..., Any], *arguments: Any, offline: bool = True) -> Any:
+def run_scenario(scenario: Callable[..., Any], *arguments: Any, offline: bool = True) -> Any:
     """Run `scenario(*arguments)` on a loop of its own, with the same order of everything each time."""
-    rng = random.Random(1)
-    loop = VirtualLoop(None, max_seconds=3600.0, max_callbacks=500_000)
 
     async def main() -> Any:
         try:
@@ -49,67 +44,43 @@ def play(scenario: Callable[..., Any], *arguments: Any, offline: bool = True) ->
                 await CLUSTERS.pop().close()
 
     with logs.configured(logs.nobody):
-        result = run(loop, main(), rng, offline=offline)
-    assert not loop.errors, loop.errors
-    return result
-
-
-class Mortal(Process):
-    """Stops by itself after so many turns of its code (what runs between two awaits): at any await, one after the other."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.turns = 0
-        self.last_turn: int | None = None
-        self.at_last: Callable[[], None] = self.kill
-
-    @property
-    def stopped(self) -> bool:
-        if not self.dead and not self.frozen:
-            self.turns += 1
-            if self.last_turn is not None and self.turns >= self.last_turn:
-                self.last_turn = None
-                self.at_last()
-        return self.dead or self.frozen
+        return run_virtually(main, shuffled=False, offline=offline)
 
 
 class Node:
     """One incarnation of a parameter server."""
 
-    def __init__(self, cluster: Cluster, name: str) -> None:
-        self.process = Mortal(name)
-        self.doom = Doom(self.process)
-        self.etcd = Etcd(self.doom.transport(cluster.etcd.transport(name)))
-        self.pserver = Pserver(parts.JOB, ids.new_id(name))
-        self.directory = Directory(self.etcd, KEYS)
-        member = PserverMember(index=-1, url=name, incarnation=self.pserver.incarnation, host="h", pid=1)
-        self.registration = Registration(self.etcd, KEYS, self.directory, member)
-        self.member = Member(
-            Surroundings(self.etcd, KEYS, self.directory, self.pserver, self.registration, self.doom.offload)
-        )
+    def __init__(self, cluster: PserverCluster, name: str) -> None:
+        self.process = StoppingProcess(name)
+        self.crash_point = CrashPoint(self.process)
+        etcd = Etcd(self.crash_point.transport(cluster.simulated.transport(name)))
+        made = cluster.make_pserver(Pserver(parts.JOB, ids.new_id(name)), name, etcd, self.crash_point.offload)
+        self.pserver, self.directory = made.pserver, made.directory
+        self.registration, self.member = made.registration, made.member
         self.stopping = asyncio.Event()
         self.task = self.process.spawn(self.member.serve(self.stopping, 600.0, DRAIN_S))
 
 
-class Cluster:
+class PserverCluster(Cluster):
     def __init__(self, storage: str, pservers: int = 2, layout: Layout | None = None, **spec: Any) -> None:
+        super().__init__(
+            JobSpec(
+                job=parts.JOB,
+                script="s.py",
+                dataset={"kind": "text_lines", "urls": ("-",)},
+                lanes=parts.LANES,
+                global_batch_size=4,
+                pservers=pservers,
+                storage=storage,
+                lease_ttl_s=TTL_S,
+                **{"checkpoint_every_steps": 2, "epochs": 99, **spec},
+            ),
+            SimulatedEtcd(delay_s=(0.002, 0.002)),  # so a kill falls before, while and after etcd does something
+        )
         self.storage = storage
-        self.etcd = SimulatedEtcd(delay_s=(0.002, 0.002))  # so a kill falls before, while and after etcd does something
-        self.client = Etcd(self.etcd.transport("test"))
         self.layout = layout or parts.layout_of()
         self.slots = parts.slot_map(pservers)
         self.state = JobState(phase=Phase.RUNNING, generation=1)
-        self.spec = JobSpec(
-            job=parts.JOB,
-            script="s.py",
-            dataset={"kind": "text_lines", "urls": ("-",)},
-            lanes=parts.LANES,
-            global_batch_size=4,
-            pservers=pservers,
-            storage=storage,
-            lease_ttl_s=TTL_S,
-            **{"checkpoint_every_steps": 2, "epochs": 99, **spec},
-        )
         self.nodes: dict[int, Node] = {}
         self.every: list[Node] = []
         CLUSTERS.append(self)
@@ -126,8 +97,8 @@ class Cluster:
 
     async def open(self) -> None:
         """Everybody is there, initialised, and the checkpoint of version 0 is committed."""
-        await self.client.put(KEYS.spec, self.spec.to_bytes())
-        await self.client.put(KEYS.pservers_desired, str(self.spec.pservers).encode())
+        await self.etcd.put(KEYS.spec, self.spec.to_bytes())
+        await self.etcd.put(KEYS.pservers_desired, str(self.spec.pservers).encode())
         await self.write_state(self.state)
         for number in range(self.spec.pservers):
             await self.start(f"ps-{number}")
@@ -141,11 +112,11 @@ class Cluster:
                 for n in parts.blocks_of(self.layout, index, self.slots)
             ]
             await node.pserver.init(parts.header_of(self.layout, index), stream(items))
-        await self.client.put(KEYS.layout, self.layout.to_bytes())
+        await self.etcd.put(KEYS.layout, self.layout.to_bytes())
 
     async def write_state(self, state: JobState, slots: Any = None) -> None:
         self.state, self.slots = state, slots or self.slots
-        await self.client.txn([], [Put(KEYS.state, state.to_bytes()), Put(KEYS.slots, self.slots.to_bytes())])
+        await self.etcd.txn([], [Put(KEYS.state, state.to_bytes()), Put(KEYS.slots, self.slots.to_bytes())])
 
     async def roll_back(
         self, pservers: int | None = None, checkpoint: str | None = None, damaged: tuple[str, ...] = ()
@@ -186,7 +157,7 @@ class Cluster:
     async def members(self) -> dict[int, PserverMember]:
         found = [
             PserverMember.model_validate_json(kv.value)
-            for kv in (await self.client.range(KEYS.pservers, prefix=True)).kvs
+            for kv in (await self.etcd.range(KEYS.pservers, prefix=True)).kvs
         ]
         return {member.index: member for member in found}
 
@@ -220,7 +191,7 @@ class Cluster:
     # ------------------------------------------------------------ checkpoints
 
     async def latest(self) -> CheckpointLatest | None:
-        found = await self.client.get(KEYS.latest)
+        found = await self.etcd.get(KEYS.latest)
         return CheckpointLatest.model_validate_json(found.value) if found else None
 
     async def committed(self, step: int, limit_s: float = 60.0) -> CheckpointLatest:
@@ -230,14 +201,14 @@ class Cluster:
         while True:
             latest = await self.latest()
             found = latest is not None and (latest.timeline, latest.step) == (self.state.timeline, step)
-            if found and await self.client.get(KEYS.finish_lock) is None:
+            if found and await self.etcd.get(KEYS.finish_lock) is None:
                 return latest
             assert loop.time() < limit, f"latest is {latest} after {limit_s} s, expected step {step}"
             await asyncio.sleep(0.05)
 
     async def tree(self) -> dict[str, bytes]:
         """All keys about checkpoints."""
-        found = await self.client.range(KEYS.checkpoints, prefix=True)
+        found = await self.etcd.range(KEYS.checkpoints, prefix=True)
         return {kv.key.removeprefix(KEYS.checkpoints): kv.value for kv in found.kvs}
 
     def check_latest(self, latest: CheckpointLatest) -> None:
@@ -289,11 +260,3 @@ def expected(layout: Layout, step: int) -> dict[str, bytes]:
 async def stream(items: list[Any]) -> Any:
     for item in items:
         yield item
-
-
-async def until(predicate: Callable[[], bool], what: str, limit_s: float = 30.0) -> None:
-    loop = asyncio.get_running_loop()
-    limit = loop.time() + limit_s
-    while not predicate():
-        assert loop.time() < limit, f"not within {limit_s} s: {what}"
-        await asyncio.sleep(0.05)

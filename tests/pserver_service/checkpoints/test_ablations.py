@@ -20,8 +20,9 @@ from shared.etcd import Compare
 from shared.records import JobState, Phase
 from shared.records.checkpoints import CheckpointLatest, CheckpointPart
 from tests.equipment.replaced import replaced
+from tests.equipment.waiting import until
 from tests.pserver_service.checkpoints import parts, test_kills
-from tests.pserver_service.checkpoints.cluster import KEYS, Cluster, play, until
+from tests.pserver_service.checkpoints.cluster import KEYS, PserverCluster, run_scenario
 
 ALWAYS = Compare.create("/nowhere", "==", 0)
 
@@ -47,7 +48,7 @@ def test_without_the_checksum_a_flipped_bit_is_loaded(tmp_path):
 
 async def roll_back_in_the_middle(storage):
     """The job begins to roll back while the last part is being written, and nobody has noticed when it is there."""
-    cluster = Cluster(str(storage))
+    cluster = PserverCluster(str(storage))
     await cluster.open()
     before = await cluster.committed(0)
 
@@ -65,7 +66,7 @@ async def roll_back_in_the_middle(storage):
 
 
 def test_without_the_check_of_the_state_a_checkpoint_is_committed_behind_the_masters_back(tmp_path):
-    before, after = play(roll_back_in_the_middle, tmp_path / "with")
+    before, after = run_scenario(roll_back_in_the_middle, tmp_path / "with")
     assert after == before
 
     def careless(self, view, lock):
@@ -75,13 +76,13 @@ def test_without_the_check_of_the_state_a_checkpoint_is_committed_behind_the_mas
         replaced(Committer, "_obstacle", lambda *_: ""),
         replaced(Committer, "_proofs", careless),
     ):
-        before, after = play(roll_back_in_the_middle, tmp_path / "without")
+        before, after = run_scenario(roll_back_in_the_middle, tmp_path / "without")
     assert after.step == 2
 
 
 async def part_missing(storage):
     """One parameter server cannot write; `latest` must stay what it is."""
-    cluster = Cluster(str(storage))
+    cluster = PserverCluster(str(storage))
     await cluster.open()
     await cluster.committed(0)
 
@@ -97,23 +98,23 @@ async def part_missing(storage):
 
 
 def test_without_waiting_for_all_parts_latest_cannot_be_loaded(tmp_path):
-    play(part_missing, tmp_path / "with")
+    run_scenario(part_missing, tmp_path / "with")
     with (
         replaced(Committer, "_is_whole", lambda self, written: bool(self._seen.parts.get(written.uuid))),
         replaced(stored, "writers", lambda *_: (0,)),
         pytest.raises(Exception, match="lacks part of pserver 1"),
     ):
-        play(part_missing, tmp_path / "without")
+        run_scenario(part_missing, tmp_path / "without")
 
 
 def test_without_the_fence_of_the_index_a_sleeper_publishes_after_it_was_replaced(tmp_path):
-    _, turns = play(test_kills.undisturbed, tmp_path / "undisturbed", "ps-1")
+    _, turns = run_scenario(test_kills.undisturbed, tmp_path / "undisturbed", "ps-1")
     with (
         replaced(Registration, "held", property(lambda _: ALWAYS)),
         pytest.raises(AssertionError, match="it published nothing"),
     ):
         for turn in turns[::2]:
-            play(test_kills.frozen_at, tmp_path / str(turn), "ps-1", turn)
+            run_scenario(test_kills.frozen_at, tmp_path / str(turn), "ps-1", turn)
 
 
 @contextlib.contextmanager
@@ -134,7 +135,7 @@ def unproven(*keys, lock=True):
 
 async def a_late_finisher(storage):
     """The one that commits version 2 is slow to publish it, its lease running on, while version 4 gets whole."""
-    cluster = Cluster(str(storage), keep_checkpoints=9)
+    cluster = PserverCluster(str(storage), keep_checkpoints=9)
     await cluster.open()
     await cluster.committed(0)
     slept = []
@@ -152,24 +153,24 @@ async def a_late_finisher(storage):
     await until(lambda: bool(slept), "one of them begins to commit")
     await cluster.train(2, 4)
     await asyncio.sleep(30.0)
-    puts = [event.kv.value for event in cluster.etcd.events() if event.kv.key == KEYS.latest]
+    puts = [event.kv.value for event in cluster.simulated.events() if event.kv.key == KEYS.latest]
     return [CheckpointLatest.model_validate_json(value).step for value in puts]
 
 
 def test_latest_does_not_get_older_as_long_as_the_lock_or_latest_itself_is_compared(tmp_path):
-    assert play(a_late_finisher, tmp_path / "both") == [0, 2, 4]
+    assert run_scenario(a_late_finisher, tmp_path / "both") == [0, 2, 4]
     with unproven(KEYS.latest):
-        assert play(a_late_finisher, tmp_path / "lock") == [0, 2, 4]
+        assert run_scenario(a_late_finisher, tmp_path / "lock") == [0, 2, 4]
     with unproven(lock=False):
-        assert play(a_late_finisher, tmp_path / "latest") == [0, 2, 4]
+        assert run_scenario(a_late_finisher, tmp_path / "latest") == [0, 2, 4]
     with unproven(KEYS.latest, lock=False):
-        steps = play(a_late_finisher, tmp_path / "neither")
+        steps = run_scenario(a_late_finisher, tmp_path / "neither")
     assert steps != sorted(steps), "the late one overwrites the newer one"
 
 
 async def manifests_written(storage):
     """How many pservers write one of version 2."""
-    cluster, written = Cluster(str(storage)), []
+    cluster, written = PserverCluster(str(storage)), []
     await cluster.open()
     await cluster.committed(0)
 
@@ -185,14 +186,14 @@ async def manifests_written(storage):
 
 
 def test_without_the_finish_lock_everybody_does_the_work_of_one(tmp_path):
-    assert play(manifests_written, tmp_path / "with") == 1
+    assert run_scenario(manifests_written, tmp_path / "with") == 1
     with unproven(lock=False):
-        assert play(manifests_written, tmp_path / "without") == 2
+        assert run_scenario(manifests_written, tmp_path / "without") == 2
 
 
 async def a_part_withdrawn(storage):
     """While the manifest is written, a pserver takes its part back."""
-    cluster = Cluster(str(storage))
+    cluster = PserverCluster(str(storage))
     await cluster.open()
     await cluster.committed(0)
 
@@ -206,7 +207,7 @@ async def a_part_withdrawn(storage):
             }
             for key, part in parts_of.items():
                 if part.step == 2:
-                    await cluster.client.delete(KEYS.checkpoints + key)
+                    await cluster.etcd.delete(KEYS.checkpoints + key)
                     (storage / "checkpoints" / key.split("/")[0] / part.file).unlink()
         return result
 
@@ -220,15 +221,15 @@ async def a_part_withdrawn(storage):
 
 
 def test_without_comparing_the_parts_latest_names_one_that_was_withdrawn(tmp_path):
-    assert play(a_part_withdrawn, tmp_path / "with") == 0
+    assert run_scenario(a_part_withdrawn, tmp_path / "with") == 0
     uuids = [f"{KEYS.checkpoints}{digit}" for digit in string.hexdigits]
     with unproven(*uuids), pytest.raises(CheckpointUnusable, match="cannot be read"):
-        play(a_part_withdrawn, tmp_path / "without")
+        run_scenario(a_part_withdrawn, tmp_path / "without")
 
 
 async def back_to_an_older_one(storage):
     """The newest checkpoint is damaged, so version 4 is trained, and saved, once more."""
-    cluster = Cluster(str(storage))
+    cluster = PserverCluster(str(storage))
     await cluster.open()
     await cluster.train(0, 2)
     await cluster.committed(2)
@@ -240,17 +241,17 @@ async def back_to_an_older_one(storage):
 
 
 def test_without_the_timeline_what_is_saved_after_a_roll_back_never_becomes_the_latest(tmp_path):
-    play(back_to_an_older_one, tmp_path / "with")
+    run_scenario(back_to_an_older_one, tmp_path / "with")
     with (
         replaced(commit, "is_newer", lambda ref, latest: latest is None or ref.step > latest.step),
         pytest.raises(AssertionError, match="expected step 4"),
     ):
-        play(back_to_an_older_one, tmp_path / "without")
+        run_scenario(back_to_an_older_one, tmp_path / "without")
 
 
 async def pushed_from_before(storage):
     """A trainer that has not heard of the roll-back pushes."""
-    cluster = Cluster(str(storage), pservers=1)
+    cluster = PserverCluster(str(storage), pservers=1)
     await cluster.open()
     await cluster.train(0, 2)
     await cluster.committed(2)
@@ -262,25 +263,25 @@ async def pushed_from_before(storage):
 
 def test_without_the_fence_of_the_roll_back_pushes_of_before_it_are_applied_after_it(tmp_path):
     with pytest.raises(StaleGeneration):
-        play(pushed_from_before, tmp_path / "with")
+        run_scenario(pushed_from_before, tmp_path / "with")
     drop = Pserver.drop
     with replaced(Pserver, "drop", lambda self, _: drop(self, 0)):
-        assert play(pushed_from_before, tmp_path / "without").applied > 0
+        assert run_scenario(pushed_from_before, tmp_path / "without").applied > 0
 
 
 async def another_model(storage):
     """The job's model is not the one of its checkpoint any more: other names, the same shapes."""
-    cluster = Cluster(str(storage))
+    cluster = PserverCluster(str(storage))
     await cluster.open()
     await cluster.committed(0)
     other = cluster.layout.model_copy(update={"digest": "d2"})
-    await cluster.client.put(KEYS.layout, other.to_bytes())
+    await cluster.etcd.put(KEYS.layout, other.to_bytes())
     await asyncio.sleep(1.0)
     return {member.restored.error for member in await cluster.roll_back()}
 
 
 def test_without_the_layout_digest_the_values_of_another_model_are_served(tmp_path):
-    errors = play(another_model, tmp_path / "with")
+    errors = run_scenario(another_model, tmp_path / "with")
     assert all("is of model d1, the job's model is d2" in error for error in errors)
     load = writer.load
 
@@ -288,4 +289,4 @@ def test_without_the_layout_digest_the_values_of_another_model_are_served(tmp_pa
         return load(url, job, stored.read_manifest(url, job, ref).layout.digest, ref, *others)
 
     with replaced(writer, "load", careless):
-        assert play(another_model, tmp_path / "without") == {""}
+        assert run_scenario(another_model, tmp_path / "without") == {""}

@@ -15,8 +15,9 @@ from shared.records.checkpoints import CheckpointCut, OwnCheckpoints
 from shared.records.pauses import Saving
 from shared.records.step import LaneZero
 from shared.wire.messages import InitBlock, PushBlock, PushHeader
+from tests.equipment.waiting import until
 from tests.pserver_service.checkpoints import parts
-from tests.pserver_service.checkpoints.cluster import KEYS, Away, Cluster, Node, play, stream, until
+from tests.pserver_service.checkpoints.cluster import KEYS, Away, Node, PserverCluster, run_scenario, stream
 
 META = TaskMeta(epoch=0, digest="d", seed=0, tasks=9).to_bytes()
 
@@ -82,10 +83,10 @@ def test_blocks_from_several_parts_bring_their_own_books():
 
 async def opened(storage, **spec):
     """Two parameter servers of a running asynchronous job, one minibatch trained."""
-    cluster = Cluster(str(storage), mode="async", **spec)
-    await cluster.client.put(KEYS.spec, cluster.spec.to_bytes())
-    await cluster.client.put(KEYS.pservers_desired, b"2")
-    await cluster.client.put(KEYS.task_meta, META)
+    cluster = PserverCluster(str(storage), mode="async", **spec)
+    await cluster.etcd.put(KEYS.spec, cluster.spec.to_bytes())
+    await cluster.etcd.put(KEYS.pservers_desired, b"2")
+    await cluster.etcd.put(KEYS.task_meta, META)
     await cluster.write_state(cluster.state)
     for number in range(2):
         await cluster.start(f"ps-{number}")
@@ -95,7 +96,7 @@ async def opened(storage, **spec):
         items = [(InitBlock(block=n), parts.bytes_view(values[n])) for n in numbers]
         header = parts.header_of(cluster.layout, index).model_copy(update={"mode": Mode.ASYNC, "lanes": 1})
         await node.pserver.init(header, stream(items))
-    await cluster.client.txn([], [Put(KEYS.layout, cluster.layout.to_bytes()), Put(KEYS.init_done, b"t")])
+    await cluster.etcd.txn([], [Put(KEYS.layout, cluster.layout.to_bytes()), Put(KEYS.init_done, b"t")])
     await push(cluster, 3, 0)
     return cluster
 
@@ -124,18 +125,18 @@ async def paused_checkpoint(cluster, step, *, confirmed=True, operation=""):
         }
     )
     cut = CheckpointCut(step=step, timeline=state.timeline, operation=operation)
-    await cluster.client.txn([], [Put(KEYS.state, saving.to_bytes()), Put(KEYS.checkpoint_cut(uuid), cut.to_bytes())])
+    await cluster.etcd.txn([], [Put(KEYS.state, saving.to_bytes()), Put(KEYS.checkpoint_cut(uuid), cut.to_bytes())])
     cluster.state = state.model_copy(update={"generation": state.generation + 1, "saved": step})
     writes = [Put(KEYS.state, cluster.state.to_bytes())]
     while any(member.copied != uuid for member in (await cluster.members()).values()):
         if any(node.process.dead for node in cluster.nodes.values()):
-            await cluster.client.txn([], [*writes, Delete(KEYS.checkpoint_cut(uuid))])
+            await cluster.etcd.txn([], [*writes, Delete(KEYS.checkpoint_cut(uuid))])
             return False
         await asyncio.sleep(0.01)
     if confirmed:
         copied = cut.model_copy(update={"copied": True})
         writes.append(Put(KEYS.checkpoint_cut(uuid), copied.to_bytes()))
-    await cluster.client.txn([], writes)
+    await cluster.etcd.txn([], writes)
     return True
 
 
@@ -143,10 +144,10 @@ def test_a_paused_checkpoint_is_of_one_instant_while_training_goes_on(tmp_path):
     async def scenario():
         cluster = await opened(tmp_path)
         before = parts.state_of(cluster.stores)
-        await cluster.client.put(KEYS.cursor("0"), b"4")
+        await cluster.etcd.put(KEYS.cursor("0"), b"4")
         await paused_checkpoint(cluster, 1)
         await push(cluster, 3, 1)
-        await cluster.client.put(KEYS.cursor("0"), b"5")
+        await cluster.etcd.put(KEYS.cursor("0"), b"5")
         latest = await cluster.committed(1)
         manifest = stored.read_manifest(str(tmp_path), parts.JOB, latest.kept[0])
         assert (manifest.queue["cursor/0"], manifest.mode) == ("4", Mode.ASYNC)
@@ -157,7 +158,7 @@ def test_a_paused_checkpoint_is_of_one_instant_while_training_goes_on(tmp_path):
             assert {name: loaded[name] for name in values} == values
             assert [store.ledger.next_of(0, 3).next for store in stores] == [1] * pservers
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_a_pause_that_was_not_confirmed_is_never_committed(tmp_path):
@@ -169,7 +170,7 @@ def test_a_pause_that_was_not_confirmed_is_never_committed(tmp_path):
         await paused_checkpoint(cluster, 2)
         assert [ref.step for ref in (await cluster.committed(2)).kept] == [2]
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_a_paused_checkpoint_that_somebody_asked_for_is_not_pushed_out_by_the_schedule(tmp_path):
@@ -184,7 +185,7 @@ def test_a_paused_checkpoint_that_somebody_asked_for_is_not_pushed_out_by_the_sc
         assert [(ref.step, ref.asked) for ref in latest.kept] == [(3, False), (1, True)]
         assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {ref.uuid for ref in latest.kept}
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_a_push_of_before_the_cut_is_stale_at_who_has_copied(tmp_path):
@@ -196,12 +197,12 @@ def test_a_push_of_before_the_cut_is_stale_at_who_has_copied(tmp_path):
         answers = await asyncio.gather(push(cluster, 3, 1), return_exceptions=True)
         assert "stale" in str(answers[0])
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 async def replaced(cluster, index):
     cluster.nodes[index].process.kill()
-    cluster.etcd.forget(cluster.nodes[index].process.name)
+    cluster.simulated.forget(cluster.nodes[index].process.name)
     node = await cluster.start(f"ps-{index}-again")
     await until(lambda: node.registration.member.restored is not None, "it says what it has", 60.0)
     return node, node.registration.member.restored
@@ -210,7 +211,7 @@ async def replaced(cluster, index):
 def test_a_replaced_pserver_takes_its_blocks_from_the_checkpoint_and_the_others_keep_theirs(tmp_path):
     async def scenario():
         cluster = await opened(tmp_path)
-        await cluster.client.put(KEYS.pending("3"), b"{}")
+        await cluster.etcd.put(KEYS.pending("3"), b"{}")
         await paused_checkpoint(cluster, 1)
         latest = await cluster.committed(1)
         await push(cluster, 3, 1)
@@ -224,7 +225,7 @@ def test_a_replaced_pserver_takes_its_blocks_from_the_checkpoint_and_the_others_
         assert [answer.applied > 0 for answer in await push(cluster, 3, 1)] == [False, True]
         assert node.pserver.timeline == 0
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_a_replaced_pserver_waits_for_a_storage_that_is_not_reached_and_says_so(tmp_path):
@@ -233,9 +234,9 @@ def test_a_replaced_pserver_waits_for_a_storage_that_is_not_reached_and_says_so(
         await paused_checkpoint(cluster, 1)
         latest = await cluster.committed(1)
         cluster.nodes[1].process.kill()
-        cluster.etcd.forget(cluster.nodes[1].process.name)
+        cluster.simulated.forget(cluster.nodes[1].process.name)
         node = Node(cluster, "ps-1-again")
-        away = Away(node.doom.offload, times=50)
+        away = Away(node.crash_point.offload, times=50)
         cluster.every.append(node)
         node.member.rejoin._around = dataclasses.replace(node.member.rejoin._around, offload=away)
         await until(lambda: node.registration.member.waits, "it says what it waits for", 60.0)
@@ -245,11 +246,11 @@ def test_a_replaced_pserver_waits_for_a_storage_that_is_not_reached_and_says_so(
         await until(lambda: node.registration.member.restored is not None, "it comes back", 60.0)
         assert (node.registration.member.restored.error, node.registration.member.waits, away.refused) == ("", "", 50)
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 async def own(cluster, index):
-    found = await cluster.client.get(KEYS.own_checkpoints(index))
+    found = await cluster.etcd.get(KEYS.own_checkpoints(index))
     return OwnCheckpoints.model_validate_json(found.value) if found else None
 
 
@@ -292,7 +293,7 @@ def test_independent_checkpoints_keep_two_and_fall_back_from_damage(tmp_path):
         _, said = await replaced(cluster, 1)
         assert said.error.startswith("no checkpoint of pserver 1 is left: 2 cannot be used: ")
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_the_states_of_saving_are_read_back():

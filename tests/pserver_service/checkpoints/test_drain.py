@@ -6,15 +6,16 @@ import asyncio
 
 from shared.records import MasterAddress
 from shared.records.step import CheckpointAsked
-from tests.pserver_service.checkpoints.cluster import DRAIN_S, KEYS, Cluster, play, until
+from tests.equipment.waiting import until
+from tests.pserver_service.checkpoints.cluster import DRAIN_S, KEYS, PserverCluster, run_scenario
 
 
 async def opened(storage, **spec):
     """Two parameter servers at version 1, a master, one trainer; only version 0 is saved."""
-    cluster = Cluster(str(storage), checkpoint_every_steps=None, **spec)
+    cluster = PserverCluster(str(storage), checkpoint_every_steps=None, **spec)
     await cluster.open()
     await cluster.committed(0)
-    await cluster.client.put(KEYS.master_address, MasterAddress(url="http://m", term=1).to_bytes())
+    await cluster.etcd.put(KEYS.master_address, MasterAddress(url="http://m", term=1).to_bytes())
     await cluster.write_state(cluster.state.model_copy(update={"trainers": ("t",)}))
     await cluster.train(0, 1)
     return cluster
@@ -47,7 +48,7 @@ def test_it_says_so_and_leaves_once_a_checkpoint_of_its_version_is_the_latest(tm
         assert list(await cluster.members()) == [0]
         cluster.check_latest(latest)
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_without_a_checkpoint_it_leaves_when_its_time_is_over(tmp_path):
@@ -56,28 +57,28 @@ def test_without_a_checkpoint_it_leaves_when_its_time_is_over(tmp_path):
         cluster.nodes[0].stopping.set()
         assert DRAIN_S <= await left(cluster.nodes[0]) < DRAIN_S + 1
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_where_nobody_could_ask_for_a_checkpoint_or_nobody_trains_it_leaves_at_once(tmp_path):
     async def scenario(*, master, trainers, wait_s):
         cluster = await opened(tmp_path / f"{master}-{len(trainers)}-{wait_s}")
         if not master:
-            await cluster.client.delete(KEYS.master_address)
+            await cluster.etcd.delete(KEYS.master_address)
         await cluster.write_state(cluster.state.model_copy(update={"trainers": trainers}))
         node = cluster.nodes[0]
         await until(lambda: node.directory.state.trainers == trainers, "it knows")
         node.stopping.set()
         assert await left(node) < wait_s
 
-    play(lambda: scenario(master=False, trainers=("t",), wait_s=0.5))
-    play(lambda: scenario(master=True, trainers=(), wait_s=0.5))
+    run_scenario(lambda: scenario(master=False, trainers=("t",), wait_s=0.5))
+    run_scenario(lambda: scenario(master=True, trainers=(), wait_s=0.5))
 
 
 def test_what_is_being_written_is_finished_and_published_before_it_leaves(tmp_path):
     async def scenario():
         cluster = await opened(tmp_path)
-        await cluster.client.delete(KEYS.master_address)  # the whole job is being stopped, masters first
+        await cluster.etcd.delete(KEYS.master_address)  # the whole job is being stopped, masters first
         await cluster.train(1, 3, asked=asked_at(3))
         for node in cluster.nodes.values():
             node.stopping.set()
@@ -86,15 +87,15 @@ def test_what_is_being_written_is_finished_and_published_before_it_leaves(tmp_pa
         cluster.check_latest(latest)
         assert await cluster.members() == {}
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_it_does_not_wait_for_the_part_of_one_that_is_gone(tmp_path):
     async def scenario():
         cluster = await opened(tmp_path)
-        await cluster.client.delete(KEYS.master_address)
+        await cluster.etcd.delete(KEYS.master_address)
         cluster.nodes[1].process.kill()
-        cluster.etcd.forget("ps-1")
+        cluster.simulated.forget("ps-1")
         await cluster.train(1, 3, asked=asked_at(3))
         while 1 in await cluster.members():
             await asyncio.sleep(0.5)
@@ -102,4 +103,4 @@ def test_it_does_not_wait_for_the_part_of_one_that_is_gone(tmp_path):
         assert await left(cluster.nodes[0]) < 1.0
         assert (await cluster.latest()).step == 0
 
-    play(scenario)
+    run_scenario(scenario)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from shared.records import PserverMember
 from tests.equipment.small_disk import fill, mount, small_disk
-from tests.pserver_service.checkpoints.cluster import Away, Cluster, play, until
+from tests.equipment.waiting import until
+from tests.pserver_service.checkpoints.cluster import Away, PserverCluster, run_scenario
 
 __all__ = ["small_disk"]
 
@@ -17,20 +18,20 @@ def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-async def troubles(cluster: Cluster) -> dict[int, str]:
+async def troubles(cluster: PserverCluster) -> dict[int, str]:
     return {index: member.trouble for index, member in (await cluster.members()).items()}
 
 
-async def told(cluster: Cluster) -> list[PserverMember]:
+async def told(cluster: PserverCluster) -> list[PserverMember]:
     """Every value of ps/<index> since the start that differs from the one before in what it says about checkpoints."""
-    events = [event for event in cluster.etcd.events() if "/ps/" in event.kv.key and event.type == "put"]
+    events = [event for event in cluster.simulated.events() if "/ps/" in event.kv.key and event.type == "put"]
     members = [PserverMember.model_validate_json(event.kv.value) for event in events]
     return [m for m in members if m.trouble]
 
 
 def test_a_full_disk_is_told_once_and_the_next_checkpoint_after_it_succeeds(small_disk):
     async def scenario():
-        cluster = Cluster(str(small_disk))
+        cluster = PserverCluster(str(small_disk))
         await cluster.open()
         before = await cluster.committed(0)
         kept = files(small_disk)
@@ -59,14 +60,14 @@ def test_a_full_disk_is_told_once_and_the_next_checkpoint_after_it_succeeds(smal
             await cluster.train(10, 10)
         assert {name.split("/")[1] for name in files(small_disk)} == {ref.uuid for ref in latest.kept}
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_parts_of_a_checkpoint_that_another_could_not_write_do_not_fill_the_disk(tmp_path):
     """Its owner deletes his own part: the checkpoint will never be whole."""
 
     async def scenario():
-        cluster = Cluster(str(tmp_path))
+        cluster = PserverCluster(str(tmp_path))
         await cluster.open()
         before = await cluster.committed(0)
         kept = files(tmp_path)
@@ -84,12 +85,12 @@ def test_parts_of_a_checkpoint_that_another_could_not_write_do_not_fill_the_disk
         assert await cluster.latest() == before
         assert not [key for key in await cluster.tree() if "/finished/" in key and before.uuid not in key]
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_a_read_only_file_system(tmp_path):
     async def scenario():
-        cluster = Cluster(str(tmp_path))
+        cluster = PserverCluster(str(tmp_path))
         await cluster.open()
         before = await cluster.committed(0)
         mount("--bind", str(tmp_path), str(tmp_path))
@@ -104,13 +105,13 @@ def test_a_read_only_file_system(tmp_path):
         await cluster.train(2, 4)
         cluster.check_latest(await cluster.committed(4))
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_a_file_in_place_of_the_folder(tmp_path):
     async def scenario():
         (tmp_path / "checkpoints").touch()
-        cluster = Cluster(str(tmp_path))
+        cluster = PserverCluster(str(tmp_path))
         await cluster.open()
         await until(lambda: all(n.pserver.checkpoint_error for n in cluster.nodes.values()), "it is told")
         error = cluster.nodes[0].pserver.checkpoint_error
@@ -120,12 +121,12 @@ def test_a_file_in_place_of_the_folder(tmp_path):
         await cluster.train(0, 2)
         cluster.check_latest(await cluster.committed(2))
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_a_manifest_that_cannot_be_written_is_told_and_the_next_checkpoint_is_committed(tmp_path):
     async def scenario():
-        cluster = Cluster(str(tmp_path))
+        cluster = PserverCluster(str(tmp_path))
         await cluster.open()
         before = await cluster.committed(0)
 
@@ -141,26 +142,26 @@ def test_a_manifest_that_cannot_be_written_is_told_and_the_next_checkpoint_is_co
         await until(lambda: any("cannot be committed" in n.pserver.checkpoint_error for n in nodes), "it is told")
         assert await cluster.latest() == before
         for node in nodes:
-            node.member.checkpointer.committer._offload = node.doom.offload
+            node.member.checkpointer.committer._offload = node.crash_point.offload
         await cluster.train(2, 4)
         cluster.check_latest(await cluster.committed(4))
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_a_store_that_is_not_reached_while_the_job_rolls_back_is_waited_for(tmp_path):
     """No checkpoint is given up for it, however long it takes."""
 
     async def scenario():
-        cluster = Cluster(str(tmp_path))
+        cluster = PserverCluster(str(tmp_path))
         await cluster.open()
         await cluster.train(0, 2)
         latest = await cluster.committed(2)
-        away = Away(cluster.nodes[1].doom.offload, times=50)
+        away = Away(cluster.nodes[1].crash_point.offload, times=50)
         rollback = cluster.nodes[1].member.rollback
         rollback._around = dataclasses.replace(rollback._around, offload=away)
         members = await cluster.roll_back(checkpoint=latest.uuid)
         assert away.refused == 50
         assert [member.restored.error for member in members] == ["", ""]
 
-    play(scenario)
+    run_scenario(scenario)

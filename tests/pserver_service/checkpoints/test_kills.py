@@ -9,7 +9,7 @@ import pytest
 
 from shared.records import PserverMember
 from tests.pserver_service.checkpoints import parts
-from tests.pserver_service.checkpoints.cluster import KEYS, TTL_S, Cluster, expected, folders, play
+from tests.pserver_service.checkpoints.cluster import KEYS, TTL_S, PserverCluster, expected, folders, run_scenario
 
 WINDOW_S = 1.0  # of virtual time: a checkpoint of version 2 takes 0.1
 NAMES = ("ps-0", "ps-1")
@@ -18,7 +18,7 @@ LAYOUT = parts.layout_of(elements=64)  # 4, 2 and 1 blocks: both have some
 
 async def opened(storage):
     """Two parameter servers one step before version 2, which is due; `latest` is version 0, and only one is kept."""
-    cluster = Cluster(str(storage), keep_checkpoints=1, layout=LAYOUT)
+    cluster = PserverCluster(str(storage), keep_checkpoints=1, layout=LAYOUT)
     await cluster.open()
     await cluster.committed(0)
     await cluster.train(0, 1)
@@ -33,10 +33,10 @@ async def undisturbed(storage, name):
     """What that process does while the checkpoint of version 2 is made, and its turns before and after it."""
     cluster = await opened(storage)
     node = node_of(cluster, name)
-    done, turns = len(node.doom.done), node.process.turns
+    done, turns = len(node.crash_point.done), node.process.turns
     await cluster.train(1, 2)
     await cluster.committed(2)
-    return node.doom.done[done:], range(turns, node.process.turns + 4)
+    return node.crash_point.done[done:], range(turns, node.process.turns + 4)
 
 
 async def go_on(cluster, before):
@@ -72,23 +72,23 @@ async def killed_before(storage, name, number, everybody=False):
     cluster = await opened(storage)
     victim, before = node_of(cluster, name), await cluster.latest()
     victims = list(cluster.nodes.values()) if everybody else [victim]
-    victim.doom.last = len(victim.doom.done) + number
-    victim.doom.at_last = lambda: [each.process.kill() for each in victims]
+    victim.crash_point.last = len(victim.crash_point.done) + number
+    victim.crash_point.at_last = lambda: [each.process.kill() for each in victims]
     await cluster.train(1, 2)
     await asyncio.sleep(WINDOW_S)
-    assert victim.process.dead, (number, victim.doom.done)
+    assert victim.process.dead, (number, victim.crash_point.done)
     for each in victims:
-        cluster.etcd.disconnect(each.process.name)
-        cluster.etcd.forget(each.process.name)
+        cluster.simulated.disconnect(each.process.name)
+        cluster.simulated.forget(each.process.name)
     assert_swept(cluster, await go_on(cluster, before))
 
 
 @pytest.mark.parametrize("everybody", [False, True], ids=["alone", "with everybody"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_pserver_killed_at_any_await_leaves_latest_usable(tmp_path, name, everybody):
-    done, _ = play(undisturbed, tmp_path / "undisturbed", name)
+    done, _ = run_scenario(undisturbed, tmp_path / "undisturbed", name)
     for number in range(len(done)):
-        play(killed_before, tmp_path / str(number), name, number, everybody)
+        run_scenario(killed_before, tmp_path / str(number), name, number, everybody)
 
 
 FILE = ["os.mkdir", "open", "os.fsync", "os.rename", "os.fsync"]
@@ -97,7 +97,7 @@ OLDER_DELETED = ["os.remove"] * 3 + ["os.rmdir", "/kv/deleterange"]
 
 
 def test_the_moments_of_death_are_those_of_the_whole_protocol(tmp_path):
-    finisher, other = (play(undisturbed, tmp_path / name, name)[0] for name in NAMES)
+    finisher, other = (run_scenario(undisturbed, tmp_path / name, name)[0] for name in NAMES)
     part = [STARTED, *FILE, FINISHED]
     assert finisher == [*part, LOCK, *FILE, LATEST, *OLDER_DELETED, UNLOCK]
     assert other == [*part, LOCK], "it sees all parts too, and comes too late for the lock"
@@ -107,8 +107,8 @@ async def going_back_before(storage, name, number):
     """Nobody dies, but the job begins to roll back at that moment, with a checkpoint half made."""
     cluster = await opened(storage)
     victim, before, begun = node_of(cluster, name), await cluster.latest(), asyncio.Event()
-    victim.doom.last = len(victim.doom.done) + number
-    victim.doom.at_last = begun.set
+    victim.crash_point.last = len(victim.crash_point.done) + number
+    victim.crash_point.at_last = begun.set
     await cluster.train(1, 2)
     async with asyncio.timeout(WINDOW_S):
         await begun.wait()
@@ -122,9 +122,9 @@ async def going_back_before(storage, name, number):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_roll_back_that_begins_at_any_await_finds_latest_usable(tmp_path, name):
-    done, _ = play(undisturbed, tmp_path / "undisturbed", name)
+    done, _ = run_scenario(undisturbed, tmp_path / "undisturbed", name)
     for number in range(len(done)):
-        play(going_back_before, tmp_path / str(number), name, number)
+        run_scenario(going_back_before, tmp_path / str(number), name, number)
 
 
 async def frozen_at(storage, name, turn):
@@ -153,9 +153,9 @@ async def frozen_at(storage, name, turn):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_pserver_that_sleeps_at_any_await_and_wakes_after_its_replacement_publishes_nothing(tmp_path, name):
-    _, turns = play(undisturbed, tmp_path / "undisturbed", name)
+    _, turns = run_scenario(undisturbed, tmp_path / "undisturbed", name)
     for turn in turns:
-        play(frozen_at, tmp_path / str(turn), name, turn)
+        run_scenario(frozen_at, tmp_path / str(turn), name, turn)
 
 
 async def killed_while_restoring(storage, name, turn):
@@ -164,7 +164,7 @@ async def killed_while_restoring(storage, name, turn):
     victim = node_of(cluster, name)
     [other] = [node for node in cluster.nodes.values() if node is not victim]
     other.process.kill()
-    cluster.etcd.forget(other.process.name)
+    cluster.simulated.forget(other.process.name)
     before = await cluster.latest()
     await cluster.start("ps-new")
     victim.process.last_turn = victim.process.turns + turn
@@ -173,7 +173,7 @@ async def killed_while_restoring(storage, name, turn):
     if not victim.process.dead:
         await rolling
         return False
-    cluster.etcd.forget(name)
+    cluster.simulated.forget(name)
     rolling.cancel()
     await cluster.start("ps-newer")
     answers = await cluster.roll_back()
@@ -187,7 +187,7 @@ async def killed_while_restoring(storage, name, turn):
 def test_a_pserver_killed_at_any_await_of_a_roll_back_is_replaced(tmp_path, name):
     turn, died = 1, True
     while died:
-        died = play(killed_while_restoring, tmp_path / str(turn), name, turn)
+        died = run_scenario(killed_while_restoring, tmp_path / str(turn), name, turn)
         turn += 1
     assert turn > 12
 
@@ -203,15 +203,15 @@ def test_the_lock_of_a_dead_committer_is_freed_and_another_commits(tmp_path):
             if event.kv.key == KEYS.finish_lock and event.type == "put" and not dead:
                 victim = next(n for n in cluster.every if n.pserver.incarnation == event.kv.value.decode())
                 victim.process.kill()
-                cluster.etcd.forget(victim.process.name)
+                cluster.simulated.forget(victim.process.name)
                 dead.append(victim)
 
-        seen = len(cluster.etcd.events())
+        seen = len(cluster.simulated.events())
         await cluster.train(1, 2)
 
         def look():
             nonlocal seen
-            events = cluster.etcd.events()
+            events = cluster.simulated.events()
             for event in events[seen:]:
                 kill_the_holder(event)
             seen = len(events)
@@ -223,4 +223,4 @@ def test_the_lock_of_a_dead_committer_is_freed_and_another_commits(tmp_path):
         latest = await cluster.committed(2, limit_s=3 * TTL_S)
         cluster.check_latest(latest)
 
-    play(scenario)
+    run_scenario(scenario)

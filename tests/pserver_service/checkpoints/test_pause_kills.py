@@ -9,7 +9,7 @@ import pytest
 
 from shared.checkpoints import stored
 from tests.pserver_service.checkpoints import parts
-from tests.pserver_service.checkpoints.cluster import KEYS, folders, play
+from tests.pserver_service.checkpoints.cluster import KEYS, folders, run_scenario
 from tests.pserver_service.checkpoints.test_asynchronous import opened, paused_checkpoint, push
 from tests.pserver_service.checkpoints.test_asynchronous import replaced as replaced_alone
 from tests.pserver_service.checkpoints.test_kills import (
@@ -37,7 +37,7 @@ def values(stores):
 async def before_the_second(storage):
     """Checkpoint 1 holds one minibatch and is committed; the second one is trained; only one checkpoint is kept."""
     cluster = await opened(storage, keep_checkpoints=1, checkpoint_every_seconds=None)
-    await cluster.client.put(KEYS.pending(str(TASK)), b"{}")
+    await cluster.etcd.put(KEYS.pending(str(TASK)), b"{}")
     assert await paused_checkpoint(cluster, 1)
     await cluster.committed(1)
     await push(cluster, TASK, 1)
@@ -53,10 +53,10 @@ async def undisturbed(storage, name):
         bits.append(values(cluster.stores))
     cluster = await before_the_second(storage)
     node = node_of(cluster, name)
-    done = len(node.doom.done)
+    done = len(node.crash_point.done)
     assert await paused_checkpoint(cluster, 2)
     await cluster.committed(2)
-    return node.doom.done[done:], bits
+    return node.crash_point.done[done:], bits
 
 
 def check_latest(storage, latest, bits):
@@ -74,15 +74,15 @@ async def killed_before(storage, name, number, bits, everybody):
     cluster = await before_the_second(storage)
     victim = node_of(cluster, name)
     victims = list(cluster.nodes.values()) if everybody else [victim]
-    victim.doom.last = len(victim.doom.done) + number
-    victim.doom.at_last = lambda: [each.process.kill() for each in victims]
+    victim.crash_point.last = len(victim.crash_point.done) + number
+    victim.crash_point.at_last = lambda: [each.process.kill() for each in victims]
     await paused_checkpoint(cluster, 2)
     await push(cluster, TASK, 2)  # while it is written
     await asyncio.sleep(WINDOW_S)
-    assert victim.process.dead, (number, victim.doom.done)
+    assert victim.process.dead, (number, victim.crash_point.done)
     for each in victims:
-        cluster.etcd.disconnect(each.process.name)
-        cluster.etcd.forget(each.process.name)
+        cluster.simulated.disconnect(each.process.name)
+        cluster.simulated.forget(each.process.name)
     latest = await cluster.latest()
     assert latest.step in {1, 2}
     check_latest(storage, latest, bits)
@@ -106,13 +106,13 @@ async def killed_before(storage, name, number, bits, everybody):
 @pytest.mark.parametrize("everybody", [False, True], ids=["alone", "with everybody"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_pserver_killed_at_any_await_of_a_pause_leaves_latest_usable(tmp_path, name, everybody):
-    done, bits = play(undisturbed, tmp_path / "undisturbed", name)
+    done, bits = run_scenario(undisturbed, tmp_path / "undisturbed", name)
     for number in range(len(done)):
-        play(killed_before, tmp_path / str(number), name, number, bits, everybody)
+        run_scenario(killed_before, tmp_path / str(number), name, number, bits, everybody)
 
 
 def test_the_moments_of_death_are_those_of_the_whole_protocol(tmp_path):
-    finisher, other = (play(undisturbed, tmp_path / name, name)[0] for name in NAMES)
+    finisher, other = (run_scenario(undisturbed, tmp_path / name, name)[0] for name in NAMES)
     part = [COPIED, STARTED, *FILE, FINISHED]
     assert finisher == [*part, LOCK, *FILE, LATEST, *OLDER_DELETED, UNLOCK]
     assert other == [*part, LOCK]

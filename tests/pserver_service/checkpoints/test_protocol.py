@@ -9,24 +9,25 @@ import pytest
 from shared.checkpoints import stored
 from shared.records import JobState, Phase
 from shared.records.checkpoints import CheckpointStarted
+from tests.equipment.waiting import until
 from tests.pserver_service.checkpoints import parts
-from tests.pserver_service.checkpoints.cluster import KEYS, Cluster, expected, folders, play, until
+from tests.pserver_service.checkpoints.cluster import KEYS, PserverCluster, expected, folders, run_scenario
 
 
 def test_the_initial_parameters_are_a_checkpoint(tmp_path):
     async def scenario():
-        cluster = Cluster(str(tmp_path))
+        cluster = PserverCluster(str(tmp_path))
         await cluster.open()
         latest = await cluster.committed(0)
         cluster.check_latest(latest)
         assert [ref.step for ref in latest.kept] == [0]
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_the_newest_two_are_kept_and_nothing_else_stays(tmp_path):
     async def scenario():
-        cluster = Cluster(str(tmp_path))
+        cluster = PserverCluster(str(tmp_path))
         await cluster.open()
         for step in (0, 2, 4, 6):
             if step:
@@ -41,12 +42,12 @@ def test_the_newest_two_are_kept_and_nothing_else_stays(tmp_path):
             f"{uuid}/{name}" for uuid in kept for name in ("begun", "finished/0", "finished/1")
         }
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_the_manifest_says_what_a_master_needs_to_go_on(tmp_path):
     async def scenario():
-        cluster = Cluster(str(tmp_path))
+        cluster = PserverCluster(str(tmp_path))
         await cluster.open()
         await cluster.committed(0)
         await cluster.train(0, 2)
@@ -60,12 +61,12 @@ def test_the_manifest_says_what_a_master_needs_to_go_on(tmp_path):
         assert manifest.spec_digest == stored.spec_digest(cluster.spec)
         assert {part.pserver for part in manifest.parts} == {0, 1}
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_training_does_not_wait_for_slow_storage_and_the_best_of_what_waits_is_written(tmp_path):
     async def scenario():
-        cluster = Cluster(str(tmp_path), checkpoint_every_steps=1)
+        cluster = PserverCluster(str(tmp_path), checkpoint_every_steps=1)
         await cluster.open()
         await cluster.committed(0)
         await cluster.train(0, 9)  # 9 versions within 9 ms; writing one takes 20
@@ -75,12 +76,12 @@ def test_training_does_not_wait_for_slow_storage_and_the_best_of_what_waits_is_w
         assert [ref.step for ref in latest.kept] == [8, 1]
         assert [store.skipped for store in cluster.stores] == [7, 7]
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_all_load_what_is_latest_when_the_job_rolls_back(tmp_path):
     async def scenario():
-        cluster = Cluster(str(tmp_path), pservers=3)
+        cluster = PserverCluster(str(tmp_path), pservers=3)
         await cluster.open()
         await cluster.train(0, 2)
         await cluster.committed(2)
@@ -96,12 +97,12 @@ def test_all_load_what_is_latest_when_the_job_rolls_back(tmp_path):
         assert (latest.timeline, [ref.step for ref in latest.kept]) == (2, [4, 2])
         cluster.check_latest(latest)
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_everything_dies_and_the_job_goes_on_with_another_number_of_pservers(tmp_path):
     async def scenario():
-        cluster = Cluster(str(tmp_path), pservers=3)
+        cluster = PserverCluster(str(tmp_path), pservers=3)
         await cluster.open()
         step = 0
         for pservers in (1, 4):
@@ -110,13 +111,13 @@ def test_everything_dies_and_the_job_goes_on_with_another_number_of_pservers(tmp
             await cluster.committed(step)
             for node in cluster.nodes.values():
                 node.process.kill()
-                cluster.etcd.forget(node.process.name)
+                cluster.simulated.forget(node.process.name)
             cluster.nodes.clear()
-            cluster.etcd.stop()
-            cluster.etcd.start()
+            cluster.simulated.stop()
+            cluster.simulated.start()
             while await cluster.members():
                 await asyncio.sleep(1.0)
-            await cluster.client.put(KEYS.pservers_desired, str(pservers).encode())
+            await cluster.etcd.put(KEYS.pservers_desired, str(pservers).encode())
             for number in range(pservers):
                 await cluster.start(f"ps-{number}-of-{pservers}")
             await cluster.roll_back(pservers)
@@ -124,12 +125,12 @@ def test_everything_dies_and_the_job_goes_on_with_another_number_of_pservers(tmp
         await cluster.train(step, step + 2)
         cluster.check_latest(await cluster.committed(step + 2))
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_a_push_of_before_the_roll_back_is_stale_and_a_pull_of_before_joins_again(tmp_path):
     async def scenario():
-        cluster = Cluster(str(tmp_path), pservers=1)
+        cluster = PserverCluster(str(tmp_path), pservers=1)
         await cluster.open()
         await cluster.train(0, 2)
         await cluster.committed(2)
@@ -141,12 +142,12 @@ def test_a_push_of_before_the_roll_back_is_stale_and_a_pull_of_before_joins_agai
         cluster.state = new
         assert (await cluster.push(cluster.nodes[0], 2, 0)).applied > 0
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_a_damaged_checkpoint_is_told_and_the_one_before_it_can_be_taken(tmp_path):
     async def scenario():
-        cluster = Cluster(str(tmp_path))
+        cluster = PserverCluster(str(tmp_path))
         await cluster.open()
         await cluster.train(0, 2)
         await cluster.committed(2)
@@ -170,23 +171,23 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_can_be_taken(tmp_pat
         cluster.check_latest(newest)
         assert folders(tmp_path) == {ref.uuid for ref in newest.kept}
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_a_checkpoint_that_is_not_kept_cannot_be_loaded(tmp_path):
     async def scenario():
-        cluster = Cluster(str(tmp_path))
+        cluster = PserverCluster(str(tmp_path))
         await cluster.open()
         await cluster.committed(0)
         answers = await cluster.roll_back(checkpoint="nowhere")
         assert all("'nowhere' is not among those kept" in member.restored.error for member in answers)
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_storage_that_cannot_be_written_is_told_and_the_old_checkpoint_stays(tmp_path, monkeypatch):
     async def scenario():
-        cluster = Cluster(str(tmp_path))
+        cluster = PserverCluster(str(tmp_path))
         await cluster.open()
         before = await cluster.committed(0)
 
@@ -214,18 +215,18 @@ def test_storage_that_cannot_be_written_is_told_and_the_old_checkpoint_stays(tmp
         cluster.check_latest(before)
 
         del node.member.checkpointer._offload
-        node.member.checkpointer._offload = node.doom.offload  # room was made
+        node.member.checkpointer._offload = node.crash_point.offload  # room was made
         await cluster.train(3, 4)
         cluster.check_latest(await cluster.committed(4))
         assert (await node.pserver.info()).checkpoint_error == ""
         assert len(folders(tmp_path)) == 2
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_nothing_is_committed_while_the_job_rolls_back(tmp_path):
     async def scenario():
-        cluster = Cluster(str(tmp_path))
+        cluster = PserverCluster(str(tmp_path))
         await cluster.open()
         before = await cluster.committed(0)
         node = cluster.nodes[1]
@@ -238,34 +239,36 @@ def test_nothing_is_committed_while_the_job_rolls_back(tmp_path):
         await until(lambda: node.pserver.timeline == 2, "it rolls back")
         assert await cluster.latest() == before
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_an_etcd_outage_delays_checkpoints_and_not_training(tmp_path):
     async def scenario():
-        cluster = Cluster(str(tmp_path))
+        cluster = PserverCluster(str(tmp_path))
         await cluster.open()
         await cluster.committed(0)
-        cluster.etcd.stop()
+        cluster.simulated.stop()
         await cluster.train(0, 5)
         assert [store.lowest for store in cluster.stores] == [5, 5]
-        cluster.etcd.start()
+        cluster.simulated.start()
         cluster.check_latest(await cluster.committed(4))
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_lost_answers_of_etcd_change_nothing(tmp_path):
     async def scenario(method, applied):
-        cluster = Cluster(str(tmp_path / f"{method.replace('/', '-')}-{applied}"))
+        cluster = PserverCluster(str(tmp_path / f"{method.replace('/', '-')}-{applied}"))
         await cluster.open()
         await cluster.committed(0)
         for step in (2, 4):
             for name in ("ps-0", "ps-1", "ps-0", "ps-1"):
-                (cluster.etcd.lose_answer if applied else cluster.etcd.lose_request)(client=name, method=method)
+                (cluster.simulated.lose_answer if applied else cluster.simulated.lose_request)(
+                    client=name, method=method
+                )
             await cluster.train(step - 2, step)
             cluster.check_latest(await cluster.committed(step, 120.0))
 
     for method in ("/kv/txn", "/kv/deleterange"):
         for applied in (True, False):
-            play(scenario, method, applied)
+            run_scenario(scenario, method, applied)

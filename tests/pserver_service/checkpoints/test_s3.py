@@ -12,8 +12,9 @@ from shared.checkpoints import stored
 from shared.errors import CheckpointUnusable
 from shared.storage import files, object_store
 from tests.equipment.s3 import BUCKET, S3Server, refusal, s3
+from tests.equipment.waiting import until
 from tests.pserver_service.checkpoints import parts
-from tests.pserver_service.checkpoints.cluster import Cluster, expected, play, until
+from tests.pserver_service.checkpoints.cluster import PserverCluster, expected, run_scenario
 
 __all__ = ["s3"]
 
@@ -28,7 +29,7 @@ def folders(s3: S3Server) -> set[str]:
 
 def test_a_job_checkpoints_keeps_two_and_rolls_back(s3):
     async def scenario():
-        cluster = Cluster(place(s3))
+        cluster = PserverCluster(place(s3))
         await cluster.open()
         for step in (0, 2, 4, 6):
             if step:
@@ -43,7 +44,7 @@ def test_a_job_checkpoints_keeps_two_and_rolls_back(s3):
         assert parts.state_of(cluster.stores) == expected(cluster.layout, 6)
         return latest
 
-    latest = play(scenario, offline=False)
+    latest = run_scenario(scenario, offline=False)
     manifest = asyncio.run(StoredManifests(place(s3), parts.JOB).read(latest.kept[0]))
     assert manifest.record.positions == parts.positions(6)
     refs, unreadable = stored.found(place(s3))
@@ -52,7 +53,7 @@ def test_a_job_checkpoints_keeps_two_and_rolls_back(s3):
 
 def test_a_damaged_object_is_noticed_and_the_checkpoint_before_it_is_taken(s3):
     async def scenario():
-        cluster = Cluster(place(s3))
+        cluster = PserverCluster(place(s3))
         await cluster.open()
         await cluster.committed(0)
         await cluster.train(0, 2)
@@ -70,7 +71,7 @@ def test_a_damaged_object_is_noticed_and_the_checkpoint_before_it_is_taken(s3):
         assert [member.restored.error for member in answers] == ["", ""]
         assert parts.state_of(cluster.stores) == expected(cluster.layout, 0)
 
-    play(scenario, offline=False)
+    run_scenario(scenario, offline=False)
 
 
 def test_a_missing_object_is_noticed(s3):
@@ -87,7 +88,7 @@ def test_a_store_that_refuses_is_told_once_and_used_again_when_it_takes_files(s3
     """Also what it refused leaves nothing: no object, no upload, once a newer checkpoint is committed."""
 
     async def scenario():
-        cluster = Cluster(place(s3))
+        cluster = PserverCluster(place(s3))
         await cluster.open()
         before = await cluster.committed(0)
         s3.before = lambda environ: (
@@ -110,12 +111,12 @@ def test_a_store_that_refuses_is_told_once_and_used_again_when_it_takes_files(s3
         assert folders(s3) == {ref.uuid for ref in latest.kept}
         assert s3.uploads() == []
 
-    play(scenario, offline=False)
+    run_scenario(scenario, offline=False)
 
 
 def test_the_upload_of_a_pserver_that_was_killed_goes_with_the_next_checkpoint(s3):
     async def scenario():
-        cluster = Cluster(place(s3))
+        cluster = PserverCluster(place(s3))
         await cluster.open()
         await cluster.committed(0)
         node = cluster.nodes[1]
@@ -132,19 +133,19 @@ def test_the_upload_of_a_pserver_that_was_killed_goes_with_the_next_checkpoint(s
         await cluster.train(0, 2)
         await until(lambda: node.process.dead, "it dies while it writes")
         assert len(s3.uploads()) == 1
-        cluster.etcd.forget(node.process.name)
+        cluster.simulated.forget(node.process.name)
         await cluster.start("ps-1-new")
         await cluster.roll_back()
         await cluster.train(0, 2)
         cluster.check_latest(await cluster.committed(2))
         assert s3.uploads() == []
 
-    play(scenario, offline=False)
+    run_scenario(scenario, offline=False)
 
 
 def test_memory_and_file_urls_hold_checkpoints_as_well(tmp_path):
     async def scenario(url):
-        cluster = Cluster(url)
+        cluster = PserverCluster(url)
         await cluster.open()
         await cluster.committed(0)
         await cluster.train(0, 4)
@@ -157,5 +158,5 @@ def test_memory_and_file_urls_hold_checkpoints_as_well(tmp_path):
         }
 
     for url in ("memory://checkpoints-of-a-test/job", (tmp_path / "with space").as_uri()):
-        play(scenario, url)
+        run_scenario(scenario, url)
     files.remove_tree("memory://checkpoints-of-a-test")

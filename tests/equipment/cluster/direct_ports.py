@@ -1,0 +1,65 @@
+"""The trainer's ports, straight into a master and parameter servers of the same event loop: no network, no delays."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from master_service.leadership.master import Master
+from pserver_service.pserver import Pserver
+from shared.errors import PeerError
+from shared.wire.messages import PullEnd
+
+
+class DirectMaster:
+    """trainer_agent.tasks.source.MasterPort; `away`: it does not answer."""
+
+    def __init__(self, master: Master) -> None:
+        self._master = master
+        self.away = False
+
+    def __getattr__(self, name):
+        async def call(*arguments):
+            if self.away:
+                raise PeerError("the master is away")
+            return await getattr(self._master, name)(*arguments)
+
+        return call
+
+
+class DirectPserver:
+    """trainer_agent.data_plane.http.PserverPort; payloads of pushes are copied."""
+
+    def __init__(self, pserver: Pserver) -> None:
+        self._pserver = pserver
+
+    async def init(self, header, blocks):
+        await self._pserver.init(header, self._copied(blocks))
+
+    async def push(self, header, blocks):
+        return await self._pserver.push(header, self._copied(blocks))
+
+    async def pull(self, request, sink, placed=None):
+        async with aclosing(self._pserver.pull(request)) as items:
+            async for item in items:
+                if isinstance(item, PullEnd):
+                    return item
+                block, payload = item
+                sink(block)[:] = payload
+                if placed is not None:
+                    placed(block)
+        raise AssertionError("a pull ended without PullEnd")
+
+    async def info(self):
+        return await self._pserver.info()
+
+    async def ledger(self, query):
+        return await self._pserver.ledger(query)
+
+    @staticmethod
+    async def _copied(blocks) -> AsyncIterator[Any]:
+        async for item, payload in blocks:
+            await asyncio.sleep(0)
+            yield item, bytearray(payload)
