@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 
 from master_service.control.recovery import Recovery
-from master_service.core.state import job as decisions
+from master_service.core.decisions import tasks
+from master_service.core.decisions.membership import follow
 from master_service.core.state.changes import Decision
 from master_service.core.state.job import Job
-from master_service.core.state.members import follow
 from master_service.core.state.metrics import Metrics
 from master_service.datasets.manifests import Manifests
 from master_service.store.writer import Writer
@@ -73,7 +73,7 @@ class Oversight:
                 self._changed.set()
 
     async def _put_back_lost(self) -> None:
-        while await self._writer.decide(lambda job, _: decisions.put_back_lost(job)):
+        while await self._writer.decide(lambda job, _: tasks.put_back_lost(job)):
             pass
 
     async def _sweep(self) -> None:
@@ -81,7 +81,7 @@ class Oversight:
         while True:
             await asyncio.sleep(interval)
             await self._recovery.give_up_late()
-            late = await self._writer.decide(decisions.expire)
+            late = await self._writer.decide(tasks.expire)
             if not late:
                 continue
             self._writer.job.training.grant_again(clock.monotonic())

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
 
 from master_service.control.events import EventRing
-from master_service.core.decisions.turnover import complete_and_take
-from master_service.core.state import job as decisions
+from master_service.core.decisions import tasks
+from master_service.core.decisions.lifecycle import count_failure
 from master_service.core.state.changes import Event
 from master_service.core.state.job import Job
 from master_service.core.state.metrics import Metrics
-from master_service.leadership.election import Probe
 from master_service.store.writer import Writer
 from shared.errors import NotFound
 from shared.etcd import Etcd
@@ -29,6 +29,8 @@ from shared.records import (
     UserFailure,
 )
 from shared.runtime import clock
+
+Probe = Callable[[str], Awaitable[bool]]
 
 
 class Desk(ABC):
@@ -57,14 +59,14 @@ class Desk(ABC):
         """The same `request` asked twice gets the same pending task. Raises StaleGeneration, Conflict, InvalidArgument."""
         writer = self.writer
         if ask.stream is not None and ask.epoch > self.job.training.epoch:
-            await writer.decide(lambda job, _: decisions.close_epoch(job, ask))
+            await writer.decide(lambda job, _: tasks.close_epoch(job, ask))
         if ask.index > 0:
             self.job.budget.started = True
-        return await writer.decide(lambda job, _: decisions.acquire(job, ask))
+        return await writer.decide(lambda job, _: tasks.acquire(job, ask))
 
     async def report_progress(self, task_id: str, report: TaskProgress) -> None:
         """Nothing is written: it only moves the deadline. Raises StaleAttempt, NotFound."""
-        queue = decisions.report_progress(self.job, task_id, report).answer
+        queue = tasks.report_progress(self.job, task_id, report).answer
         queue.sign_of_life(task_id, report.minibatches, clock.monotonic())
 
     async def complete_task(self, task_id: str, report: CompleteTask) -> Completed:
@@ -72,7 +74,7 @@ class Desk(ABC):
         writer = self.writer
         queue = writer.job.queue_of(task_id)
         held = queue.pending.get(task_id)
-        completed = await writer.decide(lambda job, _: complete_and_take(job, task_id, report))
+        completed = await writer.decide(lambda job, _: tasks.complete_and_take(job, task_id, report))
         if held is not None:
             queue.pace.observe(clock.monotonic() - held.last_sign)
         if queue.kind is TaskKind.TRAIN:
@@ -82,7 +84,7 @@ class Desk(ABC):
     async def fail_task(self, task_id: str, report: FailTask) -> None:
         """Counts against the task, and before the first step against the job. Raises StaleAttempt, NotFound."""
         writer = self.writer
-        await writer.decide(lambda job, _: decisions.fail_task(job, task_id, report))
+        await writer.decide(lambda job, _: tasks.fail_task(job, task_id, report))
 
     async def report_failure(self, member_id: str, failure: UserFailure) -> None:
         """The user's code failed outside a task (building the model, say)."""
@@ -90,7 +92,7 @@ class Desk(ABC):
         named = failure.model_copy(update={"trainer": failure.trainer or member_id})
         fields: dict[str, str | int | float | bool] = {"member": member_id, "error_type": failure.error_type}
         self.events.add([Event("user_failure", f"{member_id}: {failure.error_type}: {failure.message}", fields)])
-        await writer.decide(lambda job, _: job.budget.spend(job.state, named, in_task=False))
+        await writer.decide(lambda job, _: count_failure(job.budget, job.state, named, in_task=False))
 
     # ---------------------------------------------------------------- members
 

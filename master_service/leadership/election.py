@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from master_service.control.task_service import Probe
 from master_service.core.queue.file_table import FileTable
 from master_service.core.state.job import Job
 from master_service.datasets.stored_tables import Tables
@@ -29,7 +30,6 @@ PAUSE_S = 0.1
 PROBE_EVERY_S = 0.5
 REVOKE_S = 3.0
 
-Probe = Callable[[str], Awaitable[bool]]
 log = telemetry.logger("leader")
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from master_service.control.task_service import Desk
+from master_service.control.task_service import Desk, Probe
 from master_service.core.state.changes import Event
 from master_service.datasets.manifests import Manifests, StoredManifests
 from master_service.datasets.stored_tables import StoredTables, Tables
-from master_service.leadership.election import Probe, campaign, in_office, take_over
+from master_service.leadership.election import campaign, in_office, take_over
 from master_service.leadership.term import Reign
 from master_service.store.writer import Mandate, Writer
 from shared.errors import NotLeader, NotReady, PeerError

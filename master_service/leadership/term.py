@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from master_service.control.events import EventRing
 from master_service.control.office import Office
+from master_service.core.decisions.membership import checkpoint_news
 from master_service.core.state.changes import Event
 from master_service.core.state.job import Job
-from master_service.core.state.members import Members, checkpoint_news
+from master_service.core.state.members import Members
 from master_service.core.state.metrics import Metrics
 from master_service.datasets.manifests import Manifests
 from master_service.leadership.election import Takeover

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from master_service.control.office import Office
-from master_service.control.task_service import Desk
-from master_service.core.state import job as decisions
+from master_service.control.task_service import Desk, Probe
+from master_service.core.decisions import tasks
+from master_service.core.decisions.membership import checkpoint_news
 from master_service.core.state.changes import Event
-from master_service.core.state.members import Members, checkpoint_news
+from master_service.core.state.members import Members
 from master_service.datasets.manifests import Manifests
 from master_service.datasets.stored_tables import Tables
-from master_service.leadership.election import Probe, campaign, in_office, take_over
+from master_service.leadership.election import campaign, in_office, take_over
 from master_service.leadership.master import stored_manifests, stored_tables
 from master_service.masterless.view import SharedBooks
 from master_service.masterless.writer import Mandated, SharedTransactor
@@ -140,7 +141,7 @@ class Dispatcher(Desk):
 
     async def report_progress(self, task_id: str, report: TaskProgress) -> None:
         """Kept at the trainer's key, where the sweeper's watch finds it. Raises StaleAttempt, NotFound, PeerError."""
-        held = decisions.report_progress(self.job, task_id, report).answer.pending[task_id]
+        held = tasks.report_progress(self.job, task_id, report).answer.pending[task_id]
         said = HeldTask(
             task_id=task_id, attempt=report.attempt, epoch=held.record.epoch, minibatches=report.minibatches
         )

@@ -17,11 +17,11 @@ from contextlib import aclosing
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from master_service.core.decisions.operations import Operations
 from master_service.core.queue.file_table import FileTable
 from master_service.core.queue.repeats import Heard
 from master_service.core.queue.task_queue import TaskQueue
 from master_service.core.state.job import Job
+from master_service.core.state.operations import Operations
 from master_service.datasets.stored_tables import Tables
 from master_service.store import schema
 from master_service.store.members_watch import MembersWatch

@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from master_service.core.decisions.lane_placement import assign_lanes, moved_lanes
-from master_service.core.decisions.lifecycle import FailureBudget, fail, next_stage
+from master_service.core.decisions.lifecycle import count_failure, fail, next_stage
+from master_service.core.decisions.membership import checkpoint_news, follow
 from master_service.core.state.changes import Decision, PutFailures, PutLanes, PutSlots, PutState
-from master_service.core.state.members import Members, checkpoint_news, follow
+from master_service.core.state.failure_budget import FailureBudget
+from master_service.core.state.members import Members
 from master_service.core.state.metrics import Metrics
 from shared.records import (
     JobState,
@@ -204,7 +206,7 @@ NO = UserFailure(error_type="ValueError", message="no")
 def spend(budget: FailureBudget, failure: UserFailure, *, in_task: bool) -> str:
     """Spent and, as etcd would, kept; why the job must fail now, or ""."""
     reason = ""
-    for change in budget.spend(JobState(phase=Phase.RUNNING), failure, in_task=in_task).changes:
+    for change in count_failure(budget, JobState(phase=Phase.RUNNING), failure, in_task=in_task).changes:
         match change:
             case PutFailures(counts):
                 budget.counts = counts
@@ -243,7 +245,7 @@ def test_what_is_kept_of_the_budget_stays_small_whatever_the_errors_are() -> Non
 
 def test_a_job_that_is_over_spends_nothing_more() -> None:
     budget = FailureBudget(allowed=1)
-    assert budget.spend(JobState(phase=Phase.FAILED), NO, in_task=False) == Decision(None)
+    assert count_failure(budget, JobState(phase=Phase.FAILED), NO, in_task=False) == Decision(None)
 
 
 # ------------------------------------------------------------------ metrics

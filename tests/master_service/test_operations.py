@@ -9,7 +9,8 @@ import pytest
 
 from master_service.api import render
 from master_service.core.decisions import pause_checkpoint
-from master_service.core.decisions.operations import ASK_AGAIN_S, KEPT
+from master_service.core.decisions.operations import ASK_AGAIN_S
+from master_service.core.state.operations import KEPT
 from master_service.leadership.master import Master
 from shared.errors import CheckpointUnusable, Conflict, NotFound
 from shared.records import Mode, Phase, PserverMember

@@ -10,8 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from master_service.core.decisions.turnover import complete_and_take
-from master_service.core.state import job as decisions
+from master_service.core.decisions import tasks
 from master_service.core.state.changes import Decision, DropPending, PutDiscarded
 from master_service.core.state.job import Job
 from master_service.store import schema
@@ -98,20 +97,20 @@ class Machine(RuleBasedStateMachine):
         trainer, task = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
         try:
             report = FailTask(trainer=trainer, attempt=task.attempt, failure=FAILURE, epoch=task.epoch)
-            self.commit(decisions.fail_task(self.job, task.task_id, report))
+            self.commit(tasks.fail_task(self.job, task.task_id, report))
         except StaleAttempt:
             pass
 
     @rule(seconds=st.sampled_from((1.0, 2000.0)))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        self.commit(decisions.expire(self.job, self.now))
+        self.commit(tasks.expire(self.job, self.now))
 
     @rule(trainer=st.sampled_from(TRAINERS))
     def a_trainer_dies_and_comes_back(self, trainer: str) -> None:
         self.put_state(tuple(t for t in TRAINERS if t != trainer))
         while True:
-            decision = decisions.put_back_lost(self.job)
+            decision = tasks.put_back_lost(self.job)
             self.commit(decision)
             if not decision.answer:
                 break
@@ -157,11 +156,11 @@ class SharedStream(Machine):
     @rule(trainer=st.sampled_from(TRAINERS), repeat=st.booleans())
     def acquire(self, trainer: str, repeat: bool) -> None:
         ask = self.ask(trainer)
-        decision = decisions.acquire(self.job, ask)
+        decision = tasks.acquire(self.job, ask)
         self.commit(decision)
         answer = decision.answer
         if repeat and answer.answer == "task":
-            again = decisions.acquire(self.job, ask)
+            again = tasks.acquire(self.job, ask)
             assert (again.answer, again.changes) == (answer, ())
         if answer.task is not None:
             self.held.append((trainer, answer.task))
@@ -173,7 +172,7 @@ class SharedStream(Machine):
         following = TakeNext(request=self.ask(trainer).request, generation=1)
         report = CompleteTask(trainer=trainer, attempt=task.attempt, epoch=task.epoch, next=following)
         try:
-            decision = complete_and_take(self.job, task.task_id, report)
+            decision = tasks.complete_and_take(self.job, task.task_id, report)
         except StaleAttempt:
             return
         if any(isinstance(change, DropPending) for change in decision.changes):
@@ -182,7 +181,7 @@ class SharedStream(Machine):
         if (given := decision.answer.next) is not None:
             self.held.append((trainer, given))
             if doubled:
-                again = complete_and_take(self.job, task.task_id, report)
+                again = tasks.complete_and_take(self.job, task.task_id, report)
                 assert (again.answer, again.changes) == (decision.answer, ())
 
     @rule(data=st.data(), doubled=st.booleans())
@@ -191,14 +190,14 @@ class SharedStream(Machine):
         trainer, task = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
         report = CompleteTask(trainer=trainer, attempt=task.attempt, epoch=task.epoch)
         try:
-            decision = decisions.complete(self.job, task.task_id, report)
+            decision = tasks.complete(self.job, task.task_id, report)
         except StaleAttempt:
             return
         if decision.changes:
             self.close(task.epoch, task.task_id, "finished")
         self.commit(decision)
         if doubled:
-            assert decisions.complete(self.job, task.task_id, report).changes == ()
+            assert tasks.complete(self.job, task.task_id, report).changes == ()
 
     @invariant()
     def epochs_close_only_when_whole(self) -> None:
@@ -211,13 +210,13 @@ class SharedStream(Machine):
             return
         for _ in range(EPOCHS * self.table.tasks * 4):
             self.now += 2000.0
-            self.commit(decisions.expire(self.job, self.now))
+            self.commit(tasks.expire(self.job, self.now))
             self.acquire("t1", repeat=False)
             while self.held:
                 trainer, task = self.held.pop()
                 report = CompleteTask(trainer=trainer, attempt=task.attempt, epoch=task.epoch)
                 try:
-                    decision = decisions.complete(self.job, task.task_id, report)
+                    decision = tasks.complete(self.job, task.task_id, report)
                 except StaleAttempt:
                     continue
                 if decision.changes:
@@ -243,8 +242,8 @@ class Lanes(Machine):
         epoch, index = self.at[lane]
         ask = self.ask("t1", stream=lane, epoch=epoch, index=index)
         if epoch > self.job.training.epoch:
-            self.commit(decisions.close_epoch(self.job, ask))
-        decision = decisions.acquire(self.job, ask)
+            self.commit(tasks.close_epoch(self.job, ask))
+        decision = tasks.acquire(self.job, ask)
         self.commit(decision)
         match decision.answer.answer:
             case "task":
@@ -253,8 +252,8 @@ class Lanes(Machine):
                 assert (epoch, task.task_id) not in self.walked
                 if report:
                     done = CompleteTask(trainer="t1", attempt=task.attempt, epoch=epoch)
-                    self.commit(decisions.complete(self.job, task.task_id, done))
-                    assert decisions.complete(self.job, task.task_id, done).changes == ()
+                    self.commit(tasks.complete(self.job, task.task_id, done))
+                    assert tasks.complete(self.job, task.task_id, done).changes == ()
                 else:
                     self.held.append(("t1", task))
                 self.walked.add((epoch, task.task_id))
@@ -280,7 +279,7 @@ class Lanes(Machine):
     def a_stranger_asks(self, lane: int) -> None:
         before = repr(self.job)
         try:
-            decisions.acquire(self.job, self.ask("t2", stream=lane, epoch=0, index=0))
+            tasks.acquire(self.job, self.ask("t2", stream=lane, epoch=0, index=0))
         except StaleGeneration:
             assert repr(self.job) == before
         else:
@@ -294,7 +293,7 @@ class Lanes(Machine):
         number = self.job.training.streams.at(epoch, lane, index - 1)
         if self.job.training.state_of(number) != "DONE" or epoch != self.job.training.epoch:
             return
-        decision = decisions.acquire(self.job, self.ask("t1", stream=lane, epoch=epoch, index=index - 1))
+        decision = tasks.acquire(self.job, self.ask("t1", stream=lane, epoch=epoch, index=index - 1))
         assert (decision.answer.answer, decision.changes) == ("task", ())
 
     def teardown(self) -> None:

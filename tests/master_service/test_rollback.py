@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from master_service.core.decisions import rollback
+from master_service.core.decisions.membership import follow
+from master_service.core.decisions.tasks import acquire, complete, fail_task
 from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.core.state.changes import Decision, Event, PutSlots
-from master_service.core.state.job import Job, acquire, complete, fail_task
-from master_service.core.state.members import Members, follow
+from master_service.core.state.job import Job
+from master_service.core.state.members import Members
 from shared.errors import StaleAttempt
 from shared.records import (
     AcquireTask,

@@ -7,11 +7,12 @@ WAITING --parameters initialised, a trainer there--> RUNNING: TRAIN -> EVALUATE 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
-from master_service.core.state.changes import Decision, Event, PutFailures, PutState
-from shared.records import JobSpec, JobState, Phase, Stage, UserFailure
+from master_service.core.state.changes import Change, Decision, Event, NextEpoch, PutFailures, PutState
+from master_service.core.state.failure_budget import FailureBudget
+from master_service.core.state.job import Job
+from shared.records import CompleteTask, JobResult, JobSpec, JobState, Phase, Stage, UserFailure
 from shared.records.queue import FailureCounts, error_digest
 
 REMEMBERED_ERRORS = 64
@@ -38,36 +39,73 @@ def fail(state: JobState, reason: str, failure: UserFailure | None = None) -> De
     return Decision(None, (PutState(failed),), (Event("job_failed", reason, fields),))
 
 
-@dataclass
-class FailureBudget:
-    """Counts the users' errors that may fail a job; `counts` is what etcd holds, so a new master goes on counting.
+def count_failure(budget: FailureBudget, state: JobState, failure: UserFailure, *, in_task: bool) -> Decision[None]:
+    """The counts after one more failure, and the end of the job if it was one too many.
 
-    Before the first committed step the same error twice is enough: it would fail for ever. A failure inside a task after
-    that is the task's own affair (it is discarded when its failures are spent); one outside tasks always counts.
+    Before the first committed step, the same error twice ends the job: it would fail every time. After that step a failure
+    inside a task does not count here: the task is discarded when its own failures are spent. One outside tasks always counts.
     """
-
-    allowed: int
-    started: bool = False
-    counts: FailureCounts = field(default_factory=FailureCounts)
-
-    def spend(self, state: JobState, failure: UserFailure, *, in_task: bool) -> Decision[None]:
-        """The counts after one more failure, and the end of the job if it was one too many."""
-        if state.phase.final or (in_task and self.started):
-            return Decision(None)
-        error, total = error_digest(failure.error_type, failure.message), self.counts.total + 1
-        times = self.counts.seen.get(error, 0) + 1
-        kept = error in self.counts.seen or len(self.counts.seen) < REMEMBERED_ERRORS
-        counts = FailureCounts(total=total, seen={**self.counts.seen, error: times} if kept else self.counts.seen)
-        spent: Decision[None] = Decision(None, (PutFailures(counts),))
-        what = f"{failure.error_type}: {failure.message}"
-        if not self.started and times >= 2:
-            reason = f"{failure.error_type} twice before the first step was done: {failure.message}"
-        elif total >= self.allowed:
-            reason = f"{total} failures of the user's code (max_user_failures {self.allowed}), the last: {what}"
-        else:
-            return spent
-        return spent + fail(state, reason, failure)
+    if state.phase.final or (in_task and budget.started):
+        return Decision(None)
+    before = budget.counts
+    error, total = error_digest(failure.error_type, failure.message), before.total + 1
+    times = before.seen.get(error, 0) + 1
+    kept = error in before.seen or len(before.seen) < REMEMBERED_ERRORS
+    counts = FailureCounts(total=total, seen={**before.seen, error: times} if kept else before.seen)
+    counted: Decision[None] = Decision(None, (PutFailures(counts),))
+    what = f"{failure.error_type}: {failure.message}"
+    if not budget.started and times >= 2:
+        reason = f"{failure.error_type} twice before the first step was done: {failure.message}"
+    elif total >= budget.allowed:
+        reason = f"{total} failures of the user's code (max_user_failures {budget.allowed}), the last: {what}"
+    else:
+        return counted
+    return counted + fail(state, reason, failure)
 
 
 def state_after(state: JobState, decision: Decision[Any]) -> JobState:
     return next((change.state for change in decision.changes if isinstance(change, PutState)), state)
+
+
+def advance_stage(
+    job: Job, changes: tuple[Change, ...], *, last: bool = False, report: CompleteTask | None = None
+) -> Decision[None]:
+    """What follows from the end of a task or an epoch: an event, the next stage, the end of the job."""
+    state, spec = job.state, job.spec
+    decision: Decision[None] = Decision(None)
+    for change in changes:
+        if isinstance(change, NextEpoch):
+            message = f"epoch {change.epoch - 1} is done ({change.epoch} of {spec.epochs})"
+            decision += Decision(None, (), (Event("epoch_done", message, {"epoch": change.epoch - 1}),))
+            last = change.epoch >= spec.epochs
+    if not last or state.phase.final:
+        return decision
+    stage = next_stage(spec, state.stage)
+    update: dict[str, object] = {"stage": stage, "reason": f"{state.stage} is done"}
+    if stage is Stage.DONE:
+        update |= {
+            "phase": Phase.COMPLETED,
+            "reason": "trained, evaluated and exported",
+            "result": _result(job, report),
+        }
+        exports = len(report.exports) if report else 0
+        event = Event("job_completed", f"job {spec.job} is completed", {"exports": exports})
+    else:
+        event = Event("stage_changed", f"{state.stage} is done, {stage} begins", {"stage": str(stage)})
+    return decision + Decision(None, (PutState(state.model_copy(update=update)),), (event,))
+
+
+def _result(job: Job, report: CompleteTask | None) -> JobResult:
+    """Of a completed job. `report`: the export's; its sums are the user's `metrics(sums)`, else the sums are the metrics."""
+    discarded = list(job.training.discarded.values())
+    lost = sum(change.records for change in discarded)
+    return job.state.result.model_copy(
+        update={
+            "metrics": (report.sums if report else {}) or job.sums.sums,
+            "exports": report.exports if report else {},
+            "discarded_tasks": len(discarded),
+            "discarded_records": lost,
+            "losses": job.losses,
+            "trained_records": job.spec.epochs * job.training.streams.records - lost,
+        }
+    )

@@ -10,59 +10,22 @@ Decisions only; reading files is the runner's (master_service/verifying.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
 from master_service.core.decisions import rollback
 from master_service.core.state.changes import Change, Decision, DropOperation, Event, PutOperation
+from master_service.core.state.job import Job
+from master_service.core.state.members import Members
+from master_service.core.state.operations import KEPT
 from shared.errors import CheckpointUnusable, Conflict, DeadlineExceeded, NotFound
 from shared.records import JobState, Mode, Phase, Stage
 from shared.records.checkpoints import CheckpointRef, history
 from shared.records.operations import Operation, OperationKind, OperationState, saves_on_demand
 
-if TYPE_CHECKING:
-    from master_service.core.state.job import Job
-    from master_service.core.state.members import Members
-
-KEPT = 50  # of those that ended
 ASK_AGAIN_S = (
     30.0  # after 30, 90, 210, ... seconds: an owner of lane 0 may have missed the request in a change of lanes
 )
 DRAIN_LIMIT_S = 60.0
 
 Fields = dict[str, str | int | float | bool]
-
-
-@dataclass
-class Operations:
-    """`since`: when this master saw each for the first time, by its own clock."""
-
-    records: dict[str, Operation] = field(default_factory=dict)
-    since: dict[str, float] = field(default_factory=dict)
-
-    def apply(self, change: PutOperation | DropOperation, now: float) -> None:
-        """In place."""
-        match change:
-            case PutOperation(operation):
-                self.records[operation.operation_id] = operation
-                self.since.setdefault(operation.operation_id, now)
-            case DropOperation(operation_id):
-                self.records.pop(operation_id, None)
-                self.since.pop(operation_id, None)
-
-    def running(self, kind: OperationKind | None = None) -> list[Operation]:
-        """Oldest first."""
-        found = [operation for operation in self.records.values() if operation.running]
-        found.sort(key=lambda operation: self.since[operation.operation_id])
-        return [operation for operation in found if kind in (None, operation.kind)]
-
-    def find(self, operation_id: str) -> Operation:
-        """Raises NotFound."""
-        found = self.records.get(operation_id)
-        if found is None:
-            msg = f"operation {operation_id} does not exist (any more: the last {KEPT} that ended are kept)"
-            raise NotFound(msg)
-        return found
 
 
 # -------------------------------------------------------------------- asking

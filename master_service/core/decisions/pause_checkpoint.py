@@ -9,8 +9,6 @@ The queue of the cut's own revision belongs to the checkpoint. The cut counts on
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from master_service.core.decisions.rollback import fits, holds
 from master_service.core.state.changes import (
     Decision,
@@ -21,14 +19,12 @@ from master_service.core.state.changes import (
     PutPause,
     PutState,
 )
+from master_service.core.state.job import Job
+from master_service.core.state.members import Members
 from shared.records import JobSpec, JobState, Mode, Phase
 from shared.records.checkpoints import CheckpointCut
 from shared.records.operations import OperationKind
 from shared.records.pauses import Pause, Saving
-
-if TYPE_CHECKING:
-    from master_service.core.state.job import Job
-    from master_service.core.state.members import Members
 
 
 def is_paused_kind(spec: JobSpec) -> bool:

@@ -7,17 +7,13 @@ whole --pserver gone--> absent --back, with a checkpoint's ledger--> mended: gen
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from master_service.core.decisions.lifecycle import fail
 from master_service.core.decisions.rollback import fits, go_back, holds
 from master_service.core.state.changes import Decision, Event, PutLosses, PutState
+from master_service.core.state.job import Job
+from master_service.core.state.members import Members
 from shared.errors import NotReady
 from shared.records import JobSpec, JobState, PserverMember, SlotMap, Stage
-
-if TYPE_CHECKING:
-    from master_service.core.state.job import Job
-    from master_service.core.state.members import Members
 
 
 def look(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members) -> Decision[None]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from master_service.core.decisions.rollback import CAUSE, from_the_start, put_back
 from master_service.core.state.changes import (
@@ -20,12 +19,10 @@ from master_service.core.state.changes import (
     PutRequeued,
     PutSums,
 )
+from master_service.core.state.job import Job
 from shared.errors import CheckpointUnusable
 from shared.records import DiscardedTask, EvaluationSums, PendingTask, RequeuedTask, TaskKind, TaskMeta
 from shared.records.pauses import Losses
-
-if TYPE_CHECKING:
-    from master_service.core.state.job import Job
 
 
 @dataclass(frozen=True, slots=True)

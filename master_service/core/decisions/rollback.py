@@ -9,7 +9,6 @@ RUNNING --not whole any more--> ROLLING_BACK(timeline, checkpoint) --every pserv
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from master_service.core.decisions.lane_placement import assign_lanes
 from master_service.core.decisions.lifecycle import fail, next_stage
@@ -31,6 +30,8 @@ from master_service.core.state.changes import (
     PutState,
     PutSums,
 )
+from master_service.core.state.job import Job
+from master_service.core.state.members import Members
 from shared.records import (
     EvaluationSums,
     JobSpec,
@@ -47,10 +48,6 @@ from shared.records import (
 from shared.records.checkpoints import CheckpointLatest, CheckpointRef, Refetch, history
 from shared.records.step import LanePosition
 from shared.slots import spread
-
-if TYPE_CHECKING:
-    from master_service.core.state.job import Job
-    from master_service.core.state.members import Members
 
 CAUSE = "the job went back to a checkpoint"
 _NO_ABSENCE: dict[str, object] = {"saving": None, "absent": (), "mended": 0, "mends": {}}

@@ -1,24 +1,19 @@
-"""The master's books: everything it decides from, and the decisions about tasks (see ARCHITECTURE.md)."""
+"""What a master knows of one job: everything it decides from. Only `apply` changes it, by changes that etcd holds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from master_service.core.decisions import lifecycle, pserver_return
-from master_service.core.decisions.operations import Operations
-from master_service.core.decisions.result import result
 from master_service.core.queue.deadlines import Pace
 from master_service.core.queue.file_table import FileTable
 from master_service.core.queue.streams import Streams
-from master_service.core.queue.task_queue import WAIT_S, Closing, TaskQueue
+from master_service.core.queue.task_queue import TaskQueue
 from master_service.core.state.changes import (
     Change,
-    Decision,
     DropCut,
     DropOperation,
     DropPause,
     DropPending,
-    Event,
     ForgetParameters,
     NextEpoch,
     PutCursor,
@@ -30,35 +25,28 @@ from master_service.core.state.changes import (
     PutPause,
     PutPending,
     PutRefetch,
-    PutRequeued,
     PutSlots,
     PutState,
     PutSums,
 )
+from master_service.core.state.failure_budget import FailureBudget
 from master_service.core.state.members import Members
-from shared.errors import InvalidArgument, NotFound, StaleAttempt, StaleGeneration
+from master_service.core.state.operations import Operations
+from shared.errors import NotFound
 from shared.records import (
-    AcquireTask,
-    CompleteTask,
     EvaluationSums,
-    FailTask,
     JobSpec,
     JobState,
     LaneMap,
     Mode,
-    Phase,
     SlotMap,
     Stage,
-    TaskAnswer,
     TaskKind,
     TaskMeta,
-    TaskProgress,
     TaskSummary,
-    UserFailure,
 )
 from shared.records.pauses import Losses
 
-REQUEUES_AT_ONCE = 40
 KIND_OF = {Stage.TRAIN: TaskKind.TRAIN, Stage.EVALUATE: TaskKind.EVALUATE, Stage.EXPORT: TaskKind.EXPORT}
 
 
@@ -67,7 +55,7 @@ class Job:
     spec: JobSpec
     meta: TaskMeta
     queues: dict[TaskKind, TaskQueue]
-    budget: lifecycle.FailureBudget
+    budget: FailureBudget
     state: JobState = field(default_factory=JobState)
     lanes: LaneMap | None = None
     slots: SlotMap | None = None
@@ -78,7 +66,7 @@ class Job:
 
     @classmethod
     def open(cls, spec: JobSpec, table: FileTable, evaluation: FileTable | None) -> Job:
-        """The books of a job that has not begun."""
+        """A job that has not begun."""
 
         def pace() -> Pace:
             return Pace(spec.task_timeout_floor_s, spec.task_timeout_ceiling_s)
@@ -98,7 +86,7 @@ class Job:
             evaluation_tasks=evaluation.tasks if evaluation else 0,
             evaluation_digest=evaluation.digest if evaluation else "",
         )
-        return cls(spec, meta, queues, lifecycle.FailureBudget(spec.max_user_failures))
+        return cls(spec, meta, queues, FailureBudget(spec.max_user_failures))
 
     @property
     def training(self) -> TaskQueue:
@@ -172,227 +160,7 @@ class Job:
         return f"<Job {self.state.phase} {self.state.stage} generation {self.state.generation}: {self.due}, {self.members}>"
 
 
-# -------------------------------------------------------------------- decisions
-
-
-def acquire(job: Job, ask: AcquireTask) -> Decision[TaskAnswer]:
-    """A task, "wait", "skip", "exhausted" or "end". Raises StaleGeneration, InvalidArgument, Conflict."""
-    state = job.state
-    if state.phase is not Phase.RUNNING:
-        reason = f"the job is {state.phase}: {state.reason}"
-        if state.phase.final:
-            return Decision(TaskAnswer(answer="end", reason=reason))
-        return Decision(TaskAnswer(answer="wait", reason=reason, retry_after_s=WAIT_S))
-    check_generation(job, ask)
-    decision = _acquire_lane(job, ask, ask.stream) if ask.stream is not None else _acquire_shared(job, ask)
-    if (task := decision.answer.task) is None or not state.timeline:
-        return decision
-    task = task.model_copy(update={"timeline": state.timeline})
-    return replace(decision, answer=decision.answer.model_copy(update={"task": task}))
-
-
-def _acquire_shared(job: Job, ask: AcquireTask) -> Decision[TaskAnswer]:
-    queue = job.due
-    if queue is None:
-        return Decision(TaskAnswer(answer="end", reason="the job is done"))
-    if queue.by_lane:
-        reason = "training gives tasks to lanes; evaluation and export come later"
-        return Decision(TaskAnswer(answer="wait", reason=reason, retry_after_s=WAIT_S))
-    answer, changes = queue.dispatch(ask)
-    if answer.answer == "end":  # this stage is closed and the next one not yet committed
-        answer = TaskAnswer(answer="wait", reason=f"{job.state.stage} is closing", retry_after_s=WAIT_S)
-    return Decision(answer, changes)
-
-
-def close_epoch(job: Job, ask: AcquireTask) -> Decision[None]:
-    """What the request proves: a lane that asks for the next epoch has pulled a version in which this one is over."""
-    if ask.stream is None or job.state.phase is not Phase.RUNNING or job.state.stage is not Stage.TRAIN:
-        return Decision(None)
-    check_generation(job, ask)
-    changes = job.training.close_before(ask)
-    return Decision(None, changes) + after(job, changes)
-
-
-def report_progress(job: Job, task_id: str, report: TaskProgress) -> Decision[TaskQueue]:
-    """Answers the queue whose task shows life. Raises StaleAttempt, NotFound."""
-    queue = job.queue_of(task_id)
-    _check_timeline(job, task_id, report)
-    queue.check_attempt(task_id, report.attempt, report.trainer, report.epoch)
-    return Decision(queue)
-
-
-def complete(job: Job, task_id: str, report: CompleteTask) -> Decision[None]:
-    """Raises StaleAttempt, NotFound, NotReady. Sums and exports are written with the end of the task, so never twice."""
-    queue = job.queue_of(task_id)
-    _check_timeline(job, task_id, report)
-    closing = queue.finish(task_id, report.attempt, report.trainer, report.epoch)
-    if not closing.changes:
-        return Decision(None)
-    if queue.kind is TaskKind.TRAIN and pserver_return.is_outdated(job.state, job.members, report.generation):
-        cause = "a parameter server came back from a checkpoint meanwhile"
-        event = Event("task_requeued", f"task {task_id} goes back: {cause}", {"task": task_id, "cause": cause})
-        return Decision(None, queue.put_back(task_id, cause), (event,))
-    changes = closing.changes
-    if report.skipped and queue.kind is TaskKind.TRAIN:
-        changes = (*changes, PutLosses(job.losses.with_skipped(report.skipped)))
-    if queue.kind is TaskKind.EVALUATE:
-        sums = dict(job.sums.sums)
-        for name, value in report.sums.items():
-            sums[name] = sums.get(name, 0.0) + value
-        changes = (*changes, PutSums(EvaluationSums(sums=sums, finished=job.sums.finished + 1)))
-    return Decision(None, changes) + after(job, changes, last=closing.last, report=report)
-
-
-def fail_task(job: Job, task_id: str, report: FailTask) -> Decision[UserFailure | None]:
-    """Raises StaleAttempt, NotFound. Answers the failure if it was news; it also counts against the job's budget."""
-    queue = job.queue_of(task_id)
-    _check_timeline(job, task_id, report)
-    cause = f"{report.failure.error_type}: {report.failure.message}"
-    closing = queue.fail(task_id, report.attempt, report.trainer, cause, report.epoch)
-    if not closing.changes:
-        return Decision(None)
-    where = report.failure.task or queue.streams.describe(task_id)
-    failure = report.failure.model_copy(update={"trainer": report.failure.trainer or report.trainer, "task": where})
-    ended = Decision(failure) + _ended_badly(job, queue, task_id, cause, closing, failure)
-    return ended + job.budget.spend(lifecycle.state_after(job.state, ended), failure, in_task=True)
-
-
-def expire(job: Job, now: float) -> Decision[list[str]]:
-    """Tasks over their time; answers the trainers that must stand aside.
-
-    Lanes wait for each other, so there only the longest silent one is to blame: its trainer is put out (its lanes go
-    to others), and the rest get their time anew.
-    """
-    queue = job.due
-    calm = job.state.phase is Phase.RUNNING and not job.state.absent  # else tasks wait through no fault of theirs
-    late = queue.overdue(now) if queue and calm else []
-    if queue is None or not late:
-        return Decision([])
-    blamed = late[:1] if queue.by_lane else late[:REQUEUES_AT_ONCE]
-    put_out = [queue.pending[task_id].record.trainer for task_id in blamed] if queue.by_lane else []
-    decision: Decision[list[str]] = Decision(put_out)
-    for task_id in blamed:
-        held = queue.pending[task_id]
-        cause = f"silent for {now - held.last_sign:.1f} s at {held.record.trainer}"
-        closing = queue.give_up(task_id, cause)
-        decision += _ended_badly(job, queue, task_id, cause, closing, None)
-        if closing.last or closing.discarded:
-            break  # the next round sees the others, with this change applied
-    return decision
-
-
-def put_back_lost(job: Job) -> Decision[bool]:
-    """Tasks of trainers that are no members any more go back, at most some at a time; answers whether more are left."""
-    queue = job.due
-    if queue is None or job.state.phase is not Phase.RUNNING:
-        return Decision(False)
-    members = set(job.state.trainers)
-    lost = [(task_id, p.record.trainer) for task_id, p in queue.pending.items() if p.record.trainer not in members]
-    decision: Decision[bool] = Decision(len(lost) > REQUEUES_AT_ONCE)
-    for task_id, trainer in lost[:REQUEUES_AT_ONCE]:
-        cause = f"{trainer} is gone"
-        event = Event("task_requeued", f"task {task_id} goes back: {cause}", {"task": task_id, "cause": cause})
-        decision += Decision(None, queue.put_back(task_id, cause), (event,))
-    return decision
-
-
-def after(
-    job: Job, changes: tuple[Change, ...], *, last: bool = False, report: CompleteTask | None = None
-) -> Decision[None]:
-    """What the end of a task or an epoch entails: an event, the next stage, the end of the job."""
-    state, spec = job.state, job.spec
-    decision: Decision[None] = Decision(None)
-    for change in changes:
-        if isinstance(change, NextEpoch):
-            message = f"epoch {change.epoch - 1} is done ({change.epoch} of {spec.epochs})"
-            decision += Decision(None, (), (Event("epoch_done", message, {"epoch": change.epoch - 1}),))
-            last = change.epoch >= spec.epochs
-    if not last or state.phase.final:
-        return decision
-    stage = lifecycle.next_stage(spec, state.stage)
-    update: dict[str, object] = {"stage": stage, "reason": f"{state.stage} is done"}
-    if stage is Stage.DONE:
-        update |= {
-            "phase": Phase.COMPLETED,
-            "reason": "trained, evaluated and exported",
-            "result": result(job, report),
-        }
-        exports = len(report.exports) if report else 0
-        event = Event("job_completed", f"job {spec.job} is completed", {"exports": exports})
-    else:
-        event = Event("stage_changed", f"{state.stage} is done, {stage} begins", {"stage": str(stage)})
-    return decision + Decision(None, (PutState(state.model_copy(update=update)),), (event,))
-
-
-def check_generation(job: Job, ask: AcquireTask) -> None:
-    """The fence of dispatch. Raises StaleGeneration for a trainer that is no member, or (lanes) of an older generation."""
-    state = job.state
-    if ask.trainer not in state.trainers:
-        msg = f"{ask.trainer} is no member of generation {state.generation}; register, and read the job's state again"
-        raise StaleGeneration(msg, generation=state.generation)
-    if ask.stream is None:
-        return
-    if ask.generation != state.generation:
-        msg = f"{ask.trainer} asks in generation {ask.generation}, now is {state.generation}; read lanes again"
-        raise StaleGeneration(msg, generation=state.generation)
-    first, last = job.lanes.of(ask.trainer) if job.lanes else (0, 0)
-    if job.lanes and not first <= ask.stream < last:
-        msg = f"lane {ask.stream} is not of {ask.trainer} (lanes {first} to {last} exclusive) in generation {state.generation}; read lanes again"
-        raise StaleGeneration(msg, generation=state.generation)
-
-
-# -------------------------------------------------------------------- parts
-
-
-def _check_timeline(job: Job, task_id: str, report: TaskProgress | CompleteTask | FailTask) -> None:
-    """Attempts are counted anew after a roll-back. Raises StaleAttempt for a report from before it."""
-    if report.timeline is not None and report.timeline != job.state.timeline:
-        msg = (
-            f"task {task_id} attempt {report.attempt} of {report.trainer} is stale: it was given in timeline "
-            f"{report.timeline}, the job has gone back to a checkpoint in timeline {job.state.timeline}; fetch a new task"
-        )
-        raise StaleAttempt(msg)
-
-
 def _kind_of(task_id: str) -> TaskKind | None:
     kind = task_id.rpartition("-")[0]
     known = not kind or (kind == kind.lower() and kind.upper() in TaskKind.__members__ and kind != "train")
     return TaskKind(kind.upper() or "TRAIN") if known else None
-
-
-def _acquire_lane(job: Job, ask: AcquireTask, lane: int) -> Decision[TaskAnswer]:
-    if job.state.stage is not Stage.TRAIN:
-        return Decision(TaskAnswer(answer="end", reason="training is over"))
-    if job.spec.mode is not Mode.SYNC or not 0 <= lane < job.spec.lanes:
-        msg = f"stream {lane} does not exist: the job is {job.spec.mode} with {job.spec.lanes} lanes; ask with stream null"
-        raise InvalidArgument(msg)
-    answer, changes = job.training.dispatch_lane(ask, lane)
-    return Decision(answer, changes) + after(job, changes)
-
-
-def _ended_badly(
-    job: Job, queue: TaskQueue, task_id: str, cause: str, closing: Closing, failure: UserFailure | None
-) -> Decision[None]:
-    """Events of a requeued or discarded task, and the job's failure when too much is discarded."""
-    what = queue.streams.describe(task_id)
-    if closing.discarded is None:
-        failures = next(c.task.failures for c in closing.changes if isinstance(c, PutRequeued))
-        fields: dict[str, str | int | float | bool] = {"task": task_id, "failures": failures, "cause": cause}
-        return Decision(None, closing.changes, (Event("task_requeued", f"{what} goes back: {cause}", fields),))
-    records = queue.streams.records_of(task_id)
-    fields = {"task": task_id, "records": records, "cause": cause, "epoch": closing.discarded.epoch}
-    event = Event("task_discarded", f"{what} is discarded after {closing.discarded.failures} failures: {cause}", fields)
-    ended: Decision[None] = Decision(None, closing.changes, (event,))
-    lost = records + sum(d.records for d in queue.discarded.values() if d.task.epoch == closing.discarded.epoch)
-    limit = job.spec.max_discarded_fraction * queue.streams.records
-    if queue.kind is TaskKind.EXPORT:
-        return ended + lifecycle.fail(
-            job.state, f"the export failed {closing.discarded.failures} times: {cause}", failure
-        )
-    if lost > limit:
-        reason = (
-            f"{lost} of {queue.streams.records} records of epoch {closing.discarded.epoch} are discarded, more than "
-            f"max_discarded_fraction {job.spec.max_discarded_fraction:g}; the last: {what}: {cause}"
-        )
-        return ended + lifecycle.fail(job.state, reason, failure)
-    return ended + after(job, closing.changes, last=closing.last)

@@ -1,0 +1,43 @@
+"""Requests that take long: those under way, and the last ones that ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from master_service.core.state.changes import DropOperation, PutOperation
+from shared.errors import NotFound
+from shared.records.operations import Operation, OperationKind
+
+KEPT = 50  # of those that ended
+
+
+@dataclass
+class Operations:
+    """`since`: when this master saw each for the first time, by its own clock."""
+
+    records: dict[str, Operation] = field(default_factory=dict)
+    since: dict[str, float] = field(default_factory=dict)
+
+    def apply(self, change: PutOperation | DropOperation, now: float) -> None:
+        """In place."""
+        match change:
+            case PutOperation(operation):
+                self.records[operation.operation_id] = operation
+                self.since.setdefault(operation.operation_id, now)
+            case DropOperation(operation_id):
+                self.records.pop(operation_id, None)
+                self.since.pop(operation_id, None)
+
+    def running(self, kind: OperationKind | None = None) -> list[Operation]:
+        """Oldest first."""
+        found = [operation for operation in self.records.values() if operation.running]
+        found.sort(key=lambda operation: self.since[operation.operation_id])
+        return [operation for operation in found if kind in (None, operation.kind)]
+
+    def find(self, operation_id: str) -> Operation:
+        """Raises NotFound."""
+        found = self.records.get(operation_id)
+        if found is None:
+            msg = f"operation {operation_id} does not exist (any more: the last {KEPT} that ended are kept)"
+            raise NotFound(msg)
+        return found
