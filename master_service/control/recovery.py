@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from master_service.core.decisions import pserver_return, queue_restore, rollback
 from master_service.core.decisions.lifecycle import fail
-from master_service.core.state.changes import Change, Decision, Event
+from master_service.core.state.changes import Change, Decision, Event, NextEpoch
 from master_service.core.state.job import Job
 from master_service.core.state.metrics import Metrics
 from master_service.datasets.manifests import Manifests
@@ -100,7 +100,7 @@ class Recovery:
         cut, error = None, ""
         try:
             if (ref := await self._ref_of(member)) is not None:
-                cut = queue_restore.at_cut((await self._read_manifest(ref)).queue)
+                cut = queue_restore.read_cut((await self._read_manifest(ref)).queue)
         except CheckpointUnusable as unusable:
             error = unusable.message
         if cut is None and await self._ref_of(member) is None:
@@ -116,7 +116,7 @@ class Recovery:
                 return Decision(False) + fail(job.state, f"what pserver {member.index} lost cannot be told: {error}")
             key = str(member.index)
             before = cut.losses.lost.get(key, 0), cut.losses.skipped.get(key, 0)
-            lost = queue_restore.missed(job, cut, said.positions) if said.blocks else 0
+            lost = queue_restore.missed_minibatches(job, cut, said.positions) if said.blocks else 0
             return pserver_return.mend(job, member, lost, before)
 
         await self._writer.decide(count)
@@ -197,7 +197,7 @@ class Recovery:
         """Raises CheckpointUnusable if the queue cannot go back to it."""
         lanes = len(manifest.record.positions)
         if self._books.spec.mode is Mode.ASYNC:
-            queue_restore.at_cut(manifest.queue)
+            queue_restore.read_cut(manifest.queue)
         elif lanes != self._books.spec.lanes:
             msg = f"checkpoint {manifest.uuid} (step {manifest.step}) has {lanes} lanes, the job has {self._books.spec.lanes}"
             raise CheckpointUnusable(msg)
@@ -206,16 +206,19 @@ class Recovery:
     async def _rewind(self, state: JobState, manifest: Manifest) -> bool:
         """The queue as it was at the checkpoint, then RUNNING in one transaction. Nobody is given a task meanwhile."""
         step, positions = manifest.step, manifest.record.positions
-        if self._books.spec.mode is Mode.ASYNC:
-            cut = queue_restore.at_cut(manifest.queue)
-            epoch, records = cut.epoch, queue_restore.records_since(self._books, cut)
-            await self._write(state, queue_restore.clear(cut))
-            changes = queue_restore.rewinding(self._books, cut)
+        cut = queue_restore.read_cut(manifest.queue) if self._books.spec.mode is Mode.ASYNC else None
+        if cut is not None:
+            epoch, records = cut.epoch, queue_restore.records_since_cut(self._books, cut)
         else:
-            epoch = rollback.epoch_at(positions)
-            records = max(self._metrics.records_from(step), rollback.done_since(self._books, positions))
-            await self._write(state, rollback.clear(positions).changes)
-            changes = rollback.rewinding(self._books, positions)
+            epoch = queue_restore.epoch_at(positions)
+            records = max(
+                self._metrics.records_from(step), queue_restore.records_since_positions(self._books, positions)
+            )
+        await self._write(state, (NextEpoch(epoch),))
+        if cut is not None:
+            changes = queue_restore.restore_to_cut(self._books, cut)
+        else:
+            changes = queue_restore.restore_to_positions(self._books, positions)
         for first in range(0, len(changes), AT_ONCE):
             await self._write(state, changes[first : first + AT_ONCE])
         seconds = clock.monotonic() - (self._since or clock.monotonic())

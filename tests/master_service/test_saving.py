@@ -198,6 +198,6 @@ def test_a_pserver_that_came_back_from_what_is_kept_no_more_has_to_come_again() 
 def test_the_queue_of_a_cut_is_read_from_the_manifest() -> None:
     pending = b'{"attempt":2,"trainer":"t","stream":"0","epoch":1,"index":3,"remaining_s":1.0}'.decode()
     meta = TaskMeta(epoch=1, digest="d", seed=0, tasks=9).to_bytes().decode()
-    cut = queue_restore.at_cut({"meta": meta, "cursor/0": "4", "pending/7": pending, "losses": '{"lost":{"1":5}}'})
+    cut = queue_restore.read_cut({"meta": meta, "cursor/0": "4", "pending/7": pending, "losses": '{"lost":{"1":5}}'})
     assert (cut.epoch, cut.cursor, cut.losses.lost) == (1, 4, {"1": 5})
     assert (cut.open["7"].attempts, cut.open["7"].index) == (2, 3)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from master_service.core.queue.deadlines import Pace
-from master_service.core.queue.streams import Streams
+from master_service.core.queue.epoch_order import Streams
 from master_service.core.queue.task_queue import Closing, TaskQueue
 from master_service.core.state.changes import (
     DropPending,

@@ -1,18 +1,24 @@
-"""The queue of an asynchronous job as it stood at a checkpoint's cut: back to it, and what was done since.
+"""The task queue goes back to where it stood at a checkpoint; and how much was done since then.
 
-manifest.queue --at_cut--> CutQueue --rewinding--> changes for the books        --missed--> minibatches a pserver lacks
+synchronous    manifest.positions (of each lane) --restore_to_positions--> changes of the job
+asynchronous   manifest.queue --read_cut--> CutQueue --restore_to_cut--> changes of the job
+                                              `--missed_minibatches--> what a pserver lacks that loaded this checkpoint
+
+`NextEpoch(epoch of the checkpoint)` is applied first; the changes follow. They are idempotent: if a master dies halfway,
+its successor does them again. There may be any number of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from master_service.core.decisions.rollback import CAUSE, from_the_start, put_back
+from master_service.core.queue.task_queue import TaskQueue
 from master_service.core.state.changes import (
     Change,
     DropDiscarded,
-    NextEpoch,
+    DropPending,
+    DropRequeued,
     PutCursor,
     PutDiscarded,
     PutLosses,
@@ -23,11 +29,16 @@ from master_service.core.state.job import Job
 from shared.errors import CheckpointUnusable
 from shared.records import DiscardedTask, EvaluationSums, PendingTask, RequeuedTask, TaskKind, TaskMeta
 from shared.records.pauses import Losses
+from shared.wire.messages import LanePosition
+
+CAUSE = "the job went back to a checkpoint"
+
+# -------------------------------------------------------------------- asynchronous: the queue at the cut
 
 
 @dataclass(frozen=True, slots=True)
 class CutQueue:
-    """Of training. `open`: what was pending or requeued, as it is given again; `discarded`: by (epoch, task)."""
+    """The training queue at a cut. `open`: tasks that were pending or requeued, to be given again; `discarded`: by (epoch, task)."""
 
     epoch: int
     cursor: int
@@ -36,8 +47,8 @@ class CutQueue:
     losses: Losses
 
 
-def at_cut(queue: Mapping[str, str]) -> CutQueue:
-    """From names below `tasks/` and their values. Raises CheckpointUnusable."""
+def read_cut(queue: Mapping[str, str]) -> CutQueue:
+    """`queue`: names below `tasks/` and their values. Raises CheckpointUnusable."""
     try:
         meta = TaskMeta.model_validate_json(queue["meta"])
         again: dict[str, RequeuedTask] = {}
@@ -69,23 +80,16 @@ def _back(held: PendingTask) -> RequeuedTask:
     )
 
 
-def rewinding(job: Job, cut: CutQueue) -> tuple[Change, ...]:
-    """After NextEpoch(cut.epoch): what brings the books to the cut. Idempotent; any number of changes."""
+def restore_to_cut(job: Job, cut: CutQueue) -> tuple[Change, ...]:
+    """After NextEpoch(cut.epoch): each task that is not done at the cut is given out again, exactly once."""
     changes: list[Change] = [PutLosses(cut.losses)]
     queue = job.training
-    if cut.epoch < job.spec.epochs:
+    again = cut.epoch < job.spec.epochs
+    if again:
         if cut.cursor:
             changes.append(PutCursor(queue.streams.name(0), cut.cursor))
         changes += [PutRequeued(task_id, back) for task_id, back in cut.open.items()]
-        for kind, other in job.queues.items():
-            if kind is not TaskKind.TRAIN:
-                changes += from_the_start(other)
-        if job.sums != EvaluationSums():
-            changes.append(PutSums(EvaluationSums()))
-    else:
-        for kind, other in job.queues.items():
-            if kind is not TaskKind.TRAIN:
-                changes += put_back(other)
+    changes += _restore_others(job, again=again)
     changes += [
         DropDiscarded(task_id, epoch) for epoch, task_id in queue.discarded if (epoch, task_id) not in cut.discarded
     ]
@@ -97,15 +101,8 @@ def rewinding(job: Job, cut: CutQueue) -> tuple[Change, ...]:
     return tuple(changes)
 
 
-def clear(cut: CutQueue) -> tuple[Change, ...]:
-    return (NextEpoch(cut.epoch),)
-
-
-# -------------------------------------------------------------------- what was done since
-
-
-def done_since(job: Job, cut: CutQueue) -> Iterator[tuple[int, str]]:
-    """(epoch, task) of all that are done now and were not at the cut; as many as were trained since."""
+def done_since_cut(job: Job, cut: CutQueue) -> Iterator[tuple[int, str]]:
+    """(epoch, task) of all tasks that are done now and were not done at the cut."""
     queue = job.training
     for epoch in range(cut.epoch, min(queue.epoch + 1, job.spec.epochs)):
         first = cut.cursor if epoch == cut.epoch else 0
@@ -119,21 +116,99 @@ def done_since(job: Job, cut: CutQueue) -> Iterator[tuple[int, str]]:
                 yield epoch, task_id
 
 
-def missed(job: Job, cut: CutQueue, positions: Mapping[str, int]) -> int:
-    """Minibatches of tasks that are done which a pserver lacks that came back from this cut. `positions`: of the tasks
-    that were open there, what its ledger has (-1: all). Tasks that are open now resume at its ledger and lose nothing."""
+def missed_minibatches(job: Job, cut: CutQueue, positions: Mapping[str, int]) -> int:
+    """Minibatches of done tasks that a pserver lacks which loaded this cut.
+
+    `positions`: what its ledger has of each task that was open at the cut, in minibatches (-1: all). Tasks that are open now
+    go on from its ledger and lose nothing.
+    """
     total = 0
-    for epoch, task_id in done_since(job, cut):
+    for epoch, task_id in done_since_cut(job, cut):
         had = positions.get(task_id, 0) if epoch == cut.epoch else 0
         if had >= 0:
             total += max(0, minibatches_of(job, task_id) - had)
     return total
 
 
-def records_since(job: Job, cut: CutQueue) -> int:
-    """Records of tasks that are done now and are trained again if the job goes back to the cut."""
-    return sum(job.training.streams.records_of(task_id) for _, task_id in done_since(job, cut))
+def records_since_cut(job: Job, cut: CutQueue) -> int:
+    """Records of tasks that are done now and will be trained again if the job goes back to the cut."""
+    return sum(job.training.streams.records_of(task_id) for _, task_id in done_since_cut(job, cut))
 
 
 def minibatches_of(job: Job, task_id: str) -> int:
     return -(-job.training.streams.records_of(task_id) // job.spec.minibatch_size)
+
+
+# -------------------------------------------------------------------- synchronous: lane positions
+
+
+def epoch_at(positions: Sequence[LanePosition]) -> int:
+    """The current epoch after a version with these positions. All lanes are in the same epoch."""
+    return positions[0].epoch + all(position.exhausted for position in positions)
+
+
+def restore_to_positions(job: Job, positions: Sequence[LanePosition]) -> tuple[Change, ...]:
+    """After NextEpoch(epoch_at(positions)): each record of the epoch that the positions have not consumed is given out again,
+    exactly once. Works from any state of the queue."""
+    again = epoch_at(positions) < job.spec.epochs
+    return *_restore_training(job.training, positions), *_restore_others(job, again=again)
+
+
+def records_since_positions(job: Job, positions: Sequence[LanePosition]) -> int:
+    """About how many records are done now and were not done at the checkpoint. Whole tasks only."""
+    queue = job.training
+    streams, epochs = queue.streams, queue.epoch - positions[0].epoch
+    tasks = -len(queue.pending) - len(queue.requeued)
+    tasks -= sum(lost.task.epoch >= positions[0].epoch for lost in queue.discarded.values())
+    for position in positions:
+        at = streams.length(position.lane) if position.exhausted else position.index
+        tasks += epochs * streams.length(position.lane) + queue.cursors.get(streams.name(position.lane), 0) - at
+    return max(0, round(tasks * streams.records / streams.total))
+
+
+# -------------------------------------------------------------------- parts
+
+
+def _restore_others(job: Job, *, again: bool) -> Iterator[Change]:
+    """The other queues: they start over if training goes on (`again`), else only their pending tasks are put back."""
+    for kind, queue in job.queues.items():
+        if kind is not TaskKind.TRAIN:
+            yield from _restart(queue) if again else _put_back(queue)
+    if again and job.sums != EvaluationSums():
+        yield PutSums(EvaluationSums())
+
+
+def _restart(queue: TaskQueue) -> Iterator[Change]:
+    for task_id in queue.pending:
+        yield DropPending(task_id)
+    for task_id in queue.requeued:
+        yield DropRequeued(task_id)
+    for epoch, task_id in queue.discarded:
+        yield DropDiscarded(task_id, epoch)
+    for name, cursor in queue.cursors.items():
+        if cursor:
+            yield PutCursor(name, 0)
+
+
+def _put_back(queue: TaskQueue) -> Iterator[Change]:
+    for task_id in queue.pending:
+        yield from queue.put_back(task_id, CAUSE)
+
+
+def _restore_training(queue: TaskQueue, positions: Sequence[LanePosition]) -> Iterator[Change]:
+    """Cursors say which tasks are done. A task that is done in part is given again: it is requeued.
+
+    A task that was discarded since stays discarded: it would fail again, and the same step might be torn again.
+    """
+    epoch, streams = epoch_at(positions), queue.streams
+    consumed = {p.lane: streams.length(p.lane) if p.exhausted else p.index for p in positions}
+    if epoch == positions[0].epoch:
+        for position in positions:
+            partly = position.offset > 0 and not position.exhausted
+            if cursor := consumed[position.lane] + partly:
+                yield PutCursor(streams.name(position.lane), cursor)
+            task_id = streams.at(epoch, position.lane, position.index) if partly else ""
+            if partly and (epoch, task_id) not in queue.discarded:
+                name = streams.name(position.lane)
+                back = RequeuedTask(attempts=1, failures=0, cause=CAUSE, stream=name, epoch=epoch, index=position.index)
+                yield PutRequeued(task_id, back)

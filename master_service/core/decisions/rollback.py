@@ -8,48 +8,35 @@ RUNNING --not whole any more--> ROLLING_BACK(timeline, checkpoint) --every pserv
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 from master_service.core.decisions.lane_placement import assign_lanes
 from master_service.core.decisions.lifecycle import fail, next_stage
-from master_service.core.queue.task_queue import TaskQueue
 from master_service.core.state.changes import (
     Change,
     Decision,
-    DropDiscarded,
-    DropPending,
-    DropRequeued,
     Event,
     ForgetParameters,
     NextEpoch,
-    PutCursor,
     PutLanes,
     PutRefetch,
-    PutRequeued,
     PutSlots,
     PutState,
-    PutSums,
 )
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
 from shared.records import (
-    EvaluationSums,
     JobSpec,
     JobState,
     LaneMap,
     Mode,
     Phase,
     PserverMember,
-    RequeuedTask,
     SlotMap,
     Stage,
-    TaskKind,
 )
 from shared.records.checkpoints import CheckpointLatest, CheckpointRef, Refetch, history
 from shared.records.step import LanePosition
 from shared.slots import spread
 
-CAUSE = "the job went back to a checkpoint"
 _NO_ABSENCE: dict[str, object] = {"saving": None, "absent": (), "mended": 0, "mends": {}}
 
 # -------------------------------------------------------------------- whether, and to where
@@ -217,88 +204,11 @@ def _new_slots(spec: JobSpec, slots: SlotMap | None) -> tuple[Change, ...]:
     return (PutSlots(SlotMap(version=slots.version + 1, owners=spread(spec.slot_count, spec.pservers))),)
 
 
-# -------------------------------------------------------------------- the queue
-
-
-def epoch_at(positions: Sequence[LanePosition]) -> int:
-    """The epoch under way after a version with these positions (all lanes are in the same one)."""
-    return positions[0].epoch + all(position.exhausted for position in positions)
-
-
 def stage_at(spec: JobSpec, stage: Stage, epoch: int) -> Stage:
     """Training goes on if anything of it is left; else what follows it is not undone."""
     if epoch < spec.epochs:
         return Stage.TRAIN
     return next_stage(spec, stage) if stage is Stage.TRAIN else stage
-
-
-def clear(positions: Sequence[LanePosition]) -> Decision[None]:
-    """The training queue at the start of the checkpoint's epoch; `rewinding` does the rest."""
-    return Decision(None, (NextEpoch(epoch_at(positions)),))
-
-
-def rewinding(job: Job, positions: Sequence[LanePosition]) -> tuple[Change, ...]:
-    """What brings the books from anywhere to where they stood at the checkpoint: after them, `clear` and these, each
-    record of the epoch that the positions have not consumed is given out exactly once again.
-
-    Idempotent: done halfway by a master that died, they are done again by its successor. Any number of changes.
-    """
-    changes = list(_training(job.training, positions))
-    again = epoch_at(positions) < job.spec.epochs
-    for kind, queue in job.queues.items():
-        if kind is not TaskKind.TRAIN:
-            changes += from_the_start(queue) if again else put_back(queue)
-    if again and job.sums != EvaluationSums():
-        changes.append(PutSums(EvaluationSums()))
-    return tuple(changes)
-
-
-def _training(queue: TaskQueue, positions: Sequence[LanePosition]) -> Iterator[Change]:
-    """Cursors say what is done; a task that is done in part is given again: it goes back to the requeued.
-
-    What was discarded since stays discarded: it would fail again, and might tear the same step again.
-    """
-    epoch, streams = epoch_at(positions), queue.streams
-    consumed = {p.lane: streams.length(p.lane) if p.exhausted else p.index for p in positions}
-    if epoch == positions[0].epoch:
-        for position in positions:
-            partly = position.offset > 0 and not position.exhausted
-            if cursor := consumed[position.lane] + partly:
-                yield PutCursor(streams.name(position.lane), cursor)
-            task_id = streams.at(epoch, position.lane, position.index) if partly else ""
-            if partly and (epoch, task_id) not in queue.discarded:
-                name = streams.name(position.lane)
-                back = RequeuedTask(attempts=1, failures=0, cause=CAUSE, stream=name, epoch=epoch, index=position.index)
-                yield PutRequeued(task_id, back)
-
-
-def from_the_start(queue: TaskQueue) -> Iterator[Change]:
-    for task_id in queue.pending:
-        yield DropPending(task_id)
-    for task_id in queue.requeued:
-        yield DropRequeued(task_id)
-    for epoch, task_id in queue.discarded:
-        yield DropDiscarded(task_id, epoch)
-    for name, cursor in queue.cursors.items():
-        if cursor:
-            yield PutCursor(name, 0)
-
-
-def put_back(queue: TaskQueue) -> Iterator[Change]:
-    for task_id in queue.pending:
-        yield from queue.put_back(task_id, CAUSE)
-
-
-def done_since(job: Job, positions: Sequence[LanePosition]) -> int:
-    """About how many records of tasks that are done were not at the checkpoint: by the books, whole tasks only."""
-    queue = job.training
-    streams, epochs = queue.streams, queue.epoch - positions[0].epoch
-    tasks = -len(queue.pending) - len(queue.requeued)
-    tasks -= sum(lost.task.epoch >= positions[0].epoch for lost in queue.discarded.values())
-    for position in positions:
-        at = streams.length(position.lane) if position.exhausted else position.index
-        tasks += epochs * streams.length(position.lane) + queue.cursors.get(streams.name(position.lane), 0) - at
-    return max(0, round(tasks * streams.records / streams.total))
 
 
 def resume(job: Job, epoch: int, step: int, *, records: int, seconds: float) -> Decision[bool]:

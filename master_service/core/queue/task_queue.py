@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from master_service.core.queue.deadlines import Pace
+from master_service.core.queue.epoch_order import Streams
 from master_service.core.queue.repeats import Heard
-from master_service.core.queue.streams import Streams
 from master_service.core.state.changes import (
     Change,
     DropDiscarded,

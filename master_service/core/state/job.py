@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from master_service.core.queue.deadlines import Pace
+from master_service.core.queue.epoch_order import Streams
 from master_service.core.queue.file_table import FileTable
-from master_service.core.queue.streams import Streams
 from master_service.core.queue.task_queue import TaskQueue
 from master_service.core.state.changes import (
     Change,
