@@ -29,7 +29,7 @@ from master_service.core.state.job import Job
 from shared.errors import CheckpointUnusable
 from shared.records import DiscardedTask, EvaluationSums, PendingTask, RequeuedTask, TaskKind, TaskMeta
 from shared.records.pauses import Losses
-from shared.wire.messages import LanePosition
+from shared.records.step import LanePosition
 
 CAUSE = "the job went back to a checkpoint"
 

@@ -34,7 +34,6 @@ from shared.records import (
     Stage,
 )
 from shared.records.checkpoints import CheckpointLatest, CheckpointRef, Refetch, history
-from shared.records.step import LanePosition
 from shared.slots import spread
 
 _NO_ABSENCE: dict[str, object] = {"saving": None, "absent": (), "mended": 0, "mends": {}}
