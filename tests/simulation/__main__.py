@@ -10,8 +10,8 @@ import time
 
 from shared.records import Dispatch, Mode
 from tests.simulation.ablations import ABLATIONS
-from tests.simulation.faults import plan
-from tests.simulation.play import play
+from tests.simulation.plans import plan
+from tests.simulation.run import play
 
 ENOUGH = 8
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from master_service.core.queue.file_table import TableFile
-from tests.simulation.faults import Job
+from tests.simulation.plans import Job
 
 
 def files_of(source: str, job: Job) -> tuple[TableFile, ...]:

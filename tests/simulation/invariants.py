@@ -10,10 +10,10 @@ import numpy as np
 
 from shared.records import EvaluationSums, JobResult, Mode, Phase, TaskMeta
 from shared.records.pauses import Losses
+from tests.simulation.cluster import World, described
 from tests.simulation.compute import RECORD_SLOTS, applied_of, param_blocks
-from tests.simulation.faults import Job
+from tests.simulation.plans import Job
 from tests.simulation.reference import final_parameters, task_minibatches, tasks_of
-from tests.simulation.world import World, described
 
 
 def violations(world: World) -> Iterator[str]:

@@ -14,7 +14,7 @@ from master_service.core.queue.epoch_order import EpochOrder
 from shared.lanes import step_seed
 from shared.records import Mode
 from tests.simulation.compute import RATE, gradients, layout, mean_over, rounded
-from tests.simulation.faults import Job
+from tests.simulation.plans import Job
 from trainer_agent.tasks.data.order import minibatch_indices, minibatches_in
 
 

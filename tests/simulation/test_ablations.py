@@ -12,10 +12,10 @@ from shared.records import Dispatch, Mode
 from tests.equipment.cluster.network import CALM
 from tests.equipment.replaced import replaced
 from tests.simulation.ablations import ABLATIONS, no_previous_version
+from tests.simulation.cluster import World
 from tests.simulation.compute import Speed
-from tests.simulation.faults import Plan, plan
-from tests.simulation.play import Outcome, play
-from tests.simulation.world import World
+from tests.simulation.plans import Plan, plan
+from tests.simulation.run import Outcome, play
 
 # (mode, dispatch, chance that a request is doubled in a storm, first seed known to show it); a seed may change its meaning
 # when the product changes, so more are tried; 0: the seed's own weather

@@ -9,9 +9,9 @@ import pytest
 from shared.records import Dispatch, Mode
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import Process
-from tests.simulation import faults
-from tests.simulation.play import play
-from tests.simulation.world import World
+from tests.simulation import plans as faults
+from tests.simulation.cluster import World
+from tests.simulation.run import play
 
 FOREIGN = (
     *("foreign", "job/foreign", "lanes/foreign", "master/foreign", "sweep/foreign", "init_ps/foreign"),

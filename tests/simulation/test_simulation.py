@@ -17,10 +17,10 @@ import pytest
 from shared.records import Dispatch, Mode
 from shared.records.operations import OperationState
 from tests.equipment.cluster.network import CALM
-from tests.simulation import faults
-from tests.simulation.play import Outcome, play
+from tests.simulation import plans as faults
+from tests.simulation.operator_requests import Want
 from tests.simulation.reference import final_parameters
-from tests.simulation.wishes import Want
+from tests.simulation.run import Outcome, play
 
 ROOT = Path(__file__).parents[2]
 CHUNK, CHUNKS = 10, 14
@@ -94,7 +94,7 @@ def test_the_same_seed_is_the_same_run_down_to_every_key_of_etcd(mode):
 
 def test_a_run_does_not_depend_on_the_interpreters_hash_seed():
     code = (
-        "from shared.records import Mode; from tests.simulation.play import play;"
+        "from shared.records import Mode; from tests.simulation.run import play;"
         "print([play(3, mode).digest for mode in Mode])"
     )
     other = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"

@@ -12,11 +12,11 @@ from shared.records.operations import Operation
 from tests.equipment import logs
 from tests.equipment.cluster.network import CALM
 from tests.equipment.virtual_loop import Process, VirtualLoop, run
-from tests.simulation import wishes
-from tests.simulation.faults import Fault, Kind, Peer, Plan
-from tests.simulation.faults import plan as plan_of
+from tests.simulation import operator_requests as wishes
+from tests.simulation.cluster import Seat, World
 from tests.simulation.invariants import violations
-from tests.simulation.world import Seat, World
+from tests.simulation.plans import Fault, Kind, Peer, Plan
+from tests.simulation.plans import plan as plan_of
 
 MAX_CALLBACKS = 1_500_000
 

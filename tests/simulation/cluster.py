@@ -27,11 +27,11 @@ from shared.storage import files
 from tests.equipment.cluster.network import CALM, Network, Weather
 from tests.equipment.cluster.network_ports import SimulatedMaster
 from tests.equipment.virtual_loop import Process
-from tests.simulation import mains
+from tests.simulation import processes as mains
+from tests.simulation.checked_etcd import WitnessedEtcd
 from tests.simulation.compute import Notes
-from tests.simulation.etcd import WitnessedEtcd
-from tests.simulation.faults import Plan
-from tests.simulation.wishes import Granted
+from tests.simulation.operator_requests import Granted
+from tests.simulation.plans import Plan
 from trireme.launch.restarts import RestartPolicy
 
 LEAVE_S = 60.0

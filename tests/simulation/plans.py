@@ -13,7 +13,7 @@ from shared.records import Dispatch, Mode
 from shared.records.job_spec import Transported
 from tests.equipment.cluster.network import CALM, Weather, weather_of
 from tests.simulation.compute import Speed
-from tests.simulation.wishes import Want, Wish, wishes_of
+from tests.simulation.operator_requests import Want, Wish, wishes_of
 
 
 class Kind(StrEnum):

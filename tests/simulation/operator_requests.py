@@ -19,7 +19,7 @@ from shared.records.operations import Operation, OperationKind, OperationState
 from shared.runtime import ids
 
 if TYPE_CHECKING:
-    from tests.simulation.world import World
+    from tests.simulation.cluster import World
 
 LIMIT_S = 60.0
 ASKING_S = 20.0

@@ -29,15 +29,15 @@ from shared.records.datasets import Custom, Dataset
 from shared.runtime import ids
 from shared.wire.messages import PushBlock, PushHeader
 from tests.equipment.cluster.network_ports import SimulatedMaster, SimulatedPserver
-from tests.simulation.checkpoints import STORAGE
+from tests.simulation.checkpoint_checker import STORAGE
 from tests.simulation.compute import BLOCK_BYTES, Speed, TinyCompute
 from tests.simulation.dataset import files_of
-from tests.simulation.faults import Plan
+from tests.simulation.plans import Plan
 from trainer_agent.agent import Agent
 from trireme.view.spectator import Spectator
 
 if TYPE_CHECKING:
-    from tests.simulation.world import Seat, World
+    from tests.simulation.cluster import Seat, World
 
 MASTER_TTL_S = 3.0
 LEASE_TTL_S = 5.0

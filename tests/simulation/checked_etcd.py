@@ -15,8 +15,8 @@ from shared.records import Dispatch, JobSpec, JobState, MasterAddress, MasterLoc
 from shared.records.checkpoints import CheckpointLatest
 from tests.equipment.cluster.network import Network
 from tests.equipment.etcd.simulated import SimulatedEtcd
-from tests.simulation.checkpoints import CheckpointWitness
-from tests.simulation.dispatching import TaskWitness
+from tests.simulation.checkpoint_checker import CheckpointWitness
+from tests.simulation.task_checker import TaskWitness
 
 
 class WitnessedEtcd(SimulatedEtcd):

@@ -8,7 +8,7 @@ import pytest
 
 from shared.keys import Keys
 from shared.records import JobState, PendingTask, Phase, Record
-from tests.simulation.dispatching import TaskWitness
+from tests.simulation.task_checker import TaskWitness
 
 KEYS = Keys("judged")
 
