@@ -10,8 +10,8 @@ import time
 
 from shared.records import Dispatch, Mode
 from tests.simulation.ablations import ABLATIONS
-from tests.simulation.plans import plan
-from tests.simulation.run import play
+from tests.simulation.plans import plan_of
+from tests.simulation.run import simulate
 
 ENOUGH = 8
 
@@ -26,20 +26,20 @@ def main() -> int:
     options = parser.parse_args()
     mode, dispatch, failed = Mode(options.mode), Dispatch(options.dispatch), 0
     if options.seeds == 1:
-        print(plan(options.seed, mode, dispatch))
+        print(plan_of(options.seed, mode, dispatch))
     for seed in range(options.seed, options.seed + options.seeds):
         began = time.perf_counter()
         with ABLATIONS[options.ablate]() if options.ablate else contextlib.nullcontext():
-            outcome = play(seed, mode, print if options.seeds == 1 else None, dispatch=dispatch)
-        failed += bool(outcome.broken)
+            outcome = simulate(seed, mode, print if options.seeds == 1 else None, dispatch=dispatch)
+        failed += bool(outcome.violations)
         if failed > ENOUGH:
             break
         spent = time.perf_counter() - began
-        if outcome.broken or options.seeds == 1:
+        if outcome.violations or options.seeds == 1:
             print(
                 f"seed {seed}: {outcome.seconds:.1f} s virtual, {spent:.2f} s, {outcome.callbacks} callbacks {outcome.counts}"
             )
-            print(f"  {outcome}" if outcome.broken else "  all promises kept")
+            print(f"  {outcome}" if outcome.violations else "  all promises kept")
     print(f"{options.seeds} seeds, {failed} failed")
     return 1 if failed else 0
 

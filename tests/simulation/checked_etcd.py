@@ -15,18 +15,18 @@ from shared.records import Dispatch, JobSpec, JobState, MasterAddress, MasterLoc
 from shared.records.checkpoints import CheckpointLatest
 from tests.equipment.cluster.network import Network
 from tests.equipment.etcd.simulated import SimulatedEtcd
-from tests.simulation.checkpoint_checker import CheckpointWitness
-from tests.simulation.task_checker import TaskWitness
+from tests.simulation.checkpoint_checker import CheckpointChecker
+from tests.simulation.task_checker import TaskChecker
 
 
-class WitnessedEtcd(SimulatedEtcd):
+class CheckedEtcd(SimulatedEtcd):
     """`violations` grow; `url_of(client)` names the master behind a client."""
 
     def __init__(self, keys: Keys, network: Network, url_of: Callable[[str], str], spec: JobSpec) -> None:
         super().__init__(rng=network.rng)
-        self.office = keys.master_lock if spec.dispatch is Dispatch.MASTER else keys.sweep_lock
+        self.leader_lock = keys.master_lock if spec.dispatch is Dispatch.MASTER else keys.sweep_lock
         self._masterless = spec.dispatch is Dispatch.ETCD
-        self._tasks = TaskWitness(keys)
+        self._tasks = TaskChecker(keys)
         self._network = network
         self.keys = keys
         self.violations: list[str] = []
@@ -34,7 +34,7 @@ class WitnessedEtcd(SimulatedEtcd):
         self.term = 0
         self.checkpoints_seen: dict[str, CheckpointLatest] = {}
         self._url_of = url_of
-        self._checkpoints = CheckpointWitness(keys.job)
+        self._checkpoints = CheckpointChecker(keys.job)
         self._seen = 0
         self._prefix = keys.prefix.encode()
         self._masters_own = tuple(
@@ -53,15 +53,15 @@ class WitnessedEtcd(SimulatedEtcd):
         )
 
     def delay(self) -> float:
-        """The weather's; a slow message may be overtaken by a whole reign."""
+        """The conditions's; a slow message may be overtaken by a whole reign."""
         delay = self._network.delay()
         return delay * 4 if delay > 0.5 else delay
 
     def _serve(self, request: Any) -> None:
         super()._serve(request)
-        self._judge(request.client)
+        self._check(request.client)
 
-    def _judge(self, client: str) -> None:
+    def _check(self, client: str) -> None:
         events, self._seen = self.store.history[self._seen :], len(self.store.history)
         for event in events:
             kv = event["kv"]
@@ -74,17 +74,17 @@ class WitnessedEtcd(SimulatedEtcd):
         if any(event["kv"]["key"].startswith(self.keys.tasks.encode()) for event in events):
             self._check_places()
         for _, written in groupby(events, key=lambda event: event["kv"]["mod_revision"]):
-            self.violations += self._tasks.judge(list(written))
+            self.violations += self._tasks.check(list(written))
 
     def overlook(self) -> None:
         """What a test wrote into the store by itself is judged by nobody."""
         self._seen = len(self.store.history)
 
     def _check_writer(self, client: str, key: str, kv: dict[str, Any]) -> None:
-        lock = self.value(self.office)
+        lock = self.value(self.leader_lock)
         holder = MasterLock.model_validate_json(lock).url if lock is not None else "nobody"
         if self._url_of(client) != holder and not (self._masterless and self._is_trainers(client, key, kv)):
-            self.violations.append(f"{client} wrote {key} while {holder} held {self.office}")
+            self.violations.append(f"{client} wrote {key} while {holder} held {self.leader_lock}")
 
     def _is_trainers(self, client: str, key: str, kv: dict[str, Any]) -> bool:
         """What any trainer of a masterless job may write: the queue, and the stages that follow from it; and what anybody
@@ -112,7 +112,7 @@ class WitnessedEtcd(SimulatedEtcd):
                 self.violations.append(f"the job failed: {state.reason}")
             self.state = state
         elif key == self.keys.latest:
-            self.violations += self._checkpoints.judge(kv["value"])
+            self.violations += self._checkpoints.check(kv["value"])
             latest = CheckpointLatest.model_validate_json(kv["value"])
             self.checkpoints_seen[latest.uuid] = latest
         elif key == self.keys.master_lock:

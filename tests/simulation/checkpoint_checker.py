@@ -14,13 +14,13 @@ from shared.storage.tensor_file import Entry
 STORAGE = "memory://simulated"
 
 
-class CheckpointWitness:
+class CheckpointChecker:
     def __init__(self, job: str) -> None:
         self._job = job
         self._order = (-1, -1)
         self._bits: dict[int, str] = {}
 
-    def judge(self, value: bytes) -> Iterator[str]:
+    def check(self, value: bytes) -> Iterator[str]:
         """What is wrong with a new `checkpoints/latest`."""
         latest = CheckpointLatest.model_validate_json(value)
         order = (latest.timeline, latest.step)

@@ -1,6 +1,6 @@
 """One simulated cluster: etcd, masters, pservers and trainers as processes on the virtual loop, run by the product's code.
 
-A *seat* is what the launcher supervises: it starts a process in it, and a new incarnation after a death.
+A *node* is what the launcher supervises: it starts a process in it, and a new incarnation after a death.
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ from master_service.masterless.dispatcher import Dispatcher
 from pserver_service.core.store import Store
 from pserver_service.pserver import Pserver
 from shared.errors import TriremeError
-from shared.etcd import Etcd
 from shared.keys import Keys
 from shared.membership.directory import Directory
 from shared.records import Dispatch, JobState, MasterLock, Mode, Phase, PserverMember
 from shared.records.operations import Operation
 from shared.storage import files
-from tests.equipment.cluster.network import CALM, Network, Weather
+from tests.equipment.cluster.cluster import Cluster
+from tests.equipment.cluster.network import STEADY, Conditions, Network
 from tests.equipment.cluster.network_ports import SimulatedMaster
 from tests.equipment.virtual_loop import Process
-from tests.simulation import processes as mains
-from tests.simulation.checked_etcd import WitnessedEtcd
-from tests.simulation.compute import Notes
-from tests.simulation.operator_requests import Granted
+from tests.simulation.checked_etcd import CheckedEtcd
+from tests.simulation.compute import Trace
+from tests.simulation.job_spec import spec_of
+from tests.simulation.memory_storage import MemoryManifests, MemoryTables
 from tests.simulation.plans import Plan
 from trireme.launch.restarts import RestartPolicy
+from trireme.view.spectator import Spectator
 
 LEAVE_S = 60.0
 UNWINDING_ROUNDS = 8
+MASTER_TTL_S = 3.0
 
 
 def described(error: BaseException) -> str:
@@ -54,7 +56,7 @@ def _expected(error: BaseException) -> bool:
 
 
 @dataclass
-class Seat:
+class Node:
     """`service` is what the current process serves: a Master, a Pserver or nothing; a masterless trainer has a dispatcher."""
 
     name: str
@@ -76,25 +78,40 @@ class Seat:
         return self.incarnations > 0 and not self.process.dead
 
 
-class World:
-    """`run()` plays the plan to the end of the job."""
+@dataclass(frozen=True)
+class AcceptedRequest:
+    """An operation that a master has begun. `version`, `timeline`: the job's when it was asked for."""
 
-    def __init__(self, plan: Plan, rng: random.Random, say: Callable[[str], None] = lambda _: None) -> None:
-        self.plan = plan
-        self.spec = mains.spec_of(plan)
-        self.keys = Keys(self.spec.job)
-        self.rng = rng
-        self.notes = Notes()
+    operation: Operation
+    version: int
+    timeline: int
+
+
+Main = Callable[["SimulatedCluster", Node], Coroutine[Any, Any, int]]
+"""What runs in a process; its exit code."""
+
+
+class SimulatedCluster(Cluster):
+    """`mains`: what runs in the processes of each kind."""
+
+    simulated: CheckedEtcd
+
+    def __init__(self, plan: Plan, rng: random.Random, mains: dict[str, Main], say: Callable[[str], None]) -> None:
+        spec = spec_of(plan)
         self.network = Network(rng)
-        self.etcd = WitnessedEtcd(self.keys, self.network, self._url_of, self.spec)
-        self.seats: dict[str, Seat] = {}
+        super().__init__(spec, CheckedEtcd(Keys(spec.job), self.network, self._url_of, spec))
+        self.plan = plan
+        self.rng = rng
+        self.trace = Trace()
+        self._mains = mains
+        self.nodes: dict[str, Node] = {}
         self.processes: dict[str, Process] = {}
         self._born: dict[str, int] = {}
         self.urls: dict[str, str] = {}
         self.failures: list[str] = []
         self.ended_s, self.ended_callbacks = 0.0, 0
-        self.inflicted = 0
-        self.granted: list[Granted] = []
+        self.injected = 0
+        self.accepted: list[AcceptedRequest] = []
         self._launcher = self._process("launcher")
         self._say = say
         files.remove_tree(self.spec.storage)
@@ -104,23 +121,18 @@ class World:
     def say(self, text: str) -> None:
         self._say(f"{asyncio.get_running_loop().time():9.3f} {text}")
 
-    def start(self, name: str, kind: str) -> Seat:
-        """A new incarnation in the seat of that name."""
-        seat = self.seats.setdefault(name, Seat(name, kind))
-        seat.incarnations += 1
-        seat.started_s, seat.due_s = asyncio.get_running_loop().time(), None
-        process, seat.dispatcher = self._process(name), None
-        seat.process, seat.stopping = process, asyncio.Event()
-        seat.url = f"http://{process.name.replace('#', '.')}:1"
-        self.urls[process.name] = seat.url
+    def start(self, name: str, kind: str) -> Node:
+        """A new incarnation in the node of that name."""
+        node = self.nodes.setdefault(name, Node(name, kind))
+        node.incarnations += 1
+        node.started_s, node.due_s = asyncio.get_running_loop().time(), None
+        process, node.dispatcher = self._process(name), None
+        node.process, node.stopping = process, asyncio.Event()
+        node.url = f"http://{process.name.replace('#', '.')}:1"
+        self.urls[process.name] = node.url
         self.say(f"start {process.name}")
-        main: dict[str, Callable[[World, Seat], Coroutine[Any, Any, Any]]] = {
-            "master": mains.master,
-            "pserver": mains.pserver,
-            "trainer": mains.trainer,
-        }
-        process.spawn(self._watched(seat, process, main[kind](self, seat)))
-        return seat
+        process.spawn(self._watched(node, process, self._mains[kind](self, node)))
+        return node
 
     def _process(self, name: str) -> Process:
         """No two have one name."""
@@ -129,7 +141,7 @@ class World:
         self.processes[process.name] = process
         return process
 
-    async def _watched(self, seat: Seat, process: Process, main: Coroutine[Any, Any, Any]) -> None:
+    async def _watched(self, node: Node, process: Process, main: Coroutine[Any, Any, Any]) -> None:
         """The process itself: its end, by whatever cause, ends its connections."""
         outcome: int
         try:
@@ -142,39 +154,42 @@ class World:
         except asyncio.CancelledError:
             return
         self.say(f"exit {process.name}: {outcome!r}")
-        if seat.process is not process:  # unwound at the end, long after its death
+        if node.process is not process:  # unwound at the end, long after its death
             return
-        seat.exits.append(outcome)
-        self.bury(seat)
-        self._plan_restart(seat, outcome)
+        node.exits.append(outcome)
+        self.end_process(node)
+        self._plan_restart(node, outcome)
 
-    def _plan_restart(self, seat: Seat, code: int) -> None:
+    def _plan_restart(self, node: Node, code: int) -> None:
         now = asyncio.get_running_loop().time()
-        if code == 0 and not seat.stopping.is_set():
+        if code == 0 and not node.stopping.is_set():
             return
-        delay_s = seat.restarts.delay_s(-signal.SIGTERM if code == 0 else code, now - seat.started_s)
+        delay_s = node.restarts.delay_s(-signal.SIGTERM if code == 0 else code, now - node.started_s)
         if delay_s is None:
-            self.failures.append(f"{seat.name} ended by itself too often, at last with {code}: the launcher gives up")
+            self.failures.append(f"{node.name} ended by itself too often, at last with {code}: the launcher gives up")
         else:
-            seat.due_s = now + delay_s
+            node.due_s = now + delay_s
 
-    def bury(self, seat: Seat) -> None:
-        seat.process.kill()
-        self.network.killed(seat.process)
-        self.etcd.disconnect(seat.process.name)
-        self.etcd.forget(seat.process.name)
+    def end_process(self, node: Node) -> None:
+        node.process.kill()
+        self.network.killed(node.process)
+        self.simulated.disconnect(node.process.name)
+        self.simulated.forget(node.process.name)
 
-    def kill(self, seat: Seat) -> None:
-        self.say(f"kill {seat.process.name}")
-        self.bury(seat)
+    def kill(self, node: Node) -> None:
+        self.say(f"kill {node.process.name}")
+        self.end_process(node)
 
-    def etcd_of(self, process: Process) -> Etcd:
-        return Etcd(self.etcd.transport(process.name))
+    def master_options(self) -> dict[str, Any]:
+        return {
+            "ttl_s": MASTER_TTL_S,
+            "tables": lambda _: MemoryTables(self.plan),
+            "manifests": MemoryManifests,
+            "probe": self.network.refuses,
+        }
 
     def _url_of(self, client: str) -> str:
         return self.urls.get(client, client)
-
-    # ------------------------------------------------------------ mains
 
     # ------------------------------------------------------------ the launcher
 
@@ -187,28 +202,33 @@ class World:
         ):
             for number in range(count):
                 self.start(f"{kind}-{number}", kind)
-        self._directory = Directory(self.etcd_of(self._launcher), self.keys)
+        self._directory = Directory(self.etcd_of(self._launcher.name), self.keys)
         self._launcher.spawn(self._directory.run())
         if self.plan.dispatch is Dispatch.ETCD:
-            self.spectator = mains.spectator(self, self.etcd_of(self._launcher))
+            self.spectator = Spectator(
+                self.etcd_of(self._launcher.name),
+                self.keys,
+                tables=lambda _: MemoryTables(self.plan),
+                manifests=MemoryManifests,
+            )
             self._launcher.spawn(self.spectator.run())
 
     async def restart(self, pservers: int, trainers: int, after_s: float) -> None:
         """A machine restarts: everybody dies at once, etcd and the launcher too, and the same command is given again with
         other numbers of members. What is left is what etcd and the storage hold."""
         self.say(f"kill everything; then {pservers} pservers and {trainers} trainers")
-        for seat in self.seats.values():
-            self.bury(seat)
+        for node in self.nodes.values():
+            self.end_process(node)
         self._launcher.kill()
-        self.etcd.disconnect(self._launcher.name)
-        if not self.etcd.stopped:
-            self.etcd.stop()
+        self.simulated.disconnect(self._launcher.name)
+        if not self.simulated.stopped:
+            self.simulated.stop()
         await asyncio.sleep(after_s)
-        for seat in self.seats.values():  # a fault may have started somebody meanwhile
-            self.bury(seat)
-        self.seats = {}
-        if self.etcd.stopped:
-            self.etcd.start()
+        for node in self.nodes.values():  # a fault may have started somebody meanwhile
+            self.end_process(node)
+        self.nodes = {}
+        if self.simulated.stopped:
+            self.simulated.start()
         self.spec = self.spec.model_copy(update={"pservers": pservers, "trainers": trainers})
         self._launcher = self._process("launcher")
         self.open()
@@ -218,23 +238,23 @@ class World:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(0.25)
-            self._check_books()
-            for seat in list(self.seats.values()):
-                due = seat.due_s is not None and loop.time() >= seat.due_s
-                if due and not seat.alive and seat.wanted and not self.over:
-                    self.start(seat.name, seat.kind)
+            self._check_queues()
+            for node in list(self.nodes.values()):
+                due = node.due_s is not None and loop.time() >= node.due_s
+                if due and not node.alive and node.wanted and not self.over:
+                    self.start(node.name, node.kind)
 
-    def leads(self, seat: Seat) -> bool:
-        lock = self.etcd.value(self.etcd.office)
-        return lock is not None and MasterLock.model_validate_json(lock).url == seat.url
+    def leads(self, node: Node) -> bool:
+        lock = self.simulated.value(self.simulated.leader_lock)
+        return lock is not None and MasterLock.model_validate_json(lock).url == node.url
 
-    def _check_books(self) -> None:
+    def _check_queues(self) -> None:
         """Each task is in exactly one place."""
-        for seat in self.seats.values():
-            desk = seat.service if seat.kind == "master" and self.leads(seat) else seat.dispatcher
-            if desk is not None and seat.alive:
+        for node in self.nodes.values():
+            dispatcher = node.service if node.kind == "master" and self.leads(node) else node.dispatcher
+            if dispatcher is not None and node.alive:
                 try:
-                    queues = desk.job.queues
+                    queues = dispatcher.job.queues
                 except TriremeError:
                     continue
                 self.failures += [f"{kind}: {line}" for kind, queue in queues.items() for line in queue.violations()][
@@ -253,11 +273,11 @@ class World:
             except TriremeError as error:
                 self.say(f"report about {name} failed: {error}")
 
-        url = self.seats[name].url
+        url = self.nodes[name].url
         self._launcher.spawn(tell())
 
     async def _revoke_leases_of(self, url: str) -> None:
-        etcd = self.etcd_of(self._launcher)
+        etcd = self.etcd_of(self._launcher.name)
         found = await etcd.range(self.keys.prefix, prefix=True)
         for lease in sorted({kv.lease for kv in found.kvs if kv.lease and f'"{url}"'.encode() in kv.value}):
             await etcd.revoke(lease)
@@ -266,35 +286,35 @@ class World:
         """As somebody outside. Raises TriremeError."""
         return await SimulatedMaster(self.network, self._directory).call(invoke)
 
-    def operation(self, granted: Granted) -> Operation | None:
+    def operation(self, accepted: AcceptedRequest) -> Operation | None:
         """As etcd has it now."""
-        value = self.etcd.value(self.keys.operation(granted.operation.operation_id))
+        value = self.simulated.value(self.keys.operation(accepted.operation.operation_id))
         return Operation.model_validate_json(value) if value is not None else None
 
-    def weather(self, weather: Weather) -> None:
-        self.say(f"weather: {weather}")
-        self.network.weather = weather
-        self.etcd.delay_s = (weather.low_s, weather.high_s)
-        self.etcd.unknown_rate = weather.lose_reply
+    def set_conditions(self, conditions: Conditions) -> None:
+        self.say(f"conditions: {conditions}")
+        self.network.conditions = conditions
+        self.simulated.delay_s = (conditions.low_s, conditions.high_s)
+        self.simulated.unknown_rate = conditions.lose_reply
 
-    def heal(self) -> None:
+    def end_faults(self) -> None:
         """The end of all faults that last."""
         for process in self.processes.values():
             if process.frozen:
                 process.thaw()
-            self.etcd.mend(process.name)
+            self.simulated.mend(process.name)
         self.network.mend_all()
-        if self.etcd.stopped:
-            self.etcd.start()
-        self.weather(CALM)
+        if self.simulated.stopped:
+            self.simulated.start()
+        self.set_conditions(STEADY)
 
-    async def linger(self) -> None:
+    async def wait_for_trainers_to_leave(self) -> None:
         """The job is over: trainers leave by themselves, masters and pservers when told."""
         loop = asyncio.get_running_loop()
         limit = loop.time() + LEAVE_S
-        while any(seat.alive for seat in self.seats.values() if seat.kind == "trainer"):
+        while any(node.alive for node in self.nodes.values() if node.kind == "trainer"):
             if loop.time() > limit:
-                left = [seat.process.name for seat in self.seats.values() if seat.kind == "trainer" and seat.alive]
+                left = [node.process.name for node in self.nodes.values() if node.kind == "trainer" and node.alive]
                 self.failures.append(f"{left} did not leave within {LEAVE_S:g} s after the end of the job")
                 return
             await asyncio.sleep(0.25)
@@ -303,7 +323,7 @@ class World:
 
     def stores(self) -> list[tuple[int, Store]]:
         """Of the registered parameter servers that have parameters of the job's timeline, by index."""
-        services = [seat.service for seat in self.seats.values() if seat.kind == "pserver" and seat.alive]
+        services = [node.service for node in self.nodes.values() if node.kind == "pserver" and node.alive]
         found = {
             pserver.index: pserver.store
             for pserver in services
@@ -312,7 +332,7 @@ class World:
         return [(index, found[index]) for index in sorted(found) if found[index] is not None]
 
     def _is_registered(self, pserver: Pserver) -> bool:
-        kv = self.etcd.value(self.keys.pserver(pserver.index))
+        kv = self.simulated.value(self.keys.pserver(pserver.index))
         return kv is not None and PserverMember.model_validate_json(kv).incarnation == pserver.incarnation
 
     def final_parameters(self) -> bytes:
@@ -332,18 +352,18 @@ class World:
 
     def digest(self) -> str:
         """Of the whole history of etcd and the final parameters."""
-        history = hashlib.sha256(repr(self.etcd.store.history).encode())
+        history = hashlib.sha256(repr(self.simulated.store.history).encode())
         history.update(self.final_parameters())
         return history.hexdigest()
 
     def describe(self) -> str:
         """For people: who is alive and what is waited for."""
-        seats = [f"{seat.process!r} {seat.service!r}" for seat in self.seats.values()]
-        return "; ".join([f"{self.state.phase} {self.state.stage}: {self.state.reason}", *seats])
+        nodes = [f"{node.process!r} {node.service!r}" for node in self.nodes.values()]
+        return "; ".join([f"{self.state.phase} {self.state.stage}: {self.state.reason}", *nodes])
 
     @property
     def state(self) -> JobState:
-        return self.etcd.state
+        return self.simulated.state
 
     @property
     def over(self) -> bool:
@@ -353,7 +373,7 @@ class World:
         """Everybody is dead; then their coroutines are unwound where nothing can be heard of it any more."""
         for process in self.processes.values():
             process.kill()
-        self.etcd.stop()
+        self.simulated.stop()
         self.network.close()
         for process in self.processes.values():
             process.dead = process.frozen = False

@@ -57,8 +57,8 @@ def layout(mode: Mode) -> Layout:
 
 
 @dataclass
-class Notes:
-    """What the computes of one world did, for the invariants."""
+class Trace:
+    """What the computes of one cluster did, for the invariants."""
 
     gradients: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     evaluated: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
@@ -84,14 +84,14 @@ class TinyCompute:
     """trainer_agent.model.compute.Compute on numpy."""
 
     def __init__(
-        self, mode: Mode, notes: Notes, rng: random.Random, speed: Speed, travels_as: Transported = "float32"
+        self, mode: Mode, trace: Trace, rng: random.Random, speed: Speed, travels_as: Transported = "float32"
     ) -> None:
         self._layout = layout(mode)
         self._travels_as = travels_as
         self._payloads = self._layout.payloads(travels_as)
         self._sent: dict[tuple[Interval, int], torch.Tensor] = {}
         self._blocks = list(self._layout.blocks())
-        self._notes, self._rng, self._speed = notes, rng, speed
+        self._trace, self._rng, self._speed = trace, rng, speed
         self._vectors = [self._initial(), self._initial()]
         self._lanes: dict[int, tuple[list[np.ndarray[Any, Any]], int]] = {}
         self._nodes: dict[Interval, list[np.ndarray[Any, Any]]] = {}
@@ -124,7 +124,7 @@ class TinyCompute:
 
     def swap(self) -> None:
         self._vectors.reverse()
-        self._notes.swaps += 1
+        self._trace.swaps += 1
 
     def initial_lane_zero(self) -> LaneZero:
         return self._lane_zero()
@@ -146,7 +146,7 @@ class TinyCompute:
         self._lanes[lane] = (gradients(self._vectors[0], seed, names), len(names))
         await asyncio.sleep(self._speed.draw(self._rng) if names else 0.001)
         if names:
-            self._notes.gradients.append((seed, names))
+            self._trace.gradients.append((seed, names))
         if lane == node[1] - 1:
             self._nodes[node] = mean_over(node, self._lanes, self._travels_as)
             order = [block.number for block in self._blocks]
@@ -177,7 +177,7 @@ class TinyCompute:
     async def evaluate(self, records: Records) -> dict[str, float]:
         names = tuple(int(record["name"]) for record in records)
         await asyncio.sleep(self._speed.draw(self._rng))
-        self._notes.evaluated.append((hashlib.sha256(self._bytes()).hexdigest(), names))
+        self._trace.evaluated.append((hashlib.sha256(self._bytes()).hexdigest(), names))
         return {"records": float(len(names)), "total": float(sum(names))}
 
     async def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
@@ -185,7 +185,7 @@ class TinyCompute:
 
     async def export(self, directory: str) -> dict[str, str]:
         await asyncio.sleep(self._speed.draw(self._rng))
-        self._notes.exported.append(self._bytes())
+        self._trace.exported.append(self._bytes())
         return {"numbers": f"{directory}/numbers"}
 
     def _bytes(self) -> bytes:

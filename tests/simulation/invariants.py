@@ -1,4 +1,4 @@
-"""What a user may count on (training.md), checked on a world whose job has ended. Each line returned is a broken promise."""
+"""What a user may count on (training.md), checked on a cluster whose job has ended. Each line returned is a broken promise."""
 
 from __future__ import annotations
 
@@ -10,56 +10,56 @@ import numpy as np
 
 from shared.records import EvaluationSums, JobResult, Mode, Phase, TaskMeta
 from shared.records.pauses import Losses
-from tests.simulation.cluster import World, described
+from tests.simulation.cluster import SimulatedCluster, described
 from tests.simulation.compute import RECORD_SLOTS, applied_of, param_blocks
 from tests.simulation.plans import Job
 from tests.simulation.reference import final_parameters, task_minibatches, tasks_of
 
 
-def violations(world: World) -> Iterator[str]:
-    yield from world.failures
-    yield from world.etcd.violations
-    yield from (f"a handler crashed: {described(error)}" for error in world.network.crashes)
-    if world.state.phase is not Phase.COMPLETED:
-        yield f"the job is {world.state.phase}: {world.state.reason}"
+def violations(cluster: SimulatedCluster) -> Iterator[str]:
+    yield from cluster.failures
+    yield from cluster.simulated.violations
+    yield from (f"a handler crashed: {described(error)}" for error in cluster.network.crashes)
+    if cluster.state.phase is not Phase.COMPLETED:
+        yield f"the job is {cluster.state.phase}: {cluster.state.reason}"
         return
-    yield from _books(world)
-    yield from _parameters(world)
-    if world.plan.evaluate:
-        yield from _evaluation(world)
-    if world.plan.job.mode is Mode.ASYNC:
-        yield from _ledgers(world)
+    yield from _books(cluster)
+    yield from _parameters(cluster)
+    if cluster.plan.evaluate:
+        yield from _evaluation(cluster)
+    if cluster.plan.job.mode is Mode.ASYNC:
+        yield from _ledgers(cluster)
 
 
-def _books(world: World) -> Iterator[str]:
+def _books(cluster: SimulatedCluster) -> Iterator[str]:
     """Nothing is left under way, nothing was discarded, every epoch is over."""
-    keys, job = world.keys, world.plan.job
+    keys, job = cluster.keys, cluster.plan.job
     for kind, key in (
         ("pending", keys.pending("")),
         ("requeued", keys.requeued("")),
         ("discarded", keys.discarded("")),
     ):
-        names = world.etcd.names(key)
+        names = cluster.simulated.names(key)
         if names:
             yield f"tasks {sorted(names)} are still {kind} after the end"
-    meta = TaskMeta.model_validate_json(world.etcd.value(keys.task_meta) or b"")
+    meta = TaskMeta.model_validate_json(cluster.simulated.value(keys.task_meta) or b"")
     if meta.epoch != job.epochs:
         yield f"the queue stands at epoch {meta.epoch} of {job.epochs}"
-    result: JobResult = world.state.result
+    result: JobResult = cluster.state.result
     expected = job.epochs * sum(job.files)
     if (result.trained_records, result.discarded_records) != (expected, 0):
         yield f"{result.trained_records} records trained and {result.discarded_records} discarded, expected {expected} and 0"
 
 
-def _parameters(world: World) -> Iterator[str]:
-    job, exported = world.plan.job, world.notes.exported
+def _parameters(cluster: SimulatedCluster) -> Iterator[str]:
+    job, exported = cluster.plan.job, cluster.trace.exported
     if not exported:
         yield "nothing was exported"
         return
-    again = job.mode is Mode.ASYNC and world.state.timeline > 0  # trained once more, to other bits
+    again = job.mode is Mode.ASYNC and cluster.state.timeline > 0  # trained once more, to other bits
     if any(one != other for one, other in pairwise(exported)) and not again:
         yield "two exports differ"
-    final = world.final_parameters()
+    final = cluster.final_parameters()
     if len(final) < len(exported[-1]):  # a parameter server died after the end: the export stays
         final = exported[-1]
     if exported[-1] != final:
@@ -69,8 +69,8 @@ def _parameters(world: World) -> Iterator[str]:
             yield f"the final parameters differ from the undisturbed run's{_difference(final, final_parameters(job))}"
         return
     expected = _applications(job)
-    lossy = _lossy(world)
-    owners = {number: index for index, store in world.stores() for number in store.blocks}
+    lossy = _lossy(cluster)
+    owners = {number: index for index, store in cluster.stores() for number in store.blocks}
     initials = [np.linspace(-1, 1, 3 * 64).astype(np.float32), np.linspace(-1, 1, 2 * 64).astype(np.float32)]
     for block in param_blocks():
         applied = applied_of(final, block, initials[block.segment])
@@ -83,9 +83,9 @@ def _parameters(world: World) -> Iterator[str]:
             yield f"block {block.number}: records were not applied once an epoch (record: got, expected) {shown}"
 
 
-def _lossy(world: World) -> dict[int, tuple[int, int]]:
+def _lossy(cluster: SimulatedCluster) -> dict[int, tuple[int, int]]:
     """Parameter servers with losses on record: (lost, skipped) minibatches."""
-    value = world.etcd.value(world.keys.losses)
+    value = cluster.simulated.value(cluster.keys.losses)
     losses = Losses.model_validate_json(value) if value else Losses()
     indexes = {*losses.lost, *losses.skipped}
     return {int(i): (losses.lost.get(i, 0), losses.skipped.get(i, 0)) for i in indexes}
@@ -117,33 +117,33 @@ def _pushes(job: Job, epoch: int) -> Iterator[tuple[list[int], int]]:
             yield names, len(names)
 
 
-def _evaluation(world: World) -> Iterator[str]:
-    job = world.plan.job
-    sums = EvaluationSums.model_validate_json(world.etcd.value(world.keys.evaluation) or b"{}")
+def _evaluation(cluster: SimulatedCluster) -> Iterator[str]:
+    job = cluster.plan.job
+    sums = EvaluationSums.model_validate_json(cluster.simulated.value(cluster.keys.evaluation) or b"{}")
     records = sum(job.files)
     expected = {"records": float(records), "total": float(records * (records - 1) // 2)}
     if sums.sums != expected or sums.finished != len(tasks_of(job)):
         yield f"evaluation added up to {sums}, expected {expected} from {len(tasks_of(job))} tasks"
-    seen = {digest for digest, _ in world.notes.evaluated}
-    again = job.mode is Mode.ASYNC and world.state.timeline > 0
-    if seen != {hashlib.sha256(world.notes.exported[-1]).hexdigest()} and not again:
+    seen = {digest for digest, _ in cluster.trace.evaluated}
+    again = job.mode is Mode.ASYNC and cluster.state.timeline > 0
+    if seen != {hashlib.sha256(cluster.trace.exported[-1]).hexdigest()} and not again:
         yield f"evaluation saw {len(seen)} sets of parameters, not the final ones only"
 
 
-def _ledgers(world: World) -> Iterator[str]:
+def _ledgers(cluster: SimulatedCluster) -> Iterator[str]:
     """The parameter servers' own books say the same; what is missing there is on record, to the minibatch."""
-    job = world.plan.job
+    job = cluster.plan.job
     minibatches = sum(-(-len(task) // job.minibatch) for task in tasks_of(job))
-    for index, store in world.stores():
+    for index, store in cluster.stores():
         if not store.blocks:
             continue
         books = {entry.epoch: entry for entry in store.ledger.books()}
-        lost, skipped = _lossy(world).get(index, (0, 0))
+        lost, skipped = _lossy(cluster).get(index, (0, 0))
         if lost or skipped:
             lowest = sum(entry.applied_lowest for entry in books.values())
             highest = sum(entry.applied_highest for entry in books.values())
             whole = job.epochs * minibatches
-            exact = world.plan.independent or lowest + lost <= whole  # an independent one is no cut: at most so many
+            exact = cluster.plan.independent or lowest + lost <= whole  # an independent one is no cut: at most so many
             if not (exact and whole <= lowest + lost + skipped and highest <= whole):
                 yield (
                     f"pserver {index} has {lowest} to {highest} of {whole} minibatches at its blocks, on record are "

@@ -1,6 +1,6 @@
-"""Seeded plans: the job, its members, the weather, and what goes wrong when. The same seed is the same run.
+"""Seeded plans: the job, its members, the conditions, and what goes wrong when. The same seed is the same run.
 
-0 ... window_s  faults, bad weather        then  quiet: everything heals, and the job must end within `bound_s`
+0 ... window_s  faults, bad conditions        then  quiet: everything heals, and the job must end within `bound_s`
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from enum import StrEnum
 
 from shared.records import Dispatch, Mode
 from shared.records.job_spec import Transported
-from tests.equipment.cluster.network import CALM, Weather, weather_of
+from tests.equipment.cluster.network import STEADY, Conditions, conditions_of
 from tests.simulation.compute import Speed
-from tests.simulation.operator_requests import Want, Wish, wishes_of
 
 
-class Kind(StrEnum):
+class FaultKind(StrEnum):
     KILL_TRAINER = "kill trainer"
     KILL_TRAINERS = "kill every trainer"
     KILL_PSERVER = "kill pserver"
@@ -53,7 +52,7 @@ class Fault:
     from then on."""
 
     at_s: float
-    kind: Kind
+    kind: FaultKind
     pick: float = 0.0
     lasts_s: float | None = None
     peer: Peer = Peer.ALL
@@ -62,8 +61,27 @@ class Fault:
 
     def __str__(self) -> str:
         tail = f" for {self.lasts_s:.2f} s" if self.lasts_s is not None else ""
-        tail += f" from {self.peer}" if self.kind in {Kind.CUT_TRAINER, Kind.CUT_MASTER} else ""
+        tail += f" from {self.peer}" if self.kind in {FaultKind.CUT_TRAINER, FaultKind.CUT_MASTER} else ""
         return f"{self.at_s:7.3f} {self.kind}{tail}{' (noticed)' if self.noticed else ''}"
+
+
+class RequestKind(StrEnum):
+    CHECKPOINT = "checkpoint"
+    RESTORE = "restore"
+    TRAINER_LEAVES = "trainer leaves"
+    PSERVER_LEAVES = "pserver leaves"
+
+
+@dataclass(frozen=True)
+class OperatorRequest:
+    """`pick` in [0, 1) chooses among the checkpoints or members there are."""
+
+    at_s: float
+    kind: RequestKind
+    pick: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.at_s:7.3f} request: {self.kind}"
 
 
 @dataclass(frozen=True)
@@ -105,12 +123,12 @@ class Plan:
     skip_after_s: float | None = None
     independent: bool = False
     dispatch: Dispatch = Dispatch.MASTER
-    weather: Weather = CALM
+    conditions: Conditions = STEADY
     faults: tuple[Fault, ...] = ()
-    wishes: tuple[Wish, ...] = ()
+    requests: tuple[OperatorRequest, ...] = ()
 
     def undisturbed(self) -> Plan:
-        return replace(self, weather=CALM, faults=(), wishes=())
+        return replace(self, conditions=STEADY, faults=(), requests=())
 
     @property
     def work_s(self) -> float:
@@ -119,25 +137,25 @@ class Plan:
 
     @property
     def window_s(self) -> float:
-        """While this lasts the weather is bad and faults happen."""
+        """While this lasts the conditions is bad and faults happen."""
         return 2.0 + min(25.0, 0.4 * self.work_s)
 
     @property
     def bound_s(self) -> float:
         """After the last fault the job must end within this: everybody's leases and tasks' deadlines run out one after the
         other, everybody joins again, and one trainer does all the work, twice."""
-        ways_back = sum(wish.want in {Want.GO_BACK, Want.PSERVER_LEAVES} for wish in self.wishes)
-        ways_back += sum(fault.kind is Kind.RESTART_ALL for fault in self.faults)
-        return 90.0 + (2 + ways_back) * self.work_s
+        restores = sum(request.kind in {RequestKind.RESTORE, RequestKind.PSERVER_LEAVES} for request in self.requests)
+        restores += sum(fault.kind is FaultKind.RESTART_ALL for fault in self.faults)
+        return 90.0 + (2 + restores) * self.work_s
 
     def __str__(self) -> str:
         head = (
             f"seed {self.seed} {self.job}\n  dispatch {self.dispatch}, {self.masters} masters, {self.pservers} pservers, "
             f"{self.trainers} trainers, pull_every {self.pull_every}, evaluate {self.evaluate}, checkpoint_every "
             f"{self.checkpoint_every or self.checkpoint_every_s} and keep {self.keep_checkpoints}, skip_after "
-            f"{self.skip_after_s}, independent {self.independent}\n  {self.speed}\n  {self.weather}"
+            f"{self.skip_after_s}, independent {self.independent}\n  {self.speed}\n  {self.conditions}"
         )
-        return "\n".join([head, *(f"  {event}" for event in (*self.faults, *self.wishes))])
+        return "\n".join([head, *(f"  {event}" for event in (*self.faults, *self.requests))])
 
 
 JOBS: tuple[tuple[tuple[int, ...], int, int, int], ...] = (
@@ -154,7 +172,7 @@ JOBS: tuple[tuple[tuple[int, ...], int, int, int], ...] = (
 DTYPES: tuple[Transported, ...] = ("float32", "float32", "bfloat16", "float16")
 
 
-def plan(seed: int, mode: Mode, dispatch: Dispatch = Dispatch.MASTER) -> Plan:
+def plan_of(seed: int, mode: Mode, dispatch: Dispatch = Dispatch.MASTER) -> Plan:
     masterless = dispatch is Dispatch.ETCD
     rng = random.Random(f"{mode}-{seed}{'-masterless' if masterless else ''}")
     files, task_records, minibatch, lanes = JOBS[rng.randrange(len(JOBS))]
@@ -185,19 +203,30 @@ def plan(seed: int, mode: Mode, dispatch: Dispatch = Dispatch.MASTER) -> Plan:
         skip_after_s=rng.choice([None, None, None, 0.5]) if mode is Mode.ASYNC else None,
         independent=mode is Mode.ASYNC and rng.random() < 0.25,
         dispatch=dispatch,
-        weather=weather_of(rng),
+        conditions=conditions_of(rng),
     )
     faults = [
         _fault(rng, rng.choice(kinds), plan.window_s, mode)
         for kinds in [_kinds(rng, mode, dispatch)]
         for _ in range(rng.choice([0, 3, 6, 12]))
     ]
-    wishes = () if plan.independent else wishes_of(seed, mode, plan.window_s)  # those are refused there
+    requests = () if plan.independent else _requests(seed, mode, plan.window_s)  # those are refused there
     plan = replace(plan, keep_checkpoints=random.Random(f"keep-{seed}").choice([1, 2]))
     if random.Random(f"doubling-{mode}-{seed}").random() < 0.1:
-        plan = replace(plan, weather=replace(plan.weather, double=0.2))
+        plan = replace(plan, conditions=replace(plan.conditions, double=0.2))
     faults += _restarts(random.Random(f"restarts-{mode}-{seed}"), plan)
-    return replace(plan, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)), wishes=wishes)
+    return replace(plan, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)), requests=requests)
+
+
+def _requests(seed: int, mode: Mode, window_s: float) -> tuple[OperatorRequest, ...]:
+    """At most one way back: each is all the work once more."""
+    rng = random.Random(f"wishes-{mode}-{seed}")
+    count = rng.choice([0, 0, 1, 2, 4])
+    kinds = [RequestKind.CHECKPOINT, RequestKind.CHECKPOINT, RequestKind.TRAINER_LEAVES, RequestKind.PSERVER_LEAVES]
+    found = [OperatorRequest(rng.uniform(0.5, window_s), rng.choice(kinds), rng.random()) for _ in range(count)]
+    if rng.random() < 0.25:
+        found.append(OperatorRequest(rng.uniform(1.0, window_s), RequestKind.RESTORE, rng.random()))
+    return tuple(sorted(found, key=lambda request: request.at_s))
 
 
 def _restarts(rng: random.Random, plan: Plan) -> list[Fault]:
@@ -205,7 +234,7 @@ def _restarts(rng: random.Random, plan: Plan) -> list[Fault]:
     return [
         Fault(
             rng.uniform(0.0, 1.5 * plan.window_s),
-            Kind.RESTART_ALL,
+            FaultKind.RESTART_ALL,
             lasts_s=rng.choice([0.1, 2.0, 20.0]),
             members=(rng.choice([1, 2, 3, 4]), rng.choice([1, 2, 3, 4])),
         )
@@ -213,37 +242,37 @@ def _restarts(rng: random.Random, plan: Plan) -> list[Fault]:
     ]
 
 
-def _kinds(rng: random.Random, mode: Mode, dispatch: Dispatch) -> list[Kind]:
+def _kinds(rng: random.Random, mode: Mode, dispatch: Dispatch) -> list[FaultKind]:
     """Some runs concentrate on two kinds."""
-    apart = {Kind.RESTART_ALL} if mode is Mode.ASYNC else {Kind.RESTART_ALL, Kind.KILL_EVERYBODY}
-    kinds = [kind for kind in Kind if kind not in apart]
+    apart = {FaultKind.RESTART_ALL} if mode is Mode.ASYNC else {FaultKind.RESTART_ALL, FaultKind.KILL_EVERYBODY}
+    kinds = [kind for kind in FaultKind if kind not in apart]
     if dispatch is Dispatch.ETCD:
-        kinds = [kind for kind in kinds if kind.victim != "master" or kind is Kind.RESTART_ETCD]
+        kinds = [kind for kind in kinds if kind.victim != "master" or kind is FaultKind.RESTART_ETCD]
     return rng.sample(kinds, 2) if rng.random() < 0.4 else kinds
 
 
-def _fault(rng: random.Random, kind: Kind, window_s: float, mode: Mode) -> Fault:
+def _fault(rng: random.Random, kind: FaultKind, window_s: float, mode: Mode) -> Fault:
     at, pick = window_s * rng.random() ** rng.choice([1, 2]), rng.random()
     match kind:
-        case Kind.KILL_PSERVER:
+        case FaultKind.KILL_PSERVER:
             return Fault(at, kind, pick, rng.choice([0.1, 1.0, 4.0]), noticed=rng.random() < 0.5)
-        case Kind.KILL_EVERYBODY:
+        case FaultKind.KILL_EVERYBODY:
             return Fault(at, kind, pick, rng.choice([0.1, 1.0, 6.0]))
-        case Kind.KILL_TRAINER | Kind.KILL_TRAINERS | Kind.KILL_MASTER:
+        case FaultKind.KILL_TRAINER | FaultKind.KILL_TRAINERS | FaultKind.KILL_MASTER:
             lasts = rng.choice([0.1, 1.0, 4.0])
             return Fault(at, kind, pick, lasts, noticed=rng.random() < 0.5)
-        case Kind.JOIN_TRAINER | Kind.HAND_OVER:
+        case FaultKind.JOIN_TRAINER | FaultKind.HAND_OVER:
             return Fault(at, kind, pick, 0.1)
-        case Kind.FREEZE_TRAINER | Kind.FREEZE_MASTER:
+        case FaultKind.FREEZE_TRAINER | FaultKind.FREEZE_MASTER:
             return Fault(at, kind, pick, rng.choice([0.5, 3.0, 8.0, 15.0]))
-        case Kind.CUT_TRAINER:
+        case FaultKind.CUT_TRAINER:
             return Fault(at, kind, pick, rng.choice([0.5, 3.0, 9.0, 14.0]), peer=rng.choice(list(Peer)))
-        case Kind.CUT_MASTER:
+        case FaultKind.CUT_MASTER:
             return Fault(
                 at, kind, pick, rng.choice([0.5, 3.0, 6.0, 9.0]), peer=rng.choice([Peer.ETCD, Peer.ETCD, Peer.ALL])
             )
-        case Kind.FREEZE_PSERVER:
+        case FaultKind.FREEZE_PSERVER:
             longer = [8.0, 15.0] if mode is Mode.SYNC else []  # than its lease: the job rolls back
             return Fault(at, kind, pick, rng.choice([0.2, 1.0, *longer]))
-        case Kind.RESTART_ETCD:
+        case FaultKind.RESTART_ETCD:
             return Fault(at, kind, pick, rng.choice([0.3, 1.5, 8.0]))

@@ -1,4 +1,4 @@
-"""One run: a world, its plan's faults, the quiet time after them, and the verdict."""
+"""One run: a cluster, its plan's faults, the quiet time after them, and the verdict."""
 
 from __future__ import annotations
 
@@ -10,56 +10,56 @@ from dataclasses import dataclass
 from shared.records import Dispatch, Mode
 from shared.records.operations import Operation
 from tests.equipment import logs
-from tests.equipment.cluster.network import CALM
+from tests.equipment.cluster.network import STEADY
 from tests.equipment.virtual_loop import Process, VirtualLoop, run
-from tests.simulation import operator_requests as wishes
-from tests.simulation.cluster import Seat, World
+from tests.simulation import operator_requests
+from tests.simulation.cluster import Node, SimulatedCluster
 from tests.simulation.invariants import violations
-from tests.simulation.plans import Fault, Kind, Peer, Plan
-from tests.simulation.plans import plan as plan_of
+from tests.simulation.plans import Fault, FaultKind, Peer, Plan, plan_of
+from tests.simulation.processes import MAINS
 
 MAX_CALLBACKS = 1_500_000
 
 
 @dataclass
 class Outcome:
-    """`broken`: promises not kept. `digest`: the whole history, the same for the same seed."""
+    """`violations`: promises not kept. `digest`: the whole history, the same for the same seed."""
 
     plan: Plan
-    broken: list[str]
+    violations: list[str]
     digest: str
     seconds: float
     callbacks: int
     counts: dict[str, int]
-    inflicted: int
+    injected: int
     operations: tuple[Operation, ...] = ()
 
     def __str__(self) -> str:
         mode = self.plan.job.mode.value
-        lines = "\n  ".join(self.broken[:12])
+        lines = "\n  ".join(self.violations[:12])
         dispatch = f" --dispatch {self.plan.dispatch}" if self.plan.dispatch is not Dispatch.MASTER else ""
         return f"{lines}\nreplay: python -m tests.simulation --mode {mode}{dispatch} --seed {self.plan.seed}"
 
 
-def play(
+def simulate(
     seed: int,
     mode: Mode,
     say: Callable[[str], None] | None = None,
     plan: Plan | None = None,
     dispatch: Dispatch = Dispatch.MASTER,
 ) -> Outcome:
-    """Run one seed. Raises nothing for what goes wrong inside: that is in `broken`."""
-    plan, say = plan or plan_of(seed, mode, dispatch), say or logs.nobody
+    """Run one seed. Raises nothing for what goes wrong inside: that is in `violations`."""
+    plan, say = plan or plan_of(seed, mode, dispatch), say or logs.discard
     rng = random.Random(f"play-{mode}-{seed}")
     loop = VirtualLoop(rng, max_seconds=3600.0, max_callbacks=MAX_CALLBACKS)
-    world = World(plan, rng, say)
+    cluster = SimulatedCluster(plan, rng, MAINS, say)
     broken: list[str] = []
     with logs.configured(say):
         try:
-            run(loop, _play(world), rng)
+            run(loop, _run_plan(cluster), rng)
         except AssertionError as error:
             broken.append(f"{type(error).__name__}: {error}")
-    broken += violations(world)
+    broken += violations(cluster)
     broken += [
         f"loop: {context.get('message')}: {context.get('exception') or context.get('task')!r}"
         for context in loop.errors
@@ -67,165 +67,165 @@ def play(
     return Outcome(
         plan,
         broken,
-        world.digest(),
-        world.ended_s,
-        world.ended_callbacks,
-        world.network.counts,
-        world.inflicted,
-        tuple(found for found in map(world.operation, world.granted) if found is not None),
+        cluster.digest(),
+        cluster.ended_s,
+        cluster.ended_callbacks,
+        cluster.network.counts,
+        cluster.injected,
+        tuple(found for found in map(cluster.operation, cluster.accepted) if found is not None),
     )
 
 
-async def _play(world: World) -> None:
-    plan, loop = world.plan, asyncio.get_running_loop()
+async def _run_plan(cluster: SimulatedCluster) -> None:
+    plan, loop = cluster.plan, asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
-    supervisor = world.processes["supervisor"] = Process("supervisor")
-    world.open()
-    faults = supervisor.spawn(_faults(world))
-    supervisor.spawn(_wishes(world))
-    supervisor.spawn(world.supervise())
+    supervisor = cluster.processes["supervisor"] = Process("supervisor")
+    cluster.open()
+    faults = supervisor.spawn(_faults(cluster))
+    supervisor.spawn(_send_requests(cluster))
+    supervisor.spawn(cluster.supervise())
     try:
         ends = [fault.at_s + (fault.lasts_s or 0.0) for fault in plan.faults]
-        last = max([*ends, *(wish.at_s for wish in plan.wishes)], default=0.0)
-        while loop.time() < last + plan.bound_s and not world.over:
+        last = max([*ends, *(request.at_s for request in plan.requests)], default=0.0)
+        while loop.time() < last + plan.bound_s and not cluster.over:
             await asyncio.sleep(0.25)
         if not faults.done():
             faults.cancel()
         elif not faults.cancelled() and (error := faults.exception()) is not None:
             raise AssertionError(f"the schedule crashed: {error!r}") from error
-        world.ended_s, world.ended_callbacks = loop.time(), loop.callbacks
-        if not world.over:
-            world.failures.append(f"not over {plan.bound_s:.0f} s after the last fault: {world.describe()}")
+        cluster.ended_s, cluster.ended_callbacks = loop.time(), loop.callbacks
+        if not cluster.over:
+            cluster.failures.append(f"not over {plan.bound_s:.0f} s after the last fault: {cluster.describe()}")
         else:
-            world.heal()
-            await world.linger()
-            await wishes.settle(world)
-            world.failures += wishes.broken(world)
+            cluster.end_faults()
+            await cluster.wait_for_trainers_to_leave()
+            await operator_requests.wait_for_operations(cluster)
+            cluster.failures += operator_requests.violations(cluster)
     finally:
-        await world.end()
+        await cluster.end()
 
 
-async def _faults(world: World) -> None:
+async def _faults(cluster: SimulatedCluster) -> None:
     loop = asyncio.get_running_loop()
-    world.weather(world.plan.weather)
+    cluster.set_conditions(cluster.plan.conditions)
     async with asyncio.TaskGroup() as group:
-        for fault in world.plan.faults:
+        for fault in cluster.plan.faults:
             await asyncio.sleep(max(0.0, fault.at_s - loop.time()))
-            if world.over:
+            if cluster.over:
                 break
-            world.inflicted += 1
-            group.create_task(_inflict(world, fault))
-        await asyncio.sleep(max(0.0, world.plan.window_s - loop.time()))
-        world.weather(CALM)
+            cluster.injected += 1
+            group.create_task(_inject(cluster, fault))
+        await asyncio.sleep(max(0.0, cluster.plan.window_s - loop.time()))
+        cluster.set_conditions(STEADY)
 
 
-async def _wishes(world: World) -> None:
+async def _send_requests(cluster: SimulatedCluster) -> None:
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as group:
-        for wish in world.plan.wishes:
-            await asyncio.sleep(max(0.0, wish.at_s - loop.time()))
-            if world.over:
+        for request in cluster.plan.requests:
+            await asyncio.sleep(max(0.0, request.at_s - loop.time()))
+            if cluster.over:
                 break
-            group.create_task(wishes.grant(world, wish))
+            group.create_task(operator_requests.send(cluster, request))
 
 
-async def _inflict(world: World, fault: Fault) -> None:
+async def _inject(cluster: SimulatedCluster, fault: Fault) -> None:
     match fault.kind:
-        case Kind.JOIN_TRAINER:
-            world.start(f"trainer-{sum(seat.kind == 'trainer' for seat in world.seats.values())}", "trainer")
-        case Kind.RESTART_ETCD:
-            await _restart_etcd(world, fault)
-        case Kind.RESTART_ALL:
-            if wishes.may_lose_pserver(world):
+        case FaultKind.JOIN_TRAINER:
+            cluster.start(f"trainer-{sum(node.kind == 'trainer' for node in cluster.nodes.values())}", "trainer")
+        case FaultKind.RESTART_ETCD:
+            await _restart_etcd(cluster, fault)
+        case FaultKind.RESTART_ALL:
+            if operator_requests.may_lose_pserver(cluster):
                 pservers, trainers = fault.members
                 # independent checkpoints load with as many parameter servers as before
-                same = world.spec.pservers if world.plan.independent else pservers
-                await world.restart(same, trainers, fault.lasts_s or 0.0)
-        case Kind.KILL_TRAINER | Kind.KILL_MASTER:
-            if seat := _pick(world, fault):
-                await _kill(world, seat, fault)
-        case Kind.KILL_TRAINERS:
+                same = cluster.spec.pservers if cluster.plan.independent else pservers
+                await cluster.restart(same, trainers, fault.lasts_s or 0.0)
+        case FaultKind.KILL_TRAINER | FaultKind.KILL_MASTER:
+            if node := _pick(cluster, fault):
+                await _kill(cluster, node, fault)
+        case FaultKind.KILL_TRAINERS:
             async with asyncio.TaskGroup() as group:
-                for seat in [seat for seat in world.seats.values() if seat.kind == "trainer" and seat.alive]:
-                    group.create_task(_kill(world, seat, fault))
-        case Kind.KILL_PSERVER:
-            seat = _pick(world, fault)
-            empty = seat is not None and (seat.service is None or seat.service.store is None)
-            if seat and (empty or wishes.may_lose_pserver(world)):
-                await _kill(world, seat, fault)
-        case Kind.KILL_EVERYBODY:
-            if world.plan.job.mode is Mode.ASYNC and wishes.may_lose_pserver(world):
+                for node in [node for node in cluster.nodes.values() if node.kind == "trainer" and node.alive]:
+                    group.create_task(_kill(cluster, node, fault))
+        case FaultKind.KILL_PSERVER:
+            node = _pick(cluster, fault)
+            empty = node is not None and (node.service is None or node.service.store is None)
+            if node and (empty or operator_requests.may_lose_pserver(cluster)):
+                await _kill(cluster, node, fault)
+        case FaultKind.KILL_EVERYBODY:
+            if cluster.plan.job.mode is Mode.ASYNC and operator_requests.may_lose_pserver(cluster):
                 async with asyncio.TaskGroup() as group:
-                    for seat in [seat for seat in world.seats.values() if seat.alive]:
-                        group.create_task(_kill(world, seat, fault))
-        case Kind.HAND_OVER:
-            if seat := _pick(world, fault):
-                world.say(f"terminate {seat.process.name}")
-                seat.stopping.set()
-        case Kind.FREEZE_TRAINER | Kind.FREEZE_MASTER | Kind.FREEZE_PSERVER:
-            if seat := _pick(world, fault):
-                await _freeze(world, seat.process, fault.lasts_s or 0.0)
-        case Kind.CUT_TRAINER | Kind.CUT_MASTER:
-            if seat := _pick(world, fault):
-                await _cut(world, seat.process, fault)
+                    for node in [node for node in cluster.nodes.values() if node.alive]:
+                        group.create_task(_kill(cluster, node, fault))
+        case FaultKind.HAND_OVER:
+            if node := _pick(cluster, fault):
+                cluster.say(f"terminate {node.process.name}")
+                node.stopping.set()
+        case FaultKind.FREEZE_TRAINER | FaultKind.FREEZE_MASTER | FaultKind.FREEZE_PSERVER:
+            if node := _pick(cluster, fault):
+                await _freeze(cluster, node.process, fault.lasts_s or 0.0)
+        case FaultKind.CUT_TRAINER | FaultKind.CUT_MASTER:
+            if node := _pick(cluster, fault):
+                await _cut(cluster, node.process, fault)
 
 
-def _pick(world: World, fault: Fault) -> Seat | None:
+def _pick(cluster: SimulatedCluster, fault: Fault) -> Node | None:
     """Of the masters (without: of the trainers) mostly the one that leads (sweeps)."""
-    alive = [seat for seat in world.seats.values() if seat.kind == fault.kind.victim and seat.alive]
-    leading = [seat for seat in alive if world.leads(seat)]
+    alive = [node for node in cluster.nodes.values() if node.kind == fault.kind.victim and node.alive]
+    leading = [node for node in alive if cluster.leads(node)]
     if leading and fault.pick < 0.8:
         return leading[0]
     return alive[int(fault.pick * len(alive))] if alive else None
 
 
-async def _kill(world: World, seat: Seat, fault: Fault) -> None:
-    name = seat.process.name
-    seat.wanted = False
-    world.kill(seat)
+async def _kill(cluster: SimulatedCluster, node: Node, fault: Fault) -> None:
+    name = node.process.name
+    node.wanted = False
+    cluster.kill(node)
     if fault.noticed:
-        world.report_dead(seat.name)
+        cluster.report_dead(node.name)
     if fault.lasts_s is not None:
         await asyncio.sleep(fault.lasts_s)
-        if seat.process.name == name and world.seats.get(seat.name) is seat:
-            seat.wanted = True
-            world.start(seat.name, seat.kind)
+        if node.process.name == name and cluster.nodes.get(node.name) is node:
+            node.wanted = True
+            cluster.start(node.name, node.kind)
 
 
-async def _freeze(world: World, process: Process, seconds: float) -> None:
+async def _freeze(cluster: SimulatedCluster, process: Process, seconds: float) -> None:
     if process.frozen:
         return
-    world.say(f"freeze {process.name} for {seconds:g} s")
+    cluster.say(f"freeze {process.name} for {seconds:g} s")
     process.freeze()
     await asyncio.sleep(seconds)
-    world.say(f"thaw {process.name}")
+    cluster.say(f"thaw {process.name}")
     process.thaw()
 
 
-async def _cut(world: World, process: Process, fault: Fault) -> None:
+async def _cut(cluster: SimulatedCluster, process: Process, fault: Fault) -> None:
     others = [
-        seat.process
-        for seat in world.seats.values()
-        if seat.process is not process and (fault.peer is Peer.ALL or f"{seat.kind}s".startswith(fault.peer))
+        node.process
+        for node in cluster.nodes.values()
+        if node.process is not process and (fault.peer is Peer.ALL or f"{node.kind}s".startswith(fault.peer))
     ]
-    world.say(f"cut {process.name} from {fault.peer} for {fault.lasts_s:g} s")
+    cluster.say(f"cut {process.name} from {fault.peer} for {fault.lasts_s:g} s")
     for other in others:
-        world.network.cut(process, other)
+        cluster.network.cut(process, other)
     if fault.peer in {Peer.ETCD, Peer.ALL}:
-        world.etcd.cut(process.name)
+        cluster.simulated.cut(process.name)
     await asyncio.sleep(fault.lasts_s or 0.0)
-    world.say(f"mend {process.name}")
+    cluster.say(f"mend {process.name}")
     for other in others:
-        world.network.mend(process, other)
-    world.etcd.mend(process.name)
+        cluster.network.mend(process, other)
+    cluster.simulated.mend(process.name)
 
 
-async def _restart_etcd(world: World, fault: Fault) -> None:
-    if world.etcd.stopped:
+async def _restart_etcd(cluster: SimulatedCluster, fault: Fault) -> None:
+    if cluster.simulated.stopped:
         return
-    world.say(f"stop etcd for {fault.lasts_s:g} s")
-    world.etcd.stop()
+    cluster.say(f"stop etcd for {fault.lasts_s:g} s")
+    cluster.simulated.stop()
     await asyncio.sleep(fault.lasts_s or 0.0)
-    if world.etcd.stopped:
-        world.say("start etcd")
-        world.etcd.start()
+    if cluster.simulated.stopped:
+        cluster.say("start etcd")
+        cluster.simulated.start()

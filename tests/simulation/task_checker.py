@@ -15,14 +15,14 @@ from shared.keys import Keys
 from shared.records import JobState, PendingTask, Phase
 
 
-class TaskWitness:
+class TaskChecker:
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
         self._pending: dict[str, PendingTask] = {}
         self._done: set[tuple[int, str]] = set()
         self._state = JobState()
 
-    def judge(self, events: Sequence[dict[str, Any]]) -> Iterator[str]:
+    def check(self, events: Sequence[dict[str, Any]]) -> Iterator[str]:
         """What is wrong with one transaction."""
         pending, back = self._keys.pending(""), (self._keys.requeued(""), self._keys.discarded(""))
         kept = set()

@@ -9,16 +9,16 @@ from dataclasses import replace
 import pytest
 
 from shared.records import Dispatch, Mode
-from tests.equipment.cluster.network import CALM
+from tests.equipment.cluster.network import STEADY
 from tests.equipment.replaced import replaced
 from tests.simulation.ablations import ABLATIONS, no_previous_version
-from tests.simulation.cluster import World
+from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.compute import Speed
-from tests.simulation.plans import Plan, plan
-from tests.simulation.run import Outcome, play
+from tests.simulation.plans import Plan, plan_of
+from tests.simulation.run import Outcome, simulate
 
 # (mode, dispatch, chance that a request is doubled in a storm, first seed known to show it); a seed may change its meaning
-# when the product changes, so more are tried; 0: the seed's own weather
+# when the product changes, so more are tried; 0: the seed's own conditions
 SHOWN = {
     "term": (Mode.ASYNC, Dispatch.MASTER, 0.2, 1),
     "commit chain": (Mode.ASYNC, Dispatch.ETCD, 0.0, 0),
@@ -28,7 +28,7 @@ SHOWN = {
     "ledger": (Mode.ASYNC, Dispatch.MASTER, 0.0, 8),
     "saved ledger": (Mode.ASYNC, Dispatch.MASTER, 0.0, 10),
 }
-STORM = replace(CALM, high_s=0.05, slow=0.03, slow_s=2.0, lose_request=0.01, lose_reply=0.02)
+STORM = replace(STEADY, high_s=0.05, slow=0.03, slow_s=2.0, lose_request=0.01, lose_reply=0.02)
 MOST_SEEDS = 100
 ENOUGH_S = 5.0
 """Of virtual time, for a short job; without the safeguard it would take for ever."""
@@ -44,48 +44,50 @@ def test_the_simulation_misses_the_safeguard(name):
     mode, dispatch, doubled, first = SHOWN[name]
 
     def outcome(seed: int) -> Outcome:
-        drawn = plan(seed, mode, dispatch)
-        return play(seed, mode, plan=replace(drawn, weather=replace(STORM, double=doubled)) if doubled else drawn)
+        drawn = plan_of(seed, mode, dispatch)
+        return simulate(
+            seed, mode, plan=replace(drawn, conditions=replace(STORM, double=doubled)) if doubled else drawn
+        )
 
     for seed in range(first, first + MOST_SEEDS):
         with ABLATIONS[name]():
-            broken = outcome(seed).broken
-        if broken and not outcome(seed).broken:  # a storm of doubled requests can break other promises as well
+            broken = outcome(seed).violations
+        if broken and not outcome(seed).violations:  # a storm of doubled requests can break other promises as well
             return
     pytest.fail(f"{MOST_SEEDS} seeds ran without the safeguard {name!r}, and no promise was broken for lack of it")
 
 
 def test_without_the_chain_of_commits_a_task_is_given_to_two_trainers():
     with ABLATIONS["commit chain"]():
-        broken = [line for seed in range(4) for line in play(seed, Mode.ASYNC, dispatch=Dispatch.ETCD).broken]
+        broken = [line for seed in range(4) for line in simulate(seed, Mode.ASYNC, dispatch=Dispatch.ETCD).violations]
     assert any(re.match(r"task \d+ is at (\S+) \(attempt \d+\) and given to (?!\1)", line) for line in broken), broken
 
 
 def torn_once() -> Outcome:
     """Every trainer dies at the first moment at which blocks are of different versions; they are started again at once."""
-    short = plan(0, Mode.SYNC)
+    short = plan_of(0, Mode.SYNC)
     job = replace(short.job, epochs=1)
-    short = replace(short, job=job, speed=Speed(0.01, 0.02), weather=CALM, faults=(), wishes=())
-    check, torn = World.check_versions, []
+    short = replace(short, job=job, speed=Speed(0.01, 0.02), conditions=STEADY, faults=(), requests=())
+    check, torn = SimulatedCluster.check_versions, []
 
-    def checked(self: World) -> None:
+    def checked(self: SimulatedCluster) -> None:
         check(self)
         versions = {state.version for _, store in self.stores() for state in store.blocks.values()}
         if len(versions) > 1 and not torn:
             torn.append(versions)
-            for seat in self.seats.values():
-                if seat.kind == "trainer" and seat.alive:
-                    self.kill(seat)
-                    self.report_dead(seat.name)
-                    seat.due_s = asyncio.get_running_loop().time() + 0.1
+            for node in self.nodes.values():
+                if node.kind == "trainer" and node.alive:
+                    self.kill(node)
+                    self.report_dead(node.name)
+                    node.due_s = asyncio.get_running_loop().time() + 0.1
 
-    with replaced(World, "check_versions", checked), replaced(Plan, "bound_s", property(lambda _: ENOUGH_S)):
-        outcome = play(0, Mode.SYNC, plan=short)
+    with replaced(SimulatedCluster, "check_versions", checked), replaced(Plan, "bound_s", property(lambda _: ENOUGH_S)):
+        outcome = simulate(0, Mode.SYNC, plan=short)
     assert torn, "no step was torn"
     return outcome
 
 
 def test_without_the_version_before_a_torn_step_never_gets_whole_again():
-    assert not torn_once().broken
+    assert not torn_once().violations
     with no_previous_version():
-        assert "not over 5 s after" in torn_once().broken[0]
+        assert "not over 5 s after" in torn_once().violations[0]

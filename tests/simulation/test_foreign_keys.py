@@ -9,9 +9,9 @@ import pytest
 from shared.records import Dispatch, Mode
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import Process
-from tests.simulation import plans as faults
-from tests.simulation.cluster import World
-from tests.simulation.run import play
+from tests.simulation.cluster import SimulatedCluster
+from tests.simulation.plans import plan_of
+from tests.simulation.run import simulate
 
 FOREIGN = (
     *("foreign", "job/foreign", "lanes/foreign", "master/foreign", "sweep/foreign", "init_ps/foreign"),
@@ -25,27 +25,27 @@ EVERY_S = 2.0
 TIMES = 20
 
 
-async def litter(world: World) -> None:
+async def litter(cluster: SimulatedCluster) -> None:
     for number in range(TIMES):
         for name in FOREIGN:
             value = (b"{}", b"\xff no text", b"[1]")[(number + len(name)) % 3]
-            world.etcd.store.execute("/kv/put", {"key": (world.keys.prefix + name).encode(), "value": value})
-        world.etcd.overlook()
+            cluster.etcd.store.execute("/kv/put", {"key": (cluster.keys.prefix + name).encode(), "value": value})
+        cluster.etcd.overlook()
         await asyncio.sleep(EVERY_S)
 
 
 @pytest.mark.parametrize("dispatch", list(Dispatch))
 @pytest.mark.parametrize("mode", list(Mode))
 def test_what_nobody_of_ours_wrote_disturbs_nobody(mode, dispatch):
-    opened = World.open
+    opened = SimulatedCluster.open
 
-    def littered(self: World) -> None:
+    def littered(self: SimulatedCluster) -> None:
         opened(self)
         if "litter" not in self.processes:  # the machine may restart
             self.processes["litter"] = Process("litter")
             self.processes["litter"].spawn(litter(self))
 
-    with replaced(World, "open", littered):
+    with replaced(SimulatedCluster, "open", littered):
         for seed in range(3):
-            outcome = play(seed, mode, plan=faults.plan(seed, mode, dispatch))
-            assert not outcome.broken, f"\n  {outcome}"
+            outcome = simulate(seed, mode, plan=plan_of(seed, mode, dispatch))
+            assert not outcome.violations, f"\n  {outcome}"

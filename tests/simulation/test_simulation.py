@@ -16,11 +16,11 @@ import pytest
 
 from shared.records import Dispatch, Mode
 from shared.records.operations import OperationState
-from tests.equipment.cluster.network import CALM
-from tests.simulation import plans as faults
-from tests.simulation.operator_requests import Want
+from tests.equipment.cluster.network import STEADY
+from tests.simulation.operator_requests import RequestKind
+from tests.simulation.plans import JOBS, plan_of
 from tests.simulation.reference import final_parameters
-from tests.simulation.run import Outcome, play
+from tests.simulation.run import Outcome, simulate
 
 ROOT = Path(__file__).parents[2]
 CHUNK, CHUNKS = 10, 14
@@ -48,54 +48,54 @@ MASTERLESS_REGRESSIONS = {
 
 
 def kept(outcome: Outcome) -> None:
-    assert not outcome.broken, f"\n  {outcome}"
+    assert not outcome.violations, f"\n  {outcome}"
 
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
 @pytest.mark.parametrize("mode", list(Mode))
 def test_every_promise_is_kept_whatever_fails(mode, seeds):
     for seed in seeds:
-        kept(play(seed, mode))
+        kept(simulate(seed, mode))
 
 
 @pytest.mark.parametrize("seeds", MASTERLESS, ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
 @pytest.mark.parametrize("mode", list(Mode))
 def test_every_promise_is_kept_without_a_master(mode, seeds):
     for seed in seeds:
-        kept(play(seed, mode, dispatch=Dispatch.ETCD))
+        kept(simulate(seed, mode, dispatch=Dispatch.ETCD))
 
 
 @pytest.mark.parametrize(("mode", "seed"), MASTERLESS_REGRESSIONS)
 def test_what_was_mended_without_a_master_stays_mended(mode, seed):
-    kept(play(seed, mode, dispatch=Dispatch.ETCD))
+    kept(simulate(seed, mode, dispatch=Dispatch.ETCD))
 
 
 @pytest.mark.parametrize(("mode", "seed"), REGRESSIONS)
 def test_what_was_mended_stays_mended(mode, seed):
-    kept(play(seed, mode))
+    kept(simulate(seed, mode))
 
 
-@pytest.mark.parametrize("job", range(len(faults.JOBS)))
+@pytest.mark.parametrize("job", range(len(JOBS)))
 def test_an_undisturbed_run_gives_the_bits_of_plain_torch(job):
-    files, task_records, minibatch, lanes = faults.JOBS[job]
-    plan = faults.plan(job, Mode.SYNC)
+    files, task_records, minibatch, lanes = JOBS[job]
+    plan = plan_of(job, Mode.SYNC)
     described = replace(plan.job, files=files, task_records=task_records, minibatch=minibatch, lanes=lanes)
-    calm = replace(plan, job=described, weather=CALM, faults=())
-    kept(play(0, Mode.SYNC, plan=calm))
+    calm = replace(plan, job=described, conditions=STEADY, faults=())
+    kept(simulate(0, Mode.SYNC, plan=calm))
     assert len(final_parameters(described)) == 4 * (5 * 64 + 24) + 8 * 8
 
 
 @pytest.mark.parametrize("mode", list(Mode))
 def test_the_same_seed_is_the_same_run_down_to_every_key_of_etcd(mode):
-    one, other = play(7, mode), play(7, mode)
+    one, other = simulate(7, mode), simulate(7, mode)
     assert (one.digest, one.callbacks, one.counts) == (other.digest, other.callbacks, other.counts)
-    assert play(8, mode).digest != one.digest
+    assert simulate(8, mode).digest != one.digest
 
 
 def test_a_run_does_not_depend_on_the_interpreters_hash_seed():
     code = (
-        "from shared.records import Mode; from tests.simulation.run import play;"
-        "print([play(3, mode).digest for mode in Mode])"
+        "from shared.records import Mode; from tests.simulation.run import simulate;"
+        "print([simulate(3, mode).digest for mode in Mode])"
     )
     other = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     answer = subprocess.run(
@@ -107,31 +107,31 @@ def test_a_run_does_not_depend_on_the_interpreters_hash_seed():
         check=True,
         timeout=100,
     ).stdout
-    assert answer == f"{[play(3, mode).digest for mode in Mode]}\n"
+    assert answer == f"{[simulate(3, mode).digest for mode in Mode]}\n"
 
 
 def test_the_schedules_really_hurt():
     """Faults happen while the job runs, and every kind of trouble of the network occurs."""
-    outcomes = [play(seed, Mode.SYNC) for seed in range(16)]
+    outcomes = [simulate(seed, Mode.SYNC) for seed in range(16)]
     counts = {name for outcome in outcomes for name in outcome.counts}
     assert counts >= {"lost requests", "lost replies", "doubled requests", "broken streams"}
-    assert sum(outcome.inflicted for outcome in outcomes) > 40
+    assert sum(outcome.injected for outcome in outcomes) > 40
 
 
 @pytest.mark.parametrize("mode", list(Mode))
 def test_wishes_are_granted_where_nothing_fails(mode):
     """Checkpoints on demand, ways back and members that leave; the last checkpoint answers where training is over."""
-    wants: Counter[Want] = Counter()
+    kinds: Counter[RequestKind] = Counter()
     for seed in range(16):
-        plan = replace(faults.plan(seed, mode), weather=CALM, faults=())
-        outcome = play(seed, mode, plan=plan)
+        plan = replace(plan_of(seed, mode), conditions=STEADY, faults=())
+        outcome = simulate(seed, mode, plan=plan)
         kept(outcome)
         assert {operation.state for operation in outcome.operations} <= {OperationState.DONE}, outcome.operations
-        wants.update(wish.want for wish in plan.wishes)
-    assert set(wants) == set(Want)
+        kinds.update(request.kind for request in plan.requests)
+    assert set(kinds) == set(RequestKind)
 
 
 @pytest.mark.parametrize("mode", list(Mode))
 def test_more_parameter_servers_than_blocks(mode):
     for seed in range(3):
-        kept(play(seed, mode, plan=replace(faults.plan(seed, mode), pservers=9)))
+        kept(simulate(seed, mode, plan=replace(plan_of(seed, mode), pservers=9)))

@@ -8,7 +8,7 @@ import pytest
 
 from shared.keys import Keys
 from shared.records import JobState, PendingTask, Phase, Record
-from tests.simulation.task_checker import TaskWitness
+from tests.simulation.task_checker import TaskChecker
 
 KEYS = Keys("judged")
 
@@ -31,8 +31,8 @@ def state(timeline: int, phase: Phase = Phase.RUNNING) -> dict[str, Any]:
 
 
 @pytest.fixture
-def witness() -> TaskWitness:
-    witness = TaskWitness(KEYS)
+def witness() -> TaskChecker:
+    witness = TaskChecker(KEYS)
     assert not list(witness.judge([state(0)]))
     assert not list(witness.judge([given()]))
     return witness

@@ -27,7 +27,7 @@ STREAM_WINDOW = 4
 
 
 @dataclass(frozen=True)
-class Weather:
+class Conditions:
     """Delays in seconds and chances per message (per stream for `break_stream`)."""
 
     low_s: float = 0.0002
@@ -40,7 +40,7 @@ class Weather:
     break_stream: float = 0.0
 
 
-CALM = Weather()
+STEADY = Conditions()
 
 
 class _Call:
@@ -58,11 +58,11 @@ class _Call:
 
 
 class Network:
-    """All connections of one simulated world."""
+    """All connections of one simulated cluster."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        self.weather = CALM
+        self.conditions = STEADY
         self.counts: dict[str, int] = {}
         self.crashes: list[BaseException] = []
         self.closed = False
@@ -126,9 +126,9 @@ class Network:
         return probability > 0 and self.rng.random() < probability
 
     def delay(self) -> float:
-        weather = self.weather
-        delay = self.rng.uniform(weather.low_s, weather.high_s)
-        return delay + self.rng.random() * weather.slow_s if self.chance(weather.slow) else delay
+        conditions = self.conditions
+        delay = self.rng.uniform(conditions.low_s, conditions.high_s)
+        return delay + self.rng.random() * conditions.slow_s if self.chance(conditions.slow) else delay
 
     def later(self, delay: float, function: Callable[..., Any], *args: Any) -> None:
         asyncio.get_running_loop().call_later(delay, function, *args, context=self._context)
@@ -160,12 +160,12 @@ class Network:
         number = self._next
         self._calls[number] = call
         self.count("requests")
-        if self.chance(self.weather.lose_request):
+        if self.chance(self.conditions.lose_request):
             self.count("lost requests")
             self.later(self.delay(), self._reset, call)
         else:
             self.later(self.delay(), self._arrive, call, service, invoke)
-            if self.chance(self.weather.double):
+            if self.chance(self.conditions.double):
                 self.count("doubled requests")
                 late = self.delay() + self.rng.random() * self.rng.choice([0.1, 2.0, 15.0])
                 self.later(late, self._arrive_again, target, service, again or invoke)
@@ -217,7 +217,7 @@ class Network:
             self._answer(call, result, failure)
 
     def _answer(self, call: _Call, result: Any, failure: TriremeError | None) -> None:
-        if self.chance(self.weather.lose_reply):
+        if self.chance(self.conditions.lose_reply):
             self.count("lost replies")
             self.later(self.delay(), self._reset, call)
         else:
@@ -242,7 +242,7 @@ class Pipe:
     def __init__(self, network: Network, copy: Callable[[Any], Any]) -> None:
         self.network, self.copy = network, copy
         self.ends: tuple[Process, Process] | None = None
-        self.breaks_after = network.rng.randrange(12) if network.chance(network.weather.break_stream) else None
+        self.breaks_after = network.rng.randrange(12) if network.chance(network.conditions.break_stream) else None
         self.sent: list[Any] = []
         self._travelling: deque[Any] = deque()
         self._arrived: deque[Any] = deque()
@@ -327,15 +327,15 @@ async def replay(pipe: Pipe) -> AsyncIterator[Any]:
         await asyncio.sleep(0.1)
 
 
-def weather_of(rng: random.Random) -> Weather:
+def conditions_of(rng: random.Random) -> Conditions:
     """A drawn climate: some runs are merely slow, some lose, some double, some do everything."""
-    weather = replace(CALM, high_s=rng.choice([0.002, 0.01, 0.05]))
+    conditions = replace(STEADY, high_s=rng.choice([0.002, 0.01, 0.05]))
     if rng.random() < 0.5:
-        weather = replace(weather, slow=rng.choice([0.005, 0.03]), slow_s=rng.choice([0.3, 2.0]))
+        conditions = replace(conditions, slow=rng.choice([0.005, 0.03]), slow_s=rng.choice([0.3, 2.0]))
     if rng.random() < 0.6:
-        weather = replace(weather, lose_request=rng.choice([0.002, 0.02]), lose_reply=rng.choice([0.002, 0.02]))
+        conditions = replace(conditions, lose_request=rng.choice([0.002, 0.02]), lose_reply=rng.choice([0.002, 0.02]))
     if rng.random() < 0.6:
-        weather = replace(weather, double=rng.choice([0.01, 0.05]))
+        conditions = replace(conditions, double=rng.choice([0.01, 0.05]))
     if rng.random() < 0.5:
-        weather = replace(weather, break_stream=rng.choice([0.01, 0.05]))
-    return weather
+        conditions = replace(conditions, break_stream=rng.choice([0.01, 0.05]))
+    return conditions

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from shared.errors import Conflict, DeadlineExceeded, PeerError
-from tests.equipment.cluster.network import CALM, Network, Pipe, Weather
+from tests.equipment.cluster.network import STEADY, Conditions, Network, Pipe
 from tests.equipment.virtual_loop import Process, VirtualLoop, run
 
 
@@ -32,12 +32,12 @@ class Counter:
         await asyncio.sleep(1e5)
 
 
-def simulate(scenario, weather=CALM, seed=1):
+def simulate(scenario, conditions=STEADY, seed=1):
     rng = random.Random(seed)
 
     async def main():
         network, client, server, service = Network(rng), Process("client"), Process("server"), Counter()
-        network.weather = weather
+        network.conditions = conditions
         network.listen("there", server, service)
         await client.spawn(scenario(network, client, server, service))
 
@@ -59,10 +59,10 @@ def test_a_lost_request_is_not_executed_and_a_lost_reply_is():
         with pytest.raises(PeerError):
             await network.call("there", lambda s: s.add("x"), timeout_s=1)
         await asyncio.sleep(5)
-        assert service.seen == (["x"] if network.weather.lose_reply else [])
+        assert service.seen == (["x"] if network.conditions.lose_reply else [])
 
-    simulate(scenario, Weather(lose_request=1.0))
-    simulate(scenario, Weather(lose_reply=1.0))
+    simulate(scenario, Conditions(lose_request=1.0))
+    simulate(scenario, Conditions(lose_reply=1.0))
 
 
 def test_a_doubled_request_is_executed_twice_and_answered_once():
@@ -71,7 +71,7 @@ def test_a_doubled_request_is_executed_twice_and_answered_once():
         await asyncio.sleep(5)
         assert service.seen == ["x", "x"]
 
-    simulate(scenario, Weather(double=1.0))
+    simulate(scenario, Conditions(double=1.0))
 
 
 def test_a_partition_delays_what_was_sent_until_it_heals():
@@ -117,19 +117,19 @@ def test_a_stream_keeps_its_order_and_breaks_in_the_middle():
     async def scenario(network, client, server, service):
         pipe = Pipe(network, lambda item: item)
         reply = asyncio.ensure_future(network.call("there", lambda s: s.read(pipe), timeout_s=10, pipes=(pipe,)))
-        with pytest.raises(PeerError) if network.weather.break_stream else contextlib_null():
+        with pytest.raises(PeerError) if network.conditions.break_stream else contextlib_null():
             for number in range(20):
                 await pipe.put(number)
             pipe.close()
             assert await reply == 20
         await asyncio.sleep(1)
         assert service.seen == list(range(len(service.seen)))
-        assert len(service.seen) < 20 or not network.weather.break_stream
+        assert len(service.seen) < 20 or not network.conditions.break_stream
         reply.cancel()
         await asyncio.gather(reply, return_exceptions=True)
 
     simulate(scenario)
-    simulate(scenario, Weather(break_stream=1.0), seed=3)
+    simulate(scenario, Conditions(break_stream=1.0), seed=3)
 
 
 def test_streams_of_a_killed_caller_break():

@@ -43,7 +43,7 @@ def run_scenario(scenario: Callable[..., Any], *arguments: Any, offline: bool = 
             while CLUSTERS:
                 await CLUSTERS.pop().close()
 
-    with logs.configured(logs.nobody):
+    with logs.configured(logs.discard):
         return run_virtually(main, shuffled=False, offline=offline)
 
 

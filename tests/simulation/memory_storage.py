@@ -1,0 +1,51 @@
+"""What masters read from the storage, without threads and files."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+
+from master_service.core.queue.file_table import FileTable
+from shared.checkpoints import stored
+from shared.records import JobSpec
+from shared.records.checkpoints import CheckpointRef, Manifest
+from shared.records.datasets import Dataset
+from tests.simulation.dataset import files_of
+from tests.simulation.job_spec import EVALUATION, TRAINING
+from tests.simulation.plans import Plan
+
+
+class MemoryManifests:
+    """master_service.datasets.manifests.Manifests, without a thread."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        self._spec = spec
+
+    async def read(self, ref: CheckpointRef) -> Manifest:
+        await asyncio.sleep(0.005)
+        return stored.read_manifest(self._spec.storage, self._spec.job, ref)
+
+    async def verify(self, ref: CheckpointRef) -> None:
+        manifest = await self.read(ref)
+        stored.verify_parts(self._spec.storage, ref, manifest)
+
+
+class MemoryTables:
+    """master_service.datasets.stored_tables.Tables: counted at once."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    async def count(self, source: Dataset, task_records: int) -> FileTable:
+        await asyncio.sleep(0.05)
+        files = files_of(source.urls[0], self._plan.job)
+        table = FileTable(files, task_records)
+        digest = hashlib.sha256(repr(table.to_map()).encode()).hexdigest()
+        return FileTable(files, task_records, digest)
+
+    async def load(self, digest: str) -> FileTable:
+        for source in (TRAINING, EVALUATION):
+            table = await self.count(source, self._plan.job.task_records)
+            if table.digest == digest:
+                return table
+        raise AssertionError(f"no table {digest}")
