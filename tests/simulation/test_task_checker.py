@@ -1,4 +1,4 @@
-"""The witness of the queue judges what it is told, one transaction at a time."""
+"""The task checker reads events one transaction at a time and tells which break a rule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shared.keys import Keys
 from shared.records import JobState, PendingTask, Phase, Record
 from tests.simulation.task_checker import TaskChecker
 
-KEYS = Keys("judged")
+KEYS = Keys("checked")
 
 
 def put(key: str, record: Record) -> dict[str, Any]:
@@ -31,32 +31,32 @@ def state(timeline: int, phase: Phase = Phase.RUNNING) -> dict[str, Any]:
 
 
 @pytest.fixture
-def witness() -> TaskChecker:
-    witness = TaskChecker(KEYS)
-    assert not list(witness.judge([state(0)]))
-    assert not list(witness.judge([given()]))
-    return witness
+def checker() -> TaskChecker:
+    checker = TaskChecker(KEYS)
+    assert not list(checker.check([state(0)]))
+    assert not list(checker.check([given()]))
+    return checker
 
 
-def test_a_finished_task_is_not_given_again(witness):
-    assert not list(witness.judge([drop(KEYS.pending("5"))]))
-    assert list(witness.judge([given(trainer="t2")])) == ["task 5 of epoch 0 was finished and is given again, to t2"]
+def test_a_finished_task_is_not_given_again(checker):
+    assert not list(checker.check([drop(KEYS.pending("5"))]))
+    assert list(checker.check([given(trainer="t2")])) == ["task 5 of epoch 0 was finished and is given again, to t2"]
 
 
-def test_a_task_is_not_given_to_two(witness):
-    assert list(witness.judge([given(trainer="t2")])) == ["task 5 is at t1 (attempt 1) and given to t2 (1)"]
-    assert not list(witness.judge([given(attempt=2, trainer="t3")]))
+def test_a_task_is_not_given_to_two(checker):
+    assert list(checker.check([given(trainer="t2")])) == ["task 5 is at t1 (attempt 1) and given to t2 (1)"]
+    assert not list(checker.check([given(attempt=2, trainer="t3")]))
 
 
-def test_what_a_way_back_drops_was_not_finished(witness):
+def test_what_a_way_back_drops_was_not_finished(checker):
     """A start over has no phase of its own: one transaction drops the queue and begins the timeline."""
-    assert not list(witness.judge([drop(KEYS.pending("5")), state(3, Phase.WAITING)]))
-    assert not list(witness.judge([given(trainer="t2")]))
+    assert not list(checker.check([drop(KEYS.pending("5")), state(3, Phase.WAITING)]))
+    assert not list(checker.check([given(trainer="t2")]))
 
 
-def test_a_roll_back_drops_the_queue_at_both_of_its_ends(witness):
-    assert not list(witness.judge([state(3, Phase.ROLLING_BACK)]))
-    assert not list(witness.judge([drop(KEYS.pending("5")), state(3)]))
-    assert not list(witness.judge([given(trainer="t2")]))
-    assert not list(witness.judge([drop(KEYS.pending("5"))]))
-    assert len(list(witness.judge([given()]))) == 1
+def test_a_roll_back_drops_the_queue_at_both_of_its_ends(checker):
+    assert not list(checker.check([state(3, Phase.ROLLING_BACK)]))
+    assert not list(checker.check([drop(KEYS.pending("5")), state(3)]))
+    assert not list(checker.check([given(trainer="t2")]))
+    assert not list(checker.check([drop(KEYS.pending("5"))]))
+    assert len(list(checker.check([given()]))) == 1
