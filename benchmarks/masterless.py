@@ -29,13 +29,13 @@ TASKS = 10_000_000
 KEYS = Keys("bench")
 
 
-class Tables:
+class NoFiles:
     """A dataset without files."""
 
     async def count(self, source: Dataset, task_records: int) -> FileTable:
         return FileTable((TableFile(source.urls[0], TASKS * task_records),), task_records, "digest")
 
-    async def load(self, _: str) -> FileTable:
+    async def load_table(self, _: str) -> FileTable:
         return await self.count(TextLines("none"), 1)
 
 
@@ -99,7 +99,7 @@ async def child(dispatch: Dispatch, url: str, folder: str, name: str, seconds: f
     if dispatch is Dispatch.ETCD:
         left = asyncio.Event()
         port = Dispatcher(
-            etcd, KEYS, name=name, url="", spec=spec_of(dispatch, folder), tables=lambda _: Tables(), probe=_alive
+            etcd, KEYS, name=name, url="", spec=spec_of(dispatch, folder), storage=lambda _: NoFiles(), probe=_alive
         )
         running = asyncio.ensure_future(port.run(left))
         pairs, waits = await work(port, name, seconds, requests)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.probe import Memory
-from master_service.datasets.counting import count_records
+from master_service.storage.counting import count_records
 from shared.runtime import clock
 from trainer_agent.script import user_module
 from trainer_agent.script.user_module import UserModule

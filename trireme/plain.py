@@ -20,7 +20,7 @@ from torch import nn
 
 from master_service.core.queue.epoch_order import EpochOrder
 from master_service.core.queue.file_table import FileTable
-from master_service.datasets.counting import count_records
+from master_service.storage.counting import count_records
 from shared.errors import InvalidArgument, TriremeError, UserCodeError
 from shared.lanes import step_seed
 from shared.records import JobSpec

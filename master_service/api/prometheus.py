@@ -1,4 +1,4 @@
-"""Prometheus metrics, made from the books at each scrape: nothing is counted twice, nothing outlives a reign."""
+"""Prometheus metrics, made from the books at each scrape: nothing is counted twice, nothing outlives a term."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class _Collector:
     def collect(self) -> Iterator[Metric]:
         master = self._master
         try:
-            reign = master.reign
+            term = master.term
         except TriremeError:
             yield GaugeMetricFamily("trireme_master_leading", "1 on the leader", value=0)
             return
-        job, metrics = reign.job, master.metrics
+        job, metrics = term.job, master.metrics
         yield GaugeMetricFamily("trireme_master_leading", "1 on the leader", value=1)
-        yield GaugeMetricFamily("trireme_master_term", "etcd revision of the master lock", value=reign.term)
-        yield CounterMetricFamily("trireme_master_commits", "transactions written", value=reign.writer.commits)
+        yield GaugeMetricFamily("trireme_master_term", "etcd revision of the master lock", value=term.number)
+        yield CounterMetricFamily("trireme_master_commits", "transactions written", value=term.writer.commits)
         yield GaugeMetricFamily("trireme_generation", "current membership", value=job.state.generation)
         yield GaugeMetricFamily("trireme_trainers", "registered trainers", value=len(job.members.trainers))
         yield GaugeMetricFamily("trireme_pservers", "registered pservers", value=len(job.members.pservers))

@@ -213,7 +213,7 @@ def checkpoints(job: Job, page_size: int, page_token: str) -> CheckpointPage:
 async def checkpoint_details(master: Master, checkpoint_id: str) -> CheckpointDetails:
     """Raises NotFound, CheckpointUnusable."""
     ref = find_checkpoint(master.job, checkpoint_id)
-    view, manifest = _checkpoint(master.job, ref), await master.reign.manifests.read(ref)
+    view, manifest = _checkpoint(master.job, ref), await master.term.storage.read_manifest(ref)
     return CheckpointDetails(
         **view.model_dump(),
         epoch=max((position.epoch for position in manifest.record.positions), default=0),

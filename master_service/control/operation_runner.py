@@ -12,7 +12,7 @@ from master_service.control.events import EventRing
 from master_service.core.decisions import operations, rollback
 from master_service.core.state.changes import Decision
 from master_service.core.state.job import Job
-from master_service.datasets.manifests import Manifests
+from master_service.storage.job_storage import JobStorage
 from master_service.store.writer import Writer
 from shared.errors import CheckpointUnusable
 from shared.records import Phase
@@ -27,11 +27,11 @@ STORAGE_TRIES = 4
 log = telemetry.logger("operating")
 
 
-class Operating:
+class OperationRunner:
     """`run` beside the reign's other work; `look_again` after each change of the members or the state."""
 
-    def __init__(self, writer: Writer, manifests: Manifests, events: EventRing) -> None:
-        self._writer, self._manifests, self._events = writer, manifests, events
+    def __init__(self, writer: Writer, storage: JobStorage, events: EventRing) -> None:
+        self._writer, self._storage, self._events = writer, storage, events
         self._changed = asyncio.Event()
 
     # ---------------------------------------------------------------- asking
@@ -135,7 +135,7 @@ class Operating:
         trouble: OSError | None = None
         for attempt in range(STORAGE_TRIES):
             try:
-                await self._manifests.verify(ref)
+                await self._storage.verify(ref)
             except CheckpointUnusable as error:
                 return error
             except OSError as error:

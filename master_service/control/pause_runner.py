@@ -27,8 +27,8 @@ SHARE = 9.0  # of unasked checkpoints: after a pause training goes on for so man
 log = telemetry.logger("saver")
 
 
-class Saver:
-    """Of one reign. `look` after each change of the members. `on_end` is called after each pause: what changed meanwhile
+class PauseRunner:
+    """Of one reign. `look_again` after each change of the members. `on_end` is called after each pause: what changed meanwhile
     was left alone."""
 
     def __init__(self, keys: Keys, writer: Writer, lease: Lease, on_end: Callable[[], None]) -> None:
@@ -43,14 +43,14 @@ class Saver:
         self._owed = ""  # why the checkpoint was begun that was given up
 
     def __repr__(self) -> str:
-        return f"<Saver: {f'checkpoint {self._begun.step}' if self._begun else 'no checkpoint'} under way>"
+        return f"<PauseRunner: {f'checkpoint {self._begun.step}' if self._begun else 'no checkpoint'} under way>"
 
-    def look(self) -> None:
+    def look_again(self) -> None:
         self._changed.set()
 
     async def run(self) -> None:
         """Until the writer's reign ends (raises NotLeader) or cancelled."""
-        if not pause_checkpoint.is_paused_kind(self._books.spec):
+        if not pause_checkpoint.is_paused_kind(self._job.spec):
             return
         while True:
             await self._advance()
@@ -62,11 +62,11 @@ class Saver:
             self._changed.clear()
 
     @property
-    def _books(self) -> Job:
+    def _job(self) -> Job:
         return self._writer.job
 
     async def _advance(self) -> None:
-        state = self._books.state
+        state = self._job.state
         if state.phase is Phase.RUNNING:
             self._begun = None
             if cause := self._due():
@@ -76,7 +76,7 @@ class Saver:
 
     def _due(self) -> str:
         """Why a checkpoint is to be taken now, or ""."""
-        spec, job, now = self._books.spec, self._books, clock.monotonic()
+        spec, job, now = self._job.spec, self._job, clock.monotonic()
         if not pause_checkpoint.can_begin(job):
             return ""
         if asked := operations.unbegun(job):
@@ -96,7 +96,7 @@ class Saver:
         return f"{every_s:g} s have passed" if every_s and now - self._last >= every_s else ""
 
     async def _begin(self, cause: str) -> None:
-        job = self._books
+        job = self._job
         assert job.slots is not None
         number, timeline = job.state.saved + 1, job.state.timeline
         uuid = stored.checkpoint_uuid(self._keys.job, timeline, job.slots.version, number)
@@ -116,7 +116,7 @@ class Saver:
 
     async def _lead(self, under_way: Saving) -> None:
         """One step further, if it can be done."""
-        job = self._books
+        job = self._job
         if self._begun is None or self._begun.uuid != under_way.uuid:
             self._owed = "one was given up"
             await self._end(lambda job, _: pause_checkpoint.give_up(job, "the master that began it is gone"))
@@ -144,6 +144,6 @@ class Saver:
             now = clock.monotonic()
             self._not_before = now + SHARE * (now - self._since if self._begun else 0.0)
             self._begun = None
-            self._books.training.grant_again(now)
+            self._job.training.grant_again(now)
             self._on_end()
         return over

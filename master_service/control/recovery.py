@@ -17,7 +17,7 @@ from master_service.core.decisions.lifecycle import fail
 from master_service.core.state.changes import Change, Decision, Event, NextEpoch
 from master_service.core.state.job import Job
 from master_service.core.state.metrics import Metrics
-from master_service.datasets.manifests import Manifests
+from master_service.storage.job_storage import JobStorage
 from master_service.store.writer import Writer
 from shared.errors import CheckpointUnusable, PeerError
 from shared.etcd import Etcd, Get
@@ -37,20 +37,20 @@ log = telemetry.logger("recovery")
 class Recovery:
     """Of one reign. `advance` after each change of the members or the state: it does what can be done now."""
 
-    def __init__(self, etcd: Etcd, keys: Keys, writer: Writer, manifests: Manifests, metrics: Metrics) -> None:
-        self._etcd, self._keys, self._writer, self._manifests, self._metrics = etcd, keys, writer, manifests, metrics
+    def __init__(self, etcd: Etcd, keys: Keys, writer: Writer, storage: JobStorage, metrics: Metrics) -> None:
+        self._etcd, self._keys, self._writer, self._storage, self._metrics = etcd, keys, writer, storage, metrics
         self._manifest: Manifest | None = None
         self._away = False  # the storage
         self._since: float | None = None  # the roll-back or the absence
 
     @property
-    def _books(self) -> Job:
+    def _job(self) -> Job:
         return self._writer.job
 
     async def advance(self) -> bool:
         """Whether something was decided that asks for another look."""
         await self._clear_the_field()
-        state = self._books.state
+        state = self._job.state
         if state.phase is not Phase.ROLLING_BACK and not state.absent:
             self._since = None
             return await self._mend()
@@ -61,14 +61,14 @@ class Recovery:
         manifest = await self._read(state)
         if manifest is None:
             return True
-        job = self._books
+        job = self._job
         if not rollback.is_restored(job.spec, job.state, job.slots, job.members):
             return False
         return await self._rewind(state, manifest)
 
     async def give_up_late(self) -> None:
         """Fail the job if parameters are missing for longer than the spec allows: no wait is for ever."""
-        limit_s = self._books.spec.recovery_timeout_s
+        limit_s = self._job.spec.recovery_timeout_s
         if self._since is None or clock.monotonic() - self._since <= limit_s:
             return
 
@@ -88,14 +88,14 @@ class Recovery:
 
     async def _mend(self) -> bool:
         """Count what a pserver lacks that came back."""
-        job = self._books
+        job = self._job
         back = pserver_return.returned(job.state, job.members) if job.spec.mode is Mode.ASYNC else []
         for member in back:
             await self._count(member)
         return bool(back)
 
     async def _count(self, member: PserverMember) -> None:
-        said, state = member.restored, self._books.state
+        said, state = member.restored, self._job.state
         assert said is not None
         cut, error = None, ""
         try:
@@ -105,7 +105,7 @@ class Recovery:
             error = unusable.message
         if cut is None and await self._ref_of(member) is None:
             cause = f"a newer checkpoint took the place of {said.checkpoint} while it came back; it comes again"
-            log.warning("pserver_put_out", pserver=member.index, cause=cause)
+            log.warning("pserver_evicted", pserver=member.index, cause=cause)
             await self._etcd.revoke(member.lease)
             return
 
@@ -120,7 +120,7 @@ class Recovery:
             return pserver_return.mend(job, member, lost, before)
 
         await self._writer.decide(count)
-        self._books.training.grant_again(clock.monotonic())
+        self._job.training.grant_again(clock.monotonic())
 
     async def _ref_of(self, member: PserverMember) -> CheckpointRef | None:
         """The checkpoint that the pserver says it loaded, if it is kept. Asked in etcd: the watches may be behind it."""
@@ -136,19 +136,19 @@ class Recovery:
 
     async def _clear_the_field(self) -> None:
         """Without any checkpoint, pservers that still hold parameters leave: their leases are revoked."""
-        job = self._books
+        job = self._job
         leaving = rollback.survivors(job.spec, job.state, job.members)
         if not leaving or await self._etcd.get(self._keys.latest) is not None:
             return
         for member in leaving:
-            log.warning("pserver_put_out", pserver=member.index, cause="parameters are lost, no checkpoint exists yet")
+            log.warning("pserver_evicted", pserver=member.index, cause="parameters are lost, no checkpoint exists yet")
             await self._etcd.revoke(member.lease)
 
     async def _read(self, state: JobState) -> Manifest | None:
         """The manifest of the checkpoint; None if it cannot be used, which is decided about."""
         if self._manifest is not None and self._manifest.uuid == state.checkpoint:
             return self._manifest
-        ref = rollback.ref_of(self._books.members.latest, state.checkpoint)
+        ref = rollback.ref_of(self._job.members.latest, state.checkpoint)
         error = f"checkpoint {state.checkpoint} is not among those kept"
         try:
             if ref is not None:
@@ -173,7 +173,7 @@ class Recovery:
         error = ""
         for attempt in range(STORAGE_TRIES):
             try:
-                manifest = await self._manifests.read(ref)
+                manifest = await self._storage.read_manifest(ref)
             except ConnectionError as away:
                 await self._tell_away(str(away))
                 raise PeerError(f"the storage is not reached: {away}") from away
@@ -191,34 +191,32 @@ class Recovery:
         if not self._away:
             self._away = True
             told = Event("storage_away", f"the job waits for its storage to go back to a checkpoint: {cause}", {})
-            await self._writer.decide(lambda _books, _now: Decision(None, (), (told,)))
+            await self._writer.decide(lambda _job, _now: Decision(None, (), (told,)))
 
     def _checked(self, manifest: Manifest) -> Manifest:
         """Raises CheckpointUnusable if the queue cannot go back to it."""
         lanes = len(manifest.record.positions)
-        if self._books.spec.mode is Mode.ASYNC:
+        if self._job.spec.mode is Mode.ASYNC:
             queue_restore.read_cut(manifest.queue)
-        elif lanes != self._books.spec.lanes:
-            msg = f"checkpoint {manifest.uuid} (step {manifest.step}) has {lanes} lanes, the job has {self._books.spec.lanes}"
+        elif lanes != self._job.spec.lanes:
+            msg = f"checkpoint {manifest.uuid} (step {manifest.step}) has {lanes} lanes, the job has {self._job.spec.lanes}"
             raise CheckpointUnusable(msg)
         return manifest
 
     async def _rewind(self, state: JobState, manifest: Manifest) -> bool:
         """The queue as it was at the checkpoint, then RUNNING in one transaction. Nobody is given a task meanwhile."""
         step, positions = manifest.step, manifest.record.positions
-        cut = queue_restore.read_cut(manifest.queue) if self._books.spec.mode is Mode.ASYNC else None
+        cut = queue_restore.read_cut(manifest.queue) if self._job.spec.mode is Mode.ASYNC else None
         if cut is not None:
-            epoch, records = cut.epoch, queue_restore.records_since_cut(self._books, cut)
+            epoch, records = cut.epoch, queue_restore.records_since_cut(self._job, cut)
         else:
             epoch = queue_restore.epoch_at(positions)
-            records = max(
-                self._metrics.records_from(step), queue_restore.records_since_positions(self._books, positions)
-            )
+            records = max(self._metrics.records_from(step), queue_restore.records_since_positions(self._job, positions))
         await self._write(state, (NextEpoch(epoch),))
         if cut is not None:
-            changes = queue_restore.restore_to_cut(self._books, cut)
+            changes = queue_restore.restore_to_cut(self._job, cut)
         else:
-            changes = queue_restore.restore_to_positions(self._books, positions)
+            changes = queue_restore.restore_to_positions(self._job, positions)
         for first in range(0, len(changes), AT_ONCE):
             await self._write(state, changes[first : first + AT_ONCE])
         seconds = clock.monotonic() - (self._since or clock.monotonic())
@@ -228,7 +226,7 @@ class Recovery:
                 return Decision(False)
             return rollback.resume(job, epoch, step, records=records, seconds=seconds)
 
-        if await self._writer.decide(resume) and self._books.spec.mode is Mode.SYNC:
+        if await self._writer.decide(resume) and self._job.spec.mode is Mode.SYNC:
             self._metrics.rewind(step)
         return True
 

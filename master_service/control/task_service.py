@@ -33,7 +33,7 @@ from shared.runtime import clock
 Probe = Callable[[str], Awaitable[bool]]
 
 
-class Desk(ABC):
+class TaskService(ABC):
     """`probe` tells whether nothing listens at a url."""
 
     def __init__(self, etcd: Etcd, keys: Keys, probe: Probe) -> None:
@@ -76,7 +76,7 @@ class Desk(ABC):
         held = queue.pending.get(task_id)
         completed = await writer.decide(lambda job, _: tasks.complete_and_take(job, task_id, report))
         if held is not None:
-            queue.pace.observe(clock.monotonic() - held.last_sign)
+            queue.deadlines.observe(clock.monotonic() - held.last_sign)
         if queue.kind is TaskKind.TRAIN:
             writer.job.budget.started = True
         return completed

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from master_service.control.task_service import Probe
 from master_service.core.queue.file_table import FileTable
 from master_service.core.state.job import Job
-from master_service.datasets.stored_tables import Tables
+from master_service.storage.job_storage import JobStorage
 from master_service.store import schema
-from master_service.store.writer import Deposed, Mandate
+from master_service.store.writer import HeldLock, LockLost
 from shared.checkpoints.stored import ELASTIC
-from shared.errors import Conflict, DatasetError, NotFound, PeerError, TriremeError
-from shared.etcd import Compare, Etcd, Get, KeyValue, Lease, Put, lock
+from shared.errors import Conflict, DatasetError, NotFound, TriremeError
+from shared.etcd import Compare, Etcd, Get, KeyValue, Lease, Put, TxnResult
+from shared.etcd.fenced_write import FencedWrite
+from shared.etcd.lock import acquire
 from shared.etcd.reading import must_read, read_record
 from shared.keys import Keys
 from shared.records import JobSpec, JobState, MasterLock, Phase, TaskMeta, UserFailure
@@ -43,7 +45,7 @@ class Takeover:
     job: Job
 
 
-async def in_office(
+async def run_under_lease(
     etcd: Etcd, ttl_s: float, stopping: asyncio.Event, work: Callable[[Lease], Awaitable[None]]
 ) -> None:
     """One lease: `work(lease)` from its grant until it is lost, or `stopping` is set; then it is revoked at once.
@@ -98,7 +100,7 @@ async def campaign(
             seen[:] = [holder]
             on_holder(holder)
 
-    async def depose_the_dead() -> None:
+    async def revoke_the_dead() -> None:
         while True:
             for holder in seen:
                 if holder.lease and await probe(holder.url):
@@ -107,25 +109,22 @@ async def campaign(
             await asyncio.sleep(PROBE_EVERY_S)
 
     async with asyncio.TaskGroup() as group:
-        probing = group.create_task(depose_the_dead())
-        term = await lock.acquire(etcd, key, me.to_bytes(), lease, on_wait=look_at)
+        probing = group.create_task(revoke_the_dead())
+        term = await acquire(etcd, key, me.to_bytes(), lease, on_wait=look_at)
         probing.cancel()
     return term
 
 
 async def take_over(
-    etcd: Etcd, keys: Keys, mandate: Mandate, spec: JobSpec | None, tables: Callable[[JobSpec], Tables], *first: Put
+    etcd: Etcd, keys: Keys, lock: HeldLock, spec: JobSpec | None, storage: Callable[[JobSpec], JobStorage], *first: Put
 ) -> Takeover:
     """Write `first` under the lock (a master's address), read everything, open the books.
 
-    Raises Deposed; NotFound without a spec; StateUnreadable; Conflict if `spec` is not the job's or the dataset has changed. A dataset
+    Raises LockLost; NotFound without a spec; StateUnreadable; Conflict if `spec` is not the job's or the dataset has changed. A dataset
     that cannot be read makes a failed job, not an error: the user reads why in the job's state.
     """
 
-    async def prove(writes: Sequence[Put]) -> int:
-        return await _prove(etcd, keys, mandate, writes)
-
-    commit_revision = await prove(first)
+    commit_revision = await _write(etcd, keys, lock, first)
     found, revision = await schema.read_all(etcd, keys)
     spec = _agreed_spec(keys, found, spec)
     stored = found.get(keys.spec)
@@ -133,9 +132,9 @@ async def take_over(
         writes = [Put(keys.spec, spec.to_bytes()), Put(keys.pservers_desired, str(spec.pservers).encode())]
         if stored is None:
             writes.append(Put(keys.state, JobState(reason="counting the dataset's records").to_bytes()))
-        commit_revision = await prove(writes)
+        commit_revision = await _write(etcd, keys, lock, writes)
         found, revision = await schema.read_all(etcd, keys)
-    job, unreadable = await _open_books(found.get(keys.task_meta), spec, tables(spec))
+    job, unreadable = await _open_books(found.get(keys.task_meta), spec, storage(spec))
     if unreadable is None:
         schema.restore(job, keys, found, clock.monotonic())
         opening = [] if keys.task_meta in found else [Put(keys.task_meta, job.meta.to_bytes())]
@@ -143,40 +142,39 @@ async def take_over(
         job.state = _failed(must_read(JobState, keys.state, found[keys.state].value), unreadable)
         opening = [Put(keys.state, job.state.to_bytes())]
     if opening:
-        commit_revision = await prove(opening)
-    log.info("took_over", lock=mandate.key, term=mandate.term, job=repr(job))
+        commit_revision = await _write(etcd, keys, lock, opening)
+    log.info("took_over", lock=lock.key, term=lock.term, job=repr(job))
     return Takeover(commit_revision, revision, found, job)
 
 
-async def _prove(etcd: Etcd, keys: Keys, mandate: Mandate, writes: Sequence[Put]) -> int:
-    """Write under the lock, exactly once. The answer is the revision. Raises Deposed.
+async def _write(etcd: Etcd, keys: Keys, lock: HeldLock, writes: Sequence[Put]) -> int:
+    """Write under the lock, exactly once; the revision. Raises LockLost.
 
-    An attempt without an answer may still be under way and land long after the reign has begun. So each one compares
-    `tasks/commit` as this call found it, and writes it: of several attempts one lands, and none after a later write.
+    An attempt without an answer may land long after the term has begun. So each attempt compares `tasks/commit` and writes it:
+    of several attempts one lands, and none after a later write. The last write of the term before may come in between: then
+    the next attempt compares what that one wrote.
     """
-    name, found_at = ids.new_id("takeover").encode(), -1
-    reads = [Get(mandate.key), Get(keys.commit)]
-    while mandate.lease.alive:
-        try:
-            if found_at < 0:
-                marker = await etcd.get(keys.commit)
-                found_at = marker.mod_revision if marker else 0
-            fence = [mandate.compare(), Compare.mod(keys.commit, "==", found_at)]
-            result = await etcd.txn(fence, [*writes, Put(keys.commit, name)], reads)
-        except PeerError as error:
-            log.warning("takeover_unanswered", cause=str(error))
-            await asyncio.sleep(ids.jitter(PAUSE_S))
-            continue
-        if result.succeeded:
-            return result.revision
-        holder, marker = result.range(0).first, result.range(1).first
-        if holder is None or holder.create_revision != mandate.term:
-            break
-        if marker is not None and marker.value == name:
-            return marker.mod_revision  # the attempt without an answer had landed
-        found_at = marker.mod_revision if marker else 0  # the last write of the reign before came in between
-    msg = f"{mandate.key} of term {mandate.term} was lost during the takeover"
-    raise Deposed(msg)
+    name, found_at = ids.new_id("takeover").encode(), 0
+    reads = [Get(lock.key), Get(keys.commit)]
+
+    def check() -> None:
+        if not lock.lease.alive:
+            raise LockLost(f"{lock.key} of term {lock.term} was lost during the takeover")
+
+    async def landed(found: TxnResult) -> int:
+        holder, marker = found.range(0).first, found.range(1).first
+        if holder is None or holder.create_revision != lock.term:
+            raise LockLost(f"{lock.key} of term {lock.term} was lost during the takeover")
+        return marker.mod_revision if marker is not None and marker.value == name else 0
+
+    while True:
+        fence = [lock.compare(), Compare.mod(keys.commit, "==", found_at)]
+        write = FencedWrite(etcd, fence, [*writes, Put(keys.commit, name)], reads, landed)
+        outcome = await write.until_answered(check, PAUSE_S)
+        if isinstance(outcome, int):
+            return outcome
+        marker = outcome.range(1).first
+        found_at = marker.mod_revision if marker else 0
 
 
 def _agreed_spec(keys: Keys, found: dict[str, KeyValue], given: JobSpec | None) -> JobSpec:
@@ -203,28 +201,28 @@ def _agreed_spec(keys: Keys, found: dict[str, KeyValue], given: JobSpec | None) 
     return given
 
 
-async def _open_books(meta: KeyValue | None, spec: JobSpec, tables: Tables) -> tuple[Job, DatasetError | None]:
+async def _open_books(meta: KeyValue | None, spec: JobSpec, storage: JobStorage) -> tuple[Job, DatasetError | None]:
     """Books without anything done; without any task if the dataset cannot be read."""
     known = must_read(TaskMeta, meta.key, meta.value) if meta else None
     try:
-        table = await _table(tables, spec.dataset, spec.task_records, known.digest if known else "")
+        table = await _table(storage, spec.dataset, spec.task_records, known.digest if known else "")
         evaluation = None
         if spec.evaluation_dataset is not None:
             digest = known.evaluation_digest if known else ""
-            evaluation = await _table(tables, spec.evaluation_dataset, spec.task_records, digest)
+            evaluation = await _table(storage, spec.evaluation_dataset, spec.task_records, digest)
     except DatasetError as error:
         log.warning("dataset_unreadable", cause=error.message)
         return Job.open(spec, FileTable((), 1), None), error
     return Job.open(spec, table, evaluation), None
 
 
-async def _table(tables: Tables, source: Dataset, task_records: int, digest: str) -> FileTable:
+async def _table(storage: JobStorage, source: Dataset, task_records: int, digest: str) -> FileTable:
     if digest:
         try:
-            return await tables.load(digest)
+            return await storage.load_table(digest)
         except NotFound as error:
             log.warning("file_table_missing", digest=digest, cause=error.message)
-    table = await tables.count(source, task_records)
+    table = await storage.count(source, task_records)
     if not table.tasks:
         urls = ", ".join(source.urls)
         raise DatasetError(f"the dataset has no records: {urls}", hint="check the path or glob")

@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from master_service.control.task_service import Desk, Probe
+from master_service.control.task_service import Probe, TaskService
 from master_service.core.state.changes import Event
-from master_service.datasets.manifests import Manifests, StoredManifests
-from master_service.datasets.stored_tables import StoredTables, Tables
-from master_service.leadership.election import campaign, in_office, take_over
-from master_service.leadership.term import Reign
-from master_service.store.writer import Mandate, Writer
+from master_service.leadership.election import campaign, run_under_lease, take_over
+from master_service.leadership.term import Term
+from master_service.storage.job_storage import FileStorage, JobStorage
+from master_service.store.writer import HeldLock, Writer
 from shared.errors import NotLeader, NotReady, PeerError
 from shared.etcd import Etcd, Lease, LeaseLost, Put
 from shared.keys import Keys
@@ -27,15 +26,7 @@ PAUSE_S = 0.5
 log = telemetry.logger("master")
 
 
-def stored_tables(spec: JobSpec) -> Tables:
-    return StoredTables(spec.storage)
-
-
-def stored_manifests(spec: JobSpec) -> Manifests:
-    return StoredManifests(spec.storage, spec.job)
-
-
-class Master(Desk):
+class Master(TaskService):
     """`url` is where its REST is served; `spec` is needed for a job's first master only. Run `run()`."""
 
     def __init__(
@@ -47,19 +38,18 @@ class Master(Desk):
         url: str,
         spec: JobSpec | None = None,
         ttl_s: float = 3.0,
-        tables: Callable[[JobSpec], Tables] = stored_tables,
-        manifests: Callable[[JobSpec], Manifests] = stored_manifests,
+        storage: Callable[[JobSpec], JobStorage] = FileStorage,
         probe: Probe = http.refuses_connections,
     ) -> None:
         super().__init__(etcd, keys, probe)
         self.name, self.url = name, url
-        self._spec, self._ttl_s, self._tables, self._manifests = spec, ttl_s, tables, manifests
-        self._reign: Reign | None = None
+        self._spec, self._ttl_s, self._storage = spec, ttl_s, storage
+        self.current_term: Term | None = None
         self._leader = ""
         self._leading = False
 
     def __repr__(self) -> str:
-        role = f"term {self._reign.term}, {self._reign.job}" if self._reign else "standing by"
+        role = f"term {self.current_term.number}, {self.current_term.job}" if self.current_term else "standing by"
         return f"<Master {self.name} at {self.url}: {role}>"
 
     # ---------------------------------------------------------------- life
@@ -76,24 +66,24 @@ class Master(Desk):
     async def _candidacy(self, stopping: asyncio.Event) -> None:
         """One lease: from its grant until it is lost, revoked, or the process is asked to stop."""
         try:
-            await in_office(self._etcd, self._ttl_s, stopping, self._lead)
+            await run_under_lease(self._etcd, self._ttl_s, stopping, self._lead)
         finally:
-            self._reign, self._leading = None, False
+            self.current_term, self._leading = None, False
 
     async def _lead(self, lease: Lease) -> None:
         me = MasterLock(master=self.name, url=self.url, lease=lease.id)
         term = await campaign(self._etcd, self.keys.master_lock, me, lease, self._probe, self._see_leader)
         self._leading, self._leader = True, self.url
-        mandate = Mandate(self.keys.master_lock, term, lease)
+        lock = HeldLock(self.keys.master_lock, term, lease)
         address = Put(self.keys.master_address, MasterAddress(url=self.url, term=term).to_bytes(), lease.id)
-        start = await take_over(self._etcd, self.keys, mandate, self._spec, self._tables, address)
-        manifests = self._manifests(start.job.spec)
-        self._reign = Reign(self._etcd, self.keys, mandate, start, self.events, manifests, self.metrics)
+        start = await take_over(self._etcd, self.keys, lock, self._spec, self._storage, address)
+        storage = self._storage(start.job.spec)
+        self.current_term = Term(self._etcd, self.keys, lock, start, self.events, storage, self.metrics)
         self.events.begin_term(term)
         self.events.add([Event("master_elected", f"{self.name} leads in term {term}", {"term": term, "url": self.url})])
         done = start.job.training
         start.job.budget.started = done.epoch > 0 or done.counts[2] > 0
-        await self._reign.run()
+        await self.current_term.run()
 
     def _see_leader(self, holder: MasterLock) -> None:
         self._leader = holder.url
@@ -101,11 +91,11 @@ class Master(Desk):
     # ---------------------------------------------------------------- state
 
     @property
-    def reign(self) -> Reign:
+    def term(self) -> Term:
         """Raises NotLeader (also from the moment the lease is over by the local clock) or NotReady."""
-        if self._reign is not None:
-            if self._reign.lease.alive:
-                return self._reign
+        if self.current_term is not None:
+            if self.current_term.lease.alive:
+                return self.current_term
             msg = f"{self.name} lost its lease; ask its successor"
             raise NotLeader(msg)
         if self._leading:
@@ -116,4 +106,4 @@ class Master(Desk):
 
     @property
     def writer(self) -> Writer:
-        return self.reign.writer
+        return self.term.writer

@@ -13,19 +13,17 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from master_service.control.office import Office
-from master_service.control.task_service import Desk, Probe
+from master_service.control.supervisor import Supervisor
+from master_service.control.task_service import Probe, TaskService
 from master_service.core.decisions import tasks
 from master_service.core.decisions.membership import checkpoint_news
 from master_service.core.state.changes import Event
 from master_service.core.state.members import Members
-from master_service.datasets.manifests import Manifests
-from master_service.datasets.stored_tables import Tables
-from master_service.leadership.election import campaign, in_office, take_over
-from master_service.leadership.master import stored_manifests, stored_tables
-from master_service.masterless.view import SharedBooks
-from master_service.masterless.writer import Mandated, SharedTransactor
-from master_service.store.writer import Mandate
+from master_service.leadership.election import campaign, run_under_lease, take_over
+from master_service.masterless.view import WatchedJob
+from master_service.masterless.writer import SharedWriter, SweeperWriter
+from master_service.storage.job_storage import FileStorage, JobStorage
+from master_service.store.writer import HeldLock
 from shared.errors import PeerError
 from shared.etcd import Etcd, Lease, LeaseLost
 from shared.keys import Keys
@@ -40,7 +38,7 @@ REMEMBERED_S = 30.0
 log = telemetry.logger("dispatcher")
 
 
-class Dispatcher(Desk):
+class Dispatcher(TaskService):
     """`name`: the trainer's; `url` answers as long as it lives; `spec` is needed for a job's first sweeper only.
 
     Serves the trainer's MasterPort in process; NotReady until the job is open. Run `run()`.
@@ -55,16 +53,15 @@ class Dispatcher(Desk):
         url: str,
         spec: JobSpec | None = None,
         ttl_s: float = 3.0,
-        tables: Callable[[JobSpec], Tables] = stored_tables,
-        manifests: Callable[[JobSpec], Manifests] = stored_manifests,
+        storage: Callable[[JobSpec], JobStorage] = FileStorage,
         probe: Probe = http.refuses_connections,
     ) -> None:
         super().__init__(etcd, keys, probe)
         self.name, self.url = name, url
-        self.view = SharedBooks(etcd, keys, tables, self._on_members)
-        self._writer = SharedTransactor(etcd, keys, self.view, self.events.add)
-        self._spec, self._ttl_s, self._tables, self._manifests = spec, ttl_s, tables, manifests
-        self._office: Office | None = None
+        self.view = WatchedJob(etcd, keys, storage, self._on_members)
+        self._writer = SharedWriter(etcd, keys, self.view, self.events.add)
+        self._spec, self._ttl_s, self._storage = spec, ttl_s, storage
+        self._supervisor: Supervisor | None = None
         self._lease: Lease | None = None
         self._told = TrainerProgress(trainer=name)
         self._told_of = Members()
@@ -73,13 +70,13 @@ class Dispatcher(Desk):
         return f"<Dispatcher {self.name}: {'sweeper' if self.sweeps else 'candidate'}, {self.view!r}>"
 
     @property
-    def writer(self) -> SharedTransactor:
+    def writer(self) -> SharedWriter:
         return self._writer
 
     @property
     def sweeps(self) -> bool:
         """Whether this trainer believes to hold the sweep lock, with the job open."""
-        return self._office is not None and self._lease is not None and self._lease.alive
+        return self._supervisor is not None and self._lease is not None and self._lease.alive
 
     # ---------------------------------------------------------------- life
 
@@ -99,12 +96,12 @@ class Dispatcher(Desk):
     async def _candidate(self, stopping: asyncio.Event) -> None:
         while not stopping.is_set():
             try:
-                await in_office(self._etcd, self._ttl_s, stopping, self._sweep)
+                await run_under_lease(self._etcd, self._ttl_s, stopping, self._sweep)
             except (PeerError, LeaseLost) as error:
                 log.warning("stepped_down", cause=error.message)
                 await asyncio.sleep(ids.jitter(PAUSE_S))
             finally:
-                self._office = self._lease = None
+                self._supervisor = self._lease = None
 
     async def _sweep(self, lease: Lease) -> None:
         """The lock, then whatever its holder has to do."""
@@ -113,29 +110,29 @@ class Dispatcher(Desk):
             await self.view.until(lambda view: view.spec is not None, "the job's spec (TRIREME_SPEC at some trainer)")
         me = MasterLock(master=self.name, url=self.url, lease=lease.id)
         term = await campaign(self._etcd, self.keys.sweep_lock, me, lease, self._probe, lambda _: None)
-        mandate = Mandate(self.keys.sweep_lock, term, lease)
-        start = await take_over(self._etcd, self.keys, mandate, self._spec, self._tables)
+        lock = HeldLock(self.keys.sweep_lock, term, lease)
+        start = await take_over(self._etcd, self.keys, lock, self._spec, self._storage)
         await self.view.until(lambda view: view.is_open or start.job.state.phase.final, "the books to open")
         if not self.view.is_open:  # the dataset cannot be read: the job has failed
             await lease.lost.wait()
             return
         for queue in self.view.job.queues.values():
             queue.grant_again(clock.monotonic())
-        manifests = self._manifests(start.job.spec)
-        writer = Mandated(self._writer, mandate)
-        self._office = Office(self._etcd, self.keys, writer, lease, manifests, self.metrics, self.events)
+        storage = self._storage(start.job.spec)
+        writer = SweeperWriter(self._writer, lock)
+        self._supervisor = Supervisor(self._etcd, self.keys, writer, lease, storage, self.metrics, self.events)
         self.events.begin_term(term)
         self.events.add([Event("sweeper_elected", f"{self.name} sweeps in term {term}", {"term": term})])
         self._told_of = Members()
         self._on_members()
-        await self._office.run()
+        await self._supervisor.run()
 
     def _on_members(self) -> None:
-        if self._office is not None:
+        if self._supervisor is not None:
             now = self.view.job.members
             self.events.add(checkpoint_news(self._told_of, now))
             self._told_of = now
-            self._office.look_again()
+            self._supervisor.members_changed()
 
     # ---------------------------------------------------------------- what the others should know
 

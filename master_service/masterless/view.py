@@ -18,11 +18,11 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from master_service.core.queue.file_table import FileTable
-from master_service.core.queue.repeats import Heard
+from master_service.core.queue.repeats import Repeats
 from master_service.core.queue.task_queue import TaskQueue
 from master_service.core.state.job import Job
 from master_service.core.state.operations import Operations
-from master_service.datasets.stored_tables import Tables
+from master_service.storage.job_storage import JobStorage
 from master_service.store import schema
 from master_service.store.members_watch import MembersWatch
 from shared.errors import DatasetError, NotFound, NotReady
@@ -41,43 +41,43 @@ Part = TypeVar("Part", TaskQueue, Operations)
 log = telemetry.logger("shared_books")
 
 
-class SharedBooks:
+class WatchedJob:
     """`on_members` is called after each change of `books.members`. Run `run()` in a TaskGroup."""
 
     def __init__(
-        self, etcd: Etcd, keys: Keys, tables: Callable[[JobSpec], Tables], on_members: Callable[[], None]
+        self, etcd: Etcd, keys: Keys, storage: Callable[[JobSpec], JobStorage], on_members: Callable[[], None]
     ) -> None:
         self.spec: JobSpec | None = None
         self.progress: dict[str, TrainerProgress] = {}
         self.commit_revision = 0
-        self._etcd, self._keys, self._tables, self._on_members = etcd, keys, tables, on_members
+        self._etcd, self._keys, self._storage, self._on_members = etcd, keys, storage, on_members
         self._members = MembersWatch(etcd, keys, lambda _: None)
         self._range = keys.prefix, keys.prefix[:-1] + "0"  # "0" follows "/"
-        self._books: Job | None = None
+        self._job: Job | None = None
         self._counted: tuple[FileTable, FileTable | None] | None = None
         self._obstacle = "the holder of the sweep lock has not opened the job yet"
         self._news: deque[WatchBatch] = deque()
-        self._held = False
+        self.held = False
         self._through = 0
-        self._heard = 0
+        self._told_revision = 0
         self._successors: dict[int, tuple[int, bytes]] = {}
         self._changed = asyncio.Event()
 
     def __repr__(self) -> str:
-        return f"<SharedBooks at commit {self.commit_revision}: {self._books or self._obstacle}>"
+        return f"<WatchedJob at commit {self.commit_revision}: {self._job or self._obstacle}>"
 
     @property
     def job(self) -> Job:
         """To read. Raises NotReady."""
-        if self._books is None:
+        if self._job is None:
             raise NotReady(f"the books of job {self._keys.job} are not open here: {self._obstacle}; ask again")
-        return self._books
+        return self._job
 
     @property
     def is_open(self) -> bool:
-        return self._books is not None
+        return self._job is not None
 
-    async def until(self, condition: Callable[[SharedBooks], bool], what: str) -> None:
+    async def until(self, condition: Callable[[WatchedJob], bool], what: str) -> None:
         """Wait for as long as it takes, and say what for now and then."""
         while not condition(self):
             try:
@@ -94,7 +94,7 @@ class SharedBooks:
                     if batch.reset:
                         await self._prepare({kv.key: kv for kv in batch.kvs})
                     self._receive(batch)
-                    if self._books is None and any(event.kv.key == self._keys.task_meta for event in batch.events):
+                    if self._job is None and any(event.kv.key == self._keys.task_meta for event in batch.events):
                         break  # opened by the holder of the sweep lock: a snapshot to start from
 
     # ---------------------------------------------------------------- for the writer
@@ -102,21 +102,21 @@ class SharedBooks:
     def hold(self) -> Job:
         """A draft; until `landed` or `release` the books stay at `commit_revision`. Raises NotReady."""
         draft = draft_of(self.job)
-        self._held = True
+        self.held = True
         return draft
 
     def landed(self, draft: Job, revision: int) -> None:
         """The draft is what etcd holds since `revision`."""
-        self._books, self._through, self.commit_revision = draft, revision, revision
+        self._job, self._through, self.commit_revision = draft, revision, revision
         self.release()
 
     def release(self) -> None:
-        self._held = False
+        self.held = False
         self._fold()
 
-    async def heard(self, commit: int) -> None:
+    async def reached(self, commit: int) -> None:
         """Wait until the watch has told of the commit of that revision."""
-        await self.until(lambda _: self._heard >= commit, f"the watch to reach revision {commit}")
+        await self.until(lambda _: self._told_revision >= commit, f"the watch to reach revision {commit}")
 
     def successor(self, commit: int) -> tuple[int, bytes] | None:
         """(revision, name) of the commit right after `commit`; None if it is not known (yet, or any more)."""
@@ -130,12 +130,12 @@ class SharedBooks:
                 if batch.reset:
                     self._successors.clear()
                 else:
-                    self._successors[self._heard] = kv.mod_revision, kv.value
-                self._heard = kv.mod_revision
+                    self._successors[self._told_revision] = kv.mod_revision, kv.value
+                self._told_revision = kv.mod_revision
         while len(self._successors) > REMEMBERED_COMMITS:
             del self._successors[next(iter(self._successors))]
         self._news.append(batch)
-        if not self._held:
+        if not self.held:
             self._fold()
         self._changed.set()
         self._changed = asyncio.Event()
@@ -148,8 +148,8 @@ class SharedBooks:
                 self._reopen({kv.key: kv for kv in batch.kvs})
             for event in batch.events:
                 self._take(event)
-            if self._books is not None and (moved or batch.reset):
-                self._books.members = self._members.members()
+            if self._job is not None and (moved or batch.reset):
+                self._job.members = self._members.members()
                 self._on_members()
 
     def _take(self, event: WatchEvent) -> None:
@@ -159,16 +159,16 @@ class SharedBooks:
             self._take_progress(event)
         elif key == self._keys.spec and event.type == "put":
             self._take_spec(event.kv)
-        elif self._books is not None and revision > self._through:
-            schema.follow(self._books, self._keys, event, clock.monotonic())
+        elif self._job is not None and revision > self._through:
+            schema.follow(self._job, self._keys, event, clock.monotonic())
             if key == self._keys.commit:
                 self.commit_revision = revision
 
     def _take_spec(self, kv: KeyValue) -> None:
         """Another number of members, at most."""
         self.spec = must_read(JobSpec, kv.key, kv.value)
-        if self._books is not None:
-            self._books.spec = self.spec
+        if self._job is not None:
+            self._job.spec = self.spec
 
     def _take_progress(self, event: WatchEvent) -> None:
         trainer = self._keys.name_of(event.kv.key)
@@ -179,12 +179,12 @@ class SharedBooks:
         if said is None:
             return
         self.progress[trainer] = said
-        if self._books is None:
+        if self._job is None:
             return
-        self._books.budget.started |= said.step is not None
+        self._job.budget.started |= said.step is not None
         for task in said.tasks:
             try:
-                queue = self._books.queue_of(task.task_id)
+                queue = self._job.queue_of(task.task_id)
             except NotFound:
                 continue
             held = queue.pending.get(task.task_id)
@@ -204,11 +204,11 @@ class SharedBooks:
             return
         spec = must_read(JobSpec, self._keys.spec, found[self._keys.spec].value)
         known = must_read(TaskMeta, meta.key, meta.value)
-        tables = self._tables(spec)
+        storage = self._storage(spec)
         while self._counted is None:
             try:
-                table = await tables.load(known.digest)
-                evaluation = await tables.load(known.evaluation_digest) if known.evaluation_digest else None
+                table = await storage.load_table(known.digest)
+                evaluation = await storage.load_table(known.evaluation_digest) if known.evaluation_digest else None
                 self._counted = table, evaluation
             except (DatasetError, NotFound) as error:
                 self._obstacle = error.message
@@ -229,17 +229,17 @@ class SharedBooks:
         schema.restore(job, keys, found, clock.monotonic())
         done = job.training
         job.budget.started = done.epoch > 0 or done.counts[2] > 0
-        self._books = job
+        self._job = job
         log.info("books_opened", job=repr(job))
 
 
 def draft_of(job: Job) -> Job:
-    """Books that change on their own; signs of life and the pace of tasks stay common."""
+    """Books that change on their own; signs of life and the deadlines of tasks stay common."""
     queues = {kind: _forked(queue) for kind, queue in job.queues.items()}
     return replace(job, queues=queues, operations=_forked(job.operations), budget=replace(job.budget))
 
 
 def _forked(part: Part) -> Part:
     values = {field.name: getattr(part, field.name) for field in fields(part)}
-    owned: dict[str, Any] = {name: value.copy() for name, value in values.items() if isinstance(value, dict | Heard)}
+    owned: dict[str, Any] = {name: value.copy() for name, value in values.items() if isinstance(value, dict | Repeats)}
     return replace(part, **owned)

@@ -17,18 +17,19 @@ from collections.abc import Callable, Sequence
 
 from master_service.core.state.changes import Decision, Event
 from master_service.core.state.job import Job
-from master_service.masterless.view import SharedBooks
+from master_service.masterless.view import WatchedJob
 from master_service.store.writer import (
     ATTEMPT_S,
     PAUSE_S,
     A,
-    Deposed,
     Group,
     GroupCommit,
-    Mandate,
+    HeldLock,
+    LockLost,
 )
 from shared.errors import PeerError
-from shared.etcd import Compare, Delete, Etcd, Get, Put
+from shared.etcd import Compare, Delete, Etcd, Get, Put, TxnResult
+from shared.etcd.fenced_write import FencedWrite
 from shared.keys import Keys
 from shared.runtime import ids, telemetry
 
@@ -37,10 +38,10 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.05
 log = telemetry.logger("shared_transact")
 
 
-class SharedTransactor(GroupCommit):
+class SharedWriter(GroupCommit):
     """This process's writer. `losses`: how often somebody else was first."""
 
-    def __init__(self, etcd: Etcd, keys: Keys, view: SharedBooks, on_events: Callable[[Sequence[Event]], None]) -> None:
+    def __init__(self, etcd: Etcd, keys: Keys, view: WatchedJob, on_events: Callable[[Sequence[Event]], None]) -> None:
         super().__init__(keys, on_events)
         self.losses = 0
         self._etcd, self._view = etcd, view
@@ -51,19 +52,19 @@ class SharedTransactor(GroupCommit):
         """Raises NotReady."""
         return self._view.job
 
-    def fence(self, mandate: Mandate | None) -> list[Compare]:
+    def fence(self, lock: HeldLock | None) -> list[Compare]:
         """What a write depends on."""
         chain = Compare.mod(self._keys.commit, "==", self._view.commit_revision)
-        return [chain, mandate.compare()] if mandate else [chain]
+        return [chain, lock.compare()] if lock else [chain]
 
     async def _turn(self) -> None:
-        mandate = self._waiting[0].mandate
+        lock = self._waiting[0].lock
         try:
             draft = self._view.hold()
             group = self._decided_on(draft)
-            done = await (self._commit(draft, group.writes, mandate) if group.writes else self._confirm(group))
+            done = await (self._commit(draft, group.writes, lock) if group.writes else self._confirm(group))
         except PeerError as error:
-            self._refuse(error, mandate)
+            self._refuse(error, lock)
             return
         finally:
             self._view.release()
@@ -83,60 +84,58 @@ class SharedTransactor(GroupCommit):
         at = marker.mod_revision if marker else 0
         if at == self._view.commit_revision:
             return True
-        await self._view.heard(at)
+        await self._view.reached(at)
         return False
 
-    def _refuse(self, error: PeerError, mandate: Mandate | None) -> None:
-        """Those of the mandate, or all if the books are not open."""
-        while self._waiting and self._waiting[0].mandate is mandate:
+    def _refuse(self, error: PeerError, lock: HeldLock | None) -> None:
+        """Those of the lock, or all if the books are not open."""
+        while self._waiting and self._waiting[0].lock is lock:
             self._taken.append(self._waiting.popleft())
         for entry in self._taken:
             if not entry.future.done():
                 entry.future.set_exception(error)
         self._taken.clear()
 
-    async def _commit(self, draft: Job, writes: Sequence[Put | Delete], mandate: Mandate | None) -> bool:
-        """Whether it has landed, once; the draft is the books then. False: somebody else was first. Raises Deposed."""
-        name, known, fence = ids.new_id("commit").encode(), self._view.commit_revision, self.fence(mandate)
-        writes = [*writes, Put(self._keys.commit, name)]
-        while True:
-            if mandate is not None and not mandate.lease.alive:
-                raise Deposed("the sweeper's lease ran out before a write; another trainer sweeps now")
-            try:
-                result = await self._etcd.txn(fence, writes, [Get(self._keys.commit)], timeout_s=ATTEMPT_S)
-            except PeerError as error:  # unreachable, or the outcome is unknown: sent again, it lands once at most
-                log.warning("commit_unanswered", cause=str(error))
-                await asyncio.sleep(ids.jitter(PAUSE_S))
-                continue
-            if result.succeeded:
-                return self._landed(draft, result.revision)
-            marker = result.range(0).first
+    async def _commit(self, draft: Job, writes: Sequence[Put | Delete], lock: HeldLock | None) -> bool:
+        """Whether it landed; then the draft is the job. False: another writer committed first. Raises LockLost."""
+        name, known = ids.new_id("commit").encode(), self._view.commit_revision
+
+        def check() -> None:
+            if lock is not None and not lock.lease.alive:
+                raise LockLost("the sweeper's lease ran out before a write; another trainer sweeps now")
+
+        async def landed(found: TxnResult) -> int:
+            """An earlier attempt had landed if the commit after `known` has its name."""
+            marker = found.range(0).first
             at = marker.mod_revision if marker else 0
             if at == known:
-                raise Deposed("the sweep lock is lost; another trainer sweeps now")
-            await self._view.heard(at)
-            if (successor := self._view.successor(known)) is not None and successor[1] == name:
-                return self._landed(draft, successor[0])  # the attempt without an answer had landed
-            self.losses += 1
-            self._lost_in_a_row += 1
-            return False
+                raise LockLost("the sweep lock is lost; another trainer sweeps now")
+            await self._view.reached(at)
+            revision, successor = self._view.successor(known) or (0, b"")
+            return revision if successor == name else 0
 
-    def _landed(self, draft: Job, revision: int) -> bool:
-        self._view.landed(draft, revision)
-        self.commits += 1
-        self._lost_in_a_row = 0
-        return True
+        writes, reads = [*writes, Put(self._keys.commit, name)], [Get(self._keys.commit)]
+        write = FencedWrite(self._etcd, self.fence(lock), writes, reads, landed, ATTEMPT_S)
+        outcome = await write.until_answered(check, PAUSE_S)
+        if isinstance(outcome, int):
+            self._view.landed(draft, outcome)
+            self.commits += 1
+            self._lost_in_a_row = 0
+            return True
+        self.losses += 1
+        self._lost_in_a_row += 1
+        return False
 
 
-class Mandated:
+class SweeperWriter:
     """The writer as the holder of a lock: a master_service.store.writer.Writer."""
 
-    def __init__(self, writer: SharedTransactor, mandate: Mandate) -> None:
-        self._writer, self._mandate = writer, mandate
+    def __init__(self, writer: SharedWriter, lock: HeldLock) -> None:
+        self._writer, self._lock = writer, lock
 
     @property
     def job(self) -> Job:
         return self._writer.job
 
     async def decide(self, decision: Callable[[Job, float], Decision[A]]) -> A:
-        return await self._writer.decide(decision, self._mandate)
+        return await self._writer.decide(decision, self._lock)

@@ -1,13 +1,13 @@
 """The master's only writer: load -> decide -> compare-and-set, and nobody hears an answer before etcd has it.
 
     waiting decisions --taken together--> one txn --lands--> answers, events
-                                            |  lost the compare: Deposed; drop the books, reload in a new reign
+                                            |  lost the compare: LockLost; drop the books, reload in a new reign
                                             +- outcome unknown: read back; landed, or send the very same txn again
 
 Two compares fence each txn: the lock's create_revision (the term), and `tasks/commit`, which every txn writes: the name of
 the txn before is its value. The second makes this master's writes a chain: whatever way they take, each lands right after
 the one it was decided upon, so one that was given up for lost and lands late fails, and repeating it after the read-back
-cannot apply it twice. That lets a second one fly while the first is under way (`MAX_FLIGHTS`), as soon as it is as large;
+cannot apply it twice. That lets a second one fly while the first is under way (`MAX_UNDER_WAY`), as soon as it is as large;
 answers come in order.
 """
 
@@ -18,13 +18,15 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from master_service.core.state.changes import Change, Decision, Event, NextEpoch
 from master_service.core.state.job import Job
 from master_service.store.schema import operations
-from shared.errors import NotLeader, NotReady, PeerError, TriremeError
-from shared.etcd import Compare, Delete, Etcd, Get, KeyValue, Lease, Put
+from shared.errors import NotLeader, NotReady, TriremeError
+from shared.etcd import Compare, Delete, Etcd, Get, Lease, Put, TxnResult
+from shared.etcd.fenced_write import FencedWrite
 from shared.keys import Keys
 from shared.runtime import clock, ids, telemetry
 
@@ -32,18 +34,18 @@ MAX_CHANGES = 100
 MAX_WAITING = 10_000
 ATTEMPT_S = 2.0
 PAUSE_S = 0.1
-MAX_FLIGHTS = 2
+MAX_UNDER_WAY = 2
 
 A = TypeVar("A")
-log = telemetry.logger("transact")
+log = telemetry.logger("writer")
 
 
-class Deposed(NotLeader):
+class LockLost(NotLeader):
     """Another one holds the lock, or the lease ran out: this reign is over."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Mandate:
+class HeldLock:
     """A lock that is held: what is written on its strength compares its create_revision, the `term`."""
 
     key: str
@@ -69,7 +71,7 @@ class Writer(Protocol):
 class _Waiting:
     decide: Callable[[Job, float], Decision[Any]]
     future: asyncio.Future[Any]
-    mandate: Mandate | None
+    lock: HeldLock | None
 
 
 @dataclass(slots=True)
@@ -92,8 +94,8 @@ class GroupCommit(ABC):
         self._wake = asyncio.Event()
         self._over: TriremeError | None = None
 
-    async def decide(self, decision: Callable[[Job, float], Decision[A]], mandate: Mandate | None = None) -> A:
-        """The decision's answer, once its changes are in etcd; `mandate`: only while that lock is held.
+    async def decide(self, decision: Callable[[Job, float], Decision[A]], lock: HeldLock | None = None) -> A:
+        """The decision's answer, once its changes are in etcd; `lock`: only while that lock is held.
 
         Raises what the decision raises; NotLeader when the reign ends before (the outcome is then unknown); NotReady
         when too many wait. The decision may be called again after a lost race: it must not have side effects.
@@ -104,12 +106,12 @@ class GroupCommit(ABC):
             msg = f"{MAX_WAITING} requests wait for etcd already; ask again later"
             raise NotReady(msg)
         future: asyncio.Future[A] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Waiting(decision, future, mandate))
+        self._waiting.append(_Waiting(decision, future, lock))
         self._wake.set()
         return await future
 
     async def run(self) -> None:
-        """Commit what waits until the reign ends; everybody who waits then hears NotLeader. Raises Deposed."""
+        """Commit what waits until the reign ends; everybody who waits then hears NotLeader. Raises LockLost."""
         try:
             while True:
                 await self._wake.wait()
@@ -131,8 +133,8 @@ class GroupCommit(ABC):
     def _decided_on(self, job: Job) -> Group:
         """In place: what waits and fits into one transaction is decided on `books`, and applied to them."""
         now, group, changes = clock.monotonic(), Group(), list[Change]()
-        sealed, mandate = False, self._waiting[0].mandate
-        while self._waiting and not sealed and self._waiting[0].mandate is mandate:
+        sealed, lock = False, self._waiting[0].lock
+        while self._waiting and not sealed and self._waiting[0].lock is lock:
             entry = self._waiting[0]
             if entry.future.done():  # whoever asked has left
                 self._waiting.popleft()
@@ -174,8 +176,8 @@ class GroupCommit(ABC):
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
-    """A group on its way: `name` is what its txn writes to `tasks/commit`, `fence` what it compares."""
+class _Commit:
+    """A group whose transaction is under way: `name` is what it writes to `tasks/commit`, `fence` what it compares."""
 
     name: bytes
     fence: Sequence[Compare]
@@ -183,99 +185,105 @@ class _Flight:
     landed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Transactor(GroupCommit):
-    """One reign's only writer: its books are the truth. `commit_revision` comes from the takeover (leader.py)."""
+class MasterWriter(GroupCommit):
+    """The only writer of one term: its job is the truth. `commit_revision` comes from the takeover (election.py)."""
 
     def __init__(
         self,
         etcd: Etcd,
         keys: Keys,
         job: Job,
-        mandate: Mandate,
+        lock: HeldLock,
         *,
         commit_revision: int,
         on_events: Callable[[Sequence[Event]], None],
     ) -> None:
         super().__init__(keys, on_events)
         self.job = job
-        self._etcd, self._mandate, self._commit_revision = etcd, mandate, commit_revision
-        self._flights: deque[_Flight] = deque()
+        self._etcd, self._lock, self._commit_revision = etcd, lock, commit_revision
+        self._under_way: deque[_Commit] = deque()
         self._last = b""
+
+    @property
+    def under_way(self) -> int:
+        """Transactions that were sent and are not answered yet."""
+        return len(self._under_way)
 
     def fence(self, after: bytes) -> list[Compare]:
         """What a write of this master depends on; `after`: the name of its write before, if there was one."""
         commit = self._keys.commit
         chain = Compare.value(commit, "==", after) if after else Compare.mod(commit, "==", self._commit_revision)
-        return [self._mandate.compare(), chain]
+        return [self._lock.compare(), chain]
 
     async def run(self) -> None:
         try:
-            async with asyncio.TaskGroup() as self._sky:
+            async with asyncio.TaskGroup() as self._sending:
                 await super().run()
         finally:
-            for flight in self._flights:
-                for future, _, _ in flight.group.outcomes:
+            for commit in self._under_way:
+                for future, _, _ in commit.group.outcomes:
                     if not future.done() and self._over is not None:
                         future.set_exception(self._over)
 
     async def _turn(self) -> None:
-        if self._flights and not self._is_worth_another():
+        if self._under_way and not self._is_worth_another():
             self._wake.clear()
             await self._wake.wait()
             return
         group = self._decided_on(self.job)
         self._taken.clear()
-        flight = _Flight(ids.new_id("commit").encode(), self.fence(self._last), group)
+        commit = _Commit(ids.new_id("commit").encode(), self.fence(self._last), group)
         if group.writes:
-            self._last = flight.name
-        before = self._flights[-1] if self._flights else None
-        self._flights.append(flight)
-        self._sky.create_task(self._fly(flight, before))
+            self._last = commit.name
+        before = self._under_way[-1] if self._under_way else None
+        self._under_way.append(commit)
+        self._sending.create_task(self._finish(commit, before))
 
     def _is_worth_another(self) -> bool:
-        """A transaction has its price whatever it carries: the next waits until it carries as much as the one under way."""
-        under_way = len(self._flights[-1].group.outcomes)
-        return len(self._flights) < MAX_FLIGHTS and len(self._waiting) >= under_way
+        """A transaction costs the same whatever it carries: the next one waits until it carries as much as the last."""
+        carried = len(self._under_way[-1].group.outcomes)
+        return len(self._under_way) < MAX_UNDER_WAY and len(self._waiting) >= carried
 
-    async def _fly(self, flight: _Flight, before: _Flight | None) -> None:
-        """Raises Deposed. Without writes there is nothing to send, but what was read must have landed, too."""
-        if flight.group.writes:
-            await self._commit(flight, before)
+    async def _finish(self, commit: _Commit, before: _Commit | None) -> None:
+        """Raises LockLost. A group without writes sends nothing, but what it was decided on must have landed, too."""
+        if commit.group.writes:
+            await self._land(commit, before)
             self.commits += 1
         if before is not None:
             await before.landed.wait()
-        if not self._mandate.lease.alive:
-            raise Deposed("the master's lease ran out before the answer; ask its successor")
-        self._flights.popleft()
-        flight.landed.set()
+        if not self._lock.lease.alive:
+            raise LockLost("the master's lease ran out before the answer; ask its successor")
+        self._under_way.popleft()
+        commit.landed.set()
         self._wake.set()
-        self._answer(flight.group)
+        self._answer(commit.group)
 
-    async def _commit(self, flight: _Flight, before: _Flight | None) -> None:
-        """Until it has landed, once. Raises Deposed."""
-        writes = [*flight.group.writes, Put(self._keys.commit, flight.name)]
-        while True:
-            if not self._mandate.lease.alive:
-                raise Deposed("the master's lease ran out before a write; ask its successor")
-            try:
-                if (await self._etcd.txn(flight.fence, writes, timeout_s=ATTEMPT_S)).succeeded:
-                    return
-                reads = [Get(self._mandate.key), Get(self._keys.commit)]
-                found = await self._etcd.txn((), reads, timeout_s=ATTEMPT_S)
-            except PeerError as error:  # unreachable, or the outcome is unknown: the repeated txn reads back first
-                log.warning("commit_unanswered", cause=str(error))
-                await asyncio.sleep(ids.jitter(PAUSE_S))
-                continue
-            if self._has_landed(flight, found.range(1).first):  # the attempt without an answer
-                return
-            holder = found.range(0).first
-            if before is None or holder is None or holder.create_revision != self._mandate.term:
+    async def _land(self, commit: _Commit, before: _Commit | None) -> None:
+        """Until it has landed, once. Raises LockLost."""
+        write = FencedWrite(
+            self._etcd,
+            commit.fence,
+            [*commit.group.writes, Put(self._keys.commit, commit.name)],
+            [Get(self._lock.key), Get(self._keys.commit)],
+            partial(self._landed_at, commit),
+            ATTEMPT_S,
+            read_apart=True,
+        )
+        while not isinstance(outcome := await write.until_answered(self._check_lease, PAUSE_S), int):
+            holder = outcome.range(0).first
+            if before is None or holder is None or holder.create_revision != self._lock.term:
                 who = holder.value.decode() if holder else "nobody"
-                raise Deposed(f"the master lock of term {self._mandate.term} is lost; {who} holds it now")
-            await before.landed.wait()  # this one came first: it was refused for that alone
+                raise LockLost(f"the master lock of term {self._lock.term} is lost; {who} holds it now")
+            await before.landed.wait()  # this one arrived first, and was refused only for that
             before = None
 
-    def _has_landed(self, flight: _Flight, marker: KeyValue | None) -> bool:
-        """By what stands in `tasks/commit`: its own name, or one that can only follow it."""
-        following = list(self._flights)[self._flights.index(flight) :]
-        return marker is not None and any(marker.value == each.name for each in following)
+    def _check_lease(self) -> None:
+        if not self._lock.lease.alive:
+            raise LockLost("the master's lease ran out before a write; ask its successor")
+
+    async def _landed_at(self, commit: _Commit, found: TxnResult) -> int:
+        """It has landed if `tasks/commit` has its name, or the name of one that can only follow it."""
+        marker = found.range(1).first
+        following = list(self._under_way)[self._under_way.index(commit) :]
+        landed = marker is not None and any(marker.value == each.name for each in following)
+        return marker.mod_revision if marker is not None and landed else 0

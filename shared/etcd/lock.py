@@ -14,9 +14,10 @@ from contextlib import aclosing
 
 from shared.etcd.client import Etcd
 from shared.etcd.errors import OutcomeUnknown, Retryable
+from shared.etcd.fenced_write import FencedWrite
 from shared.etcd.lease import Lease
 from shared.etcd.operations import Compare, Get, Put
-from shared.etcd.results import KeyValue
+from shared.etcd.results import KeyValue, TxnResult
 from shared.runtime import ids, telemetry
 
 RECHECK_S = 5.0
@@ -32,15 +33,22 @@ async def try_acquire(etcd: Etcd, key: str, value: bytes, lease: Lease, *, timeo
     taken by the lost request is recognised by its lease).
     """
     lease.check()
-    result = await etcd.txn([Compare.create(key, "==", 0)], [Put(key, value, lease.id)], [Get(key)], timeout_s)
-    if result.succeeded:
+
+    async def landed(found: TxnResult) -> int:
+        holder = _holder(key, found)
+        return holder.create_revision if holder.lease == lease.id else 0
+
+    fence, put = [Compare.create(key, "==", 0)], [Put(key, value, lease.id)]
+    outcome = await FencedWrite(etcd, fence, put, [Get(key)], landed, timeout_s).attempt()
+    if isinstance(outcome, int):
         lease.check()
-        return result.revision
-    holder = result.range(0).first
+        return outcome
+    return _holder(key, outcome)
+
+
+def _holder(key: str, found: TxnResult) -> KeyValue:
+    holder = found.range(0).first
     assert holder is not None, f"{key} exists by compare and is missing by read in one transaction"
-    if holder.lease == lease.id:
-        lease.check()
-        return holder.create_revision
     return holder
 
 

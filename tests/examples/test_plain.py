@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from master_service.core.queue.epoch_order import EpochOrder
-from master_service.datasets.counting import count_records
+from master_service.storage.counting import count_records
 from shared.errors import DatasetError, InvalidArgument, UserCodeError
 from shared.lanes import step_seed
 from trainer_agent.script.user_module import load

@@ -27,8 +27,7 @@ class MasterlessWorld(World):
             name=name,
             url=f"http://{name}",
             spec=self.spec,
-            tables=lambda _: self.tables,
-            manifests=lambda _: self.manifests,
+            storage=lambda _: self.storage,
             probe=probe,
         )
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from master_service.core.queue.file_table import TableFile
-from master_service.datasets.counting import count_records, load, save
+from master_service.storage.counting import count_records, load, save
 from shared.errors import DatasetError
 from shared.records.datasets import (
     Bytes,
@@ -58,7 +58,7 @@ def test_heads_of_npy_files_are_read_in_several_threads_whatever_runs_in_between
     for number in range(1000):
         np.save(tmp_path / f"{number}.npy", np.zeros((2, 1)))
     switch, threshold, interval = lambda *_: sum(range(50)), gc.get_threshold(), sys.getswitchinterval()
-    monkeypatch.setattr("master_service.datasets.counting.THREADS", 8)
+    monkeypatch.setattr("master_service.storage.counting.THREADS", 8)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     gc.callbacks.append(switch)
     gc.set_threshold(5)

@@ -160,7 +160,7 @@ async def test_text_that_nobody_can_write_again_is_refused_and_the_master_leads_
                 assert "surrogate" in problem["detail"], call
             whole = rb'{"trainer": "t1", "request": "\ud83d\ude00", "generation": 1}'
             assert [status for status, _, _ in await answers(app, [post(TASK, whole)])] == [200]
-            assert list(master.job.training.heard.asks) == [("t1", "\U0001f600")]
+            assert list(master.job.training.repeats.asks) == [("t1", "\U0001f600")]
 
 
 async def test_a_bug_behind_the_direct_routes_is_a_problem_too(monkeypatch: Any) -> None:

@@ -23,7 +23,7 @@ from shared.records import (
 from shared.records.datasets import TextLines
 from tests.master_service.worlds import (
     KEYS,
-    Tables,
+    Storage,
     World,
     done,
     finish_training,
@@ -290,7 +290,7 @@ def test_a_dead_pserver_without_any_checkpoint_fails_an_asynchronous_job() -> No
 def test_a_dataset_that_cannot_be_used_makes_a_failed_job(problem: str) -> None:
     async def main() -> None:
         error = DatasetError("train.txt: no such file")
-        world = World(spec_of(), Tables(0) if problem == "empty" else Tables(error=error))
+        world = World(spec_of(), Storage(0) if problem == "empty" else Storage(error=error))
         async with leading(world.master()) as master:
             state = master.job.state
             assert state.phase is Phase.FAILED

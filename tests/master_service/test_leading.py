@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from master_service.core.decisions import lifecycle
-from master_service.leadership.election import in_office
+from master_service.leadership.election import run_under_lease
 from master_service.leadership.master import Master
 from master_service.store import writer
-from master_service.store.writer import Transactor
+from master_service.store.writer import MasterWriter
 from shared.errors import NotLeader, StateUnreadable
 from shared.etcd import Compare, Etcd
 from shared.records import (
@@ -23,7 +23,7 @@ from shared.records import (
 from tests.master_service.test_jobs import test_a_dead_trainers_tasks_go_back_without_a_failure as late_report
 from tests.master_service.worlds import (
     KEYS,
-    Tables,
+    Storage,
     World,
     done,
     finish_training,
@@ -89,15 +89,15 @@ def test_a_standby_names_the_leader_and_leads_at_once_when_it_stops() -> None:
             with pytest.raises(NotLeader) as caught:
                 _ = standby.job
             assert caught.value.details == {"leader": "http://m1"}
-            term = leader.reign.term
+            term = leader.term.number
         before = asyncio.get_running_loop().time()
-        await until(lambda: standby._reign is not None, "the standby to lead")
+        await until(lambda: standby.current_term is not None, "the standby to lead")
         assert asyncio.get_running_loop().time() - before < 1.0
-        assert standby.reign.term > term
+        assert standby.term.number > term
         stored = await world.etcd.get(KEYS.master_address)
         assert stored is not None
         assert MasterAddress.model_validate_json(stored.value) == MasterAddress(
-            url="http://m2", term=standby.reign.term
+            url="http://m2", term=standby.term.number
         )
         stopping.set()
         await waiting
@@ -126,11 +126,11 @@ def test_who_is_cancelled_in_office_hears_that_though_the_work_fails_meanwhile()
         try:
             await asyncio.sleep(1000)
         except asyncio.CancelledError:
-            raise NotLeader("this reign has ended") from None
+            raise NotLeader("this term has ended") from None
 
     async def main() -> None:
         world = World(spec_of())
-        serving = asyncio.ensure_future(in_office(world.etcd, 3.0, asyncio.Event(), work))
+        serving = asyncio.ensure_future(run_under_lease(world.etcd, 3.0, asyncio.Event(), work))
         await asyncio.sleep(1)
         serving.cancel()
         await asyncio.wait([serving], timeout=30)
@@ -173,7 +173,7 @@ def test_a_master_without_its_lock_writes_nothing_and_steps_down() -> None:
     async def main() -> None:
         world = World(spec_of())
         async with running(world, "t1") as old:
-            writer = old.reign.writer
+            writer = old.term.writer
             lock = await world.etcd.get(KEYS.master_lock)
             assert lock is not None
             await world.etcd.delete(KEYS.master_lock)
@@ -191,10 +191,10 @@ def test_a_master_without_its_lock_writes_nothing_and_steps_down() -> None:
 def test_without_the_fence_the_deposed_master_would_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ablation of the test above."""
 
-    def unfenced(_: Transactor, _after: bytes) -> list[Compare]:
+    def unfenced(_: MasterWriter, _after: bytes) -> list[Compare]:
         return []
 
-    monkeypatch.setattr(Transactor, "fence", unfenced)
+    monkeypatch.setattr(MasterWriter, "fence", unfenced)
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         test_a_master_without_its_lock_writes_nothing_and_steps_down()
 
@@ -226,13 +226,13 @@ def test_a_commit_whose_outcome_is_unknown_lands_exactly_once(lose: str) -> None
 
 def test_transitions_that_wait_for_etcd_share_the_next_transaction() -> None:
     async def main() -> None:
-        world = World(spec_of(), Tables(200))
+        world = World(spec_of(), Storage(200))
         world.simulated.delay_s = (0.01, 0.01)
         async with running(world, "t1") as master:
-            before = master.reign.writer.commits
+            before = master.term.writer.commits
             tasks = await asyncio.gather(*(take(world, master) for _ in range(90)))
             assert len({task.task_id for task in tasks}) == 90
-            dispatches = master.reign.writer.commits - before
+            dispatches = master.term.writer.commits - before
             assert dispatches <= 1 + -(-90 * 2 // (writer.MAX_CHANGES - 1))
             await asyncio.gather(*(master.complete_task(task.task_id, done(task)) for task in tasks))
             assert master.job.training.counts == (110, 0, 90, 0)
@@ -268,7 +268,7 @@ def test_a_master_cut_off_fences_itself_before_its_lease_can_end() -> None:
             async with leading(world.master("m2")) as second:
                 await take(world, second)
             world.simulated.mend("m1")
-            await until(lambda: master._reign is not None, "m1 to lead again")
+            await until(lambda: master.current_term is not None, "m1 to lead again")
 
     virtually(main)
 
@@ -277,7 +277,7 @@ def test_random_masters_and_kills_finish_every_task_once() -> None:
     """Masters are stopped and started at random while a trainer works through the epochs."""
 
     async def main() -> None:
-        world = World(spec_of(epochs=3), Tables(7))
+        world = World(spec_of(epochs=3), Storage(7))
         world.simulated.delay_s = (0.0, 0.01)
         finished: list[str] = []
         async with running(world, "t1"):
@@ -309,7 +309,7 @@ def test_random_masters_and_kills_finish_every_task_once() -> None:
 
 def test_a_million_tasks_keep_the_state_in_etcd_under_64_kib() -> None:
     async def main() -> None:
-        world = World(spec_of(mode=Mode.SYNC, lanes=256, global_batch_size=256, records_per_task=1), Tables(1_000_000))
+        world = World(spec_of(mode=Mode.SYNC, lanes=256, global_batch_size=256, records_per_task=1), Storage(1_000_000))
         async with running(world, "t1") as master:
             for index in range(3):
                 await asyncio.gather(*(take(world, master, stream=lane, epoch=0, index=index) for lane in range(256)))
@@ -322,7 +322,7 @@ def test_a_million_tasks_keep_the_state_in_etcd_under_64_kib() -> None:
 
 @pytest.mark.processes
 async def test_a_million_tasks_keep_the_state_in_a_real_etcd_under_64_kib(real_etcd: Etcd) -> None:
-    world = World(spec_of(mode=Mode.SYNC, lanes=64, global_batch_size=64, records_per_task=1), Tables(1_000_000))
+    world = World(spec_of(mode=Mode.SYNC, lanes=64, global_batch_size=64, records_per_task=1), Storage(1_000_000))
     world.etcd = real_etcd
     master = Master(
         real_etcd,
@@ -330,7 +330,7 @@ async def test_a_million_tasks_keep_the_state_in_a_real_etcd_under_64_kib(real_e
         name="m1",
         url="http://m1",
         spec=world.spec,
-        tables=lambda _: world.tables,
+        storage=lambda _: world.storage,
         probe=world_is_alive,
     )
     async with leading(master):

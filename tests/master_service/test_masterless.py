@@ -9,8 +9,8 @@ import pytest
 from master_service.core.decisions import lifecycle
 from master_service.core.state.changes import Decision
 from master_service.masterless.dispatcher import REMEMBERED_S, Dispatcher
-from master_service.masterless.writer import Mandated, SharedTransactor
-from master_service.store.writer import Mandate
+from master_service.masterless.writer import SharedWriter, SweeperWriter
+from master_service.store.writer import HeldLock
 from shared.errors import DatasetError, NotLeader, NotReady, StaleAttempt, StateUnreadable
 from shared.etcd import Compare, Etcd
 from shared.records import (
@@ -29,14 +29,14 @@ from shared.records import (
 from shared.records.datasets import TextLines
 from shared.records.tasks import TrainerProgress
 from tests.master_service.masterless import MasterlessWorld, dispatching, sweeper_of, work
-from tests.master_service.worlds import KEYS, Tables, done, spec_of, take, until, virtually
+from tests.master_service.worlds import KEYS, Storage, done, spec_of, take, until, virtually
 
 NO = UserFailure(error_type="ValueError", message="no")
 
 
 def test_several_trainers_give_each_task_of_each_epoch_once() -> None:
     async def main() -> None:
-        world = MasterlessWorld(spec_of(epochs=3), Tables(20))
+        world = MasterlessWorld(spec_of(epochs=3), Storage(20))
         given: list = []
         async with dispatching(world, "t1", "t2", "t3", "t4") as dispatchers:
             await asyncio.gather(*(work(world, each, given, pause_s=0.01) for each in dispatchers.values()))
@@ -56,7 +56,7 @@ def test_several_trainers_give_each_task_of_each_epoch_once() -> None:
 
 def test_every_trainers_books_are_what_etcd_holds() -> None:
     async def main() -> None:
-        world = MasterlessWorld(spec_of(), Tables(30))
+        world = MasterlessWorld(spec_of(), Storage(30))
         async with dispatching(world, "t1", "t2", "t3") as dispatchers:
             for number in range(12):
                 name = f"t{number % 3 + 1}"
@@ -121,7 +121,7 @@ def test_a_refusal_is_told_only_when_no_write_of_the_others_is_missing() -> None
             await asyncio.sleep(0.1)
             two.view.hold()  # what t1 writes from here on is not folded at t2
             await take(world, one, "t1", stream=lane, index=1)
-            two.view._held = False
+            two.view.held = False
 
             def in_order(job, _now):
                 cursor = job.training.cursors.get(str(lane), 0)
@@ -222,7 +222,7 @@ def test_a_frozen_sweepers_place_is_taken_within_a_lease() -> None:
 def test_a_deposed_sweepers_late_write_is_refused(fenced, monkeypatch) -> None:
     if not fenced:
         unfenced = lambda self, _: [Compare.mod(KEYS.commit, "==", self._view.commit_revision)]  # noqa: E731
-        monkeypatch.setattr(SharedTransactor, "fence", unfenced)
+        monkeypatch.setattr(SharedWriter, "fence", unfenced)
 
     async def main() -> None:
         world = MasterlessWorld(spec_of())
@@ -230,7 +230,7 @@ def test_a_deposed_sweepers_late_write_is_refused(fenced, monkeypatch) -> None:
             one = dispatchers["t1"]
             lock = await world.etcd.get(KEYS.sweep_lock)
             lease = await Etcd(world.simulated.transport("t1")).grant(60)
-            deposed = Mandated(one.writer, Mandate(KEYS.sweep_lock, lock.create_revision - 1, lease))
+            deposed = SweeperWriter(one.writer, HeldLock(KEYS.sweep_lock, lock.create_revision - 1, lease))
             late = asyncio.ensure_future(deposed.decide(lambda job, _: lifecycle.fail(job.state, "a late decision")))
             await asyncio.wait([late])
             state = JobState.model_validate_json((await world.etcd.get(KEYS.state)).value)
@@ -250,7 +250,7 @@ def test_a_mandate_whose_lease_is_over_writes_nothing() -> None:
             lease = await world.etcd.grant(2)
             await asyncio.sleep(3)
             with pytest.raises(NotLeader):
-                await Mandated(one.writer, Mandate(KEYS.sweep_lock, lock.create_revision, lease)).decide(
+                await SweeperWriter(one.writer, HeldLock(KEYS.sweep_lock, lock.create_revision, lease)).decide(
                     lambda job, _: lifecycle.fail(job.state, "late")
                 )
             assert one.job.state.phase is Phase.RUNNING
@@ -260,7 +260,7 @@ def test_a_mandate_whose_lease_is_over_writes_nothing() -> None:
 
 def test_progress_of_another_trainer_keeps_its_task_from_expiring() -> None:
     async def main() -> None:
-        world = MasterlessWorld(spec_of(task_timeout_floor_s=4.0, task_timeout_ceiling_s=8.0), Tables(3))
+        world = MasterlessWorld(spec_of(task_timeout_floor_s=4.0, task_timeout_ceiling_s=8.0), Storage(3))
         async with dispatching(world, "t1", "t2") as dispatchers:
             worker = next(name for name, each in dispatchers.items() if not each.sweeps)
             mine = dispatchers[worker]
@@ -310,7 +310,7 @@ def test_an_etcd_that_is_away_only_delays() -> None:
 
 def test_a_dataset_that_cannot_be_read_fails_the_job_with_the_reason() -> None:
     async def main() -> None:
-        world = MasterlessWorld(spec_of(), Tables(error=DatasetError("no such file")))
+        world = MasterlessWorld(spec_of(), Storage(error=DatasetError("no such file")))
         dispatcher = world.dispatcher("t1")
         stopping = asyncio.Event()
         running = asyncio.ensure_future(dispatcher.run(stopping))
@@ -327,7 +327,7 @@ def test_a_dataset_that_cannot_be_read_fails_the_job_with_the_reason() -> None:
 
 def test_the_job_ends_with_evaluation_and_export_written_by_trainers() -> None:
     async def main() -> None:
-        world = MasterlessWorld(spec_of(evaluation_dataset=TextLines("test.txt")), Tables(4))
+        world = MasterlessWorld(spec_of(evaluation_dataset=TextLines("test.txt")), Storage(4))
         async with dispatching(world, "t1", "t2") as dispatchers:
             await asyncio.gather(*(work(world, each, []) for each in dispatchers.values()))
 
@@ -377,7 +377,7 @@ def test_what_is_asked_of_a_trainer_that_left_is_refused() -> None:
 
 def test_a_queue_that_cannot_be_understood_ends_every_trainer_loudly() -> None:
     async def main() -> None:
-        world = MasterlessWorld(spec_of(), Tables(20))
+        world = MasterlessWorld(spec_of(), Storage(20))
         with pytest.raises(ExceptionGroup):
             async with dispatching(world, "t1", "t2"):
                 await world.etcd.put(KEYS.pending("3"), b"7 or so")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from master_service.core.decisions.lane_placement import assign_lanes, moved_lanes
 from master_service.core.decisions.lifecycle import count_failure, fail, next_stage
-from master_service.core.decisions.membership import checkpoint_news, follow
+from master_service.core.decisions.membership import checkpoint_news, reconcile
 from master_service.core.state.changes import Decision, PutFailures, PutLanes, PutSlots, PutState
 from master_service.core.state.failure_budget import FailureBudget
 from master_service.core.state.members import Members
@@ -121,23 +121,23 @@ def test_a_job_waits_and_says_for_what() -> None:
         (Members(trainers("a"), pservers(0, 1)), "waiting for a trainer to initialise the parameters"),
     ]
     for members, reason in waits:
-        decision = follow(SPEC, state, None, SLOTS, members)
+        decision = reconcile(SPEC, state, None, SLOTS, members)
         assert decision.changes == (PutState(state.model_copy(update={"reason": reason})),)
-        again = follow(SPEC, state_after(decision), None, SLOTS, members)
+        again = reconcile(SPEC, state_after(decision), None, SLOTS, members)
         assert again == Decision(None)
 
 
 def test_the_slot_map_is_written_once_when_all_pservers_are_there() -> None:
-    decision = follow(SPEC, JobState(reason="waiting for a trainer"), None, None, Members(pservers=pservers(0, 1)))
+    decision = reconcile(SPEC, JobState(reason="waiting for a trainer"), None, None, Members(pservers=pservers(0, 1)))
     assert decision.changes == (PutSlots(SLOTS),)
     assert (
-        follow(SPEC, JobState(reason="waiting for a trainer"), None, SLOTS, Members(pservers=pservers(0, 1))).changes
+        reconcile(SPEC, JobState(reason="waiting for a trainer"), None, SLOTS, Members(pservers=pservers(0, 1))).changes
         == ()
     )
 
 
 def test_an_initialised_job_with_a_trainer_runs_in_generation_one() -> None:
-    decision = follow(SPEC, JobState(), None, SLOTS, whole("a", "b"))
+    decision = reconcile(SPEC, JobState(), None, SLOTS, whole("a", "b"))
     state = state_after(decision)
     assert (state.phase, state.generation, state.trainers) == (Phase.RUNNING, 1, ("a", "b"))
     assert lanes_after(decision) == LaneMap(generation=1, lanes=4, intervals=lanes_of(a=(0, 2), b=(2, 4)))
@@ -148,16 +148,16 @@ def test_an_initialised_job_with_a_trainer_runs_in_generation_one() -> None:
     [(("a", "b", "c"), "c joined"), (("b",), "a is gone"), ((), "a is gone; b is gone; waiting for a trainer")],
 )
 def test_every_join_and_death_is_a_new_generation_with_its_lanes(present: tuple[str, ...], reason: str) -> None:
-    decision = follow(SPEC, RUNNING, LANES, SLOTS, whole(*present))
+    decision = reconcile(SPEC, RUNNING, LANES, SLOTS, whole(*present))
     state = state_after(decision)
     assert (state.generation, state.reason, state.trainers) == (5, reason, present)
     assert lanes_after(decision).generation == 5
-    assert follow(SPEC, state, lanes_after(decision), SLOTS, whole(*present)) == Decision(None)
+    assert reconcile(SPEC, state, lanes_after(decision), SLOTS, whole(*present)) == Decision(None)
 
 
 def test_asynchronous_jobs_have_generations_but_no_lanes() -> None:
     spec = spec_of(mode=Mode.ASYNC, pservers=2)
-    decision = follow(spec, RUNNING, None, SLOTS, whole("a"))
+    decision = reconcile(spec, RUNNING, None, SLOTS, whole("a"))
     assert [type(change) for change in decision.changes] == [PutState]
     assert state_after(decision).generation == 5
 
@@ -172,20 +172,20 @@ def test_asynchronous_jobs_have_generations_but_no_lanes() -> None:
 )
 def test_parameters_lost_before_any_checkpoint_fail_an_asynchronous_job(members: Members) -> None:
     spec = spec_of(mode=Mode.ASYNC, pservers=2, slot_count=128)
-    state = state_after(follow(spec, RUNNING, None, SLOTS, members))
+    state = state_after(reconcile(spec, RUNNING, None, SLOTS, members))
     assert state.phase is Phase.FAILED
     assert state.reason == "pserver 1 is gone and no checkpoint of it exists yet; start the job again"
 
 
 def test_a_pserver_may_come_and_go_before_initialisation() -> None:
     members = Members(trainers("a"), pservers(0), {0: 5})
-    assert state_after(follow(SPEC, JobState(), None, SLOTS, members)).phase is Phase.WAITING
+    assert state_after(reconcile(SPEC, JobState(), None, SLOTS, members)).phase is Phase.WAITING
 
 
 @pytest.mark.parametrize("phase", [Phase.COMPLETED, Phase.FAILED])
 def test_a_job_that_is_over_ignores_who_comes_and_goes(phase: Phase) -> None:
     over = RUNNING.model_copy(update={"phase": phase})
-    assert follow(SPEC, over, LANES, SLOTS, Members()) == Decision(None)
+    assert reconcile(SPEC, over, LANES, SLOTS, Members()) == Decision(None)
     assert fail(over, "too late") == Decision(None)
 
 

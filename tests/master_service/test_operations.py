@@ -46,12 +46,12 @@ async def commit(world: World, step: int, *, operation: str = "", final: bool = 
 
 
 async def create(master: Master, key: str = "k", limit_s: float = 600.0) -> Operation:
-    return await master.reign.operating.create_checkpoint(key, "asked by a test", limit_s)
+    return await master.term.operations.create_checkpoint(key, "asked by a test", limit_s)
 
 
 async def ended(master: Master, operation: Operation) -> Operation:
-    await until(lambda: not master.reign.operating.get(operation.operation_id).running, "the operation's end", 700)
-    return master.reign.operating.get(operation.operation_id)
+    await until(lambda: not master.term.operations.get(operation.operation_id).running, "the operation's end", 700)
+    return master.term.operations.get(operation.operation_id)
 
 
 def test_a_checkpoint_on_demand_is_done_when_one_that_carries_it_is_the_latest() -> None:
@@ -64,10 +64,10 @@ def test_a_checkpoint_on_demand_is_done_when_one_that_carries_it_is_the_latest()
             assert (await create(master)).operation_id == begun.operation_id
             assert (await create(master, "another key")).operation_id == begun.operation_id
             await commit(world, 40)  # by schedule: it was under way before
-            waited = await master.reign.operating.wait(begun.operation_id, 5.0)
+            waited = await master.term.operations.wait(begun.operation_id, 5.0)
             assert waited.running
             await commit(world, 42, operation=begun.operation_id)
-            done = await master.reign.operating.wait(begun.operation_id, 5.0)
+            done = await master.term.operations.wait(begun.operation_id, 5.0)
             assert (done.state, done.checkpoint_id, done.step) == (DONE, "at-42", 42)
             assert await request_of(world) is None
             assert (await create(master)).state is DONE
@@ -100,7 +100,7 @@ def test_an_operation_outlives_its_master() -> None:
         async with running(world, "t1") as first:
             begun = await create(first)
         async with leading(world.master("m2")) as second:
-            assert second.reign.operating.get(begun.operation_id).running
+            assert second.term.operations.get(begun.operation_id).running
             await commit(world, 8, operation=begun.operation_id)
             assert (await ended(second, begun)).step == 8
 
@@ -117,7 +117,7 @@ def test_after_the_last_step_the_last_checkpoint_is_the_answer_and_a_job_that_is
                 await ended(master, begun)
             ).reason == "the checkpoint is there, the last step's: nothing is left to train"
             master.job.state = master.job.state.model_copy(update={"phase": Phase.COMPLETED})
-            for ask in (create(master, "k2"), master.reign.operating.restore_checkpoint("k3", "me", "at-99")):
+            for ask in (create(master, "k2"), master.term.operations.restore_checkpoint("k3", "me", "at-99")):
                 with pytest.raises(Conflict, match=r"job j is COMPLETED.*newest checkpoint is at-99"):
                     await ask
 
@@ -140,7 +140,7 @@ def test_an_asynchronous_job_pauses_for_a_checkpoint_on_demand() -> None:
             await until(lambda: master.job.state.phase is Phase.CHECKPOINTING, "the first checkpoint")
             begun = await create(master)
             assert begun.reason.startswith("waiting for all trainers to pause")
-            await master.reign.writer.decide(lambda job, _: pause_checkpoint.give_up(job, "the test says so"))
+            await master.term.writer.decide(lambda job, _: pause_checkpoint.give_up(job, "the test says so"))
             await until(lambda: master.job.state.saved == 2, "the next pause")
             asked = master.job.operations.find(begun.operation_id)
             assert (asked.running, asked.step, master.job.state.reason) == (
@@ -152,7 +152,7 @@ def test_an_asynchronous_job_pauses_for_a_checkpoint_on_demand() -> None:
             assert master.job.state.saving.operation == begun.operation_id, "it is kept beside the schedule's"
             await commit(world, 1)
             await asyncio.sleep(3)
-            assert master.reign.operating.get(begun.operation_id).running
+            assert master.term.operations.get(begun.operation_id).running
             await commit(world, 2)
             assert (await ended(master, begun)).checkpoint_id == "at-2"
 
@@ -187,7 +187,7 @@ def test_a_parameter_server_that_leaves_gets_one_checkpoint_and_none_if_its_vers
 
 
 async def restore(master: Master, which: str, key: str = "r") -> Operation:
-    return await master.reign.operating.restore_checkpoint(key, "restore asked by a test", which)
+    return await master.term.operations.restore_checkpoint(key, "restore asked by a test", which)
 
 
 async def answered_by_all(world: World, master: Master, which: str) -> None:
@@ -233,12 +233,12 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_stopped() -> None:
             await checkpoint(world, 40, 30)
             await until(lambda: master.job.members.latest, "the checkpoints to be seen")
             before = master.job.state
-            world.manifests.by_uuid["at-30"] = CheckpointUnusable("part 1 has another checksum")
+            world.storage.manifests["at-30"] = CheckpointUnusable("part 1 has another checksum")
             failed = await ended(master, await restore(master, "at-30"))
             assert (failed.state, failed.error_code) == (FAILED, "CHECKPOINT_UNUSABLE")
             assert failed.reason == "part 1 has another checksum"
             assert master.job.state == before
-            verified = await master.reign.operating.verify_checkpoint("v", "me", "at-40")
+            verified = await master.term.operations.verify_checkpoint("v", "me", "at-40")
             assert (await ended(master, verified)).state is DONE
             with pytest.raises(
                 NotFound, match=r"no checkpoint nowhere; there are: at-40 \(step 40\), at-30 \(step 30\)"
@@ -270,9 +270,9 @@ def test_a_new_master_goes_on_with_a_way_back_at_any_point_of_it() -> None:
         async with running(world, "t1") as first:
             await checkpoint(world, 40, 30)
             await until(lambda: first.job.members.latest, "the checkpoints to be seen")
-            world.manifests.by_uuid["at-30"], whole = OSError("away"), world.manifests.by_uuid["at-30"]
+            world.storage.manifests["at-30"], whole = OSError("away"), world.storage.manifests["at-30"]
             begun = await restore(first, "at-30")
-        world.manifests.by_uuid["at-30"] = whole
+        world.storage.manifests["at-30"] = whole
         async with leading(world.master("m2")) as second:
             await rolling_back(second, "at-30")
         async with leading(world.master("m3")) as third:
@@ -289,7 +289,7 @@ def test_only_the_last_ones_that_ended_are_kept() -> None:
             await checkpoint(world, 40)
             await until(lambda: master.job.members.latest, "the checkpoint to be seen")
             for number in range(KEPT + 5):
-                await ended(master, await master.reign.operating.verify_checkpoint(f"v{number}", "me", "at-40"))
+                await ended(master, await master.term.operations.verify_checkpoint(f"v{number}", "me", "at-40"))
             assert len(master.job.operations.records) == KEPT
             assert len((await world.etcd.range(KEYS.operations, prefix=True)).kvs) == KEPT
 

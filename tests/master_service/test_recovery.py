@@ -46,7 +46,7 @@ async def checkpoint(world: World, *steps: int, positions: Sequence[LanePosition
     refs = tuple(CheckpointRef(uuid=f"at-{step}", step=step, timeline=0, manifest="m") for step in steps)
     where = tuple(positions) or tuple(LanePosition(lane=lane, index=1) for lane in range(2))
     for ref in refs:
-        world.manifests.by_uuid[ref.uuid] = Manifest(
+        world.storage.manifests[ref.uuid] = Manifest(
             job="j",
             uuid=ref.uuid,
             step=ref.step,
@@ -171,7 +171,7 @@ def test_damage_is_answered_by_the_checkpoint_before_and_by_failing_when_none_is
         world = World(spec())
         async with running(world, "t1") as master:
             await checkpoint(world, 40, 30, 20)
-            world.manifests.by_uuid["at-40"] = CheckpointUnusable("the manifest was edited")
+            world.storage.manifests["at-40"] = CheckpointUnusable("the manifest was edited")
             await until(lambda: master.job.members.latest, "the checkpoint to be seen")
             await world.lose("pserver-1")
             state = await rolling_back(master, "at-30")
@@ -193,12 +193,12 @@ def test_a_storage_in_trouble_is_asked_again() -> None:
         world = World(spec())
         async with running(world, "t1") as master:
             await checkpoint(world, 40)
-            whole, world.manifests.by_uuid["at-40"] = world.manifests.by_uuid["at-40"], OSError("away")
+            whole, world.storage.manifests["at-40"] = world.storage.manifests["at-40"], OSError("away")
             await until(lambda: master.job.members.latest, "the checkpoint to be seen")
             await world.lose("pserver-1")
             state = await rolling_back(master, "at-40")
             await asyncio.sleep(0.6)
-            world.manifests.by_uuid["at-40"] = whole
+            world.storage.manifests["at-40"] = whole
             await world.add_pserver(1)
             for index in range(2):
                 await world.restore(index, state)
@@ -214,8 +214,8 @@ def test_a_storage_that_is_not_reached_is_waited_for_and_told_once() -> None:
         world = World(spec())
         async with running(world, "t1") as master:
             await checkpoint(world, 40, 30)
-            manifests = dict(world.manifests.by_uuid)
-            world.manifests.by_uuid.update(dict.fromkeys(manifests, ConnectionError("no answer from http://s3")))
+            manifests = dict(world.storage.manifests)
+            world.storage.manifests.update(dict.fromkeys(manifests, ConnectionError("no answer from http://s3")))
             await until(lambda: master.job.members.latest, "the checkpoint to be seen")
             await world.lose("pserver-1")
             state = await rolling_back(master, "at-40")
@@ -223,7 +223,7 @@ def test_a_storage_that_is_not_reached_is_waited_for_and_told_once() -> None:
             assert master.job.state == state
             told = [event.message for event in master.events.after(0, 1000) if event.name == "storage_away"]
             assert told == ["the job waits for its storage to go back to a checkpoint: no answer from http://s3"]
-            world.manifests.by_uuid.update(manifests)
+            world.storage.manifests.update(manifests)
             await world.add_pserver(1)
             for index in range(2):
                 await world.restore(index, state)

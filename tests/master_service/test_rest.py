@@ -14,7 +14,7 @@ import pytest
 from master_service.api.app import MAX_BODY_BYTES, make_app
 from master_service.leadership.master import Master
 from shared.records import Mode
-from tests.master_service.worlds import Tables, World, leading, running, spec_of
+from tests.master_service.worlds import Storage, World, leading, running, spec_of
 
 Api = Callable[..., Any]
 
@@ -27,7 +27,7 @@ def client_of(master: Master, token: str = "", given: str = "") -> httpx.AsyncCl
 
 @asynccontextmanager
 async def api_of(tasks: int = 10, **spec: Any) -> AsyncIterator[tuple[World, Master, httpx.AsyncClient]]:
-    world = World(spec_of(**spec), Tables(tasks))
+    world = World(spec_of(**spec), Storage(tasks))
     async with running(world, "t1") as master, client_of(master) as client:
         yield world, master, client
 
@@ -78,7 +78,7 @@ async def test_the_job_tells_state_progress_and_members() -> None:
         job = (await client.get("/v1/job")).json()
         assert (job["phase"], job["stage"], job["generation"], job["mode"]) == ("RUNNING", "TRAIN", 1, "async")
         assert job["members"] == {"trainers": 1, "trainers_desired": 2, "pservers": 1, "pservers_desired": 1}
-        assert job["master"] == {"master_id": master.name, "url": "http://m1", "term": master.reign.term}
+        assert job["master"] == {"master_id": master.name, "url": "http://m1", "term": master.term.number}
         progress = job["progress"]
         assert (progress["step"], progress["loss"]) == (3, 0.5)
         assert (progress["records_total"], progress["epochs"]) == (200, 2)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from master_service.core.decisions import queue_restore, rollback
-from master_service.core.decisions.membership import follow
+from master_service.core.decisions.membership import reconcile
 from master_service.core.decisions.tasks import acquire, complete, fail_task
 from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.core.state.changes import Decision, Event, NextEpoch, PutSlots
@@ -87,30 +87,30 @@ def event_of(decision: Decision[None], name: str) -> Event:
 def test_lost_parameters_send_everybody_back_to_the_newest_checkpoint(
     stage: Stage, members: Members, cause: str
 ) -> None:
-    decision = follow(SPEC, RUNNING.model_copy(update={"stage": stage}), LANES, SLOTS, members)
+    decision = reconcile(SPEC, RUNNING.model_copy(update={"stage": stage}), LANES, SLOTS, members)
     state = state_after(decision)
     assert (state.phase, state.generation, state.timeline, state.checkpoint) == (Phase.ROLLING_BACK, 5, 5, "newest")
     assert state.reason == f"{cause}: everybody goes back to step 40"
     assert event_of(decision, "rolling_back").fields["step"] == 40
-    assert follow(SPEC, state, LANES, SLOTS, members) == Decision(None)
+    assert reconcile(SPEC, state, LANES, SLOTS, members) == Decision(None)
 
 
 def test_a_pserver_that_restored_and_is_replaced_later_is_a_loss_again() -> None:
     state = RUNNING.model_copy(update={"timeline": 4, "checkpoint": "newest"})
     whole = members_of(0, 1, restored=said(4))
-    assert follow(SPEC, state, LANES, SLOTS, whole) == Decision(None)
+    assert reconcile(SPEC, state, LANES, SLOTS, whole) == Decision(None)
     one_new = members_of(0, 1, restored={0: said(4)[0]})
-    assert state_after(follow(SPEC, state, LANES, SLOTS, one_new)).timeline == 5
+    assert state_after(reconcile(SPEC, state, LANES, SLOTS, one_new)).timeline == 5
 
 
 def test_another_number_of_pservers_is_a_roll_back_with_a_new_slot_map() -> None:
     more = SPEC.model_copy(update={"pservers": 3})
-    decision = follow(more, RUNNING, LANES, SLOTS, members_of(0, 1, 2))
+    decision = reconcile(more, RUNNING, LANES, SLOTS, members_of(0, 1, 2))
     slots = next(change.slots for change in decision.changes if isinstance(change, PutSlots))
     assert (slots.version, set(slots.owners)) == (2, {0, 1, 2})
     assert state_after(decision).phase is Phase.ROLLING_BACK
     back = state_after(decision)
-    fewer = follow(SPEC, back, LANES, slots, members_of(0, 1))
+    fewer = reconcile(SPEC, back, LANES, slots, members_of(0, 1))
     assert state_after(fewer).timeline == back.generation + 1
     assert any(isinstance(change, PutSlots) and change.slots.version == 3 for change in fewer.changes)
 
@@ -122,23 +122,23 @@ def test_a_checkpoint_that_was_deleted_when_a_newer_one_came_is_not_damaged_the_
     answers = {
         index: said.model_copy(update={"superseded": True}) for index, said in said(5, "not kept", "superseded").items()
     }
-    decision = follow(SPEC, back, LANES, SLOTS, members_of(0, 1, restored=answers))
+    decision = reconcile(SPEC, back, LANES, SLOTS, members_of(0, 1, restored=answers))
     again = state_after(decision)
     assert (again.phase, again.timeline, again.checkpoint, again.damaged) == (Phase.ROLLING_BACK, 6, "newest", ())
     old_view = LATEST.model_copy(update={"kept": (NEWEST.model_copy(update={"uuid": "superseded"}),)})
     late = members_of(0, 1, restored=answers, latest=old_view)
-    assert follow(SPEC, back, LANES, SLOTS, late) == Decision(None), "its watch will bring what the pserver saw"
+    assert reconcile(SPEC, back, LANES, SLOTS, late) == Decision(None), "its watch will bring what the pserver saw"
 
 
 def test_a_checkpoint_that_cannot_be_used_is_followed_by_the_one_before_it_with_a_warning() -> None:
     back = RUNNING.model_copy(
         update={"phase": Phase.ROLLING_BACK, "generation": 5, "timeline": 5, "checkpoint": "newest"}
     )
-    decision = follow(SPEC, back, LANES, SLOTS, members_of(0, 1, restored=said(5, "part 1 has another checksum")))
+    decision = reconcile(SPEC, back, LANES, SLOTS, members_of(0, 1, restored=said(5, "part 1 has another checksum")))
     state = state_after(decision)
     assert (state.phase, state.timeline, state.checkpoint) == (Phase.ROLLING_BACK, 6, "older")
     assert event_of(decision, "checkpoint_unusable").message == "pserver 0: part 1 has another checksum"
-    last = follow(SPEC, state, LANES, SLOTS, members_of(0, 1, restored=said(6, "it is gone", "older")))
+    last = reconcile(SPEC, state, LANES, SLOTS, members_of(0, 1, restored=said(6, "it is gone", "older")))
     assert state_after(last).phase is Phase.FAILED
     assert state_after(last).reason.startswith("no checkpoint is left that could be loaded; the last one tried: ")
 
@@ -147,13 +147,15 @@ def test_a_checkpoint_that_was_deleted_as_the_roll_back_began_is_followed_by_the
     back = RUNNING.model_copy(
         update={"phase": Phase.ROLLING_BACK, "generation": 5, "timeline": 5, "checkpoint": "deleted"}
     )
-    decision = follow(SPEC, back, LANES, SLOTS, members_of(0, 1, restored=said(5, "not among those kept", "deleted")))
+    decision = reconcile(
+        SPEC, back, LANES, SLOTS, members_of(0, 1, restored=said(5, "not among those kept", "deleted"))
+    )
     assert (state_after(decision).checkpoint, state_after(decision).damaged) == ("newest", ("deleted",))
 
 
 def test_what_could_not_be_loaded_is_not_tried_again_at_the_next_loss() -> None:
     state = RUNNING.model_copy(update={"timeline": 4, "checkpoint": "older", "damaged": ("newest",)})
-    decision = follow(SPEC, state, LANES, SLOTS, members_of(0, restored=said(4, checkpoint="older")))
+    decision = reconcile(SPEC, state, LANES, SLOTS, members_of(0, restored=said(4, checkpoint="older")))
     assert state_after(decision).checkpoint == "older"
 
 
@@ -161,14 +163,14 @@ def test_an_old_complaint_does_not_count_in_a_newer_timeline() -> None:
     back = RUNNING.model_copy(
         update={"phase": Phase.ROLLING_BACK, "generation": 6, "timeline": 6, "checkpoint": "older"}
     )
-    assert follow(SPEC, back, LANES, SLOTS, members_of(0, 1, restored=said(5, "damaged"))) == Decision(None)
+    assert reconcile(SPEC, back, LANES, SLOTS, members_of(0, 1, restored=said(5, "damaged"))) == Decision(None)
 
 
 def test_without_any_checkpoint_everybody_who_holds_parameters_leaves_and_training_starts_over() -> None:
     alone = members_of(0, latest=None)
-    assert follow(SPEC, RUNNING, LANES, SLOTS, alone) == Decision(None)
+    assert reconcile(SPEC, RUNNING, LANES, SLOTS, alone) == Decision(None)
     assert [member.index for member in rollback.survivors(SPEC, RUNNING, alone)] == [0]
-    decision = follow(SPEC, RUNNING, LANES, SLOTS, members_of(latest=None))
+    decision = reconcile(SPEC, RUNNING, LANES, SLOTS, members_of(latest=None))
     state = state_after(decision)
     assert (state.phase, state.timeline, state.checkpoint, state.trainers) == (Phase.WAITING, 5, "", ())
     assert event_of(decision, "started_over").message == state.reason

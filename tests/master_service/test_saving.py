@@ -142,10 +142,10 @@ def test_a_returned_pserver_is_charged_for_closed_tasks_and_old_reports_put_thei
                 await copy(world, index, state.saving.uuid)
             await until(lambda: master.job.state.phase is Phase.RUNNING, "training to go on")
             await checkpoint(world, 1)
-            manifest = world.manifests.by_uuid["at-1"]
+            manifest = world.storage.manifests["at-1"]
             assert not isinstance(manifest, Exception)
             queue = {"meta": meta}
-            world.manifests.by_uuid["at-1"] = manifest.model_copy(update={"queue": queue, "mode": Mode.ASYNC})
+            world.storage.manifests["at-1"] = manifest.model_copy(update={"queue": queue, "mode": Mode.ASYNC})
             closed, open_task = await take(world, master), await take(world, master)
             late = await take(world, master)
             before = master.job.state.generation
@@ -186,9 +186,9 @@ def test_a_pserver_that_came_back_from_what_is_kept_no_more_has_to_come_again() 
             assert not master.job.state.phase.final
             assert master.job.state.absent == (1,)
             meta = TaskMeta(epoch=0, digest="d", seed=0, tasks=10).to_bytes().decode()
-            manifest = world.manifests.by_uuid["at-2"]
+            manifest = world.storage.manifests["at-2"]
             assert not isinstance(manifest, Exception)
-            world.manifests.by_uuid["at-2"] = manifest.model_copy(update={"queue": {"meta": meta}, "mode": Mode.ASYNC})
+            world.storage.manifests["at-2"] = manifest.model_copy(update={"queue": {"meta": meta}, "mode": Mode.ASYNC})
             await world.add_pserver(1, restored=Restored(timeline=0, checkpoint="at-2", rejoined=True, blocks=3))
             await until(lambda: master.job.state.absent == (), "the return")
 

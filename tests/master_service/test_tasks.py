@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from master_service.core.queue.deadlines import Pace
+from master_service.core.queue.deadlines import Deadlines
 from master_service.core.queue.epoch_order import Streams
 from master_service.core.queue.task_queue import Closing, TaskQueue
 from master_service.core.state.changes import (
@@ -29,7 +29,7 @@ class Clock:
 
 @pytest.fixture
 def queue() -> Iterator[TaskQueue]:
-    queue = TaskQueue(Streams(TaskKind.TRAIN, table_of(3)), Pace(10.0, 100.0), epochs=2)
+    queue = TaskQueue(Streams(TaskKind.TRAIN, table_of(3)), Deadlines(10.0, 100.0), epochs=2)
     yield queue
     assert list(queue.violations()) == []
 
@@ -37,7 +37,7 @@ def queue() -> Iterator[TaskQueue]:
 @pytest.fixture
 def lanes() -> Iterator[TaskQueue]:
     """Lane 0: tasks 0 2 4, lane 1: tasks 1 3."""
-    queue = TaskQueue(Streams(TaskKind.TRAIN, table_of(5), 2), Pace(10.0, 100.0), by_lane=True, epochs=2)
+    queue = TaskQueue(Streams(TaskKind.TRAIN, table_of(5), 2), Deadlines(10.0, 100.0), by_lane=True, epochs=2)
     yield queue
     assert list(queue.violations()) == []
 
@@ -227,15 +227,15 @@ def test_progress_keeps_a_task_alive_and_silence_makes_it_overdue(queue: TaskQue
 
 
 def test_deadlines_follow_the_silences_between_floor_and_ceiling() -> None:
-    pace = Pace(10.0, 100.0)
-    assert pace.allowed_s() == 100.0
+    deadlines = Deadlines(10.0, 100.0)
+    assert deadlines.allowed_s() == 100.0
     for _ in range(20):
-        pace.observe(0.1)
-    assert pace.allowed_s() == 10.0
-    pace.observe(8.0)
-    assert pace.allowed_s() == 32.0
-    pace.observe(1000.0)
-    assert pace.allowed_s() == 100.0
+        deadlines.observe(0.1)
+    assert deadlines.allowed_s() == 10.0
+    deadlines.observe(8.0)
+    assert deadlines.allowed_s() == 32.0
+    deadlines.observe(1000.0)
+    assert deadlines.allowed_s() == 100.0
 
 
 def test_ids_of_other_kinds_and_beyond_the_end_do_not_exist(queue: TaskQueue) -> None:

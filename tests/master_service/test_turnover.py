@@ -12,7 +12,7 @@ from shared.errors import Conflict, StaleAttempt, StaleGeneration
 from shared.records import Completed, CompleteTask, Mode, TakeNext, Task
 from tests.master_service.worlds import (
     KEYS,
-    Tables,
+    Storage,
     World,
     done,
     leading,
@@ -39,11 +39,11 @@ def test_the_end_of_a_task_and_the_next_one_are_one_transaction() -> None:
         world = World(spec_of())
         async with running(world, "t1") as master:
             task = await take(world, master)
-            before = master.reign.writer.commits
+            before = master.term.writer.commits
             following = await turned_over(master, task)
             assert following is not None
             assert following.task_id != task.task_id
-            assert master.reign.writer.commits == before + 1
+            assert master.term.writer.commits == before + 1
             written = {e.kv.key: (e.type, e.kv.mod_revision) for e in world.simulated.events()}
             (ended, at), (begun, then) = written[KEYS.pending(task.task_id)], written[KEYS.pending(following.task_id)]
             assert (ended, begun, at) == ("delete", "put", then)
@@ -121,7 +121,7 @@ def test_a_refused_next_task_does_not_undo_the_end_of_the_last() -> None:
 
 def test_the_last_task_of_an_epoch_ends_alone() -> None:
     async def main() -> None:
-        world = World(spec_of(epochs=2), Tables(2))
+        world = World(spec_of(epochs=2), Storage(2))
         async with running(world, "t1") as master:
             first, second = await take(world, master), await take(world, master)
             assert await turned_over(master, first, "a") is None  # nothing is left to give
@@ -161,7 +161,7 @@ def test_a_reply_lost_with_the_master_is_found_at_the_next_one() -> None:
 
 def test_lanes_ask_for_their_own_next_task() -> None:
     async def main() -> None:
-        world = World(spec_of(mode=Mode.SYNC), Tables(40))
+        world = World(spec_of(mode=Mode.SYNC), Storage(40))
         async with running(world, "t1") as master:
             task = await take(world, master, stream=0, index=0)
             assert await turned_over(master, task) is None
@@ -176,7 +176,7 @@ def test_every_task_is_done_once_while_transactions_overtake_each_other_and_answ
 
     async def main() -> None:
         names = [f"t{n}" for n in range(12)]
-        world = World(spec_of(epochs=2, records_per_task=1), Tables(60))
+        world = World(spec_of(epochs=2, records_per_task=1), Storage(60))
         flights = set[int]()
         ended: list[tuple[int, str]] = []
         async with running(world, *names) as master:
@@ -186,7 +186,7 @@ def test_every_task_is_done_once_while_transactions_overtake_each_other_and_answ
                 task: Task | None = None
                 for number in range(10_000):
                     await asyncio.sleep((number * 5 + names.index(name) * 3) % 11 / 200)
-                    flights.add(len(master.reign.writer._flights))
+                    flights.add(master.term.writer.under_way)
                     if number % 7 == seed and name == "t0":
                         (world.simulated.lose_answer if number % 2 else world.simulated.lose_request)(client="m1")
                     request, given = f"{name}-{number}", list[Task | None]()

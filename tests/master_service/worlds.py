@@ -72,44 +72,37 @@ def table_of(tasks: int, task_records: int = 10, digest: str = "digest") -> File
     return FileTable((TableFile("train.txt", tasks * task_records),), task_records, digest)
 
 
-class Tables:
-    """Tables from memory: `tasks` tasks in every dataset."""
+class Storage:
+    """A job's storage in memory: `tasks` tasks in every dataset, `manifests` by uuid (an exception is raised)."""
 
     def __init__(self, tasks: int = 10, error: Exception | None = None) -> None:
         self.tasks, self.error = tasks, error
+        self.manifests: dict[str, Manifest | Exception] = {}
 
     async def count(self, source: Dataset, task_records: int) -> FileTable:
         if self.error:
             raise self.error
         return table_of(self.tasks, task_records, f"digest of {source.urls[0]}")
 
-    async def load(self, digest: str) -> FileTable:
+    async def load_table(self, digest: str) -> FileTable:
         return table_of(self.tasks, 10, digest)
 
-
-class Manifests:
-    """Manifests from memory, by uuid; an exception is raised."""
-
-    def __init__(self) -> None:
-        self.by_uuid: dict[str, Manifest | Exception] = {}
-
-    async def read(self, ref: CheckpointRef) -> Manifest:
+    async def read_manifest(self, ref: CheckpointRef) -> Manifest:
         await asyncio.sleep(0.01)
-        found = self.by_uuid[ref.uuid]
+        found = self.manifests[ref.uuid]
         if isinstance(found, Exception):
             raise found
         return found
 
     async def verify(self, ref: CheckpointRef) -> None:
-        await self.read(ref)
+        await self.read_manifest(ref)
 
 
 class World:
     """One etcd, any number of masters, and members as mere keys. `dead`: urls that refuse connections."""
 
-    def __init__(self, spec: JobSpec, tables: Tables | None = None) -> None:
-        self.spec, self.tables = spec, tables or Tables()
-        self.manifests = Manifests()
+    def __init__(self, spec: JobSpec, storage: Storage | None = None) -> None:
+        self.spec, self.storage = spec, storage or Storage()
         self.simulated = SimulatedEtcd()
         self.etcd = Etcd(self.simulated.transport("members"))
         self.dead: set[str] = set()
@@ -126,8 +119,7 @@ class World:
             name=ids.new_id(name),
             url=f"http://{name}",
             spec=self.spec,
-            tables=lambda _: self.tables,
-            manifests=lambda _: self.manifests,
+            storage=lambda _: self.storage,
             probe=probe,
         )
 
@@ -194,7 +186,7 @@ async def leading(master: Master) -> AsyncIterator[Master]:
     stopping = asyncio.Event()
     running = asyncio.ensure_future(master.run(stopping))
     try:
-        await until(lambda: running.done() or master._reign is not None, f"{master} to lead")
+        await until(lambda: running.done() or master.current_term is not None, f"{master} to lead")
         yield master
     finally:
         stopping.set()
@@ -208,8 +200,8 @@ async def running(world: World, *trainers: str) -> AsyncIterator[Master]:
         await world.initialise(*trainers)
         await until(lambda: set(master.job.state.trainers) == set(trainers), "the job to run")
         yield master
-        reign = master._reign  # `master.job` would refuse once a busy machine let the lease run out
-        for queue in reign.job.queues.values() if reign else ():
+        term = master.current_term  # `master.job` would refuse once a busy machine let the lease run out
+        for queue in term.job.queues.values() if term else ():
             assert list(queue.violations()) == []
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from master_service.core.queue.task_queue import TaskQueue
 from master_service.core.state.changes import DropPending
-from master_service.masterless.writer import SharedTransactor
-from master_service.store.writer import Transactor
+from master_service.masterless.writer import SharedWriter
+from master_service.store.writer import MasterWriter
 from pserver_service.core.blocks import BlockState, Verdict
 from pserver_service.core.ledger import Ledger
 from pserver_service.pserver import Pserver
@@ -24,12 +24,12 @@ from tests.equipment.replaced import replaced
 
 def no_term_fence() -> Any:
     """A master writes whether or not it still holds the lock."""
-    return replaced(Transactor, "fence", lambda *_: [])
+    return replaced(MasterWriter, "fence", lambda *_: [])
 
 
 def no_commit_chain() -> Any:
     """A trainer of a masterless job writes whether or not somebody else committed since it decided."""
-    return replaced(SharedTransactor, "fence", lambda _, mandate: [mandate.compare()] if mandate else [])
+    return replaced(SharedWriter, "fence", lambda _, lock: [lock.compare()] if lock else [])
 
 
 def no_attempt_fence() -> Any:

@@ -12,6 +12,7 @@ import signal
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from master_service.masterless.dispatcher import Dispatcher
@@ -30,7 +31,7 @@ from tests.equipment.virtual_loop import Process
 from tests.simulation.checked_etcd import CheckedEtcd
 from tests.simulation.compute import Trace
 from tests.simulation.job_spec import spec_of
-from tests.simulation.memory_storage import MemoryManifests, MemoryTables
+from tests.simulation.memory_storage import MemoryStorage
 from tests.simulation.plans import Plan
 from trireme.launch.restarts import RestartPolicy
 from trireme.view.spectator import Spectator
@@ -183,8 +184,7 @@ class SimulatedCluster(Cluster):
     def master_options(self) -> dict[str, Any]:
         return {
             "ttl_s": MASTER_TTL_S,
-            "tables": lambda _: MemoryTables(self.plan),
-            "manifests": MemoryManifests,
+            "storage": partial(MemoryStorage, self.plan),
             "probe": self.network.refuses,
         }
 
@@ -208,8 +208,7 @@ class SimulatedCluster(Cluster):
             self.spectator = Spectator(
                 self.etcd_of(self._launcher.name),
                 self.keys,
-                tables=lambda _: MemoryTables(self.plan),
-                manifests=MemoryManifests,
+                storage=partial(MemoryStorage, self.plan),
             )
             self._launcher.spawn(self.spectator.run())
 

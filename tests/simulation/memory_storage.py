@@ -15,26 +15,19 @@ from tests.simulation.job_spec import EVALUATION, TRAINING
 from tests.simulation.plans import Plan
 
 
-class MemoryManifests:
-    """master_service.datasets.manifests.Manifests, without a thread."""
+class MemoryStorage:
+    """master_service.storage.job_storage.JobStorage; tables are counted at once."""
 
-    def __init__(self, spec: JobSpec) -> None:
-        self._spec = spec
+    def __init__(self, plan: Plan, spec: JobSpec) -> None:
+        self._plan, self._spec = plan, spec
 
-    async def read(self, ref: CheckpointRef) -> Manifest:
+    async def read_manifest(self, ref: CheckpointRef) -> Manifest:
         await asyncio.sleep(0.005)
         return stored.read_manifest(self._spec.storage, self._spec.job, ref)
 
     async def verify(self, ref: CheckpointRef) -> None:
-        manifest = await self.read(ref)
+        manifest = await self.read_manifest(ref)
         stored.verify_parts(self._spec.storage, ref, manifest)
-
-
-class MemoryTables:
-    """master_service.datasets.stored_tables.Tables: counted at once."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
 
     async def count(self, source: Dataset, task_records: int) -> FileTable:
         await asyncio.sleep(0.05)
@@ -43,7 +36,7 @@ class MemoryTables:
         digest = hashlib.sha256(repr(table.to_map()).encode()).hexdigest()
         return FileTable(files, task_records, digest)
 
-    async def load(self, digest: str) -> FileTable:
+    async def load_table(self, digest: str) -> FileTable:
         for source in (TRAINING, EVALUATION):
             table = await self.count(source, self._plan.job.task_records)
             if table.digest == digest:

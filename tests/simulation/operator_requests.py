@@ -83,7 +83,7 @@ async def _ask(cluster: SimulatedCluster, request: OperatorRequest) -> None:
 
 async def _create(cluster: SimulatedCluster, key: str) -> Operation:
     if cluster.plan.dispatch is Dispatch.MASTER:
-        return await cluster.call_master(lambda m: m.reign.operating.create_checkpoint(key, "a request", LIMIT_S))
+        return await cluster.call_master(lambda m: m.term.operations.create_checkpoint(key, "a request", LIMIT_S))
     async with asyncio.timeout(ASKING_S):
         return Operation.model_validate(
             await cluster.spectator.create_checkpoint(key, cause="a request", limit_s=LIMIT_S)
@@ -92,7 +92,7 @@ async def _create(cluster: SimulatedCluster, key: str) -> Operation:
 
 async def _restore(cluster: SimulatedCluster, key: str, which: str) -> Operation:
     if cluster.plan.dispatch is Dispatch.MASTER:
-        return await cluster.call_master(lambda m: m.reign.operating.restore_checkpoint(key, "a request", which))
+        return await cluster.call_master(lambda m: m.term.operations.restore_checkpoint(key, "a request", which))
     async with asyncio.timeout(ASKING_S):
         return Operation.model_validate(await cluster.spectator.restore_checkpoint(which, key))
 

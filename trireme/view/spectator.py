@@ -1,6 +1,6 @@
 """A masterless job seen from outside: what a master's REST answers, read from etcd, with the same documents.
 
-etcd+http://127.0.0.1:2379/digits ─► SharedBooks (one watch) ─► the views a master would give
+etcd+http://127.0.0.1:2379/digits ─► WatchedJob (one watch) ─► the views a master would give
 a checkpoint, or the way back to one: written into etcd as a wish, carried out by the trainer that sweeps
 """
 
@@ -14,14 +14,12 @@ from typing import Any
 from master_service.api import render
 from master_service.api.resources import MasterView
 from master_service.control.events import EventRing
-from master_service.control.operation_runner import Operating
+from master_service.control.operation_runner import OperationRunner
 from master_service.core.decisions import operations
 from master_service.core.state.metrics import WINDOW_S, Metrics, Sums
-from master_service.datasets.manifests import Manifests
-from master_service.datasets.stored_tables import Tables
-from master_service.leadership.master import stored_manifests, stored_tables
-from master_service.masterless.view import SharedBooks
-from master_service.masterless.writer import SharedTransactor
+from master_service.masterless.view import WatchedJob
+from master_service.masterless.writer import SharedWriter
+from master_service.storage.job_storage import FileStorage, JobStorage
 from shared.errors import DeadlineExceeded
 from shared.etcd import Etcd
 from shared.etcd.reading import read_record
@@ -42,12 +40,11 @@ class Spectator:
         etcd: Etcd,
         keys: Keys,
         *,
-        tables: Callable[[JobSpec], Tables] = stored_tables,
-        manifests: Callable[[JobSpec], Manifests] = stored_manifests,
+        storage: Callable[[JobSpec], JobStorage] = FileStorage,
     ) -> None:
-        self._etcd, self._keys, self._manifests = etcd, keys, manifests
-        self._view = SharedBooks(etcd, keys, tables, lambda: None)
-        self._writer = SharedTransactor(etcd, keys, self._view, lambda _: None)
+        self._etcd, self._keys, self._storage = etcd, keys, storage
+        self._view = WatchedJob(etcd, keys, storage, lambda: None)
+        self._writer = SharedWriter(etcd, keys, self._view, lambda _: None)
         self._told: JobState | None = None
         self._events = 0
         self._loss: tuple[int, Sums] = (0, Sums())
@@ -110,28 +107,28 @@ class Spectator:
 
     async def create_checkpoint(self, key: str, *, cause: str = "", limit_s: float = 600.0) -> dict[str, Any]:
         """As `Client`'s. Raises Conflict."""
-        begun = await self._operating().create_checkpoint(key, cause or "asked in etcd", limit_s)
+        begun = await self._operations().create_checkpoint(key, cause or "asked in etcd", limit_s)
         return begun.model_dump(mode="json")
 
     async def restore_checkpoint(self, checkpoint_id: str, key: str) -> dict[str, Any]:
         """As `Client`'s. Raises Conflict, NotFound."""
-        begun = await self._operating().restore_checkpoint(key, "restore asked in etcd", checkpoint_id)
+        begun = await self._operations().restore_checkpoint(key, "restore asked in etcd", checkpoint_id)
         return begun.model_dump(mode="json")
 
     async def operation(self, operation_id: str, wait_s: float = 0.0) -> dict[str, Any]:
         """As `Client`'s. Raises NotFound."""
         deadline = clock.monotonic() + wait_s
         while True:
-            found = self._operating().get(operation_id)
+            found = self._operations().get(operation_id)
             if found.running and self._view.job.state.phase.final:  # nobody sweeps any more
                 await self._writer.decide(lambda job, _: operations.follow(job, clock.timestamp()))
-                found = self._operating().get(operation_id)
+                found = self._operations().get(operation_id)
             if not found.running or clock.monotonic() > deadline:
                 return found.model_dump(mode="json")
             await asyncio.sleep(LOOK_S)
 
-    def _operating(self) -> Operating:
-        return Operating(self._writer, self._manifests(self._view.job.spec), EventRing())
+    def _operations(self) -> OperationRunner:
+        return OperationRunner(self._writer, self._storage(self._view.job.spec), EventRing())
 
     async def events(self, after: int = 0, wait_s: float = 0.0) -> dict[str, Any]:  # noqa: ARG002  as Client's
         """What can be told from the job's state: how it changed since the last call."""

@@ -33,7 +33,7 @@ async def create_checkpoint(
     """Save one of the next steps; training does not stop for it. While one is being made, that one's operation answers."""
     wish = wish or CreateCheckpoint()
     cause = wish.cause or _asked_by(request)
-    begun = await answered(master.reign.operating.create_checkpoint(idempotency_key, cause, wish.limit_s))
+    begun = await answered(master.term.operations.create_checkpoint(idempotency_key, cause, wish.limit_s))
     return await _followed(master, response, begun, wait_s)
 
 
@@ -59,7 +59,7 @@ async def verify_checkpoint(
     wait_s: WaitS = 0.0,
 ) -> Operation:
     """Read every part and compare its checksum; the operation is FAILED if one is not as it was written."""
-    operating = master.reign.operating
+    operating = master.term.operations
     begun = await answered(operating.verify_checkpoint(idempotency_key, _asked_by(request), checkpoint_id))
     return await _followed(master, response, begun, wait_s)
 
@@ -74,7 +74,7 @@ async def restore_checkpoint(
     wait_s: WaitS = 0.0,
 ) -> Operation:
     """The whole job goes back to that step and trains on from there. Its files are verified before anything is stopped."""
-    operating = master.reign.operating
+    operating = master.term.operations
     begun = await answered(
         operating.restore_checkpoint(idempotency_key, f"restore {_asked_by(request)}", checkpoint_id)
     )
@@ -87,4 +87,4 @@ def _asked_by(request: Request) -> str:
 
 async def _followed(master: Master, response: Response, begun: Operation, wait_s: float) -> Operation:
     response.headers["Location"] = f"/v1/operations/{begun.operation_id}"
-    return await master.reign.operating.wait(begun.operation_id, wait_s)
+    return await master.term.operations.wait(begun.operation_id, wait_s)

@@ -16,7 +16,7 @@ router = APIRouter(prefix="/v1")
 
 @router.get("/job", operation_id="getJob", tags=["job"])
 async def get_job(master: MasterOf) -> JobView:
-    leader = MasterView(master_id=master.name, url=master.url, term=master.reign.term)
+    leader = MasterView(master_id=master.name, url=master.url, term=master.term.number)
     return render.job(master.job, master.metrics, leader)
 
 
@@ -37,7 +37,7 @@ async def list_metrics(
     master: MasterOf, metric: str = "step_loss", page_size: PageSize = 100, page_token: PageToken = ""
 ) -> MetricPage:
     """`step_loss` or `epoch_loss`. The oldest steps are forgotten."""
-    master.reign  # noqa: B018  a standby has none: NotLeader
+    master.term  # noqa: B018  a standby has none: NotLeader
     return render.metrics(master.metrics, metric, page_size, page_token)
 
 

@@ -13,4 +13,4 @@ router = APIRouter(prefix="/v1/operations", tags=["operations"])
 @router.get("/{operation_id}", operation_id="getOperation")
 async def get_operation(master: MasterOf, operation_id: str, wait_s: WaitS = 0.0) -> Operation:
     """Answers at once, or when it has ended, at most `wait_s` later; `reason` says what it waits for."""
-    return await master.reign.operating.wait(operation_id, wait_s)
+    return await master.term.operations.wait(operation_id, wait_s)

@@ -35,5 +35,5 @@ async def check_health() -> Health:
 @open_router.get("/readyz", operation_id="checkReadiness")
 async def check_readiness(master: MasterOf) -> Health:
     """Leading and able to answer; else NOT_LEADER or NOT_READY."""
-    master.reign  # noqa: B018  raises
+    master.term  # noqa: B018  raises
     return Health(status="ok")

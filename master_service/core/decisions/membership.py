@@ -31,7 +31,7 @@ def checkpoint_news(before: Members, now: Members) -> tuple[Event, ...]:
     return tuple(events)
 
 
-def follow(
+def reconcile(
     spec: JobSpec, state: JobState, lanes: LaneMap | None, slots: SlotMap | None, members: Members
 ) -> Decision[None]:
     """What the membership asks for now. Idempotent: applied, the same members ask for nothing more."""

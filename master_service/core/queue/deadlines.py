@@ -16,7 +16,7 @@ FACTOR = 4.0
 
 
 @dataclass(slots=True)
-class Pace:
+class Deadlines:
     floor_s: float
     ceiling_s: float
     _seen: deque[float] = field(default_factory=deque)

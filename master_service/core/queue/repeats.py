@@ -12,7 +12,7 @@ REMEMBERED = 4096
 
 
 @dataclass(slots=True)
-class Heard:
+class Repeats:
     """`asks`: (trainer, request) -> the pending task it got. The rest is bounded memory, empty in a new master: `requests`
     whose tasks ended, `reports` (epoch, task, attempt, trainer) that were taken."""
 
@@ -20,8 +20,8 @@ class Heard:
     requests: OrderedDict[str, None] = field(default_factory=OrderedDict)
     reports: OrderedDict[tuple[int, str, int, str], None] = field(default_factory=OrderedDict)
 
-    def copy(self) -> Heard:
-        return Heard(self.asks.copy(), self.requests.copy(), self.reports.copy())
+    def copy(self) -> Repeats:
+        return Repeats(self.asks.copy(), self.requests.copy(), self.reports.copy())
 
     def gave(self, task_id: str, record: PendingTask) -> None:
         """In place."""

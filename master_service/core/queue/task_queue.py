@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from master_service.core.queue.deadlines import Pace
+from master_service.core.queue.deadlines import Deadlines
 from master_service.core.queue.epoch_order import Streams
-from master_service.core.queue.repeats import Heard
+from master_service.core.queue.repeats import Repeats
 from master_service.core.state.changes import (
     Change,
     DropDiscarded,
@@ -59,7 +59,7 @@ class TaskQueue:
     """`epoch` == `epochs` when a training queue is over."""
 
     streams: Streams
-    pace: Pace
+    deadlines: Deadlines
     by_lane: bool = False
     epochs: int = 1
     max_failures: int = 3
@@ -68,7 +68,7 @@ class TaskQueue:
     pending: dict[str, Pending] = field(default_factory=dict)
     requeued: dict[str, RequeuedTask] = field(default_factory=dict)
     discarded: dict[tuple[int, str], PutDiscarded] = field(default_factory=dict)
-    heard: Heard = field(default_factory=Heard)
+    repeats: Repeats = field(default_factory=Repeats)
     dispatched: int = 0
 
     @property
@@ -253,14 +253,14 @@ class TaskQueue:
         held = self.pending[task_id]
         if minibatches <= held.minibatches:
             return
-        self.pace.observe(now - held.last_sign)
+        self.deadlines.observe(now - held.last_sign)
         held.last_sign, held.minibatches = now, minibatches
-        held.deadline = now + self.pace.allowed_s()
+        held.deadline = now + self.deadlines.allowed_s()
 
     def grant_again(self, now: float) -> None:
         """In place. Every pending task gets a fresh full deadline (a new master, or a stall that had another cause)."""
         for held in self.pending.values():
-            held.deadline = now + self.pace.allowed_s()
+            held.deadline = now + self.deadlines.allowed_s()
 
     def apply(self, change: Change, now: float) -> None:
         """In place. Takes only changes of this queue (`owns`)."""
@@ -270,14 +270,14 @@ class TaskQueue:
                 self.cursors[stream] = position
             case PutPending(task_id, record):
                 if before := self.pending.get(task_id):
-                    self.heard.took_back(before.record)
-                self.pending[task_id] = Pending(record, now + self.pace.allowed_s(), now, now)
-                self.heard.gave(task_id, record)
+                    self.repeats.took_back(before.record)
+                self.pending[task_id] = Pending(record, now + self.deadlines.allowed_s(), now, now)
+                self.repeats.gave(task_id, record)
             case DropPending(task_id, reported):
                 held = self.pending.pop(task_id)
-                self.heard.took_back(held.record)
+                self.repeats.took_back(held.record)
                 if reported:
-                    self.heard.remember(task_id, held.record)
+                    self.repeats.remember(task_id, held.record)
             case PutRequeued(task_id, back):
                 self.requeued[task_id] = back
             case DropRequeued(task_id):
@@ -288,10 +288,10 @@ class TaskQueue:
                 del self.discarded[epoch, task_id]
             case NextEpoch(epoch):
                 if epoch <= self.epoch:
-                    self.heard.reports.clear()  # back to a checkpoint: attempts are counted anew
+                    self.repeats.reports.clear()  # back to a checkpoint: attempts are counted anew
                 for task_id, held in self.pending.items():
-                    self.heard.remember(task_id, held.record)
-                self.heard.asks.clear()
+                    self.repeats.remember(task_id, held.record)
+                self.repeats.asks.clear()
                 self.epoch, self.dispatched = epoch, 0
                 self.cursors, self.pending, self.requeued = {}, {}, {}
             case _:
@@ -314,8 +314,8 @@ class TaskQueue:
         asks = {
             (p.record.trainer, p.record.request): task_id for task_id, p in self.pending.items() if p.record.request
         }
-        if asks != self.heard.asks:
-            yield f"pending tasks were asked for as {asks}, remembered is {self.heard.asks}"
+        if asks != self.repeats.asks:
+            yield f"pending tasks were asked for as {asks}, remembered is {self.repeats.asks}"
         if self.dispatched != sum(self.cursors.values()):
             yield f"{self.dispatched} tasks are counted as dispatched, the cursors say {sum(self.cursors.values())}"
         if min(self.counts) < 0 or sum(self.counts) != self.total:
@@ -331,11 +331,11 @@ class TaskQueue:
 
     def _asked_before(self, ask: AcquireTask) -> TaskAnswer | None:
         """The reply was lost: the same request gets the same task."""
-        if task_id := self.heard.asks.get((ask.trainer, ask.request)):
+        if task_id := self.repeats.asks.get((ask.trainer, ask.request)):
             record = self.pending[task_id].record
             stream = int(record.stream) if record.stream.isdigit() else 0
             return self._given(task_id, record.epoch, stream, record.index, record.attempt)
-        if ask.request and ask.request in self.heard.requests:
+        if ask.request and ask.request in self.repeats.requests:
             msg = f"request {ask.request} of {ask.trainer} was answered and its task reported; use a new request id"
             raise Conflict(msg)
         return None
@@ -353,7 +353,7 @@ class TaskQueue:
             stream=self.streams.name(stream),
             epoch=self.epoch,
             index=index,
-            remaining_s=round(self.pace.allowed_s(), 3),
+            remaining_s=round(self.deadlines.allowed_s(), 3),
             failures=failures,
             request=ask.request,
         )
@@ -395,4 +395,4 @@ class TaskQueue:
         if (held := self.pending.get(task_id)) and (held.record.attempt, held.record.trainer) == (attempt, trainer):
             return False
         epochs = (self.epoch, self.epoch - 1) if epoch is None else (epoch,)
-        return any((e, task_id, attempt, trainer) in self.heard.reports for e in epochs)
+        return any((e, task_id, attempt, trainer) in self.repeats.reports for e in epochs)

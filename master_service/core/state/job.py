@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from master_service.core.queue.deadlines import Pace
+from master_service.core.queue.deadlines import Deadlines
 from master_service.core.queue.epoch_order import Streams
 from master_service.core.queue.file_table import FileTable
 from master_service.core.queue.task_queue import TaskQueue
@@ -68,16 +68,18 @@ class Job:
     def open(cls, spec: JobSpec, table: FileTable, evaluation: FileTable | None) -> Job:
         """A job that has not begun."""
 
-        def pace() -> Pace:
-            return Pace(spec.task_timeout_floor_s, spec.task_timeout_ceiling_s)
+        def deadlines() -> Deadlines:
+            return Deadlines(spec.task_timeout_floor_s, spec.task_timeout_ceiling_s)
 
         streams, allowed = Streams(TaskKind.TRAIN, table, spec.streams, spec.seed, spec.shuffle), spec.max_task_failures
         queues = {
-            TaskKind.TRAIN: TaskQueue(streams, pace(), spec.mode is Mode.SYNC, spec.epochs, max_failures=allowed),
-            TaskKind.EXPORT: TaskQueue(Streams(TaskKind.EXPORT), pace(), max_failures=allowed),
+            TaskKind.TRAIN: TaskQueue(streams, deadlines(), spec.mode is Mode.SYNC, spec.epochs, max_failures=allowed),
+            TaskKind.EXPORT: TaskQueue(Streams(TaskKind.EXPORT), deadlines(), max_failures=allowed),
         }
         if evaluation is not None:
-            queues[TaskKind.EVALUATE] = TaskQueue(Streams(TaskKind.EVALUATE, evaluation), pace(), max_failures=allowed)
+            queues[TaskKind.EVALUATE] = TaskQueue(
+                Streams(TaskKind.EVALUATE, evaluation), deadlines(), max_failures=allowed
+            )
         meta = TaskMeta(
             epoch=0,
             digest=table.digest,

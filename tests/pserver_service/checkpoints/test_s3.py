@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from master_service.datasets.manifests import StoredManifests
 from pserver_service.core.snapshot import Schedule
 from shared.checkpoints import stored
 from shared.errors import CheckpointUnusable
@@ -45,7 +44,7 @@ def test_a_job_checkpoints_keeps_two_and_rolls_back(s3):
         return latest
 
     latest = run_scenario(scenario, offline=False)
-    manifest = asyncio.run(StoredManifests(place(s3), parts.JOB).read(latest.kept[0]))
+    manifest = stored.read_manifest(place(s3), parts.JOB, latest.kept[0])
     assert manifest.record.positions == parts.positions(6)
     refs, unreadable = stored.found(place(s3))
     assert (refs, unreadable) == (list(latest.kept), [])

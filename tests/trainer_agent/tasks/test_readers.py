@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from master_service.datasets.counting import count_records
+from master_service.storage.counting import count_records
 from shared.errors import DatasetError
 from shared.records.datasets import (
     Bytes,
