@@ -24,7 +24,6 @@
     tasks/progress/<id>     TrainerProgress trainer's  trainer (masterless)          none: information
     tasks/losses            Losses          -          master                        lock
     trainers/pause          Pause           master's   master                        lock
-    trainers/re-fetch       Refetch         -          master                        lock
     checkpoints/<uuid>/<ps>          CheckpointStarted  pserver's  pserver           own create_revision
     checkpoints/<uuid>/begun         CheckpointStarted  -          pserver           own create_revision
     checkpoints/<uuid>/finished/<ps> CheckpointPart     -          pserver           own create_revision
@@ -119,22 +118,13 @@ class Keys:
         return self._of("trainers", trainer_id)
 
     @property
-    def refetch(self) -> str:
-        """Among the trainers' keys: tells observers that everybody reads the parameters again."""
-        return self._of("trainers", "re-fetch")
-
-    @property
     def pause(self) -> str:
         """Among the trainers' keys: while it is there, asynchronous training stands still."""
         return self._of("trainers", "pause")
 
     def is_trainer(self, key: str) -> bool:
-        """Whether that is a `trainers/<id>`, and neither `refetch` nor `pause`, which lie among them."""
-        return (
-            key.startswith(self.trainers)
-            and "/" not in key.removeprefix(self.trainers)
-            and key not in (self.refetch, self.pause)
-        )
+        """Whether that is a `trainers/<id>`, and not `pause`, which lies among them."""
+        return key.startswith(self.trainers) and "/" not in key.removeprefix(self.trainers) and key != self.pause
 
     @property
     def checkpoints(self) -> str:

@@ -26,7 +26,6 @@ from master_service.core.state.changes import (
     PutOperation,
     PutPause,
     PutPending,
-    PutRefetch,
     PutRequeued,
     PutSlots,
     PutState,
@@ -103,8 +102,6 @@ def _operations(keys: Keys, job: Job, change: Change) -> tuple[Put | Delete, ...
             return (Put(keys.discarded(f"{task_id}@{lost.epoch}"), lost.to_bytes()),)
         case DropDiscarded(task_id, epoch):
             return (Delete(keys.discarded(f"{task_id}@{epoch}")),)
-        case PutRefetch(refetch):
-            return (Put(keys.refetch, refetch.to_bytes()),)
         case PutOperation(operation):
             return (Put(keys.operation(operation.operation_id), operation.to_bytes()), *_request(keys, operation))
         case DropOperation(operation_id):

@@ -105,14 +105,6 @@ class OwnCheckpoints(Record):
     kept: tuple[CheckpointRef, ...]
 
 
-class Refetch(Record):
-    """`trainers/re-fetch`: the parameters are those of `checkpoint` from `generation` on."""
-
-    generation: int
-    timeline: int
-    checkpoint: str
-
-
 class Manifest(Record):
     """`step`: the version. `record`: the readers' positions and the scheduler at that version.
 

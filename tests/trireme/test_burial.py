@@ -16,7 +16,7 @@ KEYS = Keys("ctr")
 
 
 def asked(*questions: tuple[str, int]) -> list[list[int]]:
-    """The answers while a pause, a re-fetch and a key that nobody can read stand among the members."""
+    """The answers while a pause and a key that nobody can read stand among the members."""
 
     async def ask() -> list[list[int]]:
         etcd = Etcd(SimulatedEtcd().transport("launcher"))
@@ -26,7 +26,6 @@ def asked(*questions: tuple[str, int]) -> list[list[int]]:
         pserver = PserverMember(index=0, url="u", incarnation="p", host="h", pid=20, lease=200)
         await etcd.put(KEYS.pserver(0), pserver.to_bytes())
         await etcd.put(KEYS.pause, b'{"uuid": "4a5e", "reason": "epoch 2 is done"}')
-        await etcd.put(KEYS.refetch, b'{"generation": 3, "timeline": 1, "checkpoint": ""}')
         await etcd.put(KEYS.trainer("of-another-release"), b'{"name": 1}')
         await etcd.put(KEYS.pserver(1), b"not JSON")
         await etcd.put(KEYS.master_lock, MasterLock(master="master-0-c", url="u", lease=300).to_bytes())

@@ -17,7 +17,6 @@ from master_service.core.state.changes import (
     ForgetParameters,
     NextEpoch,
     PutLanes,
-    PutRefetch,
     PutSlots,
     PutState,
 )
@@ -33,7 +32,7 @@ from shared.records import (
     SlotMap,
     Stage,
 )
-from shared.records.checkpoints import CheckpointLatest, CheckpointRef, Refetch, history
+from shared.records.checkpoints import CheckpointLatest, CheckpointRef, history
 from shared.slots import spread
 
 _NO_ABSENCE: dict[str, object] = {"saving": None, "absent": (), "mended": 0, "mends": {}}
@@ -230,8 +229,7 @@ def resume(job: Job, epoch: int, step: int, *, records: int, seconds: float) -> 
             "trainers": trainers,
         }
     )
-    refetch = Refetch(generation=generation, timeline=state.timeline, checkpoint=state.checkpoint)
-    changes: tuple[Change, ...] = (PutState(running), PutRefetch(refetch))
+    changes: tuple[Change, ...] = (PutState(running),)
     if spec.mode is Mode.SYNC:
         intervals = assign_lanes(spec.lanes, job.lanes.intervals if job.lanes else (), trainers)
         changes = (*changes, PutLanes(LaneMap(generation=generation, lanes=spec.lanes, intervals=intervals)))

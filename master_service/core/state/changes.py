@@ -18,7 +18,7 @@ from shared.records import (
     RequeuedTask,
     SlotMap,
 )
-from shared.records.checkpoints import CheckpointCut, Refetch
+from shared.records.checkpoints import CheckpointCut
 from shared.records.operations import Operation
 from shared.records.pauses import Losses, Pause
 from shared.records.queue import FailureCounts
@@ -108,13 +108,6 @@ class PutSlots:
 
 
 @dataclass(frozen=True, slots=True)
-class PutRefetch:
-    """For observers: everybody reads the parameters again."""
-
-    refetch: Refetch
-
-
-@dataclass(frozen=True, slots=True)
 class ForgetParameters:
     """Layout and init_ps/done go: somebody initialises the parameters anew."""
 
@@ -178,7 +171,6 @@ Change = (
     | PutState
     | PutLanes
     | PutSlots
-    | PutRefetch
     | ForgetParameters
     | PutLosses
     | PutPause

@@ -24,7 +24,6 @@ from master_service.core.state.changes import (
     PutOperation,
     PutPause,
     PutPending,
-    PutRefetch,
     PutSlots,
     PutState,
     PutSums,
@@ -146,7 +145,7 @@ class Job:
                 self.budget.counts = counts
             case PutLosses(losses):
                 self.losses = losses
-            case PutRefetch() | PutPause() | DropPause() | PutCut() | DropCut():
+            case PutPause() | DropPause() | PutCut() | DropCut():
                 pass
             case PutOperation() | DropOperation():
                 self.operations.apply(change, now)
