@@ -44,7 +44,7 @@ class FileTable:
     files: tuple[TableFile, ...]
     task_records: int
     digest: str = ""
-    _last_tasks: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    task_ends: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.task_records < 1:
@@ -57,11 +57,11 @@ class FileTable:
                     f"{file.path}: {file.records} records make {tasks} tasks, but there are {len(file.offsets)} offsets"
                 )
                 raise ValueError(msg)
-        object.__setattr__(self, "_last_tasks", tuple(accumulate(counts)))
+        object.__setattr__(self, "task_ends", tuple(accumulate(counts)))
 
     @property
     def tasks(self) -> int:
-        return self._last_tasks[-1] if self._last_tasks else 0
+        return self.task_ends[-1] if self.task_ends else 0
 
     @property
     def records(self) -> int:
@@ -72,9 +72,9 @@ class FileTable:
         if not 0 <= task < self.tasks:
             msg = f"task {task} is outside [0, {self.tasks})"
             raise IndexError(msg)
-        place = bisect_right(self._last_tasks, task)
+        place = bisect_right(self.task_ends, task)
         file = self.files[place]
-        within = task - (self._last_tasks[place - 1] if place else 0)
+        within = task - (self.task_ends[place - 1] if place else 0)
         first = within * self.task_records
         count = min(self.task_records, file.records - first)
         return ShardLocation(file.path, first, count, file.offsets[within] if file.offsets else None)

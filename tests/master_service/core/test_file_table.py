@@ -57,7 +57,7 @@ def test_a_thousand_million_records_cost_one_entry_per_file():
     table = FileTable(tuple(TableFile(f"f{n}", 10**9) for n in range(3)), 1000)
     assert table.tasks == 3_000_000
     assert table.locate(2_999_999) == ShardLocation("f2", 10**9 - 1000, 1000)
-    assert sum(sys.getsizeof(value) for value in (table, table.files, table._last_tasks)) < 1000
+    assert sum(sys.getsizeof(value) for value in (table, table.files, table.task_ends)) < 1000
 
 
 @given(FILES, st.integers(1, 12))

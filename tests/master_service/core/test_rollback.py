@@ -36,7 +36,7 @@ from shared.records import (
 )
 from shared.records.checkpoints import CheckpointLatest, CheckpointRef
 from shared.records.step import LanePosition
-from tests.master_service.test_members import (
+from tests.master_service.core.test_membership import (
     LANES,
     RUNNING,
     SLOTS,

@@ -16,8 +16,8 @@ from shared.errors import CheckpointUnusable, Conflict, NotFound
 from shared.records import Mode, Phase, PserverMember
 from shared.records.checkpoints import CheckpointLatest
 from shared.records.operations import CheckpointRequest, Operation, OperationKind, OperationState
-from tests.master_service.test_recovery import checkpoint, names, rolling_back, spec
-from tests.master_service.test_rest import check_problem, client_of
+from tests.master_service.api.test_rest import check_problem, client_of
+from tests.master_service.control.test_recovery import checkpoint, names, rolling_back, spec
 from tests.master_service.worlds import (
     KEYS,
     World,

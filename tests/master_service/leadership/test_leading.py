@@ -20,7 +20,7 @@ from shared.records import (
     Stage,
     UserFailure,
 )
-from tests.master_service.test_jobs import test_a_dead_trainers_tasks_go_back_without_a_failure as late_report
+from tests.master_service.control.test_jobs import test_a_dead_trainers_tasks_go_back_without_a_failure as late_report
 from tests.master_service.worlds import (
     KEYS,
     Storage,

@@ -28,7 +28,7 @@ from shared.records import (
 )
 from shared.records.datasets import TextLines
 from shared.records.tasks import TrainerProgress
-from tests.master_service.masterless import MasterlessWorld, dispatching, sweeper_of, work
+from tests.master_service.masterless.worlds import MasterlessWorld, dispatching, sweeper_of, work
 from tests.master_service.worlds import KEYS, Storage, done, spec_of, take, until, virtually
 
 NO = UserFailure(error_type="ValueError", message="no")

@@ -11,7 +11,7 @@ from master_service.leadership.master import Master
 from shared.records import JobState, Mode, Phase, PserverMember, Restored, TaskMeta, TrainerMember
 from shared.records.checkpoints import CheckpointCut
 from shared.records.pauses import Paused
-from tests.master_service.test_recovery import checkpoint
+from tests.master_service.control.test_recovery import checkpoint
 from tests.master_service.worlds import (
     KEYS,
     World,
