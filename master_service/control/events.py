@@ -1,4 +1,4 @@
-"""The last state changes of this process, for people and programs: a bounded ring with ids that only grow."""
+"""The last state changes of this process, for people and programs: a bounded list with ids that only grow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = telemetry.logger("events")
 
 
 class EventRecord(Record):
-    """`event_id` grows also from one master to the next (term x 1,000,000 + count)."""
+    """`event_id` grows, also from one master to the next (term x 1,000,000 + count)."""
 
     event_id: int
     event_time: str
@@ -36,7 +36,7 @@ class EventRing:
         self._next_id = max(self._next_id, term * IDS_PER_TERM)
 
     def add(self, events: Sequence[Event]) -> None:
-        """Also the log line of each."""
+        """Keep them, and log each one."""
         for event in events:
             fields = {f"of_{name}" if name in ("event", "level") else name: v for name, v in event.fields.items()}
             log.info(event.name, message=event.message, **fields)
@@ -55,7 +55,7 @@ class EventRing:
             self._arrived = asyncio.Event()
 
     def after(self, event_id: int, limit: int) -> list[EventRecord]:
-        """The oldest kept ones with a larger id."""
+        """Events with a larger id that are still kept, the oldest first."""
         found = [event for event in self._kept if event.event_id > event_id]
         return found[:limit]
 

@@ -1,6 +1,6 @@
-"""Operations of one reign: asked for by REST or a draining member, carried on by whoever leads, read by whoever waits.
+"""Operations of one term: begun by REST or a draining member, advanced by the leader, read by anybody.
 
-ask -> transact -> 202            members, checkpoints, state change -> follow            files -> read one operation at a time
+ask -> written -> 202        members, checkpoints or state change -> advance        files -> read, one operation at a time
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ TICK_S = 1.0
 PAUSE_S = 0.5
 STORAGE_TRIES = 4
 
-log = telemetry.logger("operating")
+log = telemetry.logger("operation_runner")
 
 
 class OperationRunner:
-    """`run` beside the reign's other work; `look_again` after each change of the members or the state."""
+    """`look_again` after each change of the members or the state."""
 
     def __init__(self, writer: Writer, storage: JobStorage, events: EventRing) -> None:
         self._writer, self._storage, self._events = writer, storage, events
@@ -42,7 +42,7 @@ class OperationRunner:
         return await self._begin(lambda job: operations.ask_to_create(job, asked))
 
     async def restore_checkpoint(self, key: str, cause: str, checkpoint_id: str) -> Operation:
-        """Raises Conflict, NotFound. What is damaged is found before anything is stopped: the operation fails."""
+        """Raises Conflict, NotFound. If files are damaged the operation fails before anything is stopped."""
         asked = self._asked(OperationKind.RESTORE_CHECKPOINT, key, cause, checkpoint_id)
         return await self._begin(lambda job: operations.ask_to_restore(job, asked))
 
@@ -60,7 +60,7 @@ class OperationRunner:
         return found.model_copy(update={"reason": f"waiting for {operations.waits_for(job, found)}"})
 
     async def wait(self, operation_id: str, wait_s: float) -> Operation:
-        """As `get`, once it has ended or `wait_s` are over. Raises NotFound."""
+        """As `get`, once it has ended or after `wait_s`. Raises NotFound."""
         deadline = clock.monotonic() + wait_s
         while (found := self.get(operation_id)).running and (left := deadline - clock.monotonic()) > 0:
             await self._events.next(left)
@@ -84,7 +84,7 @@ class OperationRunner:
         self.look_again()
         return self.get(begun.operation_id)
 
-    # ---------------------------------------------------------------- carrying on
+    # ---------------------------------------------------------------- running
 
     def look_again(self) -> None:
         self._changed.set()
@@ -92,11 +92,11 @@ class OperationRunner:
     async def run(self) -> None:
         """Until cancelled."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._follow())
+            group.create_task(self._advance_all())
             group.create_task(self._read_files())
 
-    async def _follow(self) -> None:
-        """At each change, and once a second for the limits: nobody waits for ever for news."""
+    async def _advance_all(self) -> None:
+        """At each change, and once a second for the limits: no operation waits for ever."""
         while True:
             try:
                 async with asyncio.timeout(TICK_S):
@@ -108,7 +108,7 @@ class OperationRunner:
 
     async def _advance(self, stamp: str) -> None:
         await self._writer.decide(lambda job, _: operations.ask_for_draining(job, stamp))
-        await self._writer.decide(lambda job, _: operations.follow(job, stamp))
+        await self._writer.decide(lambda job, _: operations.advance(job, stamp))
         await self._writer.decide(lambda job, now: operations.tick(job, now, stamp))
 
     async def _read_files(self) -> None:
@@ -132,16 +132,16 @@ class OperationRunner:
         ref = rollback.ref_of(self._writer.job.members.latest, operation.checkpoint_id)
         if ref is None:
             return CheckpointUnusable(f"checkpoint {operation.checkpoint_id} was deleted before it was read")
-        trouble: OSError | None = None
+        failed: OSError | None = None
         for attempt in range(STORAGE_TRIES):
             try:
                 await self._storage.verify(ref)
             except CheckpointUnusable as error:
                 return error
             except OSError as error:
-                trouble = error
+                failed = error
                 log.warning("checkpoint_unread", checkpoint=ref.uuid, cause=str(error))
                 await asyncio.sleep(ids.jitter(PAUSE_S * 2**attempt))
             else:
                 return None
-        return CheckpointUnusable(f"checkpoint {ref.uuid} could not be read {STORAGE_TRIES} times: {trouble!r}")
+        return CheckpointUnusable(f"checkpoint {ref.uuid} could not be read {STORAGE_TRIES} times: {failed!r}")

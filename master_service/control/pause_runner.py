@@ -1,6 +1,6 @@
-"""When the checkpoints of an asynchronous job are taken, and how one pause is led from its beginning to its end.
+"""When the checkpoints of an asynchronous job are taken, and the steps of each pause.
 
-due: the first, every so many seconds, an epoch is over, training is over, somebody asks (core/operations.py)
+due: the first one, every so many seconds, an epoch is over, training is over, one was asked for (decisions/operations.py)
 pause -> all paused -> cut -> all copied -> finish          too slow, or begun by another master: given up
 """
 
@@ -22,14 +22,14 @@ from shared.runtime import clock, telemetry
 
 LOOK_S = 0.25
 PAUSE_LIMIT_S = 60.0  # a minibatch may take long; then copying takes as long as memory does
-SHARE = 9.0  # of unasked checkpoints: after a pause training goes on for so many times as long
+SHARE = 9.0  # of checkpoints nobody asked for: after a pause, training runs at least so many times as long
 
-log = telemetry.logger("saver")
+log = telemetry.logger("pause_runner")
 
 
 class PauseRunner:
-    """Of one reign. `look_again` after each change of the members. `on_end` is called after each pause: what changed meanwhile
-    was left alone."""
+    """Of one term. `look_again` after each change of the members. `on_end` is called after each pause: changes of the members
+    during the pause are not handled yet."""
 
     def __init__(self, keys: Keys, writer: Writer, lease: Lease, on_end: Callable[[], None]) -> None:
         self._keys, self._writer, self._lease, self._on_end = keys, writer, lease, on_end
@@ -40,7 +40,7 @@ class PauseRunner:
         self._not_before = 0.0
         self._epoch = writer.job.training.epoch
         self._final = False
-        self._owed = ""  # why the checkpoint was begun that was given up
+        self._owed = ""  # the cause of a checkpoint that was given up, and is still to be taken
 
     def __repr__(self) -> str:
         return f"<PauseRunner: {f'checkpoint {self._begun.step}' if self._begun else 'no checkpoint'} under way>"
@@ -49,7 +49,7 @@ class PauseRunner:
         self._changed.set()
 
     async def run(self) -> None:
-        """Until the writer's reign ends (raises NotLeader) or cancelled."""
+        """Until the writer's term ends (raises NotLeader) or cancelled."""
         if not pause_checkpoint.is_paused_kind(self._job.spec):
             return
         while True:
@@ -72,14 +72,14 @@ class PauseRunner:
             if cause := self._due():
                 await self._begin(cause)
         elif state.phase is Phase.CHECKPOINTING and state.saving is not None:
-            await self._lead(state.saving)
+            await self._step(state.saving)
 
     def _due(self) -> str:
         """Why a checkpoint is to be taken now, or ""."""
         spec, job, now = self._job.spec, self._job, clock.monotonic()
         if not pause_checkpoint.can_begin(job):
             return ""
-        if asked := operations.unbegun(job):
+        if asked := operations.not_begun(job):
             return asked[0].cause
         if job.state.stage is not Stage.TRAIN and not self._final:
             return "training is over"
@@ -105,7 +105,7 @@ class PauseRunner:
             if (job.state.saved + 1, job.state.timeline) != (number, timeline):
                 return Decision(None)
             decision = pause_checkpoint.begin(job, uuid, self._lease.id, cause)
-            return decision + operations.begun(job, number) if decision.answer else decision
+            return decision + operations.mark_begun(job, number) if decision.answer else decision
 
         epoch, final = job.training.epoch, job.state.stage is not Stage.TRAIN
         begun = await self._writer.decide(begin)
@@ -114,8 +114,8 @@ class PauseRunner:
         self._begun, self._since = begun, clock.monotonic()
         self._last, self._epoch, self._final, self._owed = self._since, epoch, final, cause
 
-    async def _lead(self, under_way: Saving) -> None:
-        """One step further, if it can be done."""
+    async def _step(self, under_way: Saving) -> None:
+        """The next step of the pause, if it can be done."""
         job = self._job
         if self._begun is None or self._begun.uuid != under_way.uuid:
             self._owed = "one was given up"
@@ -124,10 +124,10 @@ class PauseRunner:
         spent = clock.monotonic() - self._since
         waiting: list[object]
         if not under_way.cut:
-            waiting = [*pause_checkpoint.training(job.state, job.members)]
+            waiting = [*pause_checkpoint.still_training(job.state, job.members)]
             what = f"{waiting} did not pause"
         else:
-            waiting = [*pause_checkpoint.copying(job.state, job.members)]
+            waiting = [*pause_checkpoint.still_copying(job.state, job.members)]
             what = f"pservers {waiting} did not copy"
         if waiting and spent > PAUSE_LIMIT_S * (1 + under_way.cut):
             await self._end(lambda job, _: pause_checkpoint.give_up(job, f"{what} within {PAUSE_LIMIT_S:g} s"))
@@ -138,7 +138,7 @@ class PauseRunner:
             self._owed = ""
 
     async def _end(self, decision: Callable[[Job, float], Decision[bool]]) -> bool:
-        """The pause is over, if `decision` says so: everybody trains on, with fresh deadlines."""
+        """The pause is over, if `decision` says so: training continues, with new deadlines."""
         over = await self._writer.decide(decision)
         if over:
             now = clock.monotonic()

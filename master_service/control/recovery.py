@@ -1,10 +1,10 @@
-"""Recovery from the master's side: who has to leave, what the checkpoint says, the queue rewound, RUNNING again.
+"""Recovery, as the master does it: read the checkpoint's manifest, restore the queue, RUNNING again.
 
-ROLLING_BACK: manifest read -> every pserver says that it has restored -> queue rewound, in parts -> RUNNING
-absent (asynchronous): a pserver is back -> manifest read -> what it lacks is counted and on record
-too long for either: FAILED
+ROLLING_BACK: manifest read -> every pserver has loaded the checkpoint -> queue restored, in parts -> RUNNING
+absent (asynchronous): a pserver is back -> manifest read -> its losses are counted and recorded
+either takes too long: FAILED
 
-Everything is decided from etcd and the manifest, so a master that takes over in the middle does it again from the start.
+Everything is decided from etcd and the manifest, so a master that takes over in the middle starts again from the beginning.
 """
 
 from __future__ import annotations
@@ -35,59 +35,59 @@ log = telemetry.logger("recovery")
 
 
 class Recovery:
-    """Of one reign. `advance` after each change of the members or the state: it does what can be done now."""
+    """Of one term. `advance` after each change of the members or the state: it does what can be done now."""
 
     def __init__(self, etcd: Etcd, keys: Keys, writer: Writer, storage: JobStorage, metrics: Metrics) -> None:
         self._etcd, self._keys, self._writer, self._storage, self._metrics = etcd, keys, writer, storage, metrics
         self._manifest: Manifest | None = None
-        self._away = False  # the storage
-        self._since: float | None = None  # the roll-back or the absence
+        self._storage_away = False
+        self._since: float | None = None  # when the roll-back or the absence began
 
     @property
     def _job(self) -> Job:
         return self._writer.job
 
     async def advance(self) -> bool:
-        """Whether something was decided that asks for another look."""
-        await self._clear_the_field()
+        """Whether something was decided, so that `advance` is due again."""
+        await self._evict_survivors()
         state = self._job.state
         if state.phase is not Phase.ROLLING_BACK and not state.absent:
             self._since = None
-            return await self._mend()
+            return await self._record_returns()
         if self._since is None:
             self._since = clock.monotonic()
         if state.phase is not Phase.ROLLING_BACK:
-            return await self._mend()
+            return await self._record_returns()
         manifest = await self._read(state)
         if manifest is None:
             return True
         job = self._job
         if not rollback.is_restored(job.spec, job.state, job.slots, job.members):
             return False
-        return await self._rewind(state, manifest)
+        return await self._restore_queue(state, manifest)
 
     async def give_up_late(self) -> None:
-        """Fail the job if parameters are missing for longer than the spec allows: no wait is for ever."""
+        """Fail the job if parameters are missing for longer than `recovery_timeout_s`."""
         limit_s = self._job.spec.recovery_timeout_s
         if self._since is None or clock.monotonic() - self._since <= limit_s:
             return
 
         def late(job: Job, _now: float) -> Decision[None]:
             state = job.state
-            lacking = [i for i in range(job.spec.pservers) if not rollback.holds(state, job.members, i)]
-            if not lacking or (state.phase is not Phase.ROLLING_BACK and not state.absent):
+            missing = [i for i in range(job.spec.pservers) if not rollback.has_parameters(state, job.members, i)]
+            if not missing or (state.phase is not Phase.ROLLING_BACK and not state.absent):
                 return Decision(None)
-            there = [job.members.pservers[index] for index in lacking if index in job.members.pservers]
+            there = [job.members.pservers[index] for index in missing if index in job.members.pservers]
             why = "".join(f" ({member.waits})" for member in there if member.waits)
             return fail(
                 state,
-                f"pservers {lacking} did not come back within recovery_timeout_s {limit_s:g}{why}; start the job again",
+                f"pservers {missing} did not come back within recovery_timeout_s {limit_s:g}{why}; start the job again",
             )
 
         await self._writer.decide(late)
 
-    async def _mend(self) -> bool:
-        """Count what a pserver lacks that came back."""
+    async def _record_returns(self) -> bool:
+        """Record the losses of pservers that came back."""
         job = self._job
         back = pserver_return.returned(job.state, job.members) if job.spec.mode is Mode.ASYNC else []
         for member in back:
@@ -104,7 +104,7 @@ class Recovery:
         except CheckpointUnusable as unusable:
             error = unusable.message
         if cut is None and await self._ref_of(member) is None:
-            cause = f"a newer checkpoint took the place of {said.checkpoint} while it came back; it comes again"
+            cause = f"checkpoint {said.checkpoint} was replaced by a newer one while it loaded; it loads again"
             log.warning("pserver_evicted", pserver=member.index, cause=cause)
             await self._etcd.revoke(member.lease)
             return
@@ -113,17 +113,17 @@ class Recovery:
             if job.state.timeline != state.timeline:
                 return Decision(False)
             if cut is None:
-                return Decision(False) + fail(job.state, f"what pserver {member.index} lost cannot be told: {error}")
+                return Decision(False) + fail(job.state, f"what pserver {member.index} lost cannot be counted: {error}")
             key = str(member.index)
             before = cut.losses.lost.get(key, 0), cut.losses.skipped.get(key, 0)
             lost = queue_restore.missed_minibatches(job, cut, said.positions) if said.blocks else 0
-            return pserver_return.mend(job, member, lost, before)
+            return pserver_return.record_return(job, member, lost, before)
 
         await self._writer.decide(count)
         self._job.training.grant_again(clock.monotonic())
 
     async def _ref_of(self, member: PserverMember) -> CheckpointRef | None:
-        """The checkpoint that the pserver says it loaded, if it is kept. Asked in etcd: the watches may be behind it."""
+        """The checkpoint that the pserver loaded, if it is still kept. Read from etcd, because the watches may be late."""
         keys, said = self._keys, member.restored
         found = await self._etcd.txn([], [Get(keys.latest), Get(keys.own_checkpoints(member.index))])
         latest, own = found.range(0).first, found.range(1).first
@@ -134,8 +134,8 @@ class Recovery:
             kept += alone.kept
         return next((ref for ref in kept if said is not None and ref.uuid == said.checkpoint), None)
 
-    async def _clear_the_field(self) -> None:
-        """Without any checkpoint, pservers that still hold parameters leave: their leases are revoked."""
+    async def _evict_survivors(self) -> None:
+        """Without any checkpoint, pservers that still hold parameters have to leave: their leases are revoked."""
         job = self._job
         leaving = rollback.survivors(job.spec, job.state, job.members)
         if not leaving or await self._etcd.get(self._keys.latest) is not None:
@@ -145,7 +145,7 @@ class Recovery:
             await self._etcd.revoke(member.lease)
 
     async def _read(self, state: JobState) -> Manifest | None:
-        """The manifest of the checkpoint; None if it cannot be used, which is decided about."""
+        """The manifest of the checkpoint. None if it cannot be used; then another checkpoint is chosen, or the job fails."""
         if self._manifest is not None and self._manifest.uuid == state.checkpoint:
             return self._manifest
         ref = rollback.ref_of(self._job.members.latest, state.checkpoint)
@@ -168,8 +168,8 @@ class Recovery:
         return None
 
     async def _read_manifest(self, ref: CheckpointRef) -> Manifest:
-        """Raises CheckpointUnusable, also when the storage gives a wrong answer several times; PeerError when it is not
-        reached: then no other checkpoint is either, and nothing is lost by waiting."""
+        """Raises CheckpointUnusable, also after STORAGE_TRIES errors of the storage. Raises PeerError if the storage cannot be
+        reached: no other checkpoint can be read either, so waiting loses nothing."""
         error = ""
         for attempt in range(STORAGE_TRIES):
             try:
@@ -177,19 +177,19 @@ class Recovery:
             except ConnectionError as away:
                 await self._tell_away(str(away))
                 raise PeerError(f"the storage is not reached: {away}") from away
-            except OSError as trouble:
-                error = f"checkpoint {ref.uuid} (step {ref.step}) could not be read {attempt + 1} times: {trouble!r}"
+            except OSError as failed:
+                error = f"checkpoint {ref.uuid} (step {ref.step}) could not be read {attempt + 1} times: {failed!r}"
                 log.warning("manifest_unread", cause=error)
                 await asyncio.sleep(ids.jitter(PAUSE_S * 2**attempt))
             else:
-                self._away = False
+                self._storage_away = False
                 return manifest
         raise CheckpointUnusable(error)
 
     async def _tell_away(self, cause: str) -> None:
-        """Once, until it answers again."""
-        if not self._away:
-            self._away = True
+        """An event, once until the storage answers again."""
+        if not self._storage_away:
+            self._storage_away = True
             told = Event("storage_away", f"the job waits for its storage to go back to a checkpoint: {cause}", {})
             await self._writer.decide(lambda _job, _now: Decision(None, (), (told,)))
 
@@ -203,8 +203,8 @@ class Recovery:
             raise CheckpointUnusable(msg)
         return manifest
 
-    async def _rewind(self, state: JobState, manifest: Manifest) -> bool:
-        """The queue as it was at the checkpoint, then RUNNING in one transaction. Nobody is given a task meanwhile."""
+    async def _restore_queue(self, state: JobState, manifest: Manifest) -> bool:
+        """The queue as it was at the checkpoint, in parts; then RUNNING in one transaction. No task is given out before that."""
         step, positions = manifest.step, manifest.record.positions
         cut = queue_restore.read_cut(manifest.queue) if self._job.spec.mode is Mode.ASYNC else None
         if cut is not None:

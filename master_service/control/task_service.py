@@ -1,4 +1,4 @@
-"""What trainers ask and report, over whoever writes: a master's reign, or (without a master) a trainer's own writer."""
+"""What trainers ask and report. It decides through a writer: a master's, or (without a master) the trainer's own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Probe = Callable[[str], Awaitable[bool]]
 
 
 class TaskService(ABC):
-    """`probe` tells whether nothing listens at a url."""
+    """`probe(url)`: whether nothing listens there."""
 
     def __init__(self, etcd: Etcd, keys: Keys, probe: Probe) -> None:
         self.keys = keys
@@ -65,12 +65,12 @@ class TaskService(ABC):
         return await writer.decide(lambda job, _: tasks.acquire(job, ask))
 
     async def report_progress(self, task_id: str, report: TaskProgress) -> None:
-        """Nothing is written: it only moves the deadline. Raises StaleAttempt, NotFound."""
+        """Moves the deadline. Nothing is written to etcd. Raises StaleAttempt, NotFound."""
         queue = tasks.report_progress(self.job, task_id, report).answer
         queue.sign_of_life(task_id, report.minibatches, clock.monotonic())
 
     async def complete_task(self, task_id: str, report: CompleteTask) -> Completed:
-        """A doubled report changes nothing, and gets the same next task. Raises StaleAttempt, NotFound."""
+        """A repeated report changes nothing, and gets the same next task. Raises StaleAttempt, NotFound."""
         writer = self.writer
         queue = writer.job.queue_of(task_id)
         held = queue.pending.get(task_id)
@@ -97,9 +97,9 @@ class TaskService(ABC):
     # ---------------------------------------------------------------- members
 
     async def report_suspect(self, member_id: str) -> bool:
-        """Somebody believes the member (or all of that name) dead: probe, and revoke its lease if nothing listens.
+        """Probe a member that is suspected dead (or all of that name), and revoke its lease if nothing listens at its url.
 
-        Whether one was found dead. A member that listens, or does not answer, is left to its lease. Raises NotFound.
+        Answers whether one was dead. A member that listens, or does not answer, keeps its lease. Raises NotFound.
         """
         suspects = self.find_members(member_id)
         dead = False

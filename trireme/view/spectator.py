@@ -121,7 +121,7 @@ class Spectator:
         while True:
             found = self._operations().get(operation_id)
             if found.running and self._view.job.state.phase.final:  # nobody sweeps any more
-                await self._writer.decide(lambda job, _: operations.follow(job, clock.timestamp()))
+                await self._writer.decide(lambda job, _: operations.advance(job, clock.timestamp()))
                 found = self._operations().get(operation_id)
             if not found.running or clock.monotonic() > deadline:
                 return found.model_dump(mode="json")

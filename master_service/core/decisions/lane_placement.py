@@ -1,6 +1,7 @@
-"""Who computes which lanes: contiguous intervals that cover [0, lanes), even to one lane, moving as few as is cheap to find.
+"""Which trainer computes which lanes: contiguous intervals that cover [0, lanes) and differ by at most one lane in size.
 
-More trainers than lanes: the last ones are hot spares, and a spare takes a dead owner's interval whole.
+Few lanes change their owner, as far as that is cheap to find. With more trainers than lanes the last ones are hot spares; a
+spare takes the whole interval of an owner that is gone.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def moved_lanes(before: Sequence[LaneInterval], after: Sequence[LaneInterval]) -
 
 
 def _owners(lanes: int, before: Sequence[LaneInterval], trainers: Sequence[str]) -> list[str]:
-    """The owners in lane order: those there were, spares in the places of the dead, newcomers where least moves."""
+    """The owners in lane order: those before; spares in place of the ones that are gone; newcomers where the fewest lanes move."""
     alive = set(trainers)
     had_lanes = {interval.trainer for interval in before}
     spare = [trainer for trainer in trainers if trainer not in had_lanes]

@@ -1,8 +1,8 @@
-"""The job as a whole: phases, stages, and what users' errors may cost.
+"""The job as a whole: phases, stages, its end, and how many errors of the user's code it survives.
 
 WAITING --parameters initialised, a trainer there--> RUNNING: TRAIN -> EVALUATE -> EXPORT -> COMPLETED (DONE)
    |                                                    |
-   +-------- too many users' errors, lost pserver, too much discarded ------> FAILED
+   +-------- too many user errors, pserver lost, too much discarded --------> FAILED
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def next_stage(spec: JobSpec, stage: Stage) -> Stage:
 
 
 def fail(state: JobState, reason: str, failure: UserFailure | None = None) -> Decision[None]:
-    """The end of the job; a job that is over stays as it is."""
+    """The job has failed. A job that has ended already stays as it is."""
     if state.phase.final:
         return Decision(None)
     failed = state.model_copy(update={"phase": Phase.FAILED, "reason": reason, "failure": failure})
@@ -70,7 +70,7 @@ def state_after(state: JobState, decision: Decision[Any]) -> JobState:
 def advance_stage(
     job: Job, changes: tuple[Change, ...], *, last: bool = False, report: CompleteTask | None = None
 ) -> Decision[None]:
-    """What follows from the end of a task or an epoch: an event, the next stage, the end of the job."""
+    """What follows from the end of a task or an epoch: an event, the next stage, or the end of the job."""
     state, spec = job.state, job.spec
     decision: Decision[None] = Decision(None)
     for change in changes:

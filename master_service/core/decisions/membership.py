@@ -1,4 +1,4 @@
-"""Members and generations: what follows from who is there.
+"""Members and generations: what follows when the members change.
 
 WAITING    all pservers -> slot map;  parameters initialised + a trainer -> RUNNING, generation 1
 RUNNING    a trainer joined or died -> generation + 1 (and new lanes);  a pserver died -> ROLLING_BACK (rollback.py)
@@ -16,7 +16,7 @@ from shared.slots import spread
 
 
 def checkpoint_news(before: Members, now: Members) -> tuple[Event, ...]:
-    """Who cannot write checkpoints any more, and who can again; who waits for the storage to load one."""
+    """Which pservers can no longer write checkpoints, which can again, and which wait for the storage to load one."""
     events = []
     for index, member in sorted(now.pservers.items()):
         told = before.pservers[index].trouble if index in before.pservers else ""
@@ -34,7 +34,7 @@ def checkpoint_news(before: Members, now: Members) -> tuple[Event, ...]:
 def reconcile(
     spec: JobSpec, state: JobState, lanes: LaneMap | None, slots: SlotMap | None, members: Members
 ) -> Decision[None]:
-    """What the membership asks for now. Idempotent: applied, the same members ask for nothing more."""
+    """Bring the job in line with its members. Idempotent: applied once, the same members change nothing more."""
     if state.phase.final:
         return Decision(None)
     if state.phase is Phase.ROLLING_BACK:
@@ -42,14 +42,14 @@ def reconcile(
     if state.phase is Phase.CHECKPOINTING:
         return pause_checkpoint.supervise(spec, state, members)
     if spec.mode is Mode.ASYNC:
-        missed = pserver_return.look(spec, state, slots, members)
+        missed = pserver_return.handle_missing(spec, state, slots, members)
         if missed.changes:
             return missed
-    elif members.init_done and (cause := rollback.loss(spec, state, slots, members)):
+    elif members.init_done and (cause := rollback.why_incomplete(spec, state, slots, members)):
         return rollback.go_back(spec, state, slots, members, cause)
     missing = [index for index in range(spec.pservers) if index not in members.pservers]
     changes: tuple[Change, ...] = ()
-    if not missing and (slots is None or not rollback.fits(slots, spec)):
+    if not missing and (slots is None or not rollback.slots_fit(slots, spec)):
         version = slots.version + 1 if slots else 1
         changes = (PutSlots(SlotMap(version=version, owners=spread(spec.slot_count, spec.pservers))),)
     now = tuple(members.trainers)

@@ -1,11 +1,11 @@
-"""What was asked for and takes long: checkpoints on demand, verifications, ways back to a named checkpoint.
+"""Requests that take long: create a checkpoint, verify one, restore the job to one.
 
 CREATE    asked -> job/checkpoint written -> lane 0 carries it into a version -> that one is `latest` -> DONE
-          asynchronous: asked -> the next pause (saver.py) -> its checkpoint, or a later one, is `latest` -> DONE
+          asynchronous: asked -> the next pause (pause_checkpoint.py) -> its checkpoint, or a later one, is `latest` -> DONE
 RESTORE   asked -> every part read -> ROLLING_BACK(timeline) -> RUNNING in that timeline -> DONE
 VERIFY    asked -> every part read -> DONE | FAILED
 
-Decisions only; reading files is the runner's (master_service/verifying.py).
+Decisions only; the files are read by control/operation_runner.py.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from shared.records import JobState, Mode, Phase, Stage
 from shared.records.checkpoints import CheckpointRef, history
 from shared.records.operations import Operation, OperationKind, OperationState, saves_on_demand
 
-ASK_AGAIN_S = (
-    30.0  # after 30, 90, 210, ... seconds: an owner of lane 0 may have missed the request in a change of lanes
-)
+ASK_AGAIN_S = 30.0  # after 30, 90, 210, ... seconds: lane 0 may have changed its owner, and the request was missed
 DRAIN_LIMIT_S = 60.0
 
 Fields = dict[str, str | int | float | bool]
@@ -32,7 +30,7 @@ Fields = dict[str, str | int | float | bool]
 
 
 def ask_to_create(job: Job, asked: Operation) -> Decision[Operation]:
-    """Answers the operation; the one under way if there is one, for its checkpoint is not made yet. Raises Conflict."""
+    """Answers the operation. If one is running already, that one: its checkpoint is not made yet. Raises Conflict."""
     if (known := _known(job, asked)) is not None:
         return Decision(known)
     _check_possible(job, "a checkpoint")
@@ -66,7 +64,7 @@ def ask_to_verify(job: Job, asked: Operation) -> Decision[Operation]:
 
 
 def ask_for_draining(job: Job, stamp: str) -> Decision[None]:
-    """A parameter server that was asked to leave wants its parameters saved before it goes."""
+    """A parameter server that was asked to leave needs its parameters in a checkpoint first."""
     latest, state = job.members.latest, job.state
     trains = state.stage is Stage.TRAIN and state.phase in {Phase.RUNNING, Phase.CHECKPOINTING}
     if not trains or not saves_on_demand(job.spec):
@@ -88,7 +86,7 @@ def ask_for_draining(job: Job, stamp: str) -> Decision[None]:
 
 
 def find_checkpoint(job: Job, checkpoint_id: str) -> CheckpointRef:
-    """Raises NotFound, which lists the ids there are."""
+    """Raises NotFound, which lists the existing ids."""
     ref = rollback.ref_of(job.members.latest, checkpoint_id)
     if ref is None:
         there = [f"{ref.uuid} (step {ref.step})" for ref in _kept(job.members)]
@@ -97,39 +95,39 @@ def find_checkpoint(job: Job, checkpoint_id: str) -> CheckpointRef:
     return ref
 
 
-# -------------------------------------------------------------------- as things happen
+# -------------------------------------------------------------------- progress
 
 
-def unbegun(job: Job) -> list[Operation]:
-    """Asynchronous: checkpoints that are asked for and that no pause was begun for yet."""
+def not_begun(job: Job) -> list[Operation]:
+    """Asynchronous: checkpoints that were asked for and have no pause yet."""
     if job.spec.mode is Mode.SYNC:
         return []
     asked = job.operations.running(OperationKind.CREATE_CHECKPOINT)
     return [operation for operation in asked if operation.step is None]
 
 
-def begun(job: Job, step: int) -> Decision[None]:
-    """A pause begins, for checkpoint number `step`: in the same transaction."""
-    changes = [PutOperation(asked.model_copy(update={"step": step})) for asked in unbegun(job)]
+def mark_begun(job: Job, step: int) -> Decision[None]:
+    """A pause for checkpoint number `step` begins, in the same transaction."""
+    changes = [PutOperation(asked.model_copy(update={"step": step})) for asked in not_begun(job)]
     return Decision(None, tuple(changes))
 
 
-def follow(job: Job, stamp: str) -> Decision[None]:
-    """What the members, the newest checkpoint and the job's state mean for those under way."""
+def advance(job: Job, stamp: str) -> Decision[None]:
+    """What the members, the newest checkpoint and the job's state mean for running operations."""
     decision: Decision[None] = Decision(None)
     for operation in job.operations.running():
         match operation.kind:
             case OperationKind.CREATE_CHECKPOINT:
-                decision += _follow_creation(job, operation, stamp)
+                decision += _advance_creation(job, operation, stamp)
             case OperationKind.RESTORE_CHECKPOINT:
-                decision += _follow_restoration(job.state, operation, stamp)
+                decision += _advance_restoration(job.state, operation, stamp)
             case OperationKind.VERIFY_CHECKPOINT:
                 pass
     return decision
 
 
 def tick(job: Job, now: float, stamp: str) -> Decision[None]:
-    """Time passes: limits are reached, requests are made again."""
+    """Operations past their limit fail; requests without an effect are repeated."""
     decision: Decision[None] = Decision(None)
     for operation in job.operations.running():
         spent_s = now - job.operations.since[operation.operation_id]
@@ -153,10 +151,10 @@ def verified(job: Job, operation_id: str, error: CheckpointUnusable | None, stam
     if operation.kind is OperationKind.VERIFY_CHECKPOINT:
         return _end(operation, OperationState.DONE, "every part is as it was written", stamp)
     if job.state.phase is Phase.CHECKPOINTING:
-        return Decision(None)  # it is decided again after the pause
+        return Decision(None)  # decided again after the pause
     ref = rollback.ref_of(job.members.latest, operation.checkpoint_id)
     if ref is None or job.state.phase.final:
-        return _follow_restoration(job.state, operation, stamp) if ref else _gone(operation, stamp)
+        return _advance_restoration(job.state, operation, stamp) if ref else _deleted(operation, stamp)
     back = rollback.back_to(job.spec, job.state, job.slots, ref, operation.cause)
     begun = operation.model_copy(update={"timeline": job.state.generation + 1})
     return Decision(None, (PutOperation(begun),)) + back
@@ -183,7 +181,7 @@ def waits_for(job: Job, operation: Operation) -> str:
 # -------------------------------------------------------------------- parts
 
 
-def _follow_creation(job: Job, operation: Operation, stamp: str) -> Decision[None]:
+def _advance_creation(job: Job, operation: Operation, stamp: str) -> Decision[None]:
     latest, state = job.members.latest, job.state
     if latest is not None:
         is_here = latest.timeline == state.timeline or latest.uuid == state.checkpoint
@@ -198,27 +196,27 @@ def _follow_creation(job: Job, operation: Operation, stamp: str) -> Decision[Non
     return Decision(None)
 
 
-def _follow_restoration(state: JobState, operation: Operation, stamp: str) -> Decision[None]:
+def _advance_restoration(state: JobState, operation: Operation, stamp: str) -> Decision[None]:
     if state.phase.final:
         reason = f"the job is {state.phase}: {state.reason}"
         return _end(operation, OperationState.FAILED, reason, stamp, code=Conflict.code)
     if not operation.timeline or state.timeline < operation.timeline:
         return Decision(None)
     if state.checkpoint != operation.checkpoint_id:
-        reason = f"the job went elsewhere: {state.reason}"
+        reason = f"the job went back to another checkpoint: {state.reason}"
         return _end(operation, OperationState.FAILED, reason, stamp, code=CheckpointUnusable.code)
     if state.phase is Phase.RUNNING:
         return _end(operation, OperationState.DONE, f"the job goes on from step {operation.step}", stamp)
     return Decision(None)
 
 
-def _gone(operation: Operation, stamp: str) -> Decision[None]:
+def _deleted(operation: Operation, stamp: str) -> Decision[None]:
     reason = f"checkpoint {operation.checkpoint_id} was deleted meanwhile: newer ones took its place"
     return _end(operation, OperationState.FAILED, reason, stamp, code=NotFound.code)
 
 
 def _known(job: Job, asked: Operation) -> Operation | None:
-    """What the same key asked for before. Raises Conflict if that was something else."""
+    """The operation that the same key began before. Raises Conflict if it asked for something else."""
     known = job.operations.records.get(asked.operation_id)
     if known is None:
         return None
@@ -226,7 +224,7 @@ def _known(job: Job, asked: Operation) -> Operation | None:
     if (known.kind, about) != (asked.kind, asked.checkpoint_id):
         msg = (
             f"this Idempotency-Key asked for {known.kind} {about} before, now for {asked.kind} {asked.checkpoint_id}: "
-            "use a new key for a new wish"
+            "use a new key for a new request"
         )
         raise Conflict(msg, operation=known.operation_id)
     return known
@@ -277,7 +275,7 @@ def _kept(members: Members) -> tuple[CheckpointRef, ...]:
 
 
 def abandoned(job: Job) -> set[str]:
-    """Checkpoints that the job left by going back to an older one, by uuid: listed, but nobody falls back to them."""
+    """By uuid: checkpoints newer than one that the job was restored to. They are listed, but no roll-back chooses them."""
     state = job.state
     mine = {ref.uuid for ref in history(_kept(job.members), state.timeline, state.checkpoint)}
     return {ref.uuid for ref in _kept(job.members)} - mine

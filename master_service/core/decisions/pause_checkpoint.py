@@ -1,15 +1,15 @@
-"""The paused checkpoint of an asynchronous job: everybody stands still for as long as copying in memory takes.
+"""The checkpoint of an asynchronous job is taken in a pause: training stops for as long as a copy in memory takes.
 
 RUNNING --begin--> CHECKPOINTING, trainers/pause --all paused: cut--> generation + 1 --all copied: finish--> RUNNING
    ^                   |                                  |
-   +----- give up -----+---- somebody is too slow, gone --+          writing goes on in the background (commit.py)
+   +----- give up -----+---- a member is too slow, gone ---+          files are written in the background
 
-The queue of the cut's own revision belongs to the checkpoint. The cut counts only once `finish` has confirmed it.
+The checkpoint holds the task queue at the revision of the cut. The cut counts only once `finish` has confirmed it.
 """
 
 from __future__ import annotations
 
-from master_service.core.decisions.rollback import fits, holds
+from master_service.core.decisions.rollback import has_parameters, slots_fit
 from master_service.core.state.changes import (
     Decision,
     DropCut,
@@ -33,12 +33,12 @@ def is_paused_kind(spec: JobSpec) -> bool:
 
 
 def can_begin(job: Job) -> bool:
-    whole = job.slots is not None and fits(job.slots, job.spec) and not _lacking(job.spec, job.state, job.members)
+    whole = job.slots is not None and slots_fit(job.slots, job.spec) and not _missing(job.spec, job.state, job.members)
     return job.state.phase is Phase.RUNNING and job.members.init_done and whole
 
 
 def begin(job: Job, uuid: str, lease: int, cause: str) -> Decision[Saving | None]:
-    """Ask everybody to pause, if the job runs and is whole. `uuid`: of checkpoint number `saved` + 1."""
+    """Ask all trainers to pause, if the job runs and all parameters are there. `uuid`: of checkpoint number `saved` + 1."""
     if not can_begin(job):
         return Decision(None)
     state = job.state
@@ -50,34 +50,34 @@ def begin(job: Job, uuid: str, lease: int, cause: str) -> Decision[Saving | None
     return Decision(saving, (PutState(state.model_copy(update=update)), PutPause(pause, lease)))
 
 
-def training(state: JobState, members: Members) -> list[str]:
-    """Trainers that have not paused yet; one whose key is gone is none: its pushes are stale after the cut."""
+def still_training(state: JobState, members: Members) -> list[str]:
+    """Trainers that have not paused yet. One whose key is gone does not count: its pushes are stale after the cut."""
     uuid = state.saving.uuid if state.saving else ""
     there = [members.trainers[trainer] for trainer in state.trainers if trainer in members.trainers]
     return [member.trainer for member in there if member.paused is None or member.paused.uuid != uuid]
 
 
 def cut(job: Job) -> Decision[bool]:
-    """Everybody has paused: copy."""
+    """All trainers have paused: the pservers copy."""
     state, saving = job.state, job.state.saving
-    if state.phase is not Phase.CHECKPOINTING or saving is None or saving.cut or training(state, job.members):
+    if state.phase is not Phase.CHECKPOINTING or saving is None or saving.cut or still_training(state, job.members):
         return Decision(False)
     update = {"saving": saving.model_copy(update={"cut": True}), "generation": state.generation + 1}
     return Decision(True, (PutState(state.model_copy(update=update)), PutCut(saving.uuid, _cut_of(state, saving))))
 
 
-def copying(state: JobState, members: Members) -> list[int]:
+def still_copying(state: JobState, members: Members) -> list[int]:
     """Parameter servers that have not copied yet."""
     uuid = state.saving.uuid if state.saving else ""
     return [index for index, member in sorted(members.pservers.items()) if member.copied != uuid]
 
 
 def finish(job: Job, seconds: float) -> Decision[bool]:
-    """Everybody has copied: training goes on, and the checkpoint counts as soon as it is written."""
+    """All pservers have copied: training continues, and the checkpoint counts as soon as it is written."""
     state, saving = job.state, job.state.saving
     if state.phase is not Phase.CHECKPOINTING or saving is None or not saving.cut:
         return Decision(False)
-    if copying(state, job.members) or _lacking(job.spec, state, job.members):
+    if still_copying(state, job.members) or _missing(job.spec, state, job.members):
         return Decision(False)
     place = _cut_of(state, saving).model_copy(update={"copied": True})
     reason = f"checkpoint {saving.step} is copied"
@@ -88,16 +88,16 @@ def finish(job: Job, seconds: float) -> Decision[bool]:
 
 
 def give_up(job: Job, cause: str) -> Decision[bool]:
-    """Training goes on without this checkpoint; what was written of it never counts."""
+    """Training continues without this checkpoint. What was written of it never counts."""
     return _give_up(job.state, cause)
 
 
 def supervise(spec: JobSpec, state: JobState, members: Members) -> Decision[None]:
     """A parameter server that dies during the pause ends it."""
-    lacking = _lacking(spec, state, members)
-    if not lacking:
+    missing = _missing(spec, state, members)
+    if not missing:
         return Decision(None)
-    return Decision(None) + _give_up(state, f"pserver {lacking[0]} is gone")
+    return Decision(None) + _give_up(state, f"pserver {missing[0]} is gone")
 
 
 def _give_up(state: JobState, cause: str) -> Decision[bool]:
@@ -117,5 +117,5 @@ def _running(state: JobState, reason: str) -> JobState:
     return state.model_copy(update={"phase": Phase.RUNNING, "saving": None, "reason": reason})
 
 
-def _lacking(spec: JobSpec, state: JobState, members: Members) -> list[int]:
-    return [index for index in range(spec.pservers) if not holds(state, members, index)]
+def _missing(spec: JobSpec, state: JobState, members: Members) -> list[int]:
+    return [index for index in range(spec.pservers) if not has_parameters(state, members, index)]

@@ -1,14 +1,14 @@
-"""Asynchronous: a parameter server is gone, the others go on. It comes back from its newest checkpoint; what it lacks counts.
+"""Asynchronous: a parameter server is gone and the others continue. It returns from its newest checkpoint; its losses are recorded.
 
-whole --pserver gone--> absent --back, with a checkpoint's ledger--> mended: generation + 1, its losses on record
-      |                   `-- no checkpoint, too long away: FAILED
-      `-- nobody left, or training is over: the whole job goes back, nothing is lost (rollback.py)
+complete --pserver gone--> absent --back, with a checkpoint's ledger--> counted: generation + 1, its losses on record
+         |                   `-- no checkpoint, or away too long: FAILED
+         `-- no pserver left, or training is over: the whole job goes back, nothing is lost (rollback.py)
 """
 
 from __future__ import annotations
 
 from master_service.core.decisions.lifecycle import fail
-from master_service.core.decisions.rollback import fits, go_back, holds
+from master_service.core.decisions.rollback import go_back, has_parameters, slots_fit
 from master_service.core.state.changes import Decision, Event, PutLosses, PutState
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
@@ -16,19 +16,19 @@ from shared.errors import NotReady
 from shared.records import JobSpec, JobState, PserverMember, SlotMap, Stage
 
 
-def look(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members) -> Decision[None]:
-    """What missing parameter servers ask for; nothing more once they are on record as absent."""
+def handle_missing(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members) -> Decision[None]:
+    """Record missing parameter servers as absent, or go back, or fail. Nothing more once they are recorded."""
     if not members.init_done:
         return Decision(None)
     independent = spec.checkpoint_kind == "independent"
-    if slots is not None and not fits(slots, spec):
+    if slots is not None and not slots_fit(slots, spec):
         cause = f"the job has {spec.pservers} parameter servers now instead of {max(slots.owners) + 1}"
         if independent:
             return fail(
                 state, f"{cause}, and independent checkpoints load only with as many; start it with as many as before"
             )
         return go_back(spec, state, slots, members, cause)
-    away = [index for index in range(spec.pservers) if not holds(state, members, index)]
+    away = [index for index in range(spec.pservers) if not has_parameters(state, members, index)]
     if not away:
         return Decision(None)
     for index in away:
@@ -55,7 +55,7 @@ def look(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members
 
 
 def is_back(state: JobState, member: PserverMember) -> bool:
-    """Whether it has answered in this timeline that it rejoined, or could not, and nobody took note yet."""
+    """Whether it wrote in this timeline that it rejoined, or could not, and that is not on record yet."""
     said = member.restored
     return (
         said is not None
@@ -66,24 +66,24 @@ def is_back(state: JobState, member: PserverMember) -> bool:
 
 
 def returned(state: JobState, members: Members) -> list[PserverMember]:
-    """Those that serve again and whose losses are not on record yet."""
+    """Pservers that serve again and whose losses are not on record yet."""
     said = [member for member in members.pservers.values() if member.restored is not None and not member.restored.error]
     return [member for member in said if is_back(state, member)]
 
 
 def is_outdated(state: JobState, members: Members, generation: int | None) -> bool:
-    """Whether a task that was done in `generation` may be lacking at a pserver that came back since: it is given again.
+    """Whether a task that was done in `generation` may be missing at a pserver that came back since. Then it is given again.
 
-    Raises NotReady while one is back and not counted: what it lacks is what is closed by then and not in its checkpoint, so
-    nothing may be closed that it has got already.
+    Raises NotReady while a pserver is back and its losses are not counted. They are counted as the tasks that are done and not
+    in its checkpoint, so no task may become done in between: the pserver may have its pushes already.
     """
     if back := returned(state, members):
         raise NotReady(f"pserver {back[0].index} came back and what it lacks is not on record yet; report again")
     return generation is not None and generation < state.mended
 
 
-def mend(job: Job, member: PserverMember, lost: int, before: tuple[int, int]) -> Decision[bool]:
-    """On record: what `member` lacks. `lost`: since its checkpoint; `before`: (lost, skipped) at the checkpoint."""
+def record_return(job: Job, member: PserverMember, lost: int, before: tuple[int, int]) -> Decision[bool]:
+    """Record what `member` lacks. `lost`: minibatches since its checkpoint; `before`: (lost, skipped) at the checkpoint."""
     state, said = job.state, member.restored
     if said is None or job.members.pservers.get(member.index) != member or not is_back(state, member):
         return Decision(False)

@@ -1,9 +1,9 @@
-"""The way back after parameters were lost: to which checkpoint, when everybody has it, and where training goes on.
+"""Roll-back after parameters were lost: to which checkpoint, when every pserver has loaded it, and where training continues.
 
-RUNNING --not whole any more--> ROLLING_BACK(timeline, checkpoint) --every pserver has it, queue rewound--> RUNNING
-   |                               |    ^ cannot be used: the one before it, in a newer timeline
-   |                               +----+---- none left ----> FAILED
-   +-- no checkpoint was ever finished --> WAITING: from the very start, with new members
+RUNNING --parameters lost--> ROLLING_BACK(timeline, checkpoint) --every pserver has it, queue restored--> RUNNING
+   |                            |    ^ cannot be used: the checkpoint before it, in a newer timeline
+   |                            +----+---- none left ----> FAILED
+   +-- there is no checkpoint yet --> WAITING: from the very start, with new members
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _NO_ABSENCE: dict[str, object] = {"saving": None, "absent": (), "mended": 0, "me
 # -------------------------------------------------------------------- whether, and to where
 
 
-def loss(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members) -> str:
-    """Why the parameters are not whole (any more), or ""."""
-    if slots is not None and not fits(slots, spec):
+def why_incomplete(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members) -> str:
+    """Why parameters are missing, or ""."""
+    if slots is not None and not slots_fit(slots, spec):
         return f"the job has {spec.pservers} parameter servers now instead of {max(slots.owners) + 1}"
     for index in range(spec.pservers):
         if index not in members.pservers:
             return f"pserver {index} is gone"
-        if not holds(state, members, index):
+        if not has_parameters(state, members, index):
             return f"pserver {index} was replaced by an empty one"
         torn = members.pservers[index].torn
         if torn is not None and torn.timeline == state.timeline:
@@ -55,8 +55,8 @@ def loss(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members
     return ""
 
 
-def holds(state: JobState, members: Members, index: int) -> bool:
-    """Whether that pserver has the parameters of the job's timeline, by what it says in etcd."""
+def has_parameters(state: JobState, members: Members, index: int) -> bool:
+    """Whether that pserver has the parameters of the job's timeline, by its own key in etcd."""
     member = members.pservers.get(index)
     if member is None:
         return False
@@ -73,12 +73,12 @@ def holds(state: JobState, members: Members, index: int) -> bool:
     return not members.pserver_revisions.get(index, 0) > members.layout_revision > 0
 
 
-def fits(slots: SlotMap, spec: JobSpec) -> bool:
+def slots_fit(slots: SlotMap, spec: JobSpec) -> bool:
     return max(slots.owners) + 1 == spec.pservers
 
 
 def go_back(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members, cause: str) -> Decision[None]:
-    """The parameters are lost: back to the newest checkpoint. Without one, from the start once nobody holds any."""
+    """Parameters are lost: back to the newest checkpoint. Without one, back to the start, once no pserver holds any."""
     if members.latest is not None:
         usable = _usable(state, members.latest)
         if not usable:
@@ -103,19 +103,19 @@ def go_back(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Memb
 
 
 def survivors(spec: JobSpec, state: JobState, members: Members) -> list[PserverMember]:
-    """Pservers that hold a part of parameters whose rest is lost, where there is no checkpoint to go back to: they
-    have to leave, so that everybody is empty."""
-    lost = members.init_done and bool(loss(spec, state, None, members))
+    """Pservers that still hold parameters while others lost theirs and no checkpoint exists. They have to leave, so that all
+    start empty."""
+    lost = members.init_done and bool(why_incomplete(spec, state, None, members))
     holding = state.checkpoint or members.latest is not None or spec.mode is not Mode.SYNC
     if state.phase.final or holding or not lost:
         return []
-    return [members.pservers[index] for index in sorted(members.pservers) if holds(state, members, index)]
+    return [members.pservers[index] for index in sorted(members.pservers) if has_parameters(state, members, index)]
 
 
 def supervise(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members) -> Decision[None]:
-    """While everybody restores: another checkpoint if somebody cannot, a new beginning if the number of pservers changed."""
-    if slots is not None and not fits(slots, spec):
-        return go_back(spec, state, slots, members, loss(spec, state, slots, members))
+    """While pservers load: another checkpoint if one of them cannot, a new roll-back if the number of pservers changed."""
+    if slots is not None and not slots_fit(slots, spec):
+        return go_back(spec, state, slots, members, why_incomplete(spec, state, slots, members))
     for index in sorted(members.pservers):
         said = members.pservers[index].restored
         if said is not None and said.error and (said.timeline, said.checkpoint) == (state.timeline, state.checkpoint):
@@ -127,7 +127,7 @@ def supervise(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Me
 
 def is_restored(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members) -> bool:
     """Whether all parameter servers have the checkpoint's parameters."""
-    whole = slots is not None and not loss(spec, state, slots, members)
+    whole = slots is not None and not why_incomplete(spec, state, slots, members)
     return state.phase is Phase.ROLLING_BACK and whole
 
 
@@ -138,7 +138,7 @@ def ref_of(latest: CheckpointLatest | None, uuid: str) -> CheckpointRef | None:
 def fall_back(
     spec: JobSpec, state: JobState, slots: SlotMap | None, latest: CheckpointLatest | None, error: str
 ) -> Decision[None]:
-    """The checkpoint of this roll-back cannot be used: the one before it, or the end of the job."""
+    """The checkpoint of this roll-back cannot be used: take the one before it, or fail the job."""
     if state.phase is not Phase.ROLLING_BACK:
         return Decision(None)
     state = state.model_copy(update={"damaged": (*state.damaged, state.checkpoint)})
@@ -154,9 +154,9 @@ def fall_back(
 def choose_again(
     spec: JobSpec, state: JobState, slots: SlotMap | None, latest: CheckpointLatest | None
 ) -> Decision[None]:
-    """The chosen checkpoint was deleted because a newer one of the timeline that was left became the latest just before."""
+    """The chosen checkpoint was deleted: just before, a newer one of the old timeline had become the latest."""
     if state.phase is not Phase.ROLLING_BACK or latest is None or ref_of(latest, state.checkpoint) is not None:
-        return Decision(None)  # the pserver has seen more of etcd than this view
+        return Decision(None)  # the pserver has seen a later revision of etcd than this master
     newest = next((ref for ref in latest.kept if ref.uuid not in state.damaged), None)
     cause = f"a newer checkpoint had taken the place of {state.checkpoint}"
     if newest is None:
@@ -165,16 +165,17 @@ def choose_again(
 
 
 def _usable(state: JobState, latest: CheckpointLatest) -> tuple[CheckpointRef, ...]:
-    """What this job's parameters come from, newest first: not what it left by a wish, not what could not be loaded.
+    """Checkpoints to go back to, newest first: of the job's own history, and not damaged.
 
-    All that are kept, if what the timeline began with is not among them: it was deleted as the timeline began.
+    Those that a restoration left behind are not in the history. If the checkpoint that the timeline began with is not kept any
+    more, all that are kept count: it was deleted as the timeline began.
     """
     mine = history(latest.kept, state.timeline, state.checkpoint) or latest.kept
     return tuple(ref for ref in mine if ref.uuid not in state.damaged)
 
 
 def back_to(spec: JobSpec, state: JobState, slots: SlotMap | None, ref: CheckpointRef, cause: str) -> Decision[None]:
-    """Everybody loads that checkpoint."""
+    """All pservers load that checkpoint, in a new timeline."""
     timeline = state.generation + 1
     reason = f"{cause}: everybody goes back to step {ref.step}"
     back = state.model_copy(
@@ -197,22 +198,22 @@ def back_to(spec: JobSpec, state: JobState, slots: SlotMap | None, ref: Checkpoi
 
 
 def _new_slots(spec: JobSpec, slots: SlotMap | None) -> tuple[Change, ...]:
-    if slots is None or fits(slots, spec):
+    if slots is None or slots_fit(slots, spec):
         return ()
     return (PutSlots(SlotMap(version=slots.version + 1, owners=spread(spec.slot_count, spec.pservers))),)
 
 
 def stage_at(spec: JobSpec, stage: Stage, epoch: int) -> Stage:
-    """Training goes on if anything of it is left; else what follows it is not undone."""
+    """TRAIN if any training is left; else the stage stays, and what follows training is not undone."""
     if epoch < spec.epochs:
         return Stage.TRAIN
     return next_stage(spec, stage) if stage is Stage.TRAIN else stage
 
 
 def resume(job: Job, epoch: int, step: int, *, records: int, seconds: float) -> Decision[bool]:
-    """RUNNING again with whoever is there, if everybody (still) has the parameters; answers whether it is.
+    """RUNNING again with the trainers that are there, if all pservers have the parameters. Answers whether it is.
 
-    `epoch`: the one that the checkpoint is in.
+    `epoch`: the epoch of the checkpoint.
     """
     spec, state, members = job.spec, job.state, job.members
     if not is_restored(spec, state, job.slots, members):

@@ -62,7 +62,7 @@ def _acquire_shared(job: Job, ask: AcquireTask) -> Decision[TaskAnswer]:
 
 
 def close_epoch(job: Job, ask: AcquireTask) -> Decision[None]:
-    """What the request proves: a lane that asks for the next epoch has pulled a version in which this one is over."""
+    """A lane that asks for the next epoch has pulled a version in which this one is over: the request proves its end."""
     if ask.stream is None or job.state.phase is not Phase.RUNNING or job.state.stage is not Stage.TRAIN:
         return Decision(None)
     check_generation(job, ask)
@@ -71,7 +71,7 @@ def close_epoch(job: Job, ask: AcquireTask) -> Decision[None]:
 
 
 def report_progress(job: Job, task_id: str, report: TaskProgress) -> Decision[TaskQueue]:
-    """Answers the queue whose task shows life. Raises StaleAttempt, NotFound."""
+    """Answers the queue of the task. Raises StaleAttempt, NotFound."""
     queue = job.queue_of(task_id)
     _check_timeline(job, task_id, report)
     queue.check_attempt(task_id, report.attempt, report.trainer, report.epoch)
@@ -79,7 +79,7 @@ def report_progress(job: Job, task_id: str, report: TaskProgress) -> Decision[Ta
 
 
 def complete(job: Job, task_id: str, report: CompleteTask) -> Decision[None]:
-    """Raises StaleAttempt, NotFound, NotReady. Sums and exports are written with the end of the task, so never twice."""
+    """Raises StaleAttempt, NotFound, NotReady. Sums and exports are written in the transaction that ends the task: never twice."""
     queue = job.queue_of(task_id)
     _check_timeline(job, task_id, report)
     closing = queue.finish(task_id, report.attempt, report.trainer, report.epoch)
@@ -101,7 +101,7 @@ def complete(job: Job, task_id: str, report: CompleteTask) -> Decision[None]:
 
 
 def fail_task(job: Job, task_id: str, report: FailTask) -> Decision[UserFailure | None]:
-    """Raises StaleAttempt, NotFound. Answers the failure if it was news; it also counts against the job's budget."""
+    """Raises StaleAttempt, NotFound. Answers the failure unless it was reported before; it also counts against the job's budget."""
     queue = job.queue_of(task_id)
     _check_timeline(job, task_id, report)
     cause = f"{report.failure.error_type}: {report.failure.message}"
@@ -115,19 +115,21 @@ def fail_task(job: Job, task_id: str, report: FailTask) -> Decision[UserFailure 
 
 
 def expire(job: Job, now: float) -> Decision[list[str]]:
-    """Tasks over their time; answers the trainers that must stand aside.
+    """Tasks past their deadline are requeued or discarded; answers the trainers to evict.
 
-    Lanes wait for each other, so there only the longest silent one is to blame: its trainer is put out (its lanes go
-    to others), and the rest get their time anew.
+    Lanes wait for each other, so only the one that is silent longest is to blame: its trainer is evicted (its lanes go to
+    others), and the other tasks get a new deadline.
     """
     queue = job.due
-    calm = job.state.phase is Phase.RUNNING and not job.state.absent  # else tasks wait through no fault of theirs
-    late = queue.overdue(now) if queue and calm else []
+    waits = (
+        job.state.phase is not Phase.RUNNING or job.state.absent
+    )  # tasks are late through no fault of their trainers
+    late = queue.overdue(now) if queue and not waits else []
     if queue is None or not late:
         return Decision([])
     blamed = late[:1] if queue.by_lane else late[:REQUEUES_AT_ONCE]
-    put_out = [queue.pending[task_id].record.trainer for task_id in blamed] if queue.by_lane else []
-    decision: Decision[list[str]] = Decision(put_out)
+    evicted = [queue.pending[task_id].record.trainer for task_id in blamed] if queue.by_lane else []
+    decision: Decision[list[str]] = Decision(evicted)
     for task_id in blamed:
         held = queue.pending[task_id]
         cause = f"silent for {now - held.last_sign:.1f} s at {held.record.trainer}"
@@ -139,7 +141,7 @@ def expire(job: Job, now: float) -> Decision[list[str]]:
 
 
 def put_back_lost(job: Job) -> Decision[bool]:
-    """Tasks of trainers that are no members any more go back, at most some at a time; answers whether more are left."""
+    """Requeue tasks of trainers that are no longer members, REQUEUES_AT_ONCE at most. Answers whether more are left."""
     queue = job.due
     if queue is None or job.state.phase is not Phase.RUNNING:
         return Decision(False)
@@ -154,7 +156,7 @@ def put_back_lost(job: Job) -> Decision[bool]:
 
 
 def check_generation(job: Job, ask: AcquireTask) -> None:
-    """The fence of dispatch. Raises StaleGeneration for a trainer that is no member, or (lanes) of an older generation."""
+    """The fence of dispatch. Raises StaleGeneration for a trainer that is not a member, or (lanes) that is of an older generation."""
     state = job.state
     if ask.trainer not in state.trainers:
         msg = f"{ask.trainer} is no member of generation {state.generation}; register, and read the job's state again"
@@ -171,7 +173,7 @@ def check_generation(job: Job, ask: AcquireTask) -> None:
 
 
 def complete_and_take(job: Job, task_id: str, report: CompleteTask) -> Decision[Completed]:
-    """Raises StaleAttempt, NotFound, NotReady: then no task is taken either. A refusal of the next one is no error."""
+    """Raises StaleAttempt, NotFound, NotReady; then no task is given either. No next task is no error."""
     done = complete(job, task_id, report)
     taken = _taken(job, task_id, report, done)
     return Decision(Completed(next=taken.answer)) + done + taken
@@ -181,13 +183,13 @@ def complete_and_take(job: Job, task_id: str, report: CompleteTask) -> Decision[
 
 
 def _taken(job: Job, task_id: str, report: CompleteTask, done: Decision[None]) -> Decision[Task | None]:
-    """`books` still hold the task that ends: that it is gone must make no difference to who asks for another."""
+    """The next task, decided while `job` still holds the one that ends: its end must not matter for what is given."""
     nothing: Decision[Task | None] = Decision(None)
     if report.next is None or not all(isinstance(change, DropPending | PutLosses | PutSums) for change in done.changes):
         return nothing
     held = job.queue_of(task_id).pending.get(task_id)
     if done.changes and held is not None and held.record.request == report.next.request:
-        return nothing  # the id of the request that got the task which ends
+        return nothing  # the same request got the task that ends now
     ask = AcquireTask(trainer=report.trainer, request=report.next.request, generation=report.next.generation)
     try:
         found = acquire(job, ask)
@@ -197,7 +199,7 @@ def _taken(job: Job, task_id: str, report: CompleteTask, done: Decision[None]) -
 
 
 def _check_timeline(job: Job, task_id: str, report: TaskProgress | CompleteTask | FailTask) -> None:
-    """Attempts are counted anew after a roll-back. Raises StaleAttempt for a report from before it."""
+    """Attempts are counted from 1 again after a roll-back. Raises StaleAttempt for a report from before it."""
     if report.timeline is not None and report.timeline != job.state.timeline:
         msg = (
             f"task {task_id} attempt {report.attempt} of {report.trainer} is stale: it was given in timeline "

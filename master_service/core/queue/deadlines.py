@@ -1,4 +1,4 @@
-"""How long a task may be silent: a high quantile of the silences seen, times a factor, between a floor and a ceiling.
+"""How long a task may be silent: a high quantile of the observed silences, times a factor, between a floor and a ceiling.
 
 A silence is the time between two signs of life of one attempt: dispatch, each progress report, completion.
 """
@@ -23,14 +23,14 @@ class Deadlines:
     _ordered: list[float] = field(default_factory=list)
 
     def observe(self, silence_s: float) -> None:
-        """In place; of the last WINDOW silences."""
+        """In place. The last WINDOW silences count."""
         if len(self._seen) == WINDOW:
             del self._ordered[bisect_left(self._ordered, self._seen.popleft())]
         self._seen.append(silence_s)
         insort(self._ordered, silence_s)
 
     def allowed_s(self) -> float:
-        """The ceiling until ENOUGH silences were seen: a first batch may compile, download, warm up."""
+        """The ceiling until ENOUGH silences were observed: a first batch may compile, download, warm up."""
         count = len(self._ordered)
         if count < ENOUGH:
             return self.ceiling_s

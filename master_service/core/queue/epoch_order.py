@@ -83,7 +83,7 @@ class EpochOrder:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Tasks of `table`, or a single one without records (EXPORT), in `count` streams."""
+    """The tasks of `table` in `count` streams. Without a table: one task without records (EXPORT)."""
 
     kind: TaskKind
     table: FileTable | None = None
@@ -106,7 +106,7 @@ class Streams:
         return f"{self.prefix}-{number}" if self.prefix else str(number)
 
     def number(self, task_id: str) -> int:
-        """Raises NotFound for an id that is not among these tasks. A task under way is asked for often: remembered."""
+        """Raises NotFound for an id that is not among these tasks. Remembered, because a pending task is asked for often."""
         found = self._numbers.get(task_id)
         if found is None:
             if len(self._numbers) >= REMEMBERED_NUMBERS:
@@ -123,14 +123,14 @@ class Streams:
         return int(digits)
 
     def name(self, stream: int) -> str:
-        """As the cursor keys have it."""
+        """Its name in the cursor keys."""
         return self.prefix or str(stream)
 
     def length(self, stream: int) -> int:
         return stream_length(self.total, self.count, stream)
 
     def order(self, epoch: int) -> EpochOrder:
-        """Made once: all keys of an epoch's order are hashes."""
+        """Made once for each epoch: its keys cost several hashes."""
         found = self._orders.get(epoch)
         if found is None:
             if len(self._orders) >= REMEMBERED_ORDERS:

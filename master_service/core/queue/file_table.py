@@ -1,4 +1,4 @@
-"""The dataset as the master knows it: files and record counts. A task is arithmetic on prefix sums, never stored.
+"""The dataset as the master knows it: files and record counts. Tasks are computed from prefix sums and never stored.
 
 files      a (10 records)     b (5)          task_records = 4
 tasks      0    1    2        3    4         a task never spans files; a file's last one may be short
@@ -36,7 +36,7 @@ class ShardLocation:
 
 @dataclass(frozen=True, slots=True)
 class FileTable:
-    """`digest` names the table (SHA-256 of its content, see master_service/datasets/counting.py). Files without records have no task.
+    """`digest` names the table (SHA-256 of its content, see master_service/storage/counting.py). Files without records have no task.
 
     Raises ValueError if a file's offsets do not fit its records.
     """

@@ -1,4 +1,4 @@
-"""What trainers have asked and reported before, so that a request whose answer got lost is known when it comes again."""
+"""Requests and reports that were taken before: one whose answer got lost is recognised when it comes again."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ REMEMBERED = 4096
 
 @dataclass(slots=True)
 class Repeats:
-    """`asks`: (trainer, request) -> the pending task it got. The rest is bounded memory, empty in a new master: `requests`
-    whose tasks ended, `reports` (epoch, task, attempt, trainer) that were taken."""
+    """`asks`: (trainer, request) -> the pending task it got. `requests`: those whose tasks have ended. `reports`: (epoch, task,
+    attempt, trainer) that were taken. The last two are bounded, and empty in a new master."""
 
     asks: dict[tuple[str, str], str] = field(default_factory=dict)
     requests: OrderedDict[str, None] = field(default_factory=OrderedDict)
@@ -23,13 +23,13 @@ class Repeats:
     def copy(self) -> Repeats:
         return Repeats(self.asks.copy(), self.requests.copy(), self.reports.copy())
 
-    def gave(self, task_id: str, record: PendingTask) -> None:
+    def add_ask(self, task_id: str, record: PendingTask) -> None:
         """In place."""
         if record.request:
             self.asks[record.trainer, record.request] = task_id
 
-    def took_back(self, record: PendingTask) -> None:
-        """In place. The task is pending no more, or pending for another ask."""
+    def drop_ask(self, record: PendingTask) -> None:
+        """In place. The task is not pending any more, or it is pending for another request."""
         self.asks.pop((record.trainer, record.request), None)
 
     def remember(self, task_id: str, record: PendingTask) -> None:

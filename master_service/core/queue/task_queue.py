@@ -1,12 +1,12 @@
-"""One kind's tasks of one epoch: each is in exactly one state, and what is stored is O(in flight), never O(dataset).
+"""The tasks of one kind in one epoch. Each is in exactly one state. What is stored is O(tasks in flight), never O(dataset).
 
     TODO --dispatch--> PENDING --finish--> DONE (no record: before a cursor and in no other state)
       ^                 |   |
       +---- REQUEUED <--+   +--> DISCARDED (failures spent)       fail, expire: failures + 1;  lost trainer: not
 
-Attempt counts fence reports: only the pending attempt of the trainer that holds it may report. When nothing is left,
-the epoch advances, on whichever path the last task closed. Decisions change nothing; `apply` is the only mutation.
-Streams: one shared by all trainers, or one per lane (`by_lane`), where the trainer says which task it needs.
+Attempt numbers fence reports: only the trainer of the pending attempt may report. When no task is left the epoch advances,
+however the last task ended. Decisions change nothing; `apply` is the only mutation.
+Streams: one that all trainers share, or one per lane (`by_lane`), where the trainer says which task it needs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WAIT_S = 0.2
 
 @dataclass(slots=True)
 class Pending:
-    """`record` is what etcd holds; the rest starts afresh in a new master."""
+    """`record` is what etcd holds; the rest starts anew in a new master."""
 
     record: PendingTask
     deadline: float
@@ -47,7 +47,7 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class Closing:
-    """What ending an attempt changes; `last` if nothing of the epoch is left after it."""
+    """What the end of an attempt changes. `last`: no task of the epoch is left after it."""
 
     changes: tuple[Change, ...]
     last: bool = False
@@ -91,16 +91,16 @@ class TaskQueue:
         done = self.epoch >= self.epochs or index < self.cursors.get(self.streams.name(stream), 0)
         return "DONE" if done else "TODO"
 
-    # ---------------------------------------------------------------- how far it is
+    # ---------------------------------------------------------------- progress
 
     @property
     def current(self) -> int:
-        """The epoch under way; the last one when the queue is over."""
+        """The current epoch; the last one when the queue is over."""
         return min(self.epoch, self.epochs - 1)
 
     @property
     def closed(self) -> bool:
-        """Nothing of this epoch is left to do or under way."""
+        """No task of this epoch is left to do, pending or requeued."""
         return self.dispatched == self.total and not self.pending and not self.requeued
 
     @property
@@ -121,7 +121,7 @@ class TaskQueue:
     # ---------------------------------------------------------------- dispatch
 
     def dispatch(self, ask: AcquireTask) -> tuple[TaskAnswer, tuple[Change, ...]]:
-        """The next task of the shared stream: what was put back first, then what lies at the cursor."""
+        """The next task of the shared stream: requeued ones first, then the one at the cursor."""
         if again := self._asked_before(ask):
             return again, ()
         if self.finished:
@@ -139,11 +139,11 @@ class TaskQueue:
         return given, (PutCursor(name, index + 1), put)
 
     def dispatch_lane(self, ask: AcquireTask, lane: int) -> tuple[TaskAnswer, tuple[Change, ...]]:
-        """Task `ask.index` of the lane; the request itself says that the lane's earlier tasks are committed.
+        """Task `ask.index` of the lane. The request proves that the lane's earlier tasks are committed.
 
-        `ask.epoch` is not beyond the queue's: the caller closes epochs first (`close_before`). An index that is done
-        already is answered without a change: a trainer that joined one version behind computes it once more, and the
-        parameter servers know its pushes as duplicates.
+        `ask.epoch` is not beyond the queue's epoch: the caller closes epochs first (`close_before`). A task that is done already
+        is answered without a change: a trainer that joined one version behind computes it once more, and the parameter
+        servers recognise its pushes as duplicates.
         """
         length, name = self.streams.length(lane), self.streams.name(lane)
         if ask.epoch >= self.epochs:
@@ -176,7 +176,7 @@ class TaskQueue:
         return given, (*committed, PutCursor(name, cursor + 1), put)
 
     def close_before(self, ask: AcquireTask) -> tuple[Change, ...]:
-        """Asking for the next epoch says that all lanes have committed this one: it closes, whatever is on the books."""
+        """Asking for the next epoch proves that all lanes have committed this one: it closes, even with tasks pending."""
         if ask.epoch > self.epoch + 1:
             msg = f"epoch {ask.epoch} is asked for, but epoch {self.epoch} is under way; ask in order"
             raise Conflict(msg)
@@ -185,7 +185,7 @@ class TaskQueue:
     # ---------------------------------------------------------------- ends of attempts
 
     def finish(self, task_id: str, attempt: int, trainer: str, epoch: int | None = None) -> Closing:
-        """Raises StaleAttempt. A doubled report changes nothing; nor does one of a lane's task known to be committed."""
+        """Raises StaleAttempt. A repeated report changes nothing; nor does one about a lane's task that is committed already."""
         committed = self.by_lane and task_id not in self.pending and self.state_of(task_id) == "DONE"
         if committed or self._reported(task_id, attempt, trainer, epoch):
             return Closing(())
@@ -193,7 +193,7 @@ class TaskQueue:
         return self._closing(task_id, (DropPending(task_id, reported=True),))
 
     def fail(self, task_id: str, attempt: int, trainer: str, cause: str, epoch: int | None = None) -> Closing:
-        """The trainer reported an error. Raises StaleAttempt; for a lane's task that is done, too: else its trainer tries for ever."""
+        """The trainer reported an error. Raises StaleAttempt, also for a lane's task that is done: else its trainer tries for ever."""
         done = self.by_lane and epoch in (None, self.epoch) and self.state_of(task_id) == "DONE"
         if not done and self._reported(task_id, attempt, trainer, epoch):
             return Closing(())
@@ -201,7 +201,7 @@ class TaskQueue:
         return self.give_up(task_id, cause, reported=True)
 
     def give_up(self, task_id: str, cause: str, *, reported: bool = False) -> Closing:
-        """One more failure: back into the queue, or out of it for this epoch when failures are spent."""
+        """One more failure: the task is requeued, or discarded for this epoch when its failures are spent."""
         held = self.pending[task_id].record
         failures = held.failures + 1
         if failures < self.max_failures:
@@ -219,12 +219,12 @@ class TaskQueue:
         return Closing(closing.changes, closing.last, lost)
 
     def put_back(self, task_id: str, cause: str) -> tuple[Change, ...]:
-        """The trainer is gone or stood aside: no failure of the task."""
+        """The trainer is gone or has handed the task back: this is no failure of the task."""
         held = self.pending[task_id].record
         return DropPending(task_id), self._requeue(task_id, held, held.failures, cause)
 
     def overdue(self, now: float) -> list[str]:
-        """Pending tasks past their deadline, the longest silent first."""
+        """Pending tasks past their deadline; the one that is silent longest comes first."""
         late = [(held.last_sign, task_id) for task_id, held in self.pending.items() if held.deadline < now]
         return [task_id for _, task_id in sorted(late)]
 
@@ -248,8 +248,8 @@ class TaskQueue:
     # ---------------------------------------------------------------- apply
 
     def sign_of_life(self, task_id: str, minibatches: int, now: float) -> None:
-        """In place. More minibatches than before: the deadline starts afresh. The same number again proves nothing: a
-        trainer whose model hangs still answers. Nothing of this is stored."""
+        """In place. More minibatches than before: the deadline is set anew. The same number proves nothing, because a trainer
+        whose model hangs still answers. Nothing of this is stored."""
         held = self.pending[task_id]
         if minibatches <= held.minibatches:
             return
@@ -258,7 +258,7 @@ class TaskQueue:
         held.deadline = now + self.deadlines.allowed_s()
 
     def grant_again(self, now: float) -> None:
-        """In place. Every pending task gets a fresh full deadline (a new master, or a stall that had another cause)."""
+        """In place. Every pending task gets a new full deadline: under a new master, or after a wait that was not its fault."""
         for held in self.pending.values():
             held.deadline = now + self.deadlines.allowed_s()
 
@@ -270,12 +270,12 @@ class TaskQueue:
                 self.cursors[stream] = position
             case PutPending(task_id, record):
                 if before := self.pending.get(task_id):
-                    self.repeats.took_back(before.record)
+                    self.repeats.drop_ask(before.record)
                 self.pending[task_id] = Pending(record, now + self.deadlines.allowed_s(), now, now)
-                self.repeats.gave(task_id, record)
+                self.repeats.add_ask(task_id, record)
             case DropPending(task_id, reported):
                 held = self.pending.pop(task_id)
-                self.repeats.took_back(held.record)
+                self.repeats.drop_ask(held.record)
                 if reported:
                     self.repeats.remember(task_id, held.record)
             case PutRequeued(task_id, back):
@@ -288,7 +288,7 @@ class TaskQueue:
                 del self.discarded[epoch, task_id]
             case NextEpoch(epoch):
                 if epoch <= self.epoch:
-                    self.repeats.reports.clear()  # back to a checkpoint: attempts are counted anew
+                    self.repeats.reports.clear()  # back to a checkpoint: attempts are counted from 1 again
                 for task_id, held in self.pending.items():
                     self.repeats.remember(task_id, held.record)
                 self.repeats.asks.clear()
@@ -299,7 +299,7 @@ class TaskQueue:
                 raise TypeError(msg)
 
     def violations(self) -> Iterator[str]:
-        """What must never be: each line is a broken invariant."""
+        """Broken invariants, one a line."""
         for task_id, held in self.pending.items():
             if task_id in self.requeued:
                 yield f"task {task_id} is pending and requeued"
@@ -330,7 +330,7 @@ class TaskQueue:
     # ---------------------------------------------------------------- parts
 
     def _asked_before(self, ask: AcquireTask) -> TaskAnswer | None:
-        """The reply was lost: the same request gets the same task."""
+        """If the answer to this request was lost: the same request gets the same task."""
         if task_id := self.repeats.asks.get((ask.trainer, ask.request)):
             record = self.pending[task_id].record
             stream = int(record.stream) if record.stream.isdigit() else 0
@@ -360,7 +360,7 @@ class TaskQueue:
         return self._given(task_id, self.epoch, stream, index, attempts + 1), PutPending(task_id, record)
 
     def _committed(self, lane: int, index: int) -> tuple[Change, ...]:
-        """Earlier tasks of the lane that are still on the books: the request proves them done."""
+        """Drops earlier tasks of the lane that are still pending or requeued: the request proves them done."""
         name = self.streams.name(lane)
         passed = [t for t, p in self.pending.items() if p.record.stream == name and p.record.index < index]
         held = [DropPending(t, reported=True) for t in passed]
@@ -368,7 +368,7 @@ class TaskQueue:
         return (*held, *back)
 
     def _and_close(self, committed: tuple[Change, ...], passed: tuple[PutCursor, ...] = ()) -> tuple[Change, ...]:
-        """With the next epoch, if nothing of this one is left after them."""
+        """`committed` and `passed`, and the next epoch if they leave no task of this one."""
         left = len(self.pending) + len(self.requeued) - len(committed)
         closed = bool(committed or passed) and not left and self.dispatched + len(passed) == self.total
         return (*committed, *passed, NextEpoch(self.epoch + 1)) if closed else (*committed, *passed)
@@ -391,7 +391,7 @@ class TaskQueue:
         return Closing(changes, last)
 
     def _reported(self, task_id: str, attempt: int, trainer: str, epoch: int | None) -> bool:
-        """Whether this very report was taken before (its answer got lost). Bounded memory, empty in a new master."""
+        """Whether this very report was taken before, and its answer got lost. Bounded memory, empty in a new master."""
         if (held := self.pending.get(task_id)) and (held.record.attempt, held.record.trainer) == (attempt, trainer):
             return False
         epochs = (self.epoch, self.epoch - 1) if epoch is None else (epoch,)

@@ -1,7 +1,7 @@
-"""What a decision wants written: values that name what changes, not how etcd spells it (store.py does that).
+"""What a decision wants to change: values that name the change. How etcd stores it is in store/schema.py.
 
-decision(books, now) -> Decision(answer, changes, events)     nothing has happened yet
-commit(changes) in one txn -> books.apply(changes)            now it has
+decision(job, now) -> Decision(answer, changes, events)     nothing has happened yet
+commit(changes) in one txn -> job.apply(changes)            now it has
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PutPending:
 
 @dataclass(frozen=True, slots=True)
 class DropPending:
-    """`reported`: its trainer (or a lane's progress) said so, so that a doubled report is known."""
+    """`reported`: the trainer (or its lane's progress) said so. A second report of the same end is then recognised."""
 
     task_id: str
     reported: bool = False
@@ -68,7 +68,7 @@ class PutDiscarded:
 
 @dataclass(frozen=True, slots=True)
 class DropDiscarded:
-    """The task is given again: the job went back to before it was discarded."""
+    """The task is given out again: the job went back to a point before it was discarded."""
 
     task_id: str
     epoch: int
@@ -76,8 +76,8 @@ class DropDiscarded:
 
 @dataclass(frozen=True, slots=True)
 class NextEpoch:
-    """Training is at `epoch` now (an earlier one after a roll-back): all cursors are 0, nothing is pending or requeued.
-    Ends a group commit."""
+    """Training starts `epoch` (an earlier one after a roll-back): all cursors are 0, nothing is pending or requeued.
+    The last change of its transaction."""
 
     epoch: int
 
@@ -109,7 +109,7 @@ class PutSlots:
 
 @dataclass(frozen=True, slots=True)
 class ForgetParameters:
-    """Layout and init_ps/done go: somebody initialises the parameters anew."""
+    """Layout and init_ps/done are deleted: a trainer initialises the parameters again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class PutLosses:
 
 @dataclass(frozen=True, slots=True)
 class PutPause:
-    """Asynchronous trainers stop; under the master's lease, so that the pause ends with it."""
+    """Asynchronous trainers stop. The key has the master's lease, so the pause ends with the master."""
 
     pause: Pause
     lease: int
@@ -127,7 +127,7 @@ class PutPause:
 
 @dataclass(frozen=True, slots=True)
 class DropPause:
-    """Trainers go on."""
+    """Trainers continue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,21 +138,21 @@ class PutCut:
 
 @dataclass(frozen=True, slots=True)
 class DropCut:
-    """The checkpoint can never be committed."""
+    """From now on the checkpoint cannot be committed."""
 
     uuid: str
 
 
 @dataclass(frozen=True, slots=True)
 class PutOperation:
-    """While a CREATE_CHECKPOINT is running, its request stands in `job/checkpoint`; it goes with the operation's end."""
+    """While a CREATE_CHECKPOINT is running, its request is in `job/checkpoint`; it is deleted when the operation ends."""
 
     operation: Operation
 
 
 @dataclass(frozen=True, slots=True)
 class DropOperation:
-    """Ended long ago."""
+    """It ended, and newer ones that ended take its place."""
 
     operation_id: str
 
@@ -198,5 +198,5 @@ class Decision(Generic[Answer_co]):
     events: tuple[Event, ...] = ()
 
     def __add__(self, other: Decision[object]) -> Decision[Answer_co]:
-        """The answer of the first, the changes and events of both, in order."""
+        """The answer of the first; the changes and events of both, in order."""
         return Decision(self.answer, self.changes + other.changes, self.events + other.events)

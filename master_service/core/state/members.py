@@ -11,8 +11,8 @@ from shared.records.checkpoints import CheckpointLatest, OwnCheckpoints
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Who is registered. Trainers in order of arrival. The revisions are etcd's: of each `ps/<index>` and of `layout`
-    when they were created (0: not there). `latest`: the newest checkpoint; `own`: independent ones, by pserver."""
+    """Trainers in order of arrival. The revisions are those at which etcd created each `ps/<index>` and `layout` (0: not there).
+    `latest`: the newest checkpoint; `own`: independent checkpoints, by pserver."""
 
     trainers: Mapping[str, TrainerMember] = field(default_factory=dict)
     pservers: Mapping[int, PserverMember] = field(default_factory=dict)

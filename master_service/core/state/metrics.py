@@ -33,7 +33,7 @@ class Metrics:
     records: int = 0
 
     def add(self, batch: MetricBatch, now: float) -> None:
-        """In place. Steps of several trainers add up; a step reported again after a death counts again."""
+        """In place. Reports of several trainers about one step add up. A step that is reported again after a death counts again."""
         records = 0
         for share in batch.steps:
             for sums in (
@@ -58,11 +58,11 @@ class Metrics:
         return (sum(records for _, records in self.recent) - first[1]) / seconds
 
     def records_from(self, step: int) -> int:
-        """Records of the steps that made the versions after `step`, as far as they were reported and are kept."""
+        """Records of the steps after version `step`, as far as they were reported and are kept."""
         return sum(sums.records for number, sums in self.steps.items() if number >= step)
 
     def rewind(self, step: int) -> None:
-        """In place. The job goes on from version `step`: what came after it is trained again."""
+        """In place. The job continues from version `step`: later steps are trained again."""
         for number in [number for number in self.steps if number >= step]:
             del self.steps[number]
         self.step = min(self.step, step)

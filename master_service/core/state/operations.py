@@ -1,4 +1,4 @@
-"""Requests that take long: those under way, and the last ones that ended."""
+"""Requests that take long (checkpoints, verifications, restorations): those that run, and the last ones that ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KEPT = 50  # of those that ended
 
 @dataclass
 class Operations:
-    """`since`: when this master saw each for the first time, by its own clock."""
+    """`since`: when this master first saw each one, by its own clock."""
 
     records: dict[str, Operation] = field(default_factory=dict)
     since: dict[str, float] = field(default_factory=dict)
