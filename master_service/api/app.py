@@ -1,7 +1,7 @@
-"""The REST API around a `Master`: request id and body bound, token, routes, problems.
+"""The REST API of a `Master`: request id, limit of the body, token, routes, problems.
 
 request -> bounded (ASGI) -> token -> route: decode -> master -> encode        every error -> problem+json
-    └─ what is asked for every task: direct.py, without FastAPI
+    └─ requests for every task: hot_routes.py, without FastAPI
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ DESCRIPTION = "Control plane of one Trireme job: tasks, members, progress. Error
 
 
 def make_app(master: Master, *, token: str = "") -> ASGIApp:
-    """What is served. `token` empty: no authentication (for 127.0.0.1 only)."""
+    """The application. `token` empty: no authentication (for 127.0.0.1 only)."""
     return DirectTaskLeases(make_api(master, token=token), master, token, max_body_bytes=MAX_BODY_BYTES)
 
 
 def make_api(master: Master, *, token: str = "") -> FastAPI:
-    """All routes by FastAPI, with their documentation."""
+    """All routes in FastAPI, with their documentation."""
 
     async def authorised(request: Request) -> None:
         given = request.headers.get("authorization", "")
@@ -61,8 +61,8 @@ def make_api(master: Master, *, token: str = "") -> FastAPI:
         openapi_url="/v1/openapi.json",
     )
     app.state.master = master
-    for room in (job, tasks, task_leases, members, checkpoints, operations, system):
-        app.include_router(room.router, dependencies=[Depends(authorised)])
+    for routes in (job, tasks, task_leases, members, checkpoints, operations, system):
+        app.include_router(routes.router, dependencies=[Depends(authorised)])
     app.include_router(system.open_router)
     problems.install(app)
     app.add_middleware(Bounded)
@@ -70,8 +70,8 @@ def make_api(master: Master, *, token: str = "") -> FastAPI:
 
 
 class Bounded:
-    """Around everything: an id for every request (or the caller's own), bodies up to MAX_BODY_BYTES, text that can be
-    written again, bugs as problems."""
+    """Around all routes: an id for every request (or the caller's own), bodies up to MAX_BODY_BYTES, text that can be
+    encoded again, bugs as problems."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -87,7 +87,7 @@ class Bounded:
         async def bounded_receive() -> Message:
             message = await receive()
             seen.extend(message.get("body", b""))
-            if len(seen) > MAX_BODY_BYTES:  # sent without a length: the client is cut off
+            if len(seen) > MAX_BODY_BYTES:  # sent without a length: the connection is closed
                 return {"type": "http.disconnect"}
             if message["type"] == "http.request" and not message.get("more_body"):
                 _check_text(seen)
@@ -107,7 +107,7 @@ class Bounded:
             return
         try:
             await self._app(scope, bounded_receive, named_send)
-        except Exception:  # the last line of defence: the master lives on, the caller hears a problem
+        except Exception:  # a bug: the master goes on, the caller gets a problem
             log.exception("request_failed", request_id=request_id, path=scope["path"])
             if started:
                 raise
@@ -116,7 +116,7 @@ class Bounded:
 
 
 def _check_text(body: bytearray) -> None:
-    """Raises HTTPException for a lone surrogate: Python's JSON takes it, but nobody can encode it again, into etcd say."""
+    """Raises HTTPException for a lone surrogate: Python's JSON takes it, but it cannot be encoded again, for etcd say."""
     if SURROGATE.search(body):
         try:
             from_json(body)

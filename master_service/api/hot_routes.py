@@ -1,10 +1,10 @@
-"""What trainers ask for every task, served in front of FastAPI: same URLs and answers, without its 0.4 ms a request.
+"""The requests of trainers for every task, served in front of FastAPI: same URLs and answers, 0.4 ms faster each.
 
     POST /v1/task-leases..., JSON, the token, a valid body ──► the Master's method ──► its record as JSON, or its problem
-    anything else ──► FastAPI, which gets the body as it came: it documents these routes (routes/task_leases.py), and every
-                      refusal of a request is its
+    anything else ──► FastAPI, with the body as it came: it documents these routes (routes/task_leases.py) and refuses
+                      every request that is not valid
 
-What is served here is what FastAPI would have served: nothing that it refuses is accepted.
+Nothing is accepted here that FastAPI would refuse, and the answers are the same.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = telemetry.logger("rest")
 
 
 class _Unusual(Exception):
-    """For FastAPI to judge."""
+    """FastAPI shall handle this request."""
 
 
 Served = Callable[[bytes], Awaitable[Record]]
@@ -64,7 +64,7 @@ class DirectTaskLeases:
         except TriremeError as error:
             answer = problem_of(error, request_id)
             status, content_type = answer.status, CONTENT_TYPE.encode()
-        except Exception:  # the last line of defence: the master lives on, the caller hears a problem
+        except Exception:  # a bug: the master goes on, the caller gets a problem
             log.exception("request_failed", request_id=request_id, path=scope["path"])
             answer = problem_of_bug(request_id)
             status, content_type = answer.status, CONTENT_TYPE.encode()
@@ -75,7 +75,7 @@ class DirectTaskLeases:
         await send({"type": "http.response.body", "body": body})
 
     def _route(self, scope: Scope, headers: dict[bytes, bytes]) -> Served | None:
-        """Who serves the request; None: FastAPI."""
+        """What serves the request; None: FastAPI."""
         path: str = scope["path"]
         if not path.startswith(PREFIX) or scope["method"] != "POST":
             return None
@@ -100,7 +100,7 @@ class DirectTaskLeases:
                 return partial(self._fail, task_id)
         return None
 
-    # ------------------------------------------------------------ each raises ValidationError, _Unusual at once
+    # ------------------------------------------------------------ each raises ValidationError or _Unusual before it awaits
 
     def _acquire(self, idempotency_key: bytes | None, body: bytes) -> Awaitable[Record]:
         ask = AcquireTask.model_validate_json(body)
@@ -124,7 +124,7 @@ async def _done(call: Awaitable[None]) -> Empty:
 
 
 def _again(messages: list[Message], receive: Receive) -> Receive:
-    """What was received already, then the rest."""
+    """The messages that were received already, then the rest."""
     left = iter(messages)
 
     async def replay() -> Message:

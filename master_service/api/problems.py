@@ -1,4 +1,4 @@
-"""Errors as RFC 9457 problem+json, whoever raises them: the service, the validation, the router, or a bug."""
+"""Errors as RFC 9457 problem+json, from all sources: the service, the validation, the router, a bug."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CODES = {404: NotFound.code, 405: "METHOD_NOT_ALLOWED", 422: InvalidArgument.cod
 
 
 def request_id_of(headers: Mapping[bytes, bytes]) -> str:
-    """The caller's own, if it is short text, or a new one."""
+    """The caller's id if it is short printable text, else a new one."""
     given = headers.get(b"x-request-id", b"").decode("latin-1")
     return given if given.isascii() and given.isprintable() and 0 < len(given) <= 64 else ids.new_id("req")
 
@@ -44,7 +44,7 @@ def problem_of(error: TriremeError, request_id: str) -> Problem:
 
 
 def problem_of_bug(request_id: str) -> Problem:
-    """What a caller hears of an error nobody meant to raise; the log has the rest."""
+    """The answer to a request that met a bug; the log has the details."""
     return Problem(
         title="Internal Server Error",
         status=500,
@@ -57,7 +57,7 @@ def problem_of_bug(request_id: str) -> Problem:
 
 
 def install(app: FastAPI) -> None:
-    """Exception handlers, and an OpenAPI document that says what they answer."""
+    """Install exception handlers, and an OpenAPI document that describes their answers."""
 
     async def on_trireme(request: Request, error: Exception) -> Response:
         assert isinstance(error, TriremeError)
@@ -116,7 +116,7 @@ def _request_id(request: Request) -> str:
 
 
 def _allowed(app: FastAPI, request: Request) -> list[str]:
-    """All methods of the path, by the OpenAPI document: Starlette names only those of the first route that matches."""
+    """All methods of the path, from the OpenAPI document: Starlette names only those of the first route that matches."""
     methods: set[str] = set()
     for template, operations in _openapi(app)["paths"].items():
         pattern, _, _ = compile_path(template)
@@ -126,7 +126,7 @@ def _allowed(app: FastAPI, request: Request) -> list[str]:
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """FastAPI documents its own validation error as application/json; ours is a problem, for every error status."""
+    """FastAPI documents its own validation error as application/json; here every error status answers a problem."""
     if app.openapi_schema:
         return app.openapi_schema
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)

@@ -1,4 +1,4 @@
-"""Prometheus metrics, made from the books at each scrape: nothing is counted twice, nothing outlives a term."""
+"""Prometheus metrics, made from the job at each scrape: nothing is counted twice, nothing is kept from one term to the next."""
 
 from __future__ import annotations
 

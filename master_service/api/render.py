@@ -1,4 +1,4 @@
-"""The books as answers: reading only."""
+"""The job as answers of the REST API. Reads only."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def task(job: Job, task_id: str) -> TaskView:
 
 
 def tasks(job: Job, kind: TaskKind, state: str | None, page_size: int, page_token: str) -> TaskPage:
-    """In order of number. TODO and DONE are found by looking, SCANNED_AT_ONCE at a time: a page may be short, or empty,
-    and still have a next one. Raises NotFound without such a queue, InvalidArgument for a bad token."""
+    """In order of number. TODO and DONE tasks are found by a scan of SCANNED_AT_ONCE tasks a page: a page may be short, or
+    empty, and still have a next one. Raises NotFound without such a queue, InvalidArgument for a bad token."""
     queue = job.queues.get(kind)
     if queue is None:
         raise NotFound(f"the job has no {kind} tasks")
@@ -253,6 +253,6 @@ def _offset(page_token: str) -> int:
         return 0
     if not (page_token.isascii() and page_token.isdigit() and len(page_token) < 19):
         raise InvalidArgument(
-            f"page_token {page_token[:40]!r} is not one of ours; use next_page_token of the last page"
+            f"page_token {page_token[:40]!r} was not given by this API; use next_page_token of the last page"
         )
     return int(page_token)

@@ -1,4 +1,4 @@
-"""What the REST API answers, beside the records of shared/records.py: one class per resource, one per page."""
+"""Answers of the REST API beside the records of shared/records: one class for a resource, one for a page of them."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class CreateCheckpoint(Record):
 
 class CheckpointView(Record):
     """`state`: LATEST, KEPT (the job would go back to it if the newer ones were damaged), LEFT (of an older timeline: the
-    job went back to an older one by a wish)."""
+    job was restored to an older checkpoint)."""
 
     checkpoint_id: str
     step: int

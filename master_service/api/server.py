@@ -1,7 +1,7 @@
-"""How the REST application is served: uvicorn, its signals left to shared.runtime.service, each answer in one write.
+"""Serves the REST application: uvicorn, without its signal handlers (shared.runtime.service has them), one write an answer.
 
-uvicorn writes head and body of an answer apart, and uvloop hands each to the kernel at once: twice the system calls and
-twice the wake-ups of the client. `OneWrite` joins what is written within one turn of the loop.
+uvicorn writes head and body of an answer apart, and uvloop passes each to the kernel at once: twice the system calls, and the
+client wakes up twice. `OneWrite` joins the writes of one turn of the event loop.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class OneWrite(HttpProtocol):
 
 
 class _Joining:
-    """A transport; only `write` is its own: it takes effect in the next turn of the loop, or before a `close`."""
+    """A transport whose `write` takes effect in the next turn of the event loop, or before `close`."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport

@@ -53,7 +53,7 @@ class Supervisor:
         """Until the writer's term ends (raises NotLeader in an ExceptionGroup) or cancelled."""
         self._changed.set()
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._follow_members())
+            group.create_task(self._reconcile_members())
             group.create_task(self._sweep())
             group.create_task(self._pauses.run())
             group.create_task(self.operations.run())
@@ -71,7 +71,7 @@ class Supervisor:
         log.warning("trainer_evicted", trainer=trainer, cause=reason)
         await self._etcd.revoke(member.lease)
 
-    async def _follow_members(self) -> None:
+    async def _reconcile_members(self) -> None:
         while True:
             await self._changed.wait()
             self._changed.clear()

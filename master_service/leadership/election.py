@@ -1,6 +1,6 @@
-"""Becoming the master: campaign -> prove the lock -> read everything -> open the books.
+"""Becoming the leader: campaign for the lock -> write under it -> read every key -> the job as etcd holds it.
 
-    CANDIDATE --lock created--> term --addr published under the lock--> read all keys --> books open --> reign (reign.py)
+    CANDIDATE --lock created--> address written under the lock --> all keys read --> job restored --> Term (term.py)
 
 A candidate that finds the holder's port closed revokes the holder's lease, so that a restart need not wait for the TTL.
 """
@@ -32,12 +32,12 @@ PAUSE_S = 0.1
 PROBE_EVERY_S = 0.5
 REVOKE_S = 3.0
 
-log = telemetry.logger("leader")
+log = telemetry.logger("election")
 
 
 @dataclass(frozen=True, slots=True)
 class Takeover:
-    """What whoever takes over starts from; `revision` is that of the reading, so the watches go on from the next."""
+    """What a new leader starts from. `revision`: of the reading; watches continue from the next one."""
 
     commit_revision: int
     revision: int
@@ -48,14 +48,14 @@ class Takeover:
 async def run_under_lease(
     etcd: Etcd, ttl_s: float, stopping: asyncio.Event, work: Callable[[Lease], Awaitable[None]]
 ) -> None:
-    """One lease: `work(lease)` from its grant until it is lost, or `stopping` is set; then it is revoked at once.
+    """Run `work(lease)` from the grant of a lease until it is lost or `stopping` is set; then the lease is revoked at once.
 
-    Raises what `work` raises, out of its groups.
+    Raises what `work` raises, out of its exception groups.
     """
-    # A task of its own: whoever is cancelled shall hear that, but a TaskGroup whose children fail while it is cancelled
-    # raises only their errors.
+    # A task of its own, so that a cancelled caller gets its CancelledError: a TaskGroup whose children fail while it is
+    # cancelled raises only their errors.
     term = asyncio.ensure_future(_term(etcd, ttl_s, stopping, work))
-    term.add_done_callback(_end_noted)
+    term.add_done_callback(_note_end)
     try:
         await asyncio.wait([term])
     except asyncio.CancelledError:
@@ -65,10 +65,10 @@ async def run_under_lease(
     term.result()
 
 
-def _end_noted(term: asyncio.Future[None]) -> None:
-    """Whoever waits for it may be cancelled more than once, and then not hear how it ended."""
+def _note_end(term: asyncio.Future[None]) -> None:
+    """A caller that is cancelled twice does not read the result: then the error would be reported as never retrieved."""
     if not term.cancelled() and (error := term.exception()) is not None:
-        log.debug("office_ended", cause=str(error))
+        log.debug("term_ended", cause=str(error))
 
 
 async def _term(etcd: Etcd, ttl_s: float, stopping: asyncio.Event, work: Callable[[Lease], Awaitable[None]]) -> None:
@@ -90,7 +90,7 @@ async def _term(etcd: Etcd, ttl_s: float, stopping: asyncio.Event, work: Callabl
 async def campaign(
     etcd: Etcd, key: str, me: MasterLock, lease: Lease, probe: Probe, on_holder: Callable[[MasterLock], None]
 ) -> int:
-    """Wait for the lock `key`; the answer is its create_revision: the term. Raises LeaseLost."""
+    """Wait for the lock `key`. Answers its create_revision, the term. Raises LeaseLost."""
 
     seen: list[MasterLock] = []
 
@@ -118,10 +118,10 @@ async def campaign(
 async def take_over(
     etcd: Etcd, keys: Keys, lock: HeldLock, spec: JobSpec | None, storage: Callable[[JobSpec], JobStorage], *first: Put
 ) -> Takeover:
-    """Write `first` under the lock (a master's address), read everything, open the books.
+    """Write `first` under the lock (a master's address), read every key, restore the job.
 
-    Raises LockLost; NotFound without a spec; StateUnreadable; Conflict if `spec` is not the job's or the dataset has changed. A dataset
-    that cannot be read makes a failed job, not an error: the user reads why in the job's state.
+    Raises LockLost; NotFound without a spec; StateUnreadable; Conflict if `spec` is not the job's or the dataset has changed.
+    If the dataset cannot be read the job fails, and its state tells the user why; that is not raised.
     """
 
     commit_revision = await _write(etcd, keys, lock, first)
@@ -134,7 +134,7 @@ async def take_over(
             writes.append(Put(keys.state, JobState(reason="counting the dataset's records").to_bytes()))
         commit_revision = await _write(etcd, keys, lock, writes)
         found, revision = await schema.read_all(etcd, keys)
-    job, unreadable = await _open_books(found.get(keys.task_meta), spec, storage(spec))
+    job, unreadable = await _open_job(found.get(keys.task_meta), spec, storage(spec))
     if unreadable is None:
         schema.restore(job, keys, found, clock.monotonic())
         opening = [] if keys.task_meta in found else [Put(keys.task_meta, job.meta.to_bytes())]
@@ -178,7 +178,7 @@ async def _write(etcd: Etcd, keys: Keys, lock: HeldLock, writes: Sequence[Put]) 
 
 
 def _agreed_spec(keys: Keys, found: dict[str, KeyValue], given: JobSpec | None) -> JobSpec:
-    """The job's; `given` may ask for other numbers of members, nothing else. Raises NotFound, Conflict."""
+    """The spec in etcd. `given` may differ in the numbers of members, in nothing else. Raises NotFound, Conflict."""
     stored = found.get(keys.spec)
     if stored is None:
         if given is None:
@@ -201,8 +201,8 @@ def _agreed_spec(keys: Keys, found: dict[str, KeyValue], given: JobSpec | None) 
     return given
 
 
-async def _open_books(meta: KeyValue | None, spec: JobSpec, storage: JobStorage) -> tuple[Job, DatasetError | None]:
-    """Books without anything done; without any task if the dataset cannot be read."""
+async def _open_job(meta: KeyValue | None, spec: JobSpec, storage: JobStorage) -> tuple[Job, DatasetError | None]:
+    """A job with nothing done. It has no tasks if the dataset cannot be read."""
     known = must_read(TaskMeta, meta.key, meta.value) if meta else None
     try:
         table = await _table(storage, spec.dataset, spec.task_records, known.digest if known else "")
@@ -241,7 +241,7 @@ async def _awaited(work: Callable[[Lease], Awaitable[None]], lease: Lease) -> No
 
 
 async def _revoke(lease: Lease) -> None:
-    """So that the next one need not wait for the TTL; best effort, bounded, also while being cancelled."""
+    """The next candidate need not wait for the TTL then. Best effort, bounded, also while being cancelled."""
 
     async def revoke() -> None:
         try:
@@ -254,7 +254,7 @@ async def _revoke(lease: Lease) -> None:
 
 
 def _first(group: BaseExceptionGroup[TriremeError]) -> TriremeError:
-    """The one that is no mere consequence: a caller's error before a peer's."""
+    """The error that caused the others: a caller's error rather than a peer's."""
     leaves: list[TriremeError] = []
     todo: Sequence[BaseException] = [group]
     while todo:

@@ -1,6 +1,6 @@
-"""The master below REST: `Master` leads, or stands by until it may; what its methods promise holds across masters.
+"""The master without REST: `Master` leads, or stands by until it may lead. What its methods promise holds across masters.
 
-run(): lease -> campaign -> take over -> reign ... deposed or lease lost -> again, as a candidate with nothing in memory
+run(): lease -> campaign -> take over -> term ... lock or lease lost -> again, as a candidate with nothing in memory
 methods: NotLeader on a standby (with the leader's url), NotReady while taking over, else the answer once etcd has it
 """
 
@@ -27,7 +27,7 @@ log = telemetry.logger("master")
 
 
 class Master(TaskService):
-    """`url` is where its REST is served; `spec` is needed for a job's first master only. Run `run()`."""
+    """`url` is where its REST API is served. `spec` is needed for a job's first master only. `current_term`: None on a standby."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Master(TaskService):
     # ---------------------------------------------------------------- life
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Lead or stand by until `stopping`; then hand over at once. Raises what no later reign could mend."""
+        """Lead or stand by until `stopping`, then give up the lease at once. Raises errors that a new term would meet again."""
         while not stopping.is_set():
             try:
                 await self._candidacy(stopping)
@@ -64,7 +64,7 @@ class Master(TaskService):
                 await asyncio.sleep(ids.jitter(PAUSE_S))
 
     async def _candidacy(self, stopping: asyncio.Event) -> None:
-        """One lease: from its grant until it is lost, revoked, or the process is asked to stop."""
+        """One lease, from its grant until it is lost or the process is asked to stop."""
         try:
             await run_under_lease(self._etcd, self._ttl_s, stopping, self._lead)
         finally:
@@ -92,7 +92,7 @@ class Master(TaskService):
 
     @property
     def term(self) -> Term:
-        """Raises NotLeader (also from the moment the lease is over by the local clock) or NotReady."""
+        """Raises NotLeader (also as soon as the lease is over by the local clock) or NotReady."""
         if self.current_term is not None:
             if self.current_term.lease.alive:
                 return self.current_term

@@ -1,10 +1,10 @@
-"""One trainer's share of a masterless job (coordination.md): it decides about its own tasks, and may have to sweep.
+"""A masterless job at one trainer: it decides about its own tasks, and one trainer at a time also sweeps.
 
-    always:  one watch keeps the books current ─► acquire, complete, fail: decided here, written by compare-and-set
-    lease ─► sweep/lock ─► open the job (spec, dataset counted, tasks/meta) ─► Oversight: members, phases, late and lost
+    always:  one watch keeps the job current ─► acquire, complete, fail: decided here, written by compare-and-set
+    lease ─► sweep/lock ─► open the job (spec, dataset counted, tasks/meta) ─► Supervisor: members, phases, late and lost
              tasks, roll-backs ... lock or lease lost ─► candidate again; another trainer sweeps
 
-A candidate that finds the sweeper's port closed revokes its lease, as master candidates do (leader.py).
+A candidate that finds the sweeper's port closed revokes its lease, as master candidates do (election.py).
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ log = telemetry.logger("dispatcher")
 
 
 class Dispatcher(TaskService):
-    """`name`: the trainer's; `url` answers as long as it lives; `spec` is needed for a job's first sweeper only.
+    """`name`: the trainer's. `url`: answers as long as the trainer lives. `spec` is needed for a job's first sweeper only.
 
-    Serves the trainer's MasterPort in process; NotReady until the job is open. Run `run()`.
+    It is the trainer's MasterPort, in the same process; NotReady until the job is open. Run `run()`.
     """
 
     def __init__(
@@ -75,19 +75,19 @@ class Dispatcher(TaskService):
 
     @property
     def sweeps(self) -> bool:
-        """Whether this trainer believes to hold the sweep lock, with the job open."""
+        """Whether this trainer believes that it holds the sweep lock, with the job open."""
         return self._supervisor is not None and self._lease is not None and self._lease.alive
 
     # ---------------------------------------------------------------- life
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Until `stopping`; then the sweep lock is handed over at once. Raises what no later office could mend."""
+        """Until `stopping`; then the sweep lock is released at once. Raises errors that a new term would meet again."""
         async with asyncio.TaskGroup() as group:
             working = [group.create_task(work) for work in (self.view.run(), self._writer.run())]
             leaving = asyncio.Event()
             candidate = group.create_task(self._candidate(leaving))
             await stopping.wait()
-            await self._be_remembered()
+            await self._keep_last_report()
             leaving.set()
             await candidate
             for task in working:
@@ -104,7 +104,7 @@ class Dispatcher(TaskService):
                 self._supervisor = self._lease = None
 
     async def _sweep(self, lease: Lease) -> None:
-        """The lock, then whatever its holder has to do."""
+        """Wait for the lock, then do what its holder has to do."""
         self._lease = lease
         if self._spec is None:
             await self.view.until(lambda view: view.spec is not None, "the job's spec (TRIREME_SPEC at some trainer)")
@@ -112,7 +112,7 @@ class Dispatcher(TaskService):
         term = await campaign(self._etcd, self.keys.sweep_lock, me, lease, self._probe, lambda _: None)
         lock = HeldLock(self.keys.sweep_lock, term, lease)
         start = await take_over(self._etcd, self.keys, lock, self._spec, self._storage)
-        await self.view.until(lambda view: view.is_open or start.job.state.phase.final, "the books to open")
+        await self.view.until(lambda view: view.is_open or start.job.state.phase.final, "the job to open")
         if not self.view.is_open:  # the dataset cannot be read: the job has failed
             await lease.lost.wait()
             return
@@ -134,10 +134,10 @@ class Dispatcher(TaskService):
             self._told_of = now
             self._supervisor.members_changed()
 
-    # ---------------------------------------------------------------- what the others should know
+    # ---------------------------------------------------------------- reports for other processes
 
     async def report_progress(self, task_id: str, report: TaskProgress) -> None:
-        """Kept at the trainer's key, where the sweeper's watch finds it. Raises StaleAttempt, NotFound, PeerError."""
+        """Written to the trainer's key, where the sweeper's watch finds it. Raises StaleAttempt, NotFound, PeerError."""
         held = tasks.report_progress(self.job, task_id, report).answer.pending[task_id]
         said = HeldTask(
             task_id=task_id, attempt=report.attempt, epoch=held.record.epoch, minibatches=report.minibatches
@@ -146,7 +146,7 @@ class Dispatcher(TaskService):
         await self._tell(self._told.model_copy(update={"tasks": (*others, said)}))
 
     async def report_metrics(self, batch: MetricBatch) -> None:
-        """Sums of the epoch under way. Raises PeerError."""
+        """Sums of the current epoch. Raises PeerError."""
         await super().report_metrics(batch)
         told = self._told
         epoch = max([share.epoch for share in batch.steps], default=told.epoch)
@@ -168,18 +168,18 @@ class Dispatcher(TaskService):
         held = self.job.queue_of(task.task_id).pending.get(task.task_id)
         return held is not None and (held.record.trainer, held.record.attempt) == (self.name, task.attempt)
 
-    async def _be_remembered(self) -> None:
-        """What this trainer told of the epoch stays for a while: whoever follows the job may not have seen it yet."""
+    async def _keep_last_report(self) -> None:
+        """What this trainer reported of the epoch is kept for REMEMBERED_S: others may not have read it yet."""
         if not self._told.records:
             return
         self._told = self._told.model_copy(update={"tasks": ()})
-        with _for_information():
+        with _best_effort():
             await self._put(await self._etcd.grant(REMEMBERED_S, timeout_s=TELL_S))
 
     async def _tell(self, said: TrainerProgress) -> None:
         self._told = said
         if self._lease is not None and self._lease.alive:
-            with _for_information():
+            with _best_effort():
                 await self._put(self._lease)
 
     async def _put(self, lease: Lease) -> None:
@@ -187,8 +187,8 @@ class Dispatcher(TaskService):
 
 
 @contextmanager
-def _for_information() -> Iterator[None]:
-    """Nothing of it is repeated: what is told next says it all."""
+def _best_effort() -> Iterator[None]:
+    """A report that fails is not repeated: the next one holds everything."""
     try:
         yield
     except (PeerError, LeaseLost) as error:

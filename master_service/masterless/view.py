@@ -1,11 +1,11 @@
-"""The books of a masterless job, kept current at every trainer by one watch of all the job's keys.
+"""The state of a masterless job at every trainer, kept current by one watch of all the job's keys.
 
-    snapshot (file tables loaded) ─► books ◄─ fold ── news: what the others wrote, in the order of etcd
-                                       └─ held() ─► draft: decided on, written; landed ─► the draft is the books
+    snapshot (file tables loaded) ─► job ◄─ apply ── batches: what other processes wrote, in the order of etcd
+                                      └─ hold() ─► draft: decided on, written; landed ─► the draft is the job
 
-While a transaction is under way the news wait, so that the books stand exactly at the commit that it compares. Each commit
-names its writer's transaction: `successor` tells which one came after a given commit, hence what became of a write that
-nobody answered.
+While a transaction is under way the batches wait, so that the job is exactly at the commit that the transaction compares.
+Each commit has its transaction's name: `successor` tells which one came after a given commit, and so whether a write without
+an answer has landed.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ REMEMBERED_COMMITS = 256
 LATE_S = 5.0
 
 Part = TypeVar("Part", TaskQueue, Operations)
-log = telemetry.logger("shared_books")
+log = telemetry.logger("watched_job")
 
 
 class WatchedJob:
-    """`on_members` is called after each change of `books.members`. Run `run()` in a TaskGroup."""
+    """`on_members` is called after each change of `job.members`. Run `run()` in a TaskGroup."""
 
     def __init__(
         self, etcd: Etcd, keys: Keys, storage: Callable[[JobSpec], JobStorage], on_members: Callable[[], None]
@@ -56,10 +56,10 @@ class WatchedJob:
         self._job: Job | None = None
         self._counted: tuple[FileTable, FileTable | None] | None = None
         self._obstacle = "the holder of the sweep lock has not opened the job yet"
-        self._news: deque[WatchBatch] = deque()
+        self._batches: deque[WatchBatch] = deque()
         self.held = False
         self._through = 0
-        self._told_revision = 0
+        self._seen_commit = 0
         self._successors: dict[int, tuple[int, bytes]] = {}
         self._changed = asyncio.Event()
 
@@ -70,7 +70,7 @@ class WatchedJob:
     def job(self) -> Job:
         """To read. Raises NotReady."""
         if self._job is None:
-            raise NotReady(f"the books of job {self._keys.job} are not open here: {self._obstacle}; ask again")
+            raise NotReady(f"job {self._keys.job} is not open here: {self._obstacle}; ask again")
         return self._job
 
     @property
@@ -78,7 +78,7 @@ class WatchedJob:
         return self._job is not None
 
     async def until(self, condition: Callable[[WatchedJob], bool], what: str) -> None:
-        """Wait for as long as it takes, and say what for now and then."""
+        """Wait for as long as it takes; every LATE_S the log says for what."""
         while not condition(self):
             try:
                 async with asyncio.timeout(LATE_S):
@@ -100,29 +100,29 @@ class WatchedJob:
     # ---------------------------------------------------------------- for the writer
 
     def hold(self) -> Job:
-        """A draft; until `landed` or `release` the books stay at `commit_revision`. Raises NotReady."""
+        """A draft. Until `landed` or `release` the job stays at `commit_revision`. Raises NotReady."""
         draft = draft_of(self.job)
         self.held = True
         return draft
 
     def landed(self, draft: Job, revision: int) -> None:
-        """The draft is what etcd holds since `revision`."""
+        """Since `revision` etcd holds what the draft holds."""
         self._job, self._through, self.commit_revision = draft, revision, revision
         self.release()
 
     def release(self) -> None:
         self.held = False
-        self._fold()
+        self._apply_batches()
 
     async def reached(self, commit: int) -> None:
-        """Wait until the watch has told of the commit of that revision."""
-        await self.until(lambda _: self._told_revision >= commit, f"the watch to reach revision {commit}")
+        """Wait until the watch has delivered the commit of that revision."""
+        await self.until(lambda _: self._seen_commit >= commit, f"the watch to reach revision {commit}")
 
     def successor(self, commit: int) -> tuple[int, bytes] | None:
         """(revision, name) of the commit right after `commit`; None if it is not known (yet, or any more)."""
         return self._successors.get(commit)
 
-    # ---------------------------------------------------------------- news
+    # ---------------------------------------------------------------- what other processes wrote
 
     def _receive(self, batch: WatchBatch) -> None:
         for kv in batch.kvs if batch.reset else [event.kv for event in batch.events]:
@@ -130,19 +130,19 @@ class WatchedJob:
                 if batch.reset:
                     self._successors.clear()
                 else:
-                    self._successors[self._told_revision] = kv.mod_revision, kv.value
-                self._told_revision = kv.mod_revision
+                    self._successors[self._seen_commit] = kv.mod_revision, kv.value
+                self._seen_commit = kv.mod_revision
         while len(self._successors) > REMEMBERED_COMMITS:
             del self._successors[next(iter(self._successors))]
-        self._news.append(batch)
+        self._batches.append(batch)
         if not self.held:
-            self._fold()
+            self._apply_batches()
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _fold(self) -> None:
-        while self._news:
-            batch = self._news.popleft()
+    def _apply_batches(self) -> None:
+        while self._batches:
+            batch = self._batches.popleft()
             moved = self._members.take(batch, *self._range)
             if batch.reset:
                 self._reopen({kv.key: kv for kv in batch.kvs})
@@ -153,19 +153,19 @@ class WatchedJob:
                 self._on_members()
 
     def _take(self, event: WatchEvent) -> None:
-        """One write, of somebody else or of this process: the latter are in the books if they landed with a draft."""
+        """One write. Those of this process are in the job already if they landed with a draft."""
         key, revision = event.kv.key, event.kv.mod_revision
         if key.startswith(self._keys.progresses):
             self._take_progress(event)
         elif key == self._keys.spec and event.type == "put":
             self._take_spec(event.kv)
         elif self._job is not None and revision > self._through:
-            schema.follow(self._job, self._keys, event, clock.monotonic())
+            schema.apply_event(self._job, self._keys, event, clock.monotonic())
             if key == self._keys.commit:
                 self.commit_revision = revision
 
     def _take_spec(self, kv: KeyValue) -> None:
-        """Another number of members, at most."""
+        """Only the numbers of members can differ."""
         self.spec = must_read(JobSpec, kv.key, kv.value)
         if self._job is not None:
             self._job.spec = self.spec
@@ -198,7 +198,7 @@ class WatchedJob:
     # ---------------------------------------------------------------- opening
 
     async def _prepare(self, found: dict[str, KeyValue]) -> None:
-        """The file tables of a job that was opened, once. They are in the job's storage, which every trainer reaches."""
+        """Load the file tables of a job that is open, once. They are in the job's storage, which every trainer can read."""
         meta = found.get(self._keys.task_meta)
         if meta is None or self._counted is not None:
             return
@@ -216,7 +216,7 @@ class WatchedJob:
                 await asyncio.sleep(ids.jitter(PAUSE_S))
 
     def _reopen(self, found: dict[str, KeyValue]) -> None:
-        """From a snapshot: at the start, or after an outage that outlasted etcd's history. Raises Conflict."""
+        """From a snapshot: at the start, or when etcd's history no longer reaches back to the last batch. Raises Conflict."""
         keys = self._keys
         if (kv := found.get(keys.spec)) is not None:
             self.spec = must_read(JobSpec, kv.key, kv.value)
@@ -230,11 +230,11 @@ class WatchedJob:
         done = job.training
         job.budget.started = done.epoch > 0 or done.counts[2] > 0
         self._job = job
-        log.info("books_opened", job=repr(job))
+        log.info("job_opened", job=repr(job))
 
 
 def draft_of(job: Job) -> Job:
-    """Books that change on their own; signs of life and the deadlines of tasks stay common."""
+    """A job that changes apart from the original. Signs of life and deadlines stay common."""
     queues = {kind: _forked(queue) for kind, queue in job.queues.items()}
     return replace(job, queues=queues, operations=_forked(job.operations), budget=replace(job.budget))
 

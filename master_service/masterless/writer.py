@@ -1,13 +1,13 @@
 """Many writers of one queue: every trainer of a masterless job decides and writes by itself.
 
-    waiting decisions --taken together on a draft--> one txn --lands--> the draft is the books; answers, events
-                                                       |  somebody else committed first: hear it, decide again
-                                                       +- no answer: the watch tells who committed next
-    refused without a write: only once `tasks/commit` is seen to be where the draft began, else decided again
+    waiting decisions --taken together on a draft--> one txn --landed--> the draft is the job; answers, events
+                                                       |  another writer was first: wait for its commit, decide again
+                                                       +- no answer: the watch shows which commit came next
+    an error instead of a write: answered only if `tasks/commit` is still where the draft began, else decided again
 
-Each txn compares the mod_revision of `tasks/commit` with the commit that its draft began from, and writes it: commits form
-one chain, and a decision counts only on the books it was taken on. What the holder of the sweep lock decides as such
-compares that lock's create_revision as well, so one that was deposed writes nothing any more.
+Each txn compares the mod_revision of `tasks/commit` with the commit that its draft began from, and writes that key. So
+commits form one chain, and a decision counts only for the state it was taken on. Decisions of the sweeper also compare the
+create_revision of the sweep lock: a trainer that lost the lock cannot write them any more.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from shared.runtime import ids, telemetry
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.05
 
-log = telemetry.logger("shared_transact")
+log = telemetry.logger("masterless_writer")
 
 
 class SharedWriter(GroupCommit):
-    """This process's writer. `losses`: how often somebody else was first."""
+    """The writer of this process. `losses`: how often another writer was first."""
 
     def __init__(self, etcd: Etcd, keys: Keys, view: WatchedJob, on_events: Callable[[Sequence[Event]], None]) -> None:
         super().__init__(keys, on_events)
@@ -61,7 +61,7 @@ class SharedWriter(GroupCommit):
         lock = self._waiting[0].lock
         try:
             draft = self._view.hold()
-            group = self._decided_on(draft)
+            group = self._decide_waiting(draft)
             done = await (self._commit(draft, group.writes, lock) if group.writes else self._confirm(group))
         except PeerError as error:
             self._refuse(error, lock)
@@ -77,7 +77,7 @@ class SharedWriter(GroupCommit):
         await asyncio.sleep(ids.jitter(pause_s))
 
     async def _confirm(self, group: Group) -> bool:
-        """A refusal counts only on books that lack no write of the others. False: they did. Raises PeerError."""
+        """Errors are answered only if the draft began from the newest commit. False: it did not. Raises PeerError."""
         if all(error is None for _, _, error in group.outcomes):
             return True
         marker = await self._etcd.get(self._keys.commit, timeout_s=ATTEMPT_S)
@@ -88,7 +88,7 @@ class SharedWriter(GroupCommit):
         return False
 
     def _refuse(self, error: PeerError, lock: HeldLock | None) -> None:
-        """Those of the lock, or all if the books are not open."""
+        """All that were taken, and all that wait under the same lock, get `error`."""
         while self._waiting and self._waiting[0].lock is lock:
             self._taken.append(self._waiting.popleft())
         for entry in self._taken:
@@ -128,7 +128,7 @@ class SharedWriter(GroupCommit):
 
 
 class SweeperWriter:
-    """The writer as the holder of a lock: a master_service.store.writer.Writer."""
+    """Writes as the holder of a lock: a master_service.store.writer.Writer."""
 
     def __init__(self, writer: SharedWriter, lock: HeldLock) -> None:
         self._writer, self._lock = writer, lock

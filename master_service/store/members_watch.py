@@ -1,4 +1,4 @@
-"""Who is there, as etcd says: three watches (trainers; pservers and initialisation; the newest checkpoint) kept as one `Members` value."""
+"""The members as etcd has them: watches of trainers, of pservers and initialisation, and of checkpoints, as one `Members` value."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shared.records.checkpoints import CheckpointLatest, OwnCheckpoints
 
 
 class MembersWatch:
-    """`on_change(members)` is called after each change, never with a value older than the last."""
+    """`on_change(members)` is called after each change, never with an older value than before."""
 
     def __init__(self, etcd: Etcd, keys: Keys, on_change: Callable[[Members], None]) -> None:
         self._etcd, self._keys, self._on_change = etcd, keys, on_change
@@ -28,15 +28,15 @@ class MembersWatch:
         )
 
     def start(self, found: Iterable[KeyValue]) -> Members:
-        """Take a first reading."""
-        self._kvs = {kv.key: kv for kv in found if self._is_followed(kv.key)}
+        """Start from a first reading."""
+        self._kvs = {kv.key: kv for kv in found if self._is_watched(kv.key)}
         return self.members()
 
     async def run(self, start_revision: int) -> None:
-        """Follow all ranges from `start_revision` on, until cancelled."""
+        """Watch all ranges from `start_revision` on, until cancelled."""
         async with asyncio.TaskGroup() as group:
             for first, end in self._ranges:
-                group.create_task(self._follow(first, end, start_revision))
+                group.create_task(self._watch(first, end, start_revision))
 
     def members(self) -> Members:
         keys = self._keys
@@ -65,20 +65,20 @@ class MembersWatch:
             own={each.pserver: each for each in own if each},
         )
 
-    async def _follow(self, first: str, end: str, start_revision: int) -> None:
+    async def _watch(self, first: str, end: str, start_revision: int) -> None:
         async with aclosing(self._etcd.watch(first, end, start_revision=start_revision)) as batches:
             async for batch in batches:
                 if self.take(batch, first, end):
                     self._on_change(self.members())
 
     def take(self, batch: WatchBatch, first: str, end: str) -> bool:
-        """Take what a watch of [first, end) tells; whether something that is followed changed."""
+        """Take a batch of the watch of [first, end). Answers whether a watched key changed."""
         before = dict(self._kvs)
         if batch.reset:
             self._kvs = {key: kv for key, kv in self._kvs.items() if not first <= key < end}
-            self._kvs.update((kv.key, kv) for kv in batch.kvs if self._is_followed(kv.key))
+            self._kvs.update((kv.key, kv) for kv in batch.kvs if self._is_watched(kv.key))
         for event in batch.events:
-            if not self._is_followed(event.kv.key):
+            if not self._is_watched(event.kv.key):
                 continue
             if event.type == "put":
                 self._kvs[event.kv.key] = event.kv
@@ -86,7 +86,7 @@ class MembersWatch:
                 self._kvs.pop(event.kv.key, None)
         return self._kvs != before
 
-    def _is_followed(self, key: str) -> bool:
+    def _is_watched(self, key: str) -> bool:
         keys = self._keys
         others = key in (keys.layout, keys.init_done, keys.latest)
         return keys.is_trainer(key) or others or key.startswith((keys.pservers, keys.own_prefix))

@@ -1,6 +1,6 @@
-"""How the books are spelled in etcd, both ways: changes -> operations of one txn, and keys -> books.
+"""How the job is stored in etcd, both ways: changes -> operations of one txn, and keys -> job.
 
-[change, change, …] --coalesced: the last one of a key wins--> [Put | Delete, …]
+[change, change, …] --the last one of a key wins--> [Put | Delete, …]
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PAGE = 500
 
 
 def operations(keys: Keys, job: Job, changes: Iterable[Change]) -> list[Put | Delete]:
-    """The fewest operations that do `changes` in order; no key is written twice."""
+    """The fewest operations that have the effect of `changes` in order. No key is written twice."""
     by_key: dict[str, Put | Delete] = {}
     for change in changes:
         for operation in _operations(keys, job, change):
@@ -114,7 +114,7 @@ def _operations(keys: Keys, job: Job, change: Change) -> tuple[Put | Delete, ...
 
 
 def _request(keys: Keys, operation: Operation) -> tuple[Put | Delete, ...]:
-    """What tells the members of a checkpoint that is asked for; at most one operation does at a time."""
+    """The key that tells the members that a checkpoint is wanted. At most one operation writes it at a time."""
     if operation.kind is not OperationKind.CREATE_CHECKPOINT:
         return ()
     if not operation.running:
@@ -137,8 +137,7 @@ async def read_all(etcd: Etcd, keys: Keys) -> tuple[dict[str, KeyValue], int]:
 
 
 def restore(job: Job, keys: Keys, found: dict[str, KeyValue], now: float) -> None:
-    """In place: fresh books take what etcd holds. Pending tasks get a fresh full deadline. Raises Conflict,
-    StateUnreadable."""
+    """In place: a new job takes what etcd holds. Pending tasks get a new full deadline. Raises Conflict, StateUnreadable."""
     kv = found.get(keys.task_meta)
     if kv is not None:
         meta = must_read(TaskMeta, kv.key, kv.value)
@@ -152,8 +151,8 @@ def restore(job: Job, keys: Keys, found: dict[str, KeyValue], now: float) -> Non
                 job.apply(change, now)
 
 
-def follow(job: Job, keys: Keys, event: WatchEvent, now: float) -> None:
-    """In place: books that hold all writes before take somebody else's. Raises StateUnreadable."""
+def apply_event(job: Job, keys: Keys, event: WatchEvent, now: float) -> None:
+    """In place: a job that holds all earlier writes takes this one of another process. Raises StateUnreadable."""
     with understood(event.kv.key, event.kv.value):
         change = _change_of(keys, job, event)
         if change is not None:
@@ -161,7 +160,7 @@ def follow(job: Job, keys: Keys, event: WatchEvent, now: float) -> None:
 
 
 def _change_of(keys: Keys, job: Job, event: WatchEvent) -> Change | None:
-    """None if the write is not about the books."""
+    """None if the write does not concern the job's state."""
     key = event.kv.key
     if event.type == "put":
         if key == keys.task_meta:
@@ -188,7 +187,7 @@ def _change_of(keys: Keys, job: Job, event: WatchEvent) -> Change | None:
 
 
 def _change(keys: Keys, job: Job, key: str, value: bytes) -> Change | None:
-    """The change that a key stands for; None for keys that are not the books'."""
+    """The change that a key stands for; None for keys that do not concern the job's state."""
     if key == keys.state:
         return PutState(JobState.model_validate_json(value))
     if key == keys.lanes:
@@ -223,7 +222,7 @@ def _change(keys: Keys, job: Job, key: str, value: bytes) -> Change | None:
 
 
 def _check_same_dataset(counted: TaskMeta, stored: TaskMeta) -> None:
-    """The queues are arithmetic on the file table: with another table they would mean other records."""
+    """The queues are computed from the file table: with another table the same numbers would mean other records."""
     if (counted.digest, counted.evaluation_digest) != (stored.digest, stored.evaluation_digest):
         msg = (
             f"the dataset has changed since the job began: file table {counted.digest[:12]} of {counted.tasks} tasks now, "

@@ -1,14 +1,13 @@
-"""The master's only writer: load -> decide -> compare-and-set, and nobody hears an answer before etcd has it.
+"""The master's only writer: decide -> compare-and-set -> answer. No answer is given before etcd has the changes.
 
-    waiting decisions --taken together--> one txn --lands--> answers, events
-                                            |  lost the compare: LockLost; drop the books, reload in a new reign
-                                            +- outcome unknown: read back; landed, or send the very same txn again
+    waiting decisions --taken together--> one txn --landed--> answers, events
+                                            |  refused: LockLost; a new term reads everything again
+                                            +- no answer: read back; landed, or send the very same txn again
 
-Two compares fence each txn: the lock's create_revision (the term), and `tasks/commit`, which every txn writes: the name of
-the txn before is its value. The second makes this master's writes a chain: whatever way they take, each lands right after
-the one it was decided upon, so one that was given up for lost and lands late fails, and repeating it after the read-back
-cannot apply it twice. That lets a second one fly while the first is under way (`MAX_UNDER_WAY`), as soon as it is as large;
-answers come in order.
+Two compares fence each txn: the lock's create_revision (the term), and the value of `tasks/commit`. Every txn writes its own
+name there, so the commits of a master form a chain: each lands right after the one that it was decided on. An attempt that
+lands late, after it was given up, is refused; so repeating a txn after the read-back cannot apply it twice. This allows a
+second txn while the first is under way (`MAX_UNDER_WAY`), once it carries as much as the first. Answers come in order.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ log = telemetry.logger("writer")
 
 
 class LockLost(NotLeader):
-    """Another one holds the lock, or the lease ran out: this reign is over."""
+    """Another process holds the lock, or the lease ran out: this term is over."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldLock:
-    """A lock that is held: what is written on its strength compares its create_revision, the `term`."""
+    """A lock that this process holds. Writes that depend on it compare its create_revision, the `term`."""
 
     key: str
     term: int
@@ -57,13 +56,13 @@ class HeldLock:
 
 
 class Writer(Protocol):
-    """Who decides and writes; `books` may be read at any time."""
+    """Decides and writes. `job` may be read at any time."""
 
     @property
     def job(self) -> Job: ...
 
     async def decide(self, decision: Callable[[Job, float], Decision[A]]) -> A:
-        """The decision's answer, once its changes are in etcd. Raises what it raises; PeerError."""
+        """The decision's answer, once its changes are in etcd. Raises PeerError, and what the decision raises."""
         ...
 
 
@@ -84,7 +83,7 @@ class Group:
 
 
 class GroupCommit(ABC):
-    """What waits is decided together and committed in one transaction. Run `run()` in a TaskGroup."""
+    """Waiting decisions are taken together and committed in one transaction. Run `run()` in a TaskGroup."""
 
     def __init__(self, keys: Keys, on_events: Callable[[Sequence[Event]], None]) -> None:
         self.commits = 0
@@ -95,10 +94,10 @@ class GroupCommit(ABC):
         self._over: TriremeError | None = None
 
     async def decide(self, decision: Callable[[Job, float], Decision[A]], lock: HeldLock | None = None) -> A:
-        """The decision's answer, once its changes are in etcd; `lock`: only while that lock is held.
+        """The decision's answer, once its changes are in etcd. `lock`: commit only while that lock is held.
 
-        Raises what the decision raises; NotLeader when the reign ends before (the outcome is then unknown); NotReady
-        when too many wait. The decision may be called again after a lost race: it must not have side effects.
+        Raises what the decision raises; NotLeader if the term ends before (the outcome is then unknown); NotReady if too many
+        wait. The decision may be called again after a lost race, so it must not have side effects.
         """
         if self._over is not None:
             raise self._over
@@ -111,7 +110,7 @@ class GroupCommit(ABC):
         return await future
 
     async def run(self) -> None:
-        """Commit what waits until the reign ends; everybody who waits then hears NotLeader. Raises LockLost."""
+        """Commit waiting decisions until the term ends; those that still wait then get NotLeader. Raises LockLost."""
         try:
             while True:
                 await self._wake.wait()
@@ -120,7 +119,7 @@ class GroupCommit(ABC):
                     self._taken.clear()
                     await self._turn()
         finally:
-            self._over = NotLeader("this process decides no more: its reign has ended; ask its successor")
+            self._over = NotLeader("this process decides no more: its term has ended; ask its successor")
             for entry in (*self._taken, *self._waiting):
                 if not entry.future.done():
                     entry.future.set_exception(self._over)
@@ -128,15 +127,15 @@ class GroupCommit(ABC):
 
     @abstractmethod
     async def _turn(self) -> None:
-        """Decide what waits (`_decided_on`), commit it together, answer (`_answer`)."""
+        """Take the waiting decisions (`_decide_waiting`), commit them together, answer (`_answer`)."""
 
-    def _decided_on(self, job: Job) -> Group:
-        """In place: what waits and fits into one transaction is decided on `books`, and applied to them."""
+    def _decide_waiting(self, job: Job) -> Group:
+        """In place: waiting decisions that fit into one transaction are taken on `job` and applied to it."""
         now, group, changes = clock.monotonic(), Group(), list[Change]()
         sealed, lock = False, self._waiting[0].lock
         while self._waiting and not sealed and self._waiting[0].lock is lock:
             entry = self._waiting[0]
-            if entry.future.done():  # whoever asked has left
+            if entry.future.done():  # the caller has gone
                 self._waiting.popleft()
                 continue
             decision, error = self._decided(entry, job, now)
@@ -147,7 +146,7 @@ class GroupCommit(ABC):
             changes += decision.changes
             group.events += decision.events
             sealed = NextEpoch in map(type, decision.changes)
-            if sealed:  # spelled before the books move on to the next epoch
+            if sealed:  # translated before the job moves on to the next epoch
                 group.writes = operations(self._keys, job, changes)
             for change in decision.changes:
                 job.apply(change, now)
@@ -160,7 +159,7 @@ class GroupCommit(ABC):
             return entry.decide(job, now), None
         except TriremeError as error:
             return Decision(None), error
-        except Exception as error:  # a bug in one decision must not end the reign; the caller hears INTERNAL
+        except Exception as error:  # a bug in one decision must not end the term; its caller gets INTERNAL
             log.exception("decision_failed", job=repr(job))
             return Decision(None), error
 
@@ -230,7 +229,7 @@ class MasterWriter(GroupCommit):
             self._wake.clear()
             await self._wake.wait()
             return
-        group = self._decided_on(self.job)
+        group = self._decide_waiting(self.job)
         self._taken.clear()
         commit = _Commit(ids.new_id("commit").encode(), self.fence(self._last), group)
         if group.writes:
@@ -282,8 +281,8 @@ class MasterWriter(GroupCommit):
             raise LockLost("the master's lease ran out before a write; ask its successor")
 
     async def _landed_at(self, commit: _Commit, found: TxnResult) -> int:
-        """It has landed if `tasks/commit` has its name, or the name of one that can only follow it."""
+        """It has landed if `tasks/commit` has its name, or the name of a later one of this master."""
         marker = found.range(1).first
-        following = list(self._under_way)[self._under_way.index(commit) :]
-        landed = marker is not None and any(marker.value == each.name for each in following)
+        later = list(self._under_way)[self._under_way.index(commit) :]
+        landed = marker is not None and any(marker.value == each.name for each in later)
         return marker.mod_revision if marker is not None and landed else 0

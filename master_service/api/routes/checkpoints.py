@@ -1,6 +1,6 @@
-"""Checkpoints: which there are, a new one, whether one is good, the way back to one.
+"""Checkpoints: list, create, verify, restore.
 
-What takes long answers 202 with an Operation; `wait_s` waits for its end. A model is exported by `trireme export`: that
+Requests that take long answer 202 with an Operation; `wait_s` waits for its end. Models are exported by `trireme export`: that
 needs torch and the job's script, which a master does not load.
 """
 
@@ -26,26 +26,26 @@ async def create_checkpoint(
     master: MasterOf,
     request: Request,
     response: Response,
-    wish: CreateCheckpoint | None = None,
+    asked: CreateCheckpoint | None = None,
     idempotency_key: Key = "",
     wait_s: WaitS = 0.0,
 ) -> Operation:
     """Save one of the next steps; training does not stop for it. While one is being made, that one's operation answers."""
-    wish = wish or CreateCheckpoint()
-    cause = wish.cause or _asked_by(request)
-    begun = await answered(master.term.operations.create_checkpoint(idempotency_key, cause, wish.limit_s))
-    return await _followed(master, response, begun, wait_s)
+    asked = asked or CreateCheckpoint()
+    cause = asked.cause or _asked_by(request)
+    begun = await answered(master.term.operations.create_checkpoint(idempotency_key, cause, asked.limit_s))
+    return await _waited(master, response, begun, wait_s)
 
 
 @router.get("", operation_id="listCheckpoints")
 async def list_checkpoints(master: MasterOf, page_size: PageSize = 100, page_token: PageToken = "") -> CheckpointPage:
-    """Those that can be gone back to, the newest of the job's present history first."""
+    """Checkpoints that are kept, the newest of the job's present history first."""
     return render.checkpoints(master.job, page_size, page_token)
 
 
 @router.get("/{checkpoint_id}", operation_id="getCheckpoint")
 async def get_checkpoint(master: MasterOf, checkpoint_id: str) -> CheckpointDetails:
-    """With what its manifest says."""
+    """With the details of its manifest."""
     return await answered(render.checkpoint_details(master, checkpoint_id))
 
 
@@ -59,9 +59,9 @@ async def verify_checkpoint(
     wait_s: WaitS = 0.0,
 ) -> Operation:
     """Read every part and compare its checksum; the operation is FAILED if one is not as it was written."""
-    operating = master.term.operations
-    begun = await answered(operating.verify_checkpoint(idempotency_key, _asked_by(request), checkpoint_id))
-    return await _followed(master, response, begun, wait_s)
+    operations = master.term.operations
+    begun = await answered(operations.verify_checkpoint(idempotency_key, _asked_by(request), checkpoint_id))
+    return await _waited(master, response, begun, wait_s)
 
 
 @router.post("/{checkpoint_id}/restore", operation_id="restoreCheckpoint", status_code=202)
@@ -73,18 +73,18 @@ async def restore_checkpoint(
     idempotency_key: Key = "",
     wait_s: WaitS = 0.0,
 ) -> Operation:
-    """The whole job goes back to that step and trains on from there. Its files are verified before anything is stopped."""
-    operating = master.term.operations
+    """The whole job goes back to that step and continues from there. The files are verified before anything is stopped."""
+    operations = master.term.operations
     begun = await answered(
-        operating.restore_checkpoint(idempotency_key, f"restore {_asked_by(request)}", checkpoint_id)
+        operations.restore_checkpoint(idempotency_key, f"restore {_asked_by(request)}", checkpoint_id)
     )
-    return await _followed(master, response, begun, wait_s)
+    return await _waited(master, response, begun, wait_s)
 
 
 def _asked_by(request: Request) -> str:
     return f"asked by {request.client.host}" if request.client else "asked by REST"
 
 
-async def _followed(master: Master, response: Response, begun: Operation, wait_s: float) -> Operation:
+async def _waited(master: Master, response: Response, begun: Operation, wait_s: float) -> Operation:
     response.headers["Location"] = f"/v1/operations/{begun.operation_id}"
     return await master.term.operations.wait(begun.operation_id, wait_s)

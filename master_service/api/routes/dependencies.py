@@ -1,4 +1,4 @@
-"""What every route needs: the master behind it, and the page it is asked for."""
+"""What every route needs: the master, and the parameters of pages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def _master(request: Request) -> Master:  # not a plain function: those ru
 
 
 async def answered(call: Awaitable[T]) -> T:
-    """Raises DeadlineExceeded when etcd is away for too long; asked again, the same request finds its result."""
+    """Raises DeadlineExceeded if etcd does not answer for too long. The same request, sent again, finds its result."""
     try:
         async with asyncio.timeout(ANSWER_S):
             return await call

@@ -1,4 +1,4 @@
-"""The job, what happened to it, and its numbers."""
+"""The job, its events and its metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is registered, and who is believed dead."""
+"""Registered members, and reports about suspected or failed ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How what was asked for is getting on."""
+"""The progress of operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For machines that look after machines."""
+"""Version, metrics and health, for monitoring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What trainers do with tasks: fetch one, show life, finish it, fail it."""
+"""What trainers do with tasks: acquire, report progress, complete, fail."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def report_task_progress(master: MasterOf, task_id: str, progress: TaskPro
 
 @router.post("/{task_id}/complete", operation_id="completeTask")
 async def complete_task(master: MasterOf, task_id: str, done: CompleteTask) -> Completed:
-    """Done, exactly once however often it is said; with `next`, another task of the shared stream in the same transaction."""
+    """Takes effect exactly once, however often it is sent. With `next`: another task of the shared stream in the same transaction."""
     return await answered(master.complete_task(task_id, done))
 
 

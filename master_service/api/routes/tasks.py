@@ -1,4 +1,4 @@
-"""Where the tasks stand."""
+"""The states of tasks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TaskState = Literal["TODO", "PENDING", "REQUEUED", "DONE", "DISCARDED"]
 
 
 def _upper(state: object) -> object:
-    """`discarded` is as good as `DISCARDED`."""
+    """Lower case is accepted: `discarded` means `DISCARDED`."""
     return state.upper() if isinstance(state, str) else state
 
 

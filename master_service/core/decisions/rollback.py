@@ -177,7 +177,7 @@ def _usable(state: JobState, latest: CheckpointLatest) -> tuple[CheckpointRef, .
 def back_to(spec: JobSpec, state: JobState, slots: SlotMap | None, ref: CheckpointRef, cause: str) -> Decision[None]:
     """All pservers load that checkpoint, in a new timeline."""
     timeline = state.generation + 1
-    reason = f"{cause}: everybody goes back to step {ref.step}"
+    reason = f"{cause}: the job goes back to step {ref.step}"
     back = state.model_copy(
         update={
             "phase": Phase.ROLLING_BACK,

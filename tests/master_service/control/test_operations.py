@@ -205,7 +205,7 @@ def test_the_job_goes_back_to_a_named_checkpoint_and_a_later_loss_does_not_take_
             await until(lambda: master.job.members.latest, "the checkpoints to be seen")
             begun = await restore(master, "at-30")
             state = await rolling_back(master, "at-30")
-            assert state.reason == "restore asked by a test: everybody goes back to step 30"
+            assert state.reason == "restore asked by a test: the job goes back to step 30"
             with pytest.raises(Conflict, match="about to go back to step 30 already"):
                 await restore(master, "at-20", "other")
             await answered_by_all(world, master, "at-30")

@@ -96,7 +96,7 @@ def test_a_dead_pserver_takes_the_job_back_and_it_goes_on_when_everybody_has_res
             await world.lose("pserver-1")
             state = await rolling_back(master, "at-40")
             waits = await master.acquire_task(world.ask(master, stream=0, index=1))
-            assert (waits.answer, "everybody goes back to step 40" in waits.reason) == ("wait", True)
+            assert (waits.answer, "the job goes back to step 40" in waits.reason) == ("wait", True)
             await world.restore(0, state)
             await asyncio.sleep(1)
             assert master.job.state == state

@@ -90,7 +90,7 @@ def test_lost_parameters_send_everybody_back_to_the_newest_checkpoint(
     decision = reconcile(SPEC, RUNNING.model_copy(update={"stage": stage}), LANES, SLOTS, members)
     state = state_after(decision)
     assert (state.phase, state.generation, state.timeline, state.checkpoint) == (Phase.ROLLING_BACK, 5, 5, "newest")
-    assert state.reason == f"{cause}: everybody goes back to step 40"
+    assert state.reason == f"{cause}: the job goes back to step 40"
     assert event_of(decision, "rolling_back").fields["step"] == 40
     assert reconcile(SPEC, state, LANES, SLOTS, members) == Decision(None)
 
