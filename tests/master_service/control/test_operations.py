@@ -259,7 +259,7 @@ def test_a_checkpoint_found_damaged_while_it_is_loaded_ends_the_operation_and_th
             await answered_by_all(world, master, "at-20")
             failed = await ended(master, begun)
             assert (failed.state, failed.error_code) == (FAILED, "CHECKPOINT_UNUSABLE")
-            assert failed.reason.startswith("the job went elsewhere: ")
+            assert failed.reason.startswith("the job went back to another checkpoint: ")
 
     virtually(main)
 
