@@ -16,7 +16,7 @@ from shared.records import AcquireTask, Completed, CompleteTask, TaskAnswer
 
 
 class LeanMaster(asyncio.Protocol):
-    """Of trainer_agent.tasks.source.MasterPort what the benchmark asks for. `connect` it, `close` it."""
+    """Of trainer_agent.tasks.master.MasterPort what the benchmark asks for. `connect` it, `close` it."""
 
     def __init__(self, url: str, token: str) -> None:
         parts = urlsplit(url)

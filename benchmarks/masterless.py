@@ -23,7 +23,7 @@ from shared.records import AcquireTask, CompleteTask, Dispatch, JobSpec, Mode, P
 from shared.records.datasets import Dataset, TextLines
 from shared.runtime import clock
 from shared.runtime.http import session
-from trainer_agent.tasks.source import HttpMaster, MasterPort
+from trainer_agent.tasks.master import HttpMaster, MasterPort
 
 TASKS = 10_000_000
 KEYS = Keys("bench")

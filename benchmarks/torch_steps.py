@@ -22,9 +22,9 @@ from torch import nn
 from benchmarks.probe import Memory
 from master_service.storage.counting import count_records
 from shared.runtime import clock
+from trainer_agent.data import default_collate
 from trainer_agent.script import user_module
 from trainer_agent.script.user_module import UserModule
-from trainer_agent.tasks.data import default_collate
 from trireme.plain import epoch_minibatches, plain_spec
 
 BATCHES = 16

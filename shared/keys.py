@@ -86,7 +86,7 @@ class Keys:
 
     @property
     def checkpoint_request(self) -> str:
-        """Among what members follow: trainers carry it into a version (trainer_agent/loops/duties.py)."""
+        """Among what members follow: trainers carry it into a version (trainer_agent/core/steps.py)."""
         return self._of("job", "checkpoint")
 
     @property

@@ -1,6 +1,6 @@
 """A trainer below its process: register, initialise or wait, train, finish, leave. Everything outside comes by ports.
 
-    lease + trainers/<id> ─► parameters initialised ─► TRAIN (loop) ─► EVALUATE, EXPORT (finishing) ─► job over: exit
+    lease + trainers/<id> ─► parameters initialised ─► TRAIN (loop) ─► EVALUATE, EXPORT (evaluate_export) ─► job over: exit
 
 A simulation runs this very class on a virtual loop with its own etcd, network and compute.
 """
@@ -15,22 +15,21 @@ from shared.membership.directory import Directory
 from shared.records import JobSpec, Mode, Phase, Task, TrainerMember
 from shared.records.pauses import Paused
 from shared.runtime import clock, telemetry
+from trainer_agent.core.duties import Duty, next_duty
 from trainer_agent.data_plane.transfer import Connect, Transfer
 from trainer_agent.loops.asynchronous import AsyncLoop
-from trainer_agent.loops.duties import Duty, next_duty
-from trainer_agent.loops.finishing import Finishing
+from trainer_agent.loops.evaluate_export import EvaluateExportLoop
 from trainer_agent.loops.sync import SyncLoop
 from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of
 from trainer_agent.membership.initialise import ensure_initialised
 from trainer_agent.membership.lease import Membership
 from trainer_agent.membership.pause import Pauser
-from trainer_agent.model.compute import Compute, Offload
-from trainer_agent.script.user_module import failure_of
-from trainer_agent.tasks.lane_reader import TaskSource
+from trainer_agent.model.compute import Compute
+from trainer_agent.tasks.master import MasterPort, failure_of
 from trainer_agent.tasks.reports import Reports
-from trainer_agent.tasks.source import MasterPort
-from trainer_agent.waiting.retry import persist
-from trainer_agent.waiting.task_errors import single_error
+from trainer_agent.tasks.source import Offload, TaskSource
+from trainer_agent.waiting.retry import retry
+from trainer_agent.waiting.single_error import single_error
 
 LOOK_S = 0.5
 FLUSH_S = 5.0
@@ -62,7 +61,7 @@ class Agent:
         self._spec, self._member, self._etcd, self._directory = spec, member, etcd, directory
         self._compute, self._master, self._connect, self._stopping = compute, master, connect, stopping
         self._loop: SyncLoop | AsyncLoop | None = None
-        self._active: SyncLoop | AsyncLoop | Finishing | None = None
+        self._active: SyncLoop | AsyncLoop | EvaluateExportLoop | None = None
         self._source = TaskSource(spec, master, member.trainer, offload)
         self._reports = Reports(master, member.trainer, self._held)
         self._transfer = Transfer(directory, connect, compute, self._reports.suspect, spec.parameter_dtype)
@@ -135,7 +134,7 @@ class Agent:
                 await self._directory.changed(self._directory.revision, LOOK_S)
         except (InvalidArgument, UserCodeError, LayoutMismatch) as error:
             failure = failure_of(error, trainer=self._member.trainer)
-            await persist(lambda: self._master.report_failure(self._member.trainer, failure), "reporting a failure")
+            await retry(lambda: self._master.report_failure(self._member.trainer, failure), "reporting a failure")
             raise
         state = self._directory.state
         return FAILED if state is not None and state.phase is Phase.FAILED else OK
@@ -188,10 +187,10 @@ class Agent:
 
     async def _finish(self, timeline: int, first: Task | None) -> None:
         """Returns early if the job went back to a checkpoint: there may be training to do again."""
-        self._active = finishing = Finishing(
+        self._active = loop = EvaluateExportLoop(
             self._directory, self._etcd, self._compute, self._transfer, self._source, self._stopping
         )
         try:
-            await on_timeline(self._directory, timeline, finishing.run(first))
+            await on_timeline(self._directory, timeline, loop.run(first))
         except RolledBack as error:
             log.info("rolled_back", cause=str(error))

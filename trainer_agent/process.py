@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import aiohttp
 from aiohttp import web
@@ -26,13 +26,12 @@ from shared.runtime import http, ids, malloc, service, telemetry
 from trainer_agent.agent import FAILED, Agent
 from trainer_agent.data_plane.http import HttpPserver, PserverPort, socket_of
 from trainer_agent.data_plane.stream import StreamPserver
-from trainer_agent.model.compute import T
 from trainer_agent.model.torch_compute import TorchCompute
-from trainer_agent.script.user_module import failure_of, load
+from trainer_agent.script.user_module import load
 from trainer_agent.settings import Settings
-from trainer_agent.tasks.source import HttpMaster, MasterPort
-from trainer_agent.waiting.retry import persist
-from trainer_agent.waiting.task_errors import single_error
+from trainer_agent.tasks.master import HttpMaster, MasterPort, failure_of
+from trainer_agent.waiting.retry import retry
+from trainer_agent.waiting.single_error import single_error
 
 REPORT_S = 30.0
 READER_THREADS = 2
@@ -42,12 +41,13 @@ _ANOTHER_DISPATCH = {
     Dispatch.MASTER: "job {job} has dispatch: master; start its trainers with `python -m trainer_agent`, and a master",
 }
 
+T = TypeVar("T")
 log = telemetry.logger("process")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a trainer runs: `url` answers as long as it lives."""
+class TrainerContext:
+    """What a MasterPort may need of the trainer. `url` answers as long as the trainer lives."""
 
     trainer: str
     url: str
@@ -57,23 +57,23 @@ class Place:
 
 
 @asynccontextmanager
-async def at_the_master(place: Place) -> AsyncIterator[MasterPort]:
+async def connect_master(context: TrainerContext) -> AsyncIterator[MasterPort]:
     """The port of a job with a master."""
-    yield HttpMaster(place.directory, place.client)
+    yield HttpMaster(context.directory, context.client)
 
 
-Reach = Callable[[Place], AbstractAsyncContextManager[MasterPort]]
+ConnectMaster = Callable[[TrainerContext], AbstractAsyncContextManager[MasterPort]]
 
 
 async def serve(
     settings: Settings,
     stopping: asyncio.Event,
-    reach: Reach = at_the_master,
+    connect: ConnectMaster = connect_master,
     dispatch: Dispatch = Dispatch.MASTER,
 ) -> int:
     """The trainer's exit code; see Agent.run. Leaves no task, thread or socket behind.
 
-    `reach` opens the port for tasks and reports, as jobs of that `dispatch` have it; others are refused.
+    `connect` opens the port for tasks and reports of jobs with that `dispatch`; other jobs are refused.
     """
     async with AsyncExitStack() as stack:
         etcd = settings.connect()
@@ -84,7 +84,7 @@ async def serve(
             async with asyncio.TaskGroup() as group:
                 following = group.create_task(directory.run())
                 try:
-                    return await _run(settings, stopping, stack, etcd, directory, client, reach, dispatch)
+                    return await _run(settings, stopping, stack, etcd, directory, client, connect, dispatch)
                 finally:
                     following.cancel()
 
@@ -96,14 +96,14 @@ async def _run(
     etcd: etcd_client.Etcd,
     directory: Directory,
     client: aiohttp.ClientSession,
-    reach: Reach,
+    connect: ConnectMaster,
     dispatch: Dispatch,
 ) -> int:
     trainer = ids.new_id(settings.name)
     telemetry.configure(level=settings.log_level, service="trainer", job=settings.job, member=trainer)
     port = await stack.enter_async_context(_health(settings.host, settings.port))
     url = f"http://{_advertised(settings)}:{port}"
-    master = await stack.enter_async_context(reach(Place(trainer, url, etcd, directory, client)))
+    master = await stack.enter_async_context(connect(TrainerContext(trainer, url, etcd, directory, client)))
     await directory.wait_for(lambda view: view.spec is not None, settings.spec_wait_s, "the job's spec")
     assert directory.spec is not None
     spec = directory.spec
@@ -155,7 +155,7 @@ async def _report_start(master: MasterPort, trainer: str, error: TriremeError) -
     log.error("start_failed", code=error.code, message=error.message, hint=error.hint)
     failure = failure_of(error, task="building the model", trainer=trainer)
     try:
-        await persist(lambda: master.report_failure(trainer, failure), "reporting a failure", REPORT_S)
+        await retry(lambda: master.report_failure(trainer, failure), "reporting a failure", REPORT_S)
     except TriremeError as unreported:
         log.warning("failure_unreported", cause=str(unreported))
 

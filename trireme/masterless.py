@@ -21,7 +21,7 @@ from shared.errors import InvalidArgument
 from shared.records import Dispatch, JobSpec
 from shared.runtime import service, telemetry
 from trainer_agent import settings as trainer_settings
-from trainer_agent.tasks.source import MasterPort
+from trainer_agent.tasks.master import MasterPort
 
 USAGE = 2
 
@@ -51,17 +51,17 @@ def main() -> int:
 
 
 async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
-    from trainer_agent.process import Place, serve  # noqa: PLC0415  torch is loaded only for settings that make sense
+    from trainer_agent.process import TrainerContext, serve  # noqa: PLC0415  torch is loaded only for settings that make sense
 
     spec = _read_spec(settings.spec) if settings.spec else None
 
     @asynccontextmanager
-    async def dispatching(place: Place) -> AsyncIterator[MasterPort]:
+    async def dispatching(context: TrainerContext) -> AsyncIterator[MasterPort]:
         dispatcher = Dispatcher(
-            place.etcd,
-            place.directory.keys,
-            name=place.trainer,
-            url=place.url,
+            context.etcd,
+            context.directory.keys,
+            name=context.trainer,
+            url=context.url,
             spec=spec,
             ttl_s=settings.sweep_ttl_s,
         )

@@ -26,10 +26,10 @@ from shared.lanes import step_seed
 from shared.records import JobSpec
 from shared.records.datasets import Dataset
 from shared.runtime import clock
+from trainer_agent.data import Minibatch, default_collate, minibatch_indices, minibatches_in, open_dataset
 from trainer_agent.model.export import write_model
 from trainer_agent.model.torch_compute import checked_model, device_of, on_device, seed_everything
 from trainer_agent.script.user_module import UserModule
-from trainer_agent.tasks.data import Minibatch, default_collate, minibatch_indices, minibatches_in, open_dataset
 from trireme import settings
 
 REPORT_SECONDS = 2.0

@@ -16,8 +16,8 @@ from master_service.core.queue.epoch_order import EpochOrder
 from master_service.storage.counting import count_records
 from shared.errors import DatasetError, InvalidArgument, UserCodeError
 from shared.lanes import step_seed
+from trainer_agent.data import minibatch_indices
 from trainer_agent.script.user_module import load
-from trainer_agent.tasks.data import minibatch_indices
 from trireme.plain import epoch_minibatches, plain_spec, run, train
 
 pytestmark = pytest.mark.timeout(180)  # processes that import torch, on a busy machine

@@ -15,7 +15,7 @@ from shared.lanes import step_seed
 from shared.records import Mode
 from tests.simulation.compute import RATE, gradients, layout, mean_over, rounded
 from tests.simulation.plans import Job
-from trainer_agent.tasks.data.order import minibatch_indices, minibatches_in
+from trainer_agent.data.order import minibatch_indices, minibatches_in
 
 
 def tasks_of(job: Job) -> list[list[int]]:

@@ -12,18 +12,12 @@ from shared.records.operations import CheckpointRequest
 from shared.records.step import CheckpointAsked, LanePosition
 from shared.slots import spread
 from shared.wire.messages import PushAnswer, Refusal
+from trainer_agent.core.duties import Duty, Next, next_duty
+from trainer_agent.core.steps import checkpoint_asked, nodes_to_compute, positions_of_step
 from trainer_agent.data_plane.routing import route
-from trainer_agent.loops.duties import (
-    Duty,
-    Next,
-    Verdict,
-    asked_in_step,
-    next_duty,
-    nodes_to_compute,
-    positions_of_step,
-    verdict,
-)
-from trainer_agent.waiting.pacing import CEILING_S, KEPT_STEPS, MetricBuffer, backoff_s
+from trainer_agent.data_plane.verdicts import Verdict, verdict
+from trainer_agent.tasks.reports import KEPT_STEPS, MetricBuffer
+from trainer_agent.waiting.retry import CEILING_S, backoff_s
 
 RUNNING = JobState(phase=Phase.RUNNING, generation=4, trainers=("me", "other"))
 LANES = LaneMap(generation=4, lanes=4, intervals=(LaneInterval(trainer="me", first=1, last=3),))
@@ -47,12 +41,12 @@ def test_a_trainer_without_lanes_is_a_hot_spare_and_waits():
 
 def test_a_checkpoint_on_demand_is_due_two_versions_on_and_said_anew_in_each_generation_and_attempt():
     first = CheckpointRequest(operation="op", attempt=1)
-    asked = asked_in_step(first, 4, 10, None)
+    asked = checkpoint_asked(first, 4, 10, None)
     assert asked == CheckpointAsked(operation="op", attempt=1, generation=4, version=12)
-    assert asked_in_step(first, 4, 11, asked) == asked_in_step(first, 4, 50, asked) == asked
-    assert asked_in_step(first, 5, 11, asked).version == 13
-    assert asked_in_step(CheckpointRequest(operation="op", attempt=2), 4, 11, asked).version == 13
-    assert asked_in_step(None, 4, 11, asked) is None
+    assert checkpoint_asked(first, 4, 11, asked) == checkpoint_asked(first, 4, 50, asked) == asked
+    assert checkpoint_asked(first, 5, 11, asked).version == 13
+    assert checkpoint_asked(CheckpointRequest(operation="op", attempt=2), 4, 11, asked).version == 13
+    assert checkpoint_asked(None, 4, 11, asked) is None
 
 
 def test_async_trainers_need_no_lanes_but_must_be_counted_in():

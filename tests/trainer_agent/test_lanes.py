@@ -12,7 +12,8 @@ from shared.records import AcquireTask
 from shared.records.step import LanePosition
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.scripts import RECORDS, spec_for, write_script
-from trainer_agent.tasks.lane_reader import LaneReader, TaskFailed, TaskSource, TrainingOver
+from trainer_agent.tasks.lane_reader import LaneReader
+from trainer_agent.tasks.source import TaskFailed, TaskSource, TrainingOver
 
 ME = "trainer-0-x"
 

@@ -17,8 +17,8 @@ from shared.runtime import clock
 from tests.equipment.virtual_loop import VirtualLoop
 from tests.equipment.virtual_loop import run as run_virtually
 from trainer_agent.tasks.reports import Reports
-from trainer_agent.waiting.retry import Patience, persist
-from trainer_agent.waiting.task_errors import single_error
+from trainer_agent.waiting.retry import Backoff, retry
+from trainer_agent.waiting.single_error import single_error
 
 
 def virtually(main):
@@ -72,7 +72,7 @@ def test_peers_are_asked_again_with_growing_pauses_until_they_answer():
                 raise PeerError("not yet")
             return "here"
 
-        return await persist(call, "something"), [later - earlier for earlier, later in itertools.pairwise(asked)]
+        return await retry(call, "something"), [later - earlier for earlier, later in itertools.pairwise(asked)]
 
     answer, pauses = virtually(main)
     assert answer == "here"
@@ -84,7 +84,7 @@ def test_patience_ends_with_what_was_waited_for_and_the_last_answer():
         async def call():
             raise PeerError("nobody there")
 
-        await persist(call, "an answer from pserver 3", limit_s=60)
+        await retry(call, "an answer from pserver 3", limit_s=60)
 
     with pytest.raises(
         DeadlineExceeded, match=r"gave up after 6\d s: an answer from pserver 3; the last answer: nobody there"
@@ -97,7 +97,7 @@ def test_a_callers_error_is_not_repeated():
         async def call():
             raise StaleAttempt("late")
 
-        await persist(call, "anything")
+        await retry(call, "anything")
 
     with pytest.raises(StaleAttempt):
         virtually(main)
@@ -105,11 +105,11 @@ def test_a_callers_error_is_not_repeated():
 
 def test_progress_restores_patience():
     async def main():
-        patience = Patience("blocks", limit_s=10)
+        backoff = Backoff("blocks", limit_s=10)
         for _ in range(30):
             await asyncio.sleep(9)
-            await patience.failed("slow")
-            patience.reset()
+            await backoff.failed("slow")
+            backoff.reset()
 
     virtually(main)
 

@@ -18,7 +18,7 @@ from shared.records import Phase
 from tests.equipment.replaced import replaced
 from tests.trainer_agent.cluster import TorchCluster
 from tests.trainer_agent.scripts import differing, spec_for, write_script
-from trainer_agent.loops.sync import SyncLoop
+from trainer_agent.loops.repair import StepRepair
 
 POISON = 24  # a record of task 6, which is lane 0's in step 3
 MODEL = """
@@ -135,7 +135,7 @@ async def test_without_the_claim_the_step_is_torn(tmp_path):
     async def claims_nothing(*_):
         return None
 
-    with replaced(SyncLoop, "_claim", claims_nothing), replaced(History, "agrees", lambda *_: True):
+    with replaced(StepRepair, "claim", claims_nothing), replaced(History, "agrees", lambda *_: True):
         values, events, _ = await trained(tmp_path, "backward")
     assert "rolling_back" not in events
     assert differing(clean, values) != []

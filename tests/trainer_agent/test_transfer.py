@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from shared.errors import PeerError
 from shared.records import Mode
 from shared.wire.messages import PushAnswer, PushBlock, PushHeader
-from trainer_agent.data_plane.transfer import Outbox, Transfer
-from trainer_agent.loops.duties import Verdict
+from trainer_agent.data_plane.outbox import Outbox
+from trainer_agent.data_plane.transfer import Transfer
+from trainer_agent.data_plane.verdicts import Verdict
 
 HEADER = PushHeader(job="j", term=0, generation=1, mode=Mode.SYNC, trainer="t", step=0)
 

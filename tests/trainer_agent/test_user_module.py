@@ -10,7 +10,8 @@ from shared.errors import InvalidArgument, UserCodeError
 from shared.records import UserFailure
 from shared.records.datasets import Npy
 from tests.trainer_agent.scripts import write_script
-from trainer_agent.script.user_module import failure_of, load
+from trainer_agent.script.user_module import load
+from trainer_agent.tasks.master import failure_of
 
 
 def test_hooks_are_found_and_the_main_part_is_not_run(tmp_path):

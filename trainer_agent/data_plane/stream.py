@@ -39,7 +39,7 @@ from shared.wire.stream import HEADS, FrameStream
 from shared.wire.upgrade import UpgradeRefused, upgrade
 from trainer_agent.data_plane.http import HttpPserver, Placed, Sink, socket_of
 from trainer_agent.data_plane.memory import Sharing
-from trainer_agent.waiting.answered_early import until
+from trainer_agent.waiting.leave_when_done import leave_when_done
 
 CONNECT_S = 2.0
 CLOSE_S = 2.0
@@ -330,7 +330,7 @@ class StreamPserver:
             return await self.plain.push(header, blocks)
         with stream.call("push", header) as (number, call):
             try:
-                async with until(call.answer):  # an answer before the end is a refusal: send no more
+                async with leave_when_done(call.answer):  # an answer before the end is a refusal: send no more
                     async for item, payload in blocks:
                         view = memoryview(payload).cast("B")
                         await stream.taken(self._stall_s)

@@ -1,28 +1,28 @@
 """Blocks to and from all parameter servers: one stream a pserver and direction, retried until it is done or pointless.
 
-Outbox[pserver] ◄── blocks as backward finishes them          push: ACKNOWLEDGED or STALE
-staging vector ◄── blocks of one version as they are there    pull: the version's StepRecord, or Gone
+push: blocks from the outbox of a pserver, as backward finishes them ──► ACKNOWLEDGED, STALE, ...
+pull: blocks of one version, as pservers have them ──► staging vector; the version's StepRecord, or Gone
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from typing import Any, Self, TypeVar
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, Protocol, TypeVar
 
 from shared.errors import BadFrame, Gone, InvalidArgument, NotReady, PeerError, StaleGeneration, TriremeError
 from shared.membership.directory import Directory
 from shared.records import PserverMember
 from shared.records.job_spec import Narrow, Transported
-from shared.records.layout import ELEMENT_BYTES
+from shared.records.layout import ELEMENT_BYTES, Layout
 from shared.records.step import StepRecord
 from shared.runtime import clock, telemetry
 from shared.wire.messages import LedgerAnswer, LedgerQuery, PserverInfo, PulledBlock, PullRequest, PushBlock, PushHeader
 from trainer_agent.data_plane.http import PserverPort
+from trainer_agent.data_plane.outbox import Outbox
 from trainer_agent.data_plane.routing import Routes, route
-from trainer_agent.loops.duties import Verdict, verdict
-from trainer_agent.model.compute import Compute
-from trainer_agent.waiting.retry import Patience
+from trainer_agent.data_plane.verdicts import Verdict, verdict
+from trainer_agent.waiting.retry import Backoff
 
 PULL_WAIT_S = 10.0
 REFRESH_S = 0.5
@@ -33,61 +33,21 @@ Suspect = Callable[[str, str], None]
 log = telemetry.logger("transfer")
 
 
-class _Skipped(Exception):
+class _Unanswered(Exception):
     """A pserver gave no answer for too long."""
 
 
-class Outbox:
-    """The blocks of one push, in the order they were finished; may be read again from the start."""
+class ParameterVectors(Protocol):
+    """The model's parameters as a transfer sees them; see trainer_agent.model.compute.Compute."""
 
-    def __init__(self) -> None:
-        self._items: list[tuple[PushBlock, memoryview]] = []
-        self._closed = False
-        self._more = asyncio.Event()
+    @property
+    def layout(self) -> Layout: ...
 
-    def add(self, block: PushBlock, payload: memoryview) -> None:
-        self._items.append((block, payload))
-        self._more.set()
+    def current(self, block: int) -> memoryview: ...
 
-    def close(self) -> None:
-        self._closed = True
-        self._more.set()
+    def staging(self, block: int) -> memoryview: ...
 
-    async def started(self) -> bool:
-        """Wait for the first block; False if there will be none."""
-        while not self._items and not self._closed:
-            self._more.clear()
-            await self._more.wait()
-        return bool(self._items)
-
-    def stream(self) -> AsyncIterator[tuple[PushBlock, memoryview]]:
-        """All blocks, waiting for those to come. May be left at any time, also while another task waits for its next one, as
-        the writer of a failed HTTP request does until it hears that it is cancelled: a generator could not be closed then."""
-        return _Reading(self)
-
-    async def at(self, number: int) -> tuple[PushBlock, memoryview]:
-        """Raises StopAsyncIteration if there are no more."""
-        while number >= len(self._items):
-            if self._closed:
-                raise StopAsyncIteration
-            self._more.clear()
-            await self._more.wait()
-        return self._items[number]
-
-
-class _Reading:
-    """Of an outbox, from its start."""
-
-    def __init__(self, outbox: Outbox) -> None:
-        self._outbox, self._read = outbox, 0
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> tuple[PushBlock, memoryview]:
-        found = await self._outbox.at(self._read)
-        self._read += 1
-        return found
+    def widen(self, block: int, dtype: Narrow, payload: memoryview) -> None: ...
 
 
 class Transfer:
@@ -97,15 +57,15 @@ class Transfer:
         self,
         directory: Directory,
         connect: Connect,
-        compute: Compute,
+        vectors: ParameterVectors,
         suspect: Suspect,
         parameter_dtype: Transported = "float32",
     ) -> None:
-        self._directory, self._connect, self._compute, self._suspect = directory, connect, compute, suspect
+        self._directory, self._connect, self._vectors, self._suspect = directory, connect, vectors, suspect
         self._routes: Routes | None = None
         self._away: dict[int, float] = {}  # pservers that do not answer, and since when
         self._narrow: Narrow | None = None if parameter_dtype == "float32" else parameter_dtype
-        self._narrowed = compute.layout.payloads(parameter_dtype)
+        self._narrowed = vectors.layout.payloads(parameter_dtype)
         self._landing: dict[int, memoryview] = {}  # by pserver: where a block lies until it is widened
 
     @property
@@ -114,7 +74,7 @@ class Transfer:
         if self._routes is None or (slots is not None and slots.version != self._routes.version):
             if slots is None:
                 raise NotReady("the master has not placed the blocks yet")
-            self._routes = route(self._compute.layout, slots)
+            self._routes = route(self._vectors.layout, slots)
         return self._routes
 
     @property
@@ -146,7 +106,7 @@ class Transfer:
     ) -> StepRecord | None:
         missing = dict.fromkeys(self.routes.blocks[index])
         record: StepRecord | None = None
-        patience = Patience(f"pulling {'parameters' if version is None else f'version {version}'} from pserver {index}")
+        backoff = Backoff(f"pulling {'parameters' if version is None else f'version {version}'} from pserver {index}")
 
         def place(item: PulledBlock) -> memoryview:
             expected = self._narrowed[item.block] if narrow is not None else None
@@ -155,16 +115,16 @@ class Transfer:
                     f"block {item.block} came from pserver {index} as {item.dtype or 'it is'}, {expected or 'as it is'} was asked "
                     "for; run the same version everywhere"
                 )
-            whole = self._compute.staging(item.block)
+            whole = self._vectors.staging(item.block)
             if item.dtype is None:
                 return whole
             if index not in self._landing:
-                self._landing[index] = memoryview(bytearray(self._compute.layout.block_bytes))
+                self._landing[index] = memoryview(bytearray(self._vectors.layout.block_bytes))
             return self._landing[index][: whole.nbytes * ELEMENT_BYTES[item.dtype] // ELEMENT_BYTES["float32"]]
 
         def placed(item: PulledBlock) -> None:
             if item.dtype is not None:
-                self._compute.widen(item.block, item.dtype, place(item))
+                self._vectors.widen(item.block, item.dtype, place(item))
             missing.pop(item.block, None)
 
         while missing:
@@ -175,24 +135,24 @@ class Transfer:
             except (PeerError, StaleGeneration) as error:
                 if self._is_given_up(index, skip_after_s):
                     for block in missing:
-                        self._compute.staging(block)[:] = self._compute.current(block)
+                        self._vectors.staging(block)[:] = self._vectors.current(block)
                     return record
                 await self._look_again(index, error)
-                await patience.failed(error)
+                await backoff.failed(error)
                 continue
             self._away.pop(index, None)
             record = end.record or record
             if len(missing) < before:
-                patience.reset()
+                backoff.reset()
             match end.code:
                 case "GONE":
                     raise Gone(end.message)
                 case "OVERFLOW":
                     raise InvalidArgument(end.message, hint=f"parameter_dtype is {narrow}; start the job with another")
                 case "TOO_EARLY":
-                    patience.waited(end.message)
+                    backoff.waited(end.message)
                 case "NOT_READY" | "OK" if missing:
-                    await patience.failed(end.message or f"{len(missing)} blocks did not come")
+                    await backoff.failed(end.message or f"{len(missing)} blocks did not come")
         return record
 
     # ------------------------------------------------------------ push
@@ -204,7 +164,7 @@ class Transfer:
         """
         if not await outbox.started():
             return Verdict.ACKNOWLEDGED
-        patience = Patience(f"pushing step {header.step} to pserver {index}")
+        backoff = Backoff(f"pushing step {header.step} to pserver {index}")
         while True:
             try:
                 answer = await self._port(index).push(header, outbox.stream())
@@ -224,7 +184,7 @@ class Transfer:
                     return found
             if self.generation > header.generation:
                 return Verdict.STALE
-            await patience.failed(problem)
+            await backoff.failed(problem)
 
     async def claim(self, header: PushHeader) -> None:
         """From now on no parameter server takes other data of the header's lanes in its step. Raises StepTorn (one has
@@ -252,7 +212,7 @@ class Transfer:
         async def ask(index: int) -> tuple[int, LedgerAnswer | None]:
             try:
                 return index, await self._ask(index, lambda port: port.ledger(query), skip_after_s)
-            except _Skipped:
+            except _Unanswered:
                 return index, None
 
         return {index: answer for index, answer in await self._everywhere(ask) if answer is not None}
@@ -263,15 +223,15 @@ class Transfer:
         question: Callable[[PserverPort], Coroutine[Any, Any, T]],
         skip_after_s: float | None = None,
     ) -> T:
-        patience = Patience(f"an answer from pserver {index}")
+        backoff = Backoff(f"an answer from pserver {index}")
         while True:
             try:
                 answer = await question(self._port(index))
             except PeerError as error:
                 if self._is_given_up(index, skip_after_s):
-                    raise _Skipped from error
+                    raise _Unanswered from error
                 await self._look_again(index, error)
-                await patience.failed(error)
+                await backoff.failed(error)
             else:
                 self._away.pop(index, None)
                 return answer

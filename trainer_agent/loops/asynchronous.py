@@ -12,33 +12,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping
+from functools import partial
 
 from shared.errors import DeadlineExceeded, Gone, StaleGeneration, TriremeError, UserCodeError
 from shared.lanes import step_seed
 from shared.membership.directory import Directory
-from shared.records import CompleteTask, JobSpec, Mode, StepMetrics, Task, TaskKind
+from shared.records import JobSpec, Mode, StepMetrics, Task, TaskKind
 from shared.records.pauses import Paused
 from shared.records.step import LaneZero
 from shared.runtime import telemetry
-from shared.wire.messages import LedgerQuery, PushBlock, PushHeader
-from trainer_agent.data_plane.transfer import Outbox, Transfer
-from trainer_agent.loops.duties import Duty, Verdict, next_duty
+from shared.wire.messages import LedgerQuery, PushHeader
+from trainer_agent.core.duties import Duty, next_duty
+from trainer_agent.data import minibatches_in
+from trainer_agent.data_plane.outbox import Outboxes
+from trainer_agent.data_plane.transfer import Transfer
+from trainer_agent.data_plane.verdicts import Verdict
 from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of
 from trainer_agent.membership.pause import Pauser
 from trainer_agent.model.compute import Compute, Records
-from trainer_agent.script.user_module import failure_of
-from trainer_agent.tasks.data import minibatches_in
-from trainer_agent.tasks.lane_reader import (
-    Holding,
-    TaskFailed,
-    TaskSource,
-    TrainingOver,
-    described,
-    outcome_of,
-)
 from trainer_agent.tasks.reports import Reports
-from trainer_agent.waiting.retry import Patience
-from trainer_agent.waiting.task_errors import single_error
+from trainer_agent.tasks.source import LoadedTask, TaskFailed, TaskSource, TrainingOver, outcome_of
+from trainer_agent.waiting.retry import Backoff
+from trainer_agent.waiting.single_error import single_error
 
 REFRESH_S = 0.5
 STEPS_AT_ONCE = 100
@@ -74,9 +69,9 @@ class AsyncLoop:
         self._pauser, self._first = pauser, first
         self.timeline = timeline_of(directory)
         self._spec, self._directory, self._compute, self._transfer = spec, directory, compute, transfer
-        self._payloads = compute.layout.payloads(spec.gradient_dtype)
+        self._dtypes = compute.layout.payloads(spec.gradient_dtype)
         self._source, self._reports, self._stopping = source, reports, stopping
-        self._next: asyncio.Task[Holding | Task | TaskFailed | None] | None = None
+        self._next: asyncio.Task[LoadedTask | Task | TaskFailed | None] | None = None
         self._held: tuple[Task, int] | None = None
         self._begun, self._options = -1, LaneZero(options=())
         self._pulled, self._unpulled = False, 0
@@ -150,8 +145,7 @@ class AsyncLoop:
             except TaskFailed as failed:
                 self._held = None
                 log.warning("task_failed", task=failed.task.task_id, cause=str(failed.error))
-                failure = failure_of(failed.error, task=described(failed.task), trainer=self._source.trainer)
-                await self._source.fail(failed.task, failure)
+                await self._source.fail(failed.task, failed.error)
         return None
 
     async def _may_go_on(self) -> bool:
@@ -165,7 +159,7 @@ class AsyncLoop:
 
     # ------------------------------------------------------------ tasks
 
-    async def _fetched(self) -> Holding | Task:
+    async def _fetched(self) -> LoadedTask | Task:
         """The next task with its records, fetched ahead if possible. Raises TrainingOver, TaskFailed, StaleGeneration."""
         if self._next is not None:
             ahead = await outcome_of(self._next)
@@ -176,15 +170,15 @@ class AsyncLoop:
                 return ahead
         return await self._fetch()
 
-    async def _fetch(self) -> Holding | Task:
+    async def _fetch(self) -> LoadedTask | Task:
         answer = await self._source.acquire(self._transfer.generation)
         if answer.task is None:
             raise TrainingOver
         if answer.task.kind is not TaskKind.TRAIN:
             return answer.task
-        return Holding(answer.task, await self._source.read(answer.task))
+        return LoadedTask(answer.task, await self._source.read(answer.task))
 
-    async def _ahead(self) -> Holding | Task | TaskFailed | None:
+    async def _ahead(self) -> LoadedTask | Task | TaskFailed | None:
         """None if anything stands in the way: then `_fetch` asks again, and hears the reason."""
         try:
             return await self._fetch()
@@ -193,10 +187,10 @@ class AsyncLoop:
         except (TriremeError, TrainingOver):
             return None
 
-    async def _train(self, held: Holding) -> None:
+    async def _train(self, loaded: LoadedTask) -> None:
         """Raises TaskFailed, Superseded."""
-        task, every = held.task, self._spec.push_every
-        count = minibatches_in(len(held.shard), self._spec.minibatch_size)
+        task, every = loaded.task, self._spec.push_every
+        count = minibatches_in(len(loaded.shard), self._spec.minibatch_size)
         self._generation, self._skipped = self._transfer.generation, {}
         start = await self._resume_at(task, count) if task.attempt > 1 else 0
         while start < count:
@@ -208,21 +202,14 @@ class AsyncLoop:
                 self._next = self._background.create_task(self._ahead())
             try:
                 with self._pauser.pushing(), single_error():
-                    await self._push_range(held, count, start, end)
+                    await self._push_range(loaded, count, start, end)
             except Behind as error:
                 log.info("task_falls_back", task=task.task_id, minibatch=start, cause=str(error))
                 start = await self._resume_at(task, count)
             else:
                 start = end
-        done = CompleteTask(
-            trainer=self._source.trainer,
-            attempt=task.attempt,
-            records=task.count,
-            epoch=task.epoch,
-            timeline=task.timeline,
-            generation=self._generation,
-            skipped={str(index): minibatches for index, minibatches in sorted(self._skipped.items())},
-        )
+        skipped = {str(index): minibatches for index, minibatches in sorted(self._skipped.items())}
+        done = self._source.completion(task, generation=self._generation, skipped=skipped)
         self._reports.complete(task, done)
         self._held = None
 
@@ -239,12 +226,12 @@ class AsyncLoop:
 
     # ------------------------------------------------------------ minibatches [start, end) of a task
 
-    async def _push_range(self, held: Holding, count: int, start: int, end: int) -> None:
-        task = held.task
-        minibatches = {number: self._source.minibatch(held, number) for number in range(start, end)}
+    async def _push_range(self, loaded: LoadedTask, count: int, start: int, end: int) -> None:
+        task = loaded.task
+        minibatches = {number: self._source.minibatch(loaded, number) for number in range(start, end)}
         number = self._push_number(task, count, start)
         options = await self._options_of(number)
-        outboxes = {index: Outbox() for index in self._transfer.routes.blocks}
+        outboxes = Outboxes(self._transfer.routes, self._dtypes)
         computed, loss_sum = False, 0.0
         while True:
             header = PushHeader(
@@ -286,18 +273,12 @@ class AsyncLoop:
         if self._unpulled >= self._spec.pull_every:
             await self._pull()
 
-    async def _gradients(self, task: Task, minibatches: Mapping[int, Records], outboxes: dict[int, Outbox]) -> float:
+    async def _gradients(self, task: Task, minibatches: Mapping[int, Records], outboxes: Outboxes) -> float:
         """The weighted mean over the minibatches, block by block into the outboxes; the sum of the losses."""
         self._compute.forget_nodes()
         node = min(minibatches), max(minibatches) + 1
         count = sum(len(minibatch) for minibatch in minibatches.values())
-        owners = self._transfer.routes.owners
-
-        def finished(block: int) -> None:
-            dtype = self._payloads[block]
-            item = PushBlock.model_construct(block=block, lanes=(0, 1), count=count, dtype=dtype)
-            outboxes[owners[block]].add(item, self._compute.contribution(node, block))
-
+        finished = outboxes.adder((0, 1), count, partial(self._compute.contribution, node))
         loss_sum = 0.0
         base = step_seed(self._spec.seed, task.epoch, int(task.task_id))
         for number, records in minibatches.items():
@@ -307,8 +288,7 @@ class AsyncLoop:
             except UserCodeError as error:
                 raise TaskFailed(task, error) from error
             loss_sum += result.loss_sum
-        for outbox in outboxes.values():
-            outbox.close()
+        outboxes.close()
         return loss_sum
 
     def _push_number(self, task: Task, count: int, start: int) -> int:
@@ -337,13 +317,13 @@ class AsyncLoop:
 
     async def _pull(self) -> None:
         """Whatever is current, block by block."""
-        patience = Patience("pulling parameters of the job's timeline")
+        backoff = Backoff("pulling parameters of the job's timeline")
         while True:
             try:
                 with single_error():
                     await self._transfer.pull(None, self._spec.skip_after_seconds if self._pulled else None)
                 break
             except Gone as error:  # the view is late
-                await patience.failed(error)
+                await backoff.failed(error)
         self._compute.swap()
         self._pulled, self._unpulled = True, 0

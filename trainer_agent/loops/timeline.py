@@ -10,7 +10,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from shared.membership.directory import Directory
-from trainer_agent.waiting.task_errors import single_error
+from trainer_agent.waiting.single_error import single_error
 
 LOOK_S = 0.5
 

@@ -22,8 +22,8 @@ from trainer_agent.data_plane.routing import Routes, route
 from trainer_agent.data_plane.transfer import Connect
 from trainer_agent.membership.lease import Membership
 from trainer_agent.model.compute import Compute
-from trainer_agent.waiting.retry import Patience
-from trainer_agent.waiting.task_errors import single_error
+from trainer_agent.waiting.retry import Backoff
+from trainer_agent.waiting.single_error import single_error
 
 LOOK_S = 0.5
 PATIENCE_S = 3600.0
@@ -36,7 +36,7 @@ async def ensure_initialised(
 ) -> None:
     """Return when the parameter servers hold parameters of this very model. Raises LayoutMismatch."""
     trainer = membership.member.trainer
-    patience = Patience("waiting for the parameters to be initialised", PATIENCE_S)
+    backoff = Backoff("waiting for the parameters to be initialised", PATIENCE_S)
     while not directory.init_done or directory.layout is None:
         if directory.state is not None and directory.state.phase.final:
             return
@@ -44,7 +44,7 @@ async def ensure_initialised(
             if _all_there(directory) and await _lock(directory, etcd, membership.lease_id, trainer):
                 await _initialise(spec, directory, etcd, trainer, compute, connect)
         except (PeerError, StaleGeneration, WrongOwner, LeaseLost) as error:
-            await patience.failed(error)
+            await backoff.failed(error)
         await directory.changed(directory.revision, LOOK_S)
     check_layout(compute.layout, directory.layout)
 

@@ -16,7 +16,7 @@ from shared.etcd import Compare, Etcd, Lease, LeaseLost, OutcomeUnknown, Put
 from shared.keys import Keys
 from shared.records import TrainerMember
 from shared.runtime import clock, ids, telemetry
-from trainer_agent.waiting.retry import persist
+from trainer_agent.waiting.retry import retry
 
 OUTAGE_S = 24 * 3600.0  # how long etcd may be away before a trainer gives up
 PAUSE_S = 0.5
@@ -44,7 +44,7 @@ class Membership:
 
     async def register(self) -> None:
         """Raises DeadlineExceeded."""
-        await persist(self._try_register, "registering in etcd")
+        await retry(self._try_register, "registering in etcd")
         log.info("registered", trainer=self.member.trainer, lease=f"{self.lease_id:x}")
 
     async def hold(self) -> None:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from shared.lanes import Interval
 from shared.records.job_spec import Narrow
 from shared.records.layout import Layout
 from shared.records.step import LaneZero
 
-T = TypeVar("T")
 Records = Sequence[Mapping[str, Any]]
 
 
@@ -27,12 +26,6 @@ class LaneResult:
 
     loss_sum: float
     records: int
-
-
-class Offload(Protocol):
-    """Runs blocking work (reading files) away from the event loop; a simulation runs it at once."""
-
-    async def __call__(self, work: Callable[..., T], *arguments: Any) -> T: ...
 
 
 class Compute(Protocol):

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,16 +28,17 @@ from shared.records.layout import Layout
 from shared.records.step import LaneZero
 from shared.runtime.light_torch import optimizers_without_compiler
 from shared.wire.narrow import DTYPES
+from trainer_agent.data.collate import default_collate
 from trainer_agent.model import optimizer_spec as optimizers
 from trainer_agent.model.buffers import LiveBuffers
-from trainer_agent.model.compute import LaneResult, Records, T
+from trainer_agent.model.compute import LaneResult, Records
 from trainer_agent.model.export import write_model
 from trainer_agent.model.flat import Plan, Vector, bytes_of, plan
 from trainer_agent.model.gradient_tree import Entry, GradientTree
 from trainer_agent.model.outbound import HOST, Outbound
 from trainer_agent.script.user_module import UserModule
-from trainer_agent.tasks.data.collate import default_collate
 
+T = TypeVar("T")
 WORTH_BYTES = 256 << 10  # of finished blocks, before the last ones, that are worth telling
 
 

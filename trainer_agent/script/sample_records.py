@@ -7,8 +7,8 @@ import numpy as np
 from shared.errors import DatasetError
 from shared.records.datasets import Custom, Dataset
 from shared.storage import files
+from trainer_agent.data import Reader, Shard, open_dataset
 from trainer_agent.model.compute import Records
-from trainer_agent.tasks.data import Reader, Shard, open_dataset
 
 
 def first_records(dataset: Dataset, count: int) -> Records:

@@ -17,8 +17,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, cast, get_args
 
-from shared.errors import InvalidArgument, TriremeError, UserCodeError
-from shared.records import UserFailure
+from shared.errors import InvalidArgument, UserCodeError
 from shared.records.datasets import Dataset
 
 DATASETS = get_args(get_args(Dataset)[0])
@@ -110,17 +109,6 @@ def load(script: str | Path) -> UserModule:
             traceback="".join(_trimmed(error, path.parent)),
         ) from error
     return UserModule(path, module)
-
-
-def failure_of(error: TriremeError, *, task: str = "", trainer: str = "") -> UserFailure:
-    """The record that tells the master, and in the end the user, what happened where."""
-    return UserFailure(
-        error_type=str(error.details.get("error_type", error.code)),
-        message=str(error.details.get("error_message", error.message)),
-        traceback=str(error.details.get("traceback", "")),
-        task=task,
-        trainer=trainer,
-    )
 
 
 def _checked(path: Path, name: str, hook: Callable[..., Any] | object) -> Callable[..., Any]:

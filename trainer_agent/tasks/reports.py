@@ -1,6 +1,6 @@
-"""What a trainer tells the master beside the training: nothing of it is waited for, all of it is retried and bounded.
+"""What a trainer tells the master while it trains. Training never waits for it; all of it is retried and bounded.
 
-complete(task) ─► in order, until taken or stale      share(step) ─► batches of metrics      suspect(member) ─► once in a while
+complete(task) ─► in order, until accepted or stale      share(step) ─► batches of metrics      suspect(member) ─► at most once a second
 """
 
 from __future__ import annotations
@@ -9,28 +9,63 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 from shared.errors import CallerError, PeerError, TriremeError
 from shared.records import CompleteTask, MetricBatch, StepMetrics, Task, TaskProgress
 from shared.runtime import clock, telemetry
-from trainer_agent.tasks.source import MasterPort
-from trainer_agent.waiting.pacing import MetricBuffer
-from trainer_agent.waiting.retry import persist
+from trainer_agent.tasks.master import MasterPort
+from trainer_agent.waiting.retry import retry
 
 QUEUED = 10_000
 SUSPECT_EVERY_S = 1.0
 METRICS_LIMIT_S = 30.0
 PROGRESS_S = 5.0
+METRICS_EVERY_S, METRICS_STEPS, KEPT_STEPS = 0.5, 200, 2000
 
 log = telemetry.logger("reports")
+
+
+@dataclass
+class MetricBuffer:
+    """Steps not yet reported, one entry a step. Bounded: the oldest are dropped while the master is away."""
+
+    steps: dict[int, StepMetrics] = field(default_factory=dict)
+    since: float = 0.0
+    dropped: int = 0
+
+    def add(self, share: StepMetrics, now: float) -> None:
+        """In place. A second share of the same step is added to the first."""
+        if not self.steps:
+            self.since = now
+        known = self.steps.get(share.step)
+        if known:
+            summed = {"loss_sum": known.loss_sum + share.loss_sum, "records": known.records + share.records}
+            share = share.model_copy(update=summed)
+        self.steps[share.step] = share
+        if len(self.steps) > KEPT_STEPS:
+            del self.steps[next(iter(self.steps))]
+            self.dropped += 1
+
+    def due_in(self, now: float) -> float | None:
+        """Seconds until a report is due; None: nothing to report."""
+        if not self.steps:
+            return None
+        return 0.0 if len(self.steps) >= METRICS_STEPS else max(0.0, self.since + METRICS_EVERY_S - now)
+
+    def take(self) -> tuple[StepMetrics, ...]:
+        """In place: empties the buffer."""
+        taken = tuple(self.steps.values())
+        self.steps = {}
+        return taken
 
 
 class Reports:
     """`run` in the agent's TaskGroup; the other methods never wait."""
 
     def __init__(self, master: MasterPort, trainer: str, held: Callable[[], list[tuple[Task, int]]]) -> None:
-        """`held` names the tasks at hand with the minibatches done of each."""
+        """`held` names the tasks being trained and how many minibatches of each are done."""
         self._master, self._trainer, self._held = master, trainer, held
         self._completed: deque[tuple[Task, CompleteTask]] = deque()
         self._metrics = MetricBuffer()
@@ -48,14 +83,14 @@ class Reports:
             log.warning("report_dropped", task=task.task_id, queued=QUEUED)
 
     def share(self, share: StepMetrics) -> None:
-        """A loss that is not a number is told in the log only: JSON has no word for it."""
+        """A loss that is not finite goes to the log only: JSON cannot hold it."""
         if math.isfinite(share.loss_sum):
             self._metrics.add(share, clock.monotonic())
         else:
             log.warning("loss_is_not_finite", step=share.step, epoch=share.epoch, records=share.records)
 
     def suspect(self, member_id: str, cause: str) -> None:
-        """A peer could not be reached; at most one report a second about each."""
+        """A peer could not be reached. At most one report a second about each."""
         now = clock.monotonic()
         if now - self._suspected.get(member_id, -SUSPECT_EVERY_S) >= SUSPECT_EVERY_S and not self._suspects.full():
             self._suspected[member_id] = now
@@ -69,7 +104,7 @@ class Reports:
             group.create_task(self._send_suspects())
 
     async def flush(self, limit_s: float) -> None:
-        """Wait until the master has taken what there is, at most `limit_s`."""
+        """Wait until the master has accepted all reports, at most `limit_s`."""
         try:
             async with asyncio.timeout(limit_s):
                 while self._completed:
@@ -84,7 +119,7 @@ class Reports:
             self._more.clear()
             while self._completed:
                 task, done = self._completed[0]
-                await self._tell(
+                await self._report(
                     partial(self._master.complete_task, task.task_id, done), f"completing task {task.task_id}"
                 )
                 self._completed.popleft()
@@ -103,7 +138,7 @@ class Reports:
         steps = self._metrics.take()
         if steps:
             batch = MetricBatch(trainer=self._trainer, steps=steps)
-            await self._tell(partial(self._master.report_metrics, batch), "reporting metrics", METRICS_LIMIT_S)
+            await self._report(partial(self._master.report_metrics, batch), "reporting metrics", METRICS_LIMIT_S)
 
     async def _send_progress(self) -> None:
         while True:
@@ -116,22 +151,22 @@ class Reports:
                     epoch=task.epoch,
                     timeline=task.timeline,
                 )
-                await self._once(self._master.report_progress(task.task_id, progress))
+                await self._try(self._master.report_progress(task.task_id, progress))
 
     async def _send_suspects(self) -> None:
         while True:
             member_id, cause = await self._suspects.get()
             log.info("peer_suspected", member=member_id, cause=cause)
-            await self._once(self._master.report_suspect(member_id))
+            await self._try(self._master.report_suspect(member_id))
 
-    async def _tell(self, call: Callable[[], Awaitable[object]], what: str, limit_s: float = 600.0) -> None:
-        """Until the master has heard it, or it turns out to be stale, or the limit is reached."""
+    async def _report(self, call: Callable[[], Awaitable[object]], what: str, limit_s: float = 600.0) -> None:
+        """Until the master accepts it or refuses it as stale, or the limit is reached."""
         try:
-            await persist(call, what, limit_s)
+            await retry(call, what, limit_s)
         except (CallerError, PeerError) as error:
             log.debug("report_refused", what=what, cause=str(error))
 
-    async def _once(self, call: Awaitable[object]) -> None:
+    async def _try(self, call: Awaitable[object]) -> None:
         try:
             await call
         except TriremeError as error:

@@ -1,79 +1,154 @@
-"""The master as a trainer sees it: tasks in, reports out. `HttpMaster` finds the leader; callers retry PeerErrors."""
+"""Tasks of a job for one trainer: acquired from the master, their records read in the executor, completed or failed.
+
+acquire ─► Task | end     read ─► LoadedTask ──minibatch(number)──► Records     complete, fail ─► the master
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-from urllib.parse import quote
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
-import aiohttp
+from shared.errors import CallerError, DatasetError, StaleAttempt, TriremeError
+from shared.records import AcquireTask, CompleteTask, FailTask, JobSpec, TakeNext, Task, TaskAnswer
+from shared.runtime import ids, telemetry
+from trainer_agent.data import Reader, Shard, minibatch_indices, open_dataset
+from trainer_agent.model.compute import Records
+from trainer_agent.tasks.master import MasterPort, failure_of
+from trainer_agent.waiting.retry import retry
 
-from shared.errors import NotLeader
-from shared.membership.directory import Directory
-from shared.records import (
-    AcquireTask,
-    Completed,
-    CompleteTask,
-    FailTask,
-    MetricBatch,
-    Record,
-    TaskAnswer,
-    TaskProgress,
-    UserFailure,
-)
-from shared.runtime.http import call_json
-
-TIMEOUT_S = 10.0
+T = TypeVar("T")
+log = telemetry.logger("tasks")
 
 
-class MasterPort(Protocol):
-    """One attempt each. Raises the errors of shared.errors; PeerError: nobody answered, or no leader: ask again later."""
+class Offload(Protocol):
+    """Runs blocking work (reading files) away from the event loop; a simulation runs it at once."""
 
-    async def acquire_task(self, ask: AcquireTask) -> TaskAnswer: ...
-    async def report_progress(self, task_id: str, progress: TaskProgress) -> None: ...
-    async def complete_task(self, task_id: str, done: CompleteTask) -> Completed: ...
-    async def fail_task(self, task_id: str, failed: FailTask) -> None: ...
-    async def report_metrics(self, batch: MetricBatch) -> None: ...
-    async def report_suspect(self, member_id: str) -> object: ...
-    async def report_failure(self, member_id: str, failure: UserFailure) -> None: ...
+    async def __call__(self, work: Callable[..., T], *arguments: Any) -> T: ...
 
 
-class HttpMaster:
-    """Over REST, at the leader that the directory names, or that a standby names."""
+class TrainingOver(Exception):
+    """The master says that all epochs are done."""
 
-    def __init__(self, directory: Directory, client: aiohttp.ClientSession) -> None:
-        self._directory, self._client = directory, client
 
-    async def acquire_task(self, ask: AcquireTask) -> TaskAnswer:
-        answer = await self._post("/v1/task-leases", ask, {"Idempotency-Key": ask.request})
-        return TaskAnswer.model_validate(answer)
+class TaskFailed(Exception):
+    """A task's records could not be read, or the user's code failed on them."""
 
-    async def report_progress(self, task_id: str, progress: TaskProgress) -> None:
-        await self._post(f"/v1/task-leases/{quote(task_id)}/progress", progress)
+    def __init__(self, task: Task, error: TriremeError) -> None:
+        super().__init__(f"task {task.task_id} attempt {task.attempt}: {error}")
+        self.task, self.error = task, error
 
-    async def complete_task(self, task_id: str, done: CompleteTask) -> Completed:
-        return Completed.model_validate(await self._post(f"/v1/task-leases/{quote(task_id)}/complete", done))
 
-    async def fail_task(self, task_id: str, failed: FailTask) -> None:
-        await self._post(f"/v1/task-leases/{quote(task_id)}/fail", failed)
+@dataclass(frozen=True, slots=True)
+class LoadedTask:
+    """A task with its records in memory."""
 
-    async def report_metrics(self, batch: MetricBatch) -> None:
-        await self._post("/v1/metric-batches", batch)
+    task: Task
+    shard: Shard
 
-    async def report_suspect(self, member_id: str) -> None:
-        await self._post(f"/v1/members/{quote(member_id)}/suspect", None)
 
-    async def report_failure(self, member_id: str, failure: UserFailure) -> None:
-        await self._post(f"/v1/members/{quote(member_id)}/failures", failure)
+class TaskSource:
+    """All of it is retried until the master or the reader answers."""
 
-    async def _post(self, path: str, record: Record | None, headers: dict[str, str] | None = None) -> Any:
-        master = self._directory.master
-        if master is None:
-            raise NotLeader("no master has published its address")
-        body = record.to_bytes() if record is not None else b"{}"
+    def __init__(self, spec: JobSpec, master: MasterPort, trainer: str, offload: Offload) -> None:
+        self.spec, self.trainer = spec, trainer
+        self._master, self._offload = master, offload
+        self._readers: dict[str, Reader] = {}
+
+    async def acquire(
+        self, generation: int, stream: int | None = None, epoch: int = 0, index: int = 0, *, request: str = ""
+    ) -> TaskAnswer:
+        """The master's first answer that is not "wait". `request`: the id of an earlier request, to repeat that one.
+        Raises StaleGeneration, DeadlineExceeded, Conflict."""
+        ask = AcquireTask(
+            trainer=self.trainer,
+            request=request or ids.new_id("task"),
+            generation=generation,
+            stream=stream,
+            epoch=epoch,
+            index=index,
+        )
+        what = f"a task for {'any trainer' if stream is None else f'lane {stream}'}"
+        while True:
+            answer = await retry(lambda: self._master.acquire_task(ask), what)
+            if answer.answer != "wait":
+                return answer
+            await asyncio.sleep(ids.jitter(answer.retry_after_s or 0.2))
+
+    async def read(self, task: Task) -> Shard:
+        """The records of a task. Raises TaskFailed."""
         try:
-            return await call_json(self._client, "POST", master.url + path, body, timeout_s=TIMEOUT_S, headers=headers)
-        except NotLeader as error:
-            leader = error.details.get("leader")
-            if not isinstance(leader, str) or not leader or leader == master.url:
-                raise
-            return await call_json(self._client, "POST", leader + path, body, timeout_s=TIMEOUT_S, headers=headers)
+            return await self._offload(self._read, task)
+        except DatasetError as error:
+            raise TaskFailed(task, error) from error
+
+    def _read(self, task: Task) -> Shard:
+        reader = self._readers.get(task.kind)
+        if reader is None:
+            evaluation = task.kind == "EVALUATE" and self.spec.evaluation_dataset is not None
+            dataset = self.spec.evaluation_dataset if evaluation else self.spec.dataset
+            assert dataset is not None
+            reader = self._readers[task.kind] = open_dataset(dataset)
+        return reader.read(task.file, task.first, task.count, task.offset)
+
+    def minibatch(self, loaded: LoadedTask, number: int) -> Records:
+        """Minibatch `number` of a task, in the order of (seed, epoch, task)."""
+        task, spec = loaded.task, self.spec
+        indices = minibatch_indices(
+            spec.seed,
+            task.epoch,
+            int(task.task_id.rpartition("-")[2]),
+            len(loaded.shard),
+            spec.minibatch_size,
+            number,
+            shuffle=spec.shuffle and task.kind == "TRAIN",
+        )
+        return loaded.shard.minibatch(indices)
+
+    def completion(self, task: Task, **more: Any) -> CompleteTask:
+        """The report that `task` is done; `more`: what CompleteTask says beside that."""
+        return CompleteTask(
+            trainer=self.trainer,
+            attempt=task.attempt,
+            records=task.count,
+            epoch=task.epoch,
+            timeline=task.timeline,
+            **more,
+        )
+
+    async def complete(self, task: Task, done: CompleteTask, following: TakeNext | None = None) -> Task | None:
+        """`task` is done. With `following`: the next task if the master has one at once; else `acquire` that request."""
+        report = done.model_copy(update={"next": following})
+        try:
+            what = f"completing task {task.task_id}"
+            return (await retry(lambda: self._master.complete_task(task.task_id, report), what)).next
+        except StaleAttempt as error:
+            log.info("report_refused", task=task.task_id, cause=error.message)
+            return None
+
+    async def fail(self, task: Task, error: TriremeError) -> None:
+        """This attempt failed. The master decides whether the task is tried again, discarded, or the job fails."""
+        failure = failure_of(error, task=described(task), trainer=self.trainer)
+        failed = FailTask(
+            trainer=self.trainer, attempt=task.attempt, failure=failure, epoch=task.epoch, timeline=task.timeline
+        )
+        try:
+            await retry(
+                lambda: self._master.fail_task(task.task_id, failed), f"reporting that task {task.task_id} failed"
+            )
+        except CallerError:  # it is not the pending attempt (any more), but the error is real
+            await retry(lambda: self._master.report_failure(self.trainer, failure), "reporting a failure")
+
+
+def described(task: Task) -> str:
+    """For people: `task 7 (train.parquet records 512-1023)`."""
+    if not task.file:
+        return f"task {task.task_id}"
+    return f"task {task.task_id} ({task.file} records {task.first}-{task.first + task.count - 1})"
+
+
+async def outcome_of(task: asyncio.Task[T]) -> T | None:
+    """The result of a background task, None if it was cancelled. Cancelling the caller leaves the task running."""
+    await asyncio.wait([task])
+    return None if task.cancelled() else task.result()

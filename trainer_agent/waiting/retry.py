@@ -1,4 +1,4 @@
-"""Patience with peers: one loop for all retries, bounded, and it says what it waits for."""
+"""One loop for all retries: growing pauses, a time limit, and a log line about what is waited for."""
 
 from __future__ import annotations
 
@@ -8,24 +8,29 @@ from typing import TypeVar
 
 from shared.errors import DeadlineExceeded, PeerError
 from shared.runtime import clock, ids, telemetry
-from trainer_agent.waiting.pacing import backoff_s
 
-PATIENCE_S = 600.0
+FIRST_S, CEILING_S = 0.05, 2.0
+LIMIT_S = 600.0
 NOTICE_S = 10.0
 
 T = TypeVar("T")
 log = telemetry.logger("retry")
 
 
-class Patience:
-    """One endeavour: `await failed(error)` after each failure sleeps, and raises DeadlineExceeded when it took too long."""
+def backoff_s(failures: int) -> float:
+    """Seconds before the next try after `failures` (>= 1) in a row; the caller adds jitter."""
+    return min(CEILING_S, FIRST_S * 2.0 ** min(failures - 1, 16))
 
-    def __init__(self, what: str, limit_s: float = PATIENCE_S) -> None:
+
+class Backoff:
+    """For one operation: `await failed(error)` after each failure. It sleeps, and raises DeadlineExceeded after `limit_s`."""
+
+    def __init__(self, what: str, limit_s: float = LIMIT_S) -> None:
         self._what, self._limit_s = what, limit_s
         self.reset()
 
     def reset(self) -> None:
-        """There was progress: the next failure is the first again."""
+        """There was progress: the next failure counts as the first."""
         self._failures = 0
         self._since = self._noticed = clock.monotonic()
 
@@ -35,7 +40,7 @@ class Patience:
         await asyncio.sleep(ids.jitter(backoff_s(self._failures)))
 
     def waited(self, error: object) -> None:
-        """The peer itself let us wait: no pause, but no endless patience either. Raises DeadlineExceeded."""
+        """The peer itself made us wait: no pause is needed, but the limit counts. Raises DeadlineExceeded."""
         now = clock.monotonic()
         if now - self._since > self._limit_s:
             raise DeadlineExceeded(
@@ -47,11 +52,11 @@ class Patience:
             log.warning("still_trying", what=self._what, seconds=round(now - self._since), cause=str(error))
 
 
-async def persist(call: Callable[[], Awaitable[T]], what: str, limit_s: float = PATIENCE_S) -> T:
-    """`await call()`, again after each PeerError. Raises what is no PeerError, and DeadlineExceeded."""
-    patience = Patience(what, limit_s)
+async def retry(call: Callable[[], Awaitable[T]], what: str, limit_s: float = LIMIT_S) -> T:
+    """`await call()`, again after each PeerError. Raises every other error, and DeadlineExceeded."""
+    backoff = Backoff(what, limit_s)
     while True:
         try:
             return await call()
         except PeerError as error:
-            await patience.failed(error)
+            await backoff.failed(error)

@@ -14,7 +14,7 @@ from shared.wire.messages import PullEnd
 
 
 class DirectMaster:
-    """trainer_agent.tasks.source.MasterPort; `away`: it does not answer."""
+    """trainer_agent.tasks.master.MasterPort; `away`: it does not answer."""
 
     def __init__(self, master: Master) -> None:
         self._master = master

@@ -15,9 +15,9 @@ from shared.datasets.line_scan import data_start, refuse_compressed
 from shared.errors import DatasetError
 from shared.records.datasets import Csv
 from shared.storage import files
-from trainer_agent.tasks.data.arrow import columns_of_table
-from trainer_agent.tasks.data.lines import RawRecords, read_range, read_raw
-from trainer_agent.tasks.data.shard import Shard
+from trainer_agent.data.arrow import columns_of_table
+from trainer_agent.data.lines import RawRecords, read_range, read_raw
+from trainer_agent.data.shard import Shard
 
 SAMPLE_RECORDS = 10_000
 _TYPES = {

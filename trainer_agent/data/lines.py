@@ -17,8 +17,8 @@ from shared.datasets.line_scan import (
 from shared.errors import DatasetError
 from shared.records.datasets import JsonLines, TextLines
 from shared.storage import files
-from trainer_agent.tasks.data.reader import too_short
-from trainer_agent.tasks.data.shard import Record, RecordShard, Shard
+from trainer_agent.data.reader import too_short
+from trainer_agent.data.shard import Record, RecordShard, Shard
 
 FIRST_CHUNK_BYTES = 64 << 10
 

@@ -17,8 +17,8 @@ from shared.records.datasets import (
     Parquet,
     TextLines,
 )
-from trainer_agent.tasks.data import open_dataset
-from trainer_agent.tasks.data.parquet import ParquetReader
+from trainer_agent.data import open_dataset
+from trainer_agent.data.parquet import ParquetReader
 
 
 def everything(dataset, count, file=None):

@@ -18,13 +18,13 @@ from shared.records.datasets import (
     Parquet,
     TextLines,
 )
-from trainer_agent.tasks.data.arrays import BytesReader, NpyReader
-from trainer_agent.tasks.data.collate import default_collate
-from trainer_agent.tasks.data.custom import CustomReader
-from trainer_agent.tasks.data.lines import LineReader
-from trainer_agent.tasks.data.order import minibatch_indices, minibatches_in
-from trainer_agent.tasks.data.reader import Reader
-from trainer_agent.tasks.data.shard import Minibatch, Shard
+from trainer_agent.data.arrays import BytesReader, NpyReader
+from trainer_agent.data.collate import default_collate
+from trainer_agent.data.custom import CustomReader
+from trainer_agent.data.lines import LineReader
+from trainer_agent.data.order import minibatch_indices, minibatches_in
+from trainer_agent.data.reader import Reader
+from trainer_agent.data.shard import Minibatch, Shard
 
 __all__ = ["Minibatch", "Reader", "Shard", "default_collate", "minibatch_indices", "minibatches_in", "open_dataset"]
 
@@ -33,11 +33,11 @@ def open_dataset(dataset: Dataset) -> Reader:
     """The reader of a dataset. Nothing is opened yet. Raises DatasetError if a Custom reader cannot be imported."""
     match dataset:
         case Parquet():
-            from trainer_agent.tasks.data.parquet import ParquetReader  # noqa: PLC0415  pyarrow only where it is needed
+            from trainer_agent.data.parquet import ParquetReader  # noqa: PLC0415  pyarrow only where it is needed
 
             return ParquetReader(dataset)
         case Csv():
-            from trainer_agent.tasks.data.csv_rows import CsvReader  # noqa: PLC0415
+            from trainer_agent.data.csv_rows import CsvReader  # noqa: PLC0415
 
             return CsvReader(dataset)
         case TextLines() | JsonLines():

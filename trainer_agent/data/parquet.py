@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 from shared.errors import DatasetError
 from shared.records.datasets import Parquet
 from shared.storage import files
-from trainer_agent.tasks.data.arrow import columns_of_table
-from trainer_agent.tasks.data.reader import too_short
-from trainer_agent.tasks.data.shard import Shard
+from trainer_agent.data.arrow import columns_of_table
+from trainer_agent.data.reader import too_short
+from trainer_agent.data.shard import Shard
 
 KEPT_BYTES = 256 << 20
 

@@ -13,8 +13,8 @@ from shared.datasets import npy
 from shared.errors import DatasetError
 from shared.records.datasets import Bytes, Npy
 from shared.storage import files
-from trainer_agent.tasks.data.reader import too_short
-from trainer_agent.tasks.data.shard import Shard
+from trainer_agent.data.reader import too_short
+from trainer_agent.data.shard import Shard
 
 
 class BytesReader:

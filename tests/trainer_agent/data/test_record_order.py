@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_agent.tasks.data import minibatch_indices, minibatches_in
+from trainer_agent.data import minibatch_indices, minibatches_in
 
 
 @given(

@@ -6,9 +6,8 @@ from itertools import islice
 
 from shared.datasets.custom_reader import load_custom
 from shared.errors import DatasetError
-from shared.records.datasets import Custom
-from trainer_agent.tasks.data.reader import too_short
-from trainer_agent.tasks.data.shard import RecordShard, Shard
+from trainer_agent.data.reader import too_short
+from trainer_agent.data.shard import RecordShard, Shard
 
 
 class CustomReader:

@@ -1,4 +1,4 @@
-"""Leave a block of code as soon as something is known that makes the rest of it pointless."""
+"""Leave a block of code as soon as a future is done that makes the rest of the block pointless."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shared.runtime import clock
 
 
 @asynccontextmanager
-async def until(answer: asyncio.Future[Any]) -> AsyncIterator[None]:
-    """Run the block, but leave it as soon as `answer` is there, wherever it waits."""
+async def leave_when_done(future: asyncio.Future[Any]) -> AsyncIterator[None]:
+    """Run the block, but leave it as soon as `future` is done, wherever the block waits."""
     inside = True
     try:
         async with asyncio.timeout(None) as limit:
@@ -21,12 +21,12 @@ async def until(answer: asyncio.Future[Any]) -> AsyncIterator[None]:
                 if inside:
                     limit.reschedule(clock.monotonic())
 
-            answer.add_done_callback(leave)
+            future.add_done_callback(leave)
             try:
                 yield
             finally:
                 inside = False
-                answer.remove_done_callback(leave)
+                future.remove_done_callback(leave)
     except TimeoutError:
         if not limit.expired():
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from shared.errors import DatasetError
-from trainer_agent.tasks.data.shard import Shard
+from trainer_agent.data.shard import Shard
 
 
 class Reader(Protocol):

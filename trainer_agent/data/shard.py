@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.errors import DatasetError
-from trainer_agent.tasks.data.order import Indices
+from trainer_agent.data.order import Indices
 
 Column = npt.NDArray[Any] | list[Any]
 Record = dict[str, Any]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from shared.errors import DatasetError
-from trainer_agent.tasks.data import default_collate
-from trainer_agent.tasks.data.shard import RecordShard, Shard
+from trainer_agent.data import default_collate
+from trainer_agent.data.shard import RecordShard, Shard
 
 
 def equal(left: torch.Tensor, right: torch.Tensor) -> bool:

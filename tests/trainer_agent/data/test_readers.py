@@ -27,7 +27,7 @@ from shared.records.datasets import (
     Parquet,
     TextLines,
 )
-from trainer_agent.tasks.data import open_dataset
+from trainer_agent.data import open_dataset
 
 RECORDS = 23
 TEXTS = ["plain", "", "a,b", 'say "hi"', "two\nlines", "héllo ✓", " spaced ", "cr\r\nlf"]

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import types
 
-from trainer_agent.tasks.data.shard import Column
+from trainer_agent.data.shard import Column
 
 
 def columns_of_table(table: pa.Table) -> dict[str, Column]:

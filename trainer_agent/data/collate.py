@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from shared.errors import DatasetError
-from trainer_agent.tasks.data.shard import Column, Minibatch, as_column, columns_of
+from trainer_agent.data.shard import Column, Minibatch, as_column, columns_of
 
 Batch = dict[str, Any]
 

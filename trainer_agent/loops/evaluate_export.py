@@ -1,7 +1,7 @@
-"""After training: evaluate on the final parameters, export them, until the job is over.
+"""After training: evaluate the final parameters, task by task, and export them, until the job is over.
 
 acquire ─► EVALUATE: sums over the task's minibatches      EXPORT: files, and metrics out of all sums      end
-              └─ complete, which brings the next one
+              └─ complete, whose answer is the next task
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from shared.membership.directory import Directory
 from shared.records import CompleteTask, EvaluationSums, TakeNext, Task, TaskKind
 from shared.runtime import ids, telemetry
 from shared.storage import files
+from trainer_agent.data import minibatches_in
 from trainer_agent.data_plane.transfer import Transfer
 from trainer_agent.model.compute import Compute
-from trainer_agent.script.user_module import failure_of
-from trainer_agent.tasks.data import minibatches_in
-from trainer_agent.tasks.lane_reader import Holding, TaskFailed, TaskSource, described
-from trainer_agent.waiting.retry import persist
-from trainer_agent.waiting.task_errors import single_error
+from trainer_agent.tasks.source import LoadedTask, TaskFailed, TaskSource
+from trainer_agent.waiting.retry import retry
+from trainer_agent.waiting.single_error import single_error
 
 REFRESH_S = 0.5
 
-log = telemetry.logger("finishing")
+log = telemetry.logger("evaluate_export")
 
 
-class Finishing:
+class EvaluateExportLoop:
     """`run` returns when the master has no more tasks for anybody, or when `stopping` is set."""
 
     def __init__(
@@ -76,10 +75,10 @@ class Finishing:
             await self._pull_final()
             done = await (self._evaluate(task) if task.kind is TaskKind.EVALUATE else self._export(task))
         except UserCodeError as error:
-            await self._source.fail(task, failure_of(error, task=described(task), trainer=self._source.trainer))
+            await self._source.fail(task, error)
             return None
         except TaskFailed as failed:
-            await self._source.fail(task, failure_of(failed.error, task=described(task), trainer=self._source.trainer))
+            await self._source.fail(task, failed.error)
             return None
         more = task.kind is TaskKind.EVALUATE and not self._stopping.is_set()
         following = TakeNext(request=request, generation=self._transfer.generation) if more else None
@@ -93,17 +92,17 @@ class Finishing:
             self._pulled = True
 
     async def _evaluate(self, task: Task) -> CompleteTask:
-        held = Holding(task, await self._source.read(task))
+        loaded = LoadedTask(task, await self._source.read(task))
         sums: dict[str, float] = {}
-        for number in range(minibatches_in(len(held.shard), self._source.spec.minibatch_size)):
-            for name, value in (await self._compute.evaluate(self._source.minibatch(held, number))).items():
+        for number in range(minibatches_in(len(loaded.shard), self._source.spec.minibatch_size)):
+            for name, value in (await self._compute.evaluate(self._source.minibatch(loaded, number))).items():
                 sums[name] = sums.get(name, 0.0) + value
-        return self._report(task, sums=sums)
+        return self._source.completion(task, sums=sums)
 
     async def _export(self, task: Task) -> CompleteTask:
         """The metrics travel in the export's own report: only a trainer can run the user's `metrics(sums)`."""
         key = self._directory.keys.evaluation
-        found = await persist(lambda: self._etcd.get(key), "the sums of the evaluation")
+        found = await retry(lambda: self._etcd.get(key), "the sums of the evaluation")
         sums = must_read(EvaluationSums, key, found.value).sums if found else {}
         place = files.join(self._source.spec.storage, "export")
         try:
@@ -111,17 +110,4 @@ class Finishing:
         except (OSError, InvalidArgument) as error:
             message = f"the model cannot be written to {place}: {error}"
             raise TaskFailed(task, InvalidArgument(message)) from error
-        return self._report(task, exports=exports, sums=await self._compute.metrics(sums) if sums else {})
-
-    def _report(
-        self, task: Task, *, sums: dict[str, float] | None = None, exports: dict[str, str] | None = None
-    ) -> CompleteTask:
-        return CompleteTask(
-            trainer=self._source.trainer,
-            attempt=task.attempt,
-            records=task.count,
-            sums=sums or {},
-            exports=exports or {},
-            epoch=task.epoch,
-            timeline=task.timeline,
-        )
+        return self._source.completion(task, exports=exports, sums=await self._compute.metrics(sums) if sums else {})

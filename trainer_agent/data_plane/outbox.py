@@ -1,0 +1,91 @@
+"""The blocks of one push, by parameter server: filled as backward finishes them, sent meanwhile, and again if a push fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Self
+
+from shared.lanes import Interval
+from shared.records.job_spec import Narrow
+from shared.wire.messages import PushBlock
+from trainer_agent.data_plane.routing import Routes
+
+
+class Outbox:
+    """The blocks for one parameter server, in the order they were finished; may be read again from the start."""
+
+    def __init__(self) -> None:
+        self._items: list[tuple[PushBlock, memoryview]] = []
+        self._closed = False
+        self._more = asyncio.Event()
+
+    def add(self, block: PushBlock, payload: memoryview) -> None:
+        self._items.append((block, payload))
+        self._more.set()
+
+    def close(self) -> None:
+        self._closed = True
+        self._more.set()
+
+    async def started(self) -> bool:
+        """Wait for the first block; False if there will be none."""
+        while not self._items and not self._closed:
+            self._more.clear()
+            await self._more.wait()
+        return bool(self._items)
+
+    def stream(self) -> AsyncIterator[tuple[PushBlock, memoryview]]:
+        """All blocks, waiting for those to come.
+
+        No generator: the writer of a failed HTTP request still waits for its next block until it is cancelled, and a
+        generator that another task waits for cannot be closed.
+        """
+        return _Stream(self)
+
+    async def at(self, number: int) -> tuple[PushBlock, memoryview]:
+        """Raises StopAsyncIteration if there are no more."""
+        while number >= len(self._items):
+            if self._closed:
+                raise StopAsyncIteration
+            self._more.clear()
+            await self._more.wait()
+        return self._items[number]
+
+
+class _Stream:
+    """An outbox read from its start."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox, self._read = outbox, 0
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> tuple[PushBlock, memoryview]:
+        found = await self._outbox.at(self._read)
+        self._read += 1
+        return found
+
+
+class Outboxes(dict[int, Outbox]):
+    """One push to all parameter servers, by pserver index. `dtypes[block]`: the narrower dtype in which it travels, if any."""
+
+    def __init__(self, routes: Routes, dtypes: Sequence[Narrow | None]) -> None:
+        super().__init__((index, Outbox()) for index in routes.blocks)
+        self._owners, self._dtypes = routes.owners, dtypes
+
+    def adder(self, lanes: Interval, count: int, contribution: Callable[[int], memoryview]) -> Callable[[int], None]:
+        """A function that adds a finished block of `lanes`, which have `count` records together."""
+        owners, dtypes = self._owners, self._dtypes
+
+        def add(block: int) -> None:
+            item = PushBlock.model_construct(block=block, lanes=lanes, count=count, dtype=dtypes[block])
+            self[owners[block]].add(item, contribution(block))
+
+        return add
+
+    def close(self) -> None:
+        """No more blocks will come."""
+        for outbox in self.values():
+            outbox.close()

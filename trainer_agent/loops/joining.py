@@ -1,0 +1,134 @@
+"""Between steps: how a trainer joins a synchronous job, and joins again after what ends its steps.
+
+wait for lanes ─► pull every block at the lowest version in force ─► steps
+version gone, or too late for it ─► pull again      task failed ─► report it      generation stale ─► look again
+the job went back to a checkpoint (another timeline) ─► forget parameters, positions and tasks, pull again
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from shared.errors import Gone, StaleGeneration
+from shared.membership.directory import Directory
+from shared.records import Mode
+from shared.records.step import LaneZero, StepRecord
+from shared.runtime import telemetry
+from trainer_agent.core.duties import Duty, Next, next_duty
+from trainer_agent.core.steps import checkpoint_asked
+from trainer_agent.data_plane.transfer import Transfer
+from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of
+from trainer_agent.model.compute import Compute
+from trainer_agent.tasks.lane_reader import LaneReaders
+from trainer_agent.tasks.source import TaskFailed, TaskSource, TrainingOver
+from trainer_agent.waiting.single_error import single_error
+
+REFRESH_S = 0.5
+
+log = telemetry.logger("joining")
+
+
+class Joiner:
+    """`timeline`: the one that the parameters in use belong to."""
+
+    def __init__(
+        self,
+        mode: Mode,
+        directory: Directory,
+        compute: Compute,
+        transfer: Transfer,
+        source: TaskSource,
+        readers: LaneReaders,
+        stopping: asyncio.Event,
+    ) -> None:
+        self._mode, self._directory, self._compute, self._transfer = mode, directory, compute, transfer
+        self._source, self._readers, self._stopping = source, readers, stopping
+        self._version: StepRecord | None = None
+        self._lane_zero: tuple[int, LaneZero] | None = None
+        self.trainer = source.trainer
+        self.timeline = timeline_of(directory)
+
+    def __repr__(self) -> str:
+        return f"<Joiner of {self.trainer}: version {self._version.version if self._version else 'none'}>"
+
+    def duty(self) -> Next:
+        return next_duty(self._directory.state, self._directory.lanes, self.trainer, self._mode)
+
+    async def wait_for_lanes(self) -> bool:
+        """Wait until this trainer has lanes; False if it has nothing to train any more. While it waits it is a spare, and
+        forgets its parameters."""
+        waiting_for = ""
+        while not self._stopping.is_set():
+            duty = self.duty()
+            if duty.duty is not Duty.WAIT:
+                return duty.duty is Duty.TRAIN
+            self._version = None
+            if duty.reason != waiting_for:
+                waiting_for = duty.reason
+                log.info("waiting", what=waiting_for)
+            await self._directory.changed(self._directory.revision, REFRESH_S)
+        return False
+
+    async def attempt(self, steps: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+        """Run `steps` in the job's timeline until they return, or until something happens that joining again mends. False if
+        training is over."""
+        timeline = timeline_of(self._directory)
+        if timeline != self.timeline:
+            self.timeline, self._version, self._lane_zero = timeline, None, None
+            self._readers.keep((0, 0))
+        try:
+            with single_error():
+                await on_timeline(self._directory, timeline, steps())
+        except RolledBack as error:
+            log.info("rolled_back", cause=str(error))
+        except Gone as error:
+            log.info("joining_again", cause=error.message)
+            self._version = None
+        except StaleGeneration:
+            await self._directory.changed(self._directory.revision, REFRESH_S)
+        except TaskFailed as failed:
+            log.warning("task_failed", task=failed.task.task_id, attempt=failed.task.attempt, cause=str(failed.error))
+            self._readers.drop(failed.task)
+            await self._source.fail(failed.task, failed.error)
+        except TrainingOver:
+            return False
+        return True
+
+    async def join(self) -> StepRecord:
+        """The version in use, or all blocks at the lowest version in force. Raises Gone if that is overtaken."""
+        if self._version is not None:
+            return self._version
+        version = min(info.lowest for info in await self._transfer.infos(self.timeline))
+        with single_error():
+            record = found(await self._transfer.pull(version), version)
+        self._compute.swap()
+        if record.lane_zero is not None:
+            self._compute.restore(record.lane_zero)
+        self._lane_zero = None
+        log.info("joined", version=version, generation=self._transfer.generation)
+        return record
+
+    def may_go_on(self, version: StepRecord) -> bool:
+        """`version` is in use now: whether this trainer goes on to its next step."""
+        if timeline_of(self._directory) != self.timeline:
+            return False
+        self._version = version
+        return not self._stopping.is_set() and self.duty().duty is Duty.TRAIN
+
+    def begin_step(self, version: StepRecord) -> LaneZero:
+        """What lane 0's push says. The schedule advances once for a step, even if the step is begun several times."""
+        step = version.version
+        if self._lane_zero is None or self._lane_zero[0] != step:
+            request, generation = self._directory.checkpoint_request, self._transfer.generation
+            asked = checkpoint_asked(request, generation, step, version.asked)
+            self._lane_zero = step, self._compute.begin_step().model_copy(update={"asked": asked})
+        return self._lane_zero[1]
+
+
+def found(record: StepRecord | None, version: int) -> StepRecord:
+    """What a pull of `version` brought. Raises Gone if no parameter server had the version's record."""
+    if record is None:
+        raise Gone(f"no parameter server keeps the reader positions of version {version}")
+    return record

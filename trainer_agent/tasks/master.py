@@ -1,0 +1,90 @@
+"""The master as a trainer sees it: tasks in, reports out. `HttpMaster` finds the leader; callers retry PeerErrors."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+from urllib.parse import quote
+
+import aiohttp
+
+from shared.errors import NotLeader, TriremeError
+from shared.membership.directory import Directory
+from shared.records import (
+    AcquireTask,
+    Completed,
+    CompleteTask,
+    FailTask,
+    MetricBatch,
+    Record,
+    TaskAnswer,
+    TaskProgress,
+    UserFailure,
+)
+from shared.runtime.http import call_json
+
+TIMEOUT_S = 10.0
+
+
+class MasterPort(Protocol):
+    """One attempt each. Raises the errors of shared.errors; PeerError: nobody answered, or no leader: ask again later."""
+
+    async def acquire_task(self, ask: AcquireTask) -> TaskAnswer: ...
+    async def report_progress(self, task_id: str, progress: TaskProgress) -> None: ...
+    async def complete_task(self, task_id: str, done: CompleteTask) -> Completed: ...
+    async def fail_task(self, task_id: str, failed: FailTask) -> None: ...
+    async def report_metrics(self, batch: MetricBatch) -> None: ...
+    async def report_suspect(self, member_id: str) -> object: ...
+    async def report_failure(self, member_id: str, failure: UserFailure) -> None: ...
+
+
+class HttpMaster:
+    """Over REST, at the leader that the directory names, or that a standby names."""
+
+    def __init__(self, directory: Directory, client: aiohttp.ClientSession) -> None:
+        self._directory, self._client = directory, client
+
+    async def acquire_task(self, ask: AcquireTask) -> TaskAnswer:
+        answer = await self._post("/v1/task-leases", ask, {"Idempotency-Key": ask.request})
+        return TaskAnswer.model_validate(answer)
+
+    async def report_progress(self, task_id: str, progress: TaskProgress) -> None:
+        await self._post(f"/v1/task-leases/{quote(task_id)}/progress", progress)
+
+    async def complete_task(self, task_id: str, done: CompleteTask) -> Completed:
+        return Completed.model_validate(await self._post(f"/v1/task-leases/{quote(task_id)}/complete", done))
+
+    async def fail_task(self, task_id: str, failed: FailTask) -> None:
+        await self._post(f"/v1/task-leases/{quote(task_id)}/fail", failed)
+
+    async def report_metrics(self, batch: MetricBatch) -> None:
+        await self._post("/v1/metric-batches", batch)
+
+    async def report_suspect(self, member_id: str) -> None:
+        await self._post(f"/v1/members/{quote(member_id)}/suspect", None)
+
+    async def report_failure(self, member_id: str, failure: UserFailure) -> None:
+        await self._post(f"/v1/members/{quote(member_id)}/failures", failure)
+
+    async def _post(self, path: str, record: Record | None, headers: dict[str, str] | None = None) -> Any:
+        master = self._directory.master
+        if master is None:
+            raise NotLeader("no master has published its address")
+        body = record.to_bytes() if record is not None else b"{}"
+        try:
+            return await call_json(self._client, "POST", master.url + path, body, timeout_s=TIMEOUT_S, headers=headers)
+        except NotLeader as error:
+            leader = error.details.get("leader")
+            if not isinstance(leader, str) or not leader or leader == master.url:
+                raise
+            return await call_json(self._client, "POST", leader + path, body, timeout_s=TIMEOUT_S, headers=headers)
+
+
+def failure_of(error: TriremeError, *, task: str = "", trainer: str = "") -> UserFailure:
+    """`error` as the record that tells the master, and in the end the user, what happened where."""
+    return UserFailure(
+        error_type=str(error.details.get("error_type", error.code)),
+        message=str(error.details.get("error_message", error.message)),
+        traceback=str(error.details.get("traceback", "")),
+        task=task,
+        trainer=trainer,
+    )
