@@ -84,9 +84,11 @@ class Trainer:
     def setup(self, mib: int, optimizer: str, ports: list[int], block_kib: int) -> None:
         from shared.records.layout import Layout, OptimizerSpec, Segment
         from trainer_agent.model.flat import Plan, Vector
-        from trainer_agent.model.outbound import HOST, Outbound
+        from trainer_agent.model.send_buffers import HOST, SendBuffers
 
-        self._parameters = self._gradient = self._into = self._out = self._outbound = None  # those of the setup before
+        self._parameters = self._gradient = self._into = self._out = self._send_buffers = (
+            None  # those of the setup before
+        )
         self._ports = []
         gc.collect()
         self._memory = Memory()
@@ -102,7 +104,7 @@ class Trainer:
         self._gradient.copy_(gradient_of(elements))
         self._into, self._out = parameters.memory(), gradient.memory()
         self._narrow = self._layout.payloads(self._dtype)
-        self._outbound = Outbound(plan, HOST, self._dtype, feedback=False, shared=self._kind == "shm")
+        self._send_buffers = SendBuffers(plan, HOST, self._dtype, feedback=False, shared=self._kind == "shm")
         self._landing = memoryview(bytearray(block_kib << 10))
         self._ports = [self._connect(index, port) for index, port in enumerate(ports)]
         if self._share == 0:
@@ -198,8 +200,8 @@ class Trainer:
     def _cast(self, block) -> memoryview:
         """As the product's trainers do it while backward goes on."""
         values = self._gradient[block.first : block.first + block.elements]
-        self._outbound.put(0, block.number, values, bool)
-        return self._outbound.memory(0)[block.number]
+        self._send_buffers.put(0, block.number, values, bool)
+        return self._send_buffers.memory(0)[block.number]
 
     def _sink(self, item) -> memoryview:
         whole = self._into[item.block]

@@ -28,7 +28,8 @@ from shared.records.datasets import Dataset
 from shared.runtime import clock
 from trainer_agent.data import Minibatch, default_collate, minibatch_indices, minibatches_in, open_dataset
 from trainer_agent.model.export import write_model
-from trainer_agent.model.torch_compute import checked_model, device_of, on_device, seed_everything
+from trainer_agent.model.minibatch import on_device, seed_everything
+from trainer_agent.model.torch_compute import checked_model, device_of
 from trainer_agent.script.user_module import UserModule
 from trireme import settings
 

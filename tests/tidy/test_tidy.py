@@ -42,7 +42,7 @@ HOMES = {
     "datetime": ("shared/runtime/clock.py",),
     "random": (
         "shared/runtime/ids.py",
-        "trainer_agent/model/torch_compute.py",
+        "trainer_agent/model/minibatch.py",
     ),  # the latter seeds what the user's forward pass draws
     "secrets": ("shared/runtime/ids.py",),
     "uuid": ("shared/runtime/ids.py",),

@@ -13,6 +13,7 @@ import torch
 from master_service.core.queue.epoch_order import EpochOrder
 from shared.lanes import step_seed
 from shared.records import JobSpec
+from shared.records.datasets import Npy
 from trainer_agent.data import minibatch_indices, minibatches_in
 from trainer_agent.script.user_module import load
 

@@ -61,7 +61,7 @@ async def test_a_trainer_that_owns_fewer_lanes_gives_gradient_vectors_back(build
 
     compute = build({"gradient_dtype": dtype}, shared=True)
     first = await step(compute, 4)
-    before = [weakref.ref(vector) for vector in compute._tree._slots]
+    before = [weakref.ref(vector) for vector in compute.tree.slots]
     assert len(before) == 3
     for _ in range(2 * WATCHED_STEPS):  # one look, at least, saw only such steps
         await step(compute, 1)
@@ -95,7 +95,7 @@ async def test_little_blocks_wait_for_company_but_the_last_ones_for_nobody(build
     monkeypatch.setattr(loop, "call_soon_threadsafe", noted)
     blocks = len(compute.plan.blocks)
     for worth, expected in ((1, [1] * blocks), (1 << 30, [blocks])):
-        monkeypatch.setattr("trainer_agent.model.torch_compute.WORTH_BYTES", worth)
+        monkeypatch.setattr("trainer_agent.model.torch_compute.ANNOUNCED_BYTES", worth)
         for _ in range(2):  # the first backward only watches
             calls.clear()
             compute.forget_nodes()
@@ -138,7 +138,7 @@ async def test_slots_are_reused_and_there_are_no_more_than_the_tree_needs(build)
     for _ in range(3):
         compute.forget_nodes()
         await contributions(compute, (0, 8), [records(2, lane) for lane in range(8)])
-    assert len(compute._tree._slots) == 4
+    assert len(compute.tree.slots) == 4
 
 
 async def test_the_same_seed_gives_the_same_bits_and_dropout_follows_it(build):
@@ -232,13 +232,13 @@ async def test_no_gradient_of_an_earlier_minibatch_is_left_in_a_slot(build):
     for batch in batches:
         compute.forget_nodes()
         await contributions(compute, (0, 1), [batch])
-        found = [home.clone() for home in compute._homes]
+        found = [view.clone() for view in compute.minibatch.gradient_views]
         compute.model.zero_grad(set_to_none=True)
         inputs = torch.from_numpy(np.stack([record["x"] for record in batch]))
         targets = torch.tensor([record["y"] for record in batch])
-        hooks, compute._homes = compute._homes, [torch.empty_like(home) for home in found]
+        views, compute.minibatch.gradient_views = compute.minibatch.gradient_views, list(map(torch.empty_like, found))
         nn.functional.cross_entropy(compute.model(inputs), targets).backward()
-        compute._homes = hooks
+        compute.minibatch.gradient_views = views
         expected = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in compute.model.parameters()]
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 

@@ -237,28 +237,28 @@ async def test_buffers_travel_as_they_are_and_parameters_cast(compute):
 
 async def test_all_pushes_and_the_rest_add_up_to_all_gradients(compute, monkeypatch):
     gradients: dict[int, torch.Tensor] = {}
-    write = compute._outbound._write
+    put = compute.send_buffers.put
 
-    def seen(out, block, values):
+    def seen(slot, block, values, announce):
         gradients[block] = gradients.get(block, 0) + values.double()
-        write(out, block, values)
+        put(slot, block, values, announce)
 
-    monkeypatch.setattr(compute._outbound, "_write", seen)
+    monkeypatch.setattr(compute.send_buffers, "put", seen)
     totals: dict[int, torch.Tensor] = {}
     for _ in range(20):
         for block, values in (await one_push(compute)).items():
             totals[block] = totals.get(block, 0) + values.double()
-    for block, rest in compute._outbound._rests.items():
-        torch.testing.assert_close(totals[block] + rest.double(), gradients[block], rtol=0, atol=1e-6)
-    assert any(rest.any() for rest in compute._outbound._rests.values())
+    for block, residual in compute.send_buffers.residuals.items():
+        torch.testing.assert_close(totals[block] + residual.double(), gradients[block], rtol=0, atol=1e-6)
+    assert any(residual.any() for residual in compute.send_buffers.residuals.values())
     compute.restore(compute.initial_lane_zero())  # as after a roll-back
-    assert not any(rest.any() for rest in compute._outbound._rests.values())
+    assert not any(residual.any() for residual in compute.send_buffers.residuals.values())
 
 
 async def test_memory_of_casts_is_allocated_once(compute):
     def addresses():
-        hosts = [segment.data_ptr() for host, _ in compute._outbound._hosts.values() for segment in host.segments]
-        return hosts, [rest.data_ptr() for rest in compute._outbound._rests.values()]
+        hosts = [segment.data_ptr() for host, _ in compute.send_buffers.hosts.values() for segment in host.segments]
+        return hosts, [residual.data_ptr() for residual in compute.send_buffers.residuals.values()]
 
     await one_push(compute)
     before = addresses()
@@ -268,4 +268,4 @@ async def test_memory_of_casts_is_allocated_once(compute):
     narrowed = sum(
         block.elements for block in compute.layout.blocks() if compute.layout.payloads("bfloat16")[block.number]
     )
-    assert sum(rest.nbytes for rest in compute._outbound._rests.values()) == 4 * narrowed
+    assert sum(residual.nbytes for residual in compute.send_buffers.residuals.values()) == 4 * narrowed

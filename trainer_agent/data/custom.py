@@ -6,6 +6,7 @@ from itertools import islice
 
 from shared.datasets.custom_reader import load_custom
 from shared.errors import DatasetError
+from shared.records.datasets import Custom
 from trainer_agent.data.reader import too_short
 from trainer_agent.data.shard import RecordShard, Shard
 

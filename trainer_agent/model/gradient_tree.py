@@ -19,7 +19,7 @@ from shared.lanes import Interval, combine
 from shared.records.job_spec import Narrow
 from shared.wire.narrow import DTYPES, round_to
 from trainer_agent.model.flat import Plan, Vector
-from trainer_agent.model.outbound import Outbound, overflow
+from trainer_agent.model.send_buffers import SendBuffers, overflow
 
 WATCHED_STEPS = 8  # a slot that none of them took is not needed: the last push of a task may be a short one
 
@@ -36,7 +36,7 @@ class Entry:
 class GradientTree:
     """The nodes of one step. `open` ... `finish(block)` ... `close` around a node's last lane, `add` for the lanes before.
 
-    `outbound`: where finished blocks wait if they do not travel from the slot they were computed in. `rounded`: what each
+    `send_buffers`: where finished blocks wait if they do not travel from the slot they were computed in. `rounded`: what each
     block is rounded to at every node. `shared`: see Vector. `add`, `finish` and `close` raise OverflowError for what does not
     fit.
     """
@@ -45,17 +45,17 @@ class GradientTree:
         self,
         plan: Plan,
         device: torch.device,
-        outbound: Outbound | None = None,
+        send_buffers: SendBuffers | None = None,
         rounded: Sequence[Narrow | None] = (),
         *,
         shared: bool = False,
     ) -> None:
-        self._plan, self._device, self._outbound = plan, device, outbound
-        self._shared = shared and outbound is None
+        self._plan, self._device, self._send_buffers = plan, device, send_buffers
+        self._shared = shared and send_buffers is None
         self._rounded = rounded if any(rounded) else [None] * len(plan.blocks)
         self._rounds = any(rounded)
         self._scratch: dict[str, torch.Tensor] = {}
-        self._slots: list[Vector] = []
+        self.slots: list[Vector] = []
         self._free: list[int] = []
         self._memory: dict[int, list[memoryview]] = {}
         self._entries: list[Entry] = []
@@ -66,20 +66,20 @@ class GradientTree:
         self._steps = self._needed = 0  # of those being watched: how many, and the slots that they took
 
     def vector(self, slot: int) -> Vector:
-        return self._slots[slot]
+        return self.slots[slot]
 
     def take(self) -> int:
         """A slot for the next backward; its old content is still there."""
         if not self._free:
-            self._slots.append(self._vector())
-            self._free.append(len(self._slots) - 1)
+            self.slots.append(self._vector())
+            self._free.append(len(self.slots) - 1)
         slot = self._free.pop()
         self._needed = max(self._needed, slot + 1)
-        if self._slots[slot].lost:
-            self._slots[slot] = self._vector()
+        if self.slots[slot].lost:
+            self.slots[slot] = self._vector()
             self._memory.pop(slot, None)
-        if self._outbound is not None:
-            self._outbound.renew(slot)
+        if self._send_buffers is not None:
+            self._send_buffers.renew(slot)
         return slot
 
     def _vector(self) -> Vector:
@@ -87,31 +87,31 @@ class GradientTree:
 
     def forget(self) -> None:
         """All slots may be overwritten. Those that some steps did not need are given back."""
-        if self._outbound is not None:
-            self._outbound.forget_copies()
+        if self._send_buffers is not None:
+            self._send_buffers.forget_copies()
         self._entries, self._results = [], {}
         self._steps += 1
         if self._steps == WATCHED_STEPS:
-            self._drop(self._needed or len(self._slots))
+            self._drop(self._needed or len(self.slots))
             self._steps = self._needed = 0
-        self._free = list(reversed(range(len(self._slots))))
+        self._free = list(reversed(range(len(self.slots))))
 
     def _drop(self, first: int) -> None:
-        for slot in range(first, len(self._slots)):
+        for slot in range(first, len(self.slots)):
             self._memory.pop(slot, None)
-            if self._outbound is not None:
-                self._outbound.drop(slot)
-        del self._slots[first:]
+            if self._send_buffers is not None:
+                self._send_buffers.drop(slot)
+        del self.slots[first:]
 
     def contribution(self, node: Interval, block: int) -> memoryview:
         """Bytes of a finished block (none where the node is empty)."""
         slot = self._results[node]
         if slot is None:
             return memoryview(b"")
-        if self._outbound is not None:
-            return self._outbound.memory(slot)[block]
+        if self._send_buffers is not None:
+            return self._send_buffers.memory(slot)[block]
         if slot not in self._memory:
-            self._memory[slot] = self._slots[slot].memory()
+            self._memory[slot] = self.slots[slot].memory()
         return self._memory[slot][block]
 
     def add(self, entry: Entry) -> None:
@@ -122,7 +122,7 @@ class GradientTree:
             right, left = self._entries.pop(), self._entries.pop()
             if left.slot is not None and right.slot is not None:
                 with torch.no_grad():
-                    for x, y in zip(self._slots[left.slot].segments, self._slots[right.slot].segments, strict=True):
+                    for x, y in zip(self.slots[left.slot].segments, self.slots[right.slot].segments, strict=True):
                         combine(x, left.count, y, right.count)
                 self._free.append(right.slot)
             slot = left.slot if left.slot is not None else right.slot
@@ -144,31 +144,31 @@ class GradientTree:
             self._announce(block)
             return
         *lefts, right = self._fold
-        total, count = self._slots[right.slot].blocks[block] if right.slot is not None else None, right.count
+        total, count = self.slots[right.slot].blocks[block] if right.slot is not None else None, right.count
         with torch.no_grad():
             self._round(block, total)
             for left in reversed(lefts):
-                mine = self._slots[left.slot].blocks[block] if left.slot is not None else None
+                mine = self.slots[left.slot].blocks[block] if left.slot is not None else None
                 total, count = combine(mine, left.count, total, count)
                 self._round(block, total)
-        if self._outbound is None:
+        if self._send_buffers is None:
             self._announce(block)
         else:
-            self._outbound.put(self._result, block, self._slots[self._result].blocks[block], self._announce)
+            self._send_buffers.put(self._result, block, self.slots[self._result].blocks[block], self._announce)
 
     def close(self) -> None:
         """Finish what is left (parameters without gradient, buffers); the slots of the other subtrees become free."""
         for block, done in enumerate(self._done):
             if not done:
                 self.finish(block)
-        if self._outbound is not None:
-            self._outbound.drain(self._announce)
+        if self._send_buffers is not None:
+            self._send_buffers.drain(self._announce)
         self._free += [e.slot for e in reversed(self._fold) if e.slot is not None and e.slot != self._result]
         self._entries, self._fold, self._announce = [], [], bool
 
     def _round_all(self, entry: Entry) -> None:
         if self._rounds and entry.slot is not None:
-            for block, values in enumerate(self._slots[entry.slot].blocks):
+            for block, values in enumerate(self.slots[entry.slot].blocks):
                 self._round(block, values)
 
     def _round(self, block: int, values: torch.Tensor | None) -> None:

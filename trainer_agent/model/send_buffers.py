@@ -4,7 +4,7 @@
     cast: block (+ what earlier casts of it left out) ─► narrower dtype ─► announced     left out = block - what is sent
 
 Error feedback (Seide et al. 2014, Karimireddy et al. 2019): what a cast leaves out of a block is added to its next gradient,
-so nothing is lost for ever. That rest belongs to this trainer: if it dies, at most one rounding error per element does.
+so nothing is lost for ever. The residual is kept by this trainer only: if it dies, at most one rounding error per element is lost.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainer_agent.model.flat import Plan, Vector
 HOST = torch.device("cpu")
 
 
-class Outbound:
+class SendBuffers:
     """A host vector per gradient slot, in the dtypes that travel; allocated once. Not thread-safe. `shared`: see Vector."""
 
     def __init__(
@@ -29,8 +29,8 @@ class Outbound:
         self._plan, self._device, self._dtype = plan, device, dtype
         self._shared = shared and device.type == "cpu"
         self._narrow = plan.layout.payloads(dtype)
-        self._hosts: dict[int, tuple[Vector, list[memoryview]]] = {}
-        self._rests = {
+        self.hosts: dict[int, tuple[Vector, list[memoryview]]] = {}
+        self.residuals = {
             block.number: torch.zeros(block.elements, device=device)
             for block in plan.blocks
             if feedback and self._narrow[block.number]
@@ -41,19 +41,19 @@ class Outbound:
         self._copies: list[tuple[int, torch.cuda.Event]] = []
 
     def __repr__(self) -> str:
-        return f"<Outbound from {self._device} as {self._dtype}, {len(self._rests)} blocks with feedback>"
+        return f"<SendBuffers from {self._device} as {self._dtype}, {len(self.residuals)} blocks with feedback>"
 
     def memory(self, slot: int) -> list[memoryview]:
         return self._host(slot)[1]
 
     def renew(self, slot: int) -> None:
         """Its memory is about to be written to."""
-        if slot in self._hosts and self._hosts[slot][0].lost:
-            del self._hosts[slot]
+        if slot in self.hosts and self.hosts[slot][0].lost:
+            del self.hosts[slot]
 
     def drop(self, slot: int) -> None:
         """The slot is no more."""
-        self._hosts.pop(slot, None)
+        self.hosts.pop(slot, None)
 
     def put(self, slot: int, block: int, values: torch.Tensor, announce: Callable[[int], object]) -> None:
         """A finished block; `values` may be overwritten. Announced at once, or from a GPU by `drain`. Raises OverflowError."""
@@ -81,34 +81,34 @@ class Outbound:
         """Nobody waits for the blocks of a minibatch that failed; their memory may be overwritten."""
         self.drain(bool)
 
-    def forget_rests(self) -> None:
-        """Whatever was left out belongs to parameters that are no more."""
-        for rest in self._rests.values():
-            rest.zero_()
+    def clear_residuals(self) -> None:
+        """What was left out belongs to parameters that are no longer in use."""
+        for residual in self.residuals.values():
+            residual.zero_()
 
     def _write(self, out: torch.Tensor, block: int, values: torch.Tensor) -> None:
-        dtype, rest = self._narrow[block], self._rests.get(block)
+        dtype, residual = self._narrow[block], self.residuals.get(block)
         if dtype is None:
             out.copy_(values, non_blocking=True)
             return
         sent = out if self._stream is None else torch.empty_like(values, dtype=DTYPES[dtype])
-        if rest is not None:
-            values.add_(rest)
+        if residual is not None:
+            values.add_(residual)
         try:
             cast_into(sent, values)
         except OverflowError as error:
             raise overflow(block, error) from None
-        if rest is not None:
-            torch.sub(values, rest.copy_(sent), out=rest)
+        if residual is not None:
+            torch.sub(values, residual.copy_(sent), out=residual)
         if sent is not out:
             out.copy_(sent, non_blocking=True)
 
     def _host(self, slot: int) -> tuple[Vector, list[memoryview]]:
-        if slot not in self._hosts:
+        if slot not in self.hosts:
             pinned = self._stream is not None
             host = Vector(self._plan, HOST, pinned=pinned, dtype=self._dtype, shared=self._shared)
-            self._hosts[slot] = host, host.memory()
-        return self._hosts[slot]
+            self.hosts[slot] = host, host.memory()
+        return self.hosts[slot]
 
 
 def overflow(block: int, error: OverflowError) -> OverflowError:

@@ -1,0 +1,196 @@
+"""One minibatch: the user's loss forward and backward, or the user's evaluation.
+
+records ──collate──► batch ──loss(model, batch)──► loss ──backward──► gradients in a flat vector, block by block
+
+While backward runs, a hook at each parameter tells which blocks of the flat vector have all their gradients.
+"""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from shared.errors import DatasetError, UserCodeError
+from trainer_agent.data.collate import default_collate
+from trainer_agent.model.buffers import LiveBuffers
+from trainer_agent.model.compute import Records
+from trainer_agent.model.flat import Plan, Vector
+
+
+class UserCode(Protocol):
+    """The functions of the user's script; see trainer_agent.script.user_module.UserModule. What they raise arrives as
+    UserCodeError."""
+
+    def has(self, hook: str) -> bool: ...
+
+    def call(self, hook: str, *arguments: Any) -> Any: ...
+
+    def guard(self, code: Callable[..., Any], *arguments: Any) -> Any: ...
+
+    def error_of(self, error: BaseException) -> UserCodeError: ...
+
+
+class MinibatchRunner:
+    """Runs in one thread. `parameters`: those of `plan`, in its order."""
+
+    def __init__(
+        self, user: UserCode, model: nn.Module, plan: Plan, parameters: list[nn.Parameter], clip_norm: float | None
+    ) -> None:
+        self._user, self._model, self._plan, self._parameters = user, model, plan, parameters
+        self._device, self._clip_norm = parameters[0].device, clip_norm
+        self._buffers = LiveBuffers(model, plan)
+        self._views: weakref.WeakKeyDictionary[Vector, list[torch.Tensor]] = weakref.WeakKeyDictionary()
+        self.gradient_views: list[torch.Tensor] = []  # by parameter: where this backward's gradients belong
+        self._finish: Callable[[int], object] = bool
+        self._missing: list[int] | None = None  # by block: gradients not made yet; None: not counted in this backward
+        self._may_overlap = False
+        self._blocks_of = [plan.blocks_of(place) for place in plan.parameters]
+        self._members = [0] * len(plan.blocks)
+        for blocks in self._blocks_of:
+            for block in blocks:
+                self._members[block] += 1
+        self._made = [0] * len(parameters)
+        for index, parameter in enumerate(parameters):
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                partial(self._on_gradient, index)
+            )
+
+    def backward(
+        self, records: Records, seed: int, current: Vector, gradients: Vector, finish: Callable[[int], object] | None
+    ) -> float:
+        """Forward and backward from the parameters and buffers in `current`. The gradients and the changed buffers are
+        written to `gradients`; the result is loss x records.
+
+        `finish(block)` is called while backward runs, for each block whose gradients are all there, if that can be known.
+        """
+        overlaps = finish is not None and self._may_overlap
+        self._finish, self._missing = finish or bool, list(self._members) if overlaps else None
+        self._bind(gradients)
+        self._buffers.load(current)
+        seed_everything(seed)
+        self._model.train()
+        loss = self._checked(self._user.call("loss", self._model, self._batch(records)))
+        self._made = [0] * len(self._parameters)
+        self._user.guard(loss.backward)
+        self._check_made()
+        self._missing = None
+        for view, made in zip(self.gradient_views, self._made, strict=True):
+            if not made:
+                view.zero_()
+        if self._clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
+        self._buffers.store(gradients)
+        return float(loss.item()) * len(records)
+
+    def evaluate(self, records: Records, current: Vector) -> dict[str, float]:
+        """Sums over the minibatch, in evaluation mode."""
+        self._buffers.load(current)
+        self._model.eval()
+        with torch.no_grad():
+            batch = self._batch(records)
+            if self._user.has("evaluate"):
+                sums = self._user.call("evaluate", self._model, batch)
+            else:
+                sums = {"loss": self._user.call("loss", self._model, batch) * len(records), "records": len(records)}
+        return self._numbers("evaluate(model, batch)", sums)
+
+    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Metrics out of the sums of all minibatches."""
+        if self._user.has("metrics"):
+            return self._numbers("metrics(sums)", self._user.call("metrics", dict(sums)))
+        if not self._user.has("evaluate") and sums.get("records"):
+            return {"loss": sums["loss"] / sums["records"]}
+        return dict(sums)
+
+    def load_buffers(self, current: Vector) -> None:
+        """The module's buffers get the values of `current`."""
+        self._buffers.load(current)
+
+    # ------------------------------------------------------------ the batch and the loss
+
+    def _batch(self, records: Records) -> Any:
+        if self._user.has("collate"):
+            batch = self._user.call("collate", records)
+        else:
+            try:
+                batch = default_collate(records)
+            except DatasetError as error:
+                raise self._user.error_of(error) from error
+        return batch if self._device.type == "cpu" else on_device(batch, self._device)
+
+    def _checked(self, loss: Any) -> torch.Tensor:
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
+            return loss
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            found = "a scalar that does not depend on the parameters"
+        message = f"loss(model, batch) returned {found}; return the minibatch's mean loss, a scalar with a gradient"
+        raise self._user.error_of(TypeError(message))
+
+    def _numbers(self, what: str, found: Any) -> dict[str, float]:
+        if not isinstance(found, Mapping):
+            raise self._user.error_of(TypeError(f"{what} returned {type(found).__name__}; return a dict of numbers"))
+        try:
+            return {str(name): float(value) for name, value in found.items()}
+        except (TypeError, ValueError) as error:
+            raise self._user.error_of(TypeError(f"{what} returned {found!r:.200}; return a dict of numbers")) from error
+
+    # ------------------------------------------------------------ gradients that backward has made
+
+    def _bind(self, gradients: Vector) -> None:
+        if gradients not in self._views:
+            self._views[gradients] = gradients.views(self._plan.parameters)
+        self.gradient_views = self._views[gradients]
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
+        """The first gradient that autograd makes is copied to its view; later parts are added there. If `grad` were the view
+        from the start, autograd would add to zeros, which had to be written before."""
+        view = self.gradient_views[index]
+        if parameter.grad is not view:
+            assert parameter.grad is not None
+            view.copy_(parameter.grad.to_dense())
+            parameter.grad = view
+        self._made[index] += 1
+        if self._missing is None:
+            return
+        for block in self._blocks_of[index]:
+            self._missing[block] -= 1
+            if self._missing[block] == 0:
+                self._finish(block)
+
+    def _check_made(self) -> None:
+        """Reentrant checkpointing makes a gradient in parts: then no block is finished before backward ends. The first
+        backward finds out, and finishes nothing early."""
+        in_parts = max(self._made) > 1
+        if in_parts and self._missing is not None:
+            message = "backward went on with a gradient that was finished; use checkpoint(..., use_reentrant=False)"
+            raise self._user.error_of(RuntimeError(message))
+        if self._missing is None:
+            self._may_overlap = self._clip_norm is None and not in_parts
+
+
+def seed_everything(seed: int) -> None:
+    """All generators that a forward pass or a collate may use."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002  user code uses the global generator
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    match batch:
+        case torch.Tensor():
+            return batch.to(device, non_blocking=True)
+        case Mapping():
+            return {name: on_device(value, device) for name, value in batch.items()}
+        case tuple() | list():
+            return type(batch)(on_device(value, device) for value in batch)
+    return batch
