@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 
-from master_service.core.state.changes import Event
+from master_service.core.changes import Event
 from shared.records import Record
 from shared.runtime import clock, telemetry
 

@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import Callable
 
 from master_service.control.events import EventRing
+from master_service.core.changes import Decision
 from master_service.core.decisions import operations, rollback
-from master_service.core.state.changes import Decision
 from master_service.core.state.job import Job
 from master_service.storage.job_storage import JobStorage
 from master_service.store.writer import Writer

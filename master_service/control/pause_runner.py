@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from master_service.core.changes import Decision
 from master_service.core.decisions import operations, pause_checkpoint
-from master_service.core.state.changes import Decision
 from master_service.core.state.job import Job
 from master_service.store.writer import Writer
 from shared.checkpoints import stored

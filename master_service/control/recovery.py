@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from master_service.core.changes import Change, Decision, Event, NextEpoch
 from master_service.core.decisions import pserver_return, queue_restore, rollback
 from master_service.core.decisions.lifecycle import fail
-from master_service.core.state.changes import Change, Decision, Event, NextEpoch
 from master_service.core.state.job import Job
 from master_service.core.state.metrics import Metrics
 from master_service.storage.job_storage import JobStorage

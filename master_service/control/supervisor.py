@@ -13,8 +13,8 @@ from master_service.control.events import EventRing
 from master_service.control.operation_runner import OperationRunner
 from master_service.control.pause_runner import PauseRunner
 from master_service.control.recovery import Recovery
+from master_service.core.changes import Decision
 from master_service.core.decisions import membership, tasks
-from master_service.core.state.changes import Decision
 from master_service.core.state.job import Job
 from master_service.core.state.metrics import Metrics
 from master_service.storage.job_storage import JobStorage

@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 
 from master_service.control.events import EventRing
+from master_service.core.changes import Event
 from master_service.core.decisions import tasks
 from master_service.core.decisions.lifecycle import count_failure
-from master_service.core.state.changes import Event
 from master_service.core.state.job import Job
 from master_service.core.state.metrics import Metrics
 from master_service.store.writer import Writer

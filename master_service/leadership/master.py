@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 
 from master_service.control.task_service import Probe, TaskService
-from master_service.core.state.changes import Event
+from master_service.core.changes import Event
 from master_service.leadership.election import campaign, run_under_lease, take_over
 from master_service.leadership.term import Term
 from master_service.storage.job_storage import FileStorage, JobStorage

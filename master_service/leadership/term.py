@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from master_service.control.events import EventRing
 from master_service.control.supervisor import Supervisor
+from master_service.core.changes import Event
 from master_service.core.decisions.membership import checkpoint_news
-from master_service.core.state.changes import Event
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
 from master_service.core.state.metrics import Metrics

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 
 from master_service.control.supervisor import Supervisor
 from master_service.control.task_service import Probe, TaskService
+from master_service.core.changes import Event
 from master_service.core.decisions import tasks
 from master_service.core.decisions.membership import checkpoint_news
-from master_service.core.state.changes import Event
 from master_service.core.state.members import Members
 from master_service.leadership.election import campaign, run_under_lease, take_over
 from master_service.masterless.view import WatchedJob

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from master_service.core.state.changes import Decision, Event
+from master_service.core.changes import Decision, Event
 from master_service.core.state.job import Job
 from master_service.masterless.view import WatchedJob
 from master_service.store.writer import (

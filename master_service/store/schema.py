@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from master_service.core.state.changes import (
+from master_service.core.changes import (
     Change,
     DropCut,
     DropDiscarded,

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from master_service.core.state.changes import Change, Decision, Event, NextEpoch
+from master_service.core.changes import Change, Decision, Event, NextEpoch
 from master_service.core.state.job import Job
 from master_service.store.schema import operations
 from shared.errors import NotLeader, NotReady, TriremeError

@@ -9,8 +9,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+from master_service.core.changes import DropPending
 from master_service.core.queue.task_queue import TaskQueue
-from master_service.core.state.changes import DropPending
 from master_service.masterless.writer import SharedWriter
 from master_service.store.writer import MasterWriter
 from pserver_service.core.blocks import BlockState, Verdict

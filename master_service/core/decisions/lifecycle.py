@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from master_service.core.state.changes import Change, Decision, Event, NextEpoch, PutFailures, PutState
+from master_service.core.changes import Change, Decision, Event, NextEpoch, PutFailures, PutState
 from master_service.core.state.failure_budget import FailureBudget
 from master_service.core.state.job import Job
 from shared.records import CompleteTask, JobResult, JobSpec, JobState, Phase, Stage, UserFailure

@@ -7,9 +7,9 @@ RUNNING    a trainer joined or died -> generation + 1 (and new lanes);  a pserve
 
 from __future__ import annotations
 
+from master_service.core.changes import Change, Decision, Event, PutLanes, PutSlots, PutState
 from master_service.core.decisions import pause_checkpoint, pserver_return, rollback
 from master_service.core.decisions.lane_placement import assign_lanes
-from master_service.core.state.changes import Change, Decision, Event, PutLanes, PutSlots, PutState
 from master_service.core.state.members import Members
 from shared.records import JobSpec, JobState, LaneMap, Mode, Phase, SlotMap
 from shared.slots import spread

@@ -7,9 +7,9 @@ complete --pserver gone--> absent --back, with a checkpoint's ledger--> counted:
 
 from __future__ import annotations
 
+from master_service.core.changes import Decision, Event, PutLosses, PutState
 from master_service.core.decisions.lifecycle import fail
 from master_service.core.decisions.rollback import go_back, has_parameters, slots_fit
-from master_service.core.state.changes import Decision, Event, PutLosses, PutState
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
 from shared.errors import NotReady

@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from master_service.core.queue.task_queue import TaskQueue
-from master_service.core.state.changes import (
+from master_service.core.changes import (
     Change,
     DropDiscarded,
     DropPending,
@@ -25,6 +24,7 @@ from master_service.core.state.changes import (
     PutRequeued,
     PutSums,
 )
+from master_service.core.queue.task_queue import TaskQueue
 from master_service.core.state.job import Job
 from shared.errors import CheckpointUnusable
 from shared.records import DiscardedTask, EvaluationSums, PendingTask, RequeuedTask, TaskKind, TaskMeta

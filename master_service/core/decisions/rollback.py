@@ -8,9 +8,7 @@ RUNNING --parameters lost--> ROLLING_BACK(timeline, checkpoint) --every pserver 
 
 from __future__ import annotations
 
-from master_service.core.decisions.lane_placement import assign_lanes
-from master_service.core.decisions.lifecycle import fail, next_stage
-from master_service.core.state.changes import (
+from master_service.core.changes import (
     Change,
     Decision,
     Event,
@@ -20,6 +18,8 @@ from master_service.core.state.changes import (
     PutSlots,
     PutState,
 )
+from master_service.core.decisions.lane_placement import assign_lanes
+from master_service.core.decisions.lifecycle import fail, next_stage
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
 from shared.records import (

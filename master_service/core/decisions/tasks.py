@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from master_service.core.changes import Decision, DropPending, Event, PutLosses, PutRequeued, PutSums
 from master_service.core.decisions import lifecycle, pserver_return
 from master_service.core.queue.task_queue import WAIT_S, Closing, TaskQueue
-from master_service.core.state.changes import Decision, DropPending, Event, PutLosses, PutRequeued, PutSums
 from master_service.core.state.job import Job
 from shared.errors import InvalidArgument, StaleAttempt, StaleGeneration, TriremeError
 from shared.records import (

@@ -14,10 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from master_service.core.queue.deadlines import Deadlines
-from master_service.core.queue.epoch_order import Streams
-from master_service.core.queue.repeats import Repeats
-from master_service.core.state.changes import (
+from master_service.core.changes import (
     Change,
     DropDiscarded,
     DropPending,
@@ -28,6 +25,9 @@ from master_service.core.state.changes import (
     PutPending,
     PutRequeued,
 )
+from master_service.core.queue.deadlines import Deadlines
+from master_service.core.queue.epoch_order import Streams
+from master_service.core.queue.repeats import Repeats
 from shared.errors import Conflict, StaleAttempt
 from shared.records import AcquireTask, DiscardedTask, PendingTask, RequeuedTask, TaskAnswer, TaskKind
 

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from master_service.core.queue.deadlines import Deadlines
-from master_service.core.queue.epoch_order import Streams
-from master_service.core.queue.file_table import FileTable
-from master_service.core.queue.task_queue import TaskQueue
-from master_service.core.state.changes import (
+from master_service.core.changes import (
     Change,
     DropCut,
     DropOperation,
@@ -28,6 +24,10 @@ from master_service.core.state.changes import (
     PutState,
     PutSums,
 )
+from master_service.core.queue.deadlines import Deadlines
+from master_service.core.queue.epoch_order import Streams
+from master_service.core.queue.file_table import FileTable
+from master_service.core.queue.task_queue import TaskQueue
 from master_service.core.state.failure_budget import FailureBudget
 from master_service.core.state.members import Members
 from master_service.core.state.operations import Operations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from master_service.core.state.changes import DropOperation, PutOperation
+from master_service.core.changes import DropOperation, PutOperation
 from shared.errors import NotFound
 from shared.records.operations import Operation, OperationKind
 

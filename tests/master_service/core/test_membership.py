@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from master_service.core.changes import Decision, PutFailures, PutLanes, PutSlots, PutState
 from master_service.core.decisions.lane_placement import assign_lanes, moved_lanes
 from master_service.core.decisions.lifecycle import count_failure, fail, next_stage
 from master_service.core.decisions.membership import checkpoint_news, reconcile
-from master_service.core.state.changes import Decision, PutFailures, PutLanes, PutSlots, PutState
 from master_service.core.state.failure_budget import FailureBudget
 from master_service.core.state.members import Members
 from master_service.core.state.metrics import Metrics

@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from master_service.core.changes import Decision, DropPending, PutDiscarded
 from master_service.core.decisions import tasks
-from master_service.core.state.changes import Decision, DropPending, PutDiscarded
 from master_service.core.state.job import Job
 from master_service.store import schema
 from shared.errors import StaleAttempt, StaleGeneration

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from master_service.core.changes import Decision, Event, NextEpoch, PutSlots
 from master_service.core.decisions import queue_restore, rollback
 from master_service.core.decisions.membership import reconcile
 from master_service.core.decisions.tasks import acquire, complete, fail_task
 from master_service.core.queue.file_table import FileTable, TableFile
-from master_service.core.state.changes import Decision, Event, NextEpoch, PutSlots
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
 from shared.errors import StaleAttempt

@@ -6,10 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from master_service.core.queue.deadlines import Deadlines
-from master_service.core.queue.epoch_order import Streams
-from master_service.core.queue.task_queue import Closing, TaskQueue
-from master_service.core.state.changes import (
+from master_service.core.changes import (
     DropPending,
     DropRequeued,
     NextEpoch,
@@ -18,6 +15,9 @@ from master_service.core.state.changes import (
     PutPending,
     PutRequeued,
 )
+from master_service.core.queue.deadlines import Deadlines
+from master_service.core.queue.epoch_order import Streams
+from master_service.core.queue.task_queue import Closing, TaskQueue
 from shared.errors import Conflict, NotFound, StaleAttempt
 from shared.records import AcquireTask, PendingTask, RequeuedTask, TaskAnswer, TaskKind
 from tests.master_service.worlds import table_of

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from master_service.core.changes import Decision
 from master_service.core.decisions import lifecycle
-from master_service.core.state.changes import Decision
 from master_service.masterless.dispatcher import REMEMBERED_S, Dispatcher
 from master_service.masterless.writer import SharedWriter, SweeperWriter
 from master_service.store.writer import HeldLock
