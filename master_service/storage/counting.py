@@ -206,7 +206,7 @@ def _custom_counter(dataset: Custom) -> Counter:
             records = int(reader.count(url))
         except Exception as error:  # the user's code may raise anything
             msg = f"{dataset.reader}.count({url!r}) failed: {type(error).__name__}: {error}"
-            raise DatasetError(msg, hint="mend the reader", url=url) from error
+            raise DatasetError(msg, hint="fix the reader", url=url) from error
         if records < 0:
             raise DatasetError(f"{dataset.reader}.count({url!r}) gave {records}", hint="a count is 0 or more", url=url)
         return TableFile(url, records)

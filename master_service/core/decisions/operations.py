@@ -246,7 +246,7 @@ def _check_possible(job: Job, what: str) -> None:
         raise Conflict(msg, hint="`trireme export CHECKPOINT` gets a model out of a checkpoint; --fresh trains anew")
     if state.phase is Phase.FAILED:
         msg = f"job {job.spec.job} has FAILED ({state.reason}): {what} is not possible any more"
-        raise Conflict(msg, hint="mend the cause and start the job again")
+        raise Conflict(msg, hint="fix the cause and start the job again")
 
 
 def _begin(job: Job, asked: Operation, event: Event) -> Decision[Operation]:

@@ -263,7 +263,7 @@ class TaskQueue:
             held.deadline = now + self.deadlines.allowed_s()
 
     def apply(self, change: Change, now: float) -> None:
-        """In place. Takes only changes of this queue (`owns`)."""
+        """In place. Takes only changes of this queue."""
         match change:
             case PutCursor(stream, position):
                 self.dispatched += position - self.cursors.get(stream, 0)

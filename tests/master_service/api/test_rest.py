@@ -257,7 +257,7 @@ async def test_a_standby_answers_not_leader_with_the_leaders_url() -> None:
         await waiting
 
 
-async def test_prometheus_reads_the_books() -> None:
+async def test_prometheus_reads_the_job() -> None:
     async with api_of() as (_, _, client):
         await client.post("/v1/task-leases", json=ask())
         text = (await client.get("/metrics")).text

@@ -1,6 +1,6 @@
-"""Random histories of the queue, with the books written to keys and read back by new masters at any point.
+"""Random histories of the queue, with the job written to keys and read back by new masters at any point.
 
-The model is a set of (epoch, task) that were finished or discarded; the machine is the product's books, store and keys.
+The model is a set of (epoch, task) that were finished or discarded; the machine is the product's job, store and keys.
 """
 
 from __future__ import annotations

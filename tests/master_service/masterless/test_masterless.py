@@ -110,7 +110,7 @@ def test_a_lost_compare_decides_again_on_what_the_other_wrote() -> None:
 
 
 def test_a_refusal_is_told_only_when_no_write_of_the_others_is_missing() -> None:
-    """A lane's new owner asks for a task that the books of its own process do not know to be due yet."""
+    """A lane's new owner asks for a task that its own process does not know to be due yet."""
 
     async def main() -> None:
         world = MasterlessWorld(spec_of(mode="sync", lanes=2))
