@@ -26,8 +26,9 @@ from typing import Any
 from shared.runtime import telemetry
 from shared.runtime.clock import seconds_between
 from trireme.cli import chaos
-from trireme.cli.receipts import Receipt, Witness
-from trireme.launch.child import read_events
+from trireme.cli.job_probe import JobProbe
+from trireme.cli.receipt import Receipt
+from trireme.view.child_events import read_events
 
 ROOT = Path(__file__).parents[1]
 JOB = "recovery"
@@ -116,8 +117,8 @@ def tasks(receipts: Sequence[Receipt]) -> list[float]:
 async def killed(run: Path, name: str, calm_s: float = CALM_S) -> Receipt:
     """Once everybody who died before is there again."""
     deadline = time.monotonic() + START_S
-    async with Witness(run) as witness:
-        while await witness.missing() and time.monotonic() < deadline:
+    async with JobProbe(run) as probe:
+        while await probe.missing() and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
     await asyncio.sleep(calm_s)
     receipt = await chaos.kill_one(run, name)
@@ -127,8 +128,8 @@ async def killed(run: Path, name: str, calm_s: float = CALM_S) -> Receipt:
 
 async def leader(run: Path) -> str:
     """`master-1`"""
-    async with Witness(run) as witness:
-        return (await witness.leader()).rpartition("-")[0]
+    async with JobProbe(run) as probe:
+        return (await probe.leader()).rpartition("-")[0]
 
 
 def split(run: Path, receipt: Receipt) -> dict[str, float]:
@@ -179,9 +180,9 @@ async def first_step(run: Path) -> None:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         if (run / "run.json").exists():
-            async with Witness(run) as witness:
+            async with JobProbe(run) as probe:
                 while time.monotonic() < deadline:
-                    if (await witness.versions() or (0, 0))[0] > 0:
+                    if (await probe.versions() or (0, 0))[0] > 0:
                         return
                     await asyncio.sleep(0.1)
         await asyncio.sleep(0.1)

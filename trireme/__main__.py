@@ -1,5 +1,5 @@
 """`python -m trireme` is `trireme`."""
 
-from trireme.cli.commands import main
+from trireme.cli.app import main
 
 main()

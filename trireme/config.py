@@ -54,7 +54,7 @@ class Config:
     recovery_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        from trireme.settings import field_problems  # noqa: PLC0415  pydantic, only when a script says something
+        from trireme.validation import field_problems  # noqa: PLC0415  loads pydantic, so only when a Config is made
 
         problems = field_problems(self.to_dict())
         if problems:

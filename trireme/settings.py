@@ -12,7 +12,6 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -20,6 +19,7 @@ from pydantic import ValidationError
 from shared.errors import InvalidArgument
 from shared.records import JobSpec
 from trireme.config import Config
+from trireme.validation import field_problems, problems_of
 
 SETTINGS = tuple(field.name for field in fields(Config))
 LAUNCHER_SETTINGS = ("data_dir", "port", "standbys", "spare_pservers", "storage")
@@ -118,7 +118,7 @@ def job_spec(settings: Mapping[str, Setting], **fixed: Any) -> JobSpec:
         return JobSpec.model_validate({**values, **fixed})
     except ValidationError as error:
         origins = {name: setting.origin for name, setting in settings.items()}
-        raise UsageError("; ".join(_sentences(error, origins))) from error
+        raise UsageError("; ".join(problems_of(error, origins))) from error
 
 
 def check_fields(settings: Mapping[str, Setting]) -> None:
@@ -128,34 +128,7 @@ def check_fields(settings: Mapping[str, Setting]) -> None:
         raise UsageError("; ".join(problems))
 
 
-def field_problems(values: Mapping[str, Any], origins: Mapping[str, str] = MappingProxyType({})) -> list[str]:
-    """What is wrong with single fields, whatever the others will be (the command line may still change those)."""
-    problems: list[str] = []
-    alone = {"mode": values["mode"]} if "mode" in values else {}
-    for candidate in (alone, {**values, "mode": "async"}):  # async: sizes need not fit lanes that are not decided yet
-        try:
-            JobSpec.model_validate({**_PLACEHOLDERS, **candidate})
-        except ValidationError as error:
-            problems += [text for text in _sentences(error, origins) if text not in problems]
-    return problems
-
-
-_PLACEHOLDERS = {"job": "job", "script": "-", "storage": "-", "dataset": {"kind": "text_lines", "urls": ("-",)}}
 _SLUG = re.compile(r"[^a-z0-9]+")
-
-
-def _sentences(error: ValidationError, origins: Mapping[str, str]) -> list[str]:
-    sentences = []
-    for problem in error.errors(include_url=False):
-        message = problem["msg"].removeprefix("Value error, ")
-        message = message[:1].lower() + message[1:]
-        if not problem["loc"]:
-            named = [f"{origins[name]}" for name in origins if re.search(rf"\b{name}\b", message)]
-            sentences.append(message + (f" (from {', '.join(named)})" if named else ""))
-            continue
-        name = str(problem["loc"][0])
-        sentences.append(f"{origins.get(name, name)} = {problem['input']!r}: {message}")
-    return sentences
 
 
 def job_name(script: Path) -> str:

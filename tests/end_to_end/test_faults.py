@@ -18,9 +18,9 @@ from shared.records import JobSpec, Phase
 from shared.records.datasets import Npy
 from tests.end_to_end.scripts import EVALUATION, LOSS, RECORDS, write_script
 from trainer_agent.data_plane.http import HttpPserver
-from trireme.launch.child import read_events
 from trireme.launch.cluster import LocalCluster
 from trireme.launch.processes import ForkServer, inherited_environment
+from trireme.view.child_events import read_events
 from trireme.view.client import Client
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]

@@ -15,7 +15,7 @@ from tests.end_to_end.scripts import RECORDS, write_script
 from tests.end_to_end.test_faults import END_S, EPOCHS, cluster_of, completed, same_bits, spec_of
 from trainer_agent.data_plane.http import HttpPserver
 from trireme.launch.cluster import LocalCluster
-from trireme.view.job_address import reach
+from trireme.view.job_address import open_client
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
@@ -28,7 +28,7 @@ async def sweeper_of(cluster: LocalCluster) -> str:
 
 async def reach_step(cluster: LocalCluster, step: int) -> dict:
     """The job as the address in run.json shows it, once it has done that many steps."""
-    async with asyncio.timeout(END_S), reach(cluster.url, timeout_s=END_S) as client:
+    async with asyncio.timeout(END_S), open_client(cluster.url, timeout_s=END_S) as client:
         while ((job := await client.job())["progress"]["step"] or 0) < step:
             assert job["phase"] in {"WAITING", "RUNNING", "CHECKPOINTING", "ROLLING_BACK"}, job
             await asyncio.sleep(0.05)
@@ -52,7 +52,7 @@ async def no_master_was_there(cluster: LocalCluster) -> None:
 
 async def a_checkpoint_on_demand_and_back_to_it(cluster: LocalCluster) -> None:
     """As `trireme checkpoint create` and `restore` ask for it."""
-    async with asyncio.timeout(END_S), reach(cluster.url, timeout_s=END_S) as client:
+    async with asyncio.timeout(END_S), open_client(cluster.url, timeout_s=END_S) as client:
         asked = await client.create_checkpoint("once", cause="a test")
         made = await client.operation(asked["operation_id"], END_S)
         assert made["state"] == "DONE", made

@@ -19,7 +19,7 @@ from tests.end_to_end.command import Command, Done
 from tests.end_to_end.once import made_once
 from tests.end_to_end.scripts import EVALUATION, RECORDS, write_script
 from trireme.cli import queries
-from trireme.view.job_address import reach
+from trireme.view.job_address import open_client
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -81,7 +81,7 @@ def wait_for_step(trireme: Command, step: int) -> int:
         async with asyncio.timeout(60):
             while True:
                 with contextlib.suppress(TriremeError):
-                    async with reach(queries.address("script", trireme.folder / ".trireme", None)) as client:
+                    async with open_client(queries.job_address("script", trireme.folder / ".trireme", None)) as client:
                         while (at := (await client.job())["progress"].get("step") or 0) < step:
                             await asyncio.sleep(0.05)
                         return int(at)

@@ -34,7 +34,7 @@ from tests.simulation.job_spec import spec_of
 from tests.simulation.memory_storage import MemoryStorage
 from tests.simulation.plans import Plan
 from trireme.launch.restarts import RestartPolicy
-from trireme.view.spectator import Spectator
+from trireme.view.masterless_client import MasterlessClient
 
 LEAVE_S = 60.0
 UNWINDING_ROUNDS = 8
@@ -205,7 +205,7 @@ class SimulatedCluster(Cluster):
         self._directory = Directory(self.etcd_of(self._launcher.name), self.keys)
         self._launcher.spawn(self._directory.run())
         if self.plan.dispatch is Dispatch.ETCD:
-            self.spectator = Spectator(
+            self.spectator = MasterlessClient(
                 self.etcd_of(self._launcher.name),
                 self.keys,
                 storage=partial(MemoryStorage, self.plan),

@@ -29,7 +29,8 @@ from tests.soak.job import fingerprint
 from tests.soak.plan import PSERVERS, STANDBYS, TRAINERS, Fault, Kind, plan
 from trireme.cli.chaos import alive
 from trireme.cli.doctor import MASTER_TTL_S
-from trireme.cli.receipts import Before, Receipt, Witness
+from trireme.cli.job_probe import JobProbe
+from trireme.cli.receipt import Before, Receipt, measure, observe
 
 JOB = "soak"
 BATCH, CONTEXT, TEXT_BYTES = 8, 128, 1 << 15
@@ -201,9 +202,9 @@ async def disturbed(
 async def _steps(run: Run) -> None:
     """Until the first step is committed."""
     await until((run.folder / "run.json").exists, ALIVE_S, "a master", run.check)
-    async with Witness(run.folder) as witness:
+    async with JobProbe(run.folder) as probe:
         deadline = time.monotonic() + ALIVE_S
-        while (await witness.versions() or (0, 0))[0] < 1:
+        while (await probe.versions() or (0, 0))[0] < 1:
             run.check()
             if time.monotonic() > deadline:
                 raise SoakError(f"no step was committed {ALIVE_S:g} s after the start:\n{run.tail()}")
@@ -212,8 +213,8 @@ async def _steps(run: Run) -> None:
 
 async def _inflict(run: Run, fault: Fault) -> Receipt:
     if fault.kind is Kind.EVERYTHING:
-        async with Witness(run.folder) as witness:
-            before = await witness.look()
+        async with JobProbe(run.folder) as probe:
+            before = await observe(probe)
         run.kill_everything()
         return await _start_again(run, before)
     names = fault.victims
@@ -221,11 +222,11 @@ async def _inflict(run: Run, fault: Fault) -> Receipt:
     victims = {name: pid for name, pid in alive(run.folder).items() if name in names}
     if fault.kind is Kind.FREEZE:
         run.slow_down(VERY_SLOWLY_S)  # the job goes on before the frozen one does
-    async with Witness(run.folder) as witness:
-        before = await witness.look()
+    async with JobProbe(run.folder) as probe:
+        before = await observe(probe)
         async with asyncio.TaskGroup() as group:
             group.create_task(_strike(victims, freeze=fault.kind is Kind.FREEZE))
-            receipt = group.create_task(witness.receipt(before, victims))
+            receipt = group.create_task(measure(probe, before, victims))
     run.check()
     return receipt.result()
 
@@ -243,8 +244,8 @@ async def _strike(victims: Mapping[str, int], *, freeze: bool) -> None:
 async def _start_again(run: Run, before: Before) -> Receipt:
     run.start()
     await until((run.folder / "run.json").exists, ALIVE_S, "a master", run.check)
-    async with Witness(run.folder) as witness:
-        receipt = await witness.receipt(before, {"everything": 0})
+    async with JobProbe(run.folder) as probe:
+        receipt = await measure(probe, before, {"everything": 0})
     return replace(receipt, noticed="the same command was run again", noticed_s=0.0)
 
 

@@ -224,7 +224,7 @@ def test_every_module_opens_with_its_promise():
     assert not bare, f"without a docstring: {bare}"
 
 
-@pytest.mark.parametrize("statement", ["import trireme", "import trireme.cli.commands", "import trireme.data"])
+@pytest.mark.parametrize("statement", ["import trireme", "import trireme.cli.app", "import trireme.data"])
 def test_the_front_door_loads_no_torch(statement):
     heavy = ("torch", "numpy", "pyarrow", "fastapi", "etcd3", "aiohttp", "sklearn")
     probe = f"import sys; {statement}; print([name for name in {heavy!r} if name in sys.modules])"
@@ -234,9 +234,9 @@ def test_the_front_door_loads_no_torch(statement):
 
 def test_help_loads_no_torch():
     probe = (
-        "import sys, trireme.cli.commands\n"
+        "import sys, trireme.cli.app\n"
         "sys.argv = ['trireme', '--help']\n"
-        "try: trireme.cli.commands.main()\n"
+        "try: trireme.cli.app.main()\n"
         "except SystemExit: pass\n"
         "print([name for name in ('torch', 'pydantic', 'aiohttp', 'httpx') if name in sys.modules], file=sys.stderr)\n"
     )

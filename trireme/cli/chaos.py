@@ -1,4 +1,4 @@
-"""`trireme chaos kill`: SIGKILL one process of a running local job and tell how the job got over it (receipts.py).
+"""`trireme chaos kill`: SIGKILL one process of a running local job and show what it cost (receipt.py).
 
 run.json, children.jsonl --> who runs --> kill --> receipt
 """
@@ -17,10 +17,11 @@ import psutil
 from shared.errors import NotFound, TriremeError
 from shared.runtime import ids
 from trireme.cli import exit_codes
-from trireme.cli.receipts import Receipt, Witness
+from trireme.cli.job_probe import JobProbe
+from trireme.cli.receipt import Receipt, measure, observe
 from trireme.launch import run_folder
-from trireme.launch.child import read_events
 from trireme.launch.run_folder import DATA_DIR
+from trireme.view.child_events import read_events
 
 
 def kill(name: str | None, job: str | None, data_dir: Path | None, *, at_random: bool, as_json: bool) -> int:
@@ -29,16 +30,16 @@ def kill(name: str | None, job: str | None, data_dir: Path | None, *, at_random:
         folder = _folder(job, data_dir)
         receipt = asyncio.run(kill_one(folder, _victim(folder, name, at_random=at_random)))
     except TriremeError as error:
-        return exit_codes.tell(error, as_json=as_json)
+        return exit_codes.report_error(error, as_json=as_json)
     print(json.dumps(asdict(receipt)) if as_json else receipt.text())  # noqa: T201
     return exit_codes.OK
 
 
 async def kill_one(folder: Path, name: str) -> Receipt:
     """SIGKILL the child `name` of the run in `folder`, and wait until training went on. Raises NotFound, DeadlineExceeded."""
-    async with Witness(folder) as witness:
+    async with JobProbe(folder) as probe:
         pid = alive(folder).get(name, 0)
-        before = await witness.look()
+        before = await observe(probe)
         try:
             if pid == 0:
                 raise ProcessLookupError
@@ -46,7 +47,7 @@ async def kill_one(folder: Path, name: str) -> Receipt:
         except ProcessLookupError as error:
             msg = f"{name} ended by itself before it could be killed"
             raise NotFound(msg, hint="is the job over? see `trireme status`") from error
-        return await witness.receipt(before, {name: pid}, master=name.startswith("master-"))
+        return await measure(probe, before, {name: pid}, master=name.startswith("master-"))
 
 
 def alive(folder: Path) -> dict[str, int]:

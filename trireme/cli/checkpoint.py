@@ -1,6 +1,5 @@
-"""`trireme checkpoint list | verify` and `trireme export`: a job's checkpoints, read from its storage; no job need run.
-
-{storage}/checkpoints/*/manifest-*.json -> a table | every part read and its checksum compared | the model as files
+"""`trireme checkpoint list | verify`: a job's checkpoints, read from its storage; the job need not run.
+`trireme checkpoint create | restore`: asked of a running job's master; progress goes to stderr.
 """
 
 from __future__ import annotations
@@ -8,8 +7,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,13 @@ from shared.checkpoints import stored
 from shared.errors import CheckpointUnusable, NotFound, PeerError, TriremeError
 from shared.records import JobSpec
 from shared.records.checkpoints import CheckpointRef, Manifest
-from shared.storage import files
-from shared.storage.tensor_file import Entry
+from shared.runtime import ids
 from trireme.cli import exit_codes
+from trireme.cli.queries import job_address
 from trireme.launch import run_folder
 from trireme.launch.run_folder import DATA_DIR
+from trireme.view.job_address import AnyClient, open_client
+from trireme.view.operations import Call, Document, call_any_master, wait_for_operation
 
 Answer = tuple[dict[str, Any], int]
 
@@ -41,32 +43,28 @@ def spec_of(job: str | None, data_dir: Path | None) -> JobSpec:
         raise NotFound(msg, hint="give --job and --data-dir as `trireme run` had them") from error
 
 
-def show(job: str | None, data_dir: Path | None, *, as_json: bool) -> int:
-    return _answer(lambda: _show(spec_of(job, data_dir), as_json=as_json), as_json=as_json)
+def list_checkpoints(job: str | None, data_dir: Path | None, *, as_json: bool) -> int:
+    return answer(lambda: _list(spec_of(job, data_dir), as_json=as_json), as_json=as_json)
 
 
 def verify(job: str | None, data_dir: Path | None, which: str | None, *, as_json: bool) -> int:
-    """Of all checkpoints, or of one; exit code 1 if any is damaged."""
-    return _answer(lambda: _verify(spec_of(job, data_dir), which, as_json=as_json), as_json=as_json)
+    """All checkpoints, or one; exit code 1 if any is damaged."""
+    return answer(lambda: _verify(spec_of(job, data_dir), which, as_json=as_json), as_json=as_json)
 
 
-def export(job: str | None, data_dir: Path | None, which: str | None, out: Path | None, *, as_json: bool) -> int:
-    return _answer(lambda: _export(spec_of(job, data_dir), which, out, as_json=as_json), as_json=as_json)
-
-
-def _answer(work: Callable[[], Answer], *, as_json: bool) -> int:
+def answer(work: Callable[[], Answer], *, as_json: bool) -> int:
     try:
         document, code = work()
     except TriremeError as error:
-        return exit_codes.tell(error, as_json=as_json)
+        return exit_codes.report_error(error, as_json=as_json)
     except OSError as error:
-        return exit_codes.tell(PeerError(f"the job's storage cannot be read: {error}"), as_json=as_json)
+        return exit_codes.report_error(PeerError(f"the job's storage cannot be read: {error}"), as_json=as_json)
     if as_json:
         print(json.dumps(document))  # noqa: T201
     return code
 
 
-def _show(spec: JobSpec, *, as_json: bool) -> Answer:
+def _list(spec: JobSpec, *, as_json: bool) -> Answer:
     rows = []
     refs, unreadable = stored.found(spec.storage)
     for ref in refs:
@@ -101,7 +99,7 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
 
 
 def _verify(spec: JobSpec, which: str | None, *, as_json: bool) -> Answer:
-    refs, unreadable = ([_choose(spec, which)], []) if which else stored.found(spec.storage)
+    refs, unreadable = ([choose(spec, which)], []) if which else stored.found(spec.storage)
     rows, code = [], exit_codes.JOB_FAILED if unreadable else exit_codes.OK
     for ref in refs:
         row: dict[str, Any] = {"checkpoint": ref.uuid, "step": ref.step, "timeline": ref.timeline, "damage": None}
@@ -114,59 +112,78 @@ def _verify(spec: JobSpec, which: str | None, *, as_json: bool) -> Answer:
         if not as_json:
             Console(soft_wrap=True).print(f"step {ref.step}  {ref.uuid}  {row['damage'] or 'good'}", highlight=False)
     for url in () if as_json else unreadable:
-        Console(soft_wrap=True).print(f"{url}  is no manifest (any more)", highlight=False)
+        Console(soft_wrap=True).print(f"{url}  is not a readable manifest", highlight=False)
     if not refs and not unreadable:
         raise NotFound(f"job {spec.job} has no checkpoints in {spec.storage}")
     return {"job": spec.job, "storage": spec.storage, "checkpoints": rows, "unreadable": unreadable}, code
 
 
-def _choose(spec: JobSpec, which: str | None) -> CheckpointRef:
-    """By step or the beginning of its uuid; without either the newest. Raises NotFound."""
+def choose(spec: JobSpec, which: str | None) -> CheckpointRef:
+    """By step or the beginning of its uuid; the newest if `which` is None. Raises NotFound."""
     refs, _ = stored.found(spec.storage)
-    fitting = [ref for ref in refs if which is None or str(ref.step) == which or ref.uuid.startswith(which)]
-    if not fitting:
-        there = ", ".join(f"step {ref.step}" for ref in refs) or "none"
-        msg = f"job {spec.job} has no checkpoint {which or ''} in {spec.storage}; there are: {there}"
+    matching = [ref for ref in refs if which is None or str(ref.step) == which or ref.uuid.startswith(which)]
+    if not matching:
+        known = ", ".join(f"step {ref.step}" for ref in refs) or "none"
+        msg = f"job {spec.job} has no checkpoint {which or ''} in {spec.storage}; there are: {known}"
         raise NotFound(msg, hint="`trireme checkpoint list` shows them")
-    return fitting[0]
+    return matching[0]
 
 
-def _export(spec: JobSpec, which: str | None, out: Path | None, *, as_json: bool) -> Answer:
-    ref = _choose(spec, which)
-    manifest = stored.read_manifest(spec.storage, spec.job, ref)
-    exports = asyncio.run(
-        _write_model(spec, ref, manifest, str(out or files.join(spec.storage, f"export-step-{ref.step}")))
-    )
-    if not as_json:
-        Console(soft_wrap=True).print(f"checkpoint  step {ref.step}, {ref.uuid}", highlight=False)
-        for kind, path in exports.items():
-            Console(soft_wrap=True).print(f"{kind}  {path}", highlight=False)
-    return {"job": spec.job, "checkpoint": ref.uuid, "step": ref.step, "exports": exports}, exit_codes.OK
+def create(job: str | None, data_dir: Path | None, url: str | None, wait_s: float, *, as_json: bool) -> int:
+    """Returns the exit code."""
+    key = ids.new_id("cli")
+
+    async def request(client: AnyClient) -> Document:
+        return await client.create_checkpoint(key, cause="asked by trireme checkpoint create")
+
+    return _run_operation(job, data_dir, url, request, wait_s, as_json=as_json)
 
 
-async def _write_model(spec: JobSpec, ref: CheckpointRef, manifest: Manifest, directory: str) -> dict[str, str]:
-    """The user's model with the checkpoint's values, written as the end of training writes it: the script builds the
-    model, so shared parameters and what is not trained come out as well. Raises LayoutMismatch if the script changed."""
-    from trainer_agent.membership.initialise import check_layout  # noqa: PLC0415  loads torch
-    from trainer_agent.model.torch_compute import TorchCompute  # noqa: PLC0415
-    from trainer_agent.script.user_module import load  # noqa: PLC0415
+def restore(
+    job: str | None, data_dir: Path | None, url: str | None, which: str, wait_s: float, *, as_json: bool
+) -> int:
+    """`which`: a step, or the beginning of the uuid. Returns the exit code."""
+    key = ids.new_id("cli")
 
-    with ThreadPoolExecutor(1) as executor:
-        compute = TorchCompute(load(spec.script), spec.model_copy(update={"device": "cpu"}), executor)
-        check_layout(compute.layout, manifest.layout)
-        missing = {block.number for block in manifest.layout.blocks()}
+    async def request(client: AnyClient) -> Document:
+        return await client.restore_checkpoint(await find_checkpoint(client, which), key)
 
-        def place(entry: Entry) -> memoryview | None:
-            _, number, state = [*entry.name.split(".", 2), "", ""][:3]
-            if state or not number.isdecimal() or int(number) not in missing:
-                return None
-            missing.remove(int(number))
-            return compute.staging(int(number))
+    return _run_operation(job, data_dir, url, request, wait_s, as_json=as_json)
 
-        for part in manifest.parts:
-            stored.read_part(spec.storage, ref, part, place)
-        if missing:
-            msg = f"checkpoint {ref.uuid} (step {ref.step}) lacks {len(missing)} blocks, the first is {min(missing)}"
-            raise CheckpointUnusable(msg)
-        compute.swap()
-        return await compute.export(directory)
+
+def _run_operation(
+    job: str | None, data_dir: Path | None, url: str | None, request: Call, wait_s: float, *, as_json: bool
+) -> int:
+    def connect() -> AbstractAsyncContextManager[AnyClient]:
+        """To the master that leads now: the launcher writes a new leader's address into the run file."""
+        return open_client(job_address(job, data_dir, url), token=os.environ.get("TRIREME_TOKEN", ""))
+
+    async def run() -> Document:
+        operation = await call_any_master(connect, request)
+        return await wait_for_operation(connect, operation, wait_s, _report) if wait_s else operation
+
+    try:
+        operation = asyncio.run(run())
+    except TriremeError as error:
+        return exit_codes.report_error(error, as_json=as_json)
+    if as_json:
+        print(json.dumps(operation))  # noqa: T201
+    else:
+        what = f"step {operation['step']}  {operation['checkpoint_id']}" if operation.get("checkpoint_id") else ""
+        Console(soft_wrap=True).print(f"{operation['state']}  {what}  {operation['operation_id']}", highlight=False)
+    return exit_codes.OK
+
+
+async def find_checkpoint(client: AnyClient, which: str) -> str:
+    """The checkpoint's id. Raises NotFound, which lists the checkpoints that exist."""
+    kept = [checkpoint async for checkpoint in client.checkpoints()]
+    for checkpoint in kept:
+        if which == str(checkpoint["step"]) or checkpoint["checkpoint_id"].startswith(which):
+            return str(checkpoint["checkpoint_id"])
+    steps = ", ".join(f"step {checkpoint['step']} ({checkpoint['checkpoint_id'][:8]})" for checkpoint in kept)
+    msg = f"the job has no checkpoint {which}; there are: {steps or 'none yet'}"
+    raise NotFound(msg, hint="`trireme checkpoint list` shows them")
+
+
+def _report(text: str) -> None:
+    print(text, file=sys.stderr)  # noqa: T201

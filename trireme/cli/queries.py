@@ -1,4 +1,4 @@
-"""`trireme status | tasks | members`: questions to a running master, answered as a table or as one JSON object."""
+"""`trireme status | tasks | members`: queries to a running job, answered as a table or as one JSON object."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -17,36 +17,32 @@ from shared.runtime import telemetry
 from trireme.cli import exit_codes
 from trireme.launch import run_folder
 from trireme.launch.run_folder import DATA_DIR
-from trireme.view.client import Client
-from trireme.view.job_address import reach
-from trireme.view.live_progress import progress_of
+from trireme.view.job_address import AnyClient, open_client
+from trireme.view.progress import progress_of
 from trireme.view.report import loss_rows
-
-if TYPE_CHECKING:
-    from trireme.view.spectator import Spectator
 
 Show = Callable[..., Awaitable[dict[str, Any]]]
 
 
 def ask(show: Show, job: str | None, data_dir: Path | None, url: str | None, *, as_json: bool, **query: Any) -> int:
-    """Run one question; returns the exit code."""
+    """Run one query; returns the exit code."""
     telemetry.configure(level="ERROR", json=False)
     try:
-        document = asyncio.run(_ask(show, address(job, data_dir, url), as_json=as_json, query=query))
+        document = asyncio.run(_ask(show, job_address(job, data_dir, url), as_json=as_json, query=query))
     except TriremeError as error:
-        return exit_codes.tell(error, as_json=as_json)
+        return exit_codes.report_error(error, as_json=as_json)
     if as_json:
         print(json.dumps(document))  # noqa: T201
     return exit_codes.OK
 
 
 async def _ask(show: Show, url: str, *, as_json: bool, query: dict[str, Any]) -> dict[str, Any]:
-    async with reach(url, token=os.environ.get("TRIREME_TOKEN", "")) as client:
+    async with open_client(url, token=os.environ.get("TRIREME_TOKEN", "")) as client:
         return await show(client, None if as_json else Console(), **query)
 
 
-def address(job: str | None, data_dir: Path | None, url: str | None) -> str:
-    """The master's address: as given, from TRIREME_URL, or of a local run. Raises NotFound."""
+def job_address(job: str | None, data_dir: Path | None, url: str | None) -> str:
+    """The address as given, or from TRIREME_URL, or of a local run. Raises NotFound."""
     if given := url or os.environ.get("TRIREME_URL"):
         return given
     place = data_dir or Path(os.environ.get("TRIREME_DATA_DIR") or DATA_DIR)
@@ -57,7 +53,7 @@ def address(job: str | None, data_dir: Path | None, url: str | None) -> str:
     return str(facts["url"])
 
 
-async def show_status(client: Client | Spectator, console: Console | None) -> dict[str, Any]:
+async def show_status(client: AnyClient, console: Console | None) -> dict[str, Any]:
     job = await client.job()
     if console:
         progress = progress_of(job, restarts=0)
@@ -75,7 +71,7 @@ async def show_status(client: Client | Spectator, console: Console | None) -> di
     return job
 
 
-async def show_tasks(client: Client | Spectator, console: Console | None, state: str | None = None) -> dict[str, Any]:
+async def show_tasks(client: AnyClient, console: Console | None, state: str | None = None) -> dict[str, Any]:
     summary = await client.task_summary()
     tasks = [task async for task in client.tasks(state.upper() if state else None)]
     if console:
@@ -88,7 +84,7 @@ async def show_tasks(client: Client | Spectator, console: Console | None, state:
     return {"summary": summary, "tasks": tasks}
 
 
-async def show_members(client: Client | Spectator, console: Console | None) -> dict[str, Any]:
+async def show_members(client: AnyClient, console: Console | None) -> dict[str, Any]:
     members = [member async for member in client.members()]
     if console:
         _print_table(console, ("member_id", "kind", "url", "host", "pid", "lanes", "tasks"), members)

@@ -16,7 +16,7 @@ from shared.runtime import clock, telemetry
 from trireme.cli import exit_codes
 from trireme.launch import resume, run_folder, run_storage
 from trireme.launch.cluster import HOST, LocalCluster
-from trireme.launch.interrupt import Interrupt, resuming_command
+from trireme.launch.interrupt import InterruptHandler, resume_command
 from trireme.launch.model_facts import Facts
 from trireme.launch.preflight import Inspection, ScriptError, check_path, inspect
 from trireme.launch.processes import ForkServer
@@ -35,11 +35,12 @@ from trireme.settings import (
     job_spec,
     merge,
 )
-from trireme.view.live_progress import Follower
+from trireme.view.live_progress import ProgressReporter
 from trireme.view.progress import Display, display
 from trireme.view.report import failure_text, result_document, summary_text
 
 PUBLISH_S = 5.0
+REQUEST_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +63,15 @@ def run_command(request: RunRequest) -> int:
         check_path(request.script)
         return asyncio.run(_run(request))
     except ScriptError as error:
-        return exit_codes.tell_script_error(error.failure, as_json=request.as_json)
+        return exit_codes.report_script_error(error.failure, as_json=request.as_json)
     except TriremeError as error:
-        return exit_codes.tell(error, as_json=request.as_json)
+        return exit_codes.report_error(error, as_json=request.as_json)
     except asyncio.CancelledError:
         return exit_codes.INTERRUPTED
 
 
 async def _run(request: RunRequest) -> int:
-    interrupt = Interrupt()
+    interrupt = InterruptHandler()
     with interrupt, ForkServer() as forks:
         decided = _decided(request)
         port = _number(decided, "port", 65535)
@@ -161,7 +162,7 @@ async def _train(
     folder: Path,
     port: int,
     extra: Mapping[str, int],
-    interrupt: Interrupt,
+    interrupt: InterruptHandler,
     forks: ForkServer,
     *,
     as_json: bool,
@@ -170,7 +171,7 @@ async def _train(
     screen = display()
     started = clock.monotonic()
     try:
-        follower = Follower(spec, screen)
+        reporter = ProgressReporter(spec, screen)
         cluster = LocalCluster(
             spec,
             folder,
@@ -178,16 +179,16 @@ async def _train(
             standbys=extra["standbys"],
             spare_pservers=extra["spare_pservers"],
             forks=forks,
-            on_event=follower.on_child,
+            on_event=reporter.on_child,
         )
         interrupt.cluster, interrupt.say = cluster, screen.event
         async with cluster:
             interrupt.ready = True
-            state = await _follow_to_the_end(cluster, follower, folder, screen)
-            counts = await follower.last_counts(cluster)
+            state = await _follow_to_the_end(cluster, reporter, folder, screen)
+            counts = await reporter.last_counts(lambda: cluster.client(REQUEST_TIMEOUT_S))
         seconds = clock.monotonic() - started
     except asyncio.CancelledError:
-        screen.event(f"job {spec.job} is unfinished; go on with it: {resuming_command()}")
+        screen.event(f"job {spec.job} is unfinished; go on with it: {resume_command()}")
         raise
     finally:
         screen.close()
@@ -199,11 +200,13 @@ async def _train(
     return exit_codes.OK if state.phase is Phase.COMPLETED else exit_codes.JOB_FAILED
 
 
-async def _follow_to_the_end(cluster: LocalCluster, follower: Follower, folder: Path, screen: Display) -> JobState:
+async def _follow_to_the_end(
+    cluster: LocalCluster, reporter: ProgressReporter, folder: Path, screen: Display
+) -> JobState:
     who = f"no master, queue in {cluster.url}" if cluster.masterless else f"master {await cluster.master_url()}"
-    cluster.accompany(_publish(cluster, folder))
+    cluster.run_beside(_publish(cluster, folder))
     screen.event(f"job {cluster.spec.job}: {who}, logs in {folder / 'logs'}")
-    cluster.accompany(follower.run(cluster))
+    cluster.run_beside(reporter.run(lambda: cluster.client(REQUEST_TIMEOUT_S)))
     return await cluster.wait()
 
 

@@ -7,13 +7,12 @@ spawn -> alive -> ended(Exit)      each child leads its own session, so a Ctrl-C
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from shared.errors import TriremeError
 from shared.runtime import clock
@@ -21,7 +20,6 @@ from trireme.launch.processes import Process, Start, spawn
 
 TAIL_BYTES = 16 << 10
 TAIL_LINES = 15
-EVENTS_FILE = "children.jsonl"
 
 
 class ClusterError(TriremeError):
@@ -40,32 +38,6 @@ class Exit:
 
     def __str__(self) -> str:
         return signal.Signals(-self.code).name if self.code < 0 else f"exit code {self.code}"
-
-
-@dataclass(frozen=True, slots=True)
-class ChildEvent:
-    """`what`: started, died, restarted, finished, lease_left. `cause`: how it ended."""
-
-    child: str
-    what: str
-    cause: str = ""
-    pid: int = 0
-
-
-def append_event(run_dir: Path, event: ChildEvent) -> None:
-    """One line in `children.jsonl`: other commands read there who runs, and when a death was noticed."""
-    line = json.dumps({"time": clock.timestamp(), **asdict(event)})
-    with (run_dir / EVENTS_FILE).open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
-
-
-def read_events(run_dir: Path) -> list[dict[str, Any]]:
-    """All lines so far; a last one that is not whole yet is left out."""
-    try:
-        text = (run_dir / EVENTS_FILE).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
 class Child:

@@ -26,22 +26,15 @@ from shared.keys import Keys
 from shared.membership.directory import Directory
 from shared.records import Dispatch, JobSpec, JobState
 from shared.runtime import clock
-from trireme.launch.child import (
-    TAIL_LINES,
-    Child,
-    ChildEvent,
-    ClusterError,
-    Exit,
-    append_event,
-    tail_of,
-)
-from trireme.launch.orphan_leases import leases_of
+from trireme.launch.child import TAIL_LINES, Child, ClusterError, Exit, tail_of
+from trireme.launch.orphan_leases import revoke_all_leases, revoke_leases_of
 from trireme.launch.processes import PYTHON_MODULE, ForkServer, inherited_environment
 from trireme.launch.restarts import RestartPolicy
 from trireme.launch.run_folder import sockets
+from trireme.view.child_events import ChildEvent, append_event
 from trireme.view.client import Client
-from trireme.view.job_address import address
-from trireme.view.spectator import Spectator
+from trireme.view.job_address import AnyClient, masterless_address
+from trireme.view.masterless_client import MasterlessClient
 
 HOST = "127.0.0.1"
 # in stopping order; no master is left to see the parameter servers go, or it would roll the job back
@@ -50,7 +43,6 @@ MASTERLESS_TRAINER = "trireme.masterless"
 GRACE_S = 5.0
 PSERVER_GRACE_S = 15.0  # for a part that is being written
 START_TIMEOUT_S = 60.0
-REVOKE_TIMEOUT_S = 2.0
 FINAL_TIMEOUT_S = 1.0
 FOLLOW_S = 5.0
 PASSED_ON = ("TRIREME_TRANSPORT",)  # of our own environment; the rest is in the spec
@@ -94,7 +86,7 @@ class LocalCluster:
         self._tasks = asyncio.TaskGroup()
         self._running: list[asyncio.Task[None]] = []
         self._final: asyncio.Future[JobState]
-        self._spectator: Spectator | None = None
+        self._masterless_client: MasterlessClient | None = None
         self.masterless = spec.dispatch is Dispatch.ETCD
         self.etcd: etcd_client.Etcd
         self.directory: Directory
@@ -118,14 +110,14 @@ class LocalCluster:
     def url(self) -> str:
         """The leading master's, "" while there is none; of a masterless job its place in etcd, as commands take it."""
         if self.masterless:
-            return address(self.embedded.url, self.spec.job)
+            return masterless_address(self.embedded.url, self.spec.job)
         return self.directory.master.url if self.directory.master else ""
 
     @asynccontextmanager
-    async def client(self, timeout_s: float) -> AsyncIterator[Client | Spectator]:
+    async def client(self, timeout_s: float) -> AsyncIterator[AnyClient]:
         """Whoever answers questions about the job. Raises DeadlineExceeded."""
-        if self._spectator is not None:
-            yield self._spectator
+        if self._masterless_client is not None:
+            yield self._masterless_client
             return
         async with Client(await self.master_url(timeout_s), timeout_s=timeout_s) as client:
             yield client
@@ -179,12 +171,12 @@ class LocalCluster:
         log = self.run_dir / "logs" / f"{name}.log"
         child = self.children[name] = Child(name, [*PYTHON_MODULE, module], variables, log, self._forks.start)
         await child.start()
-        self._tell(ChildEvent(name, "started", pid=child.pid))
-        self.accompany(self._supervise(child))
+        self._record(ChildEvent(name, "started", pid=child.pid))
+        self.run_beside(self._supervise(child))
         return child
 
-    def _tell(self, event: ChildEvent) -> None:
-        """To whoever listens, and into the folder for other commands."""
+    def _record(self, event: ChildEvent) -> None:
+        """Into the run's folder for other commands, and to `on_event`."""
         append_event(self.run_dir, event)
         self._on_event(event)
 
@@ -195,10 +187,10 @@ class LocalCluster:
             if self._stopping:
                 return
             if end.code == 0 and await self._is_final():
-                self._tell(ChildEvent(child.name, "finished", pid=end.pid))
+                self._record(ChildEvent(child.name, "finished", pid=end.pid))
                 return
-            self._tell(ChildEvent(child.name, "died", str(end), end.pid))
-            await self._bury(child, end)
+            self._record(ChildEvent(child.name, "died", str(end), end.pid))
+            await self._revoke_leases(child, end)
             delay_s = policy.delay_s(end.code, end.lived_s)
             if delay_s is None:
                 message = f"{child.name} ended {policy.deaths} times right after its start, the last time with {end}"
@@ -208,7 +200,7 @@ class LocalCluster:
             if self._stopping or _is_final(self.directory.state):
                 return
             await child.start()
-            self._tell(ChildEvent(child.name, "restarted", str(end), child.pid))
+            self._record(ChildEvent(child.name, "restarted", str(end), child.pid))
 
     async def _supervise_etcd(self) -> None:
         policy = RestartPolicy()
@@ -219,7 +211,7 @@ class LocalCluster:
             while not self.embedded.running:
                 if self._stopping:
                     return
-                self._tell(ChildEvent("etcd", "died", str(end), end.pid))
+                self._record(ChildEvent("etcd", "died", str(end), end.pid))
                 delay_s = policy.delay_s(end.code, end.lived_s)
                 if delay_s is None:
                     tail = tail_of(self.embedded.log_path, TAIL_LINES)
@@ -230,7 +222,7 @@ class LocalCluster:
                 await asyncio.sleep(delay_s)
                 with contextlib.suppress(Fatal):  # told by its next death
                     await self.embedded.start()
-            self._tell(ChildEvent("etcd", "restarted", str(end), self.embedded.pid or 0))
+            self._record(ChildEvent("etcd", "restarted", str(end), self.embedded.pid or 0))
 
     async def _is_final(self) -> bool:
         """True if the job is over; a trainer may leave a moment before we hear of it."""
@@ -242,24 +234,13 @@ class LocalCluster:
         if not self._final.done():
             self._final.set_exception(ClusterError(f"{message}; its log is {log}", child=name, log=str(log), tail=tail))
 
-    async def _bury(self, child: Child, end: Exit) -> None:
-        """Revoke the lease of a process that we saw die, so that nobody waits for it to run out.
-
-        The launcher knows the death for sure, hence it needs no master to confirm it by probing.
-        """
+    async def _revoke_leases(self, child: Child, end: Exit) -> None:
+        """Of a child that died, so that nobody waits for them to run out. The launcher saw the death, so no master needs to
+        confirm it by a probe."""
         try:
-            async with asyncio.timeout(REVOKE_TIMEOUT_S):
-                for lease in await leases_of(self.etcd, self._keys, child.name, end.pid):
-                    await self.etcd.revoke(lease, timeout_s=REVOKE_TIMEOUT_S)
+            await revoke_leases_of(self.etcd, self._keys, child.name, end.pid)
         except (TriremeError, TimeoutError) as error:  # etcd is away: the lease runs out by itself
-            self._tell(ChildEvent(child.name, "lease_left", f"{type(error).__name__}: {error}", end.pid))
-
-    async def _bury_predecessors(self) -> None:
-        """The members of an earlier run died with it (children do not outlive their launcher, and we have its lock);
-        an etcd that starts on its old data gives their leases a new life. Raises PeerError."""
-        found = await self.etcd.range(self._keys.prefix, prefix=True, keys_only=True)
-        for lease in sorted({item.lease for item in found.kvs if item.lease}):
-            await self.etcd.revoke(lease, timeout_s=REVOKE_TIMEOUT_S)
+            self._record(ChildEvent(child.name, "lease_left", f"{type(error).__name__}: {error}", end.pid))
 
     # ------------------------------------------------------------ start and stop
 
@@ -286,15 +267,15 @@ class LocalCluster:
         await self.embedded.start()
         self.etcd = etcd_client.connect([self.embedded.url])
         self._opened.push_async_callback(self.etcd.close)
-        await self._bury_predecessors()
-        self._tell(ChildEvent("etcd", "started", pid=self.embedded.pid or 0))
+        await revoke_all_leases(self.etcd, self._keys)
+        self._record(ChildEvent("etcd", "started", pid=self.embedded.pid or 0))
         self.directory = Directory(self.etcd, self._keys)
-        self.accompany(self._supervise_etcd())
-        self.accompany(self.directory.run())
-        self.accompany(self._follow_state())
+        self.run_beside(self._supervise_etcd())
+        self.run_beside(self.directory.run())
+        self.run_beside(self._follow_state())
         if self.masterless:
-            self._spectator = Spectator(self.etcd, self._keys)
-            self.accompany(self._spectator.run())
+            self._masterless_client = MasterlessClient(self.etcd, self._keys)
+            self.run_beside(self._masterless_client.run())
         for index in range(0 if self.masterless else 1 + self._standbys):
             await self._add("master", {"TRIREME_PORT": str(self._port if index == 0 else 0), **self._spec_path})
         settings = {"TRIREME_UDS": str(self._opened.enter_context(sockets(self.run_dir)))}
@@ -305,7 +286,7 @@ class LocalCluster:
         for _ in range(self.spec.trainers):
             await self._add("trainer")
 
-    def accompany(self, work: Coroutine[Any, Any, None]) -> None:
+    def run_beside(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` beside the children until the cluster ends; what it raises comes out of `wait`."""
         self._running.append(self._tasks.create_task(self._guarded(work)))
 

@@ -16,14 +16,14 @@ from shared.errors import TriremeError
 from shared.records import Phase, Stage
 from shared.records.operations import saves_on_demand
 from shared.runtime import ids
-from trireme.cli.checkpoint_requests import follow
 from trireme.launch.cluster import LocalCluster
+from trireme.view.operations import wait_for_operation
 
 CHECKPOINT_S = 30.0
 MASTER_S = 2.0
 
 
-class Interrupt:
+class InterruptHandler:
     """`cluster`: whose children a second Ctrl-C kills. `ready`: its job may be running, a checkpoint is worth a try."""
 
     def __init__(self) -> None:
@@ -35,17 +35,17 @@ class Interrupt:
 
     def __enter__(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self.hear)
+            asyncio.get_running_loop().add_signal_handler(number, self.on_signal)
 
     def __exit__(self, *_: object) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().remove_signal_handler(number)
 
-    def hear(self) -> None:
+    def on_signal(self) -> None:
         self.count += 1
         if self.count == 1 and self.cluster is not None and self.ready and _is_training(self.cluster):
             self.say(f"saving a checkpoint before stopping (at most {CHECKPOINT_S:g} s); once more to stop at once")
-            self.cluster.accompany(self._save_and_stop(self.cluster))
+            self.cluster.run_beside(self._save_and_stop(self.cluster))
             return
         if self.count == 1:
             self.say("stopping; once more to stop at once")
@@ -57,11 +57,13 @@ class Interrupt:
         try:
             async with asyncio.timeout(CHECKPOINT_S):
                 async with cluster.client(MASTER_S) as client:
-                    asked = await client.create_checkpoint(
+                    operation = await client.create_checkpoint(
                         ids.new_id("interrupt"), cause="Ctrl-C", limit_s=CHECKPOINT_S
                     )
-                made = await follow(lambda: cluster.client(MASTER_S), asked, CHECKPOINT_S, lambda _: None)
-            self.say(f"saved step {made['step']}; stopping")
+                done = await wait_for_operation(
+                    lambda: cluster.client(MASTER_S), operation, CHECKPOINT_S, lambda _: None
+                )
+            self.say(f"saved step {done['step']}; stopping")
         except (TriremeError, TimeoutError) as error:
             cause = str(error) or f"not within {CHECKPOINT_S:g} s"
             self.say(f"no checkpoint of now ({cause}); the job would go on from the one before; stopping")
@@ -72,7 +74,7 @@ class Interrupt:
             self._run.cancel()
 
 
-def resuming_command() -> str:
+def resume_command() -> str:
     """The command line of this process, as the user may type it again to go on."""
     return shlex.join(["trireme", *(argument for argument in sys.argv[1:] if argument != "--fresh")])
 

@@ -1,44 +1,47 @@
-"""Whoever answers questions about a job, by its address: a master's REST, or a masterless job in etcd."""
+"""A client for a job's address: a master's URL, or `etcd+http://HOST:PORT/JOB` for a job without a master."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, TypeAlias
 
 from shared.errors import InvalidArgument
 from trireme.view.client import MASTERLESS, TIMEOUT_S, Client
 
 if TYPE_CHECKING:
-    from trireme.view.spectator import Spectator
+    from trireme.view.masterless_client import MasterlessClient
+
+AnyClient: TypeAlias = "Client | MasterlessClient"
+Connect: TypeAlias = "Callable[[], AbstractAsyncContextManager[AnyClient]]"
 
 
-def address(etcd_url: str, job: str) -> str:
-    """How a masterless job is named where others have their master's address: `etcd+http://127.0.0.1:2379/digits`."""
+def masterless_address(etcd_url: str, job: str) -> str:
+    """The address of a masterless job: `etcd+http://127.0.0.1:2379/digits`."""
     return f"{MASTERLESS}{etcd_url.rstrip('/')}/{job}"
 
 
 @asynccontextmanager
-async def reach(url: str, *, token: str = "", timeout_s: float = TIMEOUT_S) -> AsyncIterator[Client | Spectator]:
+async def open_client(address: str, *, token: str = "", timeout_s: float = TIMEOUT_S) -> AsyncIterator[AnyClient]:
     """Raises PeerError, DeadlineExceeded if nothing answers."""
-    if not url.startswith(MASTERLESS):
-        async with Client(url, token=token, timeout_s=timeout_s) as client:
+    if not address.startswith(MASTERLESS):
+        async with Client(address, token=token, timeout_s=timeout_s) as client:
             yield client
         return
-    endpoint, _, job = url.removeprefix(MASTERLESS).rpartition("/")
+    endpoint, _, job = address.removeprefix(MASTERLESS).rpartition("/")
     if "//" not in endpoint or not job:
-        raise InvalidArgument(f"{url} names no masterless job; write etcd+http://HOST:PORT/JOB")
-    from shared.etcd import connect  # noqa: PLC0415  questions to a master are answered without loading half of one
+        raise InvalidArgument(f"{address} names no masterless job; write etcd+http://HOST:PORT/JOB")
+    from shared.etcd import connect  # noqa: PLC0415  a command that asks a master loads no etcd client and no master's code
     from shared.keys import Keys  # noqa: PLC0415
-    from trireme.view.spectator import Spectator  # noqa: PLC0415
+    from trireme.view.masterless_client import MasterlessClient  # noqa: PLC0415
 
     etcd = connect([endpoint])
-    spectator = Spectator(etcd, Keys(job))
-    following = asyncio.ensure_future(spectator.run())
+    masterless = MasterlessClient(etcd, Keys(job))
+    following = asyncio.ensure_future(masterless.run())
     try:
-        await spectator.ready(timeout_s)
-        yield spectator
+        await masterless.ready(timeout_s)
+        yield masterless
     finally:
         following.cancel()
         await asyncio.wait([following])

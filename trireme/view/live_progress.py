@@ -1,25 +1,22 @@
-"""While a local job runs: ask its master twice a second, tell what changed. A master that is away is asked again."""
+"""While a local job runs: ask its master twice a second and show what changed. If no master answers, it is asked again."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shared.errors import PeerError, TriremeError
 from shared.records import JobSpec, Mode, Phase, Stage
 from shared.runtime import clock
-from trireme.launch.child import ChildEvent
-from trireme.view.progress import Display, Progress
+from trireme.view.child_events import ChildEvent
+from trireme.view.job_address import Connect
+from trireme.view.progress import Display, progress_of
 from trireme.view.report import Counts
 
-if TYPE_CHECKING:
-    from trireme.launch.cluster import LocalCluster
-
 POLL_S = 0.5
-REQUEST_TIMEOUT_S = 5.0
-TOLD = {
+SHOWN_EVENTS = {
     "master_elected",
     "job_running",
     "generation_changed",
@@ -49,30 +46,6 @@ CONSEQUENCES = {
 }
 
 
-def progress_of(job: dict[str, Any], restarts: int) -> Progress:
-    """The master's job document as a Progress."""
-    members, progress = job["members"], job["progress"]
-    return Progress(
-        phase=job["phase"],
-        stage=job["stage"],
-        epoch=progress["epoch"],
-        epochs=progress["epochs"],
-        step=progress.get("step"),
-        loss=progress.get("loss"),
-        records_done=progress["records_done"],
-        records_total=progress["records_total"],
-        records_per_s=progress.get("records_per_s"),
-        eta_s=progress.get("eta_s"),
-        trainers=members["trainers"],
-        trainers_desired=members["trainers_desired"],
-        pservers=members["pservers"],
-        pservers_desired=members["pservers_desired"],
-        restarts=restarts,
-        generation=job["generation"],
-        reason=job["reason"],
-    )
-
-
 def too_few_tasks(spec: JobSpec, tasks: int) -> str:
     """For people: not every trainer will have something to do; "" if it will."""
     if tasks >= spec.trainers:
@@ -84,13 +57,13 @@ def too_few_tasks(spec: JobSpec, tasks: int) -> str:
     )
 
 
-class Follower:
+class ProgressReporter:
     """`restarts` by child; the last loss and step seen stay for the summary."""
 
     def __init__(self, spec: JobSpec, screen: Display) -> None:
         self._spec, self._mode = spec, spec.mode
         self._counted = False  # the tasks of an epoch
-        self._asking = asyncio.Lock()
+        self._polling = asyncio.Lock()
         self.restarts: Counter[str] = Counter()
         self._screen = screen
         self._last: dict[str, Any] = {}
@@ -111,28 +84,28 @@ class Follower:
             case _:
                 return
 
-    async def run(self, cluster: LocalCluster) -> None:
+    async def run(self, connect: Connect) -> None:
         """Until cancelled."""
         while True:
             with contextlib.suppress(PeerError):  # no master right now: a standby takes over, or it is started again
-                await self._ask(cluster)
+                await self._poll(connect)
             await asyncio.sleep(POLL_S)
 
-    async def last_counts(self, cluster: LocalCluster) -> Counts:
+    async def last_counts(self, connect: Connect) -> Counts:
         """What the summary wants, as far as it can still be had."""
         with contextlib.suppress(TriremeError):
-            await self._ask(cluster)  # events of the end included
+            await self._poll(connect)  # events of the end included
         discarded: list[dict[str, Any]] = []
         with contextlib.suppress(TriremeError):
-            async with cluster.client(REQUEST_TIMEOUT_S) as client:
+            async with connect() as client:
                 discarded = [task async for task in client.tasks("DISCARDED")]
         progress = self._last.get("progress", {})
         return Counts(dict(self.restarts), progress.get("loss"), progress.get("step"), discarded)
 
-    async def _ask(self, cluster: LocalCluster) -> None:
+    async def _poll(self, connect: Connect) -> None:
         async with (
-            self._asking,  # each event is told once
-            cluster.client(REQUEST_TIMEOUT_S) as client,
+            self._polling,  # each event is told once
+            connect() as client,
         ):
             page = await client.events(after=self._after)
             self._last = await client.job()
@@ -141,7 +114,7 @@ class Follower:
                 self._count((await client.task_summary())["total"])
             self._after = page["next_after"]  # last: a question that fails is asked again, with the events it had
         for event in page["events"]:
-            if event["name"] in TOLD or (event["name"] == "task_requeued" and "failures" in event["fields"]):
+            if event["name"] in SHOWN_EVENTS or (event["name"] == "task_requeued" and "failures" in event["fields"]):
                 self._screen.event(event["message"])
         if not over:  # then the summary follows
             self._screen.show(progress_of(self._last, self.restarts.total()), clock.monotonic())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -69,6 +69,30 @@ class Progress:
             f"trainers {self.trainers}/{self.trainers_desired}  pservers {self.pservers}/{self.pservers_desired}  "
             f"restarts {self.restarts}  generation {self.generation}"
         )
+
+
+def progress_of(job: dict[str, Any], restarts: int) -> Progress:
+    """From the master's job document."""
+    members, progress = job["members"], job["progress"]
+    return Progress(
+        phase=job["phase"],
+        stage=job["stage"],
+        epoch=progress["epoch"],
+        epochs=progress["epochs"],
+        step=progress.get("step"),
+        loss=progress.get("loss"),
+        records_done=progress["records_done"],
+        records_total=progress["records_total"],
+        records_per_s=progress.get("records_per_s"),
+        eta_s=progress.get("eta_s"),
+        trainers=members["trainers"],
+        trainers_desired=members["trainers_desired"],
+        pservers=members["pservers"],
+        pservers_desired=members["pservers_desired"],
+        restarts=restarts,
+        generation=job["generation"],
+        reason=job["reason"],
+    )
 
 
 def clock_text(seconds: float) -> str:

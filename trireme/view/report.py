@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared.records import JobSpec, JobState
-from trireme.cli.exit_codes import failure_lines
+from shared.records import JobSpec, JobState, UserFailure
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +102,14 @@ def failure_text(state: JobState, folder: Path) -> str:
     """The user's traceback once, on top, with the task it happened in; then why the job failed."""
     lines = failure_lines(state.failure) if state.failure else []
     return "\n".join([*lines, f"error: job failed: {state.reason}", f"logs: {folder / 'logs'}"])
+
+
+def failure_lines(failure: UserFailure) -> list[str]:
+    """The traceback on top, then the task it happened in."""
+    last = f"{failure.error_type}: {failure.message}" if failure.error_type else failure.message
+    lines = [failure.traceback.rstrip()] if failure.traceback else []
+    if not (failure.error_type and failure.error_type in failure.traceback):
+        lines.append(last)
+    if failure.task:
+        lines.append(f"in {failure.task}" + (f" at {failure.trainer}" if failure.trainer else ""))
+    return lines

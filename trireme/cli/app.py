@@ -162,9 +162,9 @@ def members(job: Job = None, data_dir: DataDir = None, url: Url = None, as_json:
 @checkpoint.command(name="list")
 def checkpoint_list(job: Job = None, data_dir: DataDir = None, as_json: Json = False) -> None:
     """The checkpoints of a job, newest first."""
-    from trireme.cli.checkpoint import show  # noqa: PLC0415
+    from trireme.cli.checkpoint import list_checkpoints  # noqa: PLC0415
 
-    raise typer.Exit(show(job, data_dir, as_json=as_json))
+    raise typer.Exit(list_checkpoints(job, data_dir, as_json=as_json))
 
 
 @checkpoint.command(name="create")
@@ -175,7 +175,7 @@ def checkpoint_create(
 
     Prints the operation: the checkpoint once it is there. Exit code 7: not there within --wait-s; it goes on.
     """
-    from trireme.cli.checkpoint_requests import create  # noqa: PLC0415
+    from trireme.cli.checkpoint import create  # noqa: PLC0415
 
     raise typer.Exit(create(job, data_dir, url, wait_s, as_json=as_json))
 
@@ -192,7 +192,7 @@ def checkpoint_restore(
     """Take a running job back to a checkpoint; it trains on from there, to the same bits. Nothing is stopped before the
     checkpoint's files are found good (exit code 1 if they are not); newer checkpoints stay, and one can go back to them.
     """
-    from trireme.cli.checkpoint_requests import restore  # noqa: PLC0415
+    from trireme.cli.checkpoint import restore  # noqa: PLC0415
 
     raise typer.Exit(restore(job, data_dir, url, which, wait_s, as_json=as_json))
 
@@ -220,7 +220,7 @@ def export(
 
     Loads the job's script to build the model; it must be the one the checkpoint was made with.
     """
-    from trireme.cli.checkpoint import export as run_export  # noqa: PLC0415
+    from trireme.cli.export import export as run_export  # noqa: PLC0415
 
     raise typer.Exit(run_export(job, data_dir, which, out, as_json=as_json))
 
@@ -246,7 +246,7 @@ def chaos_kill(
 @app.command()
 def version(as_json: Json = False) -> None:
     """Versions of Trireme and what it runs on."""
-    from trireme.cli.doctor import show_version  # noqa: PLC0415
+    from trireme.cli.version import show_version  # noqa: PLC0415
 
     show_version(as_json=as_json)
 

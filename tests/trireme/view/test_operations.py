@@ -11,8 +11,9 @@ from aiohttp.test_utils import TestServer
 
 from shared.errors import CheckpointUnusable, Conflict, DeadlineExceeded
 from trireme.cli import exit_codes
-from trireme.cli.checkpoint_requests import _chosen, follow
+from trireme.cli.checkpoint import find_checkpoint
 from trireme.view.client import Client
+from trireme.view.operations import wait_for_operation
 
 RUNNING = {"operation_id": "op-1", "state": "RUNNING", "reason": "waiting for a trainer", "error_code": ""}
 DONE = {**RUNNING, "state": "DONE", "reason": "the checkpoint is there", "step": 7, "checkpoint_id": "c7"}
@@ -40,7 +41,7 @@ async def master(*answers):
 async def test_what_is_waited_for_is_said_once_and_the_end_is_the_answer():
     said = []
     async with master(RUNNING, {**RUNNING, "reason": "waiting for the job to run"}, DONE) as connect:
-        assert await follow(connect, RUNNING, 10.0, said.append) == DONE
+        assert await wait_for_operation(connect, RUNNING, 10.0, said.append) == DONE
     assert said == ["waiting for a trainer", "waiting for the job to run", "the checkpoint is there"]
 
 
@@ -54,20 +55,20 @@ async def test_a_failed_operation_is_its_error(code, error, exit_code):
         {**RUNNING, "state": "FAILED", "error_code": code, "reason": "part 1 has another checksum"}
     ) as connect:
         with pytest.raises(error, match="part 1 has another checksum") as caught:
-            await follow(connect, RUNNING, 10.0, lambda _: None)
+            await wait_for_operation(connect, RUNNING, 10.0, lambda _: None)
     assert exit_codes.code_of(caught.value) == exit_code
 
 
 async def test_what_takes_longer_than_one_waits_goes_on_and_is_exit_code_7():
     async with master(RUNNING) as connect:
-        with pytest.raises(DeadlineExceeded, match=r"still under way after 0\.1 s: waiting for a trainer") as caught:
-            await follow(connect, RUNNING, 0.1, lambda _: None)
+        with pytest.raises(DeadlineExceeded, match=r"still running after 0\.1 s: waiting for a trainer") as caught:
+            await wait_for_operation(connect, RUNNING, 0.1, lambda _: None)
     assert exit_codes.code_of(caught.value) == exit_codes.TIMED_OUT
     assert json.dumps(caught.value.to_map()["details"]) == '{"operation": "op-1"}'
 
 
 async def test_a_checkpoint_is_named_by_step_or_the_beginning_of_its_id():
     async with master(RUNNING) as connect, connect() as client:
-        assert [await _chosen(client, which) for which in ("4", "abc")] == ["def-2", "abc-1"]
+        assert [await find_checkpoint(client, which) for which in ("4", "abc")] == ["def-2", "abc-1"]
         with pytest.raises(Exception, match=r"no checkpoint 5; there are: step 12 \(abc-1\), step 4 \(def-2\)"):
-            await _chosen(client, "5")
+            await find_checkpoint(client, "5")

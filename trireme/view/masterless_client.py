@@ -32,7 +32,7 @@ MANY = 10_000
 LOOK_S = 0.1
 
 
-class Spectator:
+class MasterlessClient:
     """What `Client` offers, without any master. Run `run()`; NotReady until the job is open."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Spectator:
         self._done: deque[tuple[float, int]] = deque()
 
     def __repr__(self) -> str:
-        return f"<Spectator of {self._keys.job}: {self._view!r}>"
+        return f"<MasterlessClient of {self._keys.job}: {self._view!r}>"
 
     async def run(self) -> None:
         """Follow etcd until cancelled."""

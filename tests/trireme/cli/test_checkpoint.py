@@ -17,6 +17,7 @@ from shared.wire.messages import InitHeader
 from tests.end_to_end.scripts import write_script
 from tests.pserver_service.checkpoints import parts
 from trireme.cli import checkpoint
+from trireme.cli.export import export
 
 EVERY = Schedule(every_steps=2, every_epochs=None, epochs=9)
 
@@ -49,14 +50,14 @@ def ask(capsys, command, folder, *arguments):
 
 
 def test_list_shows_the_newest_first(capsys, job):
-    code, answer = ask(capsys, checkpoint.show, job)
+    code, answer = ask(capsys, checkpoint.list_checkpoints, job)
     assert code == 0
     rows = [(row["checkpoint"], row["step"], row["pservers"]) for row in answer["checkpoints"]]
     assert rows == [("1-1", 4, 2), ("0-0", 2, 2)]
 
 
 def test_people_get_a_table(capsys, job):
-    assert checkpoint.show(None, job.parent, as_json=False) == 0
+    assert checkpoint.list_checkpoints(None, job.parent, as_json=False) == 0
     assert capsys.readouterr().out.splitlines()[0].split()[:2] == ["step", "epoch"]
 
 
@@ -130,7 +131,7 @@ def test_a_checkpoint_that_is_not_there_is_told_with_those_that_are(capsys, job)
 
 
 def test_a_job_that_is_not_there(capsys, tmp_path):
-    code, answer = ask(capsys, checkpoint.show, tmp_path / "data" / "nobody")
+    code, answer = ask(capsys, checkpoint.list_checkpoints, tmp_path / "data" / "nobody")
     assert code == 3
     assert "no run of any job" in answer["error"]["message"]
 
@@ -139,9 +140,9 @@ def test_a_job_without_checkpoints(capsys, tmp_path):
     folder = tmp_path / "data" / parts.JOB
     folder.mkdir(parents=True)
     write_run(folder, "s.py")
-    assert ask(capsys, checkpoint.show, folder)[1]["checkpoints"] == []
+    assert ask(capsys, checkpoint.list_checkpoints, folder)[1]["checkpoints"] == []
     assert ask(capsys, checkpoint.verify, folder, None)[0] == 3
-    assert ask(capsys, checkpoint.export, folder, None, None)[0] == 3
+    assert ask(capsys, export, folder, None, None)[0] == 3
 
 
 # ------------------------------------------------------------ export
@@ -175,7 +176,7 @@ def trained(tmp_path):
 
 def test_export_writes_what_plain_pytorch_loads(capsys, trained, tmp_path):
     folder, _ = trained
-    code, answer = ask(capsys, checkpoint.export, folder, None, tmp_path / "out")
+    code, answer = ask(capsys, export, folder, None, tmp_path / "out")
     assert code == 0
     values = load_file(answer["exports"]["safetensors"])
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1))
@@ -190,7 +191,7 @@ def test_export_writes_what_plain_pytorch_loads(capsys, trained, tmp_path):
 def test_export_refuses_a_script_whose_model_has_changed(capsys, trained):
     folder, script = trained
     script.write_text(script.read_text(encoding="utf-8").replace("nn.Linear(16, 1)", "nn.Linear(16, 2)"), "utf-8")
-    code, answer = ask(capsys, checkpoint.export, folder, None, None)
+    code, answer = ask(capsys, export, folder, None, None)
     assert code == 2
     assert "model is not the job's" in answer["error"]["message"]
 
@@ -199,7 +200,7 @@ def test_export_refuses_a_damaged_checkpoint(capsys, trained, tmp_path):
     folder, _ = trained
     part = folder / "checkpoints" / "u1" / "pserver-0.x.safetensors"
     part.write_bytes(part.read_bytes()[:-1] + b"x")
-    code, answer = ask(capsys, checkpoint.export, folder, None, tmp_path / "out")
+    code, answer = ask(capsys, export, folder, None, tmp_path / "out")
     assert code == 1
     assert "checksum" in answer["error"]["message"]
     assert not (tmp_path / "out").exists()

@@ -8,17 +8,17 @@ import pytest
 
 from shared.errors import PeerError
 from shared.records import JobSpec, Mode
-from trireme.view.live_progress import Follower, too_few_tasks
+from trireme.view.live_progress import ProgressReporter, too_few_tasks
 
 
 class Master:
-    """One that has one event to tell and is away when it is first asked for its tasks; stands for its cluster, too."""
+    """One that has one event to tell and is away when it is first asked for its tasks;."""
 
     def __init__(self):
         self.asked = 0
 
     @asynccontextmanager
-    async def client(self, _):
+    async def client(self):
         yield self
 
     async def events(self, after):
@@ -51,13 +51,13 @@ class Screen:
 
 async def test_a_master_that_leaves_in_the_middle_of_an_answer_costs_no_event_and_no_warning():
     master, screen = Master(), Screen()
-    follower = Follower(JobSpec.model_construct(mode=Mode.SYNC, trainers=2, records_per_task=64), screen)
+    reporter = ProgressReporter(JobSpec.model_construct(mode=Mode.SYNC, trainers=2, records_per_task=64), screen)
     with pytest.raises(PeerError):
-        await follower._ask(master)
+        await reporter._poll(master.client)
     assert screen.said == []
     for _ in range(4):
-        await follower._ask(master)
-    assert screen.said == ["it runs", too_few_tasks(follower._spec, 1)]
+        await reporter._poll(master.client)
+    assert screen.said == ["it runs", too_few_tasks(reporter._spec, 1)]
     assert master.asked == 3, "it is asked until it knows, and no more"
 
 

@@ -1,0 +1,64 @@
+"""`trireme export`: a checkpoint's model as files that plain PyTorch loads. The job need not run."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from rich.console import Console
+
+from shared.checkpoints import stored
+from shared.errors import CheckpointUnusable
+from shared.records import JobSpec
+from shared.records.checkpoints import CheckpointRef, Manifest
+from shared.storage import files
+from shared.storage.tensor_file import Entry
+from trireme.cli import exit_codes
+from trireme.cli.checkpoint import Answer, answer, choose, spec_of
+
+
+def export(job: str | None, data_dir: Path | None, which: str | None, out: Path | None, *, as_json: bool) -> int:
+    """Returns the exit code."""
+    return answer(lambda: _export(spec_of(job, data_dir), which, out, as_json=as_json), as_json=as_json)
+
+
+def _export(spec: JobSpec, which: str | None, out: Path | None, *, as_json: bool) -> Answer:
+    ref = choose(spec, which)
+    manifest = stored.read_manifest(spec.storage, spec.job, ref)
+    exports = asyncio.run(
+        _write_model(spec, ref, manifest, str(out or files.join(spec.storage, f"export-step-{ref.step}")))
+    )
+    if not as_json:
+        Console(soft_wrap=True).print(f"checkpoint  step {ref.step}, {ref.uuid}", highlight=False)
+        for kind, path in exports.items():
+            Console(soft_wrap=True).print(f"{kind}  {path}", highlight=False)
+    return {"job": spec.job, "checkpoint": ref.uuid, "step": ref.step, "exports": exports}, exit_codes.OK
+
+
+async def _write_model(spec: JobSpec, ref: CheckpointRef, manifest: Manifest, directory: str) -> dict[str, str]:
+    """The user's model with the checkpoint's values, written as the end of training writes it: the script builds the
+    model, so shared parameters and what is not trained come out as well. Raises LayoutMismatch if the script changed."""
+    from trainer_agent.membership.initialise import check_layout  # noqa: PLC0415  loads torch
+    from trainer_agent.model.torch_compute import TorchCompute  # noqa: PLC0415
+    from trainer_agent.script.user_module import load  # noqa: PLC0415
+
+    with ThreadPoolExecutor(1) as executor:
+        compute = TorchCompute(load(spec.script), spec.model_copy(update={"device": "cpu"}), executor)
+        check_layout(compute.layout, manifest.layout)
+        missing = {block.number for block in manifest.layout.blocks()}
+
+        def place(entry: Entry) -> memoryview | None:
+            _, number, state = [*entry.name.split(".", 2), "", ""][:3]
+            if state or not number.isdecimal() or int(number) not in missing:
+                return None
+            missing.remove(int(number))
+            return compute.staging(int(number))
+
+        for part in manifest.parts:
+            stored.read_part(spec.storage, ref, part, place)
+        if missing:
+            msg = f"checkpoint {ref.uuid} (step {ref.step}) lacks {len(missing)} blocks, the first is {min(missing)}"
+            raise CheckpointUnusable(msg)
+        compute.swap()
+        return await compute.export(directory)

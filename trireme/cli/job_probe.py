@@ -1,0 +1,153 @@
+"""A running local job seen from outside: from etcd, its master's REST and its parameter servers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from shared import etcd as etcd_client
+from shared.errors import PeerError
+from shared.etcd.reading import read_record
+from shared.keys import Keys
+from shared.membership.directory import Directory
+from shared.records import Dispatch, JobState, Mode, PserverMember
+from shared.records.checkpoints import CheckpointLatest
+from trainer_agent.data_plane.http import HttpPserver
+from trireme.launch import run_folder
+from trireme.view.client import Client
+from trireme.view.job_address import AnyClient, open_client
+
+ANSWER_S = 2.0
+STALL_S = 0.5
+SETTLE_S = 3.0
+RETRY_S = 0.1
+
+
+class JobProbe:
+    """Reads the job that runs in `folder`. Make a new one after the launcher was started again. Enter it where a task may
+    run beside the caller.
+
+    `directory`: the job's keys in etcd, followed all the time. `etcd`, `keys`: for what the directory does not follow.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        facts = json.loads((folder / run_folder.RUN_FILE).read_text(encoding="utf-8"))
+        self.folder = folder
+        self.job = str(facts["job"])
+        self.keys = Keys(self.job)
+        self.etcd = etcd_client.connect([str(facts["etcd"])])
+        self.directory = Directory(self.etcd, self.keys)
+        self._url = str(facts["url"])
+        self._token = os.environ.get("TRIREME_TOKEN", "")
+        self._pservers: dict[str, HttpPserver] = {}
+        self._tasks = asyncio.TaskGroup()
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        self._following = self._tasks.create_task(self.directory.run())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._following.cancel()
+        try:
+            await self._tasks.__aexit__(kind, error, traceback)
+        finally:
+            for pserver in self._pservers.values():
+                await pserver.close()
+            await self.etcd.close()
+
+    @property
+    def state(self) -> JobState:
+        """The last known one while etcd is away."""
+        return self.directory.state or JobState()
+
+    @property
+    def is_masterless(self) -> bool:
+        return self.directory.spec is not None and self.directory.spec.dispatch is Dispatch.ETCD
+
+    async def leader(self) -> str:
+        """Id of the leading master. Raises PeerError, DeadlineExceeded."""
+        await self.directory.wait_for(lambda view: view.master is not None, SETTLE_S, "a master")
+        async with self._client() as client:
+            return str((await client.job())["master"]["master_id"])
+
+    async def missing(self) -> int:
+        """How many trainers and parameter servers the job still lacks; 1 while no master answers."""
+        try:
+            async with self._client() as client:
+                members = (await client.job())["members"]
+        except PeerError:
+            return 1
+        return sum(max(0, int(members[f"{kind}_desired"]) - int(members[kind])) for kind in ("trainers", "pservers"))
+
+    async def versions(self) -> tuple[int, int] | None:
+        """(lowest, highest) version over all blocks; None while a parameter server is away or restoring."""
+        members = self.directory.pservers
+        if not members or len(members) != self.directory.pservers_desired:
+            return None
+        try:
+            infos = [await self._pserver(member).info() for member in members.values()]
+        except PeerError:
+            return None
+        if not all(info.ready and info.timeline == self.state.timeline for info in infos):
+            return None
+        if infos[0].mode is Mode.ASYNC:
+            updates = sum(info.updates for info in infos)
+            return updates, updates
+        filled = [info for info in infos if info.blocks]
+        return min(info.lowest for info in filled), max(info.highest for info in filled)
+
+    def _pserver(self, member: PserverMember) -> HttpPserver:
+        if member.incarnation not in self._pservers:
+            self._pservers[member.incarnation] = HttpPserver(member, self._token, stall_s=STALL_S)
+        return self._pservers[member.incarnation]
+
+    async def revision(self) -> int:
+        """The newest revision in etcd; the directory's last one if etcd is away."""
+        with contextlib.suppress(PeerError):
+            return (await self.etcd.range(self.keys.state, timeout_s=ANSWER_S)).revision
+        return self.directory.revision
+
+    async def checkpoint_step(self) -> int | None:
+        """The step of the checkpoint that the job's timeline began with; None: not known."""
+        with contextlib.suppress(PeerError):
+            found = await self.etcd.get(self.keys.latest, timeout_s=ANSWER_S)
+            latest = read_record(CheckpointLatest, self.keys.latest, found.value if found else None)
+            kept = latest.kept if latest else ()
+            return next((ref.step for ref in kept if ref.uuid == self.state.checkpoint), None)
+        return None
+
+    async def discarded_records(self) -> int:
+        """Records of discarded tasks; 0 while no master answers."""
+        for _ in range(int(SETTLE_S / RETRY_S)):
+            with contextlib.suppress(PeerError):
+                async with self._client() as client:
+                    return sum([int(task["count"]) async for task in client.tasks("DISCARDED")])
+            await asyncio.sleep(RETRY_S)
+        return 0
+
+    async def events(self, after: int) -> list[dict[str, Any]]:
+        """The master's events with a number above `after`; as many as it answers for."""
+        found: list[dict[str, Any]] = []
+        with contextlib.suppress(PeerError):
+            async with self._client() as client:
+                while page := (await client.events(after=after))["events"]:
+                    found += page
+                    after = page[-1]["event_id"]
+        return found
+
+    def _client(self) -> AbstractAsyncContextManager[AnyClient]:
+        """Raises PeerError while no master leads."""
+        if self.is_masterless:
+            return open_client(self._url, timeout_s=ANSWER_S)
+        if self.directory.master is None:
+            raise PeerError("there is no master right now")
+        return Client(self.directory.master.url, token=self._token, timeout_s=ANSWER_S)

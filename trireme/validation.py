@@ -1,0 +1,41 @@
+"""What is wrong with the values of a job's settings, as sentences for the user."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import ValidationError
+
+from shared.records import JobSpec
+
+_PLACEHOLDERS = {"job": "job", "script": "-", "storage": "-", "dataset": {"kind": "text_lines", "urls": ("-",)}}
+
+
+def field_problems(values: Mapping[str, Any], origins: Mapping[str, str] = MappingProxyType({})) -> list[str]:
+    """What is wrong with single fields, whatever values the others get (the command line may still change them)."""
+    problems: list[str] = []
+    alone = {"mode": values["mode"]} if "mode" in values else {}
+    for candidate in (alone, {**values, "mode": "async"}):  # async: the sizes need not fit lanes that are not known yet
+        try:
+            JobSpec.model_validate({**_PLACEHOLDERS, **candidate})
+        except ValidationError as error:
+            problems += [text for text in problems_of(error, origins) if text not in problems]
+    return problems
+
+
+def problems_of(error: ValidationError, origins: Mapping[str, str]) -> list[str]:
+    """One sentence for each problem; `origins`: where each setting was given."""
+    sentences = []
+    for problem in error.errors(include_url=False):
+        message = problem["msg"].removeprefix("Value error, ")
+        message = message[:1].lower() + message[1:]
+        if not problem["loc"]:
+            named = [f"{origins[name]}" for name in origins if re.search(rf"\b{name}\b", message)]
+            sentences.append(message + (f" (from {', '.join(named)})" if named else ""))
+            continue
+        name = str(problem["loc"][0])
+        sentences.append(f"{origins.get(name, name)} = {problem['input']!r}: {message}")
+    return sentences
