@@ -129,10 +129,10 @@ def test_chaos_says_what_it_could_kill_and_ctrl_c_only_interrupts(trireme, tmp_p
     stopped = trireme.end_of(process)
     assert stopped.code == 130
     assert re.search(r"^saved step \d+; stopping$", stopped.err, re.MULTILINE)
-    words = "job script is unfinished; go on with it: trireme run script.py --epochs 100000 --no-check"
+    words = "job script is unfinished; resume it with: trireme run script.py --epochs 100000 --no-check"
     assert words in stopped.err.replace(f"{tmp_path}/", "")
     again = trireme.start("run", tmp_path / "script.py", "--epochs", 100_000, "--no-check")
-    wait_for(again, r"job script is unfinished: it goes on$")
+    wait_for(again, r"job script is unfinished: it resumes$")
     wait_for(again, r"rolled back to step \d+")
     again.send_signal(signal.SIGINT)
     assert trireme.end_of(again).code == 130
@@ -153,7 +153,7 @@ def test_after_everything_was_killed_the_same_command_goes_on(trireme, tmp_path,
     orphan = tmp_path / ".trireme" / "script" / "checkpoints" / ".pserver-0.x.safetensors.killed-while-writing.tmp"
     orphan.touch()
     process = trireme.start("run", script, *SETTINGS, "--pservers", after, "--json")
-    wait_for(process, rf"job script is unfinished: it goes on \({before} -> {after} pservers\)")
+    wait_for(process, rf"job script is unfinished: it resumes \({before} -> {after} pservers\)")
     back = wait_for(process, r"rolled back to step (\d+)")
     assert at - 12 <= int(back[1]) < STEPS
     assert not orphan.exists()
@@ -163,7 +163,7 @@ def test_after_everything_was_killed_the_same_command_goes_on(trireme, tmp_path,
     assert_same(parameters(done), undisturbed)
     again = trireme.run("run", script, *SETTINGS, "--pservers", after, "--json")
     assert (again.code, json.loads(again.out)) == (0, json.loads(done.out))
-    assert "job script is completed already; --fresh trains it anew" in again.err
+    assert "job script is completed; --fresh trains it again" in again.err
     other = trireme.run("run", script, *SETTINGS, "--epochs", 3, "--json")
     assert other.code == 4
     assert f"completed with epochs = {EPOCHS}; now epochs = 3 is asked for" in other.err
@@ -211,5 +211,5 @@ def interrupt(trireme: Command, process: subprocess.Popen[str]) -> int:
     process.send_signal(signal.SIGINT)
     saved = wait_for(process, r"^saved step (\d+); stopping")
     done = trireme.end_of(process)
-    assert (done.code, "is unfinished; go on with it: trireme run " in done.err) == (130, True)
+    assert (done.code, "is unfinished; resume it with: trireme run " in done.err) == (130, True)
     return int(saved[1])

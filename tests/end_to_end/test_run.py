@@ -67,7 +67,7 @@ def test_the_second_ctrl_c_kills(trireme, tmp_path):
     trainer = next(child for child in trireme.family() if "trainer_agent" in " ".join(child.cmdline()))
     trainer.suspend()  # it will not stop by itself
     process.send_signal(signal.SIGINT)
-    _wait_for(process, "once more to stop at once")
+    _wait_for(process, "interrupt again to stop at once")
     process.send_signal(signal.SIGINT)
     assert trireme.end_of(process).code == 130
 
@@ -123,7 +123,7 @@ def test_status_tasks_and_members_ask_the_running_job(trireme, tmp_path):
 def test_a_job_that_was_never_started_is_not_found(trireme):
     done = trireme.run("status", "--job", "nothing")
     assert (done.code, done.out) == (3, "")
-    assert "there is no run of job nothing" in done.err
+    assert "has no run of job nothing" in done.err
 
 
 def test_a_dry_run_prints_the_spec_and_starts_nothing(trireme, tmp_path):

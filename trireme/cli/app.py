@@ -12,27 +12,32 @@ import typer
 
 app = typer.Typer(
     name="trireme",
-    help="Elastic, fault-tolerant training of PyTorch models on machines that vanish.",
+    help="Elastic, fault-tolerant training of PyTorch models on machines that may disappear at any time.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
-chaos = typer.Typer(help="Break a running local job on purpose, and see it get over it.", no_args_is_help=True)
+chaos = typer.Typer(help="Kill processes of a running local job and see how it recovers.", no_args_is_help=True)
 app.add_typer(chaos, name="chaos")
 
 Job = Annotated[
     str | None, typer.Option("--job", help="Name of the job. Default: the one started last.", metavar="NAME")
 ]
-DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Where runs live. Default: .trireme", metavar="DIR")]
-Url = Annotated[
-    str | None, typer.Option("--url", help="The master's address, instead of a local run's.", metavar="URL")
+DataDir = Annotated[
+    Path | None, typer.Option("--data-dir", help="Folder of all local runs. Default: .trireme", metavar="DIR")
 ]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+Url = Annotated[
+    str | None,
+    typer.Option("--url", help="Address of the job's master. Default: that of the local run.", metavar="URL"),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 
-Which = Annotated[str | None, typer.Argument(help="A step, or how the checkpoint's uuid begins.", metavar="CHECKPOINT")]
+Which = Annotated[
+    str | None, typer.Argument(help="A step, or the beginning of a checkpoint's uuid.", metavar="CHECKPOINT")
+]
 WaitS = Annotated[
-    float, typer.Option("--wait-s", help="How long to wait for the end; 0: not at all.", min=0, metavar="S")
+    float, typer.Option("--wait-s", help="Seconds to wait for the end; 0: do not wait.", min=0, metavar="S")
 ]
 checkpoint = typer.Typer(help="Checkpoints of a job, running or not.", no_args_is_help=True)
 app.add_typer(checkpoint, name="checkpoint")
@@ -40,44 +45,51 @@ app.add_typer(checkpoint, name="checkpoint")
 
 @app.command()
 def run(
-    script: Annotated[Path, typer.Argument(help="A Python file with model, dataset, loss and optimizer.")],
+    script: Annotated[Path, typer.Argument(help="A Python file that defines model, dataset, loss and optimizer.")],
     mode: Annotated[str | None, typer.Option(help="sync (deterministic) or async.", metavar="sync|async")] = None,
     dispatch: Annotated[
         str | None,
-        typer.Option(help="Who keeps the task queue: a master, or the trainers themselves.", metavar="master|etcd"),
+        typer.Option(
+            help="Who keeps the task queue: a master, or the trainers themselves (etcd).", metavar="master|etcd"
+        ),
     ] = None,
     trainers: Annotated[int | None, typer.Option(help="Number of trainers.", metavar="N")] = None,
     pservers: Annotated[int | None, typer.Option(help="Number of parameter servers.", metavar="N")] = None,
     lanes: Annotated[
-        int | None, typer.Option(help="Virtual workers of sync mode, a power of two.", metavar="N")
+        int | None, typer.Option(help="Virtual workers of sync mode; a power of two.", metavar="N")
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the dataset.", metavar="N")] = None,
     global_batch_size: Annotated[
-        int | None, typer.Option(help="Records of one step of all lanes.", metavar="N")
+        int | None, typer.Option(help="Records of one step; in sync mode over all lanes.", metavar="N")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Decides order and random numbers.", metavar="N")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the order of records and of all random numbers.", metavar="N")
+    ] = None,
     push_every: Annotated[int | None, typer.Option(help="Async: minibatches per push.", metavar="N")] = None,
     pull_every: Annotated[int | None, typer.Option(help="Async: minibatches per pull.", metavar="N")] = None,
     device: Annotated[str | None, typer.Option(help="Where trainers compute.", metavar="auto|cpu|cuda")] = None,
     gradient_dtype: Annotated[
-        str | None, typer.Option(help="How gradients travel.", metavar="float32|bfloat16|float16")
+        str | None, typer.Option(help="Dtype in which gradients are sent.", metavar="float32|bfloat16|float16")
     ] = None,
     parameter_dtype: Annotated[
-        str | None, typer.Option(help="How pulled parameters travel.", metavar="float32|bfloat16|float16")
+        str | None, typer.Option(help="Dtype in which parameters are pulled.", metavar="float32|bfloat16|float16")
     ] = None,
-    job: Annotated[str | None, typer.Option(help="Name of the job. Default: the script's.", metavar="NAME")] = None,
+    job: Annotated[
+        str | None, typer.Option(help="Name of the job. Default: the script's name.", metavar="NAME")
+    ] = None,
     data_dir: DataDir = None,
     port: Annotated[
-        int | None, typer.Option(help="Port of the master's REST. Default: any free one.", metavar="P")
+        int | None, typer.Option(help="Port of the master's REST API. Default: any free port.", metavar="P")
     ] = None,
-    standbys: Annotated[int | None, typer.Option(help="Hot standby masters.", metavar="N")] = None,
+    standbys: Annotated[int | None, typer.Option(help="Number of standby masters.", metavar="N")] = None,
     spare_pservers: Annotated[
-        int | None, typer.Option(help="Parameter servers that wait for another one's death.", metavar="N")
+        int | None,
+        typer.Option(help="Number of spare parameter servers; a spare takes over when another one dies.", metavar="N"),
     ] = None,
     storage: Annotated[
         str | None,
         typer.Option(
-            help="Checkpoints and exports below this path or URL (s3://bucket/runs), not in the job's folder.",
+            help="Write checkpoints and exports below this path or URL (s3://bucket/runs) instead of the job's folder.",
             metavar="URL",
         ),
     ] = None,
@@ -87,18 +99,21 @@ def run(
     check: Annotated[bool, typer.Option(help="Try one minibatch before anything is started.")] = True,
     fresh: Annotated[
         bool,
-        typer.Option("--fresh", help="Start anew; what the job's last run left is moved to its folder's previous/."),
+        typer.Option(
+            "--fresh", help="Start from the beginning; the files of the last run move to previous/ in the job's folder."
+        ),
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job's spec as JSON, start nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job's spec as JSON and start nothing.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train SCRIPT on this machine: etcd, master, parameter servers and trainers as supervised processes.
+    """Train SCRIPT on this machine: etcd, master, parameter servers and trainers run as supervised processes.
 
-    Settings: flag, else environment (TRIREME_EPOCHS, ...), else trireme.toml, else the script's config, else the default.
+    A setting comes from the first of: flag, environment (TRIREME_EPOCHS, ...), trireme.toml, the script's config, default.
 
-    The same command again: an unfinished job goes on from its last checkpoint, also with other numbers of trainers and
-    parameter servers (synchronous mode; other settings must be the same). A completed one is left as it is. One that
-    failed starts anew, and so does any with --fresh; what it left is kept in its folder's previous/.
+    Run the same command again after a stop. An unfinished job resumes from its last checkpoint; in synchronous mode the
+    numbers of trainers and parameter servers may differ, other settings must be the same. A completed job is not trained
+    again. A failed job starts from the beginning, as any job does with --fresh; the files of its last run are kept in
+    previous/ in the job's folder.
     """
     from trireme.cli.run import RunRequest, run_command  # noqa: PLC0415
 
@@ -145,7 +160,7 @@ def tasks(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """The task queues: who works on what, what was given up and why."""
+    """The task queue: which trainer has which task, which tasks were discarded and why."""
     from trireme.cli.queries import ask, show_tasks  # noqa: PLC0415
 
     raise typer.Exit(ask(show_tasks, job, data_dir, url, as_json=as_json, state=state))
@@ -153,7 +168,7 @@ def tasks(
 
 @app.command()
 def members(job: Job = None, data_dir: DataDir = None, url: Url = None, as_json: Json = False) -> None:
-    """Masters, parameter servers and trainers that are alive."""
+    """Parameter servers and trainers that are alive."""
     from trireme.cli.queries import ask, show_members  # noqa: PLC0415
 
     raise typer.Exit(ask(show_members, job, data_dir, url, as_json=as_json))
@@ -171,9 +186,9 @@ def checkpoint_list(job: Job = None, data_dir: DataDir = None, as_json: Json = F
 def checkpoint_create(
     wait_s: WaitS = 120.0, job: Job = None, data_dir: DataDir = None, url: Url = None, as_json: Json = False
 ) -> None:
-    """Save one of the next steps of a running job now; training does not stop for it (synchronous mode).
+    """Make a checkpoint of a running job at one of its next steps; in synchronous mode training does not stop for it.
 
-    Prints the operation: the checkpoint once it is there. Exit code 7: not there within --wait-s; it goes on.
+    Prints the operation and its checkpoint. Exit code 7: not finished within --wait-s; the operation goes on.
     """
     from trireme.cli.checkpoint import create  # noqa: PLC0415
 
@@ -182,15 +197,19 @@ def checkpoint_create(
 
 @checkpoint.command(name="restore")
 def checkpoint_restore(
-    which: Annotated[str, typer.Argument(help="A step, or how the checkpoint's uuid begins.", metavar="CHECKPOINT")],
+    which: Annotated[
+        str, typer.Argument(help="A step, or the beginning of a checkpoint's uuid.", metavar="CHECKPOINT")
+    ],
     wait_s: WaitS = 120.0,
     job: Job = None,
     data_dir: DataDir = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Take a running job back to a checkpoint; it trains on from there, to the same bits. Nothing is stopped before the
-    checkpoint's files are found good (exit code 1 if they are not); newer checkpoints stay, and one can go back to them.
+    """Take a running job back to a checkpoint. Training continues from there and ends with the same bits.
+
+    Training is not stopped before the checkpoint's files are verified; exit code 1 if they are damaged. Newer checkpoints
+    are kept and can be restored later.
     """
     from trireme.cli.checkpoint import restore  # noqa: PLC0415
 
@@ -199,7 +218,7 @@ def checkpoint_restore(
 
 @checkpoint.command(name="verify")
 def checkpoint_verify(which: Which = None, job: Job = None, data_dir: DataDir = None, as_json: Json = False) -> None:
-    """Read every file of a checkpoint (of all, if none is named) and compare the checksums; exit code 1 if one is damaged."""
+    """Read every file of a checkpoint (of all, if none is named) and compare its checksum; exit code 1 if one is damaged."""
     from trireme.cli.checkpoint import verify  # noqa: PLC0415
 
     raise typer.Exit(verify(job, data_dir, which, as_json=as_json))
@@ -218,7 +237,7 @@ def export(
 ) -> None:
     """Write a checkpoint (the newest, if none is named) as model.safetensors and model.pt, which plain PyTorch loads.
 
-    Loads the job's script to build the model; it must be the one the checkpoint was made with.
+    Loads the job's script to build the model; the script must be the one the checkpoint was made with.
     """
     from trireme.cli.export import export as run_export  # noqa: PLC0415
 
@@ -235,7 +254,7 @@ def chaos_kill(
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """SIGKILL a process of a running local job. The receipt: how it was noticed, when training went on, what it cost."""
+    """Send SIGKILL to a process of a running local job. Prints how it was noticed, when training went on and what it cost."""
     if (name is None) is not at_random:
         raise typer.BadParameter("give either a NAME or --random")
     from trireme.cli.chaos import kill  # noqa: PLC0415
@@ -245,7 +264,7 @@ def chaos_kill(
 
 @app.command()
 def version(as_json: Json = False) -> None:
-    """Versions of Trireme and what it runs on."""
+    """Versions of Trireme, Python and the packages it uses."""
     from trireme.cli.version import show_version  # noqa: PLC0415
 
     show_version(as_json=as_json)
@@ -253,7 +272,7 @@ def version(as_json: Json = False) -> None:
 
 @app.command()
 def doctor(data_dir: DataDir = None, as_json: Json = False) -> None:
-    """Check this machine: versions, etcd, ports, data directory; and how long a recovery may take."""
+    """Check this machine (versions, etcd, ports, data directory) and print how long a recovery may take."""
     from trireme.cli.doctor import examine  # noqa: PLC0415
 
     raise typer.Exit(examine(data_dir, as_json=as_json))

@@ -36,7 +36,7 @@ def kill(name: str | None, job: str | None, data_dir: Path | None, *, at_random:
 
 
 async def kill_one(folder: Path, name: str) -> Receipt:
-    """SIGKILL the child `name` of the run in `folder`, and wait until training went on. Raises NotFound, DeadlineExceeded."""
+    """SIGKILL the child `name` of the run in `folder` and wait until training goes on. Raises NotFound, DeadlineExceeded."""
     async with JobProbe(folder) as probe:
         pid = alive(folder).get(name, 0)
         before = await observe(probe)
@@ -65,7 +65,7 @@ def _folder(job: str | None, data_dir: Path | None) -> Path:
     place = data_dir or Path(os.environ.get("TRIREME_DATA_DIR") or DATA_DIR)
     facts = run_folder.read_run_file(place, job)
     if facts is None:
-        msg = f"there is no run of {f'job {job}' if job else 'any job'} in {place}"
+        msg = f"{place} has no run of {f'job {job}' if job else 'any job'}"
         raise NotFound(msg, hint="start one with `trireme run SCRIPT`, or give --data-dir")
     return place / str(facts["job"])
 
@@ -74,25 +74,27 @@ def _victim(folder: Path, name: str | None, *, at_random: bool) -> str:
     """A child that is alive. Raises NotFound."""
     names = sorted(alive(folder))
     if not names:
-        msg = f"nothing of the run in {folder} is alive"
+        msg = f"no process of the run in {folder} is alive"
         raise NotFound(msg, hint="start it with `trireme run SCRIPT`")
     if at_random:
         return ids.source.choice(names)
     if name not in names:
-        msg = f"there is no child {name!r} alive; there are {', '.join(names)}"
+        msg = f"no process {name!r} is alive; alive are {', '.join(names)}"
         raise NotFound(msg)
     return name
 
 
 def _is_child(name: str, pid: int) -> bool:
-    """A pid may be somebody else's by now."""
+    """The pid may belong to another process by now."""
     try:
         process = psutil.Process(pid)
         if process.status() == psutil.STATUS_ZOMBIE:
             return False
         if name == "etcd":
             return "etcd" in process.name()
-        forked = f"[{name}]" in " ".join(process.cmdline())  # its environment shows that of the fork server
+        forked = f"[{name}]" in " ".join(
+            process.cmdline()
+        )  # /proc/PID/environ of a forked process is the fork server's
         return forked or process.environ().get("TRIREME_NAME") == name
     except psutil.Error:
         return False

@@ -39,8 +39,8 @@ def spec_of(job: str | None, data_dir: Path | None) -> JobSpec:
     try:
         return JobSpec.model_validate_json((place / name / "spec.json").read_bytes())
     except OSError as error:
-        msg = f"there is no run of {f'job {job}' if job else 'any job'} in {place}"
-        raise NotFound(msg, hint="give --job and --data-dir as `trireme run` had them") from error
+        msg = f"{place} has no run of {f'job {job}' if job else 'any job'}"
+        raise NotFound(msg, hint="give the same --job and --data-dir as to `trireme run`") from error
 
 
 def list_checkpoints(job: str | None, data_dir: Path | None, *, as_json: bool) -> int:

@@ -20,7 +20,7 @@ from trireme.launch import run_folder
 from trireme.launch.cluster import HOST
 from trireme.launch.run_folder import DATA_DIR
 
-LATE_EXPIRY_S = 0.5  # etcd revokes a lease up to this late (etcd_client.md)
+LATE_EXPIRY_S = 0.5  # etcd may revoke an expired lease this late
 MASTER_TTL_S = 3.0
 
 
@@ -48,7 +48,7 @@ def examine(data_dir: Path | None, *, as_json: bool) -> int:
     else:
         for finding in findings:
             print(f"{'ok ' if finding.ok else 'BAD'}  {finding.name:<8} {finding.text}")  # noqa: T201
-        print("\nAfter the last fault the job makes progress again within (default settings):")  # noqa: T201
+        print("\nLongest time from the last fault until the job makes progress again (default settings):")  # noqa: T201
         for what, seconds in bounds.items():
             print(f"  {seconds:5.1f} s  {what}")  # noqa: T201
     return 0 if all(finding.ok for finding in findings) else 1
@@ -72,8 +72,8 @@ def _installed(package: str) -> str:
 
 def _etcd() -> str:
     binary = find_binary()
-    said = subprocess.run([str(binary), "--version"], capture_output=True, text=True, timeout=20, check=True)  # noqa: S603
-    return f"{said.stdout.splitlines()[0].removeprefix('etcd Version: ')} at {binary}"
+    output = subprocess.run([str(binary), "--version"], capture_output=True, text=True, timeout=20, check=True)  # noqa: S603
+    return f"{output.stdout.splitlines()[0].removeprefix('etcd Version: ')} at {binary}"
 
 
 def _ports() -> str:
@@ -91,13 +91,13 @@ def _data(data_dir: Path) -> str:
 
 
 def recovery_bounds() -> dict[str, float]:
-    """Seconds from the default time-outs: a lease runs out TTL after its last renewal, and is deleted up to 0.5 s late."""
+    """Seconds, from the default time-outs: a lease expires TTL after its last renewal, and etcd deletes it up to 0.5 s later."""
     lease_s = float(JobSpec.model_fields["lease_ttl_s"].default) + LATE_EXPIRY_S
     master_s = MASTER_TTL_S + LATE_EXPIRY_S
     return {
-        "a trainer's host vanishes or freezes (its lease runs out)": lease_s,
-        "the master's host vanishes, with a standby (its lease runs out)": master_s,
-        "both at once (the new master learns of the trainer when its lease runs out)": max(lease_s, master_s),
-        "etcd dies with them (it restarts; leases come back with their full time)": READY_TIMEOUT_S
+        "a trainer's host disappears or freezes (its lease expires)": lease_s,
+        "the master's host disappears and there is a standby (its lease expires)": master_s,
+        "both at once (the new master sees the trainer's lease expire)": max(lease_s, master_s),
+        "etcd dies with them (it restarts, and leases get their full time again)": READY_TIMEOUT_S
         + max(lease_s, master_s),
     }

@@ -23,7 +23,7 @@ from trireme.view.report import failure_lines
 
 OK, JOB_FAILED, USAGE, NOT_FOUND, CONFLICT, AUTH, UNREACHABLE, TIMED_OUT, INTERRUPTED = 0, 1, 2, 3, 4, 5, 6, 7, 130
 
-_CODES: tuple[tuple[type[TriremeError], int], ...] = (  # the first that fits
+_CODES: tuple[tuple[type[TriremeError], int], ...] = (  # the first match counts
     (ClusterError, JOB_FAILED),
     (DatasetError, JOB_FAILED),
     (CheckpointUnusable, JOB_FAILED),
@@ -53,7 +53,7 @@ def report_error(error: TriremeError, *, as_json: bool) -> int:
 
 
 def report_script_error(failure: UserFailure, *, as_json: bool) -> int:
-    """The user's own traceback, as Python would have shown it."""
+    """The user's own traceback, as Python would show it."""
     _print(failure_lines(failure), {"error": failure.model_dump()} if as_json else None)
     return JOB_FAILED
 

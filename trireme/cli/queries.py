@@ -48,7 +48,7 @@ def job_address(job: str | None, data_dir: Path | None, url: str | None) -> str:
     place = data_dir or Path(os.environ.get("TRIREME_DATA_DIR") or DATA_DIR)
     facts = run_folder.read_run_file(place, job)
     if facts is None:
-        msg = f"there is no run of {f'job {job}' if job else 'any job'} in {place}"
+        msg = f"{place} has no run of {f'job {job}' if job else 'any job'}"
         raise NotFound(msg, hint="start one with `trireme run SCRIPT`, or give --data-dir or --url")
     return str(facts["url"])
 

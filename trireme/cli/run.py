@@ -1,4 +1,4 @@
-"""`trireme run`: settings -> inspection of the script -> what is there already -> local cluster -> summary and exit code."""
+"""`trireme run`: settings -> inspection of the script -> state of an earlier run -> local cluster -> summary and exit code."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ REQUEST_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """The command line as it was given; flags that were not are None."""
+    """The command line; flags that were not given are None."""
 
     script: Path
     flags: Mapping[str, Any]
@@ -57,7 +57,7 @@ class RunRequest:
 
 
 def run_command(request: RunRequest) -> int:
-    """Returns the exit code; says everything that is to be said."""
+    """Returns the exit code; prints all messages."""
     telemetry.configure(level="ERROR", json=False)
     try:
         check_path(request.script)
@@ -73,12 +73,12 @@ def run_command(request: RunRequest) -> int:
 async def _run(request: RunRequest) -> int:
     interrupt = InterruptHandler()
     with interrupt, ForkServer() as forks:
-        decided = _decided(request)
-        port = _number(decided, "port", 65535)
-        extra = {name: _number(decided, name, 16) for name in ("standbys", "spare_pservers")}
+        outer = _outer_settings(request)
+        port = _number(outer, "port", 65535)
+        extra = {name: _number(outer, name, 16) for name in ("standbys", "spare_pservers")}
         if port and not request.dry_run:
             run_folder.check_port(HOST, port)
-        settings, inspection = await _with_script(request, decided, forks)
+        settings, inspection = await _with_script(request, outer, forks)
         job = str(settings["job"].value) if "job" in settings else job_name(request.script)
         data_dir = Path(str(settings["data_dir"].value)) if "data_dir" in settings else run_folder.DATA_DIR
         base = str(settings["storage"].value) if "storage" in settings else None
@@ -91,29 +91,29 @@ async def _run(request: RunRequest) -> int:
         )
         if spec.dispatch is Dispatch.ETCD and (port or extra["standbys"]):
             named = "port" if port else "standbys"
-            msg = f"{decided[named].origin} is about masters, and with dispatch etcd there is none; leave it out"
+            msg = f"{outer[named].origin} is a setting of masters, and with dispatch etcd there is no master; leave it out"
             raise UsageError(msg)
         if request.dry_run:
             print(spec.model_dump_json(indent=2))  # noqa: T201
             return exit_codes.OK
         with run_folder.opened(data_dir, job) as folder:
-            remains, script = resume.examine(folder), resume.script_digest(request.script)
-            last = run_storage.place_of(base, job, folder, remains.spec.storage if remains.spec else "")
-            going_on = spec.model_copy(update={"storage": last})
-            plan = resume.decide(remains, going_on, script, folder, fresh=request.fresh, model=inspection.model)
+            previous, script = resume.read_previous_run(folder), resume.script_digest(request.script)
+            last = run_storage.place_of(base, job, folder, previous.spec.storage if previous.spec else "")
+            resumed = spec.model_copy(update={"storage": last})
+            plan = resume.decide(previous, resumed, script, folder, fresh=request.fresh, model=inspection.model)
             if plan.sentence:
                 print(plan.sentence, file=sys.stderr)  # noqa: T201
-            if plan.start is resume.Start.DONE and remains.result is not None:
-                print(json.dumps(remains.result) if request.as_json else summary_text(remains.result))  # noqa: T201
+            if plan.start is resume.Start.DONE and previous.result is not None:
+                print(json.dumps(previous.result) if request.as_json else summary_text(previous.result))  # noqa: T201
                 return exit_codes.OK
-            spec = spec if plan.start is resume.Start.NEW else going_on
+            spec = spec if plan.start is resume.Start.NEW else resumed
             await run_storage.check(spec.storage, lambda sentence: print(sentence, file=sys.stderr))  # noqa: T201
             _prepare(folder, plan.start, script, inspection.model)
             return await _train(spec, folder, port, extra, interrupt, forks, as_json=request.as_json)
 
 
 def _prepare(folder: Path, start: resume.Start, script: str, model: Facts | None) -> None:
-    """Raises UsageError if the folder's content cannot be moved or written."""
+    """Raises UsageError if files in the folder cannot be moved or written."""
     try:
         if start is resume.Start.NEW:
             resume.set_aside(folder)
@@ -121,24 +121,24 @@ def _prepare(folder: Path, start: resume.Start, script: str, model: Facts | None
         (folder / run_folder.RUN_FILE).unlink(missing_ok=True)
         (folder / "logs").mkdir(exist_ok=True)
     except OSError as error:
-        msg = f"what the last run left in {folder} cannot be moved: {error}; choose another --data-dir"
+        msg = f"the files of the last run in {folder} cannot be moved: {error}; choose another --data-dir"
         raise UsageError(msg) from error
 
 
-def _decided(request: RunRequest) -> dict[str, Setting]:
-    """What is said outside the script: looked at first, for importing torch takes seconds and a wrong flag should not."""
+def _outer_settings(request: RunRequest) -> dict[str, Setting]:
+    """Settings given outside the script. They are checked first: importing torch takes seconds, and a wrong flag should be told at once."""
     flags = from_flags({**from_assignments(request.assignments), **_given(request.flags)})
-    decided = merge([flags, from_environment(), from_toml(Path(TOML))])
-    check_fields(decided)
-    return decided
+    outer = merge([flags, from_environment(), from_toml(Path(TOML))])
+    check_fields(outer)
+    return outer
 
 
 async def _with_script(
-    request: RunRequest, decided: dict[str, Setting], forks: ForkServer
+    request: RunRequest, outer: dict[str, Setting], forks: ForkServer
 ) -> tuple[dict[str, Setting], Inspection]:
-    known = {name: setting.value for name, setting in decided.items() if name in SETTINGS}
+    known = {name: setting.value for name, setting in outer.items() if name in SETTINGS}
     inspection = await inspect(request.script, known, check=request.check, start=forks.start)
-    return merge([from_script(inspection.config)]) | decided, inspection
+    return merge([from_script(inspection.config)]) | outer, inspection
 
 
 def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def _number(settings: Mapping[str, Setting], name: str, highest: int) -> int:
     except (TypeError, ValueError):
         value = -1
     if not 0 <= value <= highest:
-        msg = f"{setting.origin} = {setting.value!r}: a whole number from 0 to {highest} is needed"
+        msg = f"{setting.origin} = {setting.value!r}: give a whole number from 0 to {highest}"
         raise UsageError(msg)
     return value
 
@@ -167,7 +167,7 @@ async def _train(
     *,
     as_json: bool,
 ) -> int:
-    """`extra`: how many processes of a kind wait for another one's death."""
+    """`extra`: how many standby processes of each kind to start."""
     screen = display()
     started = clock.monotonic()
     try:
@@ -184,11 +184,11 @@ async def _train(
         interrupt.cluster, interrupt.say = cluster, screen.event
         async with cluster:
             interrupt.ready = True
-            state = await _follow_to_the_end(cluster, reporter, folder, screen)
+            state = await _run_to_the_end(cluster, reporter, folder, screen)
             counts = await reporter.last_counts(lambda: cluster.client(REQUEST_TIMEOUT_S))
         seconds = clock.monotonic() - started
     except asyncio.CancelledError:
-        screen.event(f"job {spec.job} is unfinished; go on with it: {resume_command()}")
+        screen.event(f"job {spec.job} is unfinished; resume it with: {resume_command()}")
         raise
     finally:
         screen.close()
@@ -200,9 +200,7 @@ async def _train(
     return exit_codes.OK if state.phase is Phase.COMPLETED else exit_codes.JOB_FAILED
 
 
-async def _follow_to_the_end(
-    cluster: LocalCluster, reporter: ProgressReporter, folder: Path, screen: Display
-) -> JobState:
+async def _run_to_the_end(cluster: LocalCluster, reporter: ProgressReporter, folder: Path, screen: Display) -> JobState:
     who = f"no master, queue in {cluster.url}" if cluster.masterless else f"master {await cluster.master_url()}"
     cluster.run_beside(_publish(cluster, folder))
     screen.event(f"job {cluster.spec.job}: {who}, logs in {folder / 'logs'}")
@@ -211,11 +209,11 @@ async def _follow_to_the_end(
 
 
 async def _publish(cluster: LocalCluster, folder: Path) -> None:
-    """Other commands find the leading master by the run file, also after another one took over."""
-    told = ""
+    """Other commands find the leading master by the run file, also after another master took over."""
+    published = ""
     while True:
-        url = cluster.url or told
-        if url != told:
+        url = cluster.url or published
+        if url != published:
             run_folder.write_run_file(folder, {"job": cluster.spec.job, "url": url, "etcd": cluster.embedded.url})
-            told = url
+            published = url
         await cluster.directory.changed(cluster.directory.revision, PUBLISH_S)

@@ -1,7 +1,7 @@
 """Ctrl-C (or SIGTERM) at `trireme run`.
 
-the first: a checkpoint of the next step but one, at most CHECKPOINT_S -> the run is cancelled, which stops its children in order
-the second: every child is killed at once
+first: make a checkpoint, for at most CHECKPOINT_S -> cancel the run, which stops its children in order
+second: kill every child at once
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MASTER_S = 2.0
 
 
 class InterruptHandler:
-    """`cluster`: whose children a second Ctrl-C kills. `ready`: its job may be running, a checkpoint is worth a try."""
+    """`cluster`: its children are killed by a second Ctrl-C. `ready`: the cluster has started, so a checkpoint can be tried."""
 
     def __init__(self) -> None:
         self.cluster: LocalCluster | None = None
@@ -44,11 +44,13 @@ class InterruptHandler:
     def on_signal(self) -> None:
         self.count += 1
         if self.count == 1 and self.cluster is not None and self.ready and _is_training(self.cluster):
-            self.say(f"saving a checkpoint before stopping (at most {CHECKPOINT_S:g} s); once more to stop at once")
+            self.say(
+                f"saving a checkpoint before stopping (at most {CHECKPOINT_S:g} s); interrupt again to stop at once"
+            )
             self.cluster.run_beside(self._save_and_stop(self.cluster))
             return
         if self.count == 1:
-            self.say("stopping; once more to stop at once")
+            self.say("stopping; interrupt again to stop at once")
         elif self.cluster is not None:
             self.cluster.kill_all()
         self._stop()
@@ -66,7 +68,7 @@ class InterruptHandler:
             self.say(f"saved step {done['step']}; stopping")
         except (TriremeError, TimeoutError) as error:
             cause = str(error) or f"not within {CHECKPOINT_S:g} s"
-            self.say(f"no checkpoint of now ({cause}); the job would go on from the one before; stopping")
+            self.say(f"no checkpoint was saved ({cause}); the job can resume from the one before; stopping")
         self._stop()
 
     def _stop(self) -> None:
@@ -75,7 +77,7 @@ class InterruptHandler:
 
 
 def resume_command() -> str:
-    """The command line of this process, as the user may type it again to go on."""
+    """The command that resumes this run."""
     return shlex.join(["trireme", *(argument for argument in sys.argv[1:] if argument != "--fresh")])
 
 

@@ -1,4 +1,5 @@
-"""What the script's model and optimizer are, as far as an unfinished job depends on it: kept in the run's folder, compared when it goes on.
+"""The facts about a script's model and optimizer that an unfinished job depends on. They are kept in the run's folder and compared
+when the job resumes.
 
 {"tensors": [[kind, name, shape, dtype, group], ...], "optimizer": {"name", "defaults", "groups"}}   (trainer_agent.script.inspect)
 """
@@ -17,7 +18,7 @@ Facts = dict[str, Any]
 
 
 def read(folder: Path) -> Facts | None:
-    """None: not known (the run was started without a check)."""
+    """None: not known (the run was started with --no-check)."""
     try:
         found = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -31,7 +32,7 @@ def write(folder: Path, facts: Facts | None) -> None:
 
 
 def difference(then: Facts | None, now: Facts | None) -> str:
-    """The first thing that differs, with both values, or ""; what is not known differs from nothing."""
+    """The first difference, with both values; "" if there is none or one side is not known."""
     if then is None or now is None:
         return ""
     for old, new in zip_longest(then["tensors"], now["tensors"]):
@@ -42,7 +43,7 @@ def difference(then: Facts | None, now: Facts | None) -> str:
 
 def _tensors(old: list[Any] | None, new: list[Any] | None) -> str:
     if old is None or new is None:
-        there, when = (new, "is new") if old is None else (old, "is not there any more")
+        there, when = (new, "is new") if old is None else (old, "does not exist any more")
         assert there is not None
         return f"{KINDS[there[0]]} {there[1]} {_text(there)} {when}"
     if old[1] != new[1]:

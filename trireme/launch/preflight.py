@@ -1,4 +1,4 @@
-"""Ask a child process what the user's script says, and whether it works, before anything is started.
+"""Inspect the user's script in a child process, and try it, before anything is started.
 
 The launcher itself never imports the script (nor torch). `python -m trainer_agent inspect SCRIPT` prints one JSON
 object: {"config": {...}, "dataset": {...}, "evaluation_dataset": {...} | null, "model": {...}} or {"error": {...}}.
@@ -25,7 +25,7 @@ USAGE = 2
 
 
 class ScriptError(Exception):
-    """The user's code raised: its own traceback is all there is to say."""
+    """The user's code raised; its traceback is the message."""
 
     def __init__(self, failure: UserFailure) -> None:
         super().__init__(failure.message)
@@ -49,9 +49,9 @@ def check_path(script: Path) -> None:
 
 
 async def inspect(script: Path, settings: Mapping[str, Any], *, check: bool = True, start: Start = spawn) -> Inspection:
-    """Raises UsageError if this is no script for us, ScriptError if it raises by itself.
+    """Raises UsageError if the file is not a training script, ScriptError if its code raises.
 
-    `check`: also build the model and run one minibatch forward and backward, with `settings` over the script's config.
+    `check`: also build the model and run one minibatch forward and backward. `settings` override the script's config.
     """
     argv = [*PYTHON_MODULE, "trainer_agent", "inspect", str(script)]
     if not check:
@@ -64,14 +64,14 @@ async def inspect(script: Path, settings: Mapping[str, Any], *, check: bool = Tr
             async with asyncio.timeout(TIMEOUT_S):
                 code = await child.wait()
         except TimeoutError as error:
-            msg = f"{script} took more than {TIMEOUT_S:g} s to import, build its model and run one minibatch; --no-check skips the trial"
+            msg = f"{script} took more than {TIMEOUT_S:g} s to import, build its model and run one minibatch; --no-check skips this check"
             raise UsageError(msg) from error
         finally:
             if child.returncode is None:
                 child.send_signal(signal.SIGKILL)
                 await child.wait()
-        said, complained = (_text(file) for file in (out, err))
-    return _read_answer(script, code, said, complained)
+        printed, errors = (_text(file) for file in (out, err))
+    return _read_answer(script, code, printed, errors)
 
 
 def _text(file: IO[bytes]) -> str:

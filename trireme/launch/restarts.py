@@ -1,7 +1,7 @@
-"""How soon a dead child is started again, and when not any more.
+"""When a dead child is started again, and when it is given up.
 
-A child that somebody killed or asked to leave (SIGKILL, SIGTERM: preemption, out of memory, chaos) is started again for ever. A child that
-ends itself right after its start, again and again, will not do better the next time.
+A child that was killed or told to stop from outside (SIGKILL, SIGTERM: preemption, out of memory, chaos) is always started
+again. A child that ends by itself right after its start MAX_EARLY_ENDS times is given up: one more start would not help.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ EARLY_S = 30.0
 MAX_EARLY_ENDS = 5
 FIRST_DELAY_S = 0.1
 MAX_DELAY_S = 3.0
-_FROM_OUTSIDE = {0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}  # 0: it was asked to leave
+_FROM_OUTSIDE = {0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}  # 0: it was told to stop
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """The folder of one job's runs: DATA_DIR/JOB/{spec.json, run.json, lock, etcd/, logs/, checkpoints/, export/, ...}.
 
-One run at a time: the lock file is flocked for as long as the launcher lives, so it needs no cleaning up after a crash.
+One run at a time: the launcher holds a flock on the lock file while it lives, so a crash needs no cleaning up.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ PREFIX = "trireme-"
 
 @contextlib.contextmanager
 def opened(data_dir: Path, job: str) -> Iterator[Path]:
-    """The job's folder, ours alone; what an earlier run left in it is still there (resume.py decides about it).
+    """The job's folder, locked for this run. Files of an earlier run are still in it (resume.py decides about them).
 
-    Raises UsageError if it cannot be written or another run has it.
+    Raises UsageError if it cannot be written or another run has the lock.
     """
     run_dir = (data_dir / job).absolute()
     try:
@@ -61,7 +61,7 @@ def write_run_file(run_dir: Path, facts: dict[str, Any]) -> None:
 
 
 def read_run_file(data_dir: Path, job: str | None) -> dict[str, Any] | None:
-    """The facts of a job's run; without a name: of the run that started last. None if there is none."""
+    """The facts of a job's run; without a name, of the run that started last. None if there is no run."""
     candidates = [data_dir / job / RUN_FILE] if job else list(data_dir.glob(f"*/{RUN_FILE}"))
     found = [(path.stat().st_mtime, path) for path in candidates if path.is_file()]
     if not found:
@@ -72,8 +72,8 @@ def read_run_file(data_dir: Path, job: str | None) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def sockets(run_dir: Path) -> Iterator[Path]:
-    """A folder of our own for UNIX sockets, empty, removed afterwards: DATA_DIR/JOB/sockets is a link to it, for the path of
-    a socket may have 107 bytes only. One that a killed run left behind is removed now."""
+    """A new folder for UNIX sockets, removed afterwards. It is a temporary folder, because the path of a socket may have only
+    107 bytes; DATA_DIR/JOB/sockets links to it. A folder that a killed run left behind is removed first."""
     link = run_dir / SOCKETS
     if link.is_symlink():
         if link.readlink().name.startswith(PREFIX):
@@ -89,7 +89,7 @@ def sockets(run_dir: Path) -> Iterator[Path]:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises UsageError if nobody could listen there."""
+    """Raises UsageError if the port cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

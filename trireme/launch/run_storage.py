@@ -1,8 +1,8 @@
-"""Where a run keeps its checkpoints, file tables and exports: in its own folder, or below --storage, looked at before anything starts.
+"""Where a run keeps its checkpoints, file tables and exports: in its own folder, or below --storage, which is checked before the start.
 
---storage s3://bucket/runs  ->  s3://bucket/runs/<job>/<run>      the same <run> when it goes on, a new one when it starts anew
+--storage s3://bucket/runs  ->  s3://bucket/runs/<job>/<run>      the same <run> when a job resumes, a new one otherwise
 
-So no run ever writes, moves or deletes what another one left, on this machine or on any other with the same storage.
+So no run ever writes, moves or deletes files of another run, on this machine or on any other with the same storage.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TELL_AFTER_S = 2.0
 
 
 def place_of(base: str | None, job: str, folder: Path, last: str = "") -> str:
-    """The storage of a run; `base`: what --storage says, `last`: where the run kept it that is to go on."""
+    """The storage of a run. `base`: value of --storage. `last`: storage of the run that is resumed."""
     if base is None:
         return str(folder)
     home = files.join(files.absolute(base), job)
@@ -29,9 +29,9 @@ def place_of(base: str | None, job: str, folder: Path, last: str = "") -> str:
 
 
 async def check(url: str, tell: Callable[[str], None]) -> None:
-    """Write and read there, and sweep what a run that was killed left unfinished: nobody else is in a run's own place.
+    """Try a write and a read there, and delete unfinished files of a killed run: no other run uses this place.
 
-    Raises UsageError, Unauthorized, PeerError (it cannot be reached): each says what to do.
+    Raises UsageError, Unauthorized, PeerError (not reachable); the message says what to do.
     """
     work = asyncio.get_running_loop().run_in_executor(None, _check, url)
     done, _ = await asyncio.wait([work], timeout=TELL_AFTER_S)

@@ -24,34 +24,34 @@ def left(folder, spec, *, phase=None, script="digest"):
     resume.write_start(folder, script)
     if phase:
         resume.write_result(folder, {"phase": phase, "reason": "it was said"})
-    return resume.examine(folder)
+    return resume.read_previous_run(folder)
 
 
-def decide(remains, spec, folder, *, script="digest", fresh=False):
-    return resume.decide(remains, spec, script, folder, fresh=fresh)
+def decide(previous, spec, folder, *, script="digest", fresh=False):
+    return resume.decide(previous, spec, script, folder, fresh=fresh)
 
 
 def test_a_first_start_says_nothing(tmp_path):
-    assert decide(resume.examine(tmp_path), spec_of(), tmp_path) == resume.Plan(Start.NEW)
+    assert decide(resume.read_previous_run(tmp_path), spec_of(), tmp_path) == resume.Plan(Start.NEW)
 
 
 def test_an_unfinished_job_goes_on_with_any_number_of_members(tmp_path):
-    remains = left(tmp_path, spec_of(trainers=2, pservers=1))
-    plan = decide(remains, spec_of(trainers=2, pservers=3), tmp_path)
-    assert plan == resume.Plan(Start.GO_ON, "job ctr is unfinished: it goes on (1 -> 3 pservers)")
+    previous = left(tmp_path, spec_of(trainers=2, pservers=1))
+    plan = decide(previous, spec_of(trainers=2, pservers=3), tmp_path)
+    assert plan == resume.Plan(Start.RESUME, "job ctr is unfinished: it resumes (1 -> 3 pservers)")
 
 
 def test_a_changed_script_is_told_when_a_job_goes_on(tmp_path):
     plan = decide(left(tmp_path, spec_of()), spec_of(), tmp_path, script="another")
-    assert plan.sentence == "job ctr is unfinished: it goes on; s.py has changed since it began"
+    assert plan.sentence == "job ctr is unfinished: it resumes; s.py has changed since the job began"
 
 
 @pytest.mark.parametrize("phase", [None, "COMPLETED"])
 def test_other_settings_are_refused_with_both_values_and_what_to_do(tmp_path, phase):
-    remains = left(tmp_path, spec_of(epochs=2), phase=phase)
+    previous = left(tmp_path, spec_of(epochs=2), phase=phase)
     what = "completed" if phase else "unfinished"
     with pytest.raises(Conflict, match=rf"ctr in .* is {what} with epochs = 2; now epochs = 5 is asked for") as caught:
-        decide(remains, spec_of(epochs=5), tmp_path)
+        decide(previous, spec_of(epochs=5), tmp_path)
     assert "--job NAME" in caught.value.hint
     assert "--fresh" in caught.value.hint
 
@@ -69,7 +69,7 @@ MODEL = {
             {"tensors": [["param", "0.weight", [32, 8], "torch.float32", 0], MODEL["tensors"][1]]},
             "parameter 0.weight was float32 [16, 8], now it is float32 [32, 8]",
         ),
-        ({"tensors": MODEL["tensors"][:1]}, "parameter 0.bias float32 [16] is not there any more"),
+        ({"tensors": MODEL["tensors"][:1]}, "parameter 0.bias float32 [16] does not exist any more"),
         (
             {"tensors": [*MODEL["tensors"], ["buffer", "1.mean", [], "torch.int64", -1]]},
             "buffer 1.mean int64 [] is new",
@@ -88,49 +88,49 @@ MODEL = {
 def test_an_unfinished_job_whose_model_or_optimizer_changed_is_refused_and_left_as_it_is(tmp_path, changed, message):
     left(tmp_path, spec_of())
     resume.write_start(tmp_path, "digest", MODEL)
-    remains = resume.examine(tmp_path)
+    previous = resume.read_previous_run(tmp_path)
     with pytest.raises(Conflict) as caught:
-        resume.decide(remains, spec_of(), "another", tmp_path, fresh=False, model=MODEL | changed)
+        resume.decide(previous, spec_of(), "another", tmp_path, fresh=False, model=MODEL | changed)
     assert caught.value.message == f"job ctr in {tmp_path} is unfinished and its model has changed: {message}"
     assert "restore the script" in caught.value.hint
-    assert resume.examine(tmp_path) == remains
+    assert resume.read_previous_run(tmp_path) == previous
     for model in (MODEL, None, MODEL | {"optimizer": MODEL["optimizer"] | {"defaults": {"lr": 0.1, "new": 1}}}):
-        assert resume.decide(remains, spec_of(), "digest", tmp_path, fresh=False, model=model).start is Start.GO_ON
-    fresh = resume.decide(remains, spec_of(), "another", tmp_path, fresh=True, model=MODEL | changed)
+        assert resume.decide(previous, spec_of(), "digest", tmp_path, fresh=False, model=model).start is Start.RESUME
+    fresh = resume.decide(previous, spec_of(), "another", tmp_path, fresh=True, model=MODEL | changed)
     assert fresh.start is Start.NEW
 
 
 def test_a_completed_job_is_left_as_it_is(tmp_path):
-    remains = left(tmp_path, spec_of(), phase="COMPLETED")
-    assert decide(remains, spec_of(), tmp_path).start is Start.DONE
+    previous = left(tmp_path, spec_of(), phase="COMPLETED")
+    assert decide(previous, spec_of(), tmp_path).start is Start.DONE
     with pytest.raises(Conflict, match="completed with another version of"):
-        decide(remains, spec_of(), tmp_path, script="another")
+        decide(previous, spec_of(), tmp_path, script="another")
 
 
-def test_a_failed_job_starts_anew_and_says_where_the_old_one_is(tmp_path):
-    remains = left(tmp_path, spec_of(), phase="FAILED")
-    plan = decide(remains, spec_of(epochs=9), tmp_path)
+def test_a_failed_job_starts_from_the_beginning_and_says_where_the_old_one_is(tmp_path):
+    previous = left(tmp_path, spec_of(), phase="FAILED")
+    plan = decide(previous, spec_of(epochs=9), tmp_path)
     assert plan.start is Start.NEW
-    assert plan.sentence.startswith("job ctr failed before (it was said); it starts anew")
+    assert plan.sentence.startswith("job ctr failed before (it was said); it starts from the beginning")
 
 
 def test_an_unfinished_asynchronous_job_goes_on_and_independent_checkpoints_need_as_many_pservers(tmp_path):
-    unfinished = resume.Remains(spec_of(mode="async", pservers=2), "digest")
+    unfinished = resume.PreviousRun(spec_of(mode="async", pservers=2), "digest")
     plan = decide(unfinished, spec_of(mode="async", pservers=3), tmp_path)
-    assert plan.sentence == "job ctr is unfinished: it goes on (2 -> 3 pservers)"
+    assert plan.sentence == "job ctr is unfinished: it resumes (2 -> 3 pservers)"
     alone = {"mode": "async", "checkpoint_kind": "independent"}
-    unfinished = resume.Remains(spec_of(**alone, pservers=2), "digest")
-    assert decide(unfinished, spec_of(**alone, pservers=2, trainers=5), tmp_path).start is Start.GO_ON
+    unfinished = resume.PreviousRun(spec_of(**alone, pservers=2), "digest")
+    assert decide(unfinished, spec_of(**alone, pservers=2, trainers=5), tmp_path).start is Start.RESUME
     with pytest.raises(Conflict, match=r"with 2 parameter servers, 3 are asked for: independent .* as many") as caught:
         decide(unfinished, spec_of(**alone, pservers=3), tmp_path)
     assert "--pservers 2" in caught.value.hint
 
 
-def test_fresh_starts_anew_whatever_there_is(tmp_path):
+def test_fresh_starts_from_the_beginning_whatever_there_is(tmp_path):
     for phase in ("COMPLETED", "FAILED", None):
         result = {"phase": phase, "reason": ""} if phase else None
-        remains = resume.Remains(spec_of(), "digest", result=result)
-        assert decide(remains, spec_of(epochs=7), tmp_path, fresh=True).start is Start.NEW
+        previous = resume.PreviousRun(spec_of(), "digest", result=result)
+        assert decide(previous, spec_of(epochs=7), tmp_path, fresh=True).start is Start.NEW
 
 
 def test_what_was_there_is_kept_once_under_previous(tmp_path):
@@ -144,7 +144,7 @@ def test_what_was_there_is_kept_once_under_previous(tmp_path):
     assert (tmp_path / "previous" / "checkpoints" / "part").read_text() == "2"
 
 
-def test_unreadable_remains_count_as_none(tmp_path):
+def test_unreadable_previous_count_as_none(tmp_path):
     (tmp_path / "etcd").mkdir()
     (tmp_path / "spec.json").write_text("{broken")
-    assert resume.examine(tmp_path) == resume.Remains()
+    assert resume.read_previous_run(tmp_path) == resume.PreviousRun()
