@@ -1,8 +1,8 @@
-"""Every error the services raise on purpose, split by whose fault it is.
+"""Every error that the services raise on purpose, split by whose fault it is.
 
     TriremeError
       CallerError   the request can never succeed: do not repeat it
-      PeerError     somebody or something else is in the way: repeat it, later or elsewhere
+      PeerError     another process or machine is at fault: repeat it, later or elsewhere
 
 A message is fact + both values + what to do. `code` is stable and crosses the wire (problem+json at the
 master, a msgpack map at the parameter servers); `from_code` turns it back into the same class.
@@ -45,7 +45,7 @@ class PeerError(TriremeError):
 
 
 class InvalidArgument(CallerError):
-    """The request's values make no sense together."""
+    """The request's values are invalid, or do not fit together."""
 
 
 class NotFound(CallerError):
@@ -61,25 +61,25 @@ class Unauthorized(CallerError):
 
 
 class StaleAttempt(CallerError):
-    """A report about an attempt of a task that is no longer the pending one: fetch a new task."""
+    """A report about an attempt that is not the pending one any more: fetch a new task."""
 
     code, status = "STALE_ATTEMPT", 409
 
 
 class StepTorn(CallerError):
-    """Blocks of the step hold data of a lane that was discarded since: the job goes back to a checkpoint; wait for it."""
+    """Blocks of the step hold data of a lane that was discarded later. The job goes back to a checkpoint; wait for it."""
 
     code, status = "STEP_TORN", 409
 
 
 class StaleGeneration(CallerError):
-    """The membership has moved on: read lanes and addresses again."""
+    """The membership has changed: read lanes and addresses again."""
 
     code, status = "STALE_GENERATION", 409
 
 
 class WrongOwner(CallerError):
-    """The block lives at another parameter server: read the slot map again."""
+    """Another parameter server owns the block: read the slot map again."""
 
     code, status = "WRONG_OWNER", 421
 
@@ -101,7 +101,7 @@ class TooLarge(CallerError):
 
 
 class BadFrame(CallerError):
-    """Bytes that are not the protocol: truncated, wrong types, wrong sizes. Nothing was changed."""
+    """Bytes that violate the protocol: truncated, wrong types, wrong sizes. Nothing was changed."""
 
     code, status = "BAD_FRAME", 400
 
@@ -119,7 +119,7 @@ class CheckpointUnusable(CallerError):
 
 
 class StateUnreadable(CallerError):
-    """A key of the job's own in etcd holds what this version does not understand: nothing is decided on a guess."""
+    """This version cannot read one of the job's own keys in etcd. No decision is based on a guess."""
 
     code, status = "STATE_UNREADABLE", 500
 
@@ -149,7 +149,7 @@ class NotLeader(PeerError):
 
 
 class DeadlineExceeded(PeerError):
-    """A wait reached its limit; the message says what it waited for."""
+    """A wait reached its time limit; the message says what it waited for."""
 
     code, status = "DEADLINE_EXCEEDED", 504
 

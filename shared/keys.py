@@ -1,4 +1,4 @@
-"""Every etcd key is spelled here. Writers, leases and fences:
+"""The names of all etcd keys. Values, leases, writers and fences:
 
     key                     value           lease      writer                        fence
     master/lock             MasterLock      master's   candidates                    create = 0; its create_revision is the term
@@ -33,11 +33,12 @@
     checkpoints/finish_lock          text               holder's   pserver           create = 0
     checkpoints/latest               CheckpointLatest   -          finish_lock       lock + all parts + state + own mod_revision
 
-Values are UTF-8 JSON of the records in records.py (integers as decimal text).
+Values are UTF-8 JSON of the records in shared/records (integers as decimal text).
 
-In a masterless job (`dispatch: etcd`) there is no master/*. What "master" writes under tasks/, job/failures, and job/state where
-the end of a task entails it, any trainer writes, fenced by the mod_revision of tasks/commit alone; all else, and whatever follows from
-members and time, the holder of sweep/lock, fenced by that lock's create_revision as well (docs/masterless.md).
+In a masterless job (`dispatch: etcd`) there is no master/*. Any trainer writes the keys of "master" under tasks/, job/failures, and
+job/state where the end of a task changes it; the fence is the mod_revision of tasks/commit alone. The holder of sweep/lock writes all
+other keys of "master", and every change that follows from members and time; its fence is that lock's create_revision as well
+(docs/masterless.md).
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Keys:
 
     @property
     def sweep_lock(self) -> str:
-        """Of a masterless job: whoever holds it follows members and time as a master would."""
+        """Of a masterless job: its holder reacts to members and time as a master would."""
         return self._of("sweep", "lock")
 
     @property
@@ -86,7 +87,7 @@ class Keys:
 
     @property
     def checkpoint_request(self) -> str:
-        """Among what members follow: trainers carry it into a version (trainer_agent/core/steps.py)."""
+        """Members follow it: trainers carry the request into a version."""
         return self._of("job", "checkpoint")
 
     @property
@@ -119,16 +120,16 @@ class Keys:
 
     @property
     def pause(self) -> str:
-        """Among the trainers' keys: while it is there, asynchronous training stands still."""
+        """Below the trainers' keys: while it exists, asynchronous training is paused."""
         return self._of("trainers", "pause")
 
     def is_trainer(self, key: str) -> bool:
-        """Whether that is a `trainers/<id>`, and not `pause`, which lies among them."""
+        """Whether `key` is a `trainers/<id>`, not `pause`, which has the same prefix."""
         return key.startswith(self.trainers) and "/" not in key.removeprefix(self.trainers) and key != self.pause
 
     @property
     def checkpoints(self) -> str:
-        """Prefix of all about checkpoints."""
+        """Prefix of all keys about checkpoints."""
         return self._of("checkpoints", "")
 
     @property
@@ -141,7 +142,7 @@ class Keys:
 
     @property
     def latest_files(self) -> str:
-        """Prefix of where the trainers' readers stood at `latest`."""
+        """Prefix of the positions of the trainers' readers at `latest`."""
         return self._of("checkpoints", "latest", "files", "")
 
     def latest_file(self, trainer_id: str) -> str:
@@ -164,16 +165,16 @@ class Keys:
         return self._of("checkpoints", uuid, index)
 
     def started_in(self, key: str) -> str:
-        """The checkpoint whose `checkpoint_started` the key is, or ""."""
+        """The uuid if `key` is a `checkpoint_started`, else ""."""
         uuid, _, index = key.removeprefix(self.checkpoints).partition("/")
         return uuid if index.isdecimal() and uuid != "pservers" else ""
 
     def checkpoint_begun(self, uuid: str) -> str:
-        """Stays until the checkpoint's files are deleted, so that no crash leaves files that nobody knows of."""
+        """Exists until the checkpoint's files are deleted, so that no crash leaves unknown files."""
         return self._of("checkpoints", uuid, "begun")
 
     def checkpoint_cut(self, uuid: str) -> str:
-        """Written when everybody has paused: the queue of that very revision belongs to the checkpoint."""
+        """Written when all trainers have paused: the queue at this key's revision belongs to the checkpoint."""
         return self._of("checkpoints", uuid, "cut")
 
     def checkpoint_parts(self, uuid: str) -> str:
@@ -184,7 +185,7 @@ class Keys:
         return self._of("checkpoints", uuid, "finished", index)
 
     def part_in(self, key: str) -> tuple[str, int] | None:
-        """The (uuid, index) whose `checkpoint_part` the key is, or None."""
+        """(uuid, index) if `key` is a `checkpoint_part`, else None."""
         uuid, _, rest = key.removeprefix(self.checkpoints).partition("/")
         kind, _, index = rest.partition("/")
         return (uuid, int(index)) if kind == "finished" and index.isdecimal() else None
@@ -224,7 +225,8 @@ class Keys:
 
     @property
     def commit(self) -> str:
-        """Name of the last transaction: the next one compares it (masterless: its mod_revision), and it tells whether one landed."""
+        """Name of the last transaction. The next transaction compares it (masterless: its mod_revision); after a lost answer it
+        tells whether the transaction was applied."""
         return self._of("tasks", "commit")
 
     @property
@@ -233,7 +235,7 @@ class Keys:
         return self._of("tasks", "progress", "")
 
     def progress(self, trainer_id: str) -> str:
-        """What a trainer of a masterless job tells of its tasks and its loss; a master hears it by REST."""
+        """Tasks and loss of a trainer of a masterless job; with a master a trainer reports them by REST."""
         return self._of("tasks", "progress", trainer_id)
 
     @property
@@ -253,7 +255,7 @@ class Keys:
         return self._of("tasks", "discarded", task_id)
 
     def directory(self) -> tuple[str, str]:
-        """[start, end) of all that members follow (init_ps … slots), without the busy `tasks/` and `trainers/`."""
+        """[start, end) of the keys that members follow (init_ps … slots), without `tasks/` and `trainers/`, which change often."""
         return self._of("init_ps"), self._of("tasks")
 
     def name_of(self, key: str) -> str:

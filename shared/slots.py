@@ -4,10 +4,10 @@ from __future__ import annotations
 
 
 def slot_of(block: int, slot_count: int) -> int:
-    """Block numbers are dense, so the identity spreads them evenly: no hash does better."""
+    """Block numbers are dense, so the remainder spreads them evenly; no hash does better."""
     return block % slot_count
 
 
 def spread(slot_count: int, pservers: int) -> tuple[int, ...]:
-    """Owners of all slots for a first slot map: round robin, so that neighbouring blocks go to different pservers."""
+    """The owners in a first slot map: round robin, so that neighbouring blocks go to different pservers."""
     return tuple(slot % pservers for slot in range(slot_count))

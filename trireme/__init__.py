@@ -1,4 +1,4 @@
-"""What a user's script imports: `trireme.Config`, `trireme.data` and `trireme.train`. Importing it loads neither torch nor pydantic."""
+"""What a user's script imports: `trireme.Config`, `trireme.data` and `trireme.train`. The import loads neither torch nor pydantic."""
 
 from __future__ import annotations
 

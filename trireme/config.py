@@ -1,7 +1,7 @@
 """A job's settings as the user writes them: `config = trireme.Config(mode="sync", epochs=5)` in the script.
 
-Every field is one of shared.records.JobSpec, where it is described; what is left out is decided by the command line,
-the environment, trireme.toml or the default, in this order (the command line wins over the script as well).
+Every field is a field of shared.records.JobSpec, where it is described. The command line, the environment and trireme.toml win over
+the script, in this order; fields that nobody sets get their default.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be."""
+    """A setting with an invalid value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Raises ConfigError naming the field, its value and what is allowed. Unset fields are None."""
+    """Raises ConfigError, which names the field, its value and what is allowed. Fields that are not set are None."""
 
     job: str | None = None
     mode: str | None = None
@@ -62,5 +62,5 @@ class Config:
             raise ConfigError(msg)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields that were set."""
+        """The fields that are set."""
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}

@@ -1,7 +1,7 @@
-"""`python -m trireme.masterless`: one trainer of a masterless job (`dispatch: etcd`): it trains, keeps the queue, and may sweep.
+"""`python -m trireme.masterless`: one trainer of a masterless job (`dispatch: etcd`). It trains, keeps the task queue and may sweep.
 
-Settings are those of `python -m trainer_agent`, and TRIREME_SPEC: a JSON file, for the trainer that opens the job.
-The services do not know each other; here the trainer's port to its master is served by a dispatcher in the same process.
+Settings are those of `python -m trainer_agent`, and TRIREME_SPEC: a JSON file for the trainer that opens the job.
+The services do not import each other; here a dispatcher in the same process takes the place of the trainer's master.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ USAGE = 2
 
 
 class Settings(trainer_settings.Settings):
-    """`spec`: path of the JobSpec as JSON. `sweep_ttl_s`: how long a sweeper that vanished without a trace is waited for."""
+    """`spec`: path of the JobSpec as JSON. `sweep_ttl_s`: TTL of the sweeper's lease, so how long a dead sweeper is waited for."""
 
     spec: Path | None = None
     sweep_ttl_s: float = Field(default=3.0, ge=2.0)
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
-    from trainer_agent.process import TrainerContext, serve  # noqa: PLC0415  torch is loaded only for settings that make sense
+    from trainer_agent.process import TrainerContext, serve  # noqa: PLC0415  loads torch, so only after the settings were checked
 
     spec = _read_spec(settings.spec) if settings.spec else None
 

@@ -1,9 +1,9 @@
-"""A user's script in this one process, without any service: what a one-lane cluster run gives, bit for bit.
+"""Train a user's script in this process, without any service. The result is that of a one-lane cluster run, bit for bit.
 
     if __name__ == "__main__":
         trireme.train(__name__)
 
-The user's own optimizer object steps; tasks, order of records and random numbers are those of lane 0 of one lane.
+The user's own optimizer steps. Tasks, order of records and random numbers are those of the only lane.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ class PlainResult:
 
 
 def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> PlainResult:
-    """Train the script that is the imported module `module` as the command line says; progress on stderr, metrics on stdout.
+    """Train the script that was imported as `module`, with the settings of the command line. Progress goes to stderr, metrics to
+    stdout.
 
-    `arguments`: instead of sys.argv. What is wrong with the script or its data is told in one message: SystemExit(1),
-    settings that make no sense: SystemExit(2).
+    `arguments`: instead of sys.argv. Raises SystemExit(1) after one message about an error in the script or its data,
+    SystemExit(2) for invalid settings.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -73,7 +74,7 @@ def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> P
 
 
 def plain_spec(user: UserModule, flags: Mapping[str, Any]) -> JobSpec:
-    """The spec of a one-lane synchronous job out of flags, environment, trireme.toml and the script's config.
+    """The spec of a one-lane synchronous job from flags, environment, trireme.toml and the script's config.
 
     Raises settings.UsageError, InvalidArgument, UserCodeError.
     """
@@ -109,7 +110,7 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     optimizer = user.call("optimizer", model)
     scheduler = user.call("scheduler", optimizer) if user.has("scheduler") else None
     result = PlainResult(model, optimizer)
-    clock_of = _Progress(spec, table.records, report)
+    progress = _ProgressLines(spec, table.records, report)
     for epoch in range(spec.epochs):
         loss_sum, records = 0.0, 0
         for minibatch in epoch_minibatches(spec, table, epoch):
@@ -126,17 +127,17 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
             loss_sum += loss.item() * len(minibatch)
             records += len(minibatch)
             result.steps += 1
-            clock_of.tell(epoch, result.steps, records, loss_sum / records)
+            progress.update(epoch, result.steps, records, loss_sum / records)
         result.records += records
         result.losses.append(loss_sum / records)
-        clock_of.tell(epoch, result.steps, records, result.losses[-1], final=True)
+        progress.update(epoch, result.steps, records, result.losses[-1], final=True)
     if spec.evaluation_dataset is not None:
         result.metrics = _evaluate(user, spec, spec.evaluation_dataset, model, device)
     return result
 
 
 def epoch_minibatches(spec: JobSpec, table: FileTable, epoch: int) -> Iterator[Minibatch]:
-    """All minibatches of an epoch in the order in which the only lane takes them."""
+    """All minibatches of an epoch, in the order in which the only lane trains them."""
     reader = open_dataset(spec.dataset)
     order = EpochOrder(table.tasks, spec.seed, epoch, spec.shuffle)
     for position in range(table.tasks):
@@ -179,14 +180,14 @@ def _batch(user: UserModule, minibatch: Minibatch, device: torch.device) -> Any:
     return batch if device.type == "cpu" else on_device(batch, device)
 
 
-class _Progress:
+class _ProgressLines:
     """A line every REPORT_SECONDS, and one at each epoch's end."""
 
     def __init__(self, spec: JobSpec, records: int, report: Any) -> None:
         self._spec, self._records, self._report = spec, records, report
         self._epoch_started = self._last = clock.monotonic()
 
-    def tell(self, epoch: int, step: int, records: int, loss: float, *, final: bool = False) -> None:
+    def update(self, epoch: int, step: int, records: int, loss: float, *, final: bool = False) -> None:
         now = clock.monotonic()
         if not final and now - self._last < REPORT_SECONDS:
             return

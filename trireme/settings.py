@@ -1,6 +1,6 @@
 """From settings to a JobSpec: flag > environment (TRIREME_*) > trireme.toml > the script's config > default.
 
-sources (strongest first) --merge--> {field: (value, where it was said)} --job_spec--> JobSpec | UsageError
+sources (strongest first) --merge--> {field: Setting(value, origin)} --job_spec--> JobSpec | UsageError
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ TOML = "trireme.toml"
 
 
 class UsageError(InvalidArgument):
-    """What was asked for makes no sense: the command ends with exit code 2."""
+    """Invalid settings or arguments: the command ends with exit code 2."""
 
     code = "USAGE"
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One place that settings come from; `spelled` makes a field's name there: `lanes` -> `--lanes`, `TRIREME_LANES`."""
+    """One place that settings come from. `spelled`: a field's name there, for example `--lanes` or `TRIREME_LANES`."""
 
     name: str
     values: Mapping[str, Any]
@@ -96,8 +96,8 @@ def from_assignments(assignments: Sequence[str]) -> dict[str, str]:
 def _refuse_unknown(values: Mapping[str, Any], known: Sequence[str], where: str) -> None:
     for name in values:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            suggestion = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            similar = difflib.get_close_matches(name, known, n=1)
+            suggestion = f"did you mean {similar[0]}?" if similar else f"known are {', '.join(known)}"
             msg = f"{where}: there is no setting {name!r}; {suggestion}"
             raise UsageError(msg)
 
@@ -112,7 +112,7 @@ def merge(sources: Sequence[Source]) -> dict[str, Setting]:
 
 
 def job_spec(settings: Mapping[str, Setting], **fixed: Any) -> JobSpec:
-    """The validated spec; `fixed` is what is no setting (script, datasets, storage). Raises UsageError."""
+    """The validated spec. `fixed`: fields that are not settings (script, datasets, storage). Raises UsageError."""
     values = {name: setting.value for name, setting in settings.items() if name in SETTINGS}
     try:
         return JobSpec.model_validate({**values, **fixed})
@@ -122,7 +122,7 @@ def job_spec(settings: Mapping[str, Setting], **fixed: Any) -> JobSpec:
 
 
 def check_fields(settings: Mapping[str, Setting]) -> None:
-    """Raises UsageError for what can never be, before the script is even looked at."""
+    """Raises UsageError for values that no script could make valid; used before the script is imported."""
     values = {name: setting.value for name, setting in settings.items() if name in SETTINGS}
     if problems := field_problems(values, {name: setting.origin for name, setting in settings.items()}):
         raise UsageError("; ".join(problems))

@@ -1,7 +1,7 @@
-"""Values found in etcd, which anybody may have written: another version of this program, a person, another program.
+"""Reading values in etcd, which any program, another version of this program or a person may have written.
 
-`read_record`: of members, wishes, information: whoever follows a prefix goes on without what it cannot read
-`must_read`, `understood`: of the job itself: guessing would lose records, so it ends loudly and names the key
+`read_record`: for members, requests and information. A value that cannot be read is skipped.
+`must_read`, `understood`: for the job itself. A guess could lose records, so an error names the key and ends the process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T", bound=Record)
 
 
 def read_record(kind: type[T], key: str, value: bytes | None) -> T | None:
-    """None: there is no value, or it is no such record (which is logged)."""
+    """None: there is no value, or it is not such a record (this is logged)."""
     if value is None:
         return None
     try:
@@ -35,7 +35,7 @@ def read_record(kind: type[T], key: str, value: bytes | None) -> T | None:
 
 
 def read_number(key: str, value: bytes | None) -> int | None:
-    """None: there is no value, or it is no decimal text (which is logged)."""
+    """None: there is no value, or it is not decimal text (this is logged)."""
     if value is None:
         return None
     try:
@@ -53,7 +53,7 @@ def must_read(kind: type[T], key: str, value: bytes) -> T:
 
 @contextmanager
 def understood(key: str, value: bytes) -> Iterator[None]:
-    """Around what makes sense of a value of the job's own. Raises StateUnreadable for what it does not understand."""
+    """Use it around code that parses a value of the job itself. Raises StateUnreadable if the code fails."""
     try:
         yield
     except (ValueError, LookupError, NotFound) as error:

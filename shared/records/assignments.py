@@ -1,4 +1,4 @@
-"""Who does what: trainers compute lanes, parameter servers hold slots."""
+"""Which trainer computes which lanes, and which parameter server holds which slots."""
 
 from __future__ import annotations
 

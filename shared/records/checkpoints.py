@@ -1,4 +1,4 @@
-"""The records of checkpoints: what stands in etcd while one is made, and the manifest that describes a whole one.
+"""The records of checkpoints: those in etcd while a checkpoint is made, and the manifest that describes a complete one.
 
 started (leased) -> part -> ... all parts there -> manifest (a file) -> latest (etcd)
 """
@@ -18,14 +18,14 @@ from shared.records.step import StepRecord
 
 
 class CheckpointPlace(Record):
-    """Which checkpoint of the job a key belongs to."""
+    """The checkpoint of the job that a key belongs to."""
 
     step: int
     timeline: int
 
 
 class CheckpointStarted(CheckpointPlace):
-    """A pserver writes its part of version `step`; `error`: it could not, and why."""
+    """A pserver writes its part of version `step`. `error`: why it could not."""
 
     pserver: int
     incarnation: str
@@ -33,8 +33,8 @@ class CheckpointStarted(CheckpointPlace):
 
 
 class CheckpointCut(CheckpointPlace):
-    """Asynchronous: nobody trained from here until all were `copied`. `trainers`: who had paused. `operation`: the one that
-    asked for it, or was under way."""
+    """Asynchronous: no trainer trained from this key until all parameters were `copied`. `trainers`: those that had paused.
+    `operation`: the one that requested it, or was running."""
 
     trainers: tuple[str, ...] = ()
     copied: bool = False
@@ -42,7 +42,7 @@ class CheckpointCut(CheckpointPlace):
 
 
 class CheckpointPart(CheckpointPlace):
-    """A part that is written: `file` lies in the checkpoint's folder."""
+    """A part that is written. `file`: its name in the checkpoint's folder."""
 
     pserver: int
     incarnation: str
@@ -53,8 +53,8 @@ class CheckpointPart(CheckpointPlace):
 
 
 class CheckpointRef(Record):
-    """A committed checkpoint. `manifest`: name of the file in its folder. `origin`: uuid of the one its timeline began
-    with ("": training began there). `asked`: somebody asked for it, so the schedule's do not push it out."""
+    """A committed checkpoint. `manifest`: name of the file in its folder. `origin`: uuid of the checkpoint its timeline began with
+    ("": the timeline began with the start of training). `asked`: it was requested, so scheduled checkpoints do not replace it."""
 
     uuid: str
     step: int
@@ -65,7 +65,8 @@ class CheckpointRef(Record):
 
 
 def history(kept: Sequence[CheckpointRef], timeline: int, origin: str) -> tuple[CheckpointRef, ...]:
-    """Those of `kept` that the parameters of a timeline which began with `origin` come from, newest first."""
+    """The checkpoints in `kept` that lie on the way to `timeline`, newest first: its own, those of the timeline of `origin` (the
+    checkpoint it began with) up to `origin`, and so on back to the start of training."""
     refs = {ref.uuid: ref for ref in kept}
     found: list[CheckpointRef] = []
     highest: int | None = None
@@ -79,9 +80,9 @@ def history(kept: Sequence[CheckpointRef], timeline: int, origin: str) -> tuple[
 
 
 class CheckpointLatest(Record):
-    """The newest committed checkpoint. `kept`: all that may be loaded; first its `history`, newest first, this one at the
-    head, then those that the job left by going back to an older one. `operation`: the
-    one that asked for it, or was under way. `final`: of the last version, after which there is nothing to train."""
+    """The newest committed checkpoint. `kept`: all checkpoints that may be loaded: first its `history`, newest first, beginning with
+    itself; then those that the job left behind when it went back to an older one. `operation`: the one that requested it, or was
+    running. `final`: of the last version, after which there is nothing to train."""
 
     uuid: str
     step: int
@@ -108,8 +109,8 @@ class OwnCheckpoints(Record):
 class Manifest(Record):
     """`step`: the version. `record`: the readers' positions and the scheduler at that version.
 
-    Asynchronous: `step` is the number of the checkpoint in the job; `queue`: what stood below `tasks/` in etcd at the
-    cut (name -> value), `readers`: where each trainer's reader stood. The ledgers are in the parts."""
+    Asynchronous: `step` is the number of the checkpoint in the job. `queue`: the keys below `tasks/` in etcd at the cut (name ->
+    value). `readers`: position of each trainer's reader. The ledgers are in the parts."""
 
     job: str
     uuid: str

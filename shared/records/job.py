@@ -1,4 +1,4 @@
-"""The job as a whole: its phase, its stage, what it has to show at the end."""
+"""The job as a whole: its phase, its stage, its result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Phase(StrEnum):
 
 
 class Stage(StrEnum):
-    """What a RUNNING job is at: TRAIN -> EVALUATE (if there is an evaluation dataset) -> EXPORT -> DONE."""
+    """What a RUNNING job does: TRAIN -> EVALUATE (if there is an evaluation dataset) -> EXPORT -> DONE."""
 
     TRAIN = "TRAIN"
     EVALUATE = "EVALUATE"
@@ -34,7 +34,7 @@ class Stage(StrEnum):
 
 
 class JobResult(Record):
-    """Filled as a job ends: metrics of the evaluation, paths of the exported model, counts, what was lost."""
+    """Filled at the end of a job: metrics of the evaluation, paths of the exported model, counts, lost updates."""
 
     metrics: dict[str, float] = Field(default_factory=dict)
     exports: dict[str, str] = Field(default_factory=dict)
@@ -45,13 +45,13 @@ class JobResult(Record):
 
 
 class JobState(Record):
-    """`trainers`: of this generation, in order of arrival. `timeline`: generation of the last roll-back (versions repeat
-    after one: whoever holds parameters of another timeline forgets them). `checkpoint`: uuid of where it starts from. Both
-    change only together; `slots` too is written only in the transaction that begins a timeline. `damaged`: checkpoints
+    """`trainers`: of this generation, in order of arrival. `timeline`: generation of the last roll-back; versions repeat after a
+    roll-back, so parameters of another timeline must be dropped. `checkpoint`: uuid of the checkpoint the timeline starts from.
+    Both change only together; `slots` too is written only in the transaction that begins a timeline. `damaged`: checkpoints
     that could not be loaded.
 
-    Asynchronous: `saving` while CHECKPOINTING, `saved` counts those begun. `absent`: parameter servers that are waited
-    for; `mended`: generation in which the last one was back; `mends`: index -> incarnation of those that came back."""
+    Asynchronous: `saving` while CHECKPOINTING; `saved`: number of checkpoints begun. `absent`: parameter servers that the job
+    waits for. `mended`: generation in which the last absent one was back. `mends`: index -> incarnation of those that came back."""
 
     phase: Phase = Phase.WAITING
     stage: Stage = Stage.TRAIN

@@ -1,4 +1,4 @@
-"""The job's spec: what the user asked for, checked once, the same for every process. JSON in etcd and on REST."""
+"""The job's spec: the user's settings, validated once, the same for every process. JSON in etcd and on REST."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Mode(StrEnum):
 
 
 class Dispatch(StrEnum):
-    """Who keeps the task queues: a master, or (`etcd`) the trainers themselves by compare-and-set."""
+    """Who keeps the task queues: a master, or (`etcd`) the trainers themselves, by compare-and-set."""
 
     MASTER = "master"
     ETCD = "etcd"
 
 
 class JobSpec(Record):
-    """What the user asked for; written once. Durations in seconds, sizes in bytes.
+    """The user's settings; written once. Durations in seconds, sizes in bytes.
 
-    `gradient_dtype`, `parameter_dtype`: what float32 gradients and parameters are cast to on their way. `error_feedback`
-    (asynchronous only; None: wherever gradients are cast): what a cast leaves out is added to the next push."""
+    `gradient_dtype`, `parameter_dtype`: dtypes in which float32 gradients and parameters are sent. `error_feedback` (asynchronous
+    only; None: on whenever gradients are cast): the rounding error of a cast is added to the next push."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -76,11 +76,11 @@ class JobSpec(Record):
     @field_validator("checkpoint_every_steps", "checkpoint_every_epochs", "checkpoint_every_seconds", mode="before")
     @classmethod
     def _off(cls, value: object) -> object:
-        """`off` or 0, where a setting cannot be null (a flag, TOML)."""
+        """`off` or 0 mean null, which flags and TOML cannot express."""
         return None if value in ("off", "0", 0) else value
 
     def to_bytes(self) -> bytes:
-        """With nulls: some of them are no defaults."""
+        """With nulls: for some fields null is not the default."""
         return self.model_dump_json().encode()
 
     @model_validator(mode="after")

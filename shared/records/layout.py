@@ -1,4 +1,4 @@
-"""Layout of the flat vectors and where each block lives: pure arithmetic for trainers, pservers and master.
+"""Layout of the flat vectors: their segments, and the blocks they are cut into.
 
 parameters --64-byte aligned--> flat vector of a segment --cut--> blocks --mod slot_count--> slots --slot map--> pserver
 """
@@ -30,9 +30,9 @@ class Segment(Record):
         return self.elements * ELEMENT_BYTES[self.dtype]
 
     def travels_as(self, dtype: Transported) -> Narrow | None:
-        """What its blocks are cast to if float32 parameters travel as `dtype`; None: they travel as they are.
+        """The dtype its blocks are cast to if float32 parameters are sent as `dtype`; None: they are not cast.
 
-        Buffers are never cast: they are few, and statistics would lose what changes them little by little.
+        Buffers are never cast: they are few, and running statistics would lose small changes.
         """
         return None if dtype == "float32" or self.kind != "param" or self.dtype != "float32" else dtype
 
@@ -56,13 +56,13 @@ class Layout(Record):
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Of all segments laid end to end, each on ALIGNMENT_BYTES; in bytes."""
+        """Byte offsets of the segments, laid end to end, each aligned to ALIGNMENT_BYTES."""
         sizes = [-(-segment.bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for segment in self.segments]
         return tuple(accumulate(sizes, initial=0))[:-1]
 
     @property
     def vector_bytes(self) -> int:
-        """Of all segments laid so."""
+        """Bytes of all segments laid end to end."""
         return self.offsets[-1] + self.segments[-1].bytes if self.segments else 0
 
     def blocks(self) -> Iterator[Block]:
@@ -75,13 +75,13 @@ class Layout(Record):
                 number += 1
 
     def payloads(self, dtype: Transported) -> list[Narrow | None]:
-        """Of each block: see Segment.travels_as."""
+        """Segment.travels_as of each block."""
         return [self.segments[block.segment].travels_as(dtype) for block in self.blocks()]
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """`elements` elements of segment `segment` from `first`."""
+    """`elements` elements of segment `segment`, starting at `first`."""
 
     number: int
     segment: int

@@ -1,4 +1,4 @@
-"""Who takes part in a job: master, parameter servers, trainers, as each says of itself in its own key."""
+"""The members of a job: master, parameter servers, trainers. Each writes its record into its own key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shared.records.record import Record
 
 
 class MasterLock(Record):
-    """`lease` lets a peer that proved this process dead revoke it."""
+    """`lease`: a peer that has proved this process dead can revoke it."""
 
     master: str
     url: str
@@ -22,11 +22,11 @@ class MasterAddress(Record):
 
 
 class Restored(Record):
-    """What a pserver did about a roll-back: it serves `checkpoint` in `timeline`, or cannot (`error` says why).
+    """A pserver's answer to a roll-back: it serves `checkpoint` in `timeline`, or cannot (`error` says why).
 
-    `superseded`: it is not kept any more, since a newer one became the latest before the roll-back began: no damage.
-    `rejoined`: it came back alone, the others went on; `positions`: of the tasks that were open at that checkpoint the
-    minibatches that all its `blocks` have (-1: all); `damaged`: what is wrong with newer checkpoints."""
+    `superseded`: the checkpoint is not kept any more, because a newer one became the latest before the roll-back began; it is not
+    damaged. `rejoined`: the pserver came back alone, the others went on. `positions`: for each task that was open at the
+    checkpoint, the minibatches that all its `blocks` have (-1: all). `damaged`: what is wrong with newer checkpoints."""
 
     timeline: int
     checkpoint: str
@@ -39,10 +39,11 @@ class Restored(Record):
 
 
 class PserverMember(Record):
-    """`uds`: path of the UNIX socket beside `url`, empty if none. `lease`: see MasterLock. `restored`: its answer to the
-    last roll-back it took part in. One that never did holds parameters only if its key is older than `layout`. `copied`:
-    the last paused checkpoint it has copied. `draining`: asked to leave, it would like a checkpoint of this version or later
-    first. `trouble`, `waits`: why it cannot write, or load, checkpoints now. `torn`: why its parameters are of no use."""
+    """`uds`: path of the UNIX socket beside `url`, or empty. `lease`: see MasterLock. `restored`: its answer to the last roll-back
+    it took part in; a pserver without one holds parameters only if its key is older than `layout`. `copied`: the last paused
+    checkpoint it has copied. `draining`: it was told to leave and first wants a checkpoint of this version or later.
+    `trouble`: why it cannot write checkpoints now. `waits`: why it cannot load one now. `torn`: why its parameters cannot be
+    used."""
 
     index: int
     url: str
@@ -60,7 +61,7 @@ class PserverMember(Record):
 
 
 class TrainerMember(Record):
-    """`url` answers /healthz: the probe that tells a dead trainer from a slow one. `paused`: see Paused."""
+    """`url` answers /healthz, which tells a dead trainer from a slow one. `paused`: see Paused."""
 
     trainer: str
     url: str

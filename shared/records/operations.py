@@ -1,4 +1,4 @@
-"""What takes long and was asked for: the Operation resource of REST, kept in etcd so that it outlives its master.
+"""Long-running requests: the Operation resource of REST, kept in etcd so that it outlives its master.
 
 RUNNING --> DONE | FAILED          `reason` says what it waits for, or how it ended
 """
@@ -24,10 +24,10 @@ class OperationState(StrEnum):
 
 
 class Operation(Record):
-    """`checkpoint_id`, `step`: of the checkpoint it is about (of the one made, once it is). `cause`: who asked, and why.
+    """`checkpoint_id`, `step`: of the checkpoint (CREATE: once it is made). `cause`: who requested it, and why.
 
-    `attempt`: how often a checkpoint was asked for (CREATE). `timeline`: of the roll-back it led to, 0 before (RESTORE).
-    `limit_s`: how long it may take; a new master grants it anew. `error_code`: of shared.errors, when FAILED.
+    `attempt`: how often the checkpoint was requested (CREATE). `timeline`: of the roll-back it led to, 0 before (RESTORE).
+    `limit_s`: how long it may take; a new master starts this time again. `error_code`: of shared.errors, when FAILED.
     """
 
     operation_id: str
@@ -50,12 +50,12 @@ class Operation(Record):
 
 
 class CheckpointRequest(Record):
-    """`job/checkpoint`: a checkpoint of a version that is not made yet, please. The key goes once one is the latest."""
+    """`job/checkpoint`: requests a checkpoint of a future version. The key is deleted once that checkpoint is the latest."""
 
     operation: str
     attempt: int
 
 
 def saves_on_demand(spec: JobSpec) -> bool:
-    """Whether the job can be asked for a checkpoint, or to go back to one."""
+    """Whether checkpoints of the job can be requested and restored."""
     return spec.mode is Mode.SYNC or spec.checkpoint_kind == "coordinated"

@@ -1,4 +1,4 @@
-"""The records of a paused checkpoint of an asynchronous job, and of what a job has lost.
+"""The records of a paused checkpoint of an asynchronous job, and of the updates a job has lost.
 
 trainers/pause, job/state: saving --every trainer has paused--> cut --every pserver has copied--> confirmed, pause gone
 """
@@ -11,8 +11,8 @@ from shared.records.record import Record
 
 
 class Saving(Record):
-    """In the job's state: checkpoint `uuid` (number `step` of the job) is being taken; `cut`: copy now, nobody trains.
-    `operation`: the one that asked for it, or was under way."""
+    """In the job's state: checkpoint `uuid` (number `step` of the job) is being made. `cut`: all trainers have paused, copy now.
+    `operation`: the one that requested it, or was running."""
 
     uuid: str
     step: int
@@ -21,7 +21,8 @@ class Saving(Record):
 
 
 class Pause(Record):
-    """`trainers/pause`: stop at a minibatch; gone means go on. Leased by the master, so its death ends the pause too."""
+    """`trainers/pause`: stop after a minibatch; continue when the key is gone. The master's lease holds it, so the master's death
+    ends the pause too."""
 
     uuid: str
     generation: int
@@ -29,9 +30,10 @@ class Pause(Record):
 
 
 class Paused(Record):
-    """In `trainers/<id>`: everything this trainer pushed is acknowledged, and where its reader stands.
+    """In `trainers/<id>`: the trainer has paused, all its pushes are acknowledged, and its reader stands here.
 
-    `minibatch`: the next one of the task; `offset`: its first record, counted from the start of `file`. No task: no file.
+    `minibatch`: the next one of the task. `offset`: its first record, counted from the start of `file`. Without a task there is no
+    file.
     """
 
     uuid: str
@@ -44,18 +46,18 @@ class Paused(Record):
 
 
 class Losses(Record):
-    """`tasks/losses`: per parameter server (its index as text), minibatches of closed tasks that its blocks never got:
-    `lost` with a process that came back from an older checkpoint, `skipped` because it could not be reached."""
+    """`tasks/losses`: for each parameter server (its index as text) the minibatches of closed tasks that its blocks never got.
+    `lost`: its process came back from an older checkpoint. `skipped`: it could not be reached."""
 
     lost: dict[str, int] = Field(default_factory=dict)
     skipped: dict[str, int] = Field(default_factory=dict)
 
     def with_lost(self, index: int, lost: int, skipped: int) -> Losses:
-        """What pserver `index` lacks now, in place of what was known of it."""
+        """With new counts for pserver `index` in place of the old ones."""
         return Losses(lost=_set(self.lost, index, lost), skipped=_set(self.skipped, index, skipped))
 
     def with_skipped(self, skipped: dict[str, int]) -> Losses:
-        """With more skipped minibatches."""
+        """With these skipped minibatches added."""
         grown = self
         for index, count in skipped.items():
             grown = Losses(lost=grown.lost, skipped=_set(grown.skipped, index, grown.skipped.get(index, 0) + count))
@@ -63,13 +65,13 @@ class Losses(Record):
 
 
 def _set(counts: dict[str, int], index: int | str, count: int) -> dict[str, int]:
-    """Zero is not named."""
+    """Counts of zero are left out."""
     rest = {key: value for key, value in counts.items() if key != str(index)}
     return dict(sorted((rest | {str(index): count}).items())) if count else rest
 
 
 class Torn(Record):
-    """A step of `timeline` mixes data of a discarded task with what replaced it: the job goes back to a checkpoint."""
+    """A step of `timeline` mixes data of a discarded task with data that replaced it. The job goes back to a checkpoint."""
 
     timeline: int
     cause: str

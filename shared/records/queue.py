@@ -1,4 +1,4 @@
-"""The task queues as etcd holds them: what is in flight, never the dataset."""
+"""The task queues in etcd: pending and requeued tasks, never the dataset."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TaskMeta(Record):
 
 
 class PendingTask(Record):
-    """`remaining_s`: deadline as remaining seconds at the time of writing. `request`: the idempotency key that got it."""
+    """`remaining_s`: seconds to the deadline at the time of writing. `request`: the idempotency key that acquired the task."""
 
     attempt: int
     trainer: str
@@ -52,19 +52,19 @@ class DiscardedTask(Record):
 
 
 class EvaluationSums(Record):
-    """Sums over the evaluation tasks finished so far; written in the txn that finishes the task, so never twice."""
+    """Sums over the finished evaluation tasks; written in the transaction that finishes a task, so each counts once."""
 
     sums: dict[str, float] = Field(default_factory=dict)
     finished: int = 0
 
 
 class FailureCounts(Record):
-    """What the users' errors have cost the job so far. `seen`: digest of an error -> how often, of the first few errors."""
+    """Failures of the user's code so far. `seen`: digest of an error -> how often, for the first few errors."""
 
     total: int = 0
     seen: dict[str, int] = Field(default_factory=dict)
 
 
 def error_digest(error_type: str, message: str) -> str:
-    """Names an error in few bytes, however long its message."""
+    """A short name for an error, however long its message."""
     return hashlib.sha256(f"{error_type}\0{message}".encode()).hexdigest()[:16]

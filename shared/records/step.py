@@ -1,4 +1,4 @@
-"""What one step of synchronous training leaves beside the parameters: where each lane's reader stands, and what lane 0 carries."""
+"""The state of training beside the parameters: positions of the lanes' readers, scheduler and optimizer options."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shared.records.record import Record
 
 
 class LanePosition(Record):
-    """Where a lane's reader stands: `offset` records of the task at `index` of the lane's stream are consumed.
+    """Position of a lane's reader: `offset` records of the task at `index` of the lane's stream are consumed.
 
     `exhausted`: the lane has no record left in `epoch`.
     """
@@ -23,7 +23,7 @@ class LanePosition(Record):
 
 
 class CheckpointAsked(Record):
-    """A checkpoint on demand (the operation's n-th attempt): due at `version`, as said by lane 0's owner of `generation`."""
+    """A requested checkpoint (attempt `attempt` of the operation), due at `version`, decided by lane 0's owner in `generation`."""
 
     operation: str
     attempt: int
@@ -32,8 +32,8 @@ class CheckpointAsked(Record):
 
 
 class LaneZero(Record):
-    """What lane 0 carries for everybody. `options[g]`: numeric options (lr, betas, …) the optimizer groups had in this
-    step; `scheduler`: the state of the learning-rate scheduler after this step, with the options it set."""
+    """State that lane 0 carries for all lanes. `options[g]`: numeric options (lr, betas, …) of optimizer group g in this step.
+    `scheduler`: state of the learning-rate scheduler after this step, with the options it set."""
 
     options: tuple[dict[str, Any], ...]
     scheduler: dict[str, Any] = Field(default_factory=dict)
@@ -41,7 +41,7 @@ class LaneZero(Record):
 
 
 class StepRecord(Record):
-    """What a version carries beside its blocks: the readers' positions and lane 0's state after the step that made it."""
+    """What a version has beside its blocks: the readers' positions and lane 0's state after the step that made it."""
 
     version: int
     positions: tuple[LanePosition, ...]

@@ -1,4 +1,4 @@
-"""What trainers and the dispatcher (a master, or the trainers themselves) tell each other: asks for tasks, answers, reports, losses."""
+"""Messages between trainers and the dispatcher (a master, or the trainers themselves): requests for tasks, answers, reports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shared.records.record import Record
 
 
 class UserFailure(Record):
-    """An exception of the user's module. `task`: where it happened, for people (`task 7 (file.parquet rows 0-511)`)."""
+    """An exception of the user's module. `task`: where it happened, as text (`task 7 (file.parquet rows 0-511)`)."""
 
     error_type: str
     message: str
@@ -29,8 +29,8 @@ class TaskKind(StrEnum):
 class Task(Record):
     """One shard of work. `task_id`: "17" (TRAIN), "evaluate-3", "export-0".
 
-    `timeline`: the job's when it was given; reports carry it back. `index` is its place in `stream` (of `stream_length` tasks) in this epoch; `offset` is the byte at which record
-    `first` starts, where the format has lines.
+    `timeline`: the job's when the task was dispatched; reports carry it back. `index`: position in `stream` (of `stream_length` tasks) in
+    this epoch. `offset`: the byte at which record `first` starts, if the format has lines.
     """
 
     task_id: str
@@ -48,9 +48,9 @@ class Task(Record):
 
 
 class AcquireTask(Record):
-    """`stream`: a lane (sync training) or None for whatever is due. In sync mode `epoch` and `index` say which task of
-    the lane is wanted, and that every task of that lane before it is committed; asking for `epoch` also says that
-    *all* lanes have committed the epochs before it."""
+    """`stream`: a lane (sync training), or None for any task that is due. In sync mode `epoch` and `index` name the wanted task
+    of the lane; the request also states that every earlier task of that lane is committed, and that *all* lanes have
+    committed the epochs before `epoch`."""
 
     trainer: str
     request: str
@@ -61,9 +61,9 @@ class AcquireTask(Record):
 
 
 class TaskAnswer(Record):
-    """`task`: here it is. `wait`: nothing now, ask again after `retry_after_s`. `skip`: that task is discarded, go to
-    the next index. `exhausted`: the lane has no task at that index in this epoch. `end`: training (stream given) or
-    the whole job (stream None) is over."""
+    """`task`: a task. `wait`: no task now, ask again after `retry_after_s`. `skip`: that task is discarded, ask for the next
+    index. `exhausted`: the lane has no task at that index in this epoch. `end`: training (stream given) or the whole job
+    (stream None) is over."""
 
     answer: Literal["task", "wait", "skip", "exhausted", "end"]
     reason: str = ""
@@ -73,7 +73,7 @@ class TaskAnswer(Record):
 
 
 class TaskProgress(Record):
-    """`epoch`, `timeline` (in all reports): the task's, so that a late one is known as stale."""
+    """`epoch`, `timeline` (in all reports): those of the task, so that a late report is recognised as stale."""
 
     trainer: str
     attempt: int
@@ -83,18 +83,18 @@ class TaskProgress(Record):
 
 
 class TakeNext(Record):
-    """With the end of a task the next one of the shared stream: one request, one transaction. As in AcquireTask, the same
-    `request` gets the same pending task again, whether it comes this way or through acquireTask."""
+    """Take the next task of the shared stream together with the end of a task: one request, one transaction. As in AcquireTask,
+    a repeated `request` gets the same pending task, here and in acquireTask."""
 
     request: str
     generation: int
 
 
 class CompleteTask(Record):
-    """`sums`: an EVALUATE task's, or what the user's `metrics(sums)` made of all of them (EXPORT); `exports`: files by kind.
+    """`sums`: of an EVALUATE task, or the result of the user's `metrics(sums)` (EXPORT). `exports`: files by kind.
 
-    Asynchronous: `generation` in which its first push was made, `skipped` minibatches by pserver that was out of reach.
-    `next`: take another task with it."""
+    Asynchronous: `generation` in which the task's first push was made; `skipped`: minibatches for each unreachable pserver.
+    `next`: also take another task."""
 
     trainer: str
     attempt: int
@@ -109,8 +109,8 @@ class CompleteTask(Record):
 
 
 class Completed(Record):
-    """`next`: the task that was taken with it; null if none was asked for, or there is none at once: then acquireTask
-    (with the same `request`) says why."""
+    """`next`: the next task; null if none was requested or none is due now. acquireTask with the same `request` then says
+    why."""
 
     next: Task | None = None
 
@@ -124,7 +124,7 @@ class FailTask(Record):
 
 
 class HeldTask(Record):
-    """An attempt under way and the minibatches done of it: more than before is a sign of life."""
+    """A pending attempt and its finished minibatches; a growing number shows that the trainer is alive."""
 
     task_id: str
     attempt: int
@@ -133,7 +133,8 @@ class HeldTask(Record):
 
 
 class TrainerProgress(Record):
-    """`loss_sum` (of loss x records) and `records`: of `epoch`, this trainer's share; `step`: the last one reported."""
+    """What a trainer of a masterless job writes about itself. `loss_sum` (of loss x records) and `records`: this trainer's share of
+    `epoch`. `step`: the last one reported."""
 
     trainer: str
     tasks: tuple[HeldTask, ...] = ()

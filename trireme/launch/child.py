@@ -23,14 +23,14 @@ TAIL_LINES = 15
 
 
 class ClusterError(TriremeError):
-    """The cluster cannot go on: a child that ends again and again, or no trainer left. `details`: child, log, tail."""
+    """The cluster cannot go on: a child ends again and again. `details`: child, log, tail."""
 
     code = "CLUSTER_FAILED"
 
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a process ended: `code` as of subprocess (negative: the signal's number)."""
+    """How a process ended. `code`: as subprocess gives it (negative: the signal's number)."""
 
     pid: int
     code: int
@@ -41,7 +41,7 @@ class Exit:
 
 
 class Child:
-    """A process that may be started again after it ended; `starts` counts how often."""
+    """A process that can be started again after its end; `starts` counts the starts."""
 
     def __init__(
         self, name: str, argv: Sequence[str], environment: Mapping[str, str], log: Path, start: Start = spawn
@@ -81,18 +81,18 @@ class Child:
         return self.log.open("ab")
 
     async def wait(self) -> Exit:
-        """The end of the current process, for as long as it runs."""
+        """Wait for the end of the current process."""
         assert self._process is not None, f"{self!r} was never started"
         code = await self._process.wait()
         return Exit(self._process.pid, code, clock.monotonic() - self._since)
 
     def send(self, number: signal.Signals) -> None:
-        """Nothing happens if it has ended."""
+        """Does nothing if it has ended."""
         if self._process is not None and self.alive:
             self._process.send_signal(number)
 
     async def end(self, grace_s: float) -> None:
-        """SIGTERM, and SIGKILL after `grace_s` seconds."""
+        """SIGTERM, then SIGKILL after `grace_s` seconds."""
         if not self.alive:
             return
         self.send(signal.SIGTERM)

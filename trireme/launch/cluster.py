@@ -1,7 +1,7 @@
 """A whole job on this machine: etcd, master(s), parameter servers and trainers as supervised child processes.
 
     async with LocalCluster(spec, run_dir) as cluster:       starts everything
-        state = await cluster.wait()                         COMPLETED or FAILED; a dead child is started again meanwhile
+        state = await cluster.wait()                         COMPLETED or FAILED; dead children are started again meanwhile
                                                              leaving stops everything: trainers first, etcd last
 
 No child outlives the cluster, however it ends.
@@ -37,24 +37,24 @@ from trireme.view.job_address import AnyClient, masterless_address
 from trireme.view.masterless_client import MasterlessClient
 
 HOST = "127.0.0.1"
-# in stopping order; no master is left to see the parameter servers go, or it would roll the job back
+# in stopping order: masters stop before parameter servers, or a master would roll the job back
 MODULES = {"trainer": "trainer_agent", "master": "master_service", "pserver": "pserver_service"}
 MASTERLESS_TRAINER = "trireme.masterless"
 GRACE_S = 5.0
-PSERVER_GRACE_S = 15.0  # for a part that is being written
+PSERVER_GRACE_S = 15.0  # it may be writing its part of a checkpoint
 START_TIMEOUT_S = 60.0
 FINAL_TIMEOUT_S = 1.0
 FOLLOW_S = 5.0
-PASSED_ON = ("TRIREME_TRANSPORT",)  # of our own environment; the rest is in the spec
-SPARE_WAIT_S = 365 * 24 * 3600.0  # whoever finds no free place is a spare
+PASSED_ON = ("TRIREME_TRANSPORT",)  # from our own environment; all other settings are in the spec
+SPARE_WAIT_S = 365 * 24 * 3600.0  # a parameter server that finds no free index waits as a spare
 
 
 class LocalCluster:
-    """`run_dir` gets spec.json, logs/<child>.log, children.jsonl and etcd/ (an earlier run's is gone on with); `port` is the first master's (0: any free one).
-    Spare parameter servers have all loaded and wait: the first to see a place free takes it. `forks` starts the children
-    (None: one of its own, until the cluster ends).
+    """`run_dir` gets spec.json, logs/<child>.log, children.jsonl and etcd/ (an earlier run's etcd data is used again).
+    `port`: the first master's (0: any free port). Spare parameter servers are loaded and wait; the first that sees a free index
+    takes it. `forks` starts the children (None: the cluster makes its own fork server and ends it).
 
-    `on_event` hears of every start and death. Children by name: `trainer-0`, `pserver-0`, `master-0`, `etcd`.
+    `on_event` gets every start and death. Children by name: `trainer-0`, `pserver-0`, `master-0`, `etcd`.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class LocalCluster:
         alive = sum(child.alive for child in self.children.values())
         return f"<LocalCluster {self.spec.job}: {alive} of {len(self.children)} children alive, {self.embedded!r}>"
 
-    # ------------------------------------------------------------ what tests and the command line ask
+    # ------------------------------------------------------------ for tests and the command line
 
     async def wait(self, timeout_s: float | None = None) -> JobState:
-        """The job's last state, COMPLETED or FAILED. Raises ClusterError when it can never come, DeadlineExceeded."""
+        """The job's last state, COMPLETED or FAILED. Raises ClusterError if the job can never end, DeadlineExceeded."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(self._final)
@@ -108,14 +108,14 @@ class LocalCluster:
 
     @property
     def url(self) -> str:
-        """The leading master's, "" while there is none; of a masterless job its place in etcd, as commands take it."""
+        """The leading master's, "" while there is none; for a masterless job its address in etcd."""
         if self.masterless:
             return masterless_address(self.embedded.url, self.spec.job)
         return self.directory.master.url if self.directory.master else ""
 
     @asynccontextmanager
     async def client(self, timeout_s: float) -> AsyncIterator[AnyClient]:
-        """Whoever answers questions about the job. Raises DeadlineExceeded."""
+        """A client of the leading master, or of etcd in a masterless job. Raises DeadlineExceeded."""
         if self._masterless_client is not None:
             yield self._masterless_client
             return
@@ -123,7 +123,7 @@ class LocalCluster:
             yield client
 
     async def master_url(self, timeout_s: float = START_TIMEOUT_S) -> str:
-        """Where the leading master's REST is; raises DeadlineExceeded."""
+        """Raises DeadlineExceeded if no master leads within `timeout_s`."""
         await self.directory.wait_for(lambda view: view.master is not None, timeout_s, "a master")
         assert self.directory.master is not None
         return self.directory.master.url
@@ -144,7 +144,7 @@ class LocalCluster:
         return self.children[name].pid
 
     def kill_all(self) -> None:
-        """The impatient end: SIGKILL to every child, without a word."""
+        """SIGKILL every child."""
         self._stopping = True
         for child in self.children.values():
             child.send(signal.SIGKILL)
@@ -220,12 +220,12 @@ class LocalCluster:
                     )
                     return
                 await asyncio.sleep(delay_s)
-                with contextlib.suppress(Fatal):  # told by its next death
+                with contextlib.suppress(Fatal):  # the next round reports this death
                     await self.embedded.start()
             self._record(ChildEvent("etcd", "restarted", str(end), self.embedded.pid or 0))
 
     async def _is_final(self) -> bool:
-        """True if the job is over; a trainer may leave a moment before we hear of it."""
+        """Whether the job is over. Waits a moment for the news: a trainer may leave before it arrives here."""
         with contextlib.suppress(DeadlineExceeded):
             await self.directory.wait_for(lambda view: _is_final(view.state), FINAL_TIMEOUT_S, "the end of the job")
         return _is_final(self.directory.state)
@@ -239,7 +239,7 @@ class LocalCluster:
         confirm it by a probe."""
         try:
             await revoke_leases_of(self.etcd, self._keys, child.name, end.pid)
-        except (TriremeError, TimeoutError) as error:  # etcd is away: the lease runs out by itself
+        except (TriremeError, TimeoutError) as error:  # etcd is away: the leases expire by themselves
             self._record(ChildEvent(child.name, "lease_left", f"{type(error).__name__}: {error}", end.pid))
 
     # ------------------------------------------------------------ start and stop
@@ -287,13 +287,13 @@ class LocalCluster:
             await self._add("trainer")
 
     def run_beside(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` beside the children until the cluster ends; what it raises comes out of `wait`."""
+        """Run `work` until the cluster ends; `wait` raises what it raises."""
         self._running.append(self._tasks.create_task(self._guarded(work)))
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
-        except Exception as error:  # noqa: BLE001  the caller of wait() hears of it
+        except Exception as error:  # noqa: BLE001  wait() raises it
             if not self._final.done():
                 self._final.set_exception(error)
 
@@ -306,7 +306,7 @@ class LocalCluster:
             self._final.set_result(self.directory.state)
 
     async def _end(self) -> None:
-        """Stop everything; a caller that is cancelled meanwhile waits all the same: no child may be left."""
+        """Stop everything. A caller that is cancelled meanwhile still waits: no child may be left running."""
         ending = self._tasks.create_task(self.stop())
         cancelled: asyncio.CancelledError | None = None
         while not ending.done():
@@ -319,15 +319,17 @@ class LocalCluster:
             raise cancelled
 
     async def stop(self) -> None:
-        """End all children in order: trainers, masters, parameter servers, etcd. Takes at most GRACE_S for each kind
-        (PSERVER_GRACE_S for parameter servers)."""
+        """End all children in order: trainers, masters, parameter servers, etcd. Each kind takes at most GRACE_S
+        (parameter servers PSERVER_GRACE_S)."""
         self._stopping = True
-        if not self._final.done() or self._final.exception() is None:  # an exception nobody asked for is no warning
+        if (
+            not self._final.done() or self._final.exception() is None
+        ):  # keeps an exception that nobody awaited from being logged
             self._final.cancel()
         for task in self._running:
             task.cancel()
         if self._running:
-            await asyncio.wait(self._running, timeout=GRACE_S)  # nobody starts a child again from here on
+            await asyncio.wait(self._running, timeout=GRACE_S)  # from here on no child is started again
         for role in MODULES:
             async with asyncio.TaskGroup() as group:
                 for child in self._of(role):

@@ -1,13 +1,13 @@
-"""`python -m trireme.launch.fork_server`: has imported what members need (torch: seconds of processor time), and forks them.
+"""`python -m trireme.launch.fork_server`: imports what members need once (torch takes seconds) and forks them.
 
-    launcher ── fork server ── middle ── child       the middle ends at once, so the child becomes the launcher's own: the
-       `─────────────────────────────────'           launcher waits for it, and takes it along when it dies itself
+    launcher ── fork server ── middle ── child       the middle ends at once, so the child becomes the launcher's: the
+       `─────────────────────────────────'           launcher waits for it, and it dies with the launcher
 
 The control socket is standard input: one byte with three descriptors (connection, stdout, stderr) for each start; on the
-connection the launcher writes a Request, the child its pid, and the launcher GO. Whoever hears nothing gives up.
+connection the launcher writes a Request, the child its pid, and the launcher GO. A side that gets no answer gives up.
 
-User code is imported in children only, and no thread is started here (OpenBLAS ends its own before a fork). Nobody notices
-when this process is killed: its children are not its own.
+User code is imported in children only, and no thread is started here (OpenBLAS ends its own before a fork). If this process is
+killed, its children keep running: they are the launcher's.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ REQUEST_BYTES = 4 << 20
 ADOPTION_S = 5.0
 FAILED = 1
 
-# what a module is going to import anyway; in the order in which a job asks for them
+# what each module imports anyway, in the order in which a job starts them
 _SERVICE = ("uvloop", "pydantic_settings", "shared.runtime.service")
 _TRAINER = (*_SERVICE, "trainer_agent.settings", "trainer_agent.process")
 NEEDS = {
@@ -79,20 +79,20 @@ def main() -> int:
     warnings.filterwarnings(
         "ignore", message=".*multi-threaded.*fork", category=DeprecationWarning
     )  # OpenBLAS; see above
-    setproctitle.getproctitle()  # finds the room of titles, which it cannot once the environment was changed
-    gc.disable()  # nothing that children share is to be touched
+    setproctitle.getproctitle()  # finds the space for titles, which is impossible after the environment has changed
+    gc.disable()  # a collection would copy the pages that children share
     ahead = [name for names in NEEDS.values() for name in names]
     with socket.socket(fileno=sys.stdin.fileno()) as control:
         while True:
             if ahead and not select.select([control], [], [], 0)[0]:
                 _import(ahead.pop(0))
                 continue
-            asked, descriptors, _, _ = socket.recv_fds(control, 1, DESCRIPTORS)
-            if not asked:
+            request, descriptors, _, _ = socket.recv_fds(control, 1, DESCRIPTORS)
+            if not request:
                 return 0
-            given, out, err = descriptors
-            # an error: the launcher has given it up, or is dead
-            with socket.socket(fileno=given) as connection, suppress(OSError, ValueError):
+            descriptor, out, err = descriptors
+            # an error here: the launcher has given up or died
+            with socket.socket(fileno=descriptor) as connection, suppress(OSError, ValueError):
                 _start(Request.from_line(_line(connection)), connection, out, err)
             os.close(out)
             os.close(err)
@@ -104,7 +104,7 @@ def _line(connection: socket.socket) -> bytes:
 
 
 def _import(name: str) -> None:
-    with suppress(Exception):  # whoever needs it fails at it in its own log
+    with suppress(Exception):  # the module that needs it fails in its own log
         importlib.import_module(name)
 
 
@@ -121,7 +121,7 @@ def _start(request: Request, connection: socket.socket, out: int, err: int) -> N
 
 
 def _become(request: Request, connection: socket.socket, out: int, err: int) -> Never:
-    """In the child: be what was asked for, and end."""
+    """In the child: run the requested module and end."""
     code = FAILED
     try:
         # no session of its own: the kernel would let its loop wait for its compute thread (shared.runtime.scheduling)
@@ -141,7 +141,7 @@ def _become(request: Request, connection: socket.socket, out: int, err: int) -> 
         os.environ.clear()
         os.environ.update(request.environment)
         setproctitle.setproctitle(request.title)
-        if "numpy" in sys.modules:  # Python's own generator does it by itself, torch's begins alike everywhere
+        if "numpy" in sys.modules:  # Python reseeds its own generator; torch's starts the same everywhere
             importlib.import_module("numpy.random").seed()
         code = _run(request)
     finally:
@@ -149,7 +149,7 @@ def _become(request: Request, connection: socket.socket, out: int, err: int) -> 
 
 
 def _run(request: Request) -> int:
-    """The exit code. What an interpreter does at its end is done, but for taking itself to pieces (0.5 s with torch)."""
+    """The exit code. Does what an interpreter does at its end, without the teardown of modules (0.5 s with torch)."""
     sys.argv = [request.module, *request.arguments]
     gc.enable()
     code = FAILED
@@ -160,7 +160,7 @@ def _run(request: Request) -> int:
         code = _exit_code(end.code)
     except BaseException:  # noqa: BLE001  as an interpreter does
         traceback.print_exc()
-    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  as multiprocessing does: joins what is no daemon
+    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  as multiprocessing does: joins threads that are no daemons
     atexit._run_exitfuncs()  # noqa: SLF001
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):

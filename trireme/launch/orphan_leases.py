@@ -1,4 +1,4 @@
-"""Revoke the leases of processes that the launcher knows to be dead, so that nobody waits for them to run out."""
+"""Revoke the leases of processes that the launcher knows to be dead, so that nobody waits until they expire."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REVOKE_TIMEOUT_S = 2.0
 
 
 async def revoke_leases_of(etcd: Etcd, keys: Keys, child: str, pid: int) -> None:
-    """Of process `pid`, which was the child of that name. Raises TriremeError, TimeoutError: the leases run out by themselves."""
+    """Of process `pid`, which was the child of that name. Raises TriremeError, TimeoutError: the leases then expire by themselves."""
     async with asyncio.timeout(REVOKE_TIMEOUT_S):
         for lease in await leases_of(etcd, keys, child, pid):
             await etcd.revoke(lease, timeout_s=REVOKE_TIMEOUT_S)
@@ -30,7 +30,7 @@ async def revoke_all_leases(etcd: Etcd, keys: Keys) -> None:
 async def leases_of(etcd: Etcd, keys: Keys, child: str, pid: int) -> list[int]:
     """The leases of process `pid`, which was the child of that name (`trainer-0`, `pserver-1`, `master-0`). Raises PeerError.
 
-    A record that cannot be read is skipped: its lease runs out by itself.
+    A record that cannot be read is skipped: its lease expires by itself.
     """
     role = child.partition("-")[0]
     if role == "trainer":

@@ -1,7 +1,7 @@
 """How the launcher starts Python processes: forked from a fork server that has imported torch already, or spawned.
 
-    ForkServer.start ─► forked        tenths of a second less of processor time, and memory that is shared
-                  `──► spawned        where forking is not possible, not wanted, or did not work
+    ForkServer.start ─► forked        saves tenths of a second of processor time, and shares memory
+                  `──► spawned        if forking is impossible, switched off, or failed
 
 Both are children of this process, lead a session of their own and die with it.
 """
@@ -25,11 +25,11 @@ from trireme.launch.fork_server import GO, Request
 
 PYTHON_MODULE = (sys.executable, "-P", "-m")  # -P: the user's working directory must not shadow our packages
 MODULE = "trireme.launch.fork_server"
-TITLE_ROOM = "." * 80  # the title of a child has the room of this command line
+TITLE_ROOM = "." * 80  # a child's title can be as long as this command line
 START_TIMEOUT_S = 60.0  # imports included
 ATTEMPTS = 2  # a fork server that died is replaced once
 PID_BYTES = 32
-UNKNOWN_CODE = 255  # as asyncio says it
+UNKNOWN_CODE = 255  # what asyncio uses
 
 log = telemetry.logger("processes")
 
@@ -46,7 +46,7 @@ class Process(Protocol):
 
 
 def inherited_environment() -> dict[str, str]:
-    """Ours for children: without TRIREME_*, for what those say to us is in the spec; see shared.runtime.malloc."""
+    """Our environment for children, without TRIREME_* (those settings are in the spec), with the malloc tunables."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TRIREME_")}
     return clean | {"PYTHONUNBUFFERED": "1"} | tunables(clean)
 
@@ -67,7 +67,7 @@ async def spawn(argv: Sequence[str], environment: Mapping[str, str], out: IO[byt
 
 
 class Forked:
-    """A child of this process that another one forked."""
+    """A child of this process that the fork server forked."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -85,7 +85,7 @@ class Forked:
         os.close(self._descriptor)
         try:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        except ChildProcessError:  # somebody else in this process has waited for it
+        except ChildProcessError:  # other code in this process has waited for it
             self.returncode = UNKNOWN_CODE
         self._ended.set_result(self.returncode)
 
@@ -93,12 +93,12 @@ class Forked:
         return await asyncio.shield(self._ended)
 
     def send_signal(self, signal: int, /) -> None:
-        if self.returncode is None:  # nobody else has its pid, for nobody has waited for it
+        if self.returncode is None:  # it was not waited for yet, so no other process can have its pid
             os.kill(self.pid, signal)
 
 
 class ForkServer:
-    """Made when it is first needed; `with` ends it, which its children do not notice. TRIREME_START=spawn: never made."""
+    """Started when it is first needed. The end of `with` stops it; its children keep running. TRIREME_START=spawn: never started."""
 
     def __init__(self) -> None:
         self._wanted = hasattr(os, "pidfd_open") and os.environ.get("TRIREME_START") != "spawn"
@@ -137,7 +137,7 @@ class ForkServer:
         return await spawn(argv, environment, out, err)
 
     def _is_like_ours(self, environment: Mapping[str, str]) -> bool:
-        """What is read from the environment during imports was read by the server."""
+        """The server did its imports with our environment, so only children with the same one may be forked."""
         others = {name: value for name, value in environment.items() if not name.startswith("TRIREME_")}
         return others == self._environment
 
@@ -158,13 +158,13 @@ class ForkServer:
                     await loop.sock_sendall(ours, request.to_line())
                     answer = await loop.sock_recv(ours, PID_BYTES)
                 if not answer:
-                    raise PeerError(f"{self!r} ended, or its child, before it said its pid")
+                    raise PeerError(f"{self!r} or its child ended before it sent its pid")
                 forked = Forked(int(answer))
             ours.send(GO)
         return forked
 
     def _running(self) -> socket.socket:
-        """The control socket of the server, which is made if there is none."""
+        """The control socket of the server; starts the server if there is none."""
         if self._control is None:
             self._control, theirs = socket.socketpair()
             with theirs:
@@ -173,15 +173,14 @@ class ForkServer:
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
-                    env=self._environment
-                    | {"SPT_NOENV": "1"},  # setproctitle leaves what /proc/PID/environ shows alone
+                    env=self._environment | {"SPT_NOENV": "1"},  # so that setproctitle leaves /proc/PID/environ alone
                     start_new_session=True,
                     preexec_fn=die_with_parent(),  # noqa: PLW1509  as for all children
                 )
         return self._control
 
     def _stop(self) -> None:
-        """It has nothing to lose."""
+        """SIGKILL: it holds no state."""
         if self._control is not None:
             self._control.close()
         if self._server is not None:

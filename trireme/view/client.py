@@ -1,4 +1,4 @@
-"""The master's REST API as Python calls: one method an operation, JSON objects out, the errors of shared.errors raised.
+"""The master's REST API as Python calls: one method for each operation; returns JSON objects, raises the errors of shared.errors.
 
 async with Client("http://127.0.0.1:8470") as client:
     print((await client.job())["phase"])
@@ -16,17 +16,17 @@ from shared.errors import DeadlineExceeded, InvalidArgument, NotReady, PeerError
 from shared.runtime import clock, ids
 
 TIMEOUT_S = 10.0
-MASTERLESS = "etcd+"  # etcd+http://HOST:PORT/JOB names a job without a master (reach.py)
+MASTERLESS = "etcd+"  # etcd+http://HOST:PORT/JOB is the address of a job without a master (job_address.py)
 PAUSE_S = 0.2
 
 
 class Client:
-    """`async with` opens and closes it. Raises the TriremeError the master names; PeerError if nobody answers at `url`;
-    DeadlineExceeded if an answer takes more than `timeout_s`. A master that is just taking over is asked again that long."""
+    """`async with` opens and closes it. Raises the TriremeError in the master's answer; PeerError if nothing answers at `url`;
+    DeadlineExceeded if an answer takes more than `timeout_s`. Calls to a master that is taking over are repeated for that long."""
 
     def __init__(self, url: str, *, token: str = "", timeout_s: float = TIMEOUT_S) -> None:
         if url.startswith(MASTERLESS):
-            msg = f"{url} names a masterless job: there is no master to ask for this"
+            msg = f"{url} is a masterless job: no master can answer this"
             raise InvalidArgument(msg, hint="see docs/masterless.md for the commands that work")
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
@@ -63,26 +63,26 @@ class Client:
         return self._list("/v1/members", "members", {})
 
     async def events(self, after: int = 0, wait_s: float = 0.0) -> dict[str, Any]:
-        """One page of events with a number above `after`; waits up to `wait_s` seconds for the first one."""
+        """One page of events with a number above `after`. Waits up to `wait_s` seconds for the first one."""
         return await self._call("GET", "/v1/events", {"after": after, "wait_s": wait_s})
 
     async def metrics(self) -> dict[str, Any]:
         return await self._call("GET", "/v1/metrics")
 
     async def create_checkpoint(self, key: str, *, cause: str = "", limit_s: float = 600.0) -> dict[str, Any]:
-        """An operation (see `operation`); the same `key` is the same one."""
+        """Starts an operation (see `operation`); a repeated `key` gives the same operation."""
         return await self._call("POST", "/v1/checkpoints", key=key, body={"cause": cause, "limit_s": limit_s})
 
     def checkpoints(self) -> AsyncIterator[dict[str, Any]]:
-        """Those that can be gone back to."""
+        """The checkpoints that can be restored."""
         return self._list("/v1/checkpoints", "checkpoints", {})
 
     async def restore_checkpoint(self, checkpoint_id: str, key: str) -> dict[str, Any]:
-        """An operation."""
+        """Starts an operation."""
         return await self._call("POST", f"/v1/checkpoints/{checkpoint_id}/restore", key=key)
 
     async def operation(self, operation_id: str, wait_s: float = 0.0) -> dict[str, Any]:
-        """As it stands: `state` RUNNING (`reason`: what it waits for), DONE or FAILED; waits up to `wait_s` for its end."""
+        """`state` is RUNNING (`reason`: what it waits for), DONE or FAILED. Waits up to `wait_s` seconds for the end."""
         return await self._call("GET", f"/v1/operations/{operation_id}", {"wait_s": wait_s})
 
     async def version(self) -> dict[str, Any]:
@@ -112,13 +112,13 @@ class Client:
         deadline = clock.monotonic() + self._timeout_s
         while True:
             try:
-                return await self._ask(method, path, query, key, body)
+                return await self._request(method, path, query, key, body)
             except NotReady:
                 if clock.monotonic() > deadline:
                     raise
             await asyncio.sleep(ids.jitter(PAUSE_S))
 
-    async def _ask(
+    async def _request(
         self, method: str, path: str, query: dict[str, Any] | None, key: str, body: dict[str, Any] | None
     ) -> dict[str, Any]:
         headers = {"Idempotency-Key": key} if key else {}

@@ -32,7 +32,7 @@ async def open_client(address: str, *, token: str = "", timeout_s: float = TIMEO
     endpoint, _, job = address.removeprefix(MASTERLESS).rpartition("/")
     if "//" not in endpoint or not job:
         raise InvalidArgument(f"{address} names no masterless job; write etcd+http://HOST:PORT/JOB")
-    from shared.etcd import connect  # noqa: PLC0415  a command that asks a master loads no etcd client and no master's code
+    from shared.etcd import connect  # noqa: PLC0415  not loaded for a job with a master
     from shared.keys import Keys  # noqa: PLC0415
     from trireme.view.masterless_client import MasterlessClient  # noqa: PLC0415
 

@@ -38,16 +38,16 @@ SHOWN_EVENTS = {
 
 
 CONSEQUENCES = {
-    ("trainer", Mode.SYNC): "its lanes move to the others, no record is lost",
-    ("trainer", Mode.ASYNC): "its tasks go on elsewhere, where the ledgers stand",
-    ("pserver", Mode.ASYNC): "it comes back from its newest checkpoint, the others go on",
+    ("trainer", Mode.SYNC): "other trainers take its lanes, no record is lost",
+    ("trainer", Mode.ASYNC): "other trainers continue its tasks where the ledgers stand",
+    ("pserver", Mode.ASYNC): "it returns with its newest checkpoint, the others go on",
     ("master", Mode.SYNC): "trainers go on meanwhile",
     ("master", Mode.ASYNC): "trainers go on meanwhile",
 }
 
 
 def too_few_tasks(spec: JobSpec, tasks: int) -> str:
-    """For people: not every trainer will have something to do; "" if it will."""
+    """A warning for the user if some trainers will have nothing to do, else ""."""
     if tasks >= spec.trainers:
         return ""
     made = f"{tasks} task{'' if tasks == 1 else 's'} of {spec.task_records} records"
@@ -58,11 +58,11 @@ def too_few_tasks(spec: JobSpec, tasks: int) -> str:
 
 
 class ProgressReporter:
-    """`restarts` by child; the last loss and step seen stay for the summary."""
+    """Shows progress and events on `screen`. `restarts`: by child. The last loss and step are kept for the summary."""
 
     def __init__(self, spec: JobSpec, screen: Display) -> None:
         self._spec, self._mode = spec, spec.mode
-        self._counted = False  # the tasks of an epoch
+        self._counted = False  # whether the tasks of an epoch are known
         self._polling = asyncio.Lock()
         self.restarts: Counter[str] = Counter()
         self._screen = screen
@@ -79,22 +79,24 @@ class ProgressReporter:
                 self.restarts[event.child] += 1
             case "lease_left":
                 self._screen.event(
-                    f"{event.child}: its lease could not be revoked ({event.cause}); it runs out by itself"
+                    f"{event.child}: its lease could not be revoked ({event.cause}); it expires by itself"
                 )
             case _:
                 return
 
     async def run(self, connect: Connect) -> None:
-        """Until cancelled."""
+        """Poll until cancelled."""
         while True:
-            with contextlib.suppress(PeerError):  # no master right now: a standby takes over, or it is started again
+            with contextlib.suppress(
+                PeerError
+            ):  # no master right now: a standby takes over, or the master is started again
                 await self._poll(connect)
             await asyncio.sleep(POLL_S)
 
     async def last_counts(self, connect: Connect) -> Counts:
-        """What the summary wants, as far as it can still be had."""
+        """The counts for the summary, as far as the master still answers."""
         with contextlib.suppress(TriremeError):
-            await self._poll(connect)  # events of the end included
+            await self._poll(connect)  # includes the last events
         discarded: list[dict[str, Any]] = []
         with contextlib.suppress(TriremeError):
             async with connect() as client:
@@ -104,7 +106,7 @@ class ProgressReporter:
 
     async def _poll(self, connect: Connect) -> None:
         async with (
-            self._polling,  # each event is told once
+            self._polling,  # so that each event is shown once
             connect() as client,
         ):
             page = await client.events(after=self._after)
@@ -112,15 +114,15 @@ class ProgressReporter:
             over = Phase(self._last["phase"]).final
             if not self._counted and not over and self._last["stage"] == Stage.TRAIN:
                 self._count((await client.task_summary())["total"])
-            self._after = page["next_after"]  # last: a question that fails is asked again, with the events it had
+            self._after = page["next_after"]  # last, so that a failed poll gets the same events again
         for event in page["events"]:
             if event["name"] in SHOWN_EVENTS or (event["name"] == "task_requeued" and "failures" in event["fields"]):
                 self._screen.event(event["message"])
-        if not over:  # then the summary follows
+        if not over:  # at the end the summary follows instead
             self._screen.show(progress_of(self._last, self.restarts.total()), clock.monotonic())
 
     def _count(self, tasks: int) -> None:
-        """The tasks of an epoch; 0: the dataset is being counted."""
+        """`tasks`: of an epoch; 0 while the dataset is being counted."""
         self._counted = tasks > 0
         if self._counted and (warning := too_few_tasks(self._spec, tasks)):
             self._screen.event(warning)

@@ -1,7 +1,7 @@
-"""A masterless job seen from outside: what a master's REST answers, read from etcd, with the same documents.
+"""The client of a masterless job: reads from etcd what a master's REST API would answer, and gives the same documents.
 
-etcd+http://127.0.0.1:2379/digits ─► WatchedJob (one watch) ─► the views a master would give
-a checkpoint, or the way back to one: written into etcd as a wish, carried out by the trainer that sweeps
+etcd+http://127.0.0.1:2379/digits ─► WatchedJob (one watch) ─► the documents that a master would give
+create or restore a checkpoint: written into etcd as an operation, carried out by the trainer that sweeps
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOOK_S = 0.1
 
 
 class MasterlessClient:
-    """What `Client` offers, without any master. Run `run()`; NotReady until the job is open."""
+    """The methods of `Client` for a job without a master. Run `run()`; methods raise NotReady until the job is open."""
 
     def __init__(
         self,
@@ -45,8 +45,7 @@ class MasterlessClient:
         self._etcd, self._keys, self._storage = etcd, keys, storage
         self._view = WatchedJob(etcd, keys, storage, lambda: None)
         self._writer = SharedWriter(etcd, keys, self._view, lambda _: None)
-        self._told: JobState | None = None
-        self._events = 0
+        self._reported: JobState | None = None
         self._loss: tuple[int, Sums] = (0, Sums())
         self._step: int | None = None
         self._done: deque[tuple[float, int]] = deque()
@@ -70,7 +69,7 @@ class MasterlessClient:
             raise DeadlineExceeded(msg, hint="is its etcd reachable, and has a trainer opened the job?") from error
 
     async def job(self) -> dict[str, Any]:
-        """As a master's `GET /v1/job`; `master` is the trainer that sweeps."""
+        """The document of a master's `GET /v1/job`; `master` is the trainer that sweeps."""
         job, now = self._view.job, clock.monotonic()
         document = render.job(job, self._metrics(), await self._sweeper()).model_dump(mode="json")
         progress = document["progress"]
@@ -107,20 +106,20 @@ class MasterlessClient:
 
     async def create_checkpoint(self, key: str, *, cause: str = "", limit_s: float = 600.0) -> dict[str, Any]:
         """As `Client`'s. Raises Conflict."""
-        begun = await self._operations().create_checkpoint(key, cause or "asked in etcd", limit_s)
-        return begun.model_dump(mode="json")
+        operation = await self._operations().create_checkpoint(key, cause or "requested through etcd", limit_s)
+        return operation.model_dump(mode="json")
 
     async def restore_checkpoint(self, checkpoint_id: str, key: str) -> dict[str, Any]:
         """As `Client`'s. Raises Conflict, NotFound."""
-        begun = await self._operations().restore_checkpoint(key, "restore asked in etcd", checkpoint_id)
-        return begun.model_dump(mode="json")
+        operation = await self._operations().restore_checkpoint(key, "restore requested through etcd", checkpoint_id)
+        return operation.model_dump(mode="json")
 
     async def operation(self, operation_id: str, wait_s: float = 0.0) -> dict[str, Any]:
         """As `Client`'s. Raises NotFound."""
         deadline = clock.monotonic() + wait_s
         while True:
             found = self._operations().get(operation_id)
-            if found.running and self._view.job.state.phase.final:  # nobody sweeps any more
+            if found.running and self._view.job.state.phase.final:  # no trainer sweeps any more
                 await self._writer.decide(lambda job, _: operations.advance(job, clock.timestamp()))
                 found = self._operations().get(operation_id)
             if not found.running or clock.monotonic() > deadline:
@@ -131,9 +130,9 @@ class MasterlessClient:
         return OperationRunner(self._writer, self._storage(self._view.job.spec), EventRing())
 
     async def events(self, after: int = 0, wait_s: float = 0.0) -> dict[str, Any]:  # noqa: ARG002  as Client's
-        """What can be told from the job's state: how it changed since the last call."""
-        state, before = self._view.job.state, self._told
-        self._told = state
+        """At most one event: how the job's state changed since the last call."""
+        state, before = self._view.job.state, self._reported
+        self._reported = state
         if before is None or state == before:
             return {"events": [], "next_after": after}
         if state.stage != before.stage:
@@ -155,14 +154,14 @@ class MasterlessClient:
         return MasterView(master_id=holder.master, url=holder.url, term=lock.create_revision)
 
     def _metrics(self) -> Metrics:
-        """The trainers' sums of the newest epoch; of those that are gone only what was seen here last."""
-        told = list(self._view.progress.values())
-        epoch = max([said.epoch for said in told], default=0)
-        of_epoch = [said for said in told if said.epoch == epoch]
-        sums = Sums(sum(said.loss_sum for said in of_epoch), sum(said.records for said in of_epoch))
+        """The trainers' sums of the newest epoch. Of trainers that are gone, the last known values."""
+        reports = list(self._view.progress.values())
+        epoch = max([report.epoch for report in reports], default=0)
+        of_epoch = [report for report in reports if report.epoch == epoch]
+        sums = Sums(sum(report.loss_sum for report in of_epoch), sum(report.records for report in of_epoch))
         if sums.records and epoch >= self._loss[0]:
             self._loss = epoch, sums
-        steps = [said.step for said in told if said.step is not None]
+        steps = [report.step for report in reports if report.step is not None]
         self._step = max(steps, default=self._step)
         metrics = Metrics()
         if self._step is not None:

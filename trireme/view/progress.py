@@ -22,7 +22,7 @@ REFRESH_PER_SECOND = 4
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The job at one moment. `records_*` count over all epochs; None: not known yet."""
+    """The job at one moment. `records_*`: over all epochs. None: not known yet."""
 
     phase: str
     stage: str
@@ -103,7 +103,7 @@ def clock_text(seconds: float) -> str:
 
 
 class Display(Protocol):
-    """`close` leaves the events on the screen, not the progress: the summary follows."""
+    """`close` removes the progress from the screen and leaves the events."""
 
     def show(self, progress: Progress, now: float) -> None: ...
 
@@ -113,7 +113,7 @@ class Display(Protocol):
 
 
 class LineDisplay:
-    """For logs and pipes: events at once, progress every `LINE_EVERY_S` seconds and soon after epoch or phase changed."""
+    """For logs and pipes: events at once, progress every `LINE_EVERY_S` seconds and soon after a change of epoch or phase."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -136,14 +136,14 @@ class LineDisplay:
 
 
 class LiveDisplay:
-    """For terminals: a bar, the numbers, the members; events scroll by above them."""
+    """For terminals: a bar, the numbers, the members; events scroll above them."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live = Live(Text("starting"), console=console, refresh_per_second=REFRESH_PER_SECOND, transient=True)
         self._live.start()
 
-    def show(self, progress: Progress, now: float) -> None:  # noqa: ARG002  it is drawn at its own rate
+    def show(self, progress: Progress, now: float) -> None:  # noqa: ARG002  rich draws at its own rate
         grid = Table.grid(padding=(0, 2))
         grid.add_row(
             Text(progress.phase.lower(), style="bold"),
@@ -160,6 +160,6 @@ class LiveDisplay:
 
 
 def display() -> Display:
-    """The one that suits stderr."""
+    """LiveDisplay if stderr is a terminal, else LineDisplay."""
     console = Console(stderr=True)
     return LiveDisplay(console) if sys.stderr.isatty() else LineDisplay(console)

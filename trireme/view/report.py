@@ -1,4 +1,4 @@
-"""The last words of a run: what was trained, how well, where the model is; or what failed, the user's traceback on top."""
+"""The summary of a run: what was trained, how well, where the model is; or what failed, with the user's traceback on top."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shared.records import JobSpec, JobState, UserFailure
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What only the launcher and the master's metrics know at the end."""
+    """Facts that only the launcher and the master's metrics know at the end."""
 
     restarts: Mapping[str, int]
     loss: float | None = None
@@ -26,7 +26,7 @@ FACTS = ("task_id", "kind", "epoch", "file", "first", "count", "failures", "caus
 
 
 def result_document(spec: JobSpec, state: JobState, counts: Counts, seconds: float, folder: Path) -> dict[str, Any]:
-    """What --json prints, and what the summary is made of."""
+    """What --json prints; the summary is made from it."""
     result = state.result
     return {
         "job": spec.job,
@@ -54,7 +54,7 @@ def result_document(spec: JobSpec, state: JobState, counts: Counts, seconds: flo
 
 
 def summary_text(document: Mapping[str, Any]) -> str:
-    """The same for people, one fact a line."""
+    """The summary for the user, one fact a line."""
     restarts = ", ".join(f"{name} {count}" for name, count in document["restarts"].items()) or "none"
     discarded, generations = document["discarded"], document["generations"]
     rows = [
@@ -82,7 +82,7 @@ def _lost(task: Mapping[str, Any]) -> str:
 
 
 def loss_rows(losses: Mapping[str, Mapping[str, int]]) -> list[tuple[str, str]]:
-    """What parameter servers never got, one row a cause: `pserver 1: 12 minibatches`."""
+    """Updates that parameter servers never got, one row for each cause: `pserver 1: 12 minibatches`."""
     return [
         (
             f"updates {cause}",
@@ -99,7 +99,7 @@ def number(value: float) -> str:
 
 
 def failure_text(state: JobState, folder: Path) -> str:
-    """The user's traceback once, on top, with the task it happened in; then why the job failed."""
+    """The user's traceback with its task, then why the job failed."""
     lines = failure_lines(state.failure) if state.failure else []
     return "\n".join([*lines, f"error: job failed: {state.reason}", f"logs: {folder / 'logs'}"])
 
