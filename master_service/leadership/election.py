@@ -1,6 +1,4 @@
-"""Becoming the leader: campaign for the lock -> write under it -> read every key -> the job as etcd holds it.
-
-    CANDIDATE --lock created--> address written under the lock --> all keys read --> job restored --> Term (term.py)
+"""Election of the leader: a candidate campaigns for the lock under a lease, and works while the lease lives.
 
 A candidate that finds the holder's port closed revokes the holder's lease, so that a restart need not wait for the TTL.
 """
@@ -9,40 +7,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 
 from master_service.control.task_service import Probe
-from master_service.core.queue.file_table import FileTable
-from master_service.core.state.job import Job
-from master_service.storage.job_storage import JobStorage
-from master_service.store import schema
-from master_service.store.writer import HeldLock, LockLost
-from shared.checkpoints.stored import ELASTIC
-from shared.errors import Conflict, DatasetError, NotFound, TriremeError
-from shared.etcd import Compare, Etcd, Get, KeyValue, Lease, Put, TxnResult
-from shared.etcd.fenced_write import FencedWrite
+from shared.errors import TriremeError
+from shared.etcd import Etcd, KeyValue, Lease
 from shared.etcd.lock import acquire
-from shared.etcd.reading import must_read, read_record
-from shared.keys import Keys
-from shared.records import JobSpec, JobState, MasterLock, Phase, TaskMeta, UserFailure
-from shared.records.datasets import Dataset
-from shared.runtime import clock, ids, telemetry
+from shared.etcd.reading import read_record
+from shared.records import MasterLock
+from shared.runtime import telemetry
 
-PAUSE_S = 0.1
 PROBE_EVERY_S = 0.5
 REVOKE_S = 3.0
 
 log = telemetry.logger("election")
-
-
-@dataclass(frozen=True, slots=True)
-class Takeover:
-    """What a new leader starts from. `revision`: of the reading; watches continue from the next one."""
-
-    commit_revision: int
-    revision: int
-    found: dict[str, KeyValue]
-    job: Job
 
 
 async def run_under_lease(
@@ -113,127 +90,6 @@ async def campaign(
         term = await acquire(etcd, key, me.to_bytes(), lease, on_wait=look_at)
         probing.cancel()
     return term
-
-
-async def take_over(
-    etcd: Etcd, keys: Keys, lock: HeldLock, spec: JobSpec | None, storage: Callable[[JobSpec], JobStorage], *first: Put
-) -> Takeover:
-    """Write `first` under the lock (a master's address), read every key, restore the job.
-
-    Raises LockLost; NotFound without a spec; StateUnreadable; Conflict if `spec` is not the job's or the dataset has changed.
-    If the dataset cannot be read the job fails, and its state tells the user why; that is not raised.
-    """
-
-    commit_revision = await _write(etcd, keys, lock, first)
-    found, revision = await schema.read_all(etcd, keys)
-    spec = _agreed_spec(keys, found, spec)
-    stored = found.get(keys.spec)
-    if stored is None or must_read(JobSpec, stored.key, stored.value) != spec:
-        writes = [Put(keys.spec, spec.to_bytes()), Put(keys.pservers_desired, str(spec.pservers).encode())]
-        if stored is None:
-            writes.append(Put(keys.state, JobState(reason="counting the dataset's records").to_bytes()))
-        commit_revision = await _write(etcd, keys, lock, writes)
-        found, revision = await schema.read_all(etcd, keys)
-    job, unreadable = await _open_job(found.get(keys.task_meta), spec, storage(spec))
-    if unreadable is None:
-        schema.restore(job, keys, found, clock.monotonic())
-        opening = [] if keys.task_meta in found else [Put(keys.task_meta, job.meta.to_bytes())]
-    else:
-        job.state = _failed(must_read(JobState, keys.state, found[keys.state].value), unreadable)
-        opening = [Put(keys.state, job.state.to_bytes())]
-    if opening:
-        commit_revision = await _write(etcd, keys, lock, opening)
-    log.info("took_over", lock=lock.key, term=lock.term, job=repr(job))
-    return Takeover(commit_revision, revision, found, job)
-
-
-async def _write(etcd: Etcd, keys: Keys, lock: HeldLock, writes: Sequence[Put]) -> int:
-    """Write under the lock, exactly once; the revision. Raises LockLost.
-
-    An attempt without an answer may land long after the term has begun. So each attempt compares `tasks/commit` and writes it:
-    of several attempts one lands, and none after a later write. The last write of the term before may come in between: then
-    the next attempt compares what that one wrote.
-    """
-    name, found_at = ids.new_id("takeover").encode(), 0
-    reads = [Get(lock.key), Get(keys.commit)]
-
-    def check() -> None:
-        if not lock.lease.alive:
-            raise LockLost(f"{lock.key} of term {lock.term} was lost during the takeover")
-
-    async def landed(found: TxnResult) -> int:
-        holder, marker = found.range(0).first, found.range(1).first
-        if holder is None or holder.create_revision != lock.term:
-            raise LockLost(f"{lock.key} of term {lock.term} was lost during the takeover")
-        return marker.mod_revision if marker is not None and marker.value == name else 0
-
-    while True:
-        fence = [lock.compare(), Compare.mod(keys.commit, "==", found_at)]
-        write = FencedWrite(etcd, fence, [*writes, Put(keys.commit, name)], reads, landed)
-        outcome = await write.until_answered(check, PAUSE_S)
-        if isinstance(outcome, int):
-            return outcome
-        marker = outcome.range(1).first
-        found_at = marker.mod_revision if marker else 0
-
-
-def _agreed_spec(keys: Keys, found: dict[str, KeyValue], given: JobSpec | None) -> JobSpec:
-    """The spec in etcd. `given` may differ in the numbers of members, in nothing else. Raises NotFound, Conflict."""
-    stored = found.get(keys.spec)
-    if stored is None:
-        if given is None:
-            msg = f"job {keys.job} has no spec in etcd yet; start its first master with TRIREME_SPEC"
-            raise NotFound(msg)
-        return given
-    spec = must_read(JobSpec, stored.key, stored.value)
-    if given is None:
-        return spec
-    differing = [
-        name for name in JobSpec.model_fields if name not in ELASTIC and getattr(given, name) != getattr(spec, name)
-    ]
-    if differing:
-        name = differing[0]
-        msg = (
-            f"job {keys.job} exists with another spec: {name} is {getattr(spec, name)!r} there and "
-            f"{getattr(given, name)!r} here; use another job name, or the same values"
-        )
-        raise Conflict(msg, differing=differing)
-    return given
-
-
-async def _open_job(meta: KeyValue | None, spec: JobSpec, storage: JobStorage) -> tuple[Job, DatasetError | None]:
-    """A job with nothing done. It has no tasks if the dataset cannot be read."""
-    known = must_read(TaskMeta, meta.key, meta.value) if meta else None
-    try:
-        table = await _table(storage, spec.dataset, spec.task_records, known.digest if known else "")
-        evaluation = None
-        if spec.evaluation_dataset is not None:
-            digest = known.evaluation_digest if known else ""
-            evaluation = await _table(storage, spec.evaluation_dataset, spec.task_records, digest)
-    except DatasetError as error:
-        log.warning("dataset_unreadable", cause=error.message)
-        return Job.open(spec, FileTable((), 1), None), error
-    return Job.open(spec, table, evaluation), None
-
-
-async def _table(storage: JobStorage, source: Dataset, task_records: int, digest: str) -> FileTable:
-    if digest:
-        try:
-            return await storage.load_table(digest)
-        except NotFound as error:
-            log.warning("file_table_missing", digest=digest, cause=error.message)
-    table = await storage.count(source, task_records)
-    if not table.tasks:
-        urls = ", ".join(source.urls)
-        raise DatasetError(f"the dataset has no records: {urls}", hint="check the path or glob")
-    return table
-
-
-def _failed(state: JobState, error: DatasetError) -> JobState:
-    if state.phase.final:
-        return state
-    failure = UserFailure(error_type=type(error).__name__, message=error.message, task="counting the dataset's records")
-    return state.model_copy(update={"phase": Phase.FAILED, "reason": error.message, "failure": failure})
 
 
 async def _awaited(work: Callable[[Lease], Awaitable[None]], lease: Lease) -> None:

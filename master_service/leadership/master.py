@@ -11,9 +11,10 @@ from collections.abc import Callable
 
 from master_service.control.task_service import Probe, TaskService
 from master_service.core.changes import Event
-from master_service.leadership.election import campaign, run_under_lease, take_over
+from master_service.leadership.election import campaign, run_under_lease
 from master_service.leadership.term import Term
 from master_service.storage.job_storage import FileStorage, JobStorage
+from master_service.store.takeover import take_over
 from master_service.store.writer import HeldLock, Writer
 from shared.errors import NotLeader, NotReady, PeerError
 from shared.etcd import Etcd, Lease, LeaseLost, Put

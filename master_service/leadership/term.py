@@ -12,9 +12,9 @@ from master_service.core.decisions.membership import checkpoint_news
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
 from master_service.core.state.metrics import Metrics
-from master_service.leadership.election import Takeover
 from master_service.storage.job_storage import JobStorage
 from master_service.store.members_watch import MembersWatch
+from master_service.store.takeover import Takeover
 from master_service.store.writer import HeldLock, MasterWriter
 from shared.etcd import Etcd
 from shared.keys import Keys

@@ -19,10 +19,11 @@ from master_service.core.changes import Event
 from master_service.core.decisions import tasks
 from master_service.core.decisions.membership import checkpoint_news
 from master_service.core.state.members import Members
-from master_service.leadership.election import campaign, run_under_lease, take_over
+from master_service.leadership.election import campaign, run_under_lease
 from master_service.masterless.view import WatchedJob
 from master_service.masterless.writer import SharedWriter, SweeperWriter
 from master_service.storage.job_storage import FileStorage, JobStorage
+from master_service.store.takeover import take_over
 from master_service.store.writer import HeldLock
 from shared.errors import PeerError
 from shared.etcd import Etcd, Lease, LeaseLost

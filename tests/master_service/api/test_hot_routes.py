@@ -9,8 +9,9 @@ from typing import Any
 import httpx
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from master_service.api.app import MAX_BODY_BYTES, make_api, make_app
+from master_service.api.app import make_api, make_app
 from master_service.api.hot_routes import DirectTaskLeases
+from master_service.api.limits import MAX_BODY_BYTES
 from master_service.leadership.master import Master
 from tests.master_service.worlds import World, running, spec_of
 

@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from master_service.api.app import MAX_BODY_BYTES, make_app
+from master_service.api.app import make_app
+from master_service.api.limits import MAX_BODY_BYTES
 from master_service.leadership.master import Master
 from shared.records import Mode
 from tests.master_service.worlds import Storage, World, leading, running, spec_of
