@@ -91,12 +91,12 @@ class Recovery:
         job = self._job
         back = pserver_return.returned(job.state, job.members) if job.spec.mode is Mode.ASYNC else []
         for member in back:
-            await self._count(member)
+            await self._record_return(member)
         return bool(back)
 
-    async def _count(self, member: PserverMember) -> None:
-        said, state = member.restored, self._job.state
-        assert said is not None
+    async def _record_return(self, member: PserverMember) -> None:
+        restored, state = member.restored, self._job.state
+        assert restored is not None
         cut, error = None, ""
         try:
             if (ref := await self._ref_of(member)) is not None:
@@ -104,7 +104,7 @@ class Recovery:
         except CheckpointUnusable as unusable:
             error = unusable.message
         if cut is None and await self._ref_of(member) is None:
-            cause = f"checkpoint {said.checkpoint} was replaced by a newer one while it loaded; it loads again"
+            cause = f"checkpoint {restored.checkpoint} was replaced by a newer one while it loaded; it loads again"
             log.warning("pserver_evicted", pserver=member.index, cause=cause)
             await self._etcd.revoke(member.lease)
             return
@@ -116,7 +116,7 @@ class Recovery:
                 return Decision(False) + fail(job.state, f"what pserver {member.index} lost cannot be counted: {error}")
             key = str(member.index)
             before = cut.losses.lost.get(key, 0), cut.losses.skipped.get(key, 0)
-            lost = queue_restore.missed_minibatches(job, cut, said.positions) if said.blocks else 0
+            lost = queue_restore.missed_minibatches(job, cut, restored.positions) if restored.blocks else 0
             return pserver_return.record_return(job, member, lost, before)
 
         await self._writer.decide(count)
@@ -124,7 +124,7 @@ class Recovery:
 
     async def _ref_of(self, member: PserverMember) -> CheckpointRef | None:
         """The checkpoint that the pserver loaded, if it is still kept. Read from etcd, because the watches may be late."""
-        keys, said = self._keys, member.restored
+        keys, restored = self._keys, member.restored
         found = await self._etcd.txn([], [Get(keys.latest), Get(keys.own_checkpoints(member.index))])
         latest, own = found.range(0).first, found.range(1).first
         kept: list[CheckpointRef] = []
@@ -132,7 +132,7 @@ class Recovery:
             kept += newest.kept
         if own is not None and (alone := read_record(OwnCheckpoints, own.key, own.value)) is not None:
             kept += alone.kept
-        return next((ref for ref in kept if said is not None and ref.uuid == said.checkpoint), None)
+        return next((ref for ref in kept if restored is not None and ref.uuid == restored.checkpoint), None)
 
     async def _evict_survivors(self) -> None:
         """Without any checkpoint, pservers that still hold parameters have to leave: their leases are revoked."""
@@ -175,7 +175,7 @@ class Recovery:
             try:
                 manifest = await self._storage.read_manifest(ref)
             except ConnectionError as away:
-                await self._tell_away(str(away))
+                await self._report_storage_away(str(away))
                 raise PeerError(f"the storage is not reached: {away}") from away
             except OSError as failed:
                 error = f"checkpoint {ref.uuid} (step {ref.step}) could not be read {attempt + 1} times: {failed!r}"
@@ -186,12 +186,12 @@ class Recovery:
                 return manifest
         raise CheckpointUnusable(error)
 
-    async def _tell_away(self, cause: str) -> None:
+    async def _report_storage_away(self, cause: str) -> None:
         """An event, once until the storage answers again."""
         if not self._storage_away:
             self._storage_away = True
-            told = Event("storage_away", f"the job waits for its storage to go back to a checkpoint: {cause}", {})
-            await self._writer.decide(lambda _job, _now: Decision(None, (), (told,)))
+            waiting = Event("storage_away", f"the job waits for its storage to go back to a checkpoint: {cause}", {})
+            await self._writer.decide(lambda _job, _now: Decision(None, (), (waiting,)))
 
     def _checked(self, manifest: Manifest) -> Manifest:
         """Raises CheckpointUnusable if the queue cannot go back to it."""

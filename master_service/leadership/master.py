@@ -73,7 +73,7 @@ class Master(TaskService):
 
     async def _lead(self, lease: Lease) -> None:
         me = MasterLock(master=self.name, url=self.url, lease=lease.id)
-        term = await campaign(self._etcd, self.keys.master_lock, me, lease, self._probe, self._see_leader)
+        term = await campaign(self._etcd, self.keys.master_lock, me, lease, self._probe, self._note_leader)
         self._leading, self._leader = True, self.url
         lock = HeldLock(self.keys.master_lock, term, lease)
         address = Put(self.keys.master_address, MasterAddress(url=self.url, term=term).to_bytes(), lease.id)
@@ -86,7 +86,7 @@ class Master(TaskService):
         start.job.budget.started = done.epoch > 0 or done.counts[2] > 0
         await self.current_term.run()
 
-    def _see_leader(self, holder: MasterLock) -> None:
+    def _note_leader(self, holder: MasterLock) -> None:
         self._leader = holder.url
 
     # ---------------------------------------------------------------- state

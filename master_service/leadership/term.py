@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from master_service.control.events import EventRing
 from master_service.control.supervisor import Supervisor
 from master_service.core.changes import Event
-from master_service.core.decisions.membership import checkpoint_news
+from master_service.core.decisions.membership import storage_events
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
 from master_service.core.state.metrics import Metrics
@@ -54,7 +54,7 @@ class Term:
             group.create_task(self._supervisor.run())
 
     def _on_members(self, members: Members) -> None:
-        self._events.add(checkpoint_news(self.job.members, members))
+        self._events.add(storage_events(self.job.members, members))
         self.job.members = members
         self._supervisor.members_changed()
 

@@ -17,7 +17,7 @@ from master_service.control.supervisor import Supervisor
 from master_service.control.task_service import Probe, TaskService
 from master_service.core.changes import Event
 from master_service.core.decisions import tasks
-from master_service.core.decisions.membership import checkpoint_news
+from master_service.core.decisions.membership import storage_events
 from master_service.core.state.members import Members
 from master_service.leadership.election import campaign, run_under_lease
 from master_service.masterless.view import WatchedJob
@@ -33,7 +33,7 @@ from shared.records.tasks import HeldTask, TrainerProgress
 from shared.runtime import clock, http, ids, telemetry
 
 PAUSE_S = 0.5
-TELL_S = 3.0
+WRITE_S = 3.0
 REMEMBERED_S = 30.0
 
 log = telemetry.logger("dispatcher")
@@ -64,8 +64,8 @@ class Dispatcher(TaskService):
         self._spec, self._ttl_s, self._storage = spec, ttl_s, storage
         self._supervisor: Supervisor | None = None
         self._lease: Lease | None = None
-        self._told = TrainerProgress(trainer=name)
-        self._told_of = Members()
+        self._progress = TrainerProgress(trainer=name)
+        self._announced = Members()
 
     def __repr__(self) -> str:
         return f"<Dispatcher {self.name}: {'sweeper' if self.sweeps else 'candidate'}, {self.view!r}>"
@@ -88,7 +88,7 @@ class Dispatcher(TaskService):
             leaving = asyncio.Event()
             candidate = group.create_task(self._candidate(leaving))
             await stopping.wait()
-            await self._keep_last_report()
+            await self._keep_progress()
             leaving.set()
             await candidate
             for task in working:
@@ -124,15 +124,15 @@ class Dispatcher(TaskService):
         self._supervisor = Supervisor(self._etcd, self.keys, writer, lease, storage, self.metrics, self.events)
         self.events.begin_term(term)
         self.events.add([Event("sweeper_elected", f"{self.name} sweeps in term {term}", {"term": term})])
-        self._told_of = Members()
+        self._announced = Members()
         self._on_members()
         await self._supervisor.run()
 
     def _on_members(self) -> None:
         if self._supervisor is not None:
             now = self.view.job.members
-            self.events.add(checkpoint_news(self._told_of, now))
-            self._told_of = now
+            self.events.add(storage_events(self._announced, now))
+            self._announced = now
             self._supervisor.members_changed()
 
     # ---------------------------------------------------------------- reports for other processes
@@ -140,27 +140,27 @@ class Dispatcher(TaskService):
     async def report_progress(self, task_id: str, report: TaskProgress) -> None:
         """Written to the trainer's key, where the sweeper's watch finds it. Raises StaleAttempt, NotFound, PeerError."""
         held = tasks.report_progress(self.job, task_id, report).answer.pending[task_id]
-        said = HeldTask(
+        mine = HeldTask(
             task_id=task_id, attempt=report.attempt, epoch=held.record.epoch, minibatches=report.minibatches
         )
-        others = [task for task in self._told.tasks if task.task_id != task_id and self._holds(task)]
-        await self._tell(self._told.model_copy(update={"tasks": (*others, said)}))
+        others = [task for task in self._progress.tasks if task.task_id != task_id and self._holds(task)]
+        await self._publish(self._progress.model_copy(update={"tasks": (*others, mine)}))
 
     async def report_metrics(self, batch: MetricBatch) -> None:
         """Sums of the current epoch. Raises PeerError."""
         await super().report_metrics(batch)
-        told = self._told
-        epoch = max([share.epoch for share in batch.steps], default=told.epoch)
-        loss_sum, records = (told.loss_sum, told.records) if epoch == told.epoch else (0.0, 0)
+        before = self._progress
+        epoch = max([share.epoch for share in batch.steps], default=before.epoch)
+        loss_sum, records = (before.loss_sum, before.records) if epoch == before.epoch else (0.0, 0)
         shares = [share for share in batch.steps if share.epoch == epoch]
-        await self._tell(
-            told.model_copy(
+        await self._publish(
+            before.model_copy(
                 update={
                     "epoch": epoch,
-                    "step": max([share.step for share in batch.steps], default=told.step),
+                    "step": max([share.step for share in batch.steps], default=before.step),
                     "loss_sum": loss_sum + sum(share.loss_sum for share in shares),
                     "records": records + sum(share.records for share in shares),
-                    "tasks": tuple(task for task in told.tasks if self._holds(task)),
+                    "tasks": tuple(task for task in before.tasks if self._holds(task)),
                 }
             )
         )
@@ -169,22 +169,22 @@ class Dispatcher(TaskService):
         held = self.job.queue_of(task.task_id).pending.get(task.task_id)
         return held is not None and (held.record.trainer, held.record.attempt) == (self.name, task.attempt)
 
-    async def _keep_last_report(self) -> None:
+    async def _keep_progress(self) -> None:
         """What this trainer reported of the epoch is kept for REMEMBERED_S: others may not have read it yet."""
-        if not self._told.records:
+        if not self._progress.records:
             return
-        self._told = self._told.model_copy(update={"tasks": ()})
+        self._progress = self._progress.model_copy(update={"tasks": ()})
         with _best_effort():
-            await self._put(await self._etcd.grant(REMEMBERED_S, timeout_s=TELL_S))
+            await self._put(await self._etcd.grant(REMEMBERED_S, timeout_s=WRITE_S))
 
-    async def _tell(self, said: TrainerProgress) -> None:
-        self._told = said
+    async def _publish(self, progress: TrainerProgress) -> None:
+        self._progress = progress
         if self._lease is not None and self._lease.alive:
             with _best_effort():
                 await self._put(self._lease)
 
     async def _put(self, lease: Lease) -> None:
-        await self._etcd.put(self.keys.progress(self.name), self._told.to_bytes(), lease.id, timeout_s=TELL_S)
+        await self._etcd.put(self.keys.progress(self.name), self._progress.to_bytes(), lease.id, timeout_s=WRITE_S)
 
 
 @contextmanager
@@ -193,4 +193,4 @@ def _best_effort() -> Iterator[None]:
     try:
         yield
     except (PeerError, LeaseLost) as error:
-        log.debug("progress_untold", cause=error.message)
+        log.debug("progress_not_written", cause=error.message)

@@ -175,14 +175,14 @@ class WatchedJob:
         if event.type == "delete":
             self.progress.pop(trainer, None)
             return
-        said = read_record(TrainerProgress, event.kv.key, event.kv.value)
-        if said is None:
+        report = read_record(TrainerProgress, event.kv.key, event.kv.value)
+        if report is None:
             return
-        self.progress[trainer] = said
+        self.progress[trainer] = report
         if self._job is None:
             return
-        self._job.budget.started |= said.step is not None
-        for task in said.tasks:
+        self._job.budget.started |= report.step is not None
+        for task in report.tasks:
             try:
                 queue = self._job.queue_of(task.task_id)
             except NotFound:

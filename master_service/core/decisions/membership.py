@@ -15,16 +15,16 @@ from shared.records import JobSpec, JobState, LaneMap, Mode, Phase, SlotMap
 from shared.slots import spread
 
 
-def checkpoint_news(before: Members, now: Members) -> tuple[Event, ...]:
+def storage_events(before: Members, now: Members) -> tuple[Event, ...]:
     """Which pservers can no longer write checkpoints, which can again, and which wait for the storage to load one."""
     events = []
     for index, member in sorted(now.pservers.items()):
-        told = before.pservers[index].trouble if index in before.pservers else ""
+        known = before.pservers[index].trouble if index in before.pservers else ""
         if member.waits and not (index in before.pservers and before.pservers[index].waits):
             events.append(Event("storage_away", member.waits, {"pserver": index}))
-        if member.trouble and not told:
+        if member.trouble and not known:
             events.append(Event("checkpoint_failed", member.trouble, {"pserver": index}))
-        if told and not member.trouble:
+        if known and not member.trouble:
             events.append(
                 Event("checkpoint_works_again", f"pserver {index} writes checkpoints again", {"pserver": index})
             )

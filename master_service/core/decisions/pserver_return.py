@@ -56,19 +56,21 @@ def handle_missing(spec: JobSpec, state: JobState, slots: SlotMap | None, member
 
 def is_back(state: JobState, member: PserverMember) -> bool:
     """Whether it wrote in this timeline that it rejoined, or could not, and that is not on record yet."""
-    said = member.restored
+    restored = member.restored
     return (
-        said is not None
-        and said.rejoined
-        and said.timeline == state.timeline
+        restored is not None
+        and restored.rejoined
+        and restored.timeline == state.timeline
         and state.mends.get(str(member.index)) != member.incarnation
     )
 
 
 def returned(state: JobState, members: Members) -> list[PserverMember]:
     """Pservers that serve again and whose losses are not on record yet."""
-    said = [member for member in members.pservers.values() if member.restored is not None and not member.restored.error]
-    return [member for member in said if is_back(state, member)]
+    restored = [
+        member for member in members.pservers.values() if member.restored is not None and not member.restored.error
+    ]
+    return [member for member in restored if is_back(state, member)]
 
 
 def is_outdated(state: JobState, members: Members, generation: int | None) -> bool:
@@ -84,12 +86,12 @@ def is_outdated(state: JobState, members: Members, generation: int | None) -> bo
 
 def record_return(job: Job, member: PserverMember, lost: int, before: tuple[int, int]) -> Decision[bool]:
     """Record what `member` lacks. `lost`: minibatches since its checkpoint; `before`: (lost, skipped) at the checkpoint."""
-    state, said = job.state, member.restored
-    if said is None or job.members.pservers.get(member.index) != member or not is_back(state, member):
+    state, restored = job.state, member.restored
+    if restored is None or job.members.pservers.get(member.index) != member or not is_back(state, member):
         return Decision(False)
     generation = state.generation + 1
     absent = tuple(index for index in state.absent if index != member.index)
-    message = f"pserver {member.index} is back from checkpoint {said.checkpoint[:8]}: it lacks {lost:,} minibatches of closed tasks"
+    message = f"pserver {member.index} is back from checkpoint {restored.checkpoint[:8]}: it lacks {lost:,} minibatches of closed tasks"
     update = {
         "generation": generation,
         "mended": generation,
@@ -99,7 +101,7 @@ def record_return(job: Job, member: PserverMember, lost: int, before: tuple[int,
     }
     losses = job.losses.with_lost(member.index, before[0] + lost, before[1])
     fields: dict[str, str | int | float | bool] = {"pserver": member.index, "lost_minibatches": lost}
-    events = [Event("pserver_back", message, {**fields, "checkpoint": said.checkpoint, "generation": generation})]
-    if said.damaged:
-        events.insert(0, Event("checkpoint_unusable", said.damaged, {"pserver": member.index}))
+    events = [Event("pserver_back", message, {**fields, "checkpoint": restored.checkpoint, "generation": generation})]
+    if restored.damaged:
+        events.insert(0, Event("checkpoint_unusable", restored.damaged, {"pserver": member.index}))
     return Decision(True, (PutState(state.model_copy(update=update)), PutLosses(losses)), tuple(events))

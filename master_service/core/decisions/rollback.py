@@ -60,15 +60,15 @@ def has_parameters(state: JobState, members: Members, index: int) -> bool:
     member = members.pservers.get(index)
     if member is None:
         return False
-    said = member.restored
-    if said is not None and said.rejoined:
+    restored = member.restored
+    if restored is not None and restored.rejoined:
         noted = state.mends.get(str(index)) == member.incarnation
-        return noted and not said.error and said.timeline == state.timeline
+        return noted and not restored.error and restored.timeline == state.timeline
     if state.checkpoint:
         return (
-            said is not None
-            and not said.error
-            and (said.timeline, said.checkpoint) == (state.timeline, state.checkpoint)
+            restored is not None
+            and not restored.error
+            and (restored.timeline, restored.checkpoint) == (state.timeline, state.checkpoint)
         )
     return not members.pserver_revisions.get(index, 0) > members.layout_revision > 0
 
@@ -117,11 +117,15 @@ def supervise(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Me
     if slots is not None and not slots_fit(slots, spec):
         return go_back(spec, state, slots, members, why_incomplete(spec, state, slots, members))
     for index in sorted(members.pservers):
-        said = members.pservers[index].restored
-        if said is not None and said.error and (said.timeline, said.checkpoint) == (state.timeline, state.checkpoint):
-            if said.superseded:
+        restored = members.pservers[index].restored
+        if (
+            restored is not None
+            and restored.error
+            and (restored.timeline, restored.checkpoint) == (state.timeline, state.checkpoint)
+        ):
+            if restored.superseded:
                 return choose_again(spec, state, slots, members.latest)
-            return fall_back(spec, state, slots, members.latest, f"pserver {index}: {said.error}")
+            return fall_back(spec, state, slots, members.latest, f"pserver {index}: {restored.error}")
     return Decision(None)
 
 

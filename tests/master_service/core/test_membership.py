@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from master_service.core.changes import Decision, PutFailures, PutLanes, PutSlots, PutState
 from master_service.core.decisions.lane_placement import assign_lanes, moved_lanes
 from master_service.core.decisions.lifecycle import count_failure, fail, next_stage
-from master_service.core.decisions.membership import checkpoint_news, reconcile
+from master_service.core.decisions.membership import reconcile, storage_events
 from master_service.core.state.failure_budget import FailureBudget
 from master_service.core.state.members import Members
 from master_service.core.state.metrics import Metrics
@@ -280,20 +280,20 @@ def test_a_pserver_that_cannot_write_checkpoints_is_an_event_once_and_when_it_is
         return Members(pservers={1: member})
 
     nobody = Members()
-    [event] = checkpoint_news(nobody, seen("no room for step 2"))
+    [event] = storage_events(nobody, seen("no room for step 2"))
     assert (event.name, event.message, event.fields) == ("checkpoint_failed", "no room for step 2", {"pserver": 1})
-    assert checkpoint_news(seen("no room for step 2"), seen("no room for step 2")) == ()
-    assert checkpoint_news(nobody, seen("")) == ()
-    [event] = checkpoint_news(seen("no room for step 2"), seen(""))
+    assert storage_events(seen("no room for step 2"), seen("no room for step 2")) == ()
+    assert storage_events(nobody, seen("")) == ()
+    [event] = storage_events(seen("no room for step 2"), seen(""))
     assert event.name == "checkpoint_works_again"
-    assert checkpoint_news(seen("no room for step 2"), nobody) == ()
+    assert storage_events(seen("no room for step 2"), nobody) == ()
 
 
 def test_a_pserver_that_waits_for_its_storage_is_an_event_once():
     def seen(waits):
         return Members(pservers={1: PserverMember(index=1, url="u", incarnation="i", host="h", pid=1, waits=waits)})
 
-    [event] = checkpoint_news(seen(""), seen("no answer from http://s3"))
+    [event] = storage_events(seen(""), seen("no answer from http://s3"))
     assert (event.name, event.message, event.fields) == ("storage_away", "no answer from http://s3", {"pserver": 1})
-    assert checkpoint_news(seen("no answer from http://s3"), seen("still none")) == ()
-    assert checkpoint_news(seen("no answer from http://s3"), seen("")) == ()
+    assert storage_events(seen("no answer from http://s3"), seen("still none")) == ()
+    assert storage_events(seen("no answer from http://s3"), seen("")) == ()
