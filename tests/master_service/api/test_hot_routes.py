@@ -1,5 +1,5 @@
-"""The task routes are served in front of FastAPI, and nobody can tell: the same requests in the same order get, byte for
-byte, what FastAPI alone answers (which documents them)."""
+"""The task routes are served in front of FastAPI. The same requests in the same order get, byte for byte, what FastAPI alone
+answers."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ async def both(calls: list[Call]) -> tuple[int, list[Any], list[Any]]:
     return counted[0].requests, mine, theirs
 
 
-async def test_what_is_asked_for_every_task_is_answered_as_fastapi_would_and_without_it() -> None:
+async def test_requests_for_every_task_are_answered_like_fastapi_but_without_it() -> None:
     passed_on, mine, theirs = await both(SERVED)
     for call, given, expected in zip(SERVED, mine, theirs, strict=True):
         assert given == expected, call
@@ -134,7 +134,7 @@ async def test_what_is_asked_for_every_task_is_answered_as_fastapi_would_and_wit
     assert {status for status, _, _ in mine} == {200, 400, 404, 409}
 
 
-async def test_whatever_is_unusual_is_fastapis_affair() -> None:
+async def test_unusual_requests_go_to_fastapi() -> None:
     passed_on, mine, theirs = await both(LEFT_TO_FASTAPI)
     for call, given, expected in zip(LEFT_TO_FASTAPI, mine, theirs, strict=True):
         assert given == expected, call
@@ -151,7 +151,7 @@ LONE_SURROGATES = [
 ]
 
 
-async def test_text_that_nobody_can_write_again_is_refused_and_the_master_leads_on() -> None:
+async def test_text_that_cannot_be_encoded_again_is_refused_and_the_master_goes_on() -> None:
     for make in (make_app, make_api):
         async with running(World(spec_of()), "t1") as master:
             app = make(master, token="secret")

@@ -164,7 +164,7 @@ def test_a_silent_lane_costs_its_trainer_the_membership_and_spares_the_others() 
             await take(world, master, "t1", stream=0)
             await asyncio.sleep(1)
             await take(world, master, "t2", stream=1)
-            await until(lambda: master.job.state.trainers == ("t2",), "t1 to be put out", 40)
+            await until(lambda: master.job.state.trainers == ("t2",), "t1 to be evicted", 40)
             assert await world.etcd.get(KEYS.trainer("t1")) is None
             assert master.job.lanes is not None
             assert master.job.lanes.of("t2") == (0, 2)

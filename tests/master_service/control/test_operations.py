@@ -76,7 +76,7 @@ def test_a_checkpoint_on_demand_is_done_when_one_that_carries_it_is_the_latest()
     virtually(main)
 
 
-def test_what_nobody_answers_is_asked_again_and_fails_at_its_limit_saying_what_it_waited_for() -> None:
+def test_a_request_without_effect_is_repeated_and_fails_at_its_limit_saying_what_it_waited_for() -> None:
     async def main() -> None:
         world = World(spec())
         async with running(world, "t1") as master:
@@ -264,7 +264,7 @@ def test_a_checkpoint_found_damaged_while_it_is_loaded_ends_the_operation_and_th
     virtually(main)
 
 
-def test_a_new_master_goes_on_with_a_way_back_at_any_point_of_it() -> None:
+def test_a_new_master_continues_a_restoration_at_any_point() -> None:
     async def main() -> None:
         world = World(spec())
         async with running(world, "t1") as first:
@@ -302,9 +302,9 @@ def test_only_the_last_ones_that_ended_are_kept() -> None:
 async def test_rest_answers_202_with_the_operation_and_where_to_ask_for_it() -> None:
     world = World(spec())
     async with running(world, "t1") as master, client_of(master) as client:
-        wish: dict[str, Any] = {"cause": "before the upgrade", "limit_s": 30}
+        request: dict[str, Any] = {"cause": "before the upgrade", "limit_s": 30}
         headers = {"Idempotency-Key": "mine"}
-        response = await client.post("/v1/checkpoints", json=wish, headers=headers)
+        response = await client.post("/v1/checkpoints", json=request, headers=headers)
         assert response.status_code == 202
         operation = response.json()
         assert (operation["kind"], operation["state"], operation["limit_s"]) == ("CREATE_CHECKPOINT", "RUNNING", 30)

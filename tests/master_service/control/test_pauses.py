@@ -91,7 +91,7 @@ def test_a_pause_waits_for_all_trainers_then_for_all_copies_and_is_confirmed() -
     virtually(main)
 
 
-def test_who_is_too_slow_or_dies_ends_the_pause_and_nothing_of_it_counts() -> None:
+def test_a_member_that_is_too_slow_or_dies_ends_the_pause_and_nothing_of_it_counts() -> None:
     async def main() -> None:
         world = World(spec())
         async with running(world, "t1") as master:
@@ -169,7 +169,7 @@ def test_a_returned_pserver_is_charged_for_closed_tasks_and_old_reports_put_thei
     virtually(main)
 
 
-def test_a_pserver_that_came_back_from_what_is_kept_no_more_has_to_come_again() -> None:
+def test_a_pserver_that_loaded_a_checkpoint_that_is_deleted_loads_again() -> None:
     """A newer checkpoint, begun before its death, was committed while it loaded the one before, which was deleted."""
 
     async def main() -> None:

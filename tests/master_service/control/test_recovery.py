@@ -82,7 +82,7 @@ def names(master: Master) -> list[str]:
     return [event.name for event in master.events.after(0, 1000)]
 
 
-def test_a_dead_pserver_takes_the_job_back_and_it_goes_on_when_everybody_has_restored() -> None:
+def test_a_dead_pserver_takes_the_job_back_and_it_goes_on_when_all_pservers_have_restored() -> None:
     async def main() -> None:
         world = World(spec())
         async with running(world, "t1") as master:
@@ -185,7 +185,7 @@ def test_damage_is_answered_by_the_checkpoint_before_and_by_failing_when_none_is
     virtually(main)
 
 
-def test_a_storage_in_trouble_is_asked_again() -> None:
+def test_a_failing_storage_is_read_again() -> None:
     async def main() -> None:
         world = World(spec())
         async with running(world, "t1") as master:
@@ -204,7 +204,7 @@ def test_a_storage_in_trouble_is_asked_again() -> None:
     virtually(main)
 
 
-def test_a_storage_that_is_not_reached_is_waited_for_and_told_once() -> None:
+def test_a_storage_that_is_not_reached_is_waited_for_and_reported_once() -> None:
     """However long it takes: the checkpoint before is in the same place."""
 
     async def main() -> None:
@@ -250,7 +250,7 @@ def test_a_job_resumed_with_another_number_of_pservers_gets_a_new_slot_map() -> 
     virtually(main)
 
 
-def test_without_a_checkpoint_everybody_leaves_and_the_job_begins_once_more() -> None:
+def test_without_a_checkpoint_all_pservers_leave_and_the_job_starts_over() -> None:
     async def main() -> None:
         world = World(spec())
         async with running(world, "t1") as master:

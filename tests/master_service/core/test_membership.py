@@ -228,7 +228,7 @@ def test_different_errors_before_the_first_step_use_the_budget_up() -> None:
     assert [bool(spend(budget, failure, in_task=True)) for failure in failures] == [False, False, True]
 
 
-def test_after_the_first_step_a_tasks_failure_is_the_tasks_own_affair() -> None:
+def test_after_the_first_step_a_failure_inside_a_task_does_not_count_against_the_job() -> None:
     budget = FailureBudget(allowed=3, started=True)
     assert [spend(budget, NO, in_task=True) for _ in range(20)] == [""] * 20
     outside = [spend(budget, NO, in_task=False) for _ in range(3)]

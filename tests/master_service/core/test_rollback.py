@@ -1,4 +1,4 @@
-"""Roll-backs from the master's side: which checkpoint, the queue rewound, and what becomes of old reports."""
+"""Roll-backs as the master decides them: which checkpoint, the queue restored, and what happens to old reports."""
 
 from __future__ import annotations
 
@@ -84,9 +84,7 @@ def event_of(decision: Decision[None], name: str) -> Event:
     ("members", "cause"),
     [(members_of(0), "pserver 1 is gone"), (members_of(0, 1, new=1), "pserver 1 was replaced by an empty one")],
 )
-def test_lost_parameters_send_everybody_back_to_the_newest_checkpoint(
-    stage: Stage, members: Members, cause: str
-) -> None:
+def test_lost_parameters_take_the_job_back_to_the_newest_checkpoint(stage: Stage, members: Members, cause: str) -> None:
     decision = reconcile(SPEC, RUNNING.model_copy(update={"stage": stage}), LANES, SLOTS, members)
     state = state_after(decision)
     assert (state.phase, state.generation, state.timeline, state.checkpoint) == (Phase.ROLLING_BACK, 5, 5, "newest")
@@ -159,14 +157,14 @@ def test_what_could_not_be_loaded_is_not_tried_again_at_the_next_loss() -> None:
     assert state_after(decision).checkpoint == "older"
 
 
-def test_an_old_complaint_does_not_count_in_a_newer_timeline() -> None:
+def test_an_old_error_does_not_count_in_a_newer_timeline() -> None:
     back = RUNNING.model_copy(
         update={"phase": Phase.ROLLING_BACK, "generation": 6, "timeline": 6, "checkpoint": "older"}
     )
     assert reconcile(SPEC, back, LANES, SLOTS, members_of(0, 1, restored=said(5, "damaged"))) == Decision(None)
 
 
-def test_without_any_checkpoint_everybody_who_holds_parameters_leaves_and_training_starts_over() -> None:
+def test_without_any_checkpoint_pservers_that_hold_parameters_leave_and_training_starts_over() -> None:
     alone = members_of(0, latest=None)
     assert reconcile(SPEC, RUNNING, LANES, SLOTS, alone) == Decision(None)
     assert [member.index for member in rollback.survivors(SPEC, RUNNING, alone)] == [0]
@@ -336,7 +334,7 @@ def test_a_report_from_before_the_roll_back_is_stale() -> None:
             (complete if isinstance(report, CompleteTask) else fail_task)(job, task.task_id, report)
 
 
-def test_everybody_restored_and_the_queue_rewound_the_job_runs_in_a_new_generation() -> None:
+def test_with_parameters_and_queue_restored_the_job_runs_in_a_new_generation() -> None:
     job = books_of([4, 4], 2, 1)
     job.state = RUNNING.model_copy(
         update={"phase": Phase.ROLLING_BACK, "generation": 5, "timeline": 5, "checkpoint": "newest"}

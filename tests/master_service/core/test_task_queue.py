@@ -263,8 +263,8 @@ def test_asking_for_an_index_proves_the_ones_before_it_committed(lanes: TaskQueu
     assert lanes.finish("0", 1, "t1") == Closing(())
 
 
-def test_a_failure_of_a_lanes_task_that_counts_as_done_is_not_taken_as_said_before(lanes: TaskQueue) -> None:
-    """Its trainer computes it again, under a new generation: unless it hears that this is no task's failure it never ends."""
+def test_a_failure_of_a_lanes_task_that_is_done_is_not_mistaken_for_a_repeat(lanes: TaskQueue) -> None:
+    """Its trainer computes it again, under a new generation: unless it is told that this is no task's failure it never ends."""
     take_lane(lanes, "r0", 0, 0)
     take_lane(lanes, "r1", 0, 1)
     assert take_lane(lanes, "r2", 0, 0).answer == "task"

@@ -105,7 +105,7 @@ def test_a_standby_names_the_leader_and_leads_at_once_when_it_stops() -> None:
     virtually(main)
 
 
-def test_a_dead_leaders_lease_is_revoked_by_whoever_finds_its_port_closed() -> None:
+def test_a_dead_leaders_lease_is_revoked_by_a_candidate_that_finds_its_port_closed() -> None:
     async def main() -> None:
         world = World(spec_of())
         lost = asyncio.ensure_future(world.master("m1").run(asyncio.Event()))
@@ -121,7 +121,7 @@ def test_a_dead_leaders_lease_is_revoked_by_whoever_finds_its_port_closed() -> N
     virtually(main)
 
 
-def test_who_is_cancelled_in_office_hears_that_though_the_work_fails_meanwhile() -> None:
+def test_a_cancelled_caller_gets_its_cancellation_even_if_the_work_fails_meanwhile() -> None:
     async def work(_lease) -> None:
         try:
             await asyncio.sleep(1000)
@@ -152,7 +152,7 @@ def test_another_spec_under_the_same_name_is_refused() -> None:
 
 
 @pytest.mark.parametrize("key", [KEYS.state, KEYS.spec, KEYS.task_meta, KEYS.pending("3"), KEYS.cursor("nowhere")])
-def test_a_job_that_cannot_be_understood_is_not_guessed_at(key: str) -> None:
+def test_a_job_that_cannot_be_read_is_refused(key: str) -> None:
     async def main() -> None:
         world = World(spec_of())
         async with leading(world.master()):
@@ -180,7 +180,7 @@ def test_a_master_without_its_lock_writes_nothing_and_steps_down() -> None:
             async with leading(world.master("m2")) as new:
                 before = world.simulated.revision
                 with pytest.raises(NotLeader):
-                    await writer.decide(lambda job, _: lifecycle.fail(job.state, "zombie"))
+                    await writer.decide(lambda job, _: lifecycle.fail(job.state, "an old master"))
                 written = [e.kv.key for e in world.simulated.events() if e.kv.mod_revision > before]
                 assert KEYS.state not in written
                 assert new.job.state.phase is Phase.RUNNING
@@ -188,7 +188,7 @@ def test_a_master_without_its_lock_writes_nothing_and_steps_down() -> None:
     virtually(main)
 
 
-def test_without_the_fence_the_deposed_master_would_write(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_fence_an_old_master_would_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ablation of the test above."""
 
     def unfenced(_: MasterWriter, _after: bytes) -> list[Compare]:

@@ -54,7 +54,7 @@ def test_several_trainers_give_each_task_of_each_epoch_once() -> None:
     virtually(main)
 
 
-def test_every_trainers_books_are_what_etcd_holds() -> None:
+def test_every_trainer_holds_what_etcd_holds() -> None:
     async def main() -> None:
         world = MasterlessWorld(spec_of(), Storage(30))
         async with dispatching(world, "t1", "t2", "t3") as dispatchers:
@@ -109,7 +109,7 @@ def test_a_lost_compare_decides_again_on_what_the_other_wrote() -> None:
     virtually(main)
 
 
-def test_a_refusal_is_told_only_when_no_write_of_the_others_is_missing() -> None:
+def test_an_error_is_answered_only_when_no_write_of_the_others_is_missing() -> None:
     """A lane's new owner asks for a task that its own process does not know to be due yet."""
 
     async def main() -> None:
@@ -175,7 +175,7 @@ def test_a_dead_sweepers_place_is_taken_at_once_and_its_tasks_go_back() -> None:
     virtually(main)
 
 
-def test_the_sweeper_tells_of_a_parameter_servers_trouble_once_and_so_does_its_successor() -> None:
+def test_the_sweeper_reports_a_parameter_servers_storage_error_once_and_so_does_its_successor() -> None:
     async def main() -> None:
         world = MasterlessWorld(spec_of())
         async with dispatching(world, "t1", "t2") as dispatchers:
@@ -219,7 +219,7 @@ def test_a_frozen_sweepers_place_is_taken_within_a_lease() -> None:
 
 
 @pytest.mark.parametrize("fenced", [True, False], ids=["fenced", "without the fence"])
-def test_a_deposed_sweepers_late_write_is_refused(fenced, monkeypatch) -> None:
+def test_a_late_write_of_a_former_sweeper_is_refused(fenced, monkeypatch) -> None:
     if not fenced:
         unfenced = lambda self, _: [Compare.mod(KEYS.commit, "==", self._view.commit_revision)]  # noqa: E731
         monkeypatch.setattr(SharedWriter, "fence", unfenced)
@@ -241,7 +241,7 @@ def test_a_deposed_sweepers_late_write_is_refused(fenced, monkeypatch) -> None:
     virtually(main)
 
 
-def test_a_mandate_whose_lease_is_over_writes_nothing() -> None:
+def test_a_held_lock_whose_lease_is_over_writes_nothing() -> None:
     async def main() -> None:
         world = MasterlessWorld(spec_of())
         async with dispatching(world, "t1") as dispatchers:
@@ -277,7 +277,7 @@ def test_progress_of_another_trainer_keeps_its_task_from_expiring() -> None:
     virtually(main)
 
 
-def test_what_a_trainer_that_leaves_has_told_of_its_epoch_is_there_for_a_while() -> None:
+def test_the_progress_of_a_trainer_that_leaves_is_kept_for_a_while() -> None:
     async def main() -> None:
         world = MasterlessWorld(spec_of())
         async with dispatching(world, "t1", "t2") as dispatchers:
@@ -363,7 +363,7 @@ def test_the_same_user_error_at_two_trainers_before_the_first_step_fails_the_job
     virtually(main)
 
 
-def test_what_is_asked_of_a_trainer_that_left_is_refused() -> None:
+def test_requests_to_a_trainer_that_left_are_refused() -> None:
     async def main() -> None:
         world = MasterlessWorld(spec_of())
         async with dispatching(world, "t1") as dispatchers:
@@ -375,7 +375,7 @@ def test_what_is_asked_of_a_trainer_that_left_is_refused() -> None:
     virtually(main)
 
 
-def test_a_queue_that_cannot_be_understood_ends_every_trainer_loudly() -> None:
+def test_a_queue_that_cannot_be_read_ends_every_trainer_with_an_error() -> None:
     async def main() -> None:
         world = MasterlessWorld(spec_of(), Storage(20))
         with pytest.raises(ExceptionGroup):

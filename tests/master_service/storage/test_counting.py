@@ -105,7 +105,7 @@ def test_heads_of_npy_files_are_read_in_several_threads_whatever_runs_in_between
         (lambda d: Custom("x", reader="math:pi"), "the reader math:pi has no method 'count'"),
     ],
 )
-def test_what_is_wrong_is_told_with_its_url_and_what_to_do(tmp_path, dataset, message):
+def test_errors_name_the_url_and_what_to_do(tmp_path, dataset, message):
     (tmp_path / "garbage.txt").write_text("no magic here")
     (tmp_path / "lines.txt.gz").write_bytes(b"\x1f\x8b")
     (tmp_path / "open_quote.csv").write_text('a,b\n1,"x\n2,y\n')
