@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
+from pserver_service.core.calls import BlockServer, OpenPull, OpenPush, Payload
 from pserver_service.core.snapshot import Schedule
 from pserver_service.core.store import Store
-from pserver_service.data_plane.calls import Payload, Pulling, Pushing
 from shared.blocks.buffers import Allocate, Buffer, BufferPool
-from shared.errors import BadFrame, InvalidArgument, LayoutMismatch, NotReady, StaleGeneration, WrongOwner
+from shared.errors import BadFrame, InvalidArgument, LayoutMismatch, NotReady, StaleGeneration, StepTorn, WrongOwner
 from shared.records import Mode
 from shared.records.layout import ELEMENT_BYTES
 from shared.records.pauses import Torn
@@ -42,20 +41,7 @@ from shared.wire.messages import (
 log = telemetry.logger("pserver")
 
 
-@dataclass(slots=True)
-class Counters:
-    """Since the process started, for /metrics."""
-
-    pushes: int = 0
-    pulls: int = 0
-    blocks_applied: int = 0
-    blocks_duplicate: int = 0
-    blocks_refused: int = 0
-    bytes_pushed: int = 0
-    bytes_pulled: int = 0
-
-
-class Pserver:
+class Pserver(BlockServer):
     """`index` and `schedule` (of checkpoints; None: none) are set once the index is claimed. `max_wait_s` caps how long a
     pull may wait for blocks. `in_doubt`: whether the index may be another's by now; nothing is answered meanwhile. `snapshot_ready` is set when `store.take_snapshot()` has one. `timeline` and `checkpoint`: of
     the parameters, see JobState. `allocate`: where the memory of blocks comes from."""
@@ -68,12 +54,12 @@ class Pserver:
         max_wait_s: float = 60.0,
         allocate: Callable[[], Allocate] | None = None,
     ) -> None:
+        self.snapshot_ready = asyncio.Event()
+        super().__init__(self.snapshot_ready.set)
         self.job = job
         self.incarnation = incarnation
         self.index = index
-        self.generation = 0
         self.term = 0
-        self.store: Store | None = None
         self.schedule: Schedule | None = None
         self.timeline = 0
         self.checkpoint = ""
@@ -81,14 +67,11 @@ class Pserver:
         self.torn: Torn | None = None
         self.torn_seen = asyncio.Event()
         self.in_doubt: Callable[[], bool] = lambda: False
-        self.snapshot_ready = asyncio.Event()
-        self.counters = Counters()
         self._max_wait_s = max_wait_s
         self._allocate = allocate
-        self._waiting: list[Pulling] = []
 
     def __repr__(self) -> str:
-        return f"<Pserver {self.index} of {self.job}, generation {self.generation}: {self.store!r}, {len(self._waiting)} pulls wait>"
+        return f"<Pserver {self.index} of {self.job}, generation {self.generation}: {self.store!r}, {len(self.pulls)} pulls wait>"
 
     # ------------------------------------------------------------ calls
 
@@ -113,7 +96,7 @@ class Pserver:
         if not self._is_same(header):
             store.save_first()
             self.store, self.timeline = store, header.timeline
-            self._look_for_snapshot()
+            self.look_for_snapshot()
             log.info(
                 "initialised", index=self.index, mode=store.mode.value, blocks=len(store.blocks), bytes=store.bytes
             )
@@ -126,8 +109,8 @@ class Pserver:
         """Forget the parameters: NOT_READY until `restore`. Pushes below `generation` are stale from now on."""
         self.generation = max(self.generation, generation)
         self.store = None
-        for pulling in tuple(self._waiting):
-            pulling.wake()
+        for pull in tuple(self.pulls):
+            pull.wake()
 
     def tear(self, cause: str) -> None:
         """A step here can never be whole: the parameters are lost, which `torn_seen` tells whoever tells the master."""
@@ -145,7 +128,7 @@ class Pserver:
         self.generation = max(self.generation, generation)
         if self.store is not None and self.store.blocks:
             self.store.copy_now(record)
-            self._look_for_snapshot()
+            self.look_for_snapshot()
 
     async def push(self, header: PushHeader, blocks: AsyncIterator[tuple[PushBlock, Payload]]) -> PushAnswer:
         """Apply block after block; blocks before a break of the stream stay applied.
@@ -224,15 +207,19 @@ class Pserver:
 
     # ------------------------------------------------------------ the same, for whoever is called back by a transport
 
-    def begin_push(self, header: PushHeader) -> Pushing:
+    def begin_push(self, header: PushHeader) -> OpenPush:
         """Raises as `push`."""
         store = self._ready(header)
         self._fence(header)
-        pushing = self._pushing(store, header)
+        try:
+            push = self.open_push(store, header)
+        except StepTorn as error:
+            self.tear(error.message)
+            raise
         self.counters.pushes += 1
-        return pushing
+        return push
 
-    def begin_pull(self, request: PullRequest, arrived: Callable[[], None]) -> Pulling | PullEnd:
+    def begin_pull(self, request: PullRequest, arrived: Callable[[], None]) -> OpenPull | PullEnd:
         """Raises as `pull`."""
         self._check(request)
         self.generation = max(self.generation, request.generation)
@@ -244,19 +231,7 @@ class Pserver:
         self._check_pull(store, request)
         self.counters.pulls += 1
         deadline = clock.monotonic() + min(max(request.wait_s, 0.0), self._max_wait_s)
-        pulling = Pulling(self, store, request, deadline, arrived)
-        self._waiting.append(pulling)
-        return pulling
-
-    def stepped(self, number: int, version: int) -> None:
-        """A block has reached a version: pulls that wait for it go on, and it may be the last one of a snapshot."""
-        for pulling in tuple(self._waiting):
-            pulling.stepped(number, version)
-        self._look_for_snapshot()
-
-    def forget(self, pulling: Pulling) -> None:
-        if pulling in self._waiting:
-            self._waiting.remove(pulling)
+        return OpenPull(self, store, request, deadline, arrived)
 
     @contextmanager
     def receiving(self, header: PushHeader) -> Iterator[tuple[memoryview, int]]:
@@ -273,17 +248,10 @@ class Pserver:
         elements = store.layout.block_bytes // ELEMENT_BYTES["float32"]
         return store.pool.take("float32", elements), 2 * store.lanes * max(1, len(store.blocks))
 
-    def _pushing(self, store: Store, header: PushHeader) -> Pushing:
-        return Pushing(self, store, header)
-
-    def _look_for_snapshot(self) -> None:
-        if self.store is not None and self.store.snapshot_waits:
-            self.snapshot_ready.set()
+    def open_push(self, store: Store, header: PushHeader) -> OpenPush:
+        return OpenPush(self, store, header)
 
     # ------------------------------------------------------------ checks
-
-    def is_stale(self, generation: int) -> bool:
-        return generation < self.generation
 
     def _fence(self, header: MessageHeader) -> None:
         if self.is_stale(header.generation):

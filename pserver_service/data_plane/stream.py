@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from pserver_service.data_plane.calls import Pulling, Pushing
+from pserver_service.core.calls import OpenPull, OpenPush
 from pserver_service.data_plane.fair_turns import Turns
 from pserver_service.data_plane.memory import Sharing
 from pserver_service.pserver import Pserver
@@ -46,7 +46,7 @@ class _Push:
     refers to which were not applied yet; `ended`: no more will come."""
 
     number: int
-    pushing: Pushing | None = None
+    pushing: OpenPush | None = None
     memory: Buffer | None = None
     blocks_left: int = 0
     ahead: int = 0
@@ -60,7 +60,7 @@ class _Push:
 
 @dataclass(slots=True)
 class _Pull:
-    pulling: Pulling
+    pulling: OpenPull
     expiry: asyncio.TimerHandle
     queued: bool = True
     expired: bool = False

@@ -141,7 +141,7 @@ async def pulled(pserver: Pserver, request: PullRequest) -> tuple[dict[int, torc
 
 def check_invariants(pserver: Pserver) -> None:
     """At the end of a test: nothing waits, and every buffer is held exactly by those who should hold it."""
-    assert not pserver._waiting
+    assert not pserver.pulls
     if pserver.store is None:
         return
     for state in pserver.store.blocks.values():

@@ -216,12 +216,12 @@ async def test_a_puller_that_does_not_read_is_cut_off_and_blocks_nobody(server):
         + body
     )
     await asyncio.sleep(0.05)
-    assert len(server.pserver._waiting) == 1
+    assert len(server.pserver.pulls) == 1
     for step in range(3):
         items = (item(block.number, torch.ones(block.elements)) for block in layout.blocks())
         assert (await server.client.push(push_header(step), stream(*items))).applied == 16
     async with asyncio.timeout(5):
-        while server.pserver._waiting:
+        while server.pserver.pulls:
             await asyncio.sleep(0.01)
     writer.close()
 
@@ -231,10 +231,10 @@ async def test_a_waiting_pull_of_a_vanished_trainer_ends(server):
     await server.initialise()
     pulling = asyncio.ensure_future(server.client.pull(pull_request(1, SIZES, wait_s=30), Flat().sink))
     async with asyncio.timeout(5):
-        while not server.pserver._waiting:
+        while not server.pserver.pulls:
             await asyncio.sleep(0.01)
         pulling.cancel()
-        while server.pserver._waiting:
+        while server.pserver.pulls:
             await asyncio.sleep(0.01)
 
 

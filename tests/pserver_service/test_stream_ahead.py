@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from pserver_service.data_plane.calls import Pushing
+from pserver_service.core.calls import OpenPush
 from pserver_service.data_plane.stream import PserverStream
 from shared.wire import codec
 from shared.wire.shared_memory import Region
@@ -91,7 +91,7 @@ async def test_an_apply_that_breaks_ends_the_stream_at_once(server, monkeypatch)
         raise RuntimeError("a bug")
 
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
-    monkeypatch.setattr(Pushing, "apply", breaks)
+    monkeypatch.setattr(OpenPush, "apply", breaks)
     async with raw_stream(server) as raw:
         region = await all_referred(raw)
         raw.send(opening() + ALL)
@@ -111,8 +111,8 @@ async def test_however_many_streams_there_are_one_block_is_applied_in_a_turn_of_
         applied_in.append(turn)
         return apply(self, *arguments)
 
-    apply = Pushing.apply
-    monkeypatch.setattr(Pushing, "apply", noted)
+    apply = OpenPush.apply
+    monkeypatch.setattr(OpenPush, "apply", noted)
     async with raw_stream(server) as one, raw_stream(server) as other:
         regions = [await all_referred(raw) for raw in (one, other)]
         running = True

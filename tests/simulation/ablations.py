@@ -14,8 +14,8 @@ from master_service.core.queue.task_queue import TaskQueue
 from master_service.masterless.writer import SharedWriter
 from master_service.store.writer import MasterWriter
 from pserver_service.core.blocks import BlockState, Verdict
+from pserver_service.core.calls import BlockServer
 from pserver_service.core.ledger import Ledger
-from pserver_service.pserver import Pserver
 from shared.blocks.accumulator import Accumulator
 from shared.blocks.buffers import Buffer
 from shared.wire.messages import PushHeader
@@ -53,7 +53,7 @@ def no_attempt_fence() -> Any:
 
 def no_generation_fence() -> Any:
     """Pushes of trainers that were put out are applied."""
-    return replaced(Pserver, "is_stale", lambda *_: False)
+    return replaced(BlockServer, "is_stale", lambda *_: False)
 
 
 def no_tree_dedup() -> Any:

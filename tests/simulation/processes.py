@@ -11,7 +11,7 @@ from master_service.masterless.dispatcher import Dispatcher
 from pserver_service.__main__ import INDEX_LOST
 from pserver_service.core.blocks import Verdict
 from pserver_service.core.store import Store
-from pserver_service.data_plane.calls import Pushing
+from pserver_service.core.calls import OpenPush
 from pserver_service.pserver import Pserver
 from shared.blocks.buffers import Buffer
 from shared.membership.directory import Directory
@@ -33,7 +33,7 @@ async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
     return work(*arguments)
 
 
-class CheckedPushing(Pushing):
+class CheckedPushing(OpenPush):
     """Tells if a block takes a push of a generation older than one the pserver has seen."""
 
     def __init__(self, pserver: CheckedPserver, store: Store, header: PushHeader) -> None:
@@ -58,7 +58,7 @@ class CheckedPserver(Pserver):
         super().__init__(job, incarnation)
         self.seen, self.failures = 0, failures
 
-    def _pushing(self, store: Store, header: PushHeader) -> Pushing:
+    def open_push(self, store: Store, header: PushHeader) -> OpenPush:
         return CheckedPushing(self, store, header)
 
 

@@ -1,51 +1,83 @@
-"""A push and a pull in progress: what has come is taken, what is there is given; they never wait themselves.
+"""Pushes and pulls in progress at one owner of blocks, and the state they share. Nothing here waits.
 
-Pushing   apply(block, payload) ... --> answer()          Pulling   next() --> block | end | None: nothing yet
+OpenPush   apply(block, payload) ... --> answer()          OpenPull   next() --> block | end | None: nothing yet
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from pserver_service.core.blocks import Verdict
 from pserver_service.core.store import Store
 from shared.blocks.buffers import Buffer
-from shared.errors import StepTorn
 from shared.records import Mode
 from shared.records.job_spec import Narrow
 from shared.records.step import StepRecord
 from shared.wire.messages import PullEnd, PullRequest, PushAnswer, PushBlock, PushHeader, Refusal
 
-if TYPE_CHECKING:
-    from pserver_service.pserver import Pserver
-
 Payload = bytes | bytearray | memoryview
 
 
-class Pushing:
-    """An admitted push; blocks that were applied stay applied, whatever becomes of the rest."""
+@dataclass(slots=True)
+class Counters:
+    """Since the process started, for /metrics."""
 
-    def __init__(self, pserver: Pserver, store: Store, header: PushHeader) -> None:
-        self._pserver, self._store, self._header = pserver, store, header
-        try:
-            self._push = store.admit(header)
-        except StepTorn as error:
-            pserver.tear(error.message)
-            raise
+    pushes: int = 0
+    pulls: int = 0
+    blocks_applied: int = 0
+    blocks_duplicate: int = 0
+    blocks_refused: int = 0
+    bytes_pushed: int = 0
+    bytes_pulled: int = 0
+
+
+class BlockServer:
+    """The blocks being served, and what all pushes and pulls of them share.
+
+    `store` None: no parameters yet. `generation`: the highest seen; pushes of a lower one are stale. `snapshot_ready` is
+    called when `store.take_snapshot()` has a snapshot."""
+
+    def __init__(self, snapshot_ready: Callable[[], None]) -> None:
+        self.store: Store | None = None
+        self.generation = 0
+        self.counters = Counters()
+        self.pulls: list[OpenPull] = []
+        self._snapshot_ready = snapshot_ready
+
+    def is_stale(self, generation: int) -> bool:
+        return generation < self.generation
+
+    def stepped(self, number: int, version: int) -> None:
+        """A block has reached a version: serve the pulls that wait for it; it may be the last block of a snapshot."""
+        for pull in tuple(self.pulls):
+            pull.stepped(number, version)
+        self.look_for_snapshot()
+
+    def look_for_snapshot(self) -> None:
+        if self.store is not None and self.store.snapshot_waits:
+            self._snapshot_ready()
+
+
+class OpenPush:
+    """An admitted push. Blocks that were applied stay applied, even if the rest fails. Raises as `Store.admit`."""
+
+    def __init__(self, server: BlockServer, store: Store, header: PushHeader) -> None:
+        self._server, self._store, self._header = server, store, header
+        self._push = store.admit(header)
         self._applied = self._duplicate = 0
         self._refused: list[Refusal] = []
 
     def __repr__(self) -> str:
-        return f"<Pushing {self._applied} applied, {self._duplicate} duplicate, {len(self._refused)} refused>"
+        return f"<OpenPush {self._applied} applied, {self._duplicate} duplicate, {len(self._refused)} refused>"
 
     def apply(self, item: PushBlock, payload: Payload, memory: Buffer | None = None) -> None:
         """The payload is borrowed for the call; a writable one may be overwritten. `memory`: the buffer at whose start it lies;
         it is retained if the payload has to wait for others."""
-        pserver, counters = self._pserver, self._pserver.counters
+        server, counters = self._server, self._server.counters
         view = memoryview(payload).cast("B")
-        stale = pserver.is_stale(self._header.generation)
+        stale = server.is_stale(self._header.generation)
         verdict = Verdict.STALE_GENERATION if stale else self._taken(item, view, memory)
         if verdict is Verdict.APPLIED:
             self._applied += 1
@@ -67,41 +99,42 @@ class Pushing:
             applied=self._applied,
             duplicate=self._duplicate,
             refused=tuple(self._refused),
-            generation=self._pserver.generation,
+            generation=self._server.generation,
         )
 
     def _taken(self, item: PushBlock, view: memoryview, memory: Buffer | None) -> Verdict:
         store = self._store
         state = store.blocks.get(item.block)
-        self._pserver.counters.bytes_pushed += view.nbytes
+        self._server.counters.bytes_pushed += view.nbytes
         before = state.version if state else 0
         verdict = store.apply(self._push, item, view, memory)
         if state is not None and state.version != before:
-            self._pserver.stepped(item.block, state.version)
+            self._server.stepped(item.block, state.version)
         return verdict
 
 
-class Pulling:
+class OpenPull:
     """`arrived` is called when `next` has something again after it had nothing. Close it."""
 
     def __init__(
-        self, pserver: Pserver, store: Store, request: PullRequest, deadline: float, arrived: Callable[[], None]
+        self, server: BlockServer, store: Store, request: PullRequest, deadline: float, arrived: Callable[[], None]
     ) -> None:
         self.deadline = deadline
-        self._pserver, self._store, self._arrived = pserver, store, arrived
+        self._server, self._store, self._arrived = server, store, arrived
         self._version, self._dtype = request.version, request.dtype
         self._due = deque(request.blocks)
         self._missing: set[int] = set()
         self._lowest = store.highest
         self._record: StepRecord | None = None
+        server.pulls.append(self)
 
     def __repr__(self) -> str:
-        return f"<Pulling version {self._version}: {len(self._due)} due, {len(self._missing)} missing>"
+        return f"<OpenPull of version {self._version}: {len(self._due)} due, {len(self._missing)} missing>"
 
     def next(self) -> tuple[int, int, Buffer] | PullEnd | None:
         """A block, its version and its values (retained: release them when they are out), the end, or None: not yet."""
         store, wanted = self._store, self._version
-        if self._pserver.store is not store:
+        if self._server.store is not store:
             return PullEnd(code="NOT_READY", message="the job is being rolled back")
         while self._due:
             number = self._due.popleft()
@@ -123,7 +156,7 @@ class Pulling:
                 sent = found.narrowed(narrow) if narrow else found.retain()
             except OverflowError as error:
                 return PullEnd(code="OVERFLOW", message=f"a parameter in block {number}: {error}")
-            self._pserver.counters.bytes_pulled += sent.view.nbytes
+            self._server.counters.bytes_pulled += sent.view.nbytes
             return number, version, sent
         if self._missing:
             return None
@@ -159,4 +192,5 @@ class Pulling:
 
     def close(self) -> None:
         self._missing.clear()
-        self._pserver.forget(self)
+        if self in self._server.pulls:
+            self._server.pulls.remove(self)
