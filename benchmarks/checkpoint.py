@@ -30,9 +30,9 @@ import torch
 import uvloop
 
 from benchmarks.checkpoint_steps import Measured, Round, Steps, slow_downs
-from pserver_service.core.snapshot import Schedule
 from pserver_service.core.store import Store
 from shared.blocks.buffers import bytes_of
+from shared.checkpoints.schedule import Schedule
 from shared.records import Mode
 from shared.records.layout import Layout, OptimizerSpec, Segment
 from shared.records.step import LanePosition, LaneZero, StepRecord

@@ -26,12 +26,12 @@ from pathlib import Path
 import torch
 import uvloop
 
-from pserver_service.checkpoints import writer
-from pserver_service.checkpoints.background import Background, lower_priority
-from pserver_service.core.snapshot import Schedule
 from pserver_service.data_plane.memory import Chunks
 from pserver_service.data_plane.server import make_app, serving
 from pserver_service.pserver import Pserver
+from shared.checkpoints import writer
+from shared.checkpoints.background import Background, lower_priority
+from shared.checkpoints.schedule import Schedule
 from shared.records import JobSpec, Mode, PserverMember
 from shared.records.step import CheckpointAsked, LanePosition, StepRecord
 from shared.runtime import telemetry
@@ -251,7 +251,7 @@ async def _serve(folder: str, parts: Connection) -> None:
             if bare:
                 await loop.run_in_executor(behind, plain_write, Path(url), size, PAST_CACHE)
             else:
-                size = (await offload(writer.write_part, url, {}, snapshot)).bytes
+                size = (await offload(writer.write_part, url, dict, snapshot)).bytes
             end = time.monotonic()
             snapshot.release()
             await offload(Path(url).unlink)

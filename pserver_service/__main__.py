@@ -50,13 +50,13 @@ def main() -> int:
 async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     import torch  # noqa: PLC0415
 
-    from pserver_service.checkpoints.background import Background  # noqa: PLC0415
+    from pserver_service.context import PserverContext  # noqa: PLC0415
     from pserver_service.data_plane.memory import Chunks  # noqa: PLC0415
     from pserver_service.data_plane.server import make_app, serving, socket_path  # noqa: PLC0415
     from pserver_service.member import Member  # noqa: PLC0415
-    from pserver_service.membership.context import Surroundings  # noqa: PLC0415
-    from pserver_service.membership.index import Registration  # noqa: PLC0415
+    from pserver_service.membership.index import OwnIndex  # noqa: PLC0415
     from pserver_service.pserver import Pserver  # noqa: PLC0415
+    from shared.checkpoints.background import Background  # noqa: PLC0415
     from shared.keys import Keys  # noqa: PLC0415
     from shared.membership.directory import Directory  # noqa: PLC0415
     from shared.records import PserverMember  # noqa: PLC0415
@@ -67,13 +67,12 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     optimizers_without_compiler()
     pserver = Pserver(settings.job, ids.new_id(settings.name), max_wait_s=settings.max_wait_s, allocate=Chunks)
     app = make_app(pserver, token=settings.token, stall_s=settings.stall_s, idle_s=settings.idle_s)
-    keys = Keys(settings.job, settings.root)
     etcd = settings.connect()
     background = Background(stopping.is_set)
     try:
         uds = socket_path(settings.uds, pserver.incarnation)
         async with serving(app, settings.host, settings.port, uds) as listening:
-            member = PserverMember(
+            record = PserverMember(
                 index=-1,
                 url=f"http://{_advertised(settings)}:{listening.port}",
                 incarnation=pserver.incarnation,
@@ -81,11 +80,11 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
                 pid=os.getpid(),
                 uds=listening.uds,
             )
-            directory = Directory(etcd, keys)
-            registration = Registration(etcd, keys, directory, member)
-            life = Member(Surroundings(etcd, keys, directory, pserver, registration, background))
+            directory = Directory(etcd, Keys(settings.job, settings.root))
+            own_index = OwnIndex(etcd, directory, record)
+            member = Member(PserverContext(etcd, directory, pserver, own_index, background))
             service.settled()
-            left = await life.serve(stopping, settings.claim_wait_s, settings.drain_seconds)
+            left = await member.serve(stopping, settings.claim_wait_s, settings.drain_seconds)
             return 0 if left else INDEX_LOST
     finally:
         background.close()

@@ -6,28 +6,23 @@ import asyncio
 
 from pserver_service.checkpoints.independent import Independent
 from pserver_service.checkpoints.parts import Checkpointer
-from pserver_service.checkpoints.pause import Pauses
-from pserver_service.core.snapshot import Schedule
-from pserver_service.membership.context import Surroundings
-from pserver_service.membership.drain import Drain
+from pserver_service.checkpoints.pause import PausedCopy
+from pserver_service.context import PserverContext
+from pserver_service.drain import Drain
 from pserver_service.recovery.rejoin import Rejoin
 from pserver_service.recovery.rollback import Rollback
-from pserver_service.recovery.torn_step import Tearing
+from shared.checkpoints.schedule import Schedule
 
 
 class Member:
     """`serve` is the whole life. (`run`: without its end; run `directory` beside it.)"""
 
-    def __init__(self, around: Surroundings) -> None:
-        directory, pserver, registration = around.directory, around.pserver, around.registration
-        self._directory, self._pserver, self._registration = directory, pserver, registration
-        self.checkpointer = Checkpointer(around)
-        self.pauses = Pauses(directory, pserver, registration)
-        self.independent = Independent(around)
-        self.drain = Drain(directory, pserver, registration, self.checkpointer)
-        self.tearing = Tearing(pserver, registration)
-        self.rollback = Rollback(around)
-        self.rejoin = Rejoin(around)
+    def __init__(self, context: PserverContext) -> None:
+        self._directory, self._pserver, self._own_index = context.directory, context.pserver, context.own_index
+        self.checkpointer = Checkpointer(context)
+        self.drain = Drain(context, self.checkpointer)
+        self.rollback, self.rejoin = Rollback(context), Rejoin(context)
+        self._parts = (self.checkpointer, PausedCopy(context), Independent(context), self.rollback, self.rejoin)
 
     async def serve(self, stopping: asyncio.Event, claim_wait_s: float, drain_seconds: float) -> bool:
         """True: asked to stop, drained (drain.py) and left. False: the index is lost. Raises DeadlineExceeded as `run`."""
@@ -43,30 +38,21 @@ class Member:
                 task.cancel()
         if not stopping.is_set():
             return False
-        await self._registration.release()
+        await self._own_index.release()
         return True
 
     async def run(self, claim_wait_s: float) -> None:
         """Returns when the index is lost or not wanted any more. Raises DeadlineExceeded if none is to be had within `claim_wait_s`."""
-        self._pserver.index = await self._registration.claim(claim_wait_s)
-        self._pserver.in_doubt = lambda: self._registration.in_doubt
+        self._pserver.index = await self._own_index.claim_lowest(claim_wait_s)
+        self._pserver.in_doubt = lambda: self._own_index.in_doubt
+        self._pserver.on_torn = lambda torn: self._own_index.set(torn=torn)
         assert self._directory.spec is not None
         self._pserver.schedule = Schedule.of(self._directory.spec)
         async with asyncio.TaskGroup() as group:
-            parts = (
-                self.checkpointer,
-                self.pauses,
-                self.independent,
-                self.tearing,
-                self.rollback,
-                self.rejoin,
-            )
-            tasks = [group.create_task(part.run()) for part in parts]
-            holding, unwanted = (
-                group.create_task(wait()) for wait in (self._registration.hold, self._registration.unwanted)
-            )
+            tasks = [group.create_task(part.run()) for part in self._parts]
+            holding, unwanted = (group.create_task(wait()) for wait in (self._own_index.hold, self._own_index.unwanted))
             await asyncio.wait((holding, unwanted), return_when=asyncio.FIRST_COMPLETED)
             if unwanted.done():
-                await self._registration.release()
+                await self._own_index.release()
             for task in (*tasks, holding, unwanted):
                 task.cancel()

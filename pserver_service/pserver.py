@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from pserver_service.core.calls import BlockServer, OpenPull, OpenPush, Payload
-from pserver_service.core.snapshot import Schedule
 from pserver_service.core.store import Store
 from shared.blocks.buffers import Allocate, Buffer, BufferPool
+from shared.checkpoints.schedule import Schedule
 from shared.errors import BadFrame, InvalidArgument, LayoutMismatch, NotReady, StaleGeneration, StepTorn, WrongOwner
 from shared.records import Mode
 from shared.records.layout import ELEMENT_BYTES
@@ -64,8 +64,7 @@ class Pserver(BlockServer):
         self.timeline = 0
         self.checkpoint = ""
         self.checkpoint_error = ""
-        self.torn: Torn | None = None
-        self.torn_seen = asyncio.Event()
+        self.on_torn: Callable[[Torn], None] = lambda _: None
         self.in_doubt: Callable[[], bool] = lambda: False
         self._max_wait_s = max_wait_s
         self._allocate = allocate
@@ -113,10 +112,9 @@ class Pserver(BlockServer):
             pull.wake()
 
     def tear(self, cause: str) -> None:
-        """A step here can never be whole: the parameters are lost, which `torn_seen` tells whoever tells the master."""
+        """A step here can never be whole, so the parameters are lost: `on_torn` tells the master."""
         log.error("step_torn", index=self.index, timeline=self.timeline, cause=cause)
-        self.torn = Torn(timeline=self.timeline, cause=f"pserver {self.index}: {cause}")
-        self.torn_seen.set()
+        self.on_torn(Torn(timeline=self.timeline, cause=f"pserver {self.index}: {cause}"))
 
     def restore(self, store: Store, timeline: int, checkpoint: str) -> None:
         """Serve what was loaded."""

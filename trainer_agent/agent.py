@@ -57,7 +57,7 @@ class Agent:
         offload: Offload,
         stopping: asyncio.Event,
     ) -> None:
-        self._membership = Membership(etcd, directory.keys, member, spec.lease_ttl_s)
+        self._membership = Membership(etcd, member)
         self._spec, self._member, self._etcd, self._directory = spec, member, etcd, directory
         self._compute, self._master, self._connect, self._stopping = compute, master, connect, stopping
         self._loop: SyncLoop | AsyncLoop | None = None
@@ -83,7 +83,7 @@ class Agent:
     async def run(self) -> int:
         """0: the job is complete, or asked to stop; 1: the job failed; LEASE_LOST: start me again as somebody new."""
         timeline = timeline_of(self._directory)
-        await self._membership.register()
+        await self._membership.register(self._directory.keys, self._spec.lease_ttl_s)
         with single_error():
             async with asyncio.TaskGroup() as group:
                 helpers = [group.create_task(self._reports.run())]

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 
-from pserver_service.checkpoints import async_cut, writer
-from pserver_service.checkpoints.async_cut import Cut, GivenUp
-from pserver_service.core.snapshot import Snapshot
-from pserver_service.membership.context import Surroundings
-from shared.checkpoints import stored
+from pserver_service.checkpoints.ledger_text import ledger_metadata
+from pserver_service.context import PserverContext
+from shared.blocks.snapshot import Snapshot
+from shared.checkpoints import async_cut, stored, writer
+from shared.checkpoints.async_cut import Cut, GivenUp
 from shared.errors import PeerError
 from shared.etcd import Compare, LeaseLost, Put
 from shared.etcd.reading import read_record
@@ -33,9 +33,9 @@ log = telemetry.logger("pserver.independent")
 class Independent:
     """Saves as often as the job's spec says; asynchronous jobs with independent checkpoints only."""
 
-    def __init__(self, around: Surroundings) -> None:
-        self._etcd, self._keys, self._directory = around.etcd, around.keys, around.directory
-        self._pserver, self._registration, self._offload = around.pserver, around.registration, around.offload
+    def __init__(self, context: PserverContext) -> None:
+        self._etcd, self._keys, self._directory = context.etcd, context.keys, context.directory
+        self._pserver, self._own_index, self.offload = context.pserver, context.own_index, context.offload
         self._number = 0
 
     async def run(self) -> None:
@@ -72,7 +72,7 @@ class Independent:
     def _is_noted(self) -> bool:
         """Whether the master has counted what was lost, if this pserver came back from a checkpoint: until then that one
         is needed, and the losses are not in the queue that a new one would hold."""
-        said, state = self._registration.member.restored, self._directory.state
+        said, state = self._own_index.record.restored, self._directory.state
         if said is None or not said.rejoined:
             return True
         return state is not None and state.mends.get(str(self._pserver.index)) == self._pserver.incarnation
@@ -98,7 +98,7 @@ class Independent:
             manifest = self._manifest(spec, uuid, part, snapshot, slots, cut)
         finally:
             snapshot.release()
-        name: str = await self._offload(writer.write_manifest, spec.storage, manifest)
+        name: str = await self.offload(writer.write_manifest, spec.storage, manifest)
         ref = CheckpointRef(uuid=uuid, step=number, timeline=timeline, manifest=name)
         older = self._older(before)
         kept = (ref, *older)[: spec.keep_checkpoints]
@@ -110,7 +110,7 @@ class Independent:
             kept=kept,
         )
         key = self._keys.own_checkpoints(self._pserver.index)
-        proofs = [self._registration.held, Compare.mod(key, "==", revision)]
+        proofs = [self._own_index.held, Compare.mod(key, "==", revision)]
         if not (await self._etcd.txn(proofs, [Put(key, own.to_bytes())])).succeeded:
             raise GivenUp(f"pserver {self._pserver.index} is another process now, or its key has moved")
         self._pserver.checkpoint_error = ""
@@ -118,7 +118,7 @@ class Independent:
         log.info("checkpoint_saved", index=self._pserver.index, number=number, bytes=part.bytes, seconds=seconds)
         stale = [each.uuid for each in (before.kept if before else ()) if each not in kept]
         if stale:
-            await self._offload(writer.remove, spec.storage, stale)
+            await self.offload(writer.remove, spec.storage, stale)
 
     async def _before(self) -> tuple[OwnCheckpoints | None, int]:
         """What the key says, and its revision (0: there is none)."""
@@ -142,7 +142,7 @@ class Independent:
         file = f"pserver-{index}.{ids.new_id()}.safetensors"
         metadata = writer.part_metadata(self._keys.job, uuid, snapshot.version, timeline, index, digest)
         url = files.join(stored.folder(spec.storage, uuid), file)
-        summary = await self._offload(writer.write_part, url, metadata, snapshot)
+        summary = await self.offload(writer.write_part, url, lambda: metadata | ledger_metadata(snapshot), snapshot)
         return CheckpointPart(
             pserver=index,
             incarnation=self._pserver.incarnation,

@@ -9,9 +9,17 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pserver_service.core.saved_ledger import SavedEpoch, SavedLedger, SavedTask
+from pserver_service.core.saved_ledger import AsyncSnapshot, SavedEpoch, SavedLedger, SavedTask
+from shared.blocks.snapshot import Snapshot
 from shared.errors import BadFrame
 from shared.wire.messages import EpochLedger
+
+LEDGER = "ledger"
+
+
+def ledger_metadata(snapshot: Snapshot) -> dict[str, str]:
+    """What an asynchronous part says of its ledger; nothing for a synchronous one."""
+    return {LEDGER: to_text(snapshot.ledger, snapshot.blocks)} if isinstance(snapshot, AsyncSnapshot) else {}
 
 
 def to_text(ledger: SavedLedger, blocks: Sequence[int]) -> str:

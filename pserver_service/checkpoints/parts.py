@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
-from pserver_service.checkpoints import async_cut, writer
-from pserver_service.checkpoints.async_cut import GivenUp
-from pserver_service.checkpoints.commit import Committer, Written
-from pserver_service.checkpoints.storage_trouble import Trouble
-from pserver_service.core.snapshot import Snapshot
-from pserver_service.membership.context import Surroundings
-from shared.checkpoints import stored
+from pserver_service.checkpoints.ledger_text import ledger_metadata
+from pserver_service.context import PserverContext
+from pserver_service.core.saved_ledger import AsyncSnapshot
+from shared.blocks.snapshot import Snapshot
+from shared.checkpoints import async_cut, stored, writer
+from shared.checkpoints.async_cut import GivenUp
+from shared.checkpoints.commit import Committer, Written
+from shared.checkpoints.storage_problem import StorageProblem
 from shared.errors import InvalidArgument, PeerError
 from shared.etcd import Delete, LeaseLost, Operation, Put
 from shared.records import JobSpec
@@ -33,13 +35,15 @@ log = telemetry.logger("pserver.checkpoints")
 class Checkpointer:
     """What blocks is offloaded one thing at a time."""
 
-    def __init__(self, around: Surroundings) -> None:
-        self._etcd, self._keys, self._directory = around.etcd, around.keys, around.directory
-        self._pserver, self._registration, self._offload = around.pserver, around.registration, around.offload
+    def __init__(self, context: PserverContext) -> None:
+        self._etcd, self._keys, self._directory = context.etcd, context.keys, context.directory
+        self._pserver, self._own_index, self.offload = context.pserver, context.own_index, context.offload
         self._token = ids.new_id()
         self._writing = False
-        self.trouble = Trouble(around.pserver, around.registration)
-        self.committer = Committer(around, self.trouble)
+        self._problem = StorageProblem(self._pserver, lambda message: self._own_index.set(trouble=message))
+        self.committer = Committer(
+            self._etcd, self._directory, self._pserver, self._own_index, self.offload, self._problem
+        )
 
     def __repr__(self) -> str:
         return f"<Checkpointer {self._pserver.index}: {self.committer!r}>"
@@ -54,7 +58,6 @@ class Checkpointer:
         """Until cancelled; nothing that goes wrong here ends training."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._write_parts())
-            group.create_task(self.trouble.run())
             group.create_task(self.committer.run())
 
     async def _write_parts(self) -> None:
@@ -71,7 +74,7 @@ class Checkpointer:
             except GivenUp as lost:
                 log.info("part_given_up", index=self._pserver.index, step=snapshot.version, cause=str(lost))
             except Exception as error:
-                self.trouble.begin("part", self._message(snapshot.version, error))
+                self._problem.begin("part", self._message(snapshot.version, error))
                 log.exception("part_failed", index=self._pserver.index, step=snapshot.version)
             finally:
                 self._writing = False
@@ -87,7 +90,7 @@ class Checkpointer:
         uuid = stored.checkpoint_uuid(self._keys.job, timeline, slots.version, snapshot.version)
         cut = (
             await self._while_away(timeline, lambda: async_cut.read(self._etcd, self._keys, uuid))
-            if snapshot.ledger
+            if isinstance(snapshot, AsyncSnapshot)
             else None
         )
         written = Written(
@@ -107,16 +110,18 @@ class Checkpointer:
         await self._fenced(timeline, lambda: [begun, self._started(written.uuid, started)])
         begin = clock.monotonic()
         try:
-            summary = await self._offload(writer.write_part, self._url(written), self._metadata(written), snapshot)
+            summary = await self.offload(
+                writer.write_part, self._url(written), partial(self._metadata, written, snapshot), snapshot
+            )
         except (OSError, InvalidArgument) as error:
             self._check(timeline)
             message = self._message(snapshot.version, error)
-            self.trouble.begin("part", message)
+            self._problem.begin("part", message)
             failed = started.model_copy(update={"error": message})
             await self._fenced(timeline, lambda: [self._started(written.uuid, failed)])
             return
         snapshot.release()
-        self.trouble.end("part")
+        self._problem.end("part")
         seconds = round(clock.monotonic() - begin, 3)
         log.info("part_written", step=snapshot.version, bytes=summary.bytes, seconds=seconds, skipped=store.skipped)
         part = CheckpointPart(
@@ -144,20 +149,20 @@ class Checkpointer:
     def _url(self, written: Written) -> str:
         return files.join(stored.folder(self._spec.storage, written.uuid), written.file)
 
-    def _metadata(self, written: Written) -> dict[str, str]:
+    def _metadata(self, written: Written, snapshot: Snapshot) -> dict[str, str]:
         version, digest = written.record.version, written.layout.digest
-        return writer.part_metadata(
-            self._keys.job, written.uuid, version, written.timeline, self._pserver.index, digest
-        )
+        index = self._pserver.index
+        named = writer.part_metadata(self._keys.job, written.uuid, version, written.timeline, index, digest)
+        return named | ledger_metadata(snapshot)
 
     def _started(self, uuid: str, started: CheckpointStarted) -> Put:
         key = self._keys.checkpoint_started(uuid, started.pserver)
-        return Put(key, started.to_bytes(), self._registration.lease.id)
+        return Put(key, started.to_bytes(), self._own_index.lease.id)
 
     async def _fenced(self, timeline: int, operations: Callable[[], Sequence[Operation]]) -> None:
         """Do it once the index is proven held; repeated while etcd is away. Raises GivenUp, PeerError."""
         # the same values again: what is unknown may be repeated
-        done = await self._while_away(timeline, lambda: self._etcd.txn([self._registration.held], operations()))
+        done = await self._while_away(timeline, lambda: self._etcd.txn([self._own_index.held], operations()))
         if not done.succeeded:
             raise GivenUp(f"pserver {self._pserver.index} is another process now")
 

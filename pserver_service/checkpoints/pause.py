@@ -5,29 +5,20 @@ CHECKPOINTING, cut -> older pushes are stale -> copy -> said in ps/<index> -> wr
 
 from __future__ import annotations
 
-import asyncio
-
-from pserver_service.membership.index import Registration
-from pserver_service.pserver import Pserver
-from shared.errors import PeerError
-from shared.etcd import LeaseLost
-from shared.membership.directory import Directory
+from pserver_service.context import PserverContext
 from shared.records import JobState, Phase
 from shared.records.pauses import Saving
 from shared.records.step import StepRecord
-from shared.runtime import clock, ids, telemetry
+from shared.runtime import clock, telemetry
 
 LOOK_S = 5.0
-PAUSE_S = 0.2
 
-log = telemetry.logger("pserver.pauses")
+log = telemetry.logger("pserver.pause")
 
 
-class Pauses:
-    def __init__(self, directory: Directory, pserver: Pserver, registration: Registration) -> None:
-        self._directory = directory
-        self._pserver = pserver
-        self._registration = registration
+class PausedCopy:
+    def __init__(self, context: PserverContext) -> None:
+        self._directory, self._pserver, self._own_index = context.directory, context.pserver, context.own_index
         self._answered = ""
 
     async def run(self) -> None:
@@ -36,7 +27,7 @@ class Pauses:
             revision, state = self._directory.revision, self._directory.state
             saving = self._due(state)
             if state is not None and saving is not None:
-                await self._copy(state, saving)
+                self._copy(state, saving)
                 continue
             await self._directory.changed(revision, LOOK_S)
 
@@ -47,16 +38,9 @@ class Pauses:
         ready = self._pserver.store is not None and self._pserver.timeline == state.timeline
         return state.saving if ready and self._answered != state.saving.uuid else None
 
-    async def _copy(self, state: JobState, saving: Saving) -> None:
+    def _copy(self, state: JobState, saving: Saving) -> None:
         self._answered = saving.uuid
         begin = clock.monotonic()
         self._pserver.copy_now(StepRecord(version=saving.step, positions=()), state.generation)
         log.info("copied", index=self._pserver.index, step=saving.step, seconds=round(clock.monotonic() - begin, 3))
-        while self._directory.state is not None and self._directory.state.saving == saving:
-            try:
-                await self._registration.tell(copied=saving.uuid)
-            except (PeerError, LeaseLost) as error:
-                log.warning("etcd_away", index=self._pserver.index, cause=str(error))
-                await asyncio.sleep(ids.jitter(PAUSE_S))
-            else:
-                return
+        self._own_index.set(copied=saving.uuid)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from shared.blocks.snapshot import Snapshot
+from shared.records.step import StepRecord
 from shared.wire.messages import EpochLedger
 
 
@@ -32,3 +34,11 @@ class SavedLedger:
 
     epochs: Mapping[int, SavedEpoch]
     old: tuple[EpochLedger, ...] = ()
+
+
+class AsyncSnapshot(Snapshot):
+    """All blocks at one instant, and their ledger."""
+
+    def __init__(self, record: StepRecord, blocks: Iterable[int], ledger: SavedLedger) -> None:
+        super().__init__(record, 0, blocks)
+        self.ledger = ledger

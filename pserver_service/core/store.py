@@ -16,8 +16,10 @@ from pserver_service.core.geometry import Geometry
 from pserver_service.core.history import History
 from pserver_service.core.ledger import Ledger
 from pserver_service.core.optimizers import BlockOptimizer, Options, arguments, options_of
-from pserver_service.core.snapshot import Schedule, Snapshot
+from pserver_service.core.saved_ledger import AsyncSnapshot
 from shared.blocks.buffers import Buffer, BufferPool, tensor_over
+from shared.blocks.snapshot import Snapshot
+from shared.checkpoints.schedule import Schedule
 from shared.errors import BadFrame, InvalidArgument, LayoutMismatch, StepTorn
 from shared.lanes import Interval, is_aligned
 from shared.records import Mode
@@ -238,10 +240,9 @@ class Store:
     def copy_now(self, record: StepRecord) -> None:
         """Asynchronous: all blocks, their optimizers' state and the ledger as they are at this instant; a copy that
         waits is given up for it. `record.version`: number of the checkpoint."""
-        copied = Snapshot(record, 0, self.blocks)
+        copied = AsyncSnapshot(record, self.blocks, self.ledger.saved())
         for state in self.blocks.values():
-            copied.add(state, self.pool)
-        copied.ledger = self.ledger.saved()
+            copied.add(state.place.number, state.current, state.optimizer_state(), self.pool)
         if self._snapshot is not None:
             self.skipped += 1
             self._snapshot.release()
@@ -282,7 +283,7 @@ class Store:
 
     def _enter(self, state: BlockState) -> None:
         if self._snapshot is not None and self._snapshot.version == state.version:
-            self._snapshot.add(state, self.pool)
+            self._snapshot.add(state.place.number, state.current, state.optimizer_state(), self.pool)
 
     def _judge(self, push: Push, lanes: Interval) -> Verdict | None:
         """None if `lanes` is a node of the tree, and its data is what the step's other blocks have of these lanes."""

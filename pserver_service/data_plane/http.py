@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from pserver_service.core.geometry import MAX_BLOCK_BYTES, MAX_BLOCKS
-from pserver_service.data_plane.fair_turns import Turns
 from pserver_service.data_plane.http_frames import Incoming, Patience, write_block
 from pserver_service.data_plane.stream import PserverStream
 from pserver_service.pserver import Pserver
@@ -34,6 +33,7 @@ from shared.wire.messages import (
     PushBlock,
     PushHeader,
 )
+from shared.wire.round_robin import RoundRobin
 from shared.wire.stream import PATH, UPGRADE
 
 PSERVER = web.AppKey("pserver", Pserver)
@@ -46,7 +46,7 @@ class Streams:
     """Those open now, and who of them is to work."""
 
     open: set[PserverStream] = field(default_factory=set)
-    turns: Turns = field(default_factory=Turns)
+    turns: RoundRobin = field(default_factory=RoundRobin)
 
 
 STREAMS = web.AppKey("streams", Streams)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from pserver_service.core.calls import OpenPull, OpenPush
-from pserver_service.data_plane.fair_turns import Turns
 from pserver_service.data_plane.memory import Sharing
 from pserver_service.pserver import Pserver
 from shared.blocks.buffers import Buffer
@@ -22,6 +21,7 @@ from shared.runtime import clock, telemetry
 from shared.wire import codec
 from shared.wire.lending import NOTHING, Place, place_in
 from shared.wire.messages import PullEnd, PullRequest, PushBlock, PushHeader
+from shared.wire.round_robin import RoundRobin
 from shared.wire.shared_memory import peer_of
 from shared.wire.stream import BURST_BYTES, HEAD_COST_BYTES, FrameStream
 
@@ -70,7 +70,9 @@ class PserverStream(FrameStream):
     """`turns`: of all streams of the pserver. `stall_s`, `idle_s`: see routes.frames.Patience. `over` is called when the
     connection is lost."""
 
-    def __init__(self, pserver: Pserver, turns: Turns, stall_s: float, idle_s: float, over: Callable[[], None]) -> None:
+    def __init__(
+        self, pserver: Pserver, turns: RoundRobin, stall_s: float, idle_s: float, over: Callable[[], None]
+    ) -> None:
         super().__init__(codec.Limits(payload_bytes=1 << 32, blocks=0, header_bytes=HEADER_BYTES))
         self._pserver, self._turns, self._lost = pserver, turns, over
         self._stall_s, self._idle_s = stall_s, idle_s

@@ -9,14 +9,11 @@ How long a job waits for its parameters is bounded by the master (`recovery_time
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
-from pserver_service.checkpoints import writer
+from pserver_service.context import PserverContext
 from pserver_service.core.store import Store
-from pserver_service.membership.context import Surroundings
-from pserver_service.membership.index import Registration
+from pserver_service.recovery import store_loader
 from shared.errors import CheckpointUnusable, PeerError
-from shared.etcd import LeaseLost
 from shared.records.checkpoints import CheckpointRef
 from shared.runtime import ids, telemetry
 
@@ -26,26 +23,26 @@ TRIES = 4
 log = telemetry.logger("pserver.loading")
 
 
-async def load(around: Surroundings, ref: CheckpointRef) -> tuple[Store, dict[str, int]]:
-    """What `writer.load` gives. Raises CheckpointUnusable; PeerError: not now, ask again."""
-    directory, pserver, cause = around.directory, around.pserver, ""
+async def load_checkpoint(context: PserverContext, ref: CheckpointRef) -> tuple[Store, dict[str, int]]:
+    """What `load_store` gives. Raises CheckpointUnusable; PeerError: not now, ask again."""
+    directory, pserver, cause = context.directory, context.pserver, ""
     for attempt in range(TRIES):
         layout, slots, spec = directory.layout, directory.slots, directory.spec
         if layout is None or slots is None or spec is None:
             raise PeerError("the layout or the slot map is not there yet")
         try:
             place = (pserver.index, slots, pserver.schedule, pserver.new_pool())
-            found: tuple[Store, dict[str, int]] = await around.offload(
-                writer.load, spec.storage, around.keys.job, layout.digest, ref, *place
+            found: tuple[Store, dict[str, int]] = await context.offload(
+                store_loader.load_store, spec.storage, context.keys.job, layout.digest, ref, *place
             )
         except (CheckpointUnusable, PeerError):
             raise
         except ConnectionError as away:
             msg = f"the storage is not reached: {away}"
-            await _tell(
-                around.registration,
-                f"pserver {pserver.index} waits to load checkpoint {ref.uuid} (step {ref.step}): {msg}",
-            )
+            if not context.own_index.record.waits:  # said once, for people
+                context.own_index.set(
+                    waits=f"pserver {pserver.index} waits to load checkpoint {ref.uuid} (step {ref.step}): {msg}"
+                )
             raise PeerError(msg) from away
         except Exception as error:
             cause = f"checkpoint {ref.uuid} (step {ref.step}) could not be read, {attempt + 1} times: {error!r}"
@@ -56,10 +53,3 @@ async def load(around: Surroundings, ref: CheckpointRef) -> tuple[Store, dict[st
             raise PeerError("the slot map changed while the checkpoint was read")
         return found
     raise CheckpointUnusable(cause)
-
-
-async def _tell(registration: Registration, waits: str) -> None:
-    """Once, until there is an answer; a word for people, so nothing depends on it."""
-    if not registration.member.waits:
-        with contextlib.suppress(PeerError, LeaseLost):
-            await registration.tell(waits=waits)

@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from pserver_service.context import PserverContext
 from pserver_service.core.store import Store
-from pserver_service.membership.context import Surroundings
-from pserver_service.recovery import load
+from pserver_service.recovery.load import load_checkpoint
 from shared.errors import CheckpointUnusable, PeerError
 from shared.etcd import LeaseLost
 from shared.etcd.reading import read_record
@@ -42,9 +42,9 @@ class _Found:
 class Rejoin:
     """Loads what a parameter server without parameters comes back with, and answers with what it lacks."""
 
-    def __init__(self, around: Surroundings) -> None:
-        self._etcd, self._keys, self._directory = around.etcd, around.keys, around.directory
-        self._pserver, self._registration, self._around = around.pserver, around.registration, around
+    def __init__(self, context: PserverContext) -> None:
+        self._etcd, self._keys, self._directory = context.etcd, context.keys, context.directory
+        self._pserver, self._own_index, self.context = context.pserver, context.own_index, context
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -56,7 +56,7 @@ class Rejoin:
             await self._directory.changed(revision, LOOK_S)
 
     def _is_due(self, state: JobState) -> bool:
-        spec, said = self._directory.spec, self._registration.member.restored
+        spec, said = self._directory.spec, self._own_index.record.restored
         answered = said is not None and said.timeline == state.timeline
         empty = self._directory.init_done and self._pserver.store is None
         return spec is not None and spec.mode is Mode.ASYNC and state.phase in GOING_ON and empty and not answered
@@ -68,7 +68,7 @@ class Rejoin:
                 found = await self._load()
             except CheckpointUnusable as error:
                 said = Restored(timeline=state.timeline, checkpoint="", error=error.message, rejoined=True)
-                await self._registration.answer(said, lambda: self._is_current(state))
+                self._own_index.set(restored=said, waits="")
                 return
             except (PeerError, LeaseLost) as error:
                 log.warning("rejoin_delayed", index=self._pserver.index, cause=str(error))
@@ -86,7 +86,7 @@ class Rejoin:
                 blocks=len(found.store.blocks),
                 damaged=found.damaged,
             )
-            await self._registration.answer(said, lambda: self._is_current(state))
+            self._own_index.set(restored=said, waits="")
             return
 
     async def _load(self) -> _Found:
@@ -95,7 +95,7 @@ class Rejoin:
         damaged: list[str] = []
         for ref in refs:
             try:
-                store, positions = await load.load(self._around, ref)
+                store, positions = await load_checkpoint(self.context, ref)
             except CheckpointUnusable as error:
                 log.warning("checkpoint_unusable", index=self._pserver.index, message=error.message)
                 damaged.append(error.message)

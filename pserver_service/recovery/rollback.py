@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 
+from pserver_service.context import PserverContext
 from pserver_service.core.store import Store
-from pserver_service.membership.context import Surroundings
-from pserver_service.recovery import load
+from pserver_service.recovery.load import load_checkpoint
 from shared.errors import CheckpointUnusable, PeerError
 from shared.etcd.reading import read_record
 from shared.records import JobState, Phase, Restored
@@ -30,9 +30,9 @@ class _Superseded(CheckpointUnusable):
 class Rollback:
     """Answers each roll-back once, with what was loaded or why nothing could be."""
 
-    def __init__(self, around: Surroundings) -> None:
-        self._etcd, self._keys, self._directory = around.etcd, around.keys, around.directory
-        self._pserver, self._registration, self._around = around.pserver, around.registration, around
+    def __init__(self, context: PserverContext) -> None:
+        self._etcd, self._keys, self._directory = context.etcd, context.keys, context.directory
+        self._pserver, self._own_index, self.context = context.pserver, context.own_index, context
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -45,7 +45,7 @@ class Rollback:
 
     def _is_due(self, state: JobState) -> bool:
         """Whether the job rolls back to something this pserver has not answered yet."""
-        said = self._registration.member.restored
+        said = self._own_index.record.restored
         done = said is not None and (said.timeline, said.checkpoint) == (state.timeline, state.checkpoint)
         return state.phase is Phase.ROLLING_BACK and not done
 
@@ -68,7 +68,7 @@ class Rollback:
             if cause:
                 log.error("checkpoint_unusable", index=self._pserver.index, message=cause)
             said = Restored(timeline=state.timeline, checkpoint=state.checkpoint, error=cause, superseded=superseded)
-            await self._registration.answer(said, lambda: self._is_current(state))
+            self._own_index.set(restored=said, waits="")
             return
 
     async def _load(self, state: JobState) -> Store:
@@ -80,7 +80,7 @@ class Rollback:
             msg = f"checkpoint {state.checkpoint!r} is not among those kept: {', '.join(refs) or 'none'}"
             raise _Superseded(msg)
         ref = refs[state.checkpoint]
-        store, _ = await load.load(self._around, ref)
+        store, _ = await load_checkpoint(self.context, ref)
         return store
 
     def _is_current(self, state: JobState) -> bool:

@@ -4,7 +4,7 @@
 
 The order of arithmetic is fixed by the tree, never by arrival. The first contribution is kept (copied, where its memory is not
 ours to keep), later ones are combined with it; a larger interval replaces the smaller ones inside it, which carry the same bits.
-If gradients travel in a narrower dtype, every node is rounded to it, by whoever computes it (shared.wire.narrow.round_to).
+If gradients travel in a narrower dtype, every node is rounded to it, by whoever computes it (shared.blocks.narrow.round_to).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from shared.blocks.buffers import Buffer, BufferPool
+from shared.blocks.narrow import round_to
 from shared.lanes import Interval, combine, parent, sibling
-from shared.wire.narrow import round_to
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shared.wire.narrow import DTYPES, cast_into
+from shared.blocks.narrow import DTYPES, cast_into
 
 Home = tuple[Any, int]
 """The memory that a buffer was cut from, and its offset there: what others need to read it where it lies."""

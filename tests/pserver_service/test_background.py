@@ -9,9 +9,9 @@ import threading
 
 import pytest
 
-from pserver_service.checkpoints import background as module
-from pserver_service.checkpoints import writer
-from pserver_service.checkpoints.background import NICENESS, REST, Abandoned, Background, Pace
+from shared.checkpoints import background as module
+from shared.checkpoints import writer
+from shared.checkpoints.background import NICENESS, REST, Abandoned, Background, Pace
 from shared.storage import files, tensor_file
 
 

@@ -54,7 +54,7 @@ def check_invariants(pserver) -> None:
 async def server(whole):
     yield whole
     async with asyncio.timeout(5):
-        while whole.pserver._waiting:
+        while whole.pserver.pulls:
             await asyncio.sleep(0.01)
     check_invariants(whole.pserver)
 

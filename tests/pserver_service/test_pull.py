@@ -185,11 +185,11 @@ async def test_a_pull_without_a_version_takes_what_is_there(pserver):
 async def test_a_vanished_puller_leaves_nothing_behind(pserver):
     task = asyncio.ensure_future(pulled(pserver, pull_request(1, range(3), wait_s=30)))
     await asyncio.sleep(0.01)
-    assert len(pserver._waiting) == 1
+    assert len(pserver.pulls) == 1
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert not pserver._waiting
+    assert not pserver.pulls
 
 
 async def test_a_steady_state_allocates_nothing():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pserver_service.core.snapshot import Schedule, Snapshot, is_newer, kept_after
+from shared.blocks.snapshot import Snapshot
+from shared.checkpoints.schedule import Schedule, is_newer, kept_after
 from shared.records import Mode, SlotMap
 from shared.records.checkpoints import CheckpointLatest, CheckpointRef, history
 from shared.records.step import CheckpointAsked, LanePosition, LaneZero, StepRecord

@@ -108,7 +108,7 @@ async def test_a_puller_that_does_not_read_is_cut_off_and_blocks_nobody(server):
         raw._transport.pause_reading()
         raw.send_map({"id": 1, "call": "pull", "message": codec.plain(pull_request(0, range(16)))})
         async with asyncio.timeout(LONG_S):  # before it is cut off
-            while not server.pserver._waiting:
+            while not server.pserver.pulls:
                 await asyncio.sleep(0.01)
             await server.client.push(push_header(0), stream(*(item(k, torch.ones(1 << 18)) for k in range(15))))
         await all_given_back(server)
@@ -120,7 +120,7 @@ async def test_a_cancelled_call_gives_everything_back_and_the_next_one_connects_
     values, flat = await server.initialise(), Flat()
     pulling = asyncio.ensure_future(server.client.pull(pull_request(1, SIZES, wait_s=30), flat.sink))
     async with asyncio.timeout(5):
-        while not server.pserver._waiting:
+        while not server.pserver.pulls:
             await asyncio.sleep(0.01)
     pulling.cancel()
     await all_given_back(server)
@@ -149,7 +149,7 @@ async def test_a_pserver_that_stops_ends_the_calls_in_flight(server):
     await server.initialise()
     pulling = asyncio.ensure_future(server.client.pull(pull_request(1, SIZES, wait_s=30), Flat().sink))
     async with asyncio.timeout(5):
-        while not server.pserver._waiting:
+        while not server.pserver.pulls:
             await asyncio.sleep(0.01)
         await http.close_streams(server.app)
         with pytest.raises(PeerError, match=r"closed the stream|broke off"):

@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from shared.blocks.narrow import DTYPES
 from shared.lanes import Interval, combine
 from shared.records import Mode
 from shared.records.job_spec import Narrow, Transported
 from shared.records.layout import Block, Layout, OptimizerSpec, Segment
 from shared.records.step import LaneZero
-from shared.wire.narrow import DTYPES
 from trainer_agent.model.compute import LaneResult, Records
 
 RECORD_SLOTS = 48

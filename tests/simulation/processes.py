@@ -33,7 +33,7 @@ async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
     return work(*arguments)
 
 
-class CheckedPushing(OpenPush):
+class CheckedPush(OpenPush):
     """Tells if a block takes a push of a generation older than one the pserver has seen."""
 
     def __init__(self, pserver: CheckedPserver, store: Store, header: PushHeader) -> None:
@@ -59,7 +59,7 @@ class CheckedPserver(Pserver):
         self.seen, self.failures = 0, failures
 
     def open_push(self, store: Store, header: PushHeader) -> OpenPush:
-        return CheckedPushing(self, store, header)
+        return CheckedPush(self, store, header)
 
 
 async def master(cluster: SimulatedCluster, node: Node) -> int:

@@ -123,12 +123,12 @@ async def member():
     etcd = Etcd(store.transport("trainer"))
     keys = Keys("test")
     record = TrainerMember(trainer="trainer-0-x", url="", incarnation="x", host="here", pid=1)
-    return store, etcd, keys, Membership(etcd, keys, record, 2.0)
+    return store, etcd, keys, Membership(etcd, record)
 
 
 async def test_a_trainer_holds_its_place_and_gives_it_back(member):
     _, etcd, keys, membership = member
-    await membership.register()
+    await membership.register(keys, 2.0)
     found = await etcd.get(keys.trainer("trainer-0-x"))
     assert found.lease == membership.lease_id != 0
     async with asyncio.TaskGroup() as group:
@@ -139,8 +139,8 @@ async def test_a_trainer_holds_its_place_and_gives_it_back(member):
 
 
 async def test_a_trainer_whose_key_is_gone_has_lost_its_place(member):
-    _, etcd, _keys, membership = member
-    await membership.register()
+    _, etcd, keys, membership = member
+    await membership.register(keys, 2.0)
     await etcd.revoke(membership.lease_id)
     async with asyncio.timeout(10):
         await membership.hold()
@@ -148,7 +148,7 @@ async def test_a_trainer_whose_key_is_gone_has_lost_its_place(member):
 
 async def test_a_key_that_survived_an_outage_of_etcd_gets_a_new_lease(member):
     store, etcd, keys, membership = member
-    await membership.register()
+    await membership.register(keys, 2.0)
     first = membership.lease_id
     async with asyncio.TaskGroup() as group:
         holding = group.create_task(membership.hold())
@@ -170,7 +170,7 @@ async def test_a_name_that_is_taken_is_not_taken_over(member):
 
     await etcd.txn([], [Put(keys.trainer("trainer-0-x"), b"{}")])
     with pytest.raises(PeerError, match="is taken"):
-        await membership._try_register()
+        await membership.try_register(keys, 2.0)
 
 
 async def test_a_model_that_cannot_be_written_fails_the_job_with_the_place_and_the_cause(tmp_path):

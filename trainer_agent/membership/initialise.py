@@ -35,7 +35,7 @@ async def ensure_initialised(
     spec: JobSpec, directory: Directory, etcd: Etcd, membership: Membership, compute: Compute, connect: Connect
 ) -> None:
     """Return when the parameter servers hold parameters of this very model. Raises LayoutMismatch."""
-    trainer = membership.member.trainer
+    trainer = membership.record.trainer
     backoff = Backoff("waiting for the parameters to be initialised", PATIENCE_S)
     while not directory.init_done or directory.layout is None:
         if directory.state is not None and directory.state.phase.final:

@@ -113,7 +113,7 @@ class Pauser:
         """The checkpoint that was answered, "" if it was not."""
         await self._flush()
         try:
-            await self._membership.tell(paused=self._position().model_copy(update={"uuid": saving.uuid}))
+            await self._membership.write(paused=self._position().model_copy(update={"uuid": saving.uuid}))
         except (PeerError, LeaseLost) as error:
             log.warning("etcd_away", cause=str(error))
             await asyncio.sleep(ids.jitter(PAUSE_S))

@@ -19,11 +19,11 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from shared.blocks.narrow import DTYPES
 from shared.errors import InvalidArgument
 from shared.records.job_spec import Transported
 from shared.records.layout import ALIGNMENT_BYTES, ELEMENT_BYTES, Block, Layout, Segment
 from shared.runtime import telemetry
-from shared.wire.narrow import DTYPES
 from shared.wire.shared_memory import Region
 from trainer_agent.model.optimizer_spec import spec_of
 

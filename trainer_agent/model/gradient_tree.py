@@ -5,7 +5,7 @@
 
 Slots are allocated once: log2 of the lanes of a node, plus one; a trainer that owns fewer lanes than before gives some
 back. Not thread-safe: one thread computes at a time.
-In synchronous mode every node of the tree is rounded to the dtype in which gradients travel (shared.wire.narrow.round_to).
+In synchronous mode every node of the tree is rounded to the dtype in which gradients travel (shared.blocks.narrow.round_to).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
+from shared.blocks.narrow import DTYPES, round_to
 from shared.lanes import Interval, combine
 from shared.records.job_spec import Narrow
-from shared.wire.narrow import DTYPES, round_to
 from trainer_agent.model.flat import Plan, Vector
 from trainer_agent.model.send_buffers import SendBuffers, overflow
 

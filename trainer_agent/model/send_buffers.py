@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import torch
 
+from shared.blocks.narrow import DTYPES, cast_into
 from shared.records.job_spec import Transported
-from shared.wire.narrow import DTYPES, cast_into
 from trainer_agent.model.flat import Plan, Vector
 
 HOST = torch.device("cpu")

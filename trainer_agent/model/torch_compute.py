@@ -25,7 +25,6 @@ from shared.records.job_spec import Narrow
 from shared.records.layout import Layout
 from shared.records.step import LaneZero
 from shared.runtime.light_torch import optimizers_without_compiler
-from shared.wire.narrow import DTYPES
 from trainer_agent.model import optimizer_spec as optimizers
 from trainer_agent.model.compute import LaneResult, Records
 from trainer_agent.model.export import write_model

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from master_service.leadership.master import Master
+from pserver_service.context import PserverContext
 from pserver_service.member import Member
-from pserver_service.membership.context import Surroundings
-from pserver_service.membership.index import Registration
+from pserver_service.membership.index import OwnIndex
 from pserver_service.pserver import Pserver
 from shared.etcd import Etcd
 from shared.keys import Keys
@@ -28,7 +28,7 @@ class PserverProcess:
 
     pserver: Pserver
     directory: Directory
-    registration: Registration
+    own_index: OwnIndex
     member: Member
 
 
@@ -58,6 +58,6 @@ class Cluster:
         """`directory`: one that others use too, and somebody else runs."""
         directory = directory or Directory(etcd, self.keys)
         record = PserverMember(index=-1, url=url, incarnation=pserver.incarnation, host="test", pid=1)
-        registration = Registration(etcd, self.keys, directory, record)
-        member = Member(Surroundings(etcd, self.keys, directory, pserver, registration, offload))
-        return PserverProcess(pserver, directory, registration, member)
+        own_index = OwnIndex(etcd, directory, record)
+        member = Member(PserverContext(etcd, directory, pserver, own_index, offload))
+        return PserverProcess(pserver, directory, own_index, member)

@@ -56,7 +56,7 @@ class Node:
         etcd = Etcd(self.crash_point.transport(cluster.simulated.transport(name)))
         made = cluster.make_pserver(Pserver(parts.JOB, ids.new_id(name)), name, etcd, self.crash_point.offload)
         self.pserver, self.directory = made.pserver, made.directory
-        self.registration, self.member = made.registration, made.member
+        self.own_index, self.member = made.own_index, made.member
         self.stopping = asyncio.Event()
         self.task = self.process.spawn(self.member.serve(self.stopping, 600.0, DRAIN_S))
 

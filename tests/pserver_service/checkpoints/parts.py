@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from pserver_service.checkpoints import writer
-from pserver_service.core.snapshot import Schedule, Snapshot
+from pserver_service.checkpoints.ledger_text import ledger_metadata
 from pserver_service.core.store import Store
-from shared.checkpoints import stored
+from pserver_service.recovery.store_loader import load_store
+from shared.blocks.snapshot import Snapshot
+from shared.checkpoints import stored, writer
+from shared.checkpoints.schedule import Schedule
 from shared.records import Mode, SlotMap
 from shared.records.checkpoints import CheckpointPart, CheckpointRef, Manifest
 from shared.records.layout import Layout, OptimizerSpec, Segment
@@ -132,12 +136,18 @@ def snapshots(stores: list[Store]) -> list[Snapshot]:
     return taken
 
 
+def metadata_of(uuid: str, snapshot: Snapshot) -> dict[str, str]:
+    return {"uuid": uuid} | ledger_metadata(snapshot)
+
+
 def save(storage: str, layout: Layout, taken: list[Snapshot], slots: SlotMap, uuid: str = "u1") -> CheckpointRef:
     """Write a checkpoint as a job's parameter servers would, without etcd."""
     parts, record = [], taken[0].record
     for index, snapshot in enumerate(taken):
         file = f"pserver-{index}.x.safetensors"
-        summary = writer.write_part(f"{stored.folder(storage, uuid)}/{file}", {"uuid": uuid}, snapshot)
+        summary = writer.write_part(
+            f"{stored.folder(storage, uuid)}/{file}", partial(metadata_of, uuid, snapshot), snapshot
+        )
         parts.append(
             CheckpointPart(
                 pserver=index,
@@ -173,4 +183,4 @@ def save(storage: str, layout: Layout, taken: list[Snapshot], slots: SlotMap, uu
 def load(
     storage: str, ref: CheckpointRef, pservers: int, schedule: Schedule | None = None, digest: str = "d1"
 ) -> list[Store]:
-    return [writer.load(storage, JOB, digest, ref, index, slot_map(pservers), schedule)[0] for index in range(pservers)]
+    return [load_store(storage, JOB, digest, ref, index, slot_map(pservers), schedule)[0] for index in range(pservers)]

@@ -8,15 +8,15 @@ import string
 
 import pytest
 
-from pserver_service.checkpoints import commit, writer
-from pserver_service.checkpoints.commit import Committer
-from pserver_service.core.snapshot import Schedule
-from pserver_service.membership.index import Registration
 from pserver_service.pserver import Pserver
+from pserver_service.recovery import store_loader
 from pserver_service.recovery.rollback import Rollback
-from shared.checkpoints import stored
+from shared.checkpoints import commit, stored, writer
+from shared.checkpoints.commit import Committer
+from shared.checkpoints.schedule import Schedule
 from shared.errors import CheckpointUnusable, StaleGeneration
 from shared.etcd import Compare
+from shared.membership.own_key import OwnKey
 from shared.records import JobState, Phase
 from shared.records.checkpoints import CheckpointLatest, CheckpointPart
 from tests.equipment.replaced import replaced
@@ -58,7 +58,7 @@ async def roll_back_in_the_middle(storage):
         return result
 
     node = cluster.nodes[1]
-    node.member.checkpointer._offload = slow
+    node.member.checkpointer.offload = slow
     with replaced(Rollback, "_is_due", lambda *_: False):
         await cluster.train(0, 2)
         await asyncio.sleep(5.0)
@@ -89,7 +89,7 @@ async def part_missing(storage):
     async def full(work, *arguments):
         raise OSError(28, "No space left on device")
 
-    cluster.nodes[1].member.checkpointer._offload = full
+    cluster.nodes[1].member.checkpointer.offload = full
     await cluster.train(0, 2)
     await until(lambda: bool(cluster.nodes[1].pserver.checkpoint_error), "one part fails")
     await asyncio.sleep(5.0)
@@ -110,7 +110,7 @@ def test_without_waiting_for_all_parts_latest_cannot_be_loaded(tmp_path):
 def test_without_the_fence_of_the_index_a_sleeper_publishes_after_it_was_replaced(tmp_path):
     _, turns = run_scenario(test_kills.undisturbed, tmp_path / "undisturbed", "ps-1")
     with (
-        replaced(Registration, "held", property(lambda _: ALWAYS)),
+        replaced(OwnKey, "held", property(lambda _: ALWAYS)),
         pytest.raises(AssertionError, match="it published nothing"),
     ):
         for turn in turns[::2]:
@@ -148,7 +148,7 @@ async def a_late_finisher(storage):
         return result
 
     for node in cluster.nodes.values():
-        node.member.checkpointer.committer._offload = slow
+        node.member.checkpointer.committer.offload = slow
     await cluster.train(0, 2)
     await until(lambda: bool(slept), "one of them begins to commit")
     await cluster.train(2, 4)
@@ -212,7 +212,7 @@ async def a_part_withdrawn(storage):
         return result
 
     for node in cluster.nodes.values():
-        node.member.checkpointer.committer._offload = withdrawing
+        node.member.checkpointer.committer.offload = withdrawing
     await cluster.train(0, 2)
     await asyncio.sleep(5.0)
     latest = await cluster.latest()
@@ -283,10 +283,10 @@ async def another_model(storage):
 def test_without_the_layout_digest_the_values_of_another_model_are_served(tmp_path):
     errors = run_scenario(another_model, tmp_path / "with")
     assert all("is of model d1, the job's model is d2" in error for error in errors)
-    load = writer.load
+    load = store_loader.load_store
 
     def careless(url, job, _digest, ref, *others):
         return load(url, job, stored.read_manifest(url, job, ref).layout.digest, ref, *others)
 
-    with replaced(writer, "load", careless):
+    with replaced(store_loader, "load_store", careless):
         assert run_scenario(another_model, tmp_path / "without") == {""}

@@ -204,8 +204,8 @@ async def replaced(cluster, index):
     cluster.nodes[index].process.kill()
     cluster.simulated.forget(cluster.nodes[index].process.name)
     node = await cluster.start(f"ps-{index}-again")
-    await until(lambda: node.registration.member.restored is not None, "it says what it has", 60.0)
-    return node, node.registration.member.restored
+    await until(lambda: node.own_index.record.restored is not None, "it says what it has", 60.0)
+    return node, node.own_index.record.restored
 
 
 def test_a_replaced_pserver_takes_its_blocks_from_the_checkpoint_and_the_others_keep_theirs(tmp_path):
@@ -238,13 +238,13 @@ def test_a_replaced_pserver_waits_for_a_storage_that_is_not_reached_and_says_so(
         node = Node(cluster, "ps-1-again")
         away = Away(node.crash_point.offload, times=50)
         cluster.every.append(node)
-        node.member.rejoin._around = dataclasses.replace(node.member.rejoin._around, offload=away)
-        await until(lambda: node.registration.member.waits, "it says what it waits for", 60.0)
+        node.member.rejoin.context = dataclasses.replace(node.member.rejoin.context, offload=away)
+        await until(lambda: node.own_index.record.waits, "it says what it waits for", 60.0)
         assert (await cluster.members())[1].waits == (
             f"pserver 1 waits to load checkpoint {latest.uuid} (step 1): the storage is not reached: no answer from http://s3"
         )
-        await until(lambda: node.registration.member.restored is not None, "it comes back", 60.0)
-        assert (node.registration.member.restored.error, node.registration.member.waits, away.refused) == ("", "", 50)
+        await until(lambda: node.own_index.record.restored is not None, "it comes back", 60.0)
+        assert (node.own_index.record.restored.error, node.own_index.record.waits, away.refused) == ("", "", 50)
 
     run_scenario(scenario)
 

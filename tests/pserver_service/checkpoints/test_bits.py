@@ -6,8 +6,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from pserver_service.core.snapshot import Schedule
 from shared.checkpoints import stored
+from shared.checkpoints.schedule import Schedule
 from tests.pserver_service.checkpoints import parts
 
 EVERY_4 = Schedule(every_steps=4, every_epochs=None, epochs=9)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pserver_service.core.snapshot import Schedule
 from shared.checkpoints import stored
+from shared.checkpoints.schedule import Schedule
 from shared.errors import CheckpointUnusable
 from shared.records.checkpoints import Manifest
 from tests.pserver_service.checkpoints import parts

@@ -77,7 +77,7 @@ def test_parts_of_a_checkpoint_that_another_could_not_write_do_not_fill_the_disk
                 raise OSError(28, "No space left on device")
             return work(*arguments)
 
-        cluster.nodes[1].member.checkpointer._offload = full
+        cluster.nodes[1].member.checkpointer.offload = full
         for step in range(0, 6, 2):
             await cluster.train(step, step + 2)
             await until(lambda s=step: f"step {s + 2} " in cluster.nodes[1].pserver.checkpoint_error, "it fails")
@@ -136,13 +136,13 @@ def test_a_manifest_that_cannot_be_written_is_told_and_the_next_checkpoint_is_co
             return work(*arguments)
 
         for node in cluster.nodes.values():
-            node.member.checkpointer.committer._offload = full
+            node.member.checkpointer.committer.offload = full
         await cluster.train(0, 2)
         nodes = cluster.nodes.values()
         await until(lambda: any("cannot be committed" in n.pserver.checkpoint_error for n in nodes), "it is told")
         assert await cluster.latest() == before
         for node in nodes:
-            node.member.checkpointer.committer._offload = node.crash_point.offload
+            node.member.checkpointer.committer.offload = node.crash_point.offload
         await cluster.train(2, 4)
         cluster.check_latest(await cluster.committed(4))
 
@@ -159,7 +159,7 @@ def test_a_store_that_is_not_reached_while_the_job_rolls_back_is_waited_for(tmp_
         latest = await cluster.committed(2)
         away = Away(cluster.nodes[1].crash_point.offload, times=50)
         rollback = cluster.nodes[1].member.rollback
-        rollback._around = dataclasses.replace(rollback._around, offload=away)
+        rollback.context = dataclasses.replace(rollback.context, offload=away)
         members = await cluster.roll_back(checkpoint=latest.uuid)
         assert away.refused == 50
         assert [member.restored.error for member in members] == ["", ""]

@@ -238,7 +238,7 @@ async def stopped_until_replaced(job: Job, storage: Path) -> None:
     async with asyncio.timeout(WAIT_S):
         _, log = await sleeper.communicate()
     assert sleeper.returncode == INDEX_LOST, log
-    assert b"index_lost" in log
+    assert b"key_lost" in log
     with pytest.raises(PeerError):
         await job.push(before[0], step + 1, generation)
     assert await job.tree() == tree

@@ -197,7 +197,7 @@ def test_storage_that_cannot_be_written_is_told_and_the_old_checkpoint_stays(tmp
             return work(*arguments)
 
         node = cluster.nodes[1]
-        node.member.checkpointer._offload = full
+        node.member.checkpointer.offload = full
         await cluster.train(0, 2)
         await until(lambda: bool(node.pserver.checkpoint_error), "the error is told")
         error = (await node.pserver.info()).checkpoint_error
@@ -214,8 +214,7 @@ def test_storage_that_cannot_be_written_is_told_and_the_old_checkpoint_stays(tmp
         assert await cluster.latest() == before
         cluster.check_latest(before)
 
-        del node.member.checkpointer._offload
-        node.member.checkpointer._offload = node.crash_point.offload  # room was made
+        node.member.checkpointer.offload = node.crash_point.offload  # room was made
         await cluster.train(3, 4)
         cluster.check_latest(await cluster.committed(4))
         assert (await node.pserver.info()).checkpoint_error == ""

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from pserver_service.core.snapshot import Schedule
 from shared.checkpoints import stored
+from shared.checkpoints.schedule import Schedule
 from shared.errors import CheckpointUnusable
 from shared.storage import files, object_store
 from tests.equipment.s3 import BUCKET, S3Server, refusal, s3
@@ -128,7 +128,7 @@ def test_the_upload_of_a_pserver_that_was_killed_goes_with_the_next_checkpoint(s
                 await asyncio.sleep(3600.0)
             return work(*arguments)
 
-        node.member.checkpointer._offload = die_half_way
+        node.member.checkpointer.offload = die_half_way
         await cluster.train(0, 2)
         await until(lambda: node.process.dead, "it dies while it writes")
         assert len(s3.uploads()) == 1

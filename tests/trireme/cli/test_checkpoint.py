@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pserver_service.core.snapshot import Schedule
 from pserver_service.core.store import Store
+from shared.checkpoints.schedule import Schedule
 from shared.records import JobSpec, Mode
 from shared.records.step import LanePosition, StepRecord
 from shared.wire.messages import InitHeader

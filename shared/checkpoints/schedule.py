@@ -1,20 +1,13 @@
-"""Which versions become checkpoints, and the copy of one: blocks enter it one by one, as they reach the version.
+"""Which versions become checkpoints, which of two checkpoints is the newer one, and which are kept.
 
-    version due --first block--> collecting --last block--> whole --taken--> written, released
-
-Values are never changed in place in synchronous mode, so a snapshot only retains their buffer; the optimizer's state is copied.
-Everybody decides by the same record, so all parameter servers copy the same versions unless one of them is too slow.
-In asynchronous mode all blocks enter at one instant, with the ledger; an update then goes into a new buffer while a snapshot reads.
+All owners of blocks decide by the same record, so they copy the same versions unless one of them is too slow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from pserver_service.core.blocks import BlockState
-from pserver_service.core.saved_ledger import SavedLedger
-from shared.blocks.buffers import Buffer, BufferPool
 from shared.records import JobSpec
 from shared.records.checkpoints import CheckpointLatest, CheckpointRef, history
 from shared.records.step import StepRecord
@@ -64,55 +57,6 @@ def is_final(record: StepRecord, epochs: int) -> bool:
 def _twos(number: int) -> int:
     """1 + the exponent of the largest power of two that divides `number`; 0 for 0."""
     return (number & -number).bit_length()
-
-
-@dataclass(frozen=True, slots=True)
-class SavedTensor:
-    buffer: Buffer
-    shape: tuple[int, ...]
-
-
-class Snapshot:
-    """`tensors`: by the names they have in the file, `block.<n>` and `block.<n>.<state>`."""
-
-    def __init__(self, record: StepRecord, rank: int, blocks: Iterable[int]) -> None:
-        self.record = record
-        self.rank = rank
-        self.tensors: dict[str, SavedTensor] = {}
-        self.ledger: SavedLedger | None = None
-        self.blocks = tuple(blocks)
-        self._missing = set(self.blocks)
-
-    def __repr__(self) -> str:
-        return f"<Snapshot of version {self.version}: {len(self.tensors)} tensors, {len(self._missing)} blocks missing>"
-
-    @property
-    def version(self) -> int:
-        return self.record.version
-
-    @property
-    def whole(self) -> bool:
-        return not self._missing
-
-    @property
-    def bytes(self) -> int:
-        return sum(saved.buffer.view.nbytes for saved in self.tensors.values())
-
-    def add(self, state: BlockState, pool: BufferPool) -> None:
-        """Copy a block that has just reached this version."""
-        number = state.place.number
-        self._missing.remove(number)
-        self.tensors[f"block.{number}"] = SavedTensor(state.current.retain(), (state.place.elements,))
-        for name, tensor in state.optimizer_state().items():
-            copy = pool.take(str(tensor.dtype).removeprefix("torch."), tensor.numel())
-            copy.tensor.copy_(tensor.reshape(-1))
-            self.tensors[f"block.{number}.{name}"] = SavedTensor(copy, tuple(tensor.shape))
-
-    def release(self) -> None:
-        """Its memory may be used again; nobody may read it any more."""
-        for saved in self.tensors.values():
-            saved.buffer.release()
-        self.tensors = {}
 
 
 def kept_after(

@@ -12,19 +12,22 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
-from pserver_service.checkpoints import writer
-from pserver_service.checkpoints.async_cut import Cut, GivenUp
-from pserver_service.checkpoints.checkpoint_watch import Seen
-from pserver_service.checkpoints.storage_trouble import Trouble
-from pserver_service.core.snapshot import is_final, is_newer, kept_after
-from pserver_service.membership.context import Surroundings
-from shared.checkpoints import stored
+from shared.checkpoints import stored, writer
+from shared.checkpoints.async_cut import Cut, GivenUp
+from shared.checkpoints.background import Offload
+from shared.checkpoints.part_owner import PartOwner
+from shared.checkpoints.schedule import is_final, is_newer, kept_after
+from shared.checkpoints.storage_problem import StorageProblem
+from shared.checkpoints.view import CheckpointView
 from shared.errors import InvalidArgument, PeerError
-from shared.etcd import Compare, Delete, Get, KeyValue, LeaseLost, OutcomeUnknown, Put
+from shared.etcd import Compare, Delete, Etcd, Get, KeyValue, LeaseLost, OutcomeUnknown, Put
 from shared.etcd.lock import try_acquire
 from shared.etcd.operations import MAX_OPERATIONS
 from shared.etcd.reading import must_read, read_record
+from shared.membership.directory import Directory
+from shared.membership.own_key import OwnKey
 from shared.records import JobSpec, JobState, Mode, Phase, SlotMap
 from shared.records.checkpoints import CheckpointLatest, CheckpointPart, CheckpointPlace, CheckpointRef, Manifest
 from shared.records.layout import Layout
@@ -84,19 +87,27 @@ class _View:
 class Committer:
     """`add` what has this pserver's part."""
 
-    def __init__(self, around: Surroundings, trouble: Trouble) -> None:
-        self._etcd, self._keys, self._directory = around.etcd, around.keys, around.directory
-        self._pserver, self._registration, self._offload = around.pserver, around.registration, around.offload
-        self._trouble = trouble
+    def __init__(
+        self,
+        etcd: Etcd,
+        directory: Directory,
+        owner: PartOwner,
+        own_key: OwnKey[Any],
+        offload: Offload,
+        problem: StorageProblem,
+    ) -> None:
+        self._etcd, self._keys, self._directory = etcd, directory.keys, directory
+        self._owner, self._own_key, self.offload = owner, own_key, offload
+        self._problem = problem
         self._written: dict[str, Written] = {}
-        self._seen = Seen(self._keys)
+        self._seen = CheckpointView(self._keys)
         self._left: Compare | None = None  # a lock that could not be given back yet
         self._committing = False
         self._news = asyncio.Event()
 
     def __repr__(self) -> str:
         latest = f"step {self._seen.latest.step}" if self._seen.latest else "none"
-        return f"<Committer {self._pserver.index}: latest {latest}, {len(self._written)} wait for other parts>"
+        return f"<Committer {self._owner.index}: latest {latest}, {len(self._written)} wait for other parts>"
 
     @property
     def latest(self) -> CheckpointLatest | None:
@@ -123,7 +134,7 @@ class Committer:
         async with aclosing(self._etcd.watch(self._keys.checkpoints, prefix=True)) as batches:
             async for batch in batches:
                 if batch.reset:
-                    self._seen = Seen(self._keys)
+                    self._seen = CheckpointView(self._keys)
                     for kv in batch.kvs:
                         self._seen.take(kv.key, kv.value)
                 for event in batch.events:
@@ -144,7 +155,7 @@ class Committer:
             whole = [written for written in self._written.values() if self._is_whole(written)]
             if self._left is not None:
                 await self._unlock(self._left)
-            if not whole or self._seen.holder not in {"", self._pserver.incarnation}:
+            if not whole or self._seen.holder not in {"", self._owner.incarnation}:
                 continue
             newest = max(whole, key=lambda written: written.order)
             self._committing = True
@@ -157,13 +168,13 @@ class Committer:
                 log.warning("commit_delayed", step=newest.record.version, cause=str(error))
             except (OSError, InvalidArgument) as error:
                 self._written.pop(newest.uuid, None)
-                self._trouble.begin("commit", self._message(newest, error))
+                self._problem.begin("commit", self._message(newest, error))
             except Exception as error:
                 self._written.pop(newest.uuid, None)
-                self._trouble.begin("commit", self._message(newest, error))
+                self._problem.begin("commit", self._message(newest, error))
                 log.exception("commit_failed", step=newest.record.version)
             else:
-                self._trouble.end("commit")
+                self._problem.end("commit")
             finally:
                 self._committing = False
 
@@ -177,7 +188,7 @@ class Committer:
         latest = self._seen.latest
         for uuid, written in list(self._written.items()):
             superseded = latest is not None and written.order <= (latest.timeline, latest.step)
-            if superseded or written.timeline != self._pserver.timeline:
+            if superseded or written.timeline != self._owner.timeline:
                 del self._written[uuid]
 
     async def _withdraw_failed(self) -> None:
@@ -185,10 +196,10 @@ class Committer:
         for uuid in self._seen.failed.intersection(self._written):
             written = self._written.pop(uuid)
             url = files.join(stored.folder(self._spec.storage, uuid), written.file)
-            part = self._keys.checkpoint_part(uuid, self._pserver.index)
+            part = self._keys.checkpoint_part(uuid, self._owner.index)
             try:
-                await self._etcd.txn([self._registration.held], [Delete(part)])
-                await self._offload(files.remove_file, url)
+                await self._etcd.txn([self._own_key.held], [Delete(part)])
+                await self.offload(files.remove_file, url)
             except (OSError, PeerError, LeaseLost) as error:  # it goes with the next one that is committed
                 log.warning("part_not_withdrawn", step=written.record.version, cause=str(error))
 
@@ -203,7 +214,7 @@ class Committer:
     async def _finish(self, written: Written) -> None:
         """Take the lock, commit, clean up, unlock. Raises GivenUp, PeerError, LeaseLost, OSError."""
         held = await try_acquire(
-            self._etcd, self._keys.finish_lock, self._pserver.incarnation.encode(), self._registration.lease
+            self._etcd, self._keys.finish_lock, self._owner.incarnation.encode(), self._own_key.lease
         )
         if not isinstance(held, int):
             return
@@ -236,7 +247,7 @@ class Committer:
         if obstacle := self._obstacle(written, view):
             raise GivenUp(obstacle)
         manifest = self._manifest(written, view)
-        name = await self._offload(writer.write_manifest, self._spec.storage, manifest)
+        name = await self.offload(writer.write_manifest, self._spec.storage, manifest)
         ref = ref.model_copy(update={"manifest": name})
         new = CheckpointLatest(
             uuid=written.uuid,
@@ -272,7 +283,7 @@ class Committer:
             latest=read_record(CheckpointLatest, keys.latest, latest.value if latest else None),
             latest_revision=latest.mod_revision if latest else 0,
             parts={part[1]: kv for kv in found.range(2).kvs if (part := keys.part_in(kv.key))},
-            term=master.create_revision if master else self._pserver.term,
+            term=master.create_revision if master else self._owner.term,
             files=frozenset(kv.key for kv in found.range(4).kvs),
         )
 
@@ -340,7 +351,7 @@ class Committer:
         if not stale:
             return
         try:
-            await self._offload(writer.remove, self._spec.storage, list(stale))
+            await self.offload(writer.remove, self._spec.storage, list(stale))
         except OSError as error:
             log.warning("checkpoints_not_deleted", checkpoints=list(stale), cause=str(error))
             return

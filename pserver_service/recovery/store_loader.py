@@ -1,80 +1,33 @@
-"""Parts of checkpoints on storage: what a background thread does while training goes on. Everything here blocks.
-
-Snapshot -> pserver-<i>.<token>.safetensors        parts of any number of pservers -> Store
-"""
+"""A store from the parts of a checkpoint, whatever number of pservers wrote them. Everything here blocks."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
 from pserver_service.checkpoints import ledger_text
+from pserver_service.checkpoints.ledger_text import LEDGER
 from pserver_service.core.ledger import Ledger
 from pserver_service.core.saved_ledger import SavedLedger
-from pserver_service.core.snapshot import Schedule, Snapshot
 from pserver_service.core.store import Store
 from shared.blocks.buffers import Buffer, BufferPool, bytes_of
+from shared.blocks.narrow import DTYPES
 from shared.checkpoints import stored
+from shared.checkpoints.schedule import Schedule
 from shared.errors import BadFrame, CheckpointUnusable
 from shared.records import Mode, SlotMap
 from shared.records.checkpoints import CheckpointPart, CheckpointRef, Manifest
 from shared.records.layout import Block
 from shared.slots import slot_of
-from shared.storage import files, tensor_file
 from shared.storage.tensor_file import Entry, Summary
 from shared.wire.messages import InitHeader
-from shared.wire.narrow import DTYPES
-
-LEDGER = "ledger"
-Offload = Callable[..., Awaitable[Any]]
-"""`await offload(function, *arguments)`: run it where blocking does no harm."""
 
 
-def write_part(
-    url: str, metadata: Mapping[str, str], snapshot: Snapshot, *, rest: Callable[[], None] = lambda: None
-) -> Summary:
-    """All tensors of a snapshot, and its ledger; `rest` is called between chunks. Raises OSError."""
-    tensors = []
-    if snapshot.ledger is not None:
-        metadata = {**metadata, LEDGER: ledger_text.to_text(snapshot.ledger, snapshot.blocks)}
-    for name, saved in snapshot.tensors.items():
-        dtype = str(saved.buffer.tensor.dtype).removeprefix("torch.")
-        tensors.append((Entry(name, dtype, saved.shape), saved.buffer.view))
-    return tensor_file.write(url, metadata, tensors, rest)
-
-
-def part_metadata(job: str, uuid: str, version: int, timeline: int, index: int, digest: str) -> dict[str, str]:
-    """What a part says of itself, for people and other programs; `digest`: of the job's layout."""
-    return {
-        "format": "pt",
-        "job": job,
-        "uuid": uuid,
-        "step": str(version),
-        "timeline": str(timeline),
-        "pserver": str(index),
-        "digest": digest,
-    }
-
-
-def write_manifest(storage_url: str, manifest: Manifest) -> str:
-    """Its name. Raises OSError."""
-    content = manifest.to_bytes()
-    name = stored.manifest_name(content)
-    files.write_bytes(files.join(stored.folder(storage_url, manifest.uuid), name), content)
-    return name
-
-
-def remove(storage_url: str, uuids: Iterable[str]) -> None:
-    """Delete the files of these checkpoints. Raises OSError."""
-    for uuid in uuids:
-        files.remove_tree(stored.folder(storage_url, uuid))
-
-
-def load(
+def load_store(
     storage_url: str,
     job: str,
     digest: str,

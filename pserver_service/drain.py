@@ -12,12 +12,8 @@ from __future__ import annotations
 import asyncio
 
 from pserver_service.checkpoints.parts import Checkpointer
+from pserver_service.context import PserverContext
 from pserver_service.core.store import Store
-from pserver_service.membership.index import Registration
-from pserver_service.pserver import Pserver
-from shared.errors import PeerError
-from shared.etcd import LeaseLost
-from shared.membership.directory import Directory
 from shared.records import Dispatch, Mode, Phase, Stage
 from shared.records.operations import saves_on_demand
 from shared.runtime import clock, telemetry
@@ -29,11 +25,9 @@ log = telemetry.logger("pserver.drain")
 
 
 class Drain:
-    def __init__(
-        self, directory: Directory, pserver: Pserver, registration: Registration, checkpointer: Checkpointer
-    ) -> None:
-        self._directory, self._pserver = directory, pserver
-        self._registration, self._checkpointer = registration, checkpointer
+    def __init__(self, context: PserverContext, checkpointer: Checkpointer) -> None:
+        self._directory, self._pserver, self._own_index = context.directory, context.pserver, context.own_index
+        self._checkpointer = checkpointer
 
     async def run(self, limit_s: float) -> None:
         """Returns when there is nothing left to save, or after `limit_s`."""
@@ -53,7 +47,8 @@ class Drain:
     async def _be_saved(self) -> None:
         """Until `latest` has this version or a later one, or nobody would make it."""
         assert self._pserver.store is not None
-        version, told, hoped = self._wanted(self._pserver.store), False, clock.monotonic()
+        version, hoped = self._wanted(self._pserver.store), clock.monotonic()
+        told = False
         while not self._is_saved(version):
             now = clock.monotonic()
             hoped = now if self._could_be_saved() else hoped
@@ -61,10 +56,8 @@ class Drain:
                 log.info("not_saved", index=self._pserver.index, step=version, job=repr(self._directory))
                 return
             if not told:
-                try:
-                    told = await self._registration.tell(draining=version)
-                except (PeerError, LeaseLost) as error:
-                    log.warning("etcd_away", index=self._pserver.index, cause=str(error))
+                self._own_index.set(draining=version)
+                told = True
             await self._look()
 
     def _could_be_saved(self) -> bool:

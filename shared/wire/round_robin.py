@@ -7,14 +7,14 @@ from collections import deque
 from collections.abc import Callable
 
 
-class Turns:
+class RoundRobin:
     """Who waits is called in the order in which they asked, one in each turn of the event loop, and asks again if more is left."""
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
 
     def __repr__(self) -> str:
-        return f"<Turns: {len(self._waiting)} wait>"
+        return f"<RoundRobin: {len(self._waiting)} wait>"
 
     def ask(self, work: Callable[[], None]) -> None:
         if not self._waiting:

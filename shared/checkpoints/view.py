@@ -1,4 +1,4 @@
-"""What the watch of `checkpoints/` in etcd has told one pserver: whose parts are there, what failed, what is latest."""
+"""What one process knows of `checkpoints/` in etcd: whose parts are there, what failed, which one is latest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shared.records.checkpoints import CheckpointCut, CheckpointLatest, Checkpoi
 
 
 @dataclass(slots=True)
-class Seen:
+class CheckpointView:
     """By uuid: `parts`, the pservers whose part is finished; `copied`, paused checkpoints that all have copied; `failed`,
     those that somebody could not write. `holder` of the finish lock, "" if nobody."""
 

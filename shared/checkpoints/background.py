@@ -9,13 +9,16 @@ import asyncio
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from pserver_service.checkpoints import writer
+from shared.checkpoints import writer
 from shared.runtime import clock
 from shared.storage.tensor_file import Summary
+
+Offload = Callable[..., Awaitable[Any]]
+"""`await offload(function, *arguments)`: run it where blocking does no harm."""
 
 THREADS = 2  # a commit, a checkpoint being loaded
 NICENESS = 19  # the lowest: whatever training leaves, and a seventieth of a core that it wants all of

@@ -1,0 +1,64 @@
+"""The copy of one version: blocks enter it one by one, as they reach the version.
+
+    version due --first block--> collecting --last block--> whole --taken--> written, released
+
+Values are never changed in place in synchronous mode, so a snapshot only retains their buffer; the optimizer's state is copied.
+In asynchronous mode all blocks enter at one instant; an update then goes into a new buffer while a snapshot reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from shared.blocks.buffers import Buffer, BufferPool
+from shared.records.step import StepRecord
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    buffer: Buffer
+    shape: tuple[int, ...]
+
+
+class Snapshot:
+    """`tensors`: by the names they have in the file, `block.<n>` and `block.<n>.<state>`."""
+
+    def __init__(self, record: StepRecord, rank: int, blocks: Iterable[int]) -> None:
+        self.record = record
+        self.rank = rank
+        self.tensors: dict[str, SavedTensor] = {}
+        self.blocks = tuple(blocks)
+        self._missing = set(self.blocks)
+
+    def __repr__(self) -> str:
+        return f"<Snapshot of version {self.version}: {len(self.tensors)} tensors, {len(self._missing)} blocks missing>"
+
+    @property
+    def version(self) -> int:
+        return self.record.version
+
+    @property
+    def whole(self) -> bool:
+        return not self._missing
+
+    @property
+    def bytes(self) -> int:
+        return sum(saved.buffer.view.nbytes for saved in self.tensors.values())
+
+    def add(self, number: int, values: Buffer, state: Mapping[str, torch.Tensor], pool: BufferPool) -> None:
+        """Copy a block that has just reached this version; `state`: its optimizer's."""
+        self._missing.remove(number)
+        self.tensors[f"block.{number}"] = SavedTensor(values.retain(), (values.tensor.numel(),))
+        for name, tensor in state.items():
+            copy = pool.take(str(tensor.dtype).removeprefix("torch."), tensor.numel())
+            copy.tensor.copy_(tensor.reshape(-1))
+            self.tensors[f"block.{number}.{name}"] = SavedTensor(copy, tuple(tensor.shape))
+
+    def release(self) -> None:
+        """Its memory may be used again; nobody may read it any more."""
+        for saved in self.tensors.values():
+            saved.buffer.release()
+        self.tensors = {}
