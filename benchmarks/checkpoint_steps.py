@@ -26,7 +26,6 @@ from pathlib import Path
 import torch
 import uvloop
 
-from pserver_service.data_plane.memory import Chunks
 from pserver_service.data_plane.server import make_app, serving
 from pserver_service.pserver import Pserver
 from shared.checkpoints import writer
@@ -38,6 +37,7 @@ from shared.runtime import telemetry
 from shared.runtime.light_torch import optimizers_without_compiler
 from shared.wire.messages import InitBlock, InitHeader, PullRequest, PushBlock, PushHeader
 from trainer_agent.data_plane.outbox import Outbox
+from shared.wire.region_allocator import RegionAllocator
 from trainer_agent.data_plane.stream import StreamPserver
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.user_module import load
@@ -229,7 +229,7 @@ def serve(folder: str, parts: Connection) -> None:
 
 
 async def _serve(folder: str, parts: Connection) -> None:
-    pserver = Pserver(JOB, "ps", index=0, allocate=Chunks)
+    pserver = Pserver(JOB, "ps", index=0, allocate=RegionAllocator)
     pserver.schedule = Schedule(every_steps=None, every_epochs=None, epochs=1 << 30)
     offload, loop = Background(), asyncio.get_running_loop()
     behind = ThreadPoolExecutor(1, "bare", initializer=lower_priority)

@@ -46,12 +46,12 @@ class PserverProcess:
         return self._memory.peak() - self._memory.borrowed()
 
     def start(self) -> int:
-        from pserver_service.data_plane.memory import Chunks
         from pserver_service.data_plane.server import make_app, serving
         from pserver_service.pserver import Pserver
+        from shared.wire.region_allocator import RegionAllocator
 
         async def serve(ready: asyncio.Future, stop: asyncio.Event) -> None:
-            app = make_app(Pserver(JOB, "ps", self._index, allocate=Chunks))
+            app = make_app(Pserver(JOB, "ps", self._index, allocate=RegionAllocator))
             async with serving(app, "127.0.0.1", 0, self._uds) as listening:
                 ready.set_result(listening.port)
                 await stop.wait()

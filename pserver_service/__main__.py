@@ -51,7 +51,6 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     import torch  # noqa: PLC0415
 
     from pserver_service.context import PserverContext  # noqa: PLC0415
-    from pserver_service.data_plane.memory import Chunks  # noqa: PLC0415
     from pserver_service.data_plane.server import make_app, serving, socket_path  # noqa: PLC0415
     from pserver_service.member import Member  # noqa: PLC0415
     from pserver_service.membership.index import OwnIndex  # noqa: PLC0415
@@ -62,10 +61,11 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     from shared.records import PserverMember  # noqa: PLC0415
     from shared.runtime import ids, service  # noqa: PLC0415
     from shared.runtime.light_torch import optimizers_without_compiler  # noqa: PLC0415
+    from shared.wire.region_allocator import RegionAllocator  # noqa: PLC0415
 
     torch.set_num_threads(settings.threads)
     optimizers_without_compiler()
-    pserver = Pserver(settings.job, ids.new_id(settings.name), max_wait_s=settings.max_wait_s, allocate=Chunks)
+    pserver = Pserver(settings.job, ids.new_id(settings.name), max_wait_s=settings.max_wait_s, allocate=RegionAllocator)
     app = make_app(pserver, token=settings.token, stall_s=settings.stall_s, idle_s=settings.idle_s)
     etcd = settings.connect()
     background = Background(stopping.is_set)

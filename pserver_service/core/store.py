@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -123,6 +124,10 @@ class Store:
     @property
     def bytes(self) -> int:
         return sum(block.place.bytes for block in self.blocks.values())
+
+    def homes(self) -> dict[Any, None]:
+        """The memories that the blocks' values lie in and that others can reach."""
+        return {state.current.home[0]: None for state in self.blocks.values() if state.current.home is not None}
 
     # ------------------------------------------------------------ pushes
 

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from pserver_service.core.calls import OpenPull, OpenPush
-from pserver_service.data_plane.memory import Sharing
 from pserver_service.pserver import Pserver
 from shared.blocks.buffers import Buffer
 from shared.errors import BadFrame, DeadlineExceeded, TooLarge, TriremeError
 from shared.runtime import clock, telemetry
 from shared.wire import codec
-from shared.wire.lending import NOTHING, Place, place_in
+from shared.wire.lending import NOTHING, Offers, Place, place_in
 from shared.wire.messages import PullEnd, PullRequest, PushBlock, PushHeader
 from shared.wire.round_robin import RoundRobin
+from shared.wire.server_memory import ServerMemory
 from shared.wire.shared_memory import peer_of
 from shared.wire.stream import BURST_BYTES, HEAD_COST_BYTES, FrameStream
 
@@ -84,7 +84,7 @@ class PserverStream(FrameStream):
         self._push: _Push | None = None  # the one that the payload belongs to that is being read
         self._referred: memoryview | None = None  # that payload, if it lies in the trainer's memory
         self._ahead: deque[tuple[_Push, PushBlock, memoryview]] = deque()  # such payloads that were not applied yet
-        self._sharing = Sharing(lambda: peer_of(self._transport and self._transport.get_extra_info("socket")))
+        self._memory = ServerMemory(lambda: peer_of(self._transport and self._transport.get_extra_info("socket")))
         self._watchdog = asyncio.get_running_loop().call_later(stall_s / 2, self._watch)
 
     def __repr__(self) -> str:
@@ -110,7 +110,7 @@ class PserverStream(FrameStream):
             return None
         memory = push.memory.view
         if at is not None:
-            self._referred = self._sharing.payload(at, size)
+            self._referred = self._memory.payload(at, size)
             size = self._referred.nbytes
         if size > memory.nbytes or not push.blocks_left:
             msg = f"a payload of {size} bytes with {push.blocks_left} blocks left: at most {memory.nbytes} bytes each"
@@ -233,14 +233,15 @@ class PserverStream(FrameStream):
 
     def _share(self, number: int, message: codec.Fields) -> None:
         try:
-            offers = self._sharing.share(message, self._pserver.loaded())
+            store = self._pserver.loaded()
+            offers = self._memory.share(codec.read(Offers, message), store.homes(), store.layout.vector_bytes)
         except TriremeError as error:
             self._refuse(number, error)
         else:
             self.send_map({"id": number, "end": True, "message": codec.plain(offers)})
 
     def _on_taken(self, number: int, count: object) -> None:
-        self._sharing.took(number, count)
+        self._memory.took(number, count)
         self.on_writable()
 
     def _refuse(self, number: int, error: TriremeError) -> None:
@@ -250,7 +251,7 @@ class PserverStream(FrameStream):
 
     @property
     def _may_send(self) -> bool:
-        return not (self.paused or self.rests or self.closed or self.failure is not None or self._sharing.full)
+        return not (self.paused or self.rests or self.closed or self.failure is not None or self._memory.full)
 
     def on_writable(self) -> None:
         """Send what is there until the transport is full; pulls take turns."""
@@ -269,7 +270,7 @@ class PserverStream(FrameStream):
                 self._due.append(number)
                 block, _, buffer = found
                 size, dtype = buffer.view.nbytes, pull.pulling.narrow(block)
-                lent = self._sharing.lend(number, buffer)
+                lent = self._memory.lend(number, buffer)
                 if lent is None:
                     self._sent.append(buffer)
                     self.send(_head(number, block, dtype, size), buffer.view)
@@ -316,8 +317,8 @@ class PserverStream(FrameStream):
         since = self.moved
         if self.paused:
             since, limit, what = self.paused_at, self._stall_s, "the peer took no byte"
-        elif self._sharing.lends:
-            since, limit, what = self._sharing.moved, self._stall_s, "the peer took no block that it was lent"
+        elif self._memory.lends:
+            since, limit, what = self._memory.moved, self._stall_s, "the peer took no block that it was lent"
         elif not self._decoder.between_blocks:
             limit, what = self._stall_s, "no byte of a frame came"
         elif self._pushes:
@@ -334,7 +335,7 @@ class PserverStream(FrameStream):
 
     def on_over(self, error: TriremeError | None) -> None:
         self._watchdog.cancel()
-        self._sharing.close()
+        self._memory.close()
         self._ahead.clear()
         for push in self._pushes.values():
             push.close()

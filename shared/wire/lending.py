@@ -1,11 +1,14 @@
-"""What the two ends of one UNIX stream share: each numbers its own regions, and knows the other's by their numbers.
+"""Memory that the two ends of one UNIX stream share: each numbers its own regions, and knows the other's by their numbers.
 
 Lender:   region --number--> offered once, forgotten when it is gone       Borrower:  [number, offset, size] --> bytes
+
+Nobody writes into another's memory.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from shared.errors import BadFrame, TooLarge
@@ -37,15 +40,19 @@ class Lender:
         """None: the peer does not know it."""
         return self._numbers.get(region)
 
-    def offer(self, region: Region) -> Offer:
-        """The peer is told of it."""
+    def offers(self, regions: Iterable[Region]) -> Offers:
+        """What the peer must be told before it is referred to these regions."""
+        new = tuple(self._offer(region) for region in regions if region not in self._numbers)
+        return Offers(offers=new, forget=self._gone() if new else ())
+
+    def _offer(self, region: Region) -> Offer:
         number, self._next = self._next, self._next + 1
         self._numbers[region], self._known[number] = number, weakref.ref(region)
         return region.offer(number)
 
-    def gone(self) -> list[int]:
-        """Numbers that the peer can forget: nothing of ours refers to them any more."""
-        dead = [number for number, region in self._known.items() if region() is None]
+    def _gone(self) -> tuple[int, ...]:
+        """Numbers that the peer can forget: the regions do not exist any more."""
+        dead = tuple(number for number, region in self._known.items() if region() is None)
         for number in dead:
             del self._known[number]
         return dead
@@ -61,25 +68,30 @@ class Borrower:
     def __repr__(self) -> str:
         return f"<Borrower of process {self._peer}: {len(self._mapped)} memories>"
 
-    def open(self, offer: Offer, at_most: int) -> None:
-        """Raises InvalidArgument, TooLarge: it stays unknown."""
-        if offer.memory in self._mapped or len(self._mapped) >= MAX_MEMORIES:
-            msg = f"memory {offer.memory} is known already, or one of more than {MAX_MEMORIES}"
-            raise TooLarge(msg)
-        self._mapped[offer.memory] = open_offered(offer, self._peer, at_most)
+    def learn(self, offers: Offers, at_most: int) -> None:
+        """Map the peer's new regions, of `at_most` bytes each. Raises InvalidArgument, TooLarge: the rest stay unknown."""
+        for number in offers.forget:
+            self._mapped.pop(number, None)  # its last view unmaps it
+        for offer in offers.offers:
+            self._open(offer, at_most)
 
-    def forget(self, number: Any) -> None:
-        """Its last part unmaps it."""
-        self._mapped.pop(number, None)
-
-    def part(self, place: Place) -> memoryview:
-        """The bytes there, read only. Raises BadFrame, InvalidArgument."""
+    def payload(self, place: Place, sent: int) -> memoryview:
+        """The bytes there, read only, of a block that has `sent` bytes of its own. Raises BadFrame, InvalidArgument."""
         number, offset, size = place
         mapped = self._mapped.get(number)
         if mapped is None:
             msg = f"memory {number} was never offered: it is one of {sorted(self._mapped)[:10]}"
             raise BadFrame(msg)
+        if sent:
+            msg = f"a block refers to memory and has {sent} bytes of its own: expected only one of both"
+            raise BadFrame(msg)
         return mapped.part(offset, size)
+
+    def _open(self, offer: Offer, at_most: int) -> None:
+        if offer.memory in self._mapped or len(self._mapped) >= MAX_MEMORIES:
+            msg = f"memory {offer.memory} is known already, or one of more than {MAX_MEMORIES}"
+            raise TooLarge(msg)
+        self._mapped[offer.memory] = open_offered(offer, self._peer, at_most)
 
 
 def place_in(header: dict[str, Any]) -> Place | None:

@@ -9,13 +9,13 @@ import msgpack
 import pytest_asyncio
 import torch
 
-from pserver_service.data_plane.memory import Chunks
 from pserver_service.data_plane.server import make_app, serving
 from pserver_service.pserver import Pserver
 from shared.blocks.buffers import bytes_of
 from shared.records import Mode, PserverMember
 from shared.records.layout import OptimizerSpec
 from shared.wire.messages import InitBlock, PushBlock
+from shared.wire.region_allocator import RegionAllocator
 from shared.wire.shared_memory import Region
 from tests.pserver_service.jobs import (
     JOB,
@@ -104,7 +104,7 @@ async def server(request, tmp_path):
     transport = getattr(request, "param", "tcp")
     uds = "" if "tcp" in transport else str(tmp_path / "ps.sock")
     connect = CONNECT[transport]
-    pserver = Pserver(JOB, "ps-1", index=0, allocate=Chunks if connect is Sharer else None)
+    pserver = Pserver(JOB, "ps-1", index=0, allocate=RegionAllocator if connect is Sharer else None)
     mark = request.node.get_closest_marker("stall")
     stall_s = mark.args[0] if mark else getattr(request.module, "STALL_S", PATIENCE_S)
     app = make_app(pserver, token=TOKEN, stall_s=stall_s, idle_s=2 * stall_s)

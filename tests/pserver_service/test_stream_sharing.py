@@ -14,12 +14,12 @@ from contextlib import ExitStack, suppress
 import pytest
 import torch
 
-from pserver_service.data_plane.memory import CHUNK_BYTES, Chunks
 from shared.blocks.buffers import bytes_of
 from shared.errors import InvalidArgument, Unauthorized
 from shared.records import PserverMember
 from shared.wire import codec
 from shared.wire.messages import PushBlock
+from shared.wire.region_allocator import REGION_BYTES, RegionAllocator
 from shared.wire.shared_memory import Offer, Region, peer_of
 from shared.wire.stream import FrameStream
 from tests.pserver_service.jobs import pull_request, push_header
@@ -80,7 +80,7 @@ async def test_memory_that_cannot_be_had_or_read_is_done_without(server, monkeyp
 
     monkeypatch.setattr("shared.wire.lending.open_offered", refused)
     found = await step(server)
-    assert not server.client._stream.sharing.on
+    assert not server.client._stream.memory.on
     assert all(torch.equal(found[k], values[k] - 1) for k in SIZES)
     monkeypatch.undo()
 
@@ -130,9 +130,9 @@ def test_a_transport_that_is_asked_for_is_not_replaced_by_another_one(transport)
 
 
 def test_a_large_model_needs_few_regions():
-    chunks, homes = Chunks(), []
+    chunks, homes = RegionAllocator(), []
     for _ in range(64):
-        memory, home = chunks(CHUNK_BYTES)
+        memory, home = chunks(REGION_BYTES)
         assert memory.data_ptr() % 64 == 0
         homes.append(home)
     assert len({home[0] for home in homes}) < 20

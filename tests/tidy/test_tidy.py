@@ -64,16 +64,16 @@ PURE = {
     "warnings",
 }
 PURE |= {"numpy", "torch"}  # where arrays are the subject
-FOLDERS = {"shared", "shared.wire"}  # an import of a file of theirs names them too
+FOLDERS = {"shared", "shared.checkpoints", "shared.wire"}  # an import of a file of theirs names them too
 PURE_SHARED = (
     "blocks",
+    "checkpoints.schedule",
     "errors",
     "keys",
     "lanes",
     "records",
     "slots",
     "wire.messages",
-    "wire.narrow",
 )
 
 

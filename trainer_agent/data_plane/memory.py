@@ -1,8 +1,6 @@
-"""Memory shared with one parameter server on this host: gradients are read where they lie, parameters copied from where they are.
+"""The trainer's end of shared memory: its gradients are read where they lie, parameters copied from where they are.
 
-    trainer --its gradient vectors, read only--> pserver --the blocks' memory, read only--> trainer
-
-Nobody writes into another's memory.
+trainer --its gradient vectors, read only--> pserver --the blocks' memory, read only--> trainer
 """
 
 from __future__ import annotations
@@ -14,10 +12,10 @@ from shared.runtime import telemetry
 from shared.wire.lending import Borrower, Lender, Offers, Place
 from shared.wire.shared_memory import ALIGNMENT_BYTES, Region, place_of
 
-log = telemetry.logger("sharing")
+log = telemetry.logger("trainer_memory")
 
 
-class Sharing:
+class TrainerMemory:
     """Of one connection. `on`: each reads the other's memory. `unreadable`: we cannot map what the pserver offers."""
 
     def __init__(self, name: str) -> None:
@@ -41,12 +39,9 @@ class Sharing:
         """Raises as `begin`, BadFrame before it."""
         self._learn(self._known(), offers)
 
-    def lent(self, place: Place, sent: int) -> memoryview:
+    def payload(self, place: Place, sent: int) -> memoryview:
         """What a pulled block refers to, which has `sent` bytes of its own. Raises BadFrame, InvalidArgument."""
-        if sent:
-            msg = f"{self._name} referred to its memory, and sent {sent} bytes, too"
-            raise BadFrame(msg)
-        return self._known().part(place)
+        return self._known().payload(place, sent)
 
     # ------------------------------------------------------------ what we lend
 
@@ -60,7 +55,7 @@ class Sharing:
         return self._lender.number(region)
 
     def offer(self, region: Region) -> Offers:
-        return Offers(offers=(self._lender.offer(region),), forget=tuple(self._lender.gone()))
+        return self._lender.offers((region,))
 
     def lend_no_more(self, cause: TriremeError) -> None:
         log.info("gradients_not_shared", peer=self._name, cause=cause.message)
@@ -70,16 +65,13 @@ class Sharing:
 
     def _known(self) -> Borrower:
         if self._borrower is None:
-            msg = f"{self._name} spoke of its memory, which it does not share"
+            msg = f"{self._name} referred to its memory, which it does not share"
             raise BadFrame(msg)
         return self._borrower
 
     def _learn(self, borrower: Borrower, offers: Offers) -> None:
         try:
-            for number in offers.forget:
-                borrower.forget(number)
-            for offer in offers.offers:
-                borrower.open(offer, sys.maxsize)
+            borrower.learn(offers, sys.maxsize)
         except TriremeError:
             self.unreadable = True
             raise

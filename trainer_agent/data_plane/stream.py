@@ -38,7 +38,7 @@ from shared.wire.shared_memory import Region, peer_of
 from shared.wire.stream import HEADS, FrameStream
 from shared.wire.upgrade import UpgradeRefused, upgrade
 from trainer_agent.data_plane.http import HttpPserver, Placed, Sink, socket_of
-from trainer_agent.data_plane.memory import Sharing
+from trainer_agent.data_plane.memory import TrainerMemory
 from trainer_agent.waiting.leave_when_done import leave_when_done
 
 CONNECT_S = 2.0
@@ -77,7 +77,7 @@ class TrainerStream(FrameStream):
         self._lost = asyncio.Event()
         self._into: _Call | None = None
         self._item: PulledBlock | None = None
-        self.sharing = Sharing(name)
+        self.memory = TrainerMemory(name)
 
     def __repr__(self) -> str:
         return f"<TrainerStream to {self._name}: {len(self._calls)} calls>"
@@ -137,21 +137,21 @@ class TrainerStream(FrameStream):
     async def share(self, limit_s: float) -> None:
         """Let each side read the other's memory from now on. Raises what stands against it; the stream goes on without."""
         peer = peer_of(self._transport and self._transport.get_extra_info("socket"))
-        self.sharing.begin(peer, await self._offer(Offers(), limit_s))
+        self.memory.begin(peer, await self._offer(Offers(), limit_s))
 
     async def refer(self, call: _Call, payload: memoryview, limit_s: float) -> Place | None:
         """How the pserver finds a payload, which is lent to it until the call is answered; None: it has to be sent."""
-        home = self.sharing.home_of(payload)
+        home = self.memory.home_of(payload)
         if home is None:
             return None
         region, offset = home
-        if self.sharing.number(region) is None:
+        if self.memory.number(region) is None:
             try:
-                await self._offer(self.sharing.offer(region), limit_s)
+                await self._offer(self.memory.offer(region), limit_s)
             except CallerError as error:
-                self.sharing.lend_no_more(error)
+                self.memory.lend_no_more(error)
                 return None
-        number = self.sharing.number(region)
+        number = self.memory.number(region)
         assert number is not None
         call.lent.add(region)
         return number, offset, payload.nbytes
@@ -198,7 +198,7 @@ class TrainerStream(FrameStream):
         if call is None or call.sink is None:
             msg = f"{self._name} sent a block that was not asked for"
             raise BadFrame(msg)
-        lent = self.sharing.lent(at, size) if at is not None else None
+        lent = self.memory.payload(at, size) if at is not None else None
         size = size if lent is None else lent.nbytes
         try:
             memory = call.sink(item).cast("B")
@@ -232,7 +232,7 @@ class TrainerStream(FrameStream):
         error = fields.get("error")
         number = fields.get("id")
         if number is None and "offers" in fields:
-            self.sharing.learn(codec.read(Offers, fields))
+            self.memory.learn(codec.read(Offers, fields))
             return
         if isinstance(error, dict) and number is None:
             raise from_map(error)
@@ -363,7 +363,7 @@ class StreamPserver:
                 return None
             if self._stream is None or not self._stream.usable:
                 self._stream = await self._opened()
-            if self._stream is not None and self._share and not self._stream.sharing.on:
+            if self._stream is not None and self._share and not self._stream.memory.on:
                 await self._try_to_share(self._stream)
                 if not self._stream.usable:  # it was given up, since what it was told cannot be taken back
                     self._stream = await self._opened()
@@ -373,7 +373,7 @@ class StreamPserver:
         name = f"pserver {self.member.index} at {self.member.url}"
         uds = socket_of(self.member)
         make, limit_s = partial(TrainerStream, name), min(CONNECT_S, self._stall_s)
-        self._share = self._share and bool(uds) and not (self._stream is not None and self._stream.sharing.unreadable)
+        self._share = self._share and bool(uds) and not (self._stream is not None and self._stream.memory.unreadable)
         try:
             stream = await upgrade(self.member.url, make, uds=uds, token=self._token, limit_s=limit_s)
         except UpgradeRefused as error:
@@ -392,7 +392,7 @@ class StreamPserver:
         except CallerError as error:
             self._share = False
             log.info("memory_not_shared", pserver=self.member.index, cause=error.message)
-            if stream.sharing.unreadable:
+            if stream.memory.unreadable:
                 await stream.close()
         else:
             log.info("memory_shared", pserver=self.member.index)
