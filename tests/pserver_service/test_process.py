@@ -17,7 +17,7 @@ from shared.keys import Keys
 from shared.records import PserverMember
 from tests.equipment.etcd.real import embedded_etcd
 from tests.pserver_service.jobs import JOB
-from tests.pserver_service.test_registration import SPEC
+from tests.pserver_service.membership.test_index import SPEC
 
 __all__ = ["embedded_etcd"]
 KEYS = Keys(JOB)

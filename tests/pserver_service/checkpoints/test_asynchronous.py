@@ -239,7 +239,7 @@ def test_a_replaced_pserver_waits_for_a_storage_that_is_not_reached_and_says_so(
         away = Away(node.crash_point.offload, times=50)
         cluster.every.append(node)
         node.member.rejoin.context = dataclasses.replace(node.member.rejoin.context, offload=away)
-        await until(lambda: node.own_index.record.waits, "it says what it waits for", 60.0)
+        await until(lambda: any(member.waits for member in node.directory.pservers.values()), "it says why", 60.0)
         assert (await cluster.members())[1].waits == (
             f"pserver 1 waits to load checkpoint {latest.uuid} (step 1): the storage is not reached: no answer from http://s3"
         )

@@ -17,8 +17,7 @@ from shared.errors import (
 )
 from shared.records import Mode, PserverMember
 from shared.wire.messages import LedgerAnswer, LedgerQuery, PushBlock
-from tests.pserver_service.jobs import async_header, item, pull_request, push_header
-from tests.pserver_service.servers import (
+from tests.pserver_service.data_plane.servers import (
     SIZES,
     TOKEN,
     TRANSPORTS,
@@ -26,6 +25,7 @@ from tests.pserver_service.servers import (
     gradients,
     server,
 )
+from tests.pserver_service.jobs import async_header, item, pull_request, push_header
 from trainer_agent.data_plane.http import HttpPserver
 from trainer_agent.data_plane.stream import StreamPserver
 

@@ -18,16 +18,7 @@ from shared.errors import (
     Unauthorized,
 )
 from shared.wire import codec
-from tests.pserver_service.jobs import (
-    JOB,
-    item,
-    layout_of,
-    payload_of,
-    pull_request,
-    push_header,
-    stream,
-)
-from tests.pserver_service.servers import (
+from tests.pserver_service.data_plane.servers import (
     PLAIN,
     SIZES,
     STALL_S,
@@ -36,6 +27,15 @@ from tests.pserver_service.servers import (
     Flat,
     gradients,
     server,
+)
+from tests.pserver_service.jobs import (
+    JOB,
+    item,
+    layout_of,
+    payload_of,
+    pull_request,
+    push_header,
+    stream,
 )
 from trainer_agent.data_plane.http import HttpPserver
 

@@ -22,8 +22,7 @@ from shared.wire.messages import PushBlock
 from shared.wire.region_allocator import REGION_BYTES, RegionAllocator
 from shared.wire.shared_memory import Offer, Region, peer_of
 from shared.wire.stream import FrameStream
-from tests.pserver_service.jobs import pull_request, push_header
-from tests.pserver_service.servers import (
+from tests.pserver_service.data_plane.servers import (
     LAYOUT,
     SIZES,
     STALL_S,
@@ -32,7 +31,7 @@ from tests.pserver_service.servers import (
     gradients,
     server,
 )
-from tests.pserver_service.streams import (
+from tests.pserver_service.data_plane.streams import (
     all_given_back,
     block,
     opening,
@@ -41,6 +40,7 @@ from tests.pserver_service.streams import (
     reference,
     versions,
 )
+from tests.pserver_service.jobs import pull_request, push_header
 from trainer_agent.process import Connections
 from trainer_agent.settings import Settings
 
@@ -334,7 +334,7 @@ async def test_a_pull_cannot_take_more_than_it_was_lent(server, count):
 async def test_a_trainer_killed_in_a_push_leaves_whole_blocks_and_no_memory_behind(server):
     values = await server.initialise()
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.pserver_service.dying_pusher", server.url, server.member.uds, TOKEN
+        sys.executable, "-m", "tests.pserver_service.data_plane.dying_pusher", server.url, server.member.uds, TOKEN
     )
     try:
         async with asyncio.timeout(20):

@@ -9,9 +9,8 @@ from pserver_service.core.calls import OpenPush
 from pserver_service.data_plane.stream import PserverStream
 from shared.wire import codec
 from shared.wire.shared_memory import Region
-from tests.pserver_service.jobs import pull_request
-from tests.pserver_service.servers import LAYOUT, SIZES, server
-from tests.pserver_service.streams import (
+from tests.pserver_service.data_plane.servers import LAYOUT, SIZES, server
+from tests.pserver_service.data_plane.streams import (
     all_given_back,
     opening,
     over_shm,
@@ -19,6 +18,7 @@ from tests.pserver_service.streams import (
     reference,
     versions,
 )
+from tests.pserver_service.jobs import pull_request
 
 __all__ = ["server"]
 

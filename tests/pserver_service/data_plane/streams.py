@@ -13,8 +13,8 @@ from shared.blocks.buffers import bytes_of
 from shared.wire import codec
 from shared.wire.stream import FrameStream
 from shared.wire.upgrade import upgrade
+from tests.pserver_service.data_plane.servers import SIZES, TOKEN
 from tests.pserver_service.jobs import push_header, settled
-from tests.pserver_service.servers import SIZES, TOKEN
 
 streamed = pytest.mark.parametrize("server", ["stream tcp", "stream unix", "stream shm"], indirect=True)
 over_shm = pytest.mark.parametrize("server", ["stream shm"], indirect=True)

@@ -8,8 +8,7 @@ import torch
 from pserver_service.data_plane import http
 from shared.errors import BadFrame, PeerError
 from shared.wire import codec
-from tests.pserver_service.jobs import item, layout_of, pull_request, push_header, stream
-from tests.pserver_service.servers import (
+from tests.pserver_service.data_plane.servers import (
     PLAIN,
     SIZES,
     STALL_S,
@@ -17,7 +16,7 @@ from tests.pserver_service.servers import (
     gradients,
     server,
 )
-from tests.pserver_service.streams import (
+from tests.pserver_service.data_plane.streams import (
     all_given_back,
     block,
     opening,
@@ -26,6 +25,7 @@ from tests.pserver_service.streams import (
     streamed,
     versions,
 )
+from tests.pserver_service.jobs import item, layout_of, pull_request, push_header, stream
 
 __all__ = ["server"]
 
