@@ -191,7 +191,7 @@ class Pserver(BlockServer):
             lowest=store.lowest,
             highest=store.highest,
             updates=store.updates,
-            ledger=store.ledger.books() if store.mode is Mode.ASYNC else (),
+            ledger=store.ledger.counts() if store.mode is Mode.ASYNC else (),
         )
 
     async def ledger(self, query: LedgerQuery) -> LedgerAnswer:

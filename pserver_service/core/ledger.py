@@ -1,9 +1,9 @@
-"""Asynchronous books: per block and open task the next minibatch expected, so that each is applied exactly once.
+"""The ledger of asynchronous training: per block and open task the next minibatch expected, so that each is applied exactly once.
 
     open(next per block) --every block has every minibatch--> closed (one bit per task) --epoch is old--> counts only
 
 A push [start, end): start < next is a duplicate, start > next came too early, else it is due.
-A copy of the books goes into each part of a checkpoint (`saved`) and comes back from any number of them (`loaded`).
+A copy of it goes into each part of a checkpoint (`saved`) and comes back from any number of them (`loaded`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class OpenTask:
 
 
 @dataclass(slots=True)
-class EpochBooks:
+class EpochDetail:
     """`applied[i]`: minibatches applied to block i in this epoch."""
 
     applied: list[int]
@@ -56,24 +56,24 @@ class Ledger:
 
     def __init__(self, blocks: int) -> None:
         self._blocks = blocks
-        self._epochs: dict[int, EpochBooks] = {}
+        self._epochs: dict[int, EpochDetail] = {}
         self._old: dict[int, EpochLedger] = {}
 
     def __repr__(self) -> str:
-        return f"<Ledger of {self._blocks} blocks: {[book.model_dump() for book in self.books()]}>"
+        return f"<Ledger of {self._blocks} blocks: {[entry.model_dump() for entry in self.counts()]}>"
 
     def judge(self, push: PushHeader, task: int, block: int) -> Verdict:
         """Whether this push is due at this block; changes nothing but counts, attempts and the set of open tasks."""
-        books = self._books(push.epoch)
-        if books is None:
+        detail = self.detail_of(push.epoch)
+        if detail is None:
             self._old[push.epoch] = _one_more_duplicate(self._old.get(push.epoch, _nothing(push.epoch)))
             return Verdict.DUPLICATE
-        if books.is_closed(task):
-            books.duplicates += 1
+        if detail.is_closed(task):
+            detail.duplicates += 1
             return Verdict.DUPLICATE
-        entry = books.open.get(task)
+        entry = detail.open.get(task)
         if entry is None:
-            entry = books.open[task] = OpenTask(push.minibatches, [0] * self._blocks, self._blocks)
+            entry = detail.open[task] = OpenTask(push.minibatches, [0] * self._blocks, self._blocks)
         if not entry.minibatches:
             entry.minibatches = push.minibatches
         if push.minibatches != entry.minibatches:
@@ -82,30 +82,30 @@ class Ledger:
             return Verdict.STALE_ATTEMPT
         entry.attempt = push.attempt
         if push.start < entry.next[block]:
-            books.duplicates += 1
+            detail.duplicates += 1
             return Verdict.DUPLICATE
         return Verdict.TOO_EARLY if push.start > entry.next[block] else Verdict.APPLIED
 
     def enter(self, push: PushHeader, task: int, block: int) -> None:
         """The push was due and is applied."""
-        books = self._epochs[push.epoch]
-        entry = books.open[task]
+        detail = self._epochs[push.epoch]
+        entry = detail.open[task]
         entry.next[block] = push.end
-        books.applied[block] += push.end - push.start
+        detail.applied[block] += push.end - push.start
         if push.end == entry.minibatches:
             entry.unfinished -= 1
             if entry.unfinished == 0:
-                books.close(task)
+                detail.close(task)
 
     def next_of(self, epoch: int, task: int) -> LedgerAnswer:
         """The lowest minibatch that some block still expects; a pserver without blocks expects none."""
-        books = self._epochs.get(epoch)
-        if books is None:
+        detail = self._epochs.get(epoch)
+        if detail is None:
             over = bool(self._epochs) and epoch < min(self._epochs)
             return LedgerAnswer(closed=over or self._blocks == 0)
-        if books.is_closed(task):
+        if detail.is_closed(task):
             return LedgerAnswer(closed=True)
-        entry = books.open.get(task)
+        entry = detail.open.get(task)
         return LedgerAnswer(next=min(entry.next) if entry else 0)
 
     # ------------------------------------------------------------ checkpoints
@@ -114,18 +114,18 @@ class Ledger:
         """A copy; blocks stay named by their position."""
         epochs = {
             epoch: SavedEpoch(
-                applied=tuple(books.applied),
-                open={task: SavedTask(entry.minibatches, tuple(entry.next)) for task, entry in books.open.items()},
-                closed=dict(books.closed),
-                duplicates=books.duplicates,
+                applied=tuple(detail.applied),
+                open={task: SavedTask(entry.minibatches, tuple(entry.next)) for task, entry in detail.open.items()},
+                closed=dict(detail.closed),
+                duplicates=detail.duplicates,
             )
-            for epoch, books in self._epochs.items()
+            for epoch, detail in self._epochs.items()
         }
         return SavedLedger(epochs, tuple(self._old[epoch] for epoch in sorted(self._old)))
 
     @classmethod
     def loaded(cls, blocks: Sequence[tuple[SavedLedger, int]]) -> Ledger:
-        """The books of these blocks, each given as (the part's ledger, its position there).
+        """The ledger of these blocks, each given as (the part's ledger, its position there).
 
         A task is closed if it is at all of them. Attempts start anew: a roll-back fences what was sent before by generation.
         """
@@ -136,7 +136,7 @@ class Ledger:
         ledger._old = {entry.epoch: entry for part in parts for entry in part.old if entry.epoch not in ledger._epochs}
         while len(ledger._epochs) > EPOCHS_IN_DETAIL:
             oldest = min(ledger._epochs)
-            ledger._old[oldest] = _counts(oldest, ledger._epochs.pop(oldest))
+            ledger._old[oldest] = _counts_of(oldest, ledger._epochs.pop(oldest))
         return ledger
 
     def positions(self, tasks: Mapping[int, int]) -> dict[int, int]:
@@ -149,32 +149,32 @@ class Ledger:
 
     # ------------------------------------------------------------ parts
 
-    def books(self) -> tuple[EpochLedger, ...]:
+    def counts(self) -> tuple[EpochLedger, ...]:
         """All epochs, oldest first."""
-        detailed = [_counts(epoch, books) for epoch, books in self._epochs.items()]
+        detailed = [_counts_of(epoch, detail) for epoch, detail in self._epochs.items()]
         return tuple(sorted([*self._old.values(), *detailed], key=lambda entry: entry.epoch))
 
-    def _books(self, epoch: int) -> EpochBooks | None:
-        """The epoch's books, opened if it is new; None if only counts are left: the master starts an epoch only when
+    def detail_of(self, epoch: int) -> EpochDetail | None:
+        """The epoch's detail, opened if it is new; None if only counts are left: the master starts an epoch only when
         every task of the epochs before is closed or discarded, so whatever comes for those is late."""
-        books = self._epochs.get(epoch)
-        if books is not None or epoch in self._old or (self._epochs and epoch < min(self._epochs)):
-            return books
-        books = self._epochs[epoch] = EpochBooks([0] * self._blocks)
+        detail = self._epochs.get(epoch)
+        if detail is not None or epoch in self._old or (self._epochs and epoch < min(self._epochs)):
+            return detail
+        detail = self._epochs[epoch] = EpochDetail([0] * self._blocks)
         while len(self._epochs) > EPOCHS_IN_DETAIL:
             oldest = min(self._epochs)
-            self._old[oldest] = _counts(oldest, self._epochs.pop(oldest))
+            self._old[oldest] = _counts_of(oldest, self._epochs.pop(oldest))
         return self._epochs.get(epoch)
 
 
-def _counts(epoch: int, books: EpochBooks) -> EpochLedger:
+def _counts_of(epoch: int, detail: EpochDetail) -> EpochLedger:
     return EpochLedger(
         epoch=epoch,
-        applied_lowest=min(books.applied, default=0),
-        applied_highest=max(books.applied, default=0),
-        tasks_closed=books.closed_count,
-        tasks_open=len(books.open),
-        duplicates=books.duplicates,
+        applied_lowest=min(detail.applied, default=0),
+        applied_highest=max(detail.applied, default=0),
+        tasks_closed=detail.closed_count,
+        tasks_open=len(detail.open),
+        duplicates=detail.duplicates,
     )
 
 
@@ -186,24 +186,24 @@ def _one_more_duplicate(counts: EpochLedger) -> EpochLedger:
     return counts.model_copy(update={"duplicates": counts.duplicates + 1})
 
 
-def _joined(epoch: int, parts: Sequence[SavedLedger], blocks: Sequence[tuple[SavedLedger, int]]) -> EpochBooks:
-    """One epoch's books of blocks from several parts."""
+def _joined(epoch: int, parts: Sequence[SavedLedger], blocks: Sequence[tuple[SavedLedger, int]]) -> EpochDetail:
+    """One epoch's detail of blocks from several parts."""
     nothing_known = SavedEpoch(applied=(), open={}, closed={}, duplicates=0)
     of = {id(part): part.epochs.get(epoch, nothing_known) for part in parts}
     mine = [(of[id(saved)], position) for saved, position in blocks]
-    books = EpochBooks([saved.applied[position] if saved.applied else 0 for saved, position in mine])
-    books.duplicates = sum(saved.duplicates for saved in of.values())
+    detail = EpochDetail([saved.applied[position] if saved.applied else 0 for saved, position in mine])
+    detail.duplicates = sum(saved.duplicates for saved in of.values())
     everywhere = _intersection([saved.closed for saved in of.values()])
-    books.closed = {chunk: bits for chunk, bits in everywhere.items() if bits}
-    books.closed_count = sum(bits.bit_count() for bits in books.closed.values())
+    detail.closed = {chunk: bits for chunk, bits in everywhere.items() if bits}
+    detail.closed_count = sum(bits.bit_count() for bits in detail.closed.values())
     for task in sorted({task for saved in of.values() for task in (*saved.open, *_tasks(saved.closed, everywhere))}):
         known = next((saved.open[task].minibatches for saved in of.values() if task in saved.open), 0)
         next_of = [_next(saved, position, task) for saved, position in mine]
         unfinished = sum(each < (known or _ALL) for each in next_of)
-        books.open[task] = OpenTask(known, next_of, unfinished)
+        detail.open[task] = OpenTask(known, next_of, unfinished)
         if not unfinished:
-            books.close(task)
-    return books
+            detail.close(task)
+    return detail
 
 
 def _next(saved: SavedEpoch, position: int, task: int) -> int:

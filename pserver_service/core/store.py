@@ -1,4 +1,4 @@
-"""All that one pserver knows: its blocks, the fence, the books. Decides about one block at a time and never waits.
+"""All that one pserver knows: its blocks, the fence, the ledger. Decides about one block at a time and never waits.
 
 init --> Store;  admit(header) --> Push;  apply(push, block, payload) --> Verdict
                  ^ raises: the whole push is refused    ^ anything wrong with one block refuses that block only

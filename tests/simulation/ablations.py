@@ -62,7 +62,7 @@ def no_tree_dedup() -> Any:
 
 
 def no_ledger_dedup() -> Any:
-    """A minibatch that a block has is applied to it again; the books themselves stay as they are."""
+    """A minibatch that a block has is applied to it again; the ledger itself stays as it is."""
     judge, enter = Ledger.judge, Ledger.enter
 
     def judged(self: Ledger, push: PushHeader, task: int, block: int) -> Verdict:
@@ -70,8 +70,8 @@ def no_ledger_dedup() -> Any:
         return Verdict.APPLIED if verdict is Verdict.DUPLICATE else verdict
 
     def entered(self: Ledger, push: PushHeader, task: int, block: int) -> None:
-        books = self._books(push.epoch)
-        if books is not None and task in books.open and books.open[task].next[block] == push.start:
+        detail = self.detail_of(push.epoch)
+        if detail is not None and task in detail.open and detail.open[task].next[block] == push.start:
             enter(self, push, task, block)
 
     return _both(replaced(Ledger, "judge", judged), replaced(Ledger, "enter", entered))

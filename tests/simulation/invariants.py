@@ -131,17 +131,17 @@ def _evaluation(cluster: SimulatedCluster) -> Iterator[str]:
 
 
 def _ledgers(cluster: SimulatedCluster) -> Iterator[str]:
-    """The parameter servers' own books say the same; what is missing there is on record, to the minibatch."""
+    """The parameter servers' own ledgers say the same; what is missing there is on record, to the minibatch."""
     job = cluster.plan.job
     minibatches = sum(-(-len(task) // job.minibatch) for task in tasks_of(job))
     for index, store in cluster.stores():
         if not store.blocks:
             continue
-        books = {entry.epoch: entry for entry in store.ledger.books()}
+        counts = {entry.epoch: entry for entry in store.ledger.counts()}
         lost, skipped = _lossy(cluster).get(index, (0, 0))
         if lost or skipped:
-            lowest = sum(entry.applied_lowest for entry in books.values())
-            highest = sum(entry.applied_highest for entry in books.values())
+            lowest = sum(entry.applied_lowest for entry in counts.values())
+            highest = sum(entry.applied_highest for entry in counts.values())
             whole = job.epochs * minibatches
             exact = cluster.plan.independent or lowest + lost <= whole  # an independent one is no cut: at most so many
             if not (exact and whole <= lowest + lost + skipped and highest <= whole):
@@ -151,8 +151,8 @@ def _ledgers(cluster: SimulatedCluster) -> Iterator[str]:
                 )
             continue
         for epoch in range(job.epochs):
-            entry = books.get(epoch)
+            entry = counts.get(epoch)
             if entry is None:
-                yield f"pserver {index} has no books of epoch {epoch}"
+                yield f"pserver {index} has no ledger of epoch {epoch}"
             elif (entry.applied_lowest, entry.applied_highest, entry.tasks_open) != (minibatches, minibatches, 0):
                 yield f"pserver {index}, epoch {epoch}: {entry}, expected {minibatches} minibatches at every block"

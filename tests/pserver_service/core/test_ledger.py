@@ -1,4 +1,4 @@
-"""Asynchronous books: each minibatch is applied to each block exactly once, whatever is sent twice, late or anew."""
+"""The ledger of asynchronous training: each minibatch is applied to each block exactly once, whatever is sent twice, late or anew."""
 
 import random
 from collections import Counter
@@ -62,9 +62,9 @@ def test_every_minibatch_is_applied_to_every_block_exactly_once(seed):
                     break
     everything = [(e, t, n, b) for e in range(epochs) for t in range(5) for n in range(sizes[t]) for b in range(blocks)]
     assert done == Counter(everything)
-    for books in ledger.books():
-        assert (books.applied_lowest, books.applied_highest) == (sum(sizes), sum(sizes))
-        assert (books.tasks_closed, books.tasks_open) == (5, 0)
+    for counts in ledger.counts():
+        assert (counts.applied_lowest, counts.applied_highest) == (sum(sizes), sum(sizes))
+        assert (counts.tasks_closed, counts.tasks_open) == (5, 0)
 
 
 def test_a_range_before_the_next_is_a_duplicate_and_one_behind_it_comes_too_early():
@@ -93,7 +93,7 @@ def test_a_task_is_closed_when_every_block_has_all_of_it():
     applied(ledger, async_header(5000, 0, 3, 3), 1)
     assert ledger.next_of(0, 5000) == LedgerAnswer(closed=True)
     assert applied(ledger, async_header(5000, 0, 3, 3, attempt=9), 1) is Verdict.DUPLICATE
-    assert ledger.books() == (
+    assert ledger.counts() == (
         EpochLedger(epoch=0, applied_lowest=3, applied_highest=3, tasks_closed=1, tasks_open=0, duplicates=1),
     )
 
@@ -103,7 +103,7 @@ def test_old_epochs_keep_only_their_counts():
     for epoch in range(5):
         applied(ledger, async_header(1, 0, 2, 2, epoch=epoch), 0)
     assert applied(ledger, async_header(2, 0, 2, 2, epoch=1), 0) is Verdict.DUPLICATE
-    assert [(b.epoch, b.applied_lowest, b.tasks_closed, b.duplicates) for b in ledger.books()] == [
+    assert [(b.epoch, b.applied_lowest, b.tasks_closed, b.duplicates) for b in ledger.counts()] == [
         (0, 2, 1, 0), (1, 2, 1, 1), (2, 2, 1, 0), (3, 2, 1, 0), (4, 2, 1, 0),
     ]  # fmt: skip
     assert len(ledger._epochs) == 2
@@ -115,10 +115,10 @@ def test_a_million_closed_tasks_take_little_memory():
     for task in range(0, 1_000_000, 10_000):
         for near in range(3):
             applied(ledger, async_header(task + near, 0, 1, 1), 0)
-    books = ledger._epochs[0]
-    assert books.closed_count == 300
-    assert not books.open
-    assert len(books.closed) == 100
+    detail = ledger.detail_of(0)
+    assert detail.closed_count == 300
+    assert not detail.open
+    assert len(detail.closed) == 100
 
 
 def test_a_task_whose_length_changes_is_refused():
