@@ -1,7 +1,7 @@
 """`python -m pserver_service`: one parameter server, configured by TRIREME_* variables.
 
-bind -> claim ps/<index> -> serve ... SIGTERM: save what can be saved, give the index back, exit 0 (drain.py)
-                                      index lost: exit 75, to be started anew
+bind -> claim ps/<index> -> serve ... SIGTERM: save the parameters, release the index, exit 0 (drain.py)
+                                      index lost: exit 75, to be started again
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 INDEX_LOST = 75
 CONFIGURATION = 2
-LEAVE_S = 5.0  # to give the index back and to close connections
+LEAVE_S = 5.0  # to release the index and to close connections
 
 
 def main() -> int:

@@ -1,10 +1,10 @@
-"""A parameter server that was asked to leave (SIGTERM, a spot notice) saves what it can first, within a bounded grace.
+"""A parameter server that was asked to stop (SIGTERM, a spot notice) saves its parameters first, within a time limit.
 
 stopping -> draining in ps/<index> -> the master asks for a checkpoint -> it is the latest
-         -> what is being written or committed is finished -> the place is given back
+         -> parts and commits under way are finished -> the index is released
 
-It serves all the while. The job goes back to that checkpoint once another one has the place: few steps are done again,
-with the same bits. Where no checkpoint is to be had (nobody trains, no master) it leaves at once.
+It serves meanwhile. When another process has claimed the index, the job goes back to that checkpoint: few steps are done
+again, with the same bits. If nobody would make a checkpoint (nobody trains, no master), it leaves at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shared.records.operations import saves_on_demand
 from shared.runtime import clock, telemetry
 
 LOOK_S = 0.1
-HOPE_S = 3.0  # a standby may take over, a trainer may come back
+HOPE_S = 3.0  # for a standby to take over, for a trainer to come back
 
 log = telemetry.logger("pserver.drain")
 
@@ -37,7 +37,7 @@ class Drain:
             async with asyncio.timeout(limit_s):
                 if self._could_be_saved():
                     await self._be_saved()
-                doing = "what is being written to be committed"
+                doing = "its last checkpoint to be written and committed"
                 while self._checkpointer.busy:
                     await self._look()
         except TimeoutError:
@@ -45,7 +45,7 @@ class Drain:
         log.info("drained", index=self._pserver.index, seconds=round(clock.monotonic() - begin, 3))
 
     async def _be_saved(self) -> None:
-        """Until `latest` has this version or a later one, or nobody would make it."""
+        """Until the latest checkpoint has this version or a later one, or nobody would make one."""
         assert self._pserver.store is not None
         version, hoped = self._wanted(self._pserver.store), clock.monotonic()
         told = False
@@ -61,7 +61,7 @@ class Drain:
             await self._look()
 
     def _could_be_saved(self) -> bool:
-        """Whether steps are being made, and somebody could ask for a checkpoint of one."""
+        """Whether the job trains, and somebody could ask for a checkpoint."""
         seen = self._directory
         if seen.spec is None or seen.state is None or self._pserver.store is None:
             return False
@@ -71,7 +71,7 @@ class Drain:
         return runs and bool(seen.state.trainers) and saves_on_demand(seen.spec)
 
     def _wanted(self, store: Store) -> int:
-        """The version to be saved; asynchronous: the number of the next checkpoint that begins."""
+        """The version to save; asynchronous: the number of the next checkpoint."""
         state = self._directory.state
         return store.highest if store.mode is Mode.SYNC or state is None else state.saved + 1
 

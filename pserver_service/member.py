@@ -1,4 +1,4 @@
-"""One pserver as a member of its job, HTTP apart: claims an index, holds it, writes checkpoints, follows roll-backs."""
+"""One pserver as a member of its job, without HTTP: claims an index, holds it, writes checkpoints, takes part in roll-backs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shared.checkpoints.schedule import Schedule
 
 
 class Member:
-    """`serve` is the whole life. (`run`: without its end; run `directory` beside it.)"""
+    """`serve` runs until the process shall end. `run` does not drain and release at the end, and needs `directory.run()` beside it."""
 
     def __init__(self, context: PserverContext) -> None:
         self._directory, self._pserver, self._own_index = context.directory, context.pserver, context.own_index
@@ -25,16 +25,16 @@ class Member:
         self._parts = (self.checkpointer, PausedCopy(context), Independent(context), self.rollback, self.rejoin)
 
     async def serve(self, stopping: asyncio.Event, claim_wait_s: float, drain_seconds: float) -> bool:
-        """True: asked to stop, drained (drain.py) and left. False: the index is lost. Raises DeadlineExceeded as `run`."""
+        """True: it was asked to stop, has drained (drain.py) and released the index. False: the index is lost. Raises as `run`."""
         async with asyncio.TaskGroup() as group:
-            life, following = group.create_task(self.run(claim_wait_s)), group.create_task(self._directory.run())
+            running, following = group.create_task(self.run(claim_wait_s)), group.create_task(self._directory.run())
             asked = group.create_task(stopping.wait())
-            await asyncio.wait((life, following, asked), return_when=asyncio.FIRST_COMPLETED)
-            if stopping.is_set() and not life.done():
+            await asyncio.wait((running, following, asked), return_when=asyncio.FIRST_COMPLETED)
+            if stopping.is_set() and not running.done():
                 draining = group.create_task(self.drain.run(drain_seconds))
-                await asyncio.wait((life, draining), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((running, draining), return_when=asyncio.FIRST_COMPLETED)
                 draining.cancel()
-            for task in (life, following, asked):
+            for task in (running, following, asked):
                 task.cancel()
         if not stopping.is_set():
             return False
@@ -42,7 +42,7 @@ class Member:
         return True
 
     async def run(self, claim_wait_s: float) -> None:
-        """Returns when the index is lost or not wanted any more. Raises DeadlineExceeded if none is to be had within `claim_wait_s`."""
+        """Returns when the index is lost or not wanted any more. Raises DeadlineExceeded: none was free for `claim_wait_s`."""
         self._pserver.index = await self._own_index.claim_lowest(claim_wait_s)
         self._pserver.in_doubt = lambda: self._own_index.in_doubt
         self._pserver.on_torn = lambda torn: self._own_index.set(torn=torn)

@@ -1,8 +1,8 @@
-"""One parameter server below HTTP: a minibatch is applied to a block exactly once; a pull is one version of every block.
+"""One parameter server without HTTP: a minibatch is applied to a block exactly once; a pull is one version of every block.
 
-    push: fence -> admit -> per block apply (inline, < 1 ms) -> let others run      pull: what is there, then what arrives
+    push: fence -> admit -> apply block after block (inline, < 1 ms each)      pull: blocks that are there, then those that arrive
 
-Nothing is locked: a block changes between two awaits, and whoever sends its values retains their buffer.
+There are no locks: a block changes between two awaits, and a pull that sends its values retains their buffer.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ log = telemetry.logger("pserver")
 
 
 class Pserver(BlockServer):
-    """`index` and `schedule` (of checkpoints; None: none) are set once the index is claimed. `max_wait_s` caps how long a
-    pull may wait for blocks. `in_doubt`: whether the index may be another's by now; nothing is answered meanwhile. `snapshot_ready` is set when `store.take_snapshot()` has one. `timeline` and `checkpoint`: of
-    the parameters, see JobState. `allocate`: where the memory of blocks comes from."""
+    """`index` and `schedule` (of checkpoints; None: none) are set once the index is claimed. `max_wait_s` limits how long a
+    pull may wait for blocks. `in_doubt`: whether the index may belong to another process by now; no call is answered then.
+    `snapshot_ready` is set when `store.take_snapshot()` has one. `timeline` and `checkpoint`: of the parameters, see JobState.
+    `allocate`: where the memory of blocks comes from. `on_torn` is called when the parameters are lost."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class Pserver(BlockServer):
     # ------------------------------------------------------------ calls
 
     async def init(self, header: InitHeader, blocks: AsyncIterator[tuple[InitBlock, Payload]]) -> None:
-        """Take the initial blocks, all or none; again with the same layout is fine and changes nothing.
+        """Take the initial blocks, all or none. A repetition with the same layout changes nothing.
 
         Raises LayoutMismatch (another model is loaded), WrongOwner, StaleGeneration, BadFrame, InvalidArgument.
         """
@@ -101,11 +102,11 @@ class Pserver(BlockServer):
             )
 
     def new_pool(self) -> BufferPool:
-        """For the blocks of a new store."""
+        """Memory for the blocks of a new store."""
         return BufferPool(self._allocate() if self._allocate is not None else None)
 
     def drop(self, generation: int) -> None:
-        """Forget the parameters: NOT_READY until `restore`. Pushes below `generation` are stale from now on."""
+        """Forget the parameters: calls get NOT_READY until `restore`. Pushes of lower generations are stale from now on."""
         self.generation = max(self.generation, generation)
         self.store = None
         for pull in tuple(self.pulls):
@@ -122,16 +123,16 @@ class Pserver(BlockServer):
         log.info("restored", index=self.index, timeline=timeline, checkpoint=checkpoint, store=repr(store))
 
     def copy_now(self, record: StepRecord, generation: int) -> None:
-        """Asynchronous: copy everything for a checkpoint. Pushes below `generation` are stale from now on."""
+        """Asynchronous: copy everything for a checkpoint. Pushes of lower generations are stale from now on."""
         self.generation = max(self.generation, generation)
         if self.store is not None and self.store.blocks:
             self.store.copy_now(record)
             self.look_for_snapshot()
 
     async def push(self, header: PushHeader, blocks: AsyncIterator[tuple[PushBlock, Payload]]) -> PushAnswer:
-        """Apply block after block; blocks before a break of the stream stay applied.
+        """Apply block after block. If the stream breaks, the blocks before stay applied.
 
-        Writable payloads are borrowed until the next block and may be overwritten. Raises NotReady, StaleGeneration,
+        A payload is used until the next block comes; a writable one may be overwritten. Raises NotReady, StaleGeneration,
         LayoutMismatch, BadFrame (nothing of the push was used).
         """
         pushing = self.begin_push(header)
@@ -141,10 +142,10 @@ class Pserver(BlockServer):
         return pushing.answer()
 
     async def pull(self, request: PullRequest) -> AsyncGenerator[tuple[PulledBlock, memoryview] | PullEnd, None]:
-        """Blocks as they are there (a payload is valid until the next one is asked for), then a PullEnd.
+        """Each block as soon as it has the version (its payload is valid until the next block is asked for), then a PullEnd.
 
-        Waits at most `request.wait_s`. Raises WrongOwner, InvalidArgument, LayoutMismatch before the first block. Close
-        it (`aclosing`) if it is not read to its end.
+        Waits at most `request.wait_s`. Raises WrongOwner, InvalidArgument, LayoutMismatch before the first block. Use
+        `aclosing` if it may not be read to its end.
         """
         arrived = asyncio.Event()
         pulling = self.begin_pull(request, arrived.set)
@@ -158,7 +159,7 @@ class Pserver(BlockServer):
                 if found is None and clock.monotonic() >= pulling.deadline:
                     found = pulling.too_early()
                 if found is None:
-                    with suppress(TimeoutError):  # what arrived at that very moment is taken
+                    with suppress(TimeoutError):  # a block that arrived at that moment is still taken
                         async with asyncio.timeout_at(pulling.deadline):
                             await arrived.wait()
                 elif isinstance(found, PullEnd):
@@ -203,7 +204,7 @@ class Pserver(BlockServer):
             raise InvalidArgument(msg)
         return self.store.ledger.next_of(query.epoch, int(query.task_id))
 
-    # ------------------------------------------------------------ the same, for whoever is called back by a transport
+    # ------------------------------------------------------------ the same calls, for streams
 
     def begin_push(self, header: PushHeader) -> OpenPush:
         """Raises as `push`."""
@@ -241,7 +242,7 @@ class Pserver(BlockServer):
             buffer.release()
 
     def memory_for(self, header: PushHeader) -> tuple[Buffer, int]:
-        """The same, for whoever releases the buffer himself."""
+        """The same; the caller releases the buffer."""
         store = self._ready(header)
         elements = store.layout.block_bytes // ELEMENT_BYTES["float32"]
         return store.pool.take("float32", elements), 2 * store.lanes * max(1, len(store.blocks))
@@ -265,7 +266,7 @@ class Pserver(BlockServer):
             msg = f"message of job {header.job!r} at a pserver of job {self.job!r}: check TRIREME_JOB"
             raise LayoutMismatch(msg)
         if self.in_doubt():
-            msg = f"pserver {self.index} ({self.incarnation}) slept longer than its lease and looks whether its index is still its own; ask again"
+            msg = f"pserver {self.index} ({self.incarnation}) slept longer than its lease and asks etcd whether its index is still its own; ask again"
             raise NotReady(msg)
         self.term = max(self.term, header.term)
 
@@ -299,9 +300,7 @@ class Pserver(BlockServer):
 
     def _check_pull(self, store: Store, request: PullRequest) -> None:
         if request.version is not None and store.mode is Mode.ASYNC:
-            msg = (
-                f"version {request.version} was asked in async mode, where blocks have no common versions: ask for None"
-            )
+            msg = f"version {request.version} was asked for in async mode, where blocks have no common version: ask for None"
             raise InvalidArgument(msg)
         foreign = next((number for number in request.blocks if number not in store.blocks), None)
         if foreign is not None:

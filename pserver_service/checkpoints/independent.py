@@ -1,9 +1,9 @@
-"""Independent checkpoints: this pserver saves itself every so often, asks nobody and stops nobody.
+"""Independent checkpoints: this pserver saves itself from time to time, without the others and without a pause.
 
 queue read -> all blocks copied at one instant -> file, manifest -> checkpoints/pservers/<index> -> older files deleted
 
-The queue is read first: a task that is done in it is wholly in the copy, so what is lost on the way back can be counted.
-Two such checkpoints of different pservers are of different moments; only the pserver itself ever loads its own.
+The queue is read first: a task that is done in it is wholly in the copy, so the losses of a return to it can be counted.
+Such checkpoints of two pservers are of different moments, so a pserver only loads its own.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import asyncio
 from pserver_service.checkpoints.ledger_text import ledger_metadata
 from pserver_service.context import PserverContext
 from shared.blocks.snapshot import Snapshot
-from shared.checkpoints import async_cut, stored, writer
-from shared.checkpoints.async_cut import Cut, GivenUp
+from shared.checkpoints import stored, writer
+from shared.checkpoints.async_cut import Cut, GivenUp, cut_at
 from shared.errors import PeerError
 from shared.etcd import Compare, LeaseLost, Put
 from shared.etcd.reading import read_record
@@ -39,7 +39,7 @@ class Independent:
         self._number = 0
 
     async def run(self) -> None:
-        """Until cancelled; nothing that goes wrong here ends training."""
+        """Until cancelled. No failure here ends training."""
         spec = self._directory.spec
         assert spec is not None, "the index is claimed only with the spec known"
         if spec.mode is not Mode.ASYNC or spec.checkpoint_kind != "independent":
@@ -48,7 +48,7 @@ class Independent:
         while True:
             every_s = spec.checkpoint_every_seconds
             due = last is None or (every_s is not None and clock.monotonic() - last >= every_s)
-            if self._pserver.store is None or not due or not self._is_noted():
+            if self._pserver.store is None or not due or not self._may_save():
                 await asyncio.sleep(LOOK_S if last is None or every_s is None else min(LOOK_S, every_s / 4))
                 continue
             begin = clock.monotonic()
@@ -62,16 +62,16 @@ class Independent:
                 log.warning("etcd_away", index=self._pserver.index, cause=str(error))
                 await asyncio.sleep(ids.jitter(RETRY_S))
             except OSError as error:
-                self._trouble(spec, error)
+                self._failed(spec, error)
                 last = begin
             except Exception as error:
-                self._trouble(spec, error)
+                self._failed(spec, error)
                 log.exception("checkpoint_failed", index=self._pserver.index)
                 last = begin
 
-    def _is_noted(self) -> bool:
-        """Whether the master has counted what was lost, if this pserver came back from a checkpoint: until then that one
-        is needed, and the losses are not in the queue that a new one would hold."""
+    def _may_save(self) -> bool:
+        """Whether a new checkpoint may be made. After this pserver came back from one, the master has to count the losses first:
+        until then the old checkpoint is needed, and the queue that a new one would hold lacks the losses."""
         said, state = self._own_index.record.restored, self._directory.state
         if said is None or not said.rejoined:
             return True
@@ -84,7 +84,7 @@ class Independent:
             raise GivenUp("there are no blocks to save")
         begin = clock.monotonic()
         before, revision = await self._before()
-        cut = await async_cut.at(self._etcd, self._keys, 0)
+        cut = await cut_at(self._etcd, self._keys, 0)
         if self._pserver.store is not store:
             raise GivenUp("the parameters were dropped")
         number = max(self._number, before.kept[0].step if before and before.kept else 0) + 1
@@ -121,14 +121,14 @@ class Independent:
             await self.offload(writer.remove, spec.storage, stale)
 
     async def _before(self) -> tuple[OwnCheckpoints | None, int]:
-        """What the key says, and its revision (0: there is none)."""
+        """The key's record, and its revision (0: there is none)."""
         found = await self._etcd.get(self._keys.own_checkpoints(self._pserver.index))
         if found is None:
             return None, 0
         return read_record(OwnCheckpoints, found.key, found.value), found.mod_revision
 
     def _older(self, before: OwnCheckpoints | None) -> tuple[CheckpointRef, ...]:
-        """What may stay: without those that were found damaged, if an older one was loaded."""
+        """The checkpoints to keep. If an older one was loaded, those before it were found damaged and go."""
         if before is None:
             return ()
         uuids = [ref.uuid for ref in before.kept]
@@ -179,7 +179,7 @@ class Independent:
             queue=cut.queue,
         )
 
-    def _trouble(self, spec: JobSpec, error: Exception) -> None:
+    def _failed(self, spec: JobSpec, error: Exception) -> None:
         place = files.join(spec.storage, "checkpoints")
         self._pserver.checkpoint_error = (
             f"pserver {self._pserver.index} cannot write its checkpoint below {place}: {error}; training goes on and the "

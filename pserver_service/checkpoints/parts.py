@@ -1,4 +1,4 @@
-"""Parts of checkpoints: each pserver writes its own by itself, whoever sees all parts commits them (commit.py).
+"""Parts of checkpoints: each pserver writes its own; the first to see all parts commits them (shared/checkpoints/commit.py).
 
 version due -> snapshot -> begun, started -> file -> finished part     each write fenced by the own ps/<index>
 """
@@ -14,8 +14,8 @@ from pserver_service.checkpoints.ledger_text import ledger_metadata
 from pserver_service.context import PserverContext
 from pserver_service.core.saved_ledger import AsyncSnapshot
 from shared.blocks.snapshot import Snapshot
-from shared.checkpoints import async_cut, stored, writer
-from shared.checkpoints.async_cut import GivenUp
+from shared.checkpoints import stored, writer
+from shared.checkpoints.async_cut import GivenUp, read_cut
 from shared.checkpoints.commit import Committer, Written
 from shared.checkpoints.storage_problem import StorageProblem
 from shared.errors import InvalidArgument, PeerError
@@ -33,7 +33,7 @@ log = telemetry.logger("pserver.checkpoints")
 
 
 class Checkpointer:
-    """What blocks is offloaded one thing at a time."""
+    """Writes this pserver's parts, one at a time, and commits checkpoints."""
 
     def __init__(self, context: PserverContext) -> None:
         self._etcd, self._keys, self._directory = context.etcd, context.keys, context.directory
@@ -50,12 +50,12 @@ class Checkpointer:
 
     @property
     def busy(self) -> bool:
-        """Whether something waits to be written, is being written, or may still become the latest checkpoint."""
+        """Whether a part waits to be written, is being written, or may still become part of the latest checkpoint."""
         waits = self._pserver.store is not None and self._pserver.store.snapshot_waits
         return self._writing or waits or self.committer.busy
 
     async def run(self) -> None:
-        """Until cancelled; nothing that goes wrong here ends training."""
+        """Until cancelled. No failure here ends training."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._write_parts())
             group.create_task(self.committer.run())
@@ -89,7 +89,7 @@ class Checkpointer:
         assert slots is not None
         uuid = stored.checkpoint_uuid(self._keys.job, timeline, slots.version, snapshot.version)
         cut = (
-            await self._while_away(timeline, lambda: async_cut.read(self._etcd, self._keys, uuid))
+            await self._while_away(timeline, lambda: read_cut(self._etcd, self._keys, uuid))
             if isinstance(snapshot, AsyncSnapshot)
             else None
         )
@@ -160,8 +160,8 @@ class Checkpointer:
         return Put(key, started.to_bytes(), self._own_index.lease.id)
 
     async def _fenced(self, timeline: int, operations: Callable[[], Sequence[Operation]]) -> None:
-        """Do it once the index is proven held; repeated while etcd is away. Raises GivenUp, PeerError."""
-        # the same values again: what is unknown may be repeated
+        """Write if the index is still held; again while etcd is away. Raises GivenUp, PeerError."""
+        # the same values again, so a write of unknown outcome may be repeated
         done = await self._while_away(timeline, lambda: self._etcd.txn([self._own_index.held], operations()))
         if not done.succeeded:
             raise GivenUp(f"pserver {self._pserver.index} is another process now")

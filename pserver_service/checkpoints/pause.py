@@ -1,6 +1,6 @@
-"""A paused checkpoint at one pserver: everybody stands still, so all blocks are copied at one instant, and training goes on.
+"""A paused checkpoint at one pserver: nobody trains, so all blocks are copied at one instant; then training goes on.
 
-CHECKPOINTING, cut -> older pushes are stale -> copy -> said in ps/<index> -> written in the background (checkpoints.py)
+CHECKPOINTING, cut -> older pushes are stale -> copy -> `copied` in ps/<index> -> written in the background (parts.py)
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ log = telemetry.logger("pserver.pause")
 
 
 class PausedCopy:
+    """Copies the blocks once for each paused checkpoint."""
+
     def __init__(self, context: PserverContext) -> None:
         self._directory, self._pserver, self._own_index = context.directory, context.pserver, context.own_index
         self._answered = ""
@@ -32,7 +34,7 @@ class PausedCopy:
             await self._directory.changed(revision, LOOK_S)
 
     def _due(self, state: JobState | None) -> Saving | None:
-        """What is to be copied and was not yet."""
+        """The checkpoint to copy for, if that is still to do."""
         if state is None or state.phase is not Phase.CHECKPOINTING or state.saving is None or not state.saving.cut:
             return None
         ready = self._pserver.store is not None and self._pserver.timeline == state.timeline

@@ -1,8 +1,8 @@
-"""One block: its values, the values one version back, the tree of its next step, and its optimizer.
+"""One block: its values, the values of the version before, the tree of its next step, and its optimizer.
 
     version s --push of step s--> tree --[0, lanes) whole--> previous = current, current = stepped, version s + 1
 
-Pull of v: `current` if v is the version, `previous` if it is the one before, "not yet" above, GONE below.
+Pull of version v: `current` or `previous`; above TOO_EARLY; below GONE.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shared.records.layout import Block
 
 
 class Verdict(StrEnum):
-    """What became of a block: taken, known already, or a code of shared.errors."""
+    """The result of pushing or pulling a block: applied, duplicate, or a code of shared.errors."""
 
     APPLIED = "APPLIED"
     DUPLICATE = "DUPLICATE"
@@ -34,7 +34,7 @@ class Verdict(StrEnum):
 
 
 class BlockState:
-    """Values change by swapping buffers, so that whoever retained one goes on reading what it was."""
+    """Values change by swapping buffers, so a reader that retained one goes on reading the old values."""
 
     def __init__(
         self, place: Block, values: Buffer, pool: BufferPool, lanes: int, optimizer: BlockOptimizer | None
@@ -53,7 +53,7 @@ class BlockState:
 
     @property
     def narrows(self) -> bool:
-        """Whether it may travel in a narrower dtype (see shared.slots.Segment.travels_as)."""
+        """Whether it may be sent in a narrower dtype (see shared.records.layout.Segment.travels_as)."""
         return self._optimizer is not None and self.place.dtype == "float32"
 
     def push(
@@ -68,7 +68,7 @@ class BlockState:
         *,
         lent: bool = False,
     ) -> Verdict:
-        """A node of step `step`; `value` (None with count 0), `memory`, `payload` and `lent`: see Accumulator.add."""
+        """Add a node to the tree of step `step`. `value` (None with count 0), `memory`, `payload`, `lent`: see Accumulator.add."""
         if self.version > step or (self.version == step and self._tree.covers(lanes)):
             return Verdict.DUPLICATE
         if self.version < step:
@@ -92,17 +92,17 @@ class BlockState:
         return Verdict.APPLIED
 
     def _only_reads(self, options: Options) -> bool:
-        """Whether a step does not write into the memory of its gradient."""
+        """Whether a step leaves the memory of its gradient as it is."""
         return self._optimizer is None or self._optimizer.only_reads(options)
 
     def copied(self, value: torch.Tensor) -> Buffer:
-        """For the caller to release."""
+        """A copy, for the caller to release."""
         own = self._pool.take(self.place.dtype, self.place.elements)
         own.tensor.copy_(value)
         return own
 
     def pull(self, version: int) -> Buffer | Verdict:
-        """The values of `version` (retain them to keep them), TOO_EARLY or GONE."""
+        """The values of `version` (the caller retains them to keep them), TOO_EARLY or GONE."""
         if version == self.version:
             return self.current
         if version == self.version - 1 and self.previous is not None:
@@ -110,7 +110,7 @@ class BlockState:
         return Verdict.TOO_EARLY if version > self.version else Verdict.GONE
 
     def update(self, value: torch.Tensor | None, options: Options) -> None:
-        """Asynchronous: apply a gradient (or take a buffer's value) at once; in place unless somebody reads."""
+        """Asynchronous: apply a gradient (or take over a buffer segment's value) at once; in place if nobody reads the values."""
         if value is not None and self._optimizer is not None and self.current.references == 1:
             self.current.forget_narrowed()
             self._optimizer.step(self.current.tensor, value, options)
@@ -121,11 +121,11 @@ class BlockState:
         self.version += 1
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """Not copies: read them before the next step."""
+        """Not copies: they are valid until the next step."""
         return {} if self._optimizer is None else self._optimizer.state()
 
     def _stepped(self, value: torch.Tensor | None, options: Options) -> Buffer:
-        """The next values, in a buffer with a reference of its own; without data they are the present ones."""
+        """The next values, in a buffer with a reference of its own; the current ones if there is no data."""
         if value is None:
             return self.current.retain()
         values = self._pool.take(self.place.dtype, self.place.elements)

@@ -73,8 +73,8 @@ class OpenPush:
         return f"<OpenPush {self._applied} applied, {self._duplicate} duplicate, {len(self._refused)} refused>"
 
     def apply(self, item: PushBlock, payload: Payload, memory: Buffer | None = None) -> None:
-        """The payload is borrowed for the call; a writable one may be overwritten. `memory`: the buffer at whose start it lies;
-        it is retained if the payload has to wait for others."""
+        """The payload is used during the call only; a writable one may be overwritten. `memory`: the buffer that starts with
+        it; it is retained if the payload has to wait for others."""
         server, counters = self._server, self._server.counters
         view = memoryview(payload).cast("B")
         stale = server.is_stale(self._header.generation)
@@ -114,7 +114,7 @@ class OpenPush:
 
 
 class OpenPull:
-    """`arrived` is called when `next` has something again after it had nothing. Close it."""
+    """`arrived` is called when `next` has a block again after it had none. Close it at the end."""
 
     def __init__(
         self, server: BlockServer, store: Store, request: PullRequest, deadline: float, arrived: Callable[[], None]
@@ -132,7 +132,7 @@ class OpenPull:
         return f"<OpenPull of version {self._version}: {len(self._due)} due, {len(self._missing)} missing>"
 
     def next(self) -> tuple[int, int, Buffer] | PullEnd | None:
-        """A block, its version and its values (retained: release them when they are out), the end, or None: not yet."""
+        """A block, its version and its values (retained: the caller releases them when they are sent), the end, or None: not yet."""
         store, wanted = self._store, self._version
         if self._server.store is not store:
             return PullEnd(code="NOT_READY", message="the job is being rolled back")
@@ -149,7 +149,7 @@ class OpenPull:
                 )
             version = store.blocks[number].version if wanted is None else wanted
             self._lowest = min(self._lowest, version)
-            # it may be forgotten while blocks are on their way
+            # the history may drop it before the last block is sent
             self._record = self._record or store.history.record(version)
             try:
                 narrow = self.narrow(number)
@@ -167,7 +167,7 @@ class OpenPull:
         return PullEnd(code="OK", record=record if store.mode is Mode.SYNC else None)
 
     def narrow(self, number: int) -> Narrow | None:
-        """The dtype that a block's values are cast to on their way, if they are."""
+        """The dtype that a block's values are sent in, if it is not their own."""
         return self._dtype if self._store.blocks[number].narrows else None
 
     def stepped(self, number: int, version: int) -> None:
@@ -178,11 +178,11 @@ class OpenPull:
             self.wake()
 
     def wake(self) -> None:
-        """`next` has something to say."""
+        """`next` has a block or the end."""
         self._arrived()
 
     def too_early(self) -> PullEnd:
-        """The end of a pull that waited until its deadline."""
+        """The end of a pull that has waited until its deadline."""
         number = min(self._missing)
         held = self._store.blocks[number].version
         return PullEnd(

@@ -1,10 +1,10 @@
-"""Steps of common optimizers straight to torch's kernels: the bits of torch.optim's own step, without its hundred lines of
-Python for each block and, where the kernel can write elsewhere, without copying the values first.
+"""Steps of common optimizers that call torch's kernels directly: the same bits as torch.optim's step, without its hundred
+lines of Python for each block and, where the kernel can write elsewhere, without a copy of the values first.
 
-    direct_step(optimizer) -> a function of (out, values, gradient, state), or None: torch.optim has to do it
+    direct_step(optimizer) -> a function of (out, values, gradient, state), or None: use torch.optim
 
-`out` becomes `values` stepped with `gradient`; both stay as they are, `state` is changed in place. Kernels and their order
-are those of torch.optim.sgd and torch.optim.adam (single-tensor and fused, version 2.13).
+`out` becomes `values` stepped with `gradient`. `values` and `gradient` stay as they are; `state` is changed in place.
+Kernels and their order are those of torch.optim.sgd and torch.optim.adam (single-tensor and fused, version 2.13).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 State = Mapping[str, torch.Tensor]
 DirectStep = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, State], None]
 _EXTRAS_OF_SGD = ("maximize",)
-_EXTRAS_OF_FOREACH_SGD = ("maximize", "momentum", "weight_decay")  # it rounds some of them otherwise
+_EXTRAS_OF_FOREACH_SGD = ("maximize", "momentum", "weight_decay")  # foreach rounds some of them differently
 _EXTRAS_OF_ADAM = ("amsgrad", "maximize", "foreach")
 
 
@@ -36,14 +36,14 @@ def direct_step(optimizer: torch.optim.Optimizer) -> DirectStep | None:
 
 
 def has_state(optimizer: torch.optim.Optimizer, state: State) -> bool:
-    """Whether its state is as the direct step needs it: torch makes it in the first step."""
+    """Whether the state that a direct step needs exists: torch makes it in the first step."""
     return bool(state) or (isinstance(optimizer, torch.optim.SGD) and not optimizer.param_groups[0]["momentum"])
 
 
 def _sgd(
     options: Mapping[str, Any], out: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor, state: State
 ) -> None:
-    """What is added to the gradient on its way lies in `out` meanwhile."""
+    """`out` also holds the gradient with momentum and decay added, until the values are written."""
     rate, momentum, decay = options["lr"], options["momentum"], options["weight_decay"]
     if decay:
         gradient = torch.add(gradient, values, alpha=decay, out=out)

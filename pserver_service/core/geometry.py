@@ -1,4 +1,4 @@
-"""Which blocks a layout has, by arithmetic: nothing is enumerated that came from outside."""
+"""Which blocks a layout has, by arithmetic: a layout that comes from outside is never enumerated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KINDS = ("param", "buffer")
 
 
 class Geometry:
-    """Blocks of a checked layout by number. Raises InvalidArgument or TooLarge for a layout that makes no sense."""
+    """The blocks of a layout by number. Raises InvalidArgument or TooLarge for an impossible layout."""
 
     def __init__(self, layout: Layout) -> None:
         if not 64 <= layout.block_bytes <= MAX_BLOCK_BYTES or layout.block_bytes % 64:

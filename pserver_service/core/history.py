@@ -1,9 +1,10 @@
-"""What versions carry beside their blocks: where each lane's reader stands and lane 0's state, for the last few versions.
+"""What a version consists of beside its blocks: each lane's reader position and lane 0's state, for the last few versions.
 
 notes of step s (from push headers) --the first block completes step s--> StepRecord of version s + 1, fixed
 
-A lane's position says which records its data in the step is of. All blocks must be given the same: `agrees` compares. A task
-may be discarded after some blocks were given its data; whoever goes on with the next one claims the lane first, everywhere.
+A lane's position says which records its data in the step comes from. All blocks must get data of the same records: `agrees`
+compares. A task may be discarded after some blocks got its data; the trainer that goes on with the next task claims the lane
+first, at all parameter servers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Positions = Mapping[int, LanePosition]
 
 @dataclass(slots=True)
 class Notes:
-    """`positions`: of the data that blocks were given. `claimed`: of the data that may be given, lane by lane."""
+    """By lane. `positions`: of the data that blocks have. `claimed`: of the only data that blocks may get from now on."""
 
     positions: dict[int, LanePosition] = field(default_factory=dict)
     claimed: dict[int, LanePosition] = field(default_factory=dict)
@@ -30,6 +31,8 @@ class Notes:
 
 
 class History:
+    """The step records of the last versions, and the notes of steps under way."""
+
     def __init__(self, first: StepRecord) -> None:
         self._records = {first.version: first}
         self._notes: dict[int, Notes] = {}
@@ -39,7 +42,7 @@ class History:
         return f"<History of versions {sorted(self._records)}, notes of steps {sorted(self._notes)}>"
 
     def note(self, header: PushHeader, positions: Positions, lanes: Iterable[int]) -> None:
-        """A block takes data of these lanes: what the header says of them in step `header.step` is true from now on."""
+        """A block takes data of these lanes: the header's positions and lane 0's state hold for step `header.step` from now on."""
         if header.step + 1 in self._records:
             return
         notes = self._notes.setdefault(header.step, Notes())
@@ -47,19 +50,19 @@ class History:
         notes.lane_zero = header.lane_zero or notes.lane_zero
 
     def agrees(self, step: int, positions: Positions, lanes: Iterable[int]) -> bool:
-        """Whether data of `lanes` with these positions is what blocks have of them in that step, or may be given."""
+        """Whether blocks have, or may get, data of `lanes` with these positions in that step."""
         held = self._held(step)
         claimed = self._notes[step].claimed if step in self._notes else {}
         return all(positions[lane] == held.get(lane, claimed.get(lane, positions[lane])) for lane in lanes)
 
     def claim(self, step: int, positions: Positions) -> str:
-        """From now on no other data of these lanes is taken in that step. Why that cannot be (any more), or ""."""
+        """Refuse other data of these lanes in that step from now on. Returns why that is too late, or ""."""
         held = self._held(step)
         for lane, position in positions.items():
             if (other := held.get(lane, position)) != position:
                 return (
                     f"blocks have data of lane {lane} in step {step} up to task {other.index} of its stream, record {other.offset}, "
-                    f"which was discarded since: it cannot become that up to task {position.index}, record {position.offset}"
+                    f"which was discarded since: it cannot be replaced by that up to task {position.index}, record {position.offset}"
                 )
         if step + 1 not in self._records:
             self._notes.setdefault(step, Notes()).claimed.update(positions)
@@ -67,13 +70,13 @@ class History:
         return ""
 
     def _held(self, step: int) -> dict[int, LanePosition]:
-        """Positions of the data that blocks have in that step (of steps long ago nothing is known)."""
+        """Positions of the data that blocks have in that step; nothing is known of old steps."""
         if (record := self._records.get(step + 1)) is not None:
             return {position.lane: position for position in record.positions}
         return self._notes[step].positions if step in self._notes else {}
 
     def lane_zero(self, step: int) -> LaneZero | None:
-        """Lane 0's state after `step`, as far as it is known."""
+        """Lane 0's state after `step`, if it is known."""
         notes = self._notes.get(step)
         if notes is not None:
             return notes.lane_zero
@@ -81,7 +84,7 @@ class History:
         return record.lane_zero if record else None
 
     def fix(self, version: int) -> None:
-        """Some block has reached `version`, so everything about its step was noted."""
+        """A block has reached `version`, so the notes of its step are complete."""
         if version in self._records:
             return
         notes = self._notes.pop(version - 1, Notes())

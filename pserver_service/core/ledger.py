@@ -1,8 +1,8 @@
-"""The ledger of asynchronous training: per block and open task the next minibatch expected, so that each is applied exactly once.
+"""The ledger of asynchronous training: the next minibatch that each block expects of each open task, so each is applied once.
 
     open(next per block) --every block has every minibatch--> closed (one bit per task) --epoch is old--> counts only
 
-A push [start, end): start < next is a duplicate, start > next came too early, else it is due.
+A push of minibatches [start, end): start < next is a duplicate, start > next is too early, else it is due.
 A copy of it goes into each part of a checkpoint (`saved`) and comes back from any number of them (`loaded`).
 """
 
@@ -17,14 +17,14 @@ from shared.wire.messages import EpochLedger, LedgerAnswer, PushHeader
 
 EPOCHS_IN_DETAIL = 2
 _CHUNK = 1024  # bits per entry of a sparse bitmap
-_ALL = 1 << 60  # minibatches of a task that a block has wholly, where nobody says how many those are
+_ALL = 1 << 60  # minibatches of a closed task, whose number is not known
 
 
 @dataclass(slots=True)
 class OpenTask:
     """`next[i]`: minibatch that block i (of this pserver, in order) expects; `unfinished`: blocks that miss some.
 
-    `minibatches` is 0 until a push says it, where only parts of a checkpoint knew of the task."""
+    `minibatches` is 0 until the first push, if the task is known from a checkpoint only."""
 
     minibatches: int
     next: list[int]
@@ -52,7 +52,7 @@ class EpochDetail:
 
 
 class Ledger:
-    """Of all blocks of one pserver; blocks are named by their position 0 … blocks - 1 among them."""
+    """The ledger of all blocks of one pserver. A block is named by its position among them, 0 … blocks - 1."""
 
     def __init__(self, blocks: int) -> None:
         self._blocks = blocks
@@ -63,7 +63,7 @@ class Ledger:
         return f"<Ledger of {self._blocks} blocks: {[entry.model_dump() for entry in self.counts()]}>"
 
     def judge(self, push: PushHeader, task: int, block: int) -> Verdict:
-        """Whether this push is due at this block; changes nothing but counts, attempts and the set of open tasks."""
+        """Whether this push is due at this block. Changes only counts, attempts and the set of open tasks."""
         detail = self.detail_of(push.epoch)
         if detail is None:
             self._old[push.epoch] = _one_more_duplicate(self._old.get(push.epoch, _nothing(push.epoch)))
@@ -87,7 +87,7 @@ class Ledger:
         return Verdict.TOO_EARLY if push.start > entry.next[block] else Verdict.APPLIED
 
     def enter(self, push: PushHeader, task: int, block: int) -> None:
-        """The push was due and is applied."""
+        """Record a push that was due and is applied."""
         detail = self._epochs[push.epoch]
         entry = detail.open[task]
         entry.next[block] = push.end
@@ -98,7 +98,7 @@ class Ledger:
                 detail.close(task)
 
     def next_of(self, epoch: int, task: int) -> LedgerAnswer:
-        """The lowest minibatch that some block still expects; a pserver without blocks expects none."""
+        """The lowest minibatch that a block still expects; a pserver without blocks expects none."""
         detail = self._epochs.get(epoch)
         if detail is None:
             over = bool(self._epochs) and epoch < min(self._epochs)
@@ -111,7 +111,7 @@ class Ledger:
     # ------------------------------------------------------------ checkpoints
 
     def saved(self) -> SavedLedger:
-        """A copy; blocks stay named by their position."""
+        """A copy for a checkpoint."""
         epochs = {
             epoch: SavedEpoch(
                 applied=tuple(detail.applied),
@@ -127,7 +127,7 @@ class Ledger:
     def loaded(cls, blocks: Sequence[tuple[SavedLedger, int]]) -> Ledger:
         """The ledger of these blocks, each given as (the part's ledger, its position there).
 
-        A task is closed if it is at all of them. Attempts start anew: a roll-back fences what was sent before by generation.
+        A task is closed if it is closed in all parts. Attempts start at 0: the generation fences pushes from before the roll-back.
         """
         ledger = cls(len(blocks))
         parts = list({id(saved): saved for saved, _ in blocks}.values())
@@ -140,7 +140,7 @@ class Ledger:
         return ledger
 
     def positions(self, tasks: Mapping[int, int]) -> dict[int, int]:
-        """Task -> minibatches that all blocks have; `tasks`: task -> epoch. A closed task has them all: -1."""
+        """Task -> minibatches that all blocks have, -1 for a closed task. `tasks`: task -> epoch."""
         found = {}
         for task, epoch in tasks.items():
             answer = self.next_of(epoch, task)
@@ -150,13 +150,13 @@ class Ledger:
     # ------------------------------------------------------------ parts
 
     def counts(self) -> tuple[EpochLedger, ...]:
-        """All epochs, oldest first."""
+        """Counts of all epochs, oldest first."""
         detailed = [_counts_of(epoch, detail) for epoch, detail in self._epochs.items()]
         return tuple(sorted([*self._old.values(), *detailed], key=lambda entry: entry.epoch))
 
     def detail_of(self, epoch: int) -> EpochDetail | None:
-        """The epoch's detail, opened if it is new; None if only counts are left: the master starts an epoch only when
-        every task of the epochs before is closed or discarded, so whatever comes for those is late."""
+        """The epoch's detail, made if the epoch is new. None if only counts are left: the master starts an epoch when every
+        task of the epochs before is closed or discarded, so pushes of old epochs are late."""
         detail = self._epochs.get(epoch)
         if detail is not None or epoch in self._old or (self._epochs and epoch < min(self._epochs)):
             return detail
@@ -187,7 +187,7 @@ def _one_more_duplicate(counts: EpochLedger) -> EpochLedger:
 
 
 def _joined(epoch: int, parts: Sequence[SavedLedger], blocks: Sequence[tuple[SavedLedger, int]]) -> EpochDetail:
-    """One epoch's detail of blocks from several parts."""
+    """One epoch's detail from several parts."""
     nothing_known = SavedEpoch(applied=(), open={}, closed={}, duplicates=0)
     of = {id(part): part.epochs.get(epoch, nothing_known) for part in parts}
     mine = [(of[id(saved)], position) for saved, position in blocks]
@@ -223,7 +223,7 @@ def _intersection(bitmaps: Sequence[Mapping[int, int]]) -> dict[int, int]:
 
 
 def _tasks(bitmap: Mapping[int, int], without: Mapping[int, int]) -> list[int]:
-    """The tasks of a bitmap that are not in the other."""
+    """The tasks of a bitmap that are not in `without`."""
     tasks = []
     for chunk, bits in bitmap.items():
         left = bits & ~without.get(chunk, 0)

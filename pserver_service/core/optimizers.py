@@ -1,6 +1,6 @@
-"""torch.optim on blocks: the user's optimizer, built from data, with state of its own for each block.
+"""torch.optim on blocks: the user's optimizer, built from data, with its own state for each block.
 
-Only element-wise classes are allowed, so stepping blocks gives the bits of stepping whole parameters (training.md). SGD's
+Only element-wise classes are allowed, so stepping blocks gives the same bits as stepping whole parameters. SGD's
 fused kernel is the exception (its last bits depend on where a block ends): it becomes `foreach`.
 """
 
@@ -28,9 +28,9 @@ CLASSES: dict[str, type[torch.optim.Optimizer]] = {
         torch.optim.RAdam,
     )
 }
-# how the arithmetic is done is chosen once, by the constructor; the rest may change with every step
+# the constructor fixes these; the rest may change with every step
 _FIXED = {"params", "foreach", "fused", "capturable", "differentiable", "initial_accumulator_value"}
-_OFF = {"capturable", "differentiable"}  # for CUDA graphs and for gradients of gradients: no use on a pserver
+_OFF = {"capturable", "differentiable"}  # for CUDA graphs and for gradients of gradients: not needed on a pserver
 
 Options = dict[str, Any]
 
@@ -80,7 +80,7 @@ def _probe(cls: Any) -> torch.optim.Optimizer:
 
 
 class BlockOptimizer:
-    """Steps one block. The values may move to other memory between steps; the state stays."""
+    """Steps one block. Its values may lie in other memory at each step; the state is kept here."""
 
     def __init__(self, name: str, chosen: Options, values: torch.Tensor) -> None:
         make: Any = CLASSES[name]
@@ -91,13 +91,13 @@ class BlockOptimizer:
         self._direct: DirectStep | None = None
 
     def only_reads(self, options: Options) -> bool:
-        """Whether `step_into` with such options leaves the gradient as it is."""
+        """Whether `step_into` with these options leaves the gradient as it is."""
         if options != self._options:
             self._take(options)
         return self._direct is not None and has_state(self._optimizer, self.state())
 
     def step_into(self, out: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor, options: Options) -> None:
-        """`out` = `values` stepped with `gradient` (its memory is scratch); `values` stay."""
+        """`out` = `values` stepped with `gradient`, whose memory is scratch. `values` stay as they are."""
         if options != self._options:
             self._take(options)
         state = self.state()
@@ -109,7 +109,7 @@ class BlockOptimizer:
             self.step(out, gradient, options)
 
     def step(self, values: torch.Tensor, gradient: torch.Tensor, options: Options) -> None:
-        """Step `values` **in place** with `gradient` (its memory is scratch), `options` being the group's in this step."""
+        """Step `values` **in place** with `gradient`, whose memory is scratch. `options`: the group's in this step."""
         if options != self._options:
             self._take(options)
         self._parameter.data = values
@@ -136,7 +136,7 @@ class BlockOptimizer:
 
 
 def _unhooked(step: Any) -> Any:
-    """Without what torch wraps around a class's `step`: a record for the profiler, a word to the compiler, no_grad."""
+    """A class's `step` without torch's wrappers for the profiler, the compiler and no_grad."""
     while hasattr(step, "__wrapped__"):
         step = step.__wrapped__
     return step

@@ -30,7 +30,7 @@ class SavedEpoch:
 
 @dataclass(frozen=True, slots=True)
 class SavedLedger:
-    """`old`: epochs of which only counts are left."""
+    """`old`: epochs with counts only."""
 
     epochs: Mapping[int, SavedEpoch]
     old: tuple[EpochLedger, ...] = ()

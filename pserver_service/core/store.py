@@ -1,7 +1,7 @@
-"""All that one pserver knows: its blocks, the fence, the ledger. Decides about one block at a time and never waits.
+"""The state of one pserver: blocks, step records, ledger. It decides about one block at a time and never waits.
 
 init --> Store;  admit(header) --> Push;  apply(push, block, payload) --> Verdict
-                 ^ raises: the whole push is refused    ^ anything wrong with one block refuses that block only
+                 ^ raises: the whole push is refused    ^ an error in one block refuses that block only
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_TASKS = 1 << 40
 
 @dataclass(slots=True)
 class Push:
-    """One admitted push. `options[g]`: of optimizer group g in this step, if its header has them."""
+    """One admitted push. `options[g]`: of optimizer group g in this step, if the header has them. `judged`: by lanes."""
 
     header: PushHeader
     task: int = -1
@@ -47,8 +47,8 @@ class Push:
 class Store:
     """Blocks are added by `add_block` (or `place_block`) once, before the first push; then `seal`.
 
-    `schedule` says which versions are copied for checkpoints (None: none); a new one comes too soon if the copy before
-    it still waits to be taken: then the one of the higher rank is kept, and `skipped` counts.
+    `schedule` says which versions are copied for checkpoints (None: none). If the copy before still waits to be taken, the
+    one of the higher rank is kept, and `skipped` counts the other.
     """
 
     def __init__(self, header: InitHeader, schedule: Schedule | None = None, pool: BufferPool | None = None) -> None:
@@ -81,7 +81,7 @@ class Store:
     # ------------------------------------------------------------ blocks
 
     def add_block(self, number: int, payload: memoryview) -> None:
-        """The initial values of a block; copied. Raises BadFrame if it does not fit the layout or is there already."""
+        """Copy the initial values of a block. Raises BadFrame if they do not fit the layout or the block was added before."""
         place = self.geometry.block(number)
         if place is None or payload.nbytes != place.bytes or number in self.blocks:
             expected = "no such block" if place is None else f"{place.bytes} bytes, once"
@@ -92,7 +92,7 @@ class Store:
         self.place_block(number, values, {})
 
     def place_block(self, number: int, values: Buffer, state: Mapping[str, torch.Tensor]) -> None:
-        """A block and its optimizer's state, both the store's from now on; `values` are of the block's size."""
+        """Add a block with its optimizer's state; both belong to the store from now on. `values` have the block's size."""
         place = self.geometry.block(number)
         assert place is not None
         assert number not in self.blocks
@@ -106,7 +106,7 @@ class Store:
         self.blocks[number] = block
 
     def seal(self) -> None:
-        """All blocks are there."""
+        """All blocks were added."""
         self.ledger = Ledger(len(self.blocks))
 
     @property
@@ -126,14 +126,14 @@ class Store:
         return sum(block.place.bytes for block in self.blocks.values())
 
     def homes(self) -> dict[Any, None]:
-        """The memories that the blocks' values lie in and that others can reach."""
+        """The memories of the blocks' values that other processes can reach."""
         return {state.current.home[0]: None for state in self.blocks.values() if state.current.home is not None}
 
     # ------------------------------------------------------------ pushes
 
     def admit(self, header: PushHeader) -> Push:
-        """Check a push as a whole. Raises LayoutMismatch, BadFrame, InvalidArgument: nothing of it can be used; StepTorn
-        for a claim that comes too late."""
+        """Check a push as a whole. Raises LayoutMismatch, BadFrame, InvalidArgument: no block of it can be used; StepTorn: its
+        claim comes too late."""
         if header.mode is not self.mode:
             msg = f"push in {header.mode} mode: this job was initialised in {self.mode} mode"
             raise LayoutMismatch(msg)
@@ -154,8 +154,9 @@ class Store:
         return Push(header, options=options, positions=positions, claims=self.history.claims)
 
     def apply(self, push: Push, item: PushBlock, payload: memoryview, memory: Buffer | None = None) -> Verdict:
-        """Take one block's gradient. `payload` is borrowed for the call; if it is writable, it may be overwritten. `memory`: the
-        buffer at whose start it lies; it is retained if it has to wait for others and is of the block's kind."""
+        """Apply one block's gradient. `payload` is used during the call only; if it is writable, it may be overwritten.
+        `memory`: the buffer that starts with it; it is retained if the gradient has to wait for others and has the block's
+        kind."""
         state = self.blocks.get(item.block)
         if state is None:
             return Verdict.LAYOUT_MISMATCH if self.geometry.block(item.block) is None else Verdict.WRONG_OWNER
@@ -197,7 +198,7 @@ class Store:
         *,
         lent: bool = False,
     ) -> Verdict:
-        """`lent`: the value's memory is only ours to read; it is copied if more than that will be done with it."""
+        """`lent`: the value may only be read; it is copied if the optimizer would write into it."""
         if self.mode is Mode.SYNC:
             if (refusal := self._judge(push, item.lanes)) is not None:
                 return refusal
@@ -226,7 +227,7 @@ class Store:
         return verdict
 
     def pull(self, number: int, version: int | None) -> Buffer | Verdict:
-        """A block's values at `version` (None: now); retain them to keep them across a wait."""
+        """A block's values at `version` (None: the current one); the caller retains them to keep them across an await."""
         state = self.blocks.get(number)
         if state is None:
             return Verdict.WRONG_OWNER
@@ -235,7 +236,7 @@ class Store:
     # ------------------------------------------------------------ snapshots
 
     def save_first(self) -> None:
-        """Copy the version that all blocks have now, if the schedule has it: that of the initial values."""
+        """Copy the version of the initial values, if it is due."""
         record = self.history.record(self._first_version)
         if record is not None and self.blocks:
             self._begin(record)
@@ -243,8 +244,8 @@ class Store:
                 self._enter(state)
 
     def copy_now(self, record: StepRecord) -> None:
-        """Asynchronous: all blocks, their optimizers' state and the ledger as they are at this instant; a copy that
-        waits is given up for it. `record.version`: number of the checkpoint."""
+        """Asynchronous: copy all blocks, their optimizers' state and the ledger at this instant; a copy that still waits is
+        dropped. `record.version`: number of the checkpoint."""
         copied = AsyncSnapshot(record, self.blocks, self.ledger.saved())
         for state in self.blocks.values():
             copied.add(state.place.number, state.current, state.optimizer_state(), self.pool)
@@ -258,7 +259,7 @@ class Store:
         return self._snapshot is not None and self._snapshot.whole
 
     def take_snapshot(self) -> Snapshot | None:
-        """The whole snapshot that waits, if one does; the caller releases it."""
+        """The complete snapshot that waits, or None; the caller releases it."""
         if not self.snapshot_waits:
             return None
         taken, self._snapshot = self._snapshot, None
@@ -291,7 +292,7 @@ class Store:
             self._snapshot.add(state.place.number, state.current, state.optimizer_state(), self.pool)
 
     def _judge(self, push: Push, lanes: Interval) -> Verdict | None:
-        """None if `lanes` is a node of the tree, and its data is what the step's other blocks have of these lanes."""
+        """None if `lanes` is a node of the tree and the step's other blocks have data of the same records; else the refusal."""
         if push.claims != self.history.claims:
             push.claims = self.history.claims
             push.judged.clear()
@@ -308,7 +309,7 @@ class Store:
         return verdict
 
     def _options(self, step: int, place: Block) -> Options:
-        """Of the block's group in `step`; known whenever the tree gets whole, since lane 0's push brought them."""
+        """The options of the block's group in `step`. Lane 0's push brings them, so they are known when the tree is complete."""
         group = self.layout.segments[place.segment].group
         if group < 0:
             return self._no_options
@@ -321,7 +322,7 @@ class Store:
 
 
 def fits(state: BlockState, item: PushBlock, size: int) -> bool:
-    """Whether a payload of `size` bytes is the whole block, in its own dtype or in one that it may travel in."""
+    """Whether a payload of `size` bytes is the whole block, in its own dtype or in one that it may be sent in."""
     if item.dtype is None:
         return size == state.place.bytes
     return state.narrows and size == state.place.elements * ELEMENT_BYTES[item.dtype]

@@ -1,4 +1,4 @@
-"""Around every route: the bearer token, and errors as msgpack maps."""
+"""Middleware of all routes: checks the bearer token, turns errors into msgpack maps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = telemetry.logger("pserver.http")
 
 
 def guard(token: str) -> Any:
-    """Middleware; an empty token lets everybody in."""
+    """Middleware; with an empty token every request passes."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:

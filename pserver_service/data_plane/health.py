@@ -16,7 +16,7 @@ routes = web.RouteTableDef()
 
 
 class Collector:
-    """Reads a pserver when /metrics is asked."""
+    """Reads the metrics of a pserver when /metrics is requested."""
 
     def __init__(self, pserver: Pserver) -> None:
         self._pserver = pserver

@@ -1,4 +1,4 @@
-"""The data plane as plain requests (codec.md): decode -> Pserver -> encode, no decision.
+"""The data plane as plain requests: decode -> Pserver -> encode. Nothing is decided here.
 
 POST /v1/init  /v1/push   header, blocks, end  ->  PushAnswer map
 POST /v1/pull             PullRequest map      ->  header, blocks as they arrive, end
@@ -43,7 +43,7 @@ MESSAGE_BYTES = 16 << 20  # of a message without blocks: a pull names its blocks
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Those open now, and who of them is to work."""
+    """The streams that are open, and their turns to work."""
 
     open: set[PserverStream] = field(default_factory=set)
     turns: RoundRobin = field(default_factory=RoundRobin)
@@ -85,14 +85,12 @@ async def pull(request: web.Request) -> web.StreamResponse:
     pserver, stall_s = request.app[PSERVER], request.app[PATIENCE].stall_s
     wanted = codec.read(PullRequest, await _body(request))
     async with aclosing(pserver.pull(wanted)) as answer:
-        found = await anext(
-            answer
-        )  # what is wrong with the request as a whole is raised here, before the status is sent
+        found = await anext(answer)  # errors of the whole request are raised here, before the status is sent
         response = web.StreamResponse(headers={"Content-Type": codec.CONTENT_TYPE})
         assert request.transport is not None
         request.transport.set_write_buffer_limits(
             high=0
-        )  # `write` returns when the kernel has it all: buffers are reused
+        )  # `write` returns when the kernel has all bytes, so buffers can be reused
         await response.prepare(request)
         opening = {"protocol": PROTOCOL_VERSION, "job": pserver.job, "generation": pserver.generation}
         await response.write(codec.encode(opening))
@@ -107,7 +105,7 @@ async def pull(request: web.Request) -> web.StreamResponse:
                 await response.write_eof()
         except BaseException:
             if request.transport is not None:
-                request.transport.abort()  # drop what is queued, it lies in memory that is given back now
+                request.transport.abort()  # drop the queued bytes: their memory is released now
             raise
     return response
 
@@ -120,7 +118,7 @@ async def ledger(request: web.Request) -> web.Response:
 
 @routes.get(PATH)
 async def stream(request: web.Request) -> web.StreamResponse:
-    """Hands the connection over to a PserverStream and stays until that is over."""
+    """Hand the connection over to a PserverStream and wait for its end."""
     if request.headers.get("Upgrade", "").lower() != UPGRADE:
         msg = f"{PATH} needs the header 'Upgrade: {UPGRADE}', not {request.headers.get('Upgrade', '')[:40]!r}"
         return web.Response(body=codec.encode(BadFrame(msg).to_map()), status=426, headers={"Upgrade": UPGRADE})

@@ -1,4 +1,4 @@
-"""Bodies of the data plane over aiohttp: frames in with bounds and a stall limit, blocks out straight from their memory."""
+"""Bodies of the data plane over aiohttp: frames come in with bounds and time limits, blocks go out from their own memory."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SMALL_BYTES = (
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a peer may be silent: inside a message (`stall_s`), and between two blocks, where it computes (`idle_s`)."""
+    """How long a peer may send nothing: inside a message (`stall_s`), and between two blocks, while it computes (`idle_s`)."""
 
     stall_s: float
     idle_s: float
 
 
 class Incoming(Generic[Header, Item]):
-    """A request's body: `open()` gives its header, then `blocks()` the blocks."""
+    """A request's body: `open()` returns its header, then `blocks()` yields the blocks."""
 
     def __init__(self, content: StreamReader, header: type[Header], item: type[Item], patience: Patience) -> None:
         self._content = content
@@ -53,8 +53,8 @@ class Incoming(Generic[Header, Item]):
     async def blocks(
         self, limits: codec.Limits, memory: memoryview | None = None
     ) -> AsyncIterator[tuple[Item, memoryview]]:
-        """Until the end map. Payloads lie in `memory` (of `limits.payload_bytes`), each until the next is asked for, or in
-        memory of their own. Raises BadFrame, TooLarge, DeadlineExceeded; what was yielded before was whole."""
+        """All blocks up to the end map. A payload lies in `memory` (of `limits.payload_bytes`) and is valid until the next is
+        asked for, or in memory of its own. Raises BadFrame, TooLarge, DeadlineExceeded; blocks yielded before were complete."""
         self._decoder.limits, self._memory = limits, memory
         async for event in self._events:
             if isinstance(event, codec.Filled):
@@ -93,7 +93,7 @@ class Incoming(Generic[Header, Item]):
 
 
 async def write_block(response: web.StreamResponse, prefix: bytes, payload: memoryview) -> None:
-    """Send one block. On return `payload` is no longer referred to by the transport (its write buffer limit is 0)."""
+    """Send one block. On return the transport does not refer to `payload` any more (its write buffer limit is 0)."""
     size = payload.nbytes
     if size <= SMALL_BYTES:
         await response.write(prefix + bytes(payload))

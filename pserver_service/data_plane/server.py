@@ -1,4 +1,4 @@
-"""The HTTP server of one pserver: routes around a `Pserver`, on TCP and, if asked, a UNIX socket."""
+"""The HTTP server of one pserver: the routes of a `Pserver`, on TCP and, if configured, a UNIX socket."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def make_app(pserver: Pserver, *, token: str = "", stall_s: float = 30.0, idle_s
 
 @asynccontextmanager
 async def serving(app: web.Application, host: str, port: int, uds: str = "") -> AsyncIterator[Listening]:
-    """Serve until the block ends, the socket `uds` to our own user only. Raises CallerError if the port is taken."""
+    """Serve until the `with` block ends; the socket `uds` accepts our own user only. Raises CallerError if the port is taken."""
     runner = web.AppRunner(
         app,
-        handler_cancellation=True,  # a pull of a trainer that is gone stops waiting
+        handler_cancellation=True,  # so the pull of a dead trainer stops waiting
         access_log=None,
         keepalive_timeout=KEEP_ALIVE_S,
         shutdown_timeout=SHUTDOWN_S,
@@ -67,8 +67,8 @@ async def serving(app: web.Application, host: str, port: int, uds: str = "") -> 
 
 
 def socket_path(uds: str, incarnation: str) -> str:
-    """The socket that TRIREME_UDS asks for. In a folder each process has a name of its own: whoever reaches one reaches the
-    incarnation that it means, never a successor."""
+    """The socket that TRIREME_UDS asks for. In a folder each incarnation has a name of its own, so a trainer never reaches a
+    successor of the process it means."""
     return str(Path(uds) / f"{incarnation}.sock") if uds and Path(uds).is_dir() else uds
 
 
@@ -78,9 +78,9 @@ def _bind_path(uds: str) -> socket.socket:
         raise CallerError(msg)
     listener = socket.socket(socket.AF_UNIX)
     try:
-        Path(uds).unlink(missing_ok=True)  # left behind by a killed process
+        Path(uds).unlink(missing_ok=True)  # a killed process left it behind
         listener.bind(uds)
-        Path(uds).chmod(0o600)  # before it listens: nobody else can have connected
+        Path(uds).chmod(0o600)  # before it listens, so no other user can have connected
     except OSError as error:
         listener.close()
         msg = f"cannot listen on the UNIX socket {uds}: {error.strerror}; choose another TRIREME_UDS"

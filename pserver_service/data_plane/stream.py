@@ -1,7 +1,7 @@
-"""The pserver's end of upgraded streams (shared/wire/stream.py): frames straight into a Pserver, without a task per call.
+"""The pserver's end of upgraded streams (shared/wire/stream.py): frames go directly to a Pserver, without a task per call.
 
-push block: kernel -> receive buffer, or the trainer's memory -> applied -> pulls that wait for it are served, while it is in the cache
-pull block: values retained -> transport -> released when the kernel has them, or lent -> released when they were taken
+push block: kernel -> receive buffer, or the trainer's memory -> applied -> sent to the pulls that wait for it, from the cache
+pull block: values retained -> transport -> released when the kernel has them; or lent -> released when the trainer took them
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from shared.wire.shared_memory import peer_of
 from shared.wire.stream import BURST_BYTES, HEAD_COST_BYTES, FrameStream
 
 HEADER_BYTES = 16 << 20  # of a pull that names its blocks
-MAX_CALLS = 64  # at once on one connection
-MAX_AHEAD = 4096  # references read on one connection whose payloads were not applied yet
-UNUSED_S = 3600.0  # for a connection without a call: trainers keep theirs while they compute
+MAX_CALLS = 64  # open at once on one connection
+MAX_AHEAD = 4096  # references read on one connection whose payloads are not applied yet
+UNUSED_S = 3600.0  # for a connection without a call: trainers keep it open while they compute
 
 log = telemetry.logger("pserver.stream")
 
 
 @lru_cache(maxsize=codec.KNOWN_HEADERS)
 def _head(number: int, block: int, dtype: str | None, size: int, at: Place | None = None) -> bytes:
-    """What precedes a block that a pull gets; the same in every step."""
+    """The header of a block that a pull gets; it is the same in every step."""
     fields: codec.Fields = {"id": number, "block": block}
     return codec.encode_block(fields | ({"dtype": dtype} if dtype else {}) | ({"at": at} if at else {}), size)
 
 
 @dataclass(slots=True)
 class _Push:
-    """`pushing` None: refused, the rest of it is skipped. `memory`: where one block is received. `ahead`: blocks that it
-    refers to which were not applied yet; `ended`: no more will come."""
+    """`pushing` None: the push is refused and its blocks are skipped. `memory`: where one block is received. `ahead`: number of
+    its referred blocks that are not applied yet. `ended`: no more blocks will come."""
 
     number: int
     pushing: OpenPush | None = None
@@ -67,7 +67,7 @@ class _Pull:
 
 
 class PserverStream(FrameStream):
-    """`turns`: of all streams of the pserver. `stall_s`, `idle_s`: see routes.frames.Patience. `over` is called when the
+    """`turns`: of all streams of the pserver. `stall_s`, `idle_s`: see http_frames.Patience. `over` is called when the
     connection is lost."""
 
     def __init__(
@@ -81,9 +81,9 @@ class PserverStream(FrameStream):
         self._due: deque[int] = deque()  # pulls that have something to send
         self._sent: list[Buffer] = []  # values the transport may still refer to
         self._item: PushBlock | None = None
-        self._push: _Push | None = None  # the one that the payload belongs to that is being read
-        self._referred: memoryview | None = None  # that payload, if it lies in the trainer's memory
-        self._ahead: deque[tuple[_Push, PushBlock, memoryview]] = deque()  # such payloads that were not applied yet
+        self._push: _Push | None = None  # the push whose payload is being read
+        self._referred: memoryview | None = None  # its payload, if it lies in the trainer's memory
+        self._ahead: deque[tuple[_Push, PushBlock, memoryview]] = deque()  # such payloads that are not applied yet
         self._memory = ServerMemory(lambda: peer_of(self._transport and self._transport.get_extra_info("socket")))
         self._watchdog = asyncio.get_running_loop().call_later(stall_s / 2, self._watch)
 
@@ -131,7 +131,7 @@ class PserverStream(FrameStream):
             self._referred = None
             return
         push.pushing.apply(item, payload, push.memory)
-        if push.memory.references > 1:  # it waits in the tree: the next block is received elsewhere
+        if push.memory.references > 1:  # it waits in the tree, so the next block is received elsewhere
             push.memory = push.memory.replaced()
 
     def on_map(self, fields: codec.Fields) -> None:
@@ -198,7 +198,7 @@ class PserverStream(FrameStream):
     # ------------------------------------------------------------ shared memory
 
     def _apply_later(self, push: _Push, item: PushBlock, payload: memoryview) -> None:
-        """References are read ahead of the work they mean: what the trainer says behind them is heard meanwhile."""
+        """References are read ahead of applying their blocks, so the frames behind them are read in time."""
         if not self._ahead:
             self._turns.ask(self._apply_some)
         elif len(self._ahead) >= MAX_AHEAD:
@@ -208,7 +208,7 @@ class PserverStream(FrameStream):
         self.moved_bytes(HEAD_COST_BYTES)
 
     def _apply_some(self) -> None:
-        """Then others have their turn, in the event loop and among the streams."""
+        """Apply blocks for one turn; then the event loop and the other streams have theirs."""
         done = 0
         try:
             while self._ahead and done < BURST_BYTES:
@@ -216,13 +216,13 @@ class PserverStream(FrameStream):
         except TriremeError as error:
             self.fail(error)
         except Exception:
-            self.abort()  # as a transport does with what its protocol raises: the trainer hears of it at once
+            self.abort()  # as a transport does when its protocol raises: the trainer notices at once
             raise
         if self._ahead:
             self._turns.ask(self._apply_some)
 
     def _apply_next(self) -> int:
-        """Its bytes."""
+        """Returns the size of the block in bytes."""
         push, item, payload = self._ahead.popleft()
         push.ahead -= 1
         assert push.pushing is not None
@@ -254,7 +254,7 @@ class PserverStream(FrameStream):
         return not (self.paused or self.rests or self.closed or self.failure is not None or self._memory.full)
 
     def on_writable(self) -> None:
-        """Send what is there until the transport is full; pulls take turns."""
+        """Send blocks until the transport is full; the pulls take turns."""
         self._release()
         while self._due and self._may_send:
             number = self._due.popleft()
@@ -282,7 +282,7 @@ class PserverStream(FrameStream):
                     self.send_head(_head(number, block, dtype, 0, at))
 
     def _arrived(self, number: int) -> None:
-        """A block that a pull waits for is there (we are in the middle of somebody's push)."""
+        """A block that a pull waits for has its version (called in the middle of a push)."""
         pull = self._pulls[number]
         if not pull.queued:
             pull.queued = True
@@ -297,14 +297,14 @@ class PserverStream(FrameStream):
             self._end_pull(number, pull.pulling.too_early())
 
     def _end_pull(self, number: int, end: PullEnd) -> None:
-        """What the pull was lent stays lent until the trainer says that it took it; that comes by itself."""
+        """Blocks that were lent to the pull stay lent until the trainer says that it took them."""
         pull = self._pulls.pop(number)
         pull.expiry.cancel()
         pull.pulling.close()
         self.send_map({"id": number, "end": True, "message": codec.plain(end)})
 
     def _release(self) -> None:
-        """Give values back that the transport does not refer to any more."""
+        """Release values that the transport does not refer to any more."""
         if self._sent and (not self.paused or self.closed):
             for buffer in self._sent:
                 buffer.release()
@@ -313,7 +313,7 @@ class PserverStream(FrameStream):
     # ------------------------------------------------------------ the end
 
     def _watch(self) -> None:
-        """Nobody is waited for without a limit."""
+        """End the connection if the peer makes no progress for too long."""
         since = self.moved
         if self.paused:
             since, limit, what = self.paused_at, self._stall_s, "the peer took no byte"

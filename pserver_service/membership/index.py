@@ -1,10 +1,10 @@
-"""The place of a pserver among its peers: `ps/<index>` in etcd, under a lease.
+"""The index of a pserver: `ps/<index>` in etcd, under a lease.
 
     wait for ps_desired and a free index --> claim (create = 0) --> hold ... key gone or another's --> lost: stop serving, exit
-                                                                      `---- fewer are desired --> give it back, exit
+                                                                      `---- fewer are desired --> release it, exit
 
-When the lease is over by the local clock the pserver answers nobody until it has asked etcd: it may have slept while another
-took its index. While etcd is away it goes on serving: pushes are fenced by generation, and nobody takes an index meanwhile.
+When the lease is over by the local clock, the pserver answers no call until it has asked etcd: it may have slept while another
+process took its index. While etcd is away it goes on serving: pushes are fenced by generation, and nobody can take an index.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class OwnIndex(OwnKey[PserverMember]):
         self._directory = directory
 
     async def claim_lowest(self, wait_s: float) -> int:
-        """The index taken: the lowest free one. Raises DeadlineExceeded after `wait_s`."""
+        """Claim the lowest free index. Raises DeadlineExceeded after `wait_s`."""
         deadline = clock.monotonic() + wait_s
         while True:
             await self._directory.wait_for(
@@ -64,8 +64,8 @@ class OwnIndex(OwnKey[PserverMember]):
         return await self.claim(self._directory.keys.pserver(index), self._directory.spec.lease_ttl_s, index=index)
 
     async def unwanted(self) -> None:
-        """Returns when the job wants fewer parameter servers than it has indices up to this one: it was begun again with
-        fewer after this one had claimed a place among as many as before, so lower ones may be free."""
+        """Returns when the job does not want this index any more: it was started again with fewer parameter servers, after this
+        one had claimed its index. A lower index may be free."""
         while True:
             revision, desired = self._directory.revision, self._directory.pservers_desired
             if desired is not None and self.record.index >= desired:

@@ -1,9 +1,9 @@
-"""One checkpoint read for the place that this pserver has now, and only used if the place is the same when it is read.
+"""A checkpoint is read for this pserver's index and slots. If the slot map changes meanwhile, what was read is not used.
 
-read -> what it holds       wrong answers -> again, a few times -> CheckpointUnusable: another checkpoint may be whole
-   `-> storage not reached -> said once in ps/<index> -> PeerError: again, no other checkpoint is reached either
+read -> a store       unexpected errors -> again, a few times -> CheckpointUnusable: another checkpoint may be readable
+   `-> storage not reached -> `waits` in ps/<index> -> PeerError: again; other checkpoints would not be reached either
 
-How long a job waits for its parameters is bounded by the master (`recovery_timeout_s`).
+The master limits how long a job waits for its parameters (`recovery_timeout_s`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = telemetry.logger("pserver.loading")
 
 
 async def load_checkpoint(context: PserverContext, ref: CheckpointRef) -> tuple[Store, dict[str, int]]:
-    """What `load_store` gives. Raises CheckpointUnusable; PeerError: not now, ask again."""
+    """See `load_store`. Raises CheckpointUnusable; PeerError: try again later."""
     directory, pserver, cause = context.directory, context.pserver, ""
     for attempt in range(TRIES):
         layout, slots, spec = directory.layout, directory.slots, directory.spec
@@ -39,7 +39,7 @@ async def load_checkpoint(context: PserverContext, ref: CheckpointRef) -> tuple[
             raise
         except ConnectionError as away:
             msg = f"the storage is not reached: {away}"
-            if not context.own_index.record.waits:  # said once, for people
+            if not context.own_index.record.waits:  # written once, for people to read
                 context.own_index.set(
                     waits=f"pserver {pserver.index} waits to load checkpoint {ref.uuid} (step {ref.step}): {msg}"
                 )

@@ -1,10 +1,10 @@
-"""Asynchronous: this pserver took the place of one that died, the others go on; it loads its newest checkpoint and joins in.
+"""Asynchronous: this pserver replaces one that died while the others go on. It loads its newest checkpoint and serves.
 
-index claimed, job initialised, no parameters -> newest checkpoint that is whole -> serve -> say so in ps/<index>
-                                                    `-> none left: say why, and the master fails the job
+index claimed, job initialised, no parameters -> newest usable checkpoint -> serve -> `restored` in ps/<index>
+                                                    `-> none left: `restored` says why, and the master fails the job
 
-Its ledger is older than the others'. Pushes that come too early tell trainers to resume where it stands; what it lacks of
-tasks that are closed is lost, and the master counts it from what is said here.
+Its ledger is older than the others'. Trainers whose pushes come too early resume where it stands. What it lacks of closed
+tasks is lost; the master counts that from `restored`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = telemetry.logger("pserver.rejoin")
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What was loaded; `damaged`: what is wrong with newer ones."""
+    """What was loaded; `damaged`: why newer checkpoints could not be used."""
 
     store: Store
     ref: CheckpointRef
@@ -40,7 +40,7 @@ class _Found:
 
 
 class Rejoin:
-    """Loads what a parameter server without parameters comes back with, and answers with what it lacks."""
+    """Loads the parameters of a replaced parameter server, and tells the master which minibatches they lack."""
 
     def __init__(self, context: PserverContext) -> None:
         self._etcd, self._keys, self._directory = context.etcd, context.keys, context.directory
@@ -50,12 +50,12 @@ class Rejoin:
         """Until cancelled."""
         while True:
             revision, state = self._directory.revision, self._directory.state
-            if state is not None and self._is_due(state):
+            if state is not None and self.is_due(state):
                 await self._rejoin(state)
                 continue
             await self._directory.changed(revision, LOOK_S)
 
-    def _is_due(self, state: JobState) -> bool:
+    def is_due(self, state: JobState) -> bool:
         spec, said = self._directory.spec, self._own_index.record.restored
         answered = said is not None and said.timeline == state.timeline
         empty = self._directory.init_done and self._pserver.store is None
@@ -90,7 +90,7 @@ class Rejoin:
             return
 
     async def _load(self) -> _Found:
-        """The newest that is whole. Raises CheckpointUnusable if there is none, PeerError."""
+        """The newest usable checkpoint. Raises CheckpointUnusable if there is none, PeerError."""
         refs = await self._refs()
         damaged: list[str] = []
         for ref in refs:
@@ -106,7 +106,7 @@ class Rejoin:
         raise CheckpointUnusable(msg)
 
     async def _refs(self) -> tuple[CheckpointRef, ...]:
-        """What may be loaded, newest first."""
+        """The checkpoints that may be loaded, newest first."""
         assert self._directory.spec is not None
         if self._directory.spec.checkpoint_kind == "coordinated":
             found = await self._etcd.get(self._keys.latest)

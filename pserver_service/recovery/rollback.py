@@ -1,7 +1,7 @@
-"""Roll-back at one pserver: the job goes back to a checkpoint, so its parameters are dropped and those of then are loaded.
+"""Roll-back at one pserver: the job goes back to a checkpoint, so the pserver drops its parameters and loads those of it.
 
-ROLLING_BACK seen -> drop (NOT_READY, older pushes stale) -> load -> serve -> say so in ps/<index>
-                                                            `-> cannot: say why; the master chooses another one
+ROLLING_BACK seen -> drop (NOT_READY, older pushes stale) -> load -> serve -> `restored` in ps/<index>
+                                                            `-> cannot: `restored` says why; the master chooses another one
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ log = telemetry.logger("pserver.rollback")
 
 
 class _Superseded(CheckpointUnusable):
-    """It is not kept any more."""
+    """The checkpoint is not kept any more."""
 
 
 class Rollback:
-    """Answers each roll-back once, with what was loaded or why nothing could be."""
+    """Answers each roll-back once: it was loaded, or why it could not be."""
 
     def __init__(self, context: PserverContext) -> None:
         self._etcd, self._keys, self._directory = context.etcd, context.keys, context.directory
@@ -38,13 +38,13 @@ class Rollback:
         """Until cancelled."""
         while True:
             revision, state = self._directory.revision, self._directory.state
-            if state is not None and self._is_due(state):
+            if state is not None and self.is_due(state):
                 await self._roll_back(state)
                 continue
             await self._directory.changed(revision, LOOK_S)
 
-    def _is_due(self, state: JobState) -> bool:
-        """Whether the job rolls back to something this pserver has not answered yet."""
+    def is_due(self, state: JobState) -> bool:
+        """Whether this pserver has to answer the roll-back."""
         said = self._own_index.record.restored
         done = said is not None and (said.timeline, said.checkpoint) == (state.timeline, state.checkpoint)
         return state.phase is Phase.ROLLING_BACK and not done

@@ -1,4 +1,4 @@
-"""A store from the parts of a checkpoint, whatever number of pservers wrote them. Everything here blocks."""
+"""A store is made from the parts of a checkpoint; the number of pservers that wrote them does not matter. Everything here blocks."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def load_store(
     schedule: Schedule | None,
     pool: BufferPool | None = None,
 ) -> tuple[Store, dict[str, int]]:
-    """A store of the blocks that `slots` gives to pserver `index`, from whatever parts hold them (all that are needed are
-    read whole and checked); and of each task that was open at an asynchronous checkpoint how many minibatches all blocks
-    have (-1: all). `digest`: of the job's layout.
+    """A store of the blocks that `slots` gives to pserver `index`. Each part that holds some of them is read whole and checked.
+    Second: how many minibatches all blocks have of each task that was open at an asynchronous checkpoint (-1: all).
+    `digest`: of the job's layout.
 
     Raises CheckpointUnusable, OSError.
     """
@@ -110,7 +110,7 @@ def _header(manifest: Manifest, index: int) -> InitHeader:
 
 
 def _wanted(manifest: Manifest, store: Store, index: int, slots: SlotMap) -> dict[int, dict[int, Block]]:
-    """Writer of the part -> the blocks in it that are pserver `index`'s now."""
+    """Pserver that wrote the part -> the blocks in it that pserver `index` owns now."""
     wanted: dict[int, dict[int, Block]] = defaultdict(dict)
     for number in range(store.geometry.blocks):
         slot = slot_of(number, manifest.layout.slot_count)
@@ -122,7 +122,7 @@ def _wanted(manifest: Manifest, store: Store, index: int, slots: SlotMap) -> dic
 
 @dataclass(slots=True)
 class _Loading:
-    """One block on its way from a part."""
+    """One block that is being read."""
 
     place: Block
     values: Buffer | None = None

@@ -2,9 +2,9 @@
 
     add([a, b)) --siblings combine upwards--> ... --> [0, lanes) --> Whole
 
-The order of arithmetic is fixed by the tree, never by arrival. The first contribution is kept (copied, where its memory is not
-ours to keep), later ones are combined with it; a larger interval replaces the smaller ones inside it, which carry the same bits.
-If gradients travel in a narrower dtype, every node is rounded to it, by whoever computes it (shared.blocks.narrow.round_to).
+The tree fixes the order of arithmetic, whatever the order of arrival. The first contribution is kept (copied, if its memory may
+not be kept), later ones are combined with it. A larger interval replaces the smaller ones inside it, which have the same bits.
+If gradients are sent in a narrower dtype, every node is rounded to it where it is computed (shared.blocks.narrow.round_to).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shared.lanes import Interval, combine, parent, sibling
 
 @dataclass(slots=True)
 class Node:
-    """`buffer` None: `value` is borrowed (or there is none: an empty node, count 0)."""
+    """`buffer` None: the memory of `value` belongs to the caller. An empty node has no value and count 0."""
 
     value: torch.Tensor | None
     count: int
@@ -34,22 +34,24 @@ class Node:
 
 
 class Accumulator:
+    """The nodes of one block's next step that wait for their siblings."""
+
     def __init__(self, pool: BufferPool, lanes: int, dtype: str, elements: int) -> None:
         self.nodes: dict[Interval, Node] = {}
         self._pool = pool
         self._root = (0, lanes)
         self._dtype, self._elements = dtype, elements
-        self._payload: str | None = None  # what the data that waits came as
+        self._payload: str | None = None  # the dtype that the waiting data was sent in
 
     def __repr__(self) -> str:
         return f"<Accumulator of {self._root[1]} lanes: {sorted(self.nodes)}>"
 
     def covers(self, lanes: Interval) -> bool:
-        """Whether [a, b) is there already, alone or inside a larger node."""
+        """Whether [a, b) is in the tree already, alone or inside a larger node."""
         return bool(self.nodes) and any(first <= lanes[0] and lanes[1] <= last for first, last in self.nodes)
 
     def agrees(self, payload: str) -> bool:
-        """Whether data that came as `payload` may join what waits: one step of a block has one dtype."""
+        """Whether data sent as `payload` may join the data that waits: one step of a block has one dtype."""
         return self._payload in (None, payload)
 
     def add(
@@ -62,11 +64,11 @@ class Accumulator:
         *,
         lent: bool = False,
     ) -> Node | None:
-        """Put a node in that is not covered; the whole tree's node if this completes it (release it after use).
+        """Add a node that is not covered. Returns the root if this completes the tree (release it after use), else None.
 
-        `value` is borrowed for the call (until the whole node is released) and may be overwritten. `memory`: the buffer that
-        `value` is the whole of; it is retained if the node has to wait. `payload`: the dtype that it came as (None: its own).
-        `lent`: the value may only be read; so may the whole tree's, if its node is `lent`.
+        `value` is used during the call (until the root is released) and may be overwritten. `memory`: the buffer that is all
+        of `value`; it is retained if the node has to wait. `payload`: the dtype that it was sent in (None: its own).
+        `lent`: the value may only be read; the same holds for the root's if the root is `lent`.
         """
         if self.nodes:
             self._supersede(lanes)
@@ -93,7 +95,7 @@ class Accumulator:
             self.nodes.pop(inside).release()
 
     def _combined(self, left: Node, right: Node) -> Node:
-        """One node of two; it keeps the memory that the result lies in, the other's is released."""
+        """One node of two. It keeps the memory of the result; the other memory is released."""
         if left.value is None or right.value is None:
             return left if right.value is None else right
         reader, written = (left, right) if left.lent else (right, left)
@@ -113,7 +115,7 @@ class Accumulator:
         return self._rounded(Node(value, count, kept.buffer))
 
     def _rounded(self, node: Node) -> Node:
-        """To what its data came as."""
+        """Rounded to the dtype that the data was sent in."""
         if node.value is not None and self._payload is not None and self._payload != self._dtype:
             scratch = self._pool.take(self._payload, self._elements)
             round_to(node.value, scratch.tensor)
@@ -121,7 +123,7 @@ class Accumulator:
         return node
 
     def _own(self, node: Node) -> None:
-        """Copy a value whose memory is not ours to keep."""
+        """Copy a value whose memory may not be kept."""
         assert node.value is not None
         node.buffer = self._pool.take(self._dtype, self._elements)
         node.buffer.tensor.copy_(node.value)

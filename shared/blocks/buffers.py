@@ -3,7 +3,7 @@
     take() -> 1 reference --retain/release--> 0 references -> free list -> take()
                   | narrowed(dtype): a second buffer, cast once for all readers, until the values change
 
-Whoever reads a buffer across an `await` (a pull on its way out) retains it, so nothing overwrites what is being sent.
+A reader that uses a buffer across an `await` (a pull that is being sent) retains it, so nothing overwrites it meanwhile.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 from shared.blocks.narrow import DTYPES, cast_into
 
 Home = tuple[Any, int]
-"""The memory that a buffer was cut from, and its offset there: what others need to read it where it lies."""
+"""The memory that a buffer was cut from, and its offset there: other processes need both to read it in place."""
 Allocate = Callable[[int], tuple[torch.Tensor, Home | None]]
-"""So many bytes, 64-byte aligned, as uint8; kept for ever."""
+"""Returns so many bytes, 64-byte aligned, as uint8. They are never given back."""
 
 
 class Buffer:
-    """`tensor`: 1-d, 64-byte aligned; `view`: its bytes, writable; `home` None: nobody else can reach it."""
+    """`tensor`: 1-d, 64-byte aligned; `view`: its bytes, writable; `home` None: other processes cannot read it."""
 
     __slots__ = ("_narrowed", "_pool", "home", "kind", "references", "tensor", "view")
 
@@ -47,7 +47,7 @@ class Buffer:
         return self
 
     def replaced(self) -> Buffer:
-        """Another one of the same kind for a reference to this one."""
+        """Exchange a reference to this buffer for another buffer of the same kind."""
         another = self._pool.take(*self.kind)
         self.release()
         return another
@@ -77,14 +77,14 @@ class Buffer:
         return self._narrowed.retain()
 
     def forget_narrowed(self) -> None:
-        """The values are about to change; readers keep what they were given."""
+        """The values are about to change. Readers keep the narrowed buffer that they have."""
         if self._narrowed is not None:
             self._narrowed.release()
             self._narrowed = None
 
 
 class BufferPool:
-    """Free lists by (dtype, elements). Never shrinks: its size is the most that was in use at once."""
+    """Free lists by (dtype, elements). It never shrinks: its size is the largest that was in use at once."""
 
     def __init__(self, allocate: Allocate | None = None) -> None:
         self._allocate = allocate or _private
@@ -129,7 +129,7 @@ def tensor_over(payload: memoryview, dtype: str) -> torch.Tensor:
 
 @cache
 def _silence() -> None:
-    """torch warns of just that, once in a process: now."""
+    """torch warns about read-only memory once in a process: make it do that here, with the warning ignored."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.frombuffer(memoryview(bytes(1)), dtype=torch.uint8)

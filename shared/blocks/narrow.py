@@ -1,7 +1,7 @@
 """float32 values in a narrower dtype: rounded to nearest, ties to even; what does not fit float16 is refused.
 
-bfloat16 keeps 8 bits of a value and the whole range of float32; float16 keeps 11 bits from 6e-5 to 65504, loses bits below
-and everything under 3e-8. Nothing is scaled here: scale the loss if gradients are outside of that.
+bfloat16 keeps 8 bits of a value and the whole range of float32. float16 keeps 11 bits from 6e-5 to 65504, fewer below, and
+none below 3e-8. Nothing is scaled here: scale the loss if gradients are outside that range.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def cast_into(narrow: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def round_to(values: torch.Tensor, scratch: torch.Tensor) -> None:
-    """`values` rounded **in place** to what the dtype of `scratch` (of the same shape, arbitrary content) can hold.
+    """Round `values` **in place** to the dtype of `scratch`, which has the same shape and arbitrary content.
 
-    Where gradients travel in a narrower dtype, every node of the canonical tree is rounded so, lanes and root included:
-    then what travels is exact, and the bits still do not depend on who computed which lanes. Raises as `cast_into`.
+    If gradients are sent in a narrower dtype, every node of the canonical tree is rounded, lanes and root included. Then what
+    is sent is exact, and the bits do not depend on which trainer computed which lanes. Raises as `cast_into`.
     """
     cast_into(scratch, values)
     values.copy_(scratch)

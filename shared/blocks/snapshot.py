@@ -1,9 +1,9 @@
-"""The copy of one version: blocks enter it one by one, as they reach the version.
+"""The copy of one version: each block is added when it reaches the version.
 
     version due --first block--> collecting --last block--> whole --taken--> written, released
 
 Values are never changed in place in synchronous mode, so a snapshot only retains their buffer; the optimizer's state is copied.
-In asynchronous mode all blocks enter at one instant; an update then goes into a new buffer while a snapshot reads.
+In asynchronous mode all blocks are added at one instant; updates go into new buffers while the snapshot is read.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Snapshot:
             self.tensors[f"block.{number}.{name}"] = SavedTensor(copy, tuple(tensor.shape))
 
     def release(self) -> None:
-        """Its memory may be used again; nobody may read it any more."""
+        """Give its memory back; it must not be read any more."""
         for saved in self.tensors.values():
             saved.buffer.release()
         self.tensors = {}

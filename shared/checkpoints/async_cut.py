@@ -1,7 +1,7 @@
-"""What belongs to a paused checkpoint beside the parameters: the queue and the readers' positions at the cut.
+"""The part of a paused checkpoint beside the parameters: the queue and the readers' positions at the cut.
 
-The master wrote `checkpoints/<uuid>/cut` in the transaction after which nobody trained, so the keys of that very revision
-belong to what the pservers copied: no task is done there whose updates a copy could lack.
+The master writes `checkpoints/<uuid>/cut` in a transaction after which nobody trains, so the keys of that revision match the
+pservers' copies: no task is done there whose updates a copy could lack.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ PAGE = 500
 
 
 class GivenUp(Exception):
-    """The index, a part, the cut or the timeline of what was begun is no more."""
+    """A checkpoint cannot be finished: its index, a part, its cut or its timeline is gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """`queue`: what stood below `tasks/`, by name; `readers`: trainer -> where it had paused; `operation`: that asked for it."""
+    """`queue`: the values below `tasks/`, by name; `readers`: trainer -> where it paused; `operation`: the one that asked for it."""
 
     queue: dict[str, str] = field(default_factory=dict)
     readers: dict[str, Paused] = field(default_factory=dict)
     operation: str = ""
 
 
-async def read(etcd: Etcd, keys: Keys, uuid: str) -> Cut:
-    """At the revision of the cut. Raises GivenUp if it is no more, PeerError."""
+async def read_cut(etcd: Etcd, keys: Keys, uuid: str) -> Cut:
+    """At the revision of the checkpoint's cut. Raises GivenUp if the cut is gone, PeerError."""
     found = await etcd.get(keys.checkpoint_cut(uuid))
     if found is None:
         raise GivenUp(f"the pause of checkpoint {uuid} was given up")
     operation = must_read(CheckpointCut, found.key, found.value).operation
-    return replace(await at(etcd, keys, found.create_revision), operation=operation)
+    return replace(await cut_at(etcd, keys, found.create_revision), operation=operation)
 
 
-async def at(etcd: Etcd, keys: Keys, revision: int) -> Cut:
-    """As of that revision (0: now). Raises GivenUp if etcd has forgotten it, PeerError."""
+async def cut_at(etcd: Etcd, keys: Keys, revision: int) -> Cut:
+    """At that revision (0: now). Raises GivenUp if etcd has compacted it, PeerError."""
     try:
         tasks, revision = await _range(etcd, keys.tasks, revision)
         members, _ = await _range(etcd, keys.trainers, revision)
     except Compacted as error:
-        raise GivenUp(f"etcd has forgotten revision {revision}, that of the queue: {error}") from error
+        raise GivenUp(f"etcd has compacted revision {revision}, that of the queue: {error}") from error
     queue = {
         kv.key.removeprefix(keys.tasks): kv.value.decode(errors="replace") for kv in tasks if kv.key != keys.commit
     }

@@ -1,6 +1,6 @@
-"""Threads for what blocks: a part of a checkpoint is written behind training, the rest is waited for.
+"""Threads for blocking work: parts of checkpoints are written in the background of training, other work is urgent.
 
-write_part -> one thread of the lowest priority, which rests as it goes        load, write_manifest, remove -> the others
+write_part -> one thread of the lowest priority, with rests        load, write_manifest, remove -> the other threads
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ Offload = Callable[..., Awaitable[Any]]
 """`await offload(function, *arguments)`: run it where blocking does no harm."""
 
 THREADS = 2  # a commit, a checkpoint being loaded
-NICENESS = 19  # the lowest: whatever training leaves, and a seventieth of a core that it wants all of
-REST = 0.5  # of the time it worked: what a written byte takes of the memory's bandwidth is spread over more steps
-WORK_S = 1e-3  # at least, between two rests
+NICENESS = 19  # the lowest priority: what training leaves, and a seventieth of a core if training wants all of it
+REST = 0.5  # of the working time: spreads the memory bandwidth that writing takes over more steps
+WORK_S = 1e-3  # at least between two rests
 
 
 class Abandoned(OSError):
-    """This process leaves: what was being written is not there."""
+    """The process ends: the file that was being written does not appear."""
 
 
 class Pace:
-    """What the thread that writes does between two chunks. `hurried()`: somebody waits for it, so it does not rest.
+    """The rests of the writing thread between two chunks. `hurried()`: the part is urgent, so there are no rests.
 
-    Rests follow the processor time of the thread, not the time it waited for a disk or a network: that costs training nothing.
+    Rests follow the thread's processor time. Time that it waits for a disk or a network costs training nothing.
     """
 
     def __init__(self, hurried: Callable[[], bool]) -> None:
@@ -42,7 +42,7 @@ class Pace:
         self._since = 0.0
 
     def begin(self) -> None:
-        """In the thread that will write."""
+        """Call it in the thread that writes."""
         self._since = clock.thread_seconds()
 
     def rest(self) -> None:
@@ -51,7 +51,7 @@ class Pace:
         if worked < WORK_S and not self._ended.is_set():
             return
         if self._ended.wait(0.0 if self._hurried() else worked * REST):
-            raise Abandoned("this process leaves")
+            raise Abandoned("this process ends")
         self._since = clock.thread_seconds()
 
     def end(self) -> None:
@@ -63,27 +63,27 @@ class Background:
 
     def __init__(self, hurried: Callable[[], bool] = lambda: False) -> None:
         self._pace = Pace(hurried)
-        self._waited_for = ThreadPoolExecutor(THREADS, "checkpoints")
-        self._behind = ThreadPoolExecutor(1, "write", initializer=lower_priority)
+        self._urgent = ThreadPoolExecutor(THREADS, "checkpoints")
+        self._writing = ThreadPoolExecutor(1, "write", initializer=lower_priority)
 
     async def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
         loop = asyncio.get_running_loop()
         if function is writer.write_part:
-            return await loop.run_in_executor(self._behind, self._write_part, *arguments)
-        return await loop.run_in_executor(self._waited_for, function, *arguments)
+            return await loop.run_in_executor(self._writing, self._write_part, *arguments)
+        return await loop.run_in_executor(self._urgent, function, *arguments)
 
     def _write_part(self, *arguments: Any) -> Summary:
         self._pace.begin()
         return writer.write_part(*arguments, rest=self._pace.rest)
 
     def close(self) -> None:
-        """Nobody waits for what is under way; a part that is being written is given up."""
+        """Do not wait for running work; a part that is being written is abandoned."""
         self._pace.end()
-        for pool in (self._waited_for, self._behind):
+        for pool in (self._urgent, self._writing):
             pool.shutdown(wait=False, cancel_futures=True)
 
 
 def lower_priority() -> None:
-    """Of the calling thread and of those it starts, where the system can do that for a thread."""
+    """Of the calling thread and the threads it starts, on systems where threads have priorities."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

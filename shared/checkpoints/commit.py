@@ -1,10 +1,10 @@
-"""A checkpoint becomes the latest one: done by whichever pserver first sees that all parts are there.
+"""A checkpoint becomes the latest one: the first process that sees all parts commits it.
 
     all parts there -> finish_lock -> manifest file -> latest -> older ones deleted -> unlock
 
 `latest` is written in one transaction that proves: the lock is held, every part is there, the job is still in the timeline
-of these parts and not rolling back, and `latest` is what it was when this was found newer. Whoever wakes up late proves
-none of it, and file names are unique per writer or content, so it overwrites nothing that `latest` names.
+of these parts and not rolling back, and `latest` has not changed since this checkpoint was found to be newer. A process that
+wakes up late fails in this. File names are unique per writer or content, so it overwrites nothing that `latest` names.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ ATTEMPTS = 5
 FILES_AT_ONCE = 50
 NO_CHECKPOINTS = ("latest", "pservers")  # what lies below `checkpoints/` beside the uuids
 
-log = telemetry.logger("pserver.commit")
+log = telemetry.logger("checkpoints.commit")
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A checkpoint that this pserver's part is in; what the manifest says beside the parts. `cut`: of a paused one."""
+    """A checkpoint with this process's part, and what its manifest says beside the parts. `cut`: of a paused one."""
 
     uuid: str
     file: str
@@ -65,7 +65,7 @@ class Written:
 
     @property
     def operation(self) -> str:
-        """The one that asked for it, or was under way; "" if there was none."""
+        """The operation that asked for it, or was under way; "" if there was none."""
         if self.cut is not None:
             return self.cut.operation
         return self.record.asked.operation if self.record.asked is not None else ""
@@ -85,7 +85,7 @@ class _View:
 
 
 class Committer:
-    """`add` what has this pserver's part."""
+    """Commits checkpoints that were given to `add`."""
 
     def __init__(
         self,
@@ -100,64 +100,64 @@ class Committer:
         self._owner, self._own_key, self.offload = owner, own_key, offload
         self._problem = problem
         self._written: dict[str, Written] = {}
-        self._seen = CheckpointView(self._keys)
-        self._left: Compare | None = None  # a lock that could not be given back yet
+        self.seen = CheckpointView(self._keys)
+        self._unreleased: Compare | None = None  # a lock that could not be released yet
         self._committing = False
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def __repr__(self) -> str:
-        latest = f"step {self._seen.latest.step}" if self._seen.latest else "none"
+        latest = f"step {self.seen.latest.step}" if self.seen.latest else "none"
         return f"<Committer {self._owner.index}: latest {latest}, {len(self._written)} wait for other parts>"
 
     @property
     def latest(self) -> CheckpointLatest | None:
-        return self._seen.latest
+        return self.seen.latest
 
     @property
     def busy(self) -> bool:
-        """Whether something with this pserver's part is being committed, or may be: all who miss in it are alive."""
+        """Whether a checkpoint with this process's part is being committed, or may be because the owners of all missing parts live."""
         self._forget_old()
         there = self._directory.pservers
         return self._committing or any(there.keys() >= self._missing(written) for written in self._written.values())
 
     def add(self, written: Written) -> None:
         self._written[written.uuid] = written
-        self._news.set()
+        self._changed.set()
 
     async def run(self) -> None:
-        """Until cancelled; nothing that goes wrong here ends training."""
+        """Until cancelled. No failure here ends training."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch())
-            group.create_task(self._finish_whole())
+            group.create_task(self._commit_complete())
 
     async def _watch(self) -> None:
         async with aclosing(self._etcd.watch(self._keys.checkpoints, prefix=True)) as batches:
             async for batch in batches:
                 if batch.reset:
-                    self._seen = CheckpointView(self._keys)
+                    self.seen = CheckpointView(self._keys)
                     for kv in batch.kvs:
-                        self._seen.take(kv.key, kv.value)
+                        self.seen.take(kv.key, kv.value)
                 for event in batch.events:
-                    self._seen.take(event.kv.key, event.kv.value if event.type == "put" else None)
-                self._news.set()
+                    self.seen.take(event.kv.key, event.kv.value if event.type == "put" else None)
+                self._changed.set()
 
-    async def _finish_whole(self) -> None:
-        """Commit the newest checkpoint that has all its parts, as often as there is a new one."""
+    async def _commit_complete(self) -> None:
+        """Commit the newest checkpoint that has all parts, again and again."""
         while True:
             try:
-                async with asyncio.timeout(RETRY_S if self._written or self._left else None):
-                    await self._news.wait()
+                async with asyncio.timeout(RETRY_S if self._written or self._unreleased else None):
+                    await self._changed.wait()
             except TimeoutError:
                 pass
-            self._news.clear()
+            self._changed.clear()
             self._forget_old()
             await self._withdraw_failed()
-            whole = [written for written in self._written.values() if self._is_whole(written)]
-            if self._left is not None:
-                await self._unlock(self._left)
-            if not whole or self._seen.holder not in {"", self._owner.incarnation}:
+            complete = [written for written in self._written.values() if self.is_complete(written)]
+            if self._unreleased is not None:
+                await self._unlock(self._unreleased)
+            if not complete or self.seen.holder not in {"", self._owner.incarnation}:
                 continue
-            newest = max(whole, key=lambda written: written.order)
+            newest = max(complete, key=lambda written: written.order)
             self._committing = True
             try:
                 await self._finish(newest)
@@ -185,31 +185,31 @@ class Committer:
         )
 
     def _forget_old(self) -> None:
-        latest = self._seen.latest
+        latest = self.seen.latest
         for uuid, written in list(self._written.items()):
             superseded = latest is not None and written.order <= (latest.timeline, latest.step)
             if superseded or written.timeline != self._owner.timeline:
                 del self._written[uuid]
 
     async def _withdraw_failed(self) -> None:
-        """Delete the own part of what somebody could not write his of: it will never be whole, and the room is needed."""
-        for uuid in self._seen.failed.intersection(self._written):
+        """Delete the own part of checkpoints of which another part failed: they never get complete, and the space is needed."""
+        for uuid in self.seen.failed.intersection(self._written):
             written = self._written.pop(uuid)
             url = files.join(stored.folder(self._spec.storage, uuid), written.file)
             part = self._keys.checkpoint_part(uuid, self._owner.index)
             try:
                 await self._etcd.txn([self._own_key.held], [Delete(part)])
                 await self.offload(files.remove_file, url)
-            except (OSError, PeerError, LeaseLost) as error:  # it goes with the next one that is committed
+            except (OSError, PeerError, LeaseLost) as error:  # the next commit deletes it
                 log.warning("part_not_withdrawn", step=written.record.version, cause=str(error))
 
-    def _is_whole(self, written: Written) -> bool:
-        if written.cut is not None and written.uuid not in self._seen.copied:
+    def is_complete(self, written: Written) -> bool:
+        if written.cut is not None and written.uuid not in self.seen.copied:
             return False
         return not self._missing(written)
 
     def _missing(self, written: Written) -> set[int]:
-        return set(stored.writers(written.layout, written.slots)) - self._seen.parts.get(written.uuid, set())
+        return set(stored.writers(written.layout, written.slots)) - self.seen.parts.get(written.uuid, set())
 
     async def _finish(self, written: Written) -> None:
         """Take the lock, commit, clean up, unlock. Raises GivenUp, PeerError, LeaseLost, OSError."""
@@ -232,7 +232,7 @@ class Committer:
             await self._unlock(lock)
 
     async def _commit(self, written: Written, lock: Compare) -> CheckpointLatest | None:
-        """What is latest now: this, or a newer one; None: something moved, look again. Raises GivenUp."""
+        """The latest checkpoint: this one, or a newer one. None: a key has changed, look again. Raises GivenUp."""
         view = await self._look(written.uuid)
         ref = CheckpointRef(
             uuid=written.uuid,
@@ -244,7 +244,7 @@ class Committer:
         )
         if view.latest is not None and not is_newer(ref, view.latest):
             return view.latest
-        if obstacle := self._obstacle(written, view):
+        if obstacle := self.obstacle(written, view):
             raise GivenUp(obstacle)
         manifest = self._manifest(written, view)
         name = await self.offload(writer.write_manifest, self._spec.storage, manifest)
@@ -263,7 +263,7 @@ class Committer:
         )
         try:
             writes = [Put(self._keys.latest, new.to_bytes()), *self._positions(written, view)]
-            committed = await self._etcd.txn(self._proofs(view, lock), writes)
+            committed = await self._etcd.txn(self.proofs(view, lock), writes)
         except OutcomeUnknown:
             return None
         if not committed.succeeded:
@@ -288,16 +288,16 @@ class Committer:
         )
 
     @staticmethod
-    def _obstacle(written: Written, view: _View) -> str:
+    def obstacle(written: Written, view: _View) -> str:
         """Why this must not become the latest checkpoint, or ""."""
         if view.state.timeline != written.timeline or view.state.phase is Phase.ROLLING_BACK:
             return f"the job left timeline {written.timeline}"
         missing = [index for index in stored.writers(written.layout, written.slots) if index not in view.parts]
         return f"checkpoint {written.uuid} lacks the parts of pservers {missing}" if missing else ""
 
-    def _proofs(self, view: _View, lock: Compare) -> list[Compare]:
-        """That nothing has moved since `view`."""
-        # etcd takes so many compares; no part is deleted before a newer one is latest, so the one of latest covers the rest
+    def proofs(self, view: _View, lock: Compare) -> list[Compare]:
+        """Compares that hold as long as nothing has changed since `view`."""
+        # etcd limits the compares. No part is deleted before a newer checkpoint is latest, so comparing latest covers the rest
         parts = list(view.parts.values())[: MAX_OPERATIONS - 3]
         return [
             lock,
@@ -307,7 +307,7 @@ class Committer:
         ]
 
     def _positions(self, written: Written, view: _View) -> list[Put | Delete]:
-        """`latest/files/<trainer>`, for people; the manifest has them all."""
+        """Writes of `latest/files/<trainer>`, for people; the manifest has all positions."""
         readers = written.cut.readers if written.cut is not None else {}
         named = sorted(readers.items())[:FILES_AT_ONCE]
         puts = {self._keys.latest_file(trainer): paused for trainer, paused in named}
@@ -337,7 +337,7 @@ class Committer:
         )
 
     async def _clean_up(self, latest: CheckpointLatest) -> None:
-        """Delete what is older than `latest` and not kept: the files first, so that keys tell of what is left to do."""
+        """Delete checkpoints that are older than `latest` and not kept. Files go first, so the keys say what is left to delete."""
         kept = {ref.uuid for ref in latest.kept}
         found = await self._etcd.range(self._keys.checkpoints, prefix=True)
         stale: dict[str, None] = {}
@@ -345,7 +345,7 @@ class Committer:
             uuid, *rest = kv.key.removeprefix(self._keys.checkpoints).split("/")
             if not rest or uuid in (*kept, *NO_CHECKPOINTS):
                 continue
-            place = read_record(CheckpointPlace, kv.key, kv.value)  # all records there say it
+            place = read_record(CheckpointPlace, kv.key, kv.value)  # all records there have these fields
             if place is not None and (place.timeline, place.step) < (latest.timeline, latest.step):
                 stale[uuid] = None
         if not stale:
@@ -360,11 +360,11 @@ class Committer:
         log.info("checkpoints_deleted", checkpoints=list(stale), kept=[ref.step for ref in latest.kept])
 
     async def _unlock(self, lock: Compare) -> None:
-        """Tried again later if etcd is away; at worst the lock goes with the lease."""
-        self._left = lock
+        """Tried again later if etcd is away; at worst the lock ends with the lease."""
+        self._unreleased = lock
         try:
             await self._etcd.txn([lock], [Delete(self._keys.finish_lock)], timeout_s=UNLOCK_S)
-            self._left = None
+            self._unreleased = None
         except PeerError as error:
             log.warning("finish_lock_left", cause=str(error))
 

@@ -18,7 +18,7 @@ _ALWAYS = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """From the job's spec. The first and the last version are always due, and one that was asked for."""
+    """From the job's spec. Always due are the first version, the last one, and one that was asked for."""
 
     every_steps: int | None
     every_epochs: int | None
@@ -29,10 +29,10 @@ class Schedule:
         return cls(spec.checkpoint_every_steps, spec.checkpoint_every_epochs, spec.epochs)
 
     def rank(self, record: StepRecord) -> int | None:
-        """None: no checkpoint of this version. Else which of two to keep if both cannot be written: the higher one.
+        """None: no checkpoint of this version. If two cannot both be written, the one of the higher rank is kept.
 
-        Epochs rank above steps, and the n-th by the power of two that divides n: parameter servers that are too slow by
-        any factor still agree on every 2nd, 4th, ... of them.
+        Epochs rank above steps. The n-th checkpoint ranks by the power of two that divides n, so parameter servers that are
+        too slow by any factor still agree on every 2nd, 4th, ... of them.
         """
         ranks = [0]
         if record.version == 0 or (record.asked is not None and record.asked.version == record.version):
@@ -62,8 +62,8 @@ def _twos(number: int) -> int:
 def kept_after(
     latest: CheckpointLatest | None, new: CheckpointRef, damaged: Collection[str], count: int
 ) -> tuple[CheckpointRef, ...]:
-    """What may be loaded once `new` is the latest: of its history, newest first, the last `count` and the last `count` that
-    somebody asked for; then as many of those that the job left by going back to an older one. Damaged ones count no more."""
+    """The checkpoints that are kept once `new` is the latest, newest first: of its history the last `count`, and the last
+    `count` that were asked for; then the last `count` outside its history, which roll-backs left. None of the damaged ones."""
     kept = (new, *(ref for ref in (latest.kept if latest is not None else ()) if ref.uuid not in damaged))
     mine = history(kept, new.timeline, new.origin)
     left = [ref for ref in kept if ref not in mine]

@@ -1,10 +1,10 @@
-"""A committed checkpoint: the parameters of one version as the parameter servers wrote them, and all that belongs to it.
+"""A committed checkpoint on storage: its manifest and its parts are read and checked here.
 
     {storage}/checkpoints/<uuid>/pserver-<i>.<token>.safetensors ...   one part per pserver that has blocks
                                  manifest-<md5>.json                   written once all parts are there
 
-The names are unique per writer or per content, so a writer that was replaced can overwrite nothing that counts. What lies in
-the folder counts only once `checkpoints/latest` in etcd names it. Everything that reads here blocks.
+The names are unique per writer or per content, so a writer that was replaced cannot overwrite a committed file. A checkpoint
+counts only once `checkpoints/latest` in etcd names it. Everything that reads here blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shared.slots import slot_of
 from shared.storage import files, tensor_file
 
 MAX_MANIFEST_BYTES = 64 << 20
-_DEFINITE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)  # trying again would not help
+_DEFINITE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)  # trying again does not help
 ELASTIC = (
     "trainers",
     "pservers",
@@ -31,7 +31,7 @@ ELASTIC = (
 
 
 def checkpoint_uuid(job: str, timeline: int, slots_version: int, step: int) -> str:
-    """The same at every pserver that takes part in it."""
+    """The same at every pserver that writes a part."""
     return ids.named_uuid("checkpoint", job, timeline, slots_version, step)
 
 
@@ -40,13 +40,13 @@ def folder(storage_url: str, uuid: str) -> str:
 
 
 def spec_digest(spec: JobSpec) -> str:
-    """Of all that may not change between a checkpoint and the job that goes on from it."""
+    """The digest of the fields that may not change between a checkpoint and the job that goes on from it."""
     fixed = spec.model_dump_json(exclude=set(ELASTIC))
     return hashlib.sha256(fixed.encode()).hexdigest()
 
 
 def writers(layout: Layout, slots: SlotMap) -> tuple[int, ...]:
-    """The pservers that have blocks, in order: a checkpoint is whole when it has the part of each."""
+    """The pservers that have blocks, in order: a complete checkpoint has a part of each."""
     count = sum(1 for _ in layout.blocks())
     return tuple(
         sorted({slots.owners[slot_of(block, layout.slot_count)] for block in range(min(count, layout.slot_count))})
@@ -64,7 +64,7 @@ def md5_of(content: bytes) -> str:
 def read_manifest(storage_url: str, job: str, ref: CheckpointRef) -> Manifest:
     """Read and check the manifest of a committed checkpoint (its parts are not looked at; `verify_parts` does).
 
-    Raises CheckpointUnusable: missing, edited, truncated, or of another job or version; OSError: the storage has trouble.
+    Raises CheckpointUnusable: missing, edited, truncated, or of another job or version; OSError: the storage failed.
     """
     url = files.join(folder(storage_url, ref.uuid), ref.manifest)
     try:
@@ -102,9 +102,9 @@ def open_tasks(manifest: Manifest) -> dict[int, int]:
 
 
 def found(storage_url: str) -> tuple[list[CheckpointRef], list[str]]:
-    """Every checkpoint, newest first, and the manifests that nobody can read: what there is without etcd. Raises OSError.
+    """Every checkpoint, newest first, and the manifests that cannot be read; etcd is not asked. Raises OSError.
 
-    One may be among them that `checkpoints/latest` in etcd does not name yet: it is whole all the same.
+    The newest may not be named by `checkpoints/latest` in etcd yet; it is complete all the same.
     """
     refs: list[CheckpointRef] = []
     unreadable: list[str] = []
@@ -124,9 +124,9 @@ def found(storage_url: str) -> tuple[list[CheckpointRef], list[str]]:
 def read_part(
     storage_url: str, ref: CheckpointRef, part: CheckpointPart, sink: tensor_file.Sink
 ) -> tensor_file.Summary:
-    """Read one part whole into the memory that `sink` names; what it holds counts only if this returns.
+    """Read one part into the memory that `sink` names; the values may be used only if this returns.
 
-    Raises CheckpointUnusable: missing, truncated, changed, or not of this checkpoint; OSError: the storage has trouble.
+    Raises CheckpointUnusable: missing, truncated, changed, or not of this checkpoint; OSError: the storage failed.
     """
     url = files.join(folder(storage_url, ref.uuid), part.file)
     try:

@@ -11,8 +11,8 @@ from shared.records.checkpoints import CheckpointCut, CheckpointLatest, Checkpoi
 
 @dataclass(slots=True)
 class CheckpointView:
-    """By uuid: `parts`, the pservers whose part is finished; `copied`, paused checkpoints that all have copied; `failed`,
-    those that somebody could not write. `holder` of the finish lock, "" if nobody."""
+    """By uuid: `parts`, the pservers whose part is finished; `copied`, paused checkpoints that all pservers have copied;
+    `failed`, checkpoints of which a part could not be written. `holder` of the finish lock, "" if there is none."""
 
     keys: Keys
     parts: dict[str, set[int]] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class CheckpointView:
                 self.failed.add(uuid)
 
     def _take_cut(self, key: str, value: bytes | None) -> None:
-        """A paused checkpoint counts once the master has seen that all had copied before anybody trained again."""
+        """A paused checkpoint counts once the master has confirmed that all pservers copied before anybody trained again."""
         uuid = key.removeprefix(self.keys.checkpoints).removesuffix("/cut")
         cut = read_record(CheckpointCut, key, value)
         if cut is None:

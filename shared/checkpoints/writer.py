@@ -1,4 +1,4 @@
-"""What a checkpoint consists of on storage is written and deleted here. Everything here blocks.
+"""Writes and deletes the files of checkpoints. Everything here blocks.
 
 Snapshot -> pserver-<i>.<token>.safetensors        Manifest -> manifest-<md5>.json
 """
@@ -26,7 +26,7 @@ def write_part(
 
 
 def part_metadata(job: str, uuid: str, version: int, timeline: int, index: int, digest: str) -> dict[str, str]:
-    """What a part says of itself, for people and other programs; `digest`: of the job's layout."""
+    """The metadata of a part, for people and other programs. `digest`: of the job's layout."""
     return {
         "format": "pt",
         "job": job,
@@ -39,7 +39,7 @@ def part_metadata(job: str, uuid: str, version: int, timeline: int, index: int, 
 
 
 def write_manifest(storage_url: str, manifest: Manifest) -> str:
-    """Its name. Raises OSError."""
+    """Returns the name of the file. Raises OSError."""
     content = manifest.to_bytes()
     name = stored.manifest_name(content)
     files.write_bytes(files.join(stored.folder(storage_url, manifest.uuid), name), content)

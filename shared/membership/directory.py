@@ -1,9 +1,9 @@
 """A member's view of its job: spec, state, lanes, slots, layout, pservers, master, kept current by one etcd watch.
 
     run(): snapshot -> events -> ... for ever; an outage of etcd only makes the view stale
-    wait_for(predicate): whoever needs the job in a certain state waits here
+    wait_for(predicate): wait here until the job is in a certain state
 
-Reading is free and never waits. What members act on is fenced elsewhere (generation, term), so a stale view is safe.
+Reading never waits. A stale view is safe: generation and term fence what members do.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shared.runtime import clock
 
 
 class Directory:
-    """None: the key does not exist (or cannot be parsed, which is logged)."""
+    """Each attribute is None if its key does not exist, or cannot be parsed (which is logged)."""
 
     def __init__(self, etcd: Etcd, keys: Keys) -> None:
         self.keys = keys

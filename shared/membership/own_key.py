@@ -2,8 +2,8 @@
 
     claim (create = 0) ─► hold: renew the lease, write what was `set` ─► key gone or another's: lost
 
-A lease is a hint of life. When it is over by the local clock, `hold` asks etcd: a key that is still there gets a new lease, a
-key that is gone or another's is lost. As long as etcd does not answer, `hold` asks again.
+When the lease is over by the local clock, `hold` asks etcd: a key that is still there gets a new lease, a key that is gone
+or another process's is lost. While etcd does not answer, `hold` asks again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every member takes from the environment: its job, its etcd, where it listens."""
+"""The settings that every member reads from the environment: its job, its etcd, where it listens."""
 
 from __future__ import annotations
 

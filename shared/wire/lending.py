@@ -16,20 +16,20 @@ from shared.records.record import Record
 from shared.wire.shared_memory import Mapped, Offer, Region, open_offered
 
 MAX_MEMORIES = 256  # of one peer
-NOTHING = memoryview(bytearray())  # the payload of a block that refers to one
+NOTHING = memoryview(bytearray())  # the payload of a block that refers to memory
 Place = tuple[int, int, int]
 """Number of a memory, offset, size in bytes."""
 
 
 class Offers(Record):
-    """New memory of the sender, and numbers that it does not use any more."""
+    """New memories of the sender, and numbers that it does not use any more."""
 
     offers: tuple[Offer, ...] = ()
     forget: tuple[int, ...] = ()
 
 
 class Lender:
-    """Regions of ours that the peer knows, or is told of now."""
+    """Our regions that the peer was told of."""
 
     def __init__(self) -> None:
         self._known: dict[int, weakref.ref[Region]] = {}
@@ -41,7 +41,7 @@ class Lender:
         return self._numbers.get(region)
 
     def offers(self, regions: Iterable[Region]) -> Offers:
-        """What the peer must be told before it is referred to these regions."""
+        """What the peer must be told before a frame refers to these regions."""
         new = tuple(self._offer(region) for region in regions if region not in self._numbers)
         return Offers(offers=new, forget=self._gone() if new else ())
 

@@ -1,4 +1,4 @@
-"""Work of several connections that must not keep the event loop from others: a piece of one of them in a turn of the loop."""
+"""Work of several connections shares the event loop: one piece of work in each turn of the loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class RoundRobin:
-    """Who waits is called in the order in which they asked, one in each turn of the event loop, and asks again if more is left."""
+    """Calls what was asked for in order, one call in each turn of the event loop. Work that is not finished asks again."""
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()

@@ -30,14 +30,14 @@ class ServerMemory:
         self._borrower: Borrower | None = None
         self._lent: dict[int, deque[Buffer]] = {}
         self._bytes = self._blocks = 0
-        self.moved = clock.monotonic()  # when the first of what is lent was lent, or something was taken
+        self.moved = clock.monotonic()  # when the first of the lent blocks was lent, or the last one was taken
 
     def __repr__(self) -> str:
         return f"<ServerMemory: {self._blocks} blocks lent, {self._borrower!r}>"
 
     def share(self, given: Offers, regions: Iterable[Region], vector_bytes: int) -> Offers:
-        """Know the peer's regions, of `vector_bytes` each at most, from now on; those of `regions` that it does not know.
-        Raises Unauthorized, InvalidArgument, TooLarge: none or only some of its regions are known then."""
+        """Map the peer's regions, of at most `vector_bytes` each; returns offers of those of `regions` that it does not know.
+        Raises Unauthorized, InvalidArgument, TooLarge: none or only some of its regions are mapped then."""
         if self._borrower is None:
             self._borrower = Borrower(self._peer())
         self._borrower.learn(given, -(-vector_bytes // PAGE_BYTES) * PAGE_BYTES)
@@ -49,7 +49,7 @@ class ServerMemory:
             raise BadFrame("a block refers to memory: share it first")
         return self._borrower.payload(place, sent)
 
-    # ------------------------------------------------------------ what pulls get
+    # ------------------------------------------------------------ blocks for pulls
 
     @property
     def full(self) -> bool:
@@ -57,12 +57,12 @@ class ServerMemory:
 
     @property
     def lends(self) -> bool:
-        """Whether something is lent that was not taken yet."""
+        """Whether a block is lent that was not taken yet."""
         return self._blocks > 0
 
     def lend(self, number: int, buffer: Buffer) -> tuple[Offers, Place] | None:
-        """Where pull `number` finds a retained buffer, which is ours to release from now on, and what it must be offered
-        before; None: it has to be sent."""
+        """Where pull `number` finds a retained buffer, which is released here when the peer took it, and the offers that it
+        needs before; None: the buffer has to be sent."""
         if self._borrower is None or buffer.home is None:
             return None
         region, offset = buffer.home
@@ -77,7 +77,7 @@ class ServerMemory:
         return new, (memory, offset, buffer.view.nbytes)
 
     def took(self, number: int, count: Any) -> None:
-        """Pull `number`, which may have ended, has taken the next `count` blocks that it was lent. Raises BadFrame."""
+        """Pull `number`, which may have ended, has taken the next `count` blocks that were lent to it. Raises BadFrame."""
         lent = self._lent.get(number, deque())
         if type(count) is not int or not 0 < count <= len(lent):
             msg = f"pull {number} took {str(count)[:20]} blocks of {len(lent)} that it was lent"

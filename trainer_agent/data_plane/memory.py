@@ -43,7 +43,7 @@ class TrainerMemory:
         """What a pulled block refers to, which has `sent` bytes of its own. Raises BadFrame, InvalidArgument."""
         return self._known().payload(place, sent)
 
-    # ------------------------------------------------------------ what we lend
+    # ------------------------------------------------------------ lending gradients
 
     def home_of(self, payload: memoryview) -> tuple[Region, int] | None:
         """Where the pserver could read it, after it was offered the region; None: it has to be sent."""

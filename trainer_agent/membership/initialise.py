@@ -1,7 +1,7 @@
-"""Who gives the parameter servers their first values: exactly one trainer at a time, and again if it dies on the way.
+"""One trainer at a time gives the parameter servers their first values; if it dies before the end, another one does.
 
 init_ps/lock (leased, create = 0) ─► POST init to every pserver ─► layout and init_ps/done, if none of them was replaced
-everybody else waits, and compares the layout with its own model
+all others wait, and compare the layout with their own model
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = telemetry.logger("initialise")
 async def ensure_initialised(
     spec: JobSpec, directory: Directory, etcd: Etcd, membership: Membership, compute: Compute, connect: Connect
 ) -> None:
-    """Return when the parameter servers hold parameters of this very model. Raises LayoutMismatch."""
+    """Returns when the parameter servers hold parameters of this model. Raises LayoutMismatch."""
     trainer = membership.record.trainer
     backoff = Backoff("waiting for the parameters to be initialised", PATIENCE_S)
     while not directory.init_done or directory.layout is None:
@@ -50,7 +50,7 @@ async def ensure_initialised(
 
 
 def check_layout(mine: Layout, job: Layout) -> None:
-    """Raises LayoutMismatch, which says what differs."""
+    """Raises LayoutMismatch, which names the differences."""
     differences = []
     if mine.digest != job.digest:
         differences.append(f"names, shapes or dtypes (digest {mine.digest[:12]}, the job has {job.digest[:12]})")
@@ -74,13 +74,13 @@ def _sizes(layout: Layout) -> str:
 
 
 def _all_there(directory: Directory) -> bool:
-    """Asked of etcd, not of the spec this trainer began with: the job may have been begun again with other numbers since."""
+    """By the number in etcd, not in this trainer's spec: the job may have been started again with another number."""
     wanted, slots = directory.pservers_desired, directory.slots
     return slots is not None and max(slots.owners) + 1 == len(directory.pservers) == wanted
 
 
 async def _lock(directory: Directory, etcd: Etcd, lease_id: int, trainer: str) -> bool:
-    """True if this trainer is the one that initialises (also if it was already)."""
+    """True if this trainer holds the lock, also if it had it before."""
     key = directory.keys.init_lock
     taken = await etcd.txn([Compare.create(key, "==", 0)], [Put(key, trainer.encode(), lease_id)])
     if taken.succeeded:
@@ -92,10 +92,10 @@ async def _lock(directory: Directory, etcd: Etcd, lease_id: int, trainer: str) -
 async def _initialise(
     spec: JobSpec, directory: Directory, etcd: Etcd, trainer: str, compute: Compute, connect: Connect
 ) -> None:
-    """Idempotent. Raises PeerError if anything moved under it: the caller starts over."""
+    """Idempotent. Raises PeerError if a parameter server was replaced meanwhile: the caller starts over."""
     keys = directory.keys
     if await etcd.get(keys.init_done) is not None:
-        return  # the view is only late
+        return  # only this trainer's view is late
     registered = (await etcd.range(keys.pservers, prefix=True)).kvs
     found = {kv.key: (kv, member) for kv in registered if (member := read_record(PserverMember, kv.key, kv.value))}
     members = [member for _, member in found.values()]
@@ -107,7 +107,7 @@ async def _initialise(
         async with asyncio.TaskGroup() as group:
             for member in members:
                 group.create_task(_fill(spec, directory, member, compute, routes, connect))
-    # both keys in one transaction: a run repeated on a stale view cannot take a published layout away
+    # both keys in one transaction, so that a repetition on a stale view cannot replace a published layout
     same = [Compare.create(key, "==", kv.create_revision) for key, (kv, _) in found.items()]
     mine = [Compare.value(keys.init_lock, "==", trainer.encode()), Compare.create(keys.layout, "==", 0)]
     published = [Put(keys.layout, compute.layout.to_bytes()), Put(keys.init_done, trainer.encode())]

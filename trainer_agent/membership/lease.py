@@ -1,4 +1,4 @@
-"""A trainer's place among the members: `trainers/<id>` in etcd, under a lease.
+"""A trainer's registration: `trainers/<id>` in etcd, under a lease.
 
     register (create = 0) ─► hold ... key gone ─► lost: exit, come back under a new name
 
@@ -33,9 +33,9 @@ class Membership(OwnKey[TrainerMember]):
         """Raises PeerError."""
         key = keys.trainer(self.record.trainer)
         if not await self.claim(key, ttl_s):
-            raise PeerError(f"{key} is taken: a registration of which no answer came; it runs out")
+            raise PeerError(f"{key} is taken: by a registration whose answer was lost; its lease runs out")
 
     async def leave(self) -> None:
-        """Give the place up at once, unless the lease is over already."""
+        """Release the key at once, unless the lease is over already."""
         if self.lease.alive:
             await self.release()

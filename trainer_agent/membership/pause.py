@@ -1,7 +1,7 @@
-"""A trainer's answer to a pause: once nothing it pushed is unacknowledged, it says so in its own key.
+"""A trainer's answer to a pause: when all its pushes are acknowledged, it writes its position into its own key.
 
-CHECKPOINTING seen ─► no new push begins (AsyncLoop) ─► none under way ─► reports told ─► trainers/<id> says where it stands
-the pause's key is gone, or the pause takes too long ─► lifted: whoever began it is dead, training goes on
+CHECKPOINTING seen ─► no new push begins (AsyncLoop) ─► no push is open ─► reports sent ─► `paused` in trainers/<id>
+the pause's key is gone, or the pause takes too long ─► lifted: the process that began it is dead, training goes on
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from trainer_agent.membership.lease import Membership
 
 LOOK_S = 0.5
 PAUSE_S = 0.2
-LIMIT_S = 180.0  # longer than any master waits: no pause lasts for ever, whatever became of etcd
+LIMIT_S = 180.0  # longer than any master waits, so a pause ends even if etcd is away
 
 log = telemetry.logger("pauser")
 
 
 class Pauser:
-    """Of an asynchronous trainer. `position` tells where the reader stands; `flush` hands reports over, for some time."""
+    """Of an asynchronous trainer. `position`: of its reader; `flush` sends its reports, for a limited time."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class Pauser:
         self._position, self._flush = position, flush
         self._resting = asyncio.Event()
         self._resting.set()
-        self._key = ""  # checkpoint whose pause is there
-        self._gone = ""  # the last one whose pause is gone
+        self._key = ""  # the checkpoint whose pause key exists
+        self._gone = ""  # the last checkpoint whose pause key was deleted
         self._since: tuple[str, float] = ("", 0.0)
 
     def __repr__(self) -> str:
@@ -50,7 +50,7 @@ class Pauser:
 
     @contextmanager
     def pushing(self) -> Iterator[None]:
-        """While this lasts something may be unacknowledged."""
+        """Inside this block a push may be unacknowledged."""
         self._resting.clear()
         try:
             yield
@@ -59,7 +59,7 @@ class Pauser:
 
     @property
     def lifted(self) -> bool:
-        """Whether the pause that the job's state tells of is over all the same."""
+        """Whether the pause in the job's state is over although the state still names it."""
         saving = self._saving
         if saving is None:
             return False
@@ -110,7 +110,7 @@ class Pauser:
             pass
 
     async def _say(self, saving: Saving) -> str:
-        """The checkpoint that was answered, "" if it was not."""
+        """The checkpoint that was answered, "" if the answer was not written."""
         await self._flush()
         try:
             await self._membership.write(paused=self._position().model_copy(update={"uuid": saving.uuid}))

@@ -59,7 +59,7 @@ async def roll_back_in_the_middle(storage):
 
     node = cluster.nodes[1]
     node.member.checkpointer.offload = slow
-    with replaced(Rollback, "_is_due", lambda *_: False):
+    with replaced(Rollback, "is_due", lambda *_: False):
         await cluster.train(0, 2)
         await asyncio.sleep(5.0)
     return before, await cluster.latest()
@@ -73,8 +73,8 @@ def test_without_the_check_of_the_state_a_checkpoint_is_committed_behind_the_mas
         return [lock, Compare.mod(KEYS.latest, "==", view.latest_revision)]
 
     with (
-        replaced(Committer, "_obstacle", lambda *_: ""),
-        replaced(Committer, "_proofs", careless),
+        replaced(Committer, "obstacle", lambda *_: ""),
+        replaced(Committer, "proofs", careless),
     ):
         before, after = run_scenario(roll_back_in_the_middle, tmp_path / "without")
     assert after.step == 2
@@ -100,7 +100,7 @@ async def part_missing(storage):
 def test_without_waiting_for_all_parts_latest_cannot_be_loaded(tmp_path):
     run_scenario(part_missing, tmp_path / "with")
     with (
-        replaced(Committer, "_is_whole", lambda self, written: bool(self._seen.parts.get(written.uuid))),
+        replaced(Committer, "is_complete", lambda self, written: bool(self.seen.parts.get(written.uuid))),
         replaced(stored, "writers", lambda *_: (0,)),
         pytest.raises(Exception, match="lacks part of pserver 1"),
     ):
@@ -120,7 +120,7 @@ def test_without_the_fence_of_the_index_a_sleeper_publishes_after_it_was_replace
 @contextlib.contextmanager
 def unproven(*keys, lock=True):
     """`latest` is written without comparing these keys (prefixes); `lock` False: and whoever asks for the lock has it."""
-    proofs, acquire = Committer._proofs, commit.try_acquire
+    proofs, acquire = Committer.proofs, commit.try_acquire
     keys = keys if lock else (*keys, KEYS.finish_lock)
 
     async def granted(*_):
@@ -129,7 +129,7 @@ def unproven(*keys, lock=True):
     def fewer(self, view, lock):
         return [proof for proof in proofs(self, view, lock) if not proof.key.startswith(keys)]
 
-    with replaced(Committer, "_proofs", fewer), replaced(commit, "try_acquire", acquire if lock else granted):
+    with replaced(Committer, "proofs", fewer), replaced(commit, "try_acquire", acquire if lock else granted):
         yield
 
 
