@@ -10,8 +10,8 @@ from typing import Any
 from master_service.masterless.dispatcher import Dispatcher
 from pserver_service.__main__ import INDEX_LOST
 from pserver_service.core.blocks import Verdict
-from pserver_service.core.store import Store
 from pserver_service.core.calls import OpenPush
+from pserver_service.core.store import Store
 from pserver_service.pserver import Pserver
 from shared.blocks.buffers import Buffer
 from shared.membership.directory import Directory
