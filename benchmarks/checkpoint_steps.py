@@ -36,8 +36,8 @@ from shared.records.step import CheckpointAsked, LanePosition, StepRecord
 from shared.runtime import telemetry
 from shared.runtime.light_torch import optimizers_without_compiler
 from shared.wire.messages import InitBlock, InitHeader, PullRequest, PushBlock, PushHeader
-from trainer_agent.data_plane.outbox import Outbox
 from shared.wire.region_allocator import RegionAllocator
+from trainer_agent.data_plane.outbox import Outbox
 from trainer_agent.data_plane.stream import StreamPserver
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.user_module import load

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from shared.blocks.narrow import DTYPES
 from shared.errors import InvalidArgument
 from shared.lanes import Interval
 from shared.records import JobSpec, Mode
