@@ -1,24 +1,32 @@
-"""The layout's rules, held by reading every source file's syntax tree (architecture.md)."""
+"""The layout's rules, held by reading every source file's syntax tree (ARCHITECTURE.md)."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-SERVICES = ("master_service", "pserver_service", "trainer_agent")
-PACKAGES = (*SERVICES, "shared", "trireme")
-SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-EVERYTHING = [
-    *SOURCES,
-    *sorted(path for folder in ("tests", "examples", "benchmarks", "docker") for path in (ROOT / folder).rglob("*.py")),
-]
+from tests.tidy.sources import (
+    EVERYTHING,
+    MODULES,
+    PACKAGES,
+    ROOT,
+    SERVICES,
+    SOURCES,
+    arrows,
+    circles,
+    imports,
+    inside,
+    tree_of,
+    where,
+)
+
 MAX_LINES = 400
+MAX_MODULES = 14
 
 ARROWS = {
     "shared": {"shared"},
@@ -77,27 +85,6 @@ PURE_SHARED = (
 )
 
 
-def imports(path: Path, *, top_level_only: bool = False) -> Iterator[tuple[str, int]]:
-    """(dotted module, line) of every import of a file; `from a import b` gives both a and a.b."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in tree.body if top_level_only else ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: write absolute imports"
-            assert node.module
-            yield node.module, node.lineno
-            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
-
-
-def where(path: Path, line: int) -> str:
-    return f"{path.relative_to(ROOT)}:{line}"
-
-
-def inside(module: str, package: str) -> bool:
-    return module == package or module.startswith(package + ".")
-
-
 def test_there_are_sources_to_check():
     assert {path.relative_to(ROOT).parts[0] for path in SOURCES} == set(PACKAGES)
 
@@ -110,6 +97,58 @@ def test_arrows_point_from_the_front_door_to_services_to_shared():
         if (package := module.split(".")[0]) in PACKAGES and package not in ARROWS[path.relative_to(ROOT).parts[0]]
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert circles({module: arrows(path) - {module} for module, path in MODULES.items()}) == []
+
+
+def test_no_folders_import_each_other_in_a_circle():
+    """Rooms stand on floors: `master_service.api` may import `master_service.store`, then never the other way."""
+    folders: dict[str, set[str]] = {}
+    for module, path in MODULES.items():
+        mine = room(module)
+        folders.setdefault(mine, set()).update(room(other) for other in arrows(path))
+    assert circles({mine: others - {mine} for mine, others in folders.items()}) == []
+
+
+def room(module: str) -> str:
+    """The folder below the package that a module is in; a module that lies beside the folders is a room of its own."""
+    return ".".join(module.split(".")[:2])
+
+
+def test_a_folder_holds_no_more_modules_than_a_newcomer_reads():
+    counts = Counter(path.parent for path in SOURCES if path.name != "__init__.py")
+    crowded = {str(folder.relative_to(ROOT)): count for folder, count in counts.items() if count > MAX_MODULES}
+    assert not crowded, f"more than {MAX_MODULES} modules: {crowded}"
+
+
+def test_no_private_name_crosses_a_folder():
+    """Neither `from folder.module import _name` nor `module._name`, from another folder."""
+    wrong = []
+    for path in SOURCES:
+        folder = str(path.parent.relative_to(ROOT)).replace("/", ".")
+        modules = {}
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in PACKAGES:
+                for alias in node.names:
+                    modules[alias.asname or alias.name] = node.module
+                    if is_private(alias.name) and not inside(node.module, folder):
+                        wrong.append(f"{where(path, node.lineno)} imports {node.module}.{alias.name}")
+        wrong += [
+            f"{where(path, node.lineno)} uses {node.value.id}.{node.attr}"
+            for node in ast.walk(tree_of(path))
+            if isinstance(node, ast.Attribute)
+            and is_private(node.attr)
+            and isinstance(node.value, ast.Name)
+            and f"{modules.get(node.value.id)}.{node.value.id}" in MODULES
+            and not inside(modules[node.value.id], folder)
+        ]
+    assert not wrong, "\n".join(wrong)
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
 
 
 def test_cores_are_pure():
@@ -131,7 +170,7 @@ def test_cores_are_synchronous_and_write_nothing():
     for path in SOURCES:
         if "core" not in path.relative_to(ROOT).parts[1:2]:
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.AsyncFor | ast.AsyncWith):
                 wrong.append(f"{where(path, node.lineno)} is asynchronous")
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"print", "open"}:
@@ -156,7 +195,7 @@ def test_aiohttp_clients_are_made_in_shared_http_only():
         f"{where(path, node.lineno)} calls aiohttp.{node.func.attr}"
         for path in SOURCES
         if not str(path.relative_to(ROOT)).startswith(("shared/runtime/http.py", "shared/etcd/"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and isinstance(node.func.value, ast.Name)
@@ -171,7 +210,7 @@ def test_clocks_are_read_in_shared_clock_only():
         f"{where(path, node.lineno)} reads a clock: use shared.runtime.clock.monotonic()"
         for path in SOURCES
         if path != ROOT / "shared" / "runtime" / "clock.py"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr == "time"
@@ -185,7 +224,7 @@ def test_tasks_are_created_in_groups_only():
     wrong = [
         f"{where(path, node.lineno)}: a loose create_task"
         for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Attribute)
         and node.attr == "create_task"
         and isinstance(node.value, ast.Name)
@@ -218,8 +257,7 @@ def test_every_module_opens_with_its_promise():
     bare = [
         str(path.relative_to(ROOT))
         for path in SOURCES
-        if path.read_text(encoding="utf-8").strip()
-        and not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+        if path.read_text(encoding="utf-8").strip() and not ast.get_docstring(tree_of(path))
     ]
     assert not bare, f"without a docstring: {bare}"
 
