@@ -1,4 +1,4 @@
-"""Lanes and the canonical binary tree: the arithmetic that makes sums independent of who computed them.
+"""Lanes and the canonical binary tree: the arithmetic that makes sums independent of which trainer computed which part.
 
 A node is (mean gradient, sample count) over an aligned interval of lanes [a, b): b - a is a power of two and divides a.
 node[a,b) = combine(node[a,m), node[m,b)).

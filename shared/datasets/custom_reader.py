@@ -10,7 +10,7 @@ from shared.errors import DatasetError
 
 
 class CustomReader(Protocol):
-    """What `Custom.reader` names."""
+    """The interface of the object that `Custom.reader` names."""
 
     def count(self, url: str) -> int: ...
 

@@ -1,4 +1,4 @@
-r"""Where records begin and end in formats of lines: one scanner for the master that counts and the trainer that reads.
+r"""Where records begin and end in line formats: one scanner for the master, which counts, and the trainer, which reads.
 
     bytes --feed--> (starts, ends) of the records that ended --finish--> the last one, if the file has no final line break
 
@@ -28,7 +28,7 @@ _NONE = np.empty(0, dtype=np.int64)
 
 
 class RecordScanner:
-    """Feed it a file's bytes from a record's start on, in any pieces; offsets count from the file's start.
+    """Feed it a file's bytes from the start of a record on, in pieces of any size. Offsets count from the file's start.
 
     Raises DatasetError for a quote inside an unquoted CSV field, or one that is never closed: record boundaries would
     be a guess.
@@ -88,7 +88,7 @@ class RecordScanner:
     def _with_content(
         self, chunk: bytes, array: npt.NDArray[np.uint8], newlines: npt.NDArray[np.intp]
     ) -> npt.NDArray[np.bool_]:
-        """Which of the lines that end in this chunk are not blank; only lines that begin suspiciously are looked at."""
+        """Which of the lines that end in this chunk are not blank. Only lines that begin with white space are checked."""
         keep = np.ones(len(newlines), dtype=np.bool_)
         keep[0] = self._record_has_content or self._has_content(chunk[: int(newlines[0])])
         firsts = array[newlines[:-1] + 1]
@@ -97,7 +97,7 @@ class RecordScanner:
         return keep
 
     def _outside_quotes(self, array: npt.NDArray[np.uint8], newlines: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-        """The line breaks that end a record: an even number of quotes before them. Keeps the books on quotes."""
+        """The line breaks that end a record: those with an even number of quotes before them. Updates `_in_quotes`."""
         quotes = np.flatnonzero(array == _QUOTE)
         carry = int(self._in_quotes)
         if len(quotes):
@@ -134,7 +134,7 @@ def data_start(file: BinaryIO) -> int:
 
 
 def refuse_compressed(path: str) -> None:
-    """Raises DatasetError for a name that says compressed: there is no seeking in those."""
+    """Raises DatasetError for the name of a compressed file: such files cannot be read from an offset."""
     if path.endswith(COMPRESSED):
         msg = f"{path} is compressed; lines in it cannot be reached by offset"
         raise DatasetError(msg, hint="decompress it, or convert it to Parquet, which compresses inside", url=path)

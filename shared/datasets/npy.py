@@ -1,7 +1,7 @@
 """Heads of .npy files, read safely from several threads.
 
-numpy parses a head with `ast`. In CPython 3.11, whose count of nested nodes is one for all threads, that fails now and then
-with a SystemError while another thread parses (python/cpython#106905): one head at a time, therefore.
+numpy parses a head with `ast`. CPython 3.11 counts nested nodes for all threads together, so a parse sometimes fails with a
+SystemError while another thread parses (python/cpython#106905). Therefore only one head is parsed at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _parsing = Lock()
 
 
 def read_head(source: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """(shape, whether in Fortran order, dtype); `source` stands behind the head then. Raises ValueError."""
+    """(shape, whether in Fortran order, dtype). Leaves `source` at the end of the head. Raises ValueError."""
     version = npy_format.read_magic(source)
     size = source.read(2 if version == (1, 0) else 4)
     head = io.BytesIO(size + source.read(min(int.from_bytes(size, "little"), HEAD_BYTES)))

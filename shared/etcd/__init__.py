@@ -1,4 +1,4 @@
-"""etcd for all services: `connect(urls)` for a real one, `simulated.SimulatedEtcd` for one in memory."""
+"""The etcd client of all services; `connect(urls)` makes one."""
 
 from __future__ import annotations
 

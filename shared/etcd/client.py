@@ -1,12 +1,12 @@
-"""The client of all services: keys are text, values are bytes, every call has a deadline, every error a meaning.
+"""The client of all services: keys are text, values are bytes, every call has a deadline and typed errors.
 
     Etcd (deadline, retries of what is safe to retry) -> Transport (one attempt, endpoints) -> etcd | simulated etcd
 
-Reads are repeated until the caller's deadline. A write is repeated only while it surely did not reach etcd; after that
-a lost answer is OutcomeUnknown, and only the caller can read back what it meant.
+Reads are repeated until the caller's deadline. A write is repeated only while it certainly did not reach etcd; after that
+a lost answer is OutcomeUnknown, and the caller has to read back.
 
-What etcd answers is linearizable, so no answer is of a revision below one that was known when its request was sent: if one
-is, etcd was restored from something older, and WentBack ends whoever notices. A watch asks before it resumes.
+etcd's answers are linearizable: none has a revision below one that was known when its request was sent. If one has, etcd was
+restored from an older state, and the call raises WentBack. A watch checks this before it resumes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Etcd:
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
-        self._revision = 0  # the highest that was told
+        self._revision = 0  # the highest in any answer
 
     # ------------------------------------------------------------ keys
 
@@ -90,9 +90,9 @@ class Etcd:
     def watch(
         self, key: str, end: str | None = None, prefix: bool = False, start_revision: int = 0
     ) -> AsyncGenerator[WatchBatch, None]:
-        """Batches of changes from `start_revision` on, for ever; 0 starts with a snapshot (a `reset` batch).
+        """Batches of changes from `start_revision` on, without end; 0 starts with a snapshot (a `reset` batch).
 
-        After a compaction that outran the watch a `reset` batch comes. An outage only makes it late. Raises WentBack.
+        If the next revision was compacted meanwhile, a `reset` batch follows. An outage only delays batches. Raises WentBack.
         """
         first, last = interval(key, end, prefix)
 
@@ -105,7 +105,7 @@ class Etcd:
         return watch(self.transport, read, current, (first, last), start_revision)
 
     async def compact(self, revision: int, *, timeout_s: float = TIMEOUT_S) -> None:
-        """Forget the history before `revision`. Raises Compacted if that was done already."""
+        """Delete the history before `revision`. Raises Compacted if that was done already."""
         await self._call(COMPACT, {"revision": revision, "physical": True}, timeout_s, f"revision {revision}")
 
     # ------------------------------------------------------------ leases
@@ -119,12 +119,12 @@ class Etcd:
             sent = clock.monotonic()
             return await self.transport.call(GRANT, {"TTL": math.ceil(ttl_s)}, min(limit_s, ttl_s / 4))
 
-        # an answer that was lost leaves a lease that nobody renews: it expires by itself
+        # a lost answer leaves a lease that nobody renews: it expires
         answer = await _until_deadline(attempt, timeout_s, "lease/grant", (Retryable, OutcomeUnknown))
         return Lease(self.transport, self.revoke, answer["ID"], answer["TTL"], sent)
 
     async def revoke(self, lease_id: int, *, timeout_s: float = TIMEOUT_S) -> None:
-        """Delete the lease and its keys; one that is gone already is fine."""
+        """Delete the lease and its keys; a lease that is gone already is no error."""
 
         async def attempt(limit_s: float) -> Body:
             return await self.transport.call(REVOKE, {"ID": lease_id}, limit_s)

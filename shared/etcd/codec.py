@@ -48,7 +48,7 @@ def _base64(value: Any) -> str:
 
 
 def decode(text: bytes) -> Any:
-    """A JSON document in native form. Raises ValueError for what is not JSON, or not base64 where it should be."""
+    """A JSON document in native form. Raises ValueError for invalid JSON or invalid base64."""
     return _native(json.loads(text))
 
 

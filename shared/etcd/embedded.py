@@ -4,7 +4,7 @@
     start (own data directory, ephemeral ports of 127.0.0.1) -> ready -> stop: SIGTERM, SIGKILL after 10 s, wait for the pid
 
 The child dies with its parent (Linux: PDEATHSIG; elsewhere it stays until `stop`). Data, log and ports survive a
-restart of the child, so clients just find it again.
+restart of the child, so clients find it again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HOST = "127.0.0.1"
 READY_TIMEOUT_S = 20.0
 TERM_TIMEOUT_S = 10.0
 PORT_ATTEMPTS = 5
-GOGC = "400"  # its heap is small, so the default of 100 collects it many times a second
+GOGC = "400"  # its heap is small: with the default of 100 Go collects garbage many times a second
 LOG_BYTES = 4 << 20
 
 log = telemetry.logger("etcd.embedded")
@@ -68,9 +68,9 @@ def wheel_binary() -> Path | None:
 
 
 class EmbeddedEtcd:
-    """Start and stop it as often as you like; `url` stays. Use `async with`, or call `stop` in the end.
+    """It can be started and stopped many times; `url` stays. Use `async with`, or call `stop` at the end.
 
-    `unsafe_no_fsync`: faster on slow disks, may lose what was acknowledged if the *machine* dies.
+    `unsafe_no_fsync`: faster on slow disks, may lose acknowledged writes if the *machine* dies.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class EmbeddedEtcd:
         await self.stop()
 
     async def start(self, *, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Start the child and wait until it serves. Raises Fatal, with etcd's last words, if it does not."""
+        """Start the child and wait until it serves. Raises Fatal, with the end of etcd's log, if it does not."""
         assert not self.running, f"{self!r} runs already"
         self.data_dir.mkdir(parents=True, exist_ok=True)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -143,7 +143,7 @@ class EmbeddedEtcd:
                 return
             await self.kill()
             if not (fresh and "address already in use" in failure and attempt + 1 < PORT_ATTEMPTS):
-                raise Fatal(failure, hint=f"its whole log is {self.log_path}")
+                raise Fatal(failure, hint=f"its complete log is {self.log_path}")
 
     async def stop(self) -> int | None:
         """SIGTERM, SIGKILL after 10 s; returns the exit code. With open watches etcd takes seconds to go."""
@@ -165,11 +165,11 @@ class EmbeddedEtcd:
         return await self.wait()
 
     async def wait(self) -> int | None:
-        """Wait for the child to end, however it does; returns its exit code (None if it never started)."""
+        """Wait for the end of the child; returns its exit code (None if it never started)."""
         return await self._process.wait() if self._process is not None else None
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal if the child is there."""
+        """Send a signal if the child runs."""
         if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
                 self._process.send_signal(number)
@@ -237,16 +237,18 @@ class EmbeddedEtcd:
         try:
             while clock.monotonic() < deadline:
                 if not self.running:
-                    return f"etcd ({self.binary}) ended with code {await self.wait()} before it served: {self._last_words()}"
+                    return (
+                        f"etcd ({self.binary}) ended with code {await self.wait()} before it served: {self._log_end()}"
+                    )
                 with suppress(TriremeError):
                     await client.get("/", timeout_s=0.5)
                     return None
                 await asyncio.sleep(0.02)
         finally:
             await client.close()
-        return f"etcd ({self.binary}) did not serve at {self.url} within {timeout_s:g} s: {self._last_words()}"
+        return f"etcd ({self.binary}) did not serve at {self.url} within {timeout_s:g} s: {self._log_end()}"
 
-    def _last_words(self) -> str:
+    def _log_end(self) -> str:
         with self.log_path.open("rb") as written:
             written.seek(max(self._log_start, self.log_path.stat().st_size - 2000))
             text = written.read().decode("utf-8", "replace").strip()
@@ -254,7 +256,7 @@ class EmbeddedEtcd:
 
 
 def free_ports(count: int) -> tuple[int, ...]:
-    """Ports of 127.0.0.1 that nobody listens at right now; another process may be faster."""
+    """Ports of 127.0.0.1 that are free now; another process may take them first."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:

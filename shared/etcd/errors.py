@@ -1,14 +1,14 @@
 """What can go wrong between a member and etcd, one class per thing the caller can do about it.
 
-    Retryable        nothing was written: again, later (the client already did, until the caller's deadline)
+    Retryable        nothing was written: repeat it later (the client has repeated it until the caller's deadline)
     OutcomeUnknown   a write was sent and no answer came: read back, never repeat blindly
-    Compacted        the revision is gone: read afresh
-    LeaseLost        the lease is no more: the role it carried is over, register as new
+    Compacted        the revision is gone: read the current state
+    LeaseLost        the lease is gone: the role it carried is over, register again
     Unauthenticated  user or password refused (the transport has logged in again once)
-    LimitExceeded    the request is larger than etcd takes: split it
-    NoSpace          etcd's quota is used up: compact, defragment, disarm
-    WentBack         etcd is not the one it was: it holds less than it has told before
-    Fatal            etcd answered something no repetition mends
+    LimitExceeded    the request is larger than etcd accepts: split it
+    NoSpace          etcd's quota is used up: compact, defragment, disarm the alarm
+    WentBack         etcd lost writes: its revision is lower than before
+    Fatal            etcd refuses for good: do not repeat
 
 An answer of etcd's gateway names its error in one of three shapes: `{error, code, message}` (gateway v1), `{code, message}`
 (v2), and in streams `{"error": {grpc_code|code, message, ...}}`.
@@ -28,13 +28,13 @@ class Retryable(PeerError):
 
 
 class OutcomeUnknown(PeerError):
-    """A write was sent and its answer lost: it may have been, may yet be, or may never be applied. Read back."""
+    """A write was sent and its answer was lost: it may be applied already, later, or never. Read back."""
 
     code = "ETCD_OUTCOME_UNKNOWN"
 
 
 class NoSpace(PeerError):
-    """etcd's space quota is used up: it takes reads and deletes only."""
+    """etcd's space quota is used up: it accepts reads and deletes only."""
 
     code, status = "ETCD_NO_SPACE", 507
 
@@ -52,7 +52,7 @@ class LeaseLost(CallerError):
 
 
 class WentBack(CallerError):
-    """etcd answers at a revision below one that it has told this process: what this process knows is true no more."""
+    """etcd's revision is lower than one it gave this process before: what this process knows is not valid any more."""
 
     code, status = "ETCD_WENT_BACK", 500
 
@@ -61,7 +61,7 @@ class WentBack(CallerError):
         """etcd is at revision `now` and was at `before`."""
         return cls(
             f"etcd is at revision {now}, and was at {before} before: it was restored from an older backup, or lost its newest "
-            "writes. What was decided since then is not there any more, so nobody goes on from what he remembers",
+            "writes. Decisions made since then are lost, so no process may go on from its own memory",
             hint="start the job again: it goes on from what etcd holds now and the checkpoints that it names",
             now=now,
             before=before,
@@ -73,7 +73,7 @@ class Unauthenticated(CallerError):
 
 
 class LimitExceeded(CallerError):
-    """More operations or bytes than one request may hold, or one key twice; nothing was sent."""
+    """More operations or bytes than one request may hold, or one key written twice; nothing was sent."""
 
     code, status = "ETCD_LIMIT_EXCEEDED", 413
 

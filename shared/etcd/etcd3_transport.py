@@ -1,11 +1,11 @@
 """A real etcd, through etcd3-py's raw calls to the JSON gateway. The only module that imports etcd3.
 
-Of etcd3-py only `AioClient.call_rpc(raw=True)` is used: its models, watches, leases and locks lose events, let two
-holders in, or fail with the aiohttp of today. Here are the sessions, TLS, log-in, time limits, endpoints and errors.
+Of etcd3-py only `AioClient.call_rpc(raw=True)` is used: its models, watches, leases and locks lose events, allow two
+holders, or fail with current versions of aiohttp. Sessions, TLS, log-in, time limits, endpoints and errors are here.
 
     call -> endpoint in use --cannot connect--> next endpoint, at once
                             --any other failure--> error; the next call goes to the next endpoint
-An endpoint whose answers carry another cluster_id, or a lower raft_term than seen, is not believed.
+An answer with another cluster_id, or with a lower raft_term than seen before, is rejected.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ log = telemetry.logger("etcd.transport")
 
 
 class RawClient(AioClient):  # type: ignore[misc]  # etcd3-py is untyped
-    """etcd3-py's client without its constructor, which does blocking requests; and with somebody else's session."""
+    """etcd3-py's client with a session of ours, and without its constructor, which makes blocking requests."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         parts = urlsplit(url)
@@ -116,12 +116,12 @@ class Etcd3Transport:
                 if response.status >= 400:
                     raise await _refusal(response, where, write=False)
                 async for line in _lines(response):
-                    yield self._believed(_unwrapped(codec.decode(line), where, write=False), where, write=False)
+                    yield self._checked_answer(_unwrapped(codec.decode(line), where, write=False), where, write=False)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             self._move_on(index)
             raise Retryable(f"{where} broke: {type(error).__name__}: {error}") from error
         except Unauthenticated:
-            self._token = None  # the watch opens again and logs in
+            self._token = None  # the watch reopens and logs in
             raise
         except TriremeError:
             self._move_on(index)
@@ -138,7 +138,7 @@ class Etcd3Transport:
     # ------------------------------------------------------------ one request
 
     async def _unary(self, method: str, body: Body, write: bool) -> Body:
-        """Ask the endpoint in use; one that cannot be connected to hands on to the next."""
+        """Ask the current endpoint; if it cannot be connected to, ask the next."""
         data = codec.encode(body)
         failure: Exception | None = None
         for _ in self.urls:
@@ -149,7 +149,7 @@ class Etcd3Transport:
                     if response.status >= 400:
                         raise await _refusal(response, where, write=write)
                     document = codec.decode(await response.read())
-                return self._believed(_unwrapped(document, where, write=write), where, write=write)
+                return self._checked_answer(_unwrapped(document, where, write=write), where, write=write)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 self._move_on(index)
                 failure = error
@@ -175,13 +175,13 @@ class Etcd3Transport:
         return self._current, self._endpoints[self._current]
 
     def _move_on(self, failed: int) -> None:
-        """Leave an endpoint that failed, unless somebody else did so already."""
+        """Leave an endpoint that failed, unless another call did so already."""
         if self._current == failed and len(self.urls) > 1:
             self._current = (failed + 1) % len(self.urls)
             log.info("endpoint_changed", left=self.urls[failed], now=self.urls[self._current])
 
-    def _believed(self, answer: Body, where: str, *, write: bool) -> Body:
-        """The answer, unless its sender lags behind the cluster or belongs to another one."""
+    def _checked_answer(self, answer: Body, where: str, *, write: bool) -> Body:
+        """The answer. Raises if its sender lags behind the cluster or belongs to another cluster."""
         header = answer.get("header", {})
         cluster_id, raft_term = header.get("cluster_id", 0), header.get("raft_term", 0)
         if cluster_id:
@@ -199,7 +199,7 @@ class Etcd3Transport:
     # ------------------------------------------------------------ log-in
 
     async def _log_in(self, refused: str | None) -> None:
-        """Get a token if a user is given and there is none but `refused`; tasks that need one share the request."""
+        """Get a token if a user is given and there is no token, or only the `refused` one; concurrent calls share the request."""
         if not self._user or (self._token is not None and self._token != refused):
             return
         async with self._login:
@@ -281,5 +281,5 @@ def _checked(url: str) -> str:
     except ValueError:
         port = None
     if parts.scheme not in {"http", "https"} or not parts.hostname or port is None or parts.path not in {"", "/"}:
-        raise InvalidArgument(f"{url!r} is no etcd endpoint; write it as http://host:2379 or https://host:2379")
+        raise InvalidArgument(f"{url!r} is not an etcd endpoint; write it as http://host:2379 or https://host:2379")
     return url.rstrip("/")

@@ -1,9 +1,9 @@
-"""A lease that fences itself: `alive` and `lost` follow the local clock, never etcd's word alone.
+"""A lease that fences itself: `alive` and `lost` follow the local clock, not only etcd's answers.
 
     granted --keep_alive: renewed every TTL/3--> alive ... no renewal until the deadline, or etcd says it is gone --> lost
 
 The deadline is the time *before* the last successful renewal was sent + TTL - margin, so it lies before any moment at
-which etcd may give the role to somebody else. Lost is for ever: a new role needs a new lease.
+which etcd may give the role to another process. A lost lease stays lost: a new role needs a new lease.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = telemetry.logger("etcd.lease")
 
 
 class Lease:
-    """Made by `Etcd.grant`. Run `keep_alive()` in your TaskGroup; end the role when `lost` is set."""
+    """Made by `Etcd.grant`. Run `keep_alive()` in a TaskGroup; end the role when `lost` is set."""
 
     def __init__(
         self, transport: Transport, revoke: Callable[[int], Awaitable[None]], lease_id: int, ttl_s: float, sent: float
@@ -54,11 +54,11 @@ class Lease:
     def check(self) -> None:
         """Raises LeaseLost unless alive: call it right before acting on the role."""
         if not self.alive:
-            msg = f"lease {self.id:x} (ttl {self.ttl_s:g} s) is lost; the role it carried is over, register as new"
+            msg = f"lease {self.id:x} (ttl {self.ttl_s:g} s) is lost; the role it carried is over, register again"
             raise LeaseLost(msg)
 
     async def keep_alive(self) -> None:
-        """Renew until the lease is lost, then return. No error ends it earlier."""
+        """Renew until the lease is lost, then return. Errors do not end it."""
         attempt_s = min(ATTEMPT_LIMIT_S, self.ttl_s / 4)
         due = self._sent + self.ttl_s / 3
         while not self.lost.is_set():
@@ -81,13 +81,13 @@ class Lease:
                 continue
             ttl_s = answer.get("TTL", 0)
             if ttl_s <= 0:
-                self._lose("etcd renewed it no more: expired or revoked")
+                self._lose("etcd did not renew it: it expired or was revoked")
             elif not self.lost.is_set():
                 self._renewed(sent, ttl_s)
             due = sent + self.ttl_s / 3
 
     async def revoke(self) -> None:
-        """End the role at once: the keys of the lease vanish. Sets `lost`; harmless if it is lost already."""
+        """End the role at once: etcd deletes the keys of the lease. Sets `lost`; does no harm if it is lost already."""
         self._end()
         await self._revoke(self.id)
 
@@ -107,7 +107,7 @@ class Lease:
             self._timer = asyncio.get_running_loop().call_at(self._deadline, self._on_deadline)
 
     def _on_deadline(self) -> None:
-        """The timer is set once and moved only when it fires: renewals cost nothing."""
+        """The timer is set once and moved only when it fires, so renewals cost nothing."""
         self._timer = None
         if self.lost.is_set():
             return

@@ -1,4 +1,4 @@
-"""What goes into a transaction: compares and operations as values, and the limits etcd sets, checked before sending."""
+"""The parts of a transaction, compares and operations, as values; etcd's limits are checked before sending."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shared.etcd.errors import LimitExceeded
 from shared.etcd.transport import Body
 
 MAX_OPERATIONS = 128
-MAX_BYTES = 1 << 20  # etcd takes 1.5 MiB including its own framing
+MAX_BYTES = 1 << 20  # etcd accepts 1.5 MiB including its own framing
 
 Relation = Literal["==", "!=", ">", "<"]
 _RELATIONS: dict[str, str] = {"==": "EQUAL", "!=": "NOT_EQUAL", ">": "GREATER", "<": "LESS"}

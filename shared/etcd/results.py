@@ -1,4 +1,4 @@
-"""What comes back from etcd, as values."""
+"""etcd's answers as values."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class WatchEvent:
 
 @dataclass(frozen=True, slots=True)
 class WatchBatch:
-    """`reset`: forget what was known and take `kvs` (all keys of the range at `revision`); else apply `events`."""
+    """`reset`: replace the known state by `kvs` (all keys of the range at `revision`); else apply `events`."""
 
     revision: int
     events: Sequence[WatchEvent] = ()

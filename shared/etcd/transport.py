@@ -1,5 +1,5 @@
-"""The port below the client: one request or one stream, one attempt. Everything above it is the same for a real etcd
-(etcd3_transport.py) and the one in memory (simulated.py).
+"""The interface below the client: one attempt of one request or one stream. Everything above it is the same for a real etcd
+(etcd3_transport.py) and the simulated one of the tests.
 
 Bodies are dicts with etcd's JSON field names, but native values: keys and values are bytes, int64 are ints, absent
 fields are zero. Only the real transport speaks base64 and decimal strings (codec.py).

@@ -1,8 +1,8 @@
-"""A watch that never ends by itself: snapshot -> events -> (broken: resume | compacted: new snapshot) -> events ...
+"""A watch without end: snapshot -> events -> (broken: resume | compacted: new snapshot) -> events ...
 
 It resumes at the last event's mod_revision + 1 (or the last progress notification's revision + 1), so no event is
-lost or seen twice, and takes a silence of three progress intervals for a broken connection: a frozen etcd says nothing.
-Before it resumes it asks where etcd is: one that was restored from an older backup would have nothing to tell for long.
+lost or seen twice. A silence of three progress intervals counts as a broken connection, because a frozen etcd sends nothing.
+Before it resumes it checks etcd's revision: an etcd restored from an older backup would send nothing for a long time.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ async def watch(
 ) -> AsyncGenerator[WatchBatch, None]:
     """Batches of events of `interval` from `start_revision` on (0: a snapshot first, as a reset batch).
 
-    `read` gives a snapshot of the interval, `current` etcd's revision. Errors are logged and the watch goes on; only closing
-    or cancelling ends it, or WentBack.
+    `read` gives a snapshot of the interval, `current` etcd's revision. Errors are logged and the watch goes on; it ends only
+    by closing, cancelling or WentBack.
     """
     due, broken = start_revision, False
     backoff = Backoff()
@@ -79,7 +79,7 @@ async def watch(
 
 
 class _Health:
-    """Logs when the watch breaks and when it is back, not each attempt in between."""
+    """Logs when the watch breaks and when it works again, not each attempt in between."""
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -91,9 +91,9 @@ class _Health:
             log.info("watch_resumed", key=self.key, due=due)
 
     def bad(self, due: int, cause: str) -> None:
-        tell = log.debug if self._broken else log.warning
+        report = log.debug if self._broken else log.warning
         self._broken = True
-        tell("watch_broken", key=self.key, due=due, cause=cause)
+        report("watch_broken", key=self.key, due=due, cause=cause)
 
 
 def _request(interval: tuple[bytes, bytes], start_revision: int) -> Body:

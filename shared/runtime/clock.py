@@ -1,4 +1,4 @@
-"""The only place that reads a clock. `monotonic` is the running event loop's, so a virtual loop makes all time virtual."""
+"""The only module that reads a clock. `monotonic` reads the running event loop's clock, so a virtual loop makes all time virtual."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def timestamp() -> str:
 
 
 def seconds_between(earlier: str, later: str) -> float:
-    """Of two such timestamps; negative if they are the other way round."""
+    """Between two timestamps; negative if `later` is the earlier one."""
     return (datetime.fromisoformat(later) - datetime.fromisoformat(earlier)).total_seconds()
 
 
 def reader() -> Callable[[], float]:
-    """`monotonic` of the loop that runs now, for whoever asks very often."""
+    """The clock of the running loop, for code that reads it very often."""
     return asyncio.get_running_loop().time

@@ -1,4 +1,4 @@
-"""The one home of HTTP clients: sessions with token and limits, and JSON calls that raise the errors of shared.errors."""
+"""HTTP clients: sessions with token and limits, and JSON calls that raise the errors of shared.errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def call_json(
 ) -> Any:
     """One JSON request; `body` is a JSON value or already encoded bytes.
 
-    Raises the TriremeError named by the answer's `code`; PeerError if the peer cannot be reached or broke off;
+    Raises the TriremeError of the answer's `code`; PeerError if the peer cannot be reached or breaks the connection;
     DeadlineExceeded after `timeout_s`.
     """
     data = body if isinstance(body, bytes) else None

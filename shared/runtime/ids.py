@@ -20,5 +20,5 @@ def jitter(seconds: float) -> float:
 
 
 def named_uuid(*parts: str | int) -> str:
-    """The same uuid wherever it is made of the same parts."""
+    """The same uuid for the same parts, in every process."""
     return str(uuid.uuid5(uuid.NAMESPACE_OID, "/".join(map(str, parts))))

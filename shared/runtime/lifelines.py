@@ -1,4 +1,4 @@
-"""Whose death a process shares, and whose children it takes in (Linux; elsewhere nothing of this happens).
+"""Child processes that die with their parent, and adoption of orphaned descendants (Linux; elsewhere these do nothing).
 
 parent dies, even by SIGKILL ─► its children are killed           die_with_parent, die_with
 a child's child loses its parent ─► it becomes a child of ours    adopting
@@ -21,18 +21,18 @@ _adopters = 0
 
 
 def die_with_parent() -> Callable[[], None] | None:
-    """A `preexec_fn` after which the kernel kills the child when its parent dies, even by SIGKILL; None where it cannot.
+    """A `preexec_fn` that makes the kernel kill the child when its parent dies, even by SIGKILL; None on other systems.
 
-    Linux sends it when the *thread* that started the child ends: start children from the main thread.
+    Linux kills the child when the *thread* that started it ends: start children from the main thread.
     """
     if sys.platform != "linux":
         return None
-    _libc()  # not between fork and exec
+    _libc()  # load it now, not between fork and exec
     return partial(die_with, os.getpid())
 
 
 def die_with(parent: int) -> None:
-    """From now on this process is killed when its parent dies; if `parent` is not its parent (any more), at once."""
+    """From now on the kernel kills this process when its parent dies. Exits at once if `parent` is not its parent (any more)."""
     _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -40,7 +40,7 @@ def die_with(parent: int) -> None:
 
 @contextmanager
 def adopting() -> Iterator[None]:
-    """Descendants that lose their parent meanwhile become children of this process instead of init's."""
+    """Descendants that lose their parent inside the block become children of this process instead of init."""
     global _adopters  # noqa: PLW0603  a property of the process
     _adopters += 1
     _libc().prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -1,8 +1,8 @@
-"""How soon the kernel gives an event loop's thread a processor that others keep busy.
+"""How soon the kernel runs an event loop's thread when other threads keep the processors busy.
 
-A loop wakes often and works little. Linux (6.12 and later) gives a thread with short slices its processor sooner, not more of
-it: it takes the place of threads with longer slices when it wakes, and is interrupted sooner itself. Between threads of one
-group, that is: a session (autogroup) or a container is scheduled as one, so an idle loop waits there for its busy neighbours.
+A loop wakes often and works little. Linux (6.12 and later) runs a thread with short slices sooner, but not for longer: when it
+wakes it preempts threads with longer slices, and it is preempted sooner itself. This holds between threads of one scheduling
+group; a session (autogroup) or a container is one group, so a loop in another group still waits for its turn.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ctypes
 import os
 import platform
 
-SLICE_NS = 100_000  # the shortest there is; 0.7 to 3 ms unless asked for
+SLICE_NS = 100_000  # the shortest possible; the default is 0.7 to 3 ms
 SCHED_SETATTR = {"x86_64": 314, "aarch64": 274, "riscv64": 274}
 RESET_ON_FORK = 1
 
@@ -32,13 +32,13 @@ class _Attributes(ctypes.Structure):
 
 
 def serve_soon() -> None:
-    """Ask for short slices for the calling thread; threads and processes that it starts have the kernel's own. A wish: nothing
-    happens where the kernel knows none, or somebody has chosen how this thread is scheduled."""
+    """Request short slices for the calling thread; threads and processes that it starts get the kernel's default. Does nothing if the
+    kernel does not support them, or if the thread already has a scheduling policy or priority of its own."""
     number = SCHED_SETATTR.get(platform.machine())
     if number is None or platform.system() != "Linux" or os.sched_getscheduler(0) != os.SCHED_OTHER:
         return
     nice = os.getpriority(os.PRIO_PROCESS, 0)
-    if nice < 0:  # would not be passed on to the threads that it starts
+    if nice < 0:  # threads that it starts would not inherit it
         return
-    wish = _Attributes(size=ctypes.sizeof(_Attributes), flags=RESET_ON_FORK, nice=nice, runtime=SLICE_NS)
-    ctypes.CDLL(None).syscall(ctypes.c_long(number), 0, ctypes.byref(wish), 0)
+    request = _Attributes(size=ctypes.sizeof(_Attributes), flags=RESET_ON_FORK, nice=nice, runtime=SLICE_NS)
+    ctypes.CDLL(None).syscall(ctypes.c_long(number), 0, ctypes.byref(request), 0)

@@ -1,7 +1,7 @@
-"""What every service process does the same: signals, uvloop, the last line of defence.
+"""What every service process does the same way: signals, uvloop, reports of errors that end it.
 
 start -> main(stopping) -> settled() ... SIGTERM/SIGINT -> stopping is set -> main drains and returns its exit code
-                            `drain_s` without an end -> cancelled        a second signal -> out, at once
+                            not over after `drain_s` -> cancelled        a second signal -> exit at once
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = telemetry.logger("service")
 
 
 def run(main: Callable[[asyncio.Event], Awaitable[int]], drain_s: float = DRAIN_SECONDS) -> int:
-    """Run a service to its end and return the process exit code; errors made for people are logged as one line."""
+    """Run a service to its end and return the process exit code. A TriremeError is logged as one line."""
     scheduling.serve_soon()
     try:
         import uvloop  # noqa: PLC0415  not on every platform
@@ -36,7 +36,7 @@ def run(main: Callable[[asyncio.Event], Awaitable[int]], drain_s: float = DRAIN_
 
 
 def settled() -> None:
-    """Start-up is over. What it made is no garbage: to look through it again would hold the loop for 0.1 s."""
+    """Call it after start-up: objects made so far stay alive, and a garbage collection of them would block the loop for 0.1 s."""
     gc.freeze()
 
 
@@ -48,7 +48,7 @@ async def _guarded(main: Callable[[asyncio.Event], Awaitable[int]], drain_s: flo
         if stopping.is_set():
             log.info("stopped_at_once", signal=name)
             sys.stderr.flush()
-            os._exit(INTERRUPTED)  # an ordinary end would wait for threads that compute or write
+            os._exit(INTERRUPTED)  # a normal exit would wait for threads that compute or write
         log.info("stopping", signal=name)
         stopping.set()
         loop.call_later(drain_s, work.cancel)

@@ -1,4 +1,4 @@
-"""Logs as events with bound fields: `log.info("task_requeued", task=7, attempt=3, cause="…")`. JSON lines off a terminal."""
+"""Logs as events with bound fields: `log.info("task_requeued", task=7, attempt=3, cause="…")`. JSON lines unless stderr is a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import structlog
 
 
 def configure(*, level: str = "INFO", json: bool | None = None, **bound: Any) -> None:
-    """Log to stderr from now on; `bound` (service, member, …) goes into every line. `json` None: unless a terminal."""
+    """Log to stderr from now on; `bound` (service, member, …) goes into every line. `json` None: unless stderr is a terminal."""
     as_json = (not sys.stderr.isatty()) if json is None else json
     threshold = logging.getLevelNamesMapping()[level.upper()]
     structlog.configure(
@@ -31,6 +31,6 @@ def configure(*, level: str = "INFO", json: bool | None = None, **bound: Any) ->
 
 
 def logger(room: str) -> structlog.stdlib.BoundLogger:
-    """The logger of one room (module); `room` is bound to each line."""
+    """The logger of one module; `room`, its short name, is in each line."""
     bound: structlog.stdlib.BoundLogger = structlog.get_logger(room=room)  # lazy: follows a later `configure`
     return bound

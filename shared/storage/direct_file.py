@@ -1,10 +1,10 @@
-"""New files written past the page cache: what is written once and read after a crash only need not push out what is in use,
-nor be copied by the kernel a page at a time (twice the processor time, and far more where the kernel throttles its writers).
+"""New files written past the page cache. They are read only after a crash, so they should not evict pages that are in use; and the
+kernel's copy of each page costs twice the processor time, far more when the kernel throttles writers.
 
     write(any bytes) -> a buffer -> whole buffers by O_DIRECT, one being filled while the other is written
     finish           -> what is left, through the cache -> fsync
 
-Where a system or file system knows no O_DIRECT, everything goes through the cache. Everything blocks.
+If the system or the file system has no O_DIRECT, everything goes through the cache. Everything blocks.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ BUFFER_BYTES = 4 << 20  # a multiple of any disk's block; mmap aligns it
 
 
 class DirectFile(io.RawIOBase):
-    """A file for writing at `path`, where there may be none yet. What was written is on the disk after `finish`, not before;
-    what goes wrong may be told by a later call."""
+    """A file for writing at `path`, which must not exist yet. The content is on the disk only after `finish`. A later call may raise
+    the error of an earlier write."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor, self._direct = _create(path)
@@ -39,7 +39,7 @@ class DirectFile(io.RawIOBase):
         return True
 
     def write(self, data: ReadableBuffer, /) -> int:
-        """All of it; the number of bytes. Raises OSError."""
+        """Writes all of `data` and returns its size. Raises OSError."""
         view = memoryview(data).cast("B")
         taken = 0
         while taken < view.nbytes:
@@ -76,24 +76,26 @@ class DirectFile(io.RawIOBase):
         while left:
             try:
                 left = left[os.write(self._descriptor, left) :]
-            except OSError as error:  # of a file system that opens so and cannot write so, or after half a write
+            except (
+                OSError
+            ) as error:  # a file system that opens with O_DIRECT but cannot write with it, or after a partial write
                 if error.errno != errno.EINVAL or not self._direct:
                     raise
                 self._through_cache()
 
     def _through_cache(self) -> None:
-        import fcntl  # noqa: PLC0415  where there is O_DIRECT, there it is
+        import fcntl  # noqa: PLC0415  exists wherever O_DIRECT does
 
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, 0)
         self._direct = False
 
 
 def _buffer() -> memoryview:
-    return memoryview(mmap.mmap(-1, BUFFER_BYTES))  # touched when it is used
+    return memoryview(mmap.mmap(-1, BUFFER_BYTES))  # memory is used only once it is touched
 
 
 def _create(path: Path) -> tuple[int, bool]:
-    """Its descriptor, and whether that goes past the cache."""
+    """The descriptor, and whether it bypasses the cache."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     if sys.platform == "linux":
         try:
@@ -101,5 +103,5 @@ def _create(path: Path) -> tuple[int, bool]:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-        path.unlink(missing_ok=True)  # some systems make it and then refuse
+        path.unlink(missing_ok=True)  # some systems create the file and then refuse
     return os.open(path, flags, 0o666), False

@@ -2,8 +2,8 @@
 
 expand(glob) -> files      open_read(url)      write_atomic(url): all or nothing, under a name others may read at once
 
-Trouble is OSError with a message for people: FileNotFoundError and PermissionError where trying again does not help,
-ConnectionError where the store cannot be reached.
+Errors are OSErrors with a message for the user: FileNotFoundError and PermissionError if a retry cannot help, ConnectionError if
+the store cannot be reached.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def local_path(url: str) -> Path | None:
 
 
 def absolute(url: str) -> str:
-    """`url`, a local path made absolute (globs stay globs), so that it means the same in another working directory."""
+    """`url` with a local path made absolute (globs stay globs), so that it means the same in every working directory."""
     path = local_path(url)
     return str(path) if path is not None else url
 
@@ -51,7 +51,7 @@ def join(url: str, *names: str) -> str:
 
 
 def expand(url: str) -> list[str]:
-    """The files a path, URL or glob means, sorted; a name that exists as it is written is no glob. Empty: none.
+    """The files of a path, URL or glob, sorted. A name that exists literally is not taken as a glob.
 
     Raises InvalidArgument for an unknown protocol, OSError if the place cannot be listed.
     """
@@ -94,7 +94,7 @@ def read_bytes(url: str) -> bytes:
 
 @contextmanager
 def write_atomic(url: str) -> Iterator[BinaryIO]:
-    """A file to write into; it appears under `url` when the block ends without an exception, complete, else not at all.
+    """A file to write into. It appears under `url`, complete, when the block ends without an exception; else not at all.
 
     Local: temp name in the same folder (past the page cache), fsync, rename, fsync of the folder. S3: one upload, completed or aborted.
     Elsewhere: written locally, then put as one file.
@@ -138,7 +138,7 @@ def write_bytes(url: str, content: bytes | memoryview) -> None:
 
 
 def names(url: str) -> list[str]:
-    """What lies directly in a folder, sorted; nothing if it is not there. Raises OSError."""
+    """The names directly in a folder, sorted; empty if the folder does not exist. Raises OSError."""
     filesystem, path = _resolve(url)
     try:
         with _explaining(url):
@@ -151,14 +151,14 @@ def names(url: str) -> list[str]:
 
 
 def remove_file(url: str) -> None:
-    """One that is not there is fine. Raises OSError."""
+    """A missing file is no error. Raises OSError."""
     filesystem, path = _resolve(url)
     with _explaining(url), contextlib.suppress(FileNotFoundError):
         filesystem.rm_file(path)
 
 
 def remove_tree(url: str) -> None:
-    """The folder and all in it, also what was begun and never finished; one that is not there is fine. Raises OSError."""
+    """The folder and everything in it, unfinished uploads too. A missing folder is no error. Raises OSError."""
     filesystem, path = _resolve(url)
     if object_store.is_s3(url):
         with _explaining(url):
@@ -169,7 +169,7 @@ def remove_tree(url: str) -> None:
 
 
 def sweep(url: str) -> int:
-    """Remove what writers that died left unfinished anywhere below the folder; nobody may be writing there. How many.
+    """Remove unfinished files of dead writers below the folder; nothing may be writing there. Returns how many.
 
     Raises OSError.
     """
@@ -186,7 +186,7 @@ def sweep(url: str) -> int:
 
 
 def check_writable(url: str) -> None:
-    """Write a small file below the folder, read it and delete it. Raises OSError, InvalidArgument: why that cannot be."""
+    """Write a small file below the folder, read it and delete it. Raises OSError, InvalidArgument with the reason of a failure."""
     probe = join(url, f"probe-{ids.new_id()}")
     content = probe.encode()
     write_bytes(probe, content)
@@ -198,7 +198,7 @@ def check_writable(url: str) -> None:
 
 @contextmanager
 def reading(url: str, kind: str) -> Iterator[None]:
-    """What goes wrong inside becomes a DatasetError that names the file and what it was read as."""
+    """Turns errors inside the block into a DatasetError that names the file and the format."""
     try:
         yield
     except DatasetError:
@@ -215,7 +215,7 @@ def reading(url: str, kind: str) -> Iterator[None]:
 
 @contextmanager
 def _explaining(url: str) -> Iterator[None]:
-    """What an object store's client raises becomes an OSError with a message for people."""
+    """Turns errors of an object store's client into an OSError with a message for the user."""
     try:
         yield
     except Exception as error:

@@ -1,10 +1,10 @@
-"""S3 below shared/storage/files.py: how its client is set up, uploads that are whole or not there, errors that people understand.
+"""S3 for shared/storage/files.py: the client's settings, uploads that appear complete or not at all, readable errors.
 
     write ─► parts of an upload ─► completed: the object is there
-                             └── anything else ─► aborted: no object, and no parts that somebody pays for
+                             └── anything else ─► aborted: no object, and no parts that cost money
 
-Where it is and who asks comes from the usual AWS_* variables and files. Everything here blocks, no request for longer than
-REQUEST_S: the client alone waits for ever for a server that stops reading.
+Endpoint and credentials come from the usual AWS_* variables and files. Everything here blocks, no request for longer than
+REQUEST_S; without this limit the client would wait for ever for a server that stops reading.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = telemetry.logger("object_store")
 
 
 class NoBucket(FileNotFoundError):
-    """Nothing can be there: the bucket itself does not exist."""
+    """The bucket itself does not exist."""
 
 
 def is_s3(url: str) -> bool:
@@ -41,7 +41,7 @@ def is_s3(url: str) -> bool:
 
 
 def endpoint() -> str:
-    """The address of a server that is not Amazon's, or ""."""
+    """The address of an S3 server that is not Amazon's, or ""."""
     return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
 
 
@@ -53,7 +53,7 @@ def filesystem() -> Any:
         raise InvalidArgument("s3:// needs s3fs, which is not installed", hint="pip install 'trireme[s3]'") from error
     return kind(
         endpoint_url=endpoint() or None,
-        use_listings_cache=False,  # others write here too
+        use_listings_cache=False,  # other processes write here too
         config_kwargs={
             "connect_timeout": CONNECT_S,
             "read_timeout": READ_S,
@@ -64,7 +64,7 @@ def filesystem() -> Any:
 
 @cache
 def _bounded() -> Any:
-    """s3fs, no request of which takes longer than REQUEST_S."""
+    """s3fs whose requests take at most REQUEST_S."""
     from fsspec.asyn import sync_wrapper  # noqa: PLC0415  only where it is needed
     from s3fs import S3FileSystem  # noqa: PLC0415
 
@@ -82,23 +82,23 @@ def _bounded() -> Any:
 
 @contextmanager
 def write(filesystem: Any, path: str) -> Iterator[BinaryIO]:
-    """The object is there when the block has ended without an exception. Memory: two parts."""
+    """The object appears when the block ends without an exception. Uses memory for two parts."""
     file = filesystem.open(path, "wb", block_size=PART_BYTES, autocommit=False)
     try:
         yield cast("BinaryIO", file)
         file.close()
         file.commit()
     except BaseException:
-        file.closed = True  # or the garbage collector would upload the rest
+        file.closed = True  # else the garbage collector would upload the rest
         try:
             file.discard()
-        except Exception as error:  # noqa: BLE001  what went wrong before is what counts; `abort_uploads` finds it later
+        except Exception as error:  # noqa: BLE001  the first error is the one to raise; `abort_uploads` removes this upload later
             log.warning("upload_left", path=path, cause=str(error))
         raise
 
 
 def remove_tree(filesystem: Any, path: str) -> None:
-    """Every object below `path`, and every upload that was begun there. Raises OSError."""
+    """Remove every object below `path`, and abort every unfinished upload there. Raises OSError."""
     bucket, prefix = _split(path)
     for page in _pages(filesystem, "list_objects_v2", Bucket=bucket, Prefix=prefix, MaxKeys=AT_ONCE):
         keys = [{"Key": found["Key"]} for found in page.get("Contents", ())]
@@ -114,7 +114,7 @@ def remove_tree(filesystem: Any, path: str) -> None:
 
 
 def abort_uploads(filesystem: Any, path: str) -> int:
-    """End the uploads below `path` that nobody finished: their writers are known to be gone. How many. Raises OSError."""
+    """Abort all unfinished uploads below `path`; the caller knows that their writers are gone. Returns how many. Raises OSError."""
     bucket, prefix = _split(path)
     aborted = 0
     for page in _pages(filesystem, "list_multipart_uploads", Bucket=bucket, Prefix=prefix):
@@ -128,7 +128,7 @@ def abort_uploads(filesystem: Any, path: str) -> int:
 
 
 def explained(error: BaseException, url: str) -> OSError | None:
-    """What an error of the S3 client means, with what to do about it; None for any other error, and for a missing object."""
+    """An error of the S3 client as an OSError that says what to do; None for any other error and for a missing object."""
     botocore = sys.modules.get("botocore.exceptions")
     if botocore is None or not is_s3(url):
         return None
@@ -157,7 +157,7 @@ def explained(error: BaseException, url: str) -> OSError | None:
 
 
 def _split(path: str) -> tuple[str, str]:
-    """Bucket, and the prefix of all that lies below the path."""
+    """Bucket, and the prefix of all objects below the path."""
     bucket, _, key = path.strip("/").partition("/")
     return bucket, f"{key}/" if key else ""
 

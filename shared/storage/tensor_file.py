@@ -2,7 +2,7 @@
 
     8 bytes: length of the header | header (JSON: name -> dtype, shape, offsets; __metadata__) | tensors, one after the other
 
-The format is that of the safetensors library, which reads what is written here and the other way round. Everything blocks.
+The format is that of the safetensors library: each can read the other's files. Everything blocks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Of a file that was written or read whole."""
+    """Facts about a file that was completely written or read."""
 
     checksum: str  # of all bytes: "xxh3-128:" and 32 hexadecimal digits
     bytes: int
@@ -58,8 +58,8 @@ def write(
     tensors: Sequence[tuple[Entry, memoryview]],
     rest: Callable[[], None] = lambda: None,
 ) -> Summary:
-    """All or nothing under `url`; wide elements come first, so that each lies at a multiple of its size. `rest` is called
-    after each chunk; what it raises ends the writing. Raises OSError."""
+    """Write all or nothing under `url`. Wide elements come first, so that each lies at a multiple of its size. `rest` is called after
+    each chunk; an exception it raises ends the writing. Raises OSError."""
     ordered = sorted(tensors, key=lambda item: -ITEM_BYTES[item[0].dtype])
     head = _header(metadata, [entry for entry, _ in ordered])
     pieces = [memoryview(head), *(view for _, view in ordered)]
@@ -68,16 +68,16 @@ def write(
         for piece in pieces:
             for start in range(0, piece.nbytes, CHUNK_BYTES):
                 part = piece[start : start + CHUNK_BYTES]
-                checksum.update(part)  # which brings it into the cache
+                checksum.update(part)  # this also loads it into the processor's cache
                 file.write(part)
                 rest()
     return Summary(_named(checksum), sum(piece.nbytes for piece in pieces), metadata)
 
 
 def read(url: str, sink: Sink) -> Summary:
-    """The whole file once: each tensor goes into the memory that `sink` names, or nowhere.
+    """Read the whole file once. Each tensor goes into the memory that `sink` returns; None skips it.
 
-    Raises BadFrame for anything that is no such file, OSError. What was put into memory counts only if the checksum is right.
+    Raises BadFrame for a file of another format, OSError. Use the memory's content only if the checksum is right.
     """
     head: list[memoryview] = []
     with files.open_read(url) as file:

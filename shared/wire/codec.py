@@ -1,14 +1,14 @@
-"""Frames of the data plane: a stream of msgpack objects that any msgpack library reads (wire.md).
+"""Frames of the data plane: a stream of msgpack objects that any msgpack library can read.
 
     body = header map, then per block [header map, bin], then end map {"end": true, ...}
 
     feed --> Opened(header) --> place(header, size) -> memory --> Filled(header, memory) ... --> Ended(header)
 
 The end map makes truncation visible. On an upgraded stream (shared/wire/stream.py) the same maps and blocks follow each other
-without end, and say in an `id` which request they belong to: step after step the same headers, byte for byte, so what precedes
-a payload is parsed and checked once and then recognised. The decoder does no I/O and never allocates for a payload: it asks
-`place` for memory once it knows a block's header and length, and everything is bounded before that. Nothing here changes any
-state of a service, so a malformed frame cannot either.
+without end; their `id` says which request they belong to. There the headers of all steps are equal byte for byte, so the bytes
+before a payload are parsed and checked once and then recognised. The decoder does no I/O and never allocates memory for a
+payload: it calls `place` for memory once it knows a block's header and length, and checks all bounds before that. The decoder
+changes no state of a service, so a malformed frame cannot change any.
 """
 
 from __future__ import annotations
@@ -32,9 +32,14 @@ AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 _PAIR, _BIN8, _BIN16, _BIN32 = 0x92, 0xC4, 0xC5, 0xC6
 _BIN_LENGTH_BYTES = {_BIN8: 1, _BIN16: 2, _BIN32: 4}
-_SKIPPED = memoryview(bytearray(64 << 10))  # where bytes go that nobody wants
-KNOWN_BYTES, KNOWN_HEADERS = 128, 8192  # of what precedes a payload: how long and how many are remembered
-_PORTION_BYTES = 1024  # of a chunk looked at for a header at a time: what is copied beyond the header is at most this
+_SKIPPED = memoryview(bytearray(64 << 10))  # receives the payloads of skipped blocks
+KNOWN_BYTES, KNOWN_HEADERS = (
+    128,
+    8192,
+)  # the bytes before a payload that are remembered: at most so long, at most so many
+_PORTION_BYTES = (
+    1024  # bytes of a chunk that are searched for a header at a time, so at most this much is copied beyond the header
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,7 @@ class _State(Enum):
 
 
 def plain(fields: Mapping[str, Any] | Record) -> Fields:
-    """What goes on the wire of a record."""
+    """The fields of a record that are sent."""
     return fields.model_dump(exclude_none=True) if isinstance(fields, Record) else dict(fields)
 
 
@@ -92,7 +97,7 @@ def encode(fields: Mapping[str, Any] | Record) -> bytes:
 
 
 def encode_block(fields: Mapping[str, Any] | Record, size: int) -> bytes:
-    """What precedes a payload of `size` bytes; the payload itself follows as it lies in memory."""
+    """The bytes before a payload of `size` bytes; the payload follows as it is in memory."""
     if size < 1 << 8:
         length = bytes((_BIN8, size))
     elif size < 1 << 16:
@@ -123,7 +128,7 @@ def decode(body: bytes | bytearray | memoryview, limit: int = 4 << 20) -> Fields
 
 
 def read(kind: type[AnyRecord], fields: Fields) -> AnyRecord:
-    """`fields` as a record. Raises BadFrame naming the fields that do not fit."""
+    """`fields` as a record. Raises BadFrame, which names the invalid fields."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
@@ -133,7 +138,7 @@ def read(kind: type[AnyRecord], fields: Fields) -> AnyRecord:
 
 
 class _MapReader:
-    """One map, fed in parts."""
+    """Reads one map that comes in parts."""
 
     def __init__(self, limit: int) -> None:
         self.fields: Fields | None = None
@@ -149,7 +154,7 @@ class _MapReader:
         )
 
     def feed(self, data: memoryview) -> int:
-        """Bytes taken of `data`; `fields` is set once the map is complete."""
+        """Returns how many bytes of `data` belong to the map; sets `fields` once the map is complete."""
         taken = 0
         while taken < len(data):
             portion = data[taken : taken + _PORTION_BYTES]
@@ -178,24 +183,26 @@ class _MapReader:
 
 
 class Decoder:
-    """One body. Feed it bytes as they come, or read straight into `vacant` and say `advance`; `finish` at the end.
+    """Decodes one body. `feed` it bytes as they come, or read directly into `vacant` and call `advance`; call `finish` at the end.
 
-    `place(header, size)` gives writable memory of exactly `size` bytes for a block, None to skip it, or raises to refuse
-    the body; without it each payload gets memory of its own. After an error the decoder refuses everything.
-    `endless`: maps and blocks in any order (`place` counts blocks and bounds them); each map is `Opened`.
-    `prepare` makes of a block's header what `place` is given, and may raise to refuse it; it must depend on the header alone:
-    what it made is remembered and used again for an equal one.
+    `place(header, size)` returns writable memory of exactly `size` bytes for a block, or None to skip the block; it raises to
+    refuse the body. Without it each payload gets new memory. After an error the decoder refuses everything.
+    `endless`: maps and blocks in any order (`place` has to bound the number of blocks); each map is `Opened`.
+    `prepare` turns a block's header into the argument of `place`, or raises to refuse it. Its result may depend on the header
+    alone: it is remembered and used again for an equal header.
     """
 
     def __init__(
         self, limits: Limits, place: Place | None = None, *, endless: bool = False, prepare: Prepare | None = None
     ) -> None:
-        self.limits = limits  # may be set anew between blocks: the header tells what is to come
+        self.limits = limits  # may be changed between blocks: the header says what will come
         self._endless = endless
         self._prepare = prepare
-        self._known: dict[bytes, tuple[Any, int]] = {}  # what precedes a payload -> its header, prepared, and its size
-        self._lengths: list[int] = []  # of those, the latest first
-        self._beginning = bytearray()  # of this block, up to its payload
+        self._known: dict[
+            bytes, tuple[Any, int]
+        ] = {}  # bytes before a payload -> the prepared header and the payload's size
+        self._lengths: list[int] = []  # their lengths, the newest first
+        self._beginning = bytearray()  # the bytes of this block before its payload
         self._place = place or (lambda _header, size: memoryview(bytearray(size)))
         self._state = _State.OBJECT
         self._opened = endless
@@ -205,7 +212,7 @@ class Decoder:
         self._length = bytearray()
         self._payload = memoryview(b"")
         self._filled = 0
-        self._skip = 0  # bytes left of a payload that nobody wants
+        self._skip = 0  # bytes left of a skipped payload
         self.blocks = 0
 
     def __repr__(self) -> str:
@@ -213,18 +220,18 @@ class Decoder:
 
     @property
     def between_blocks(self) -> bool:
-        """Whether the next byte begins a block or the end map: a sender may be computing."""
+        """Whether the next byte begins a block or a map; between blocks a sender may be computing."""
         return self._opened and self._state is _State.OBJECT
 
     @property
     def vacant(self) -> memoryview:
-        """Where the next bytes of the current payload belong; empty between payloads (then use `feed`)."""
+        """Memory for the next bytes of the current payload; empty between payloads (then use `feed`)."""
         if self._skip:
             return _SKIPPED[: self._skip]
         return self._payload[self._filled :] if self._state is _State.PAYLOAD else memoryview(b"")
 
     def advance(self, count: int) -> Filled | None:
-        """`count` bytes were written to the start of `vacant`; the block if that completes it and it is wanted."""
+        """`count` bytes were written to the start of `vacant`. Returns the block if it is complete and not skipped."""
         if self._skip:
             self._skip -= count
             if not self._skip:
@@ -238,7 +245,7 @@ class Decoder:
         return event
 
     def feed(self, data: bytes | bytearray | memoryview) -> Iterator[Event]:
-        """Events that `data` completes; consume them all before feeding again. Raises BadFrame, TooLarge, and what `place` raises."""
+        """The events that `data` completes; consume them all before the next feed. Raises BadFrame, TooLarge, and errors of `place`."""
         view = memoryview(data).cast("B")
         try:
             while len(view):
@@ -257,13 +264,13 @@ class Decoder:
             raise
 
     def finish(self) -> None:
-        """The body is over. Raises BadFrame if it broke off."""
+        """The body is over. Raises BadFrame if it is incomplete."""
         if self._state is not _State.ENDED:
             msg = f"the body broke off after {self.blocks} blocks (in {self._state.name}), before its end map; send it again"
             raise BadFrame(msg)
 
     def _step(self, view: memoryview) -> tuple[int, Event | None]:
-        """Bytes taken from `view`, and what they complete."""
+        """How many bytes of `view` were used, and the event they complete."""
         match self._state:
             case _State.OBJECT:
                 return self._recognised(view) if view[0] == _PAIR and self._known else self._begin(view[0])
@@ -357,7 +364,7 @@ class Decoder:
             self._lengths.insert(0, len(beginning))
 
     def _recognised(self, view: memoryview) -> tuple[int, Filled | None]:
-        """No beginning is the start of another one, so equal bytes say the same."""
+        """No sequence of bytes before a payload is a prefix of another one, so equal bytes mean an equal header."""
         for length in self._lengths:
             known = self._known.get(bytes(view[:length]))
             if known is not None:

@@ -1,4 +1,4 @@
-"""The maps of the data plane (wire.md carries them as msgpack; a simulated network carries the objects themselves).
+"""The messages of the data plane (shared/wire/codec.py sends them as msgpack maps; a simulated network passes the objects).
 
 push (sync)   PushHeader(step, positions, options?)       then per block SyncBlock + payload,   then END
 push (async)  PushHeader(task, start, end, options)       then per block AsyncBlock + payload,  then END
@@ -25,8 +25,8 @@ class MessageHeader(Record):
 
 
 class InitHeader(MessageHeader):
-    """Opens `POST /v1/init`; `blocks` of the initial values follow, each as InitBlock + payload. `timeline`: the job's (0
-    unless it began once more)."""
+    """First map of `POST /v1/init`; the initial values follow, each block as InitBlock + payload. `timeline`: the job's (0 before
+    any roll-back)."""
 
     mode: Mode
     lanes: int
@@ -41,8 +41,8 @@ class InitBlock(Record):
 
 
 class PushHeader(MessageHeader):
-    """Sync: `step`, `positions` of the pushed lanes after the step, `lane_zero` iff lane 0 is among them. `claim`: without
-    blocks; from now on data of these lanes in this step counts only with these positions.
+    """Sync: `step`, `positions` of the pushed lanes after the step, `lane_zero` if and only if lane 0 is among them. `claim`: a push
+    without blocks; from now on the step accepts data of these lanes only with these positions.
 
     Async: `epoch`, `task_id`, `attempt`, minibatches [start, end) of `minibatches`, and `lane_zero` with the options.
     """
@@ -62,8 +62,8 @@ class PushHeader(MessageHeader):
 
 
 class PushBlock(Record):
-    """`lanes` [first, last) and `count` samples of this node (sync); async leaves lanes (0, 1). `dtype`: the payload's, if
-    it is not the block's own."""
+    """`lanes` [first, last) and `count` samples of this node of the tree (sync); async leaves lanes at (0, 1). `dtype`: of the
+    payload, if it is not the block's own."""
 
     block: int
     lanes: tuple[int, int] = (0, 1)
@@ -72,7 +72,7 @@ class PushBlock(Record):
 
 
 class Refusal(Record):
-    """Why a block was not taken; `version` is the block's own. Codes are those of shared.errors."""
+    """Why a block was refused. `version`: the block's. `code`: of shared.errors."""
 
     block: int
     lanes: tuple[int, int]
@@ -82,7 +82,7 @@ class Refusal(Record):
 
 
 class PushAnswer(Record):
-    """Blocks applied or already there (duplicate) are acknowledged; refused ones are listed."""
+    """Blocks that were applied, or had been applied before (duplicate), are acknowledged; refused ones are listed."""
 
     applied: int = 0
     duplicate: int = 0
@@ -91,8 +91,8 @@ class PushAnswer(Record):
 
 
 class PullRequest(MessageHeader):
-    """`version` None: whatever is current. `wait_s` bounds the wait for blocks that are not there yet. `dtype`: what float32
-    parameters are to be cast to."""
+    """`version` None: the current one. `wait_s`: longest wait for blocks that have not reached the version. `dtype`: float32
+    parameters are cast to it."""
 
     version: int | None = None
     blocks: tuple[int, ...]
@@ -101,8 +101,8 @@ class PullRequest(MessageHeader):
 
 
 class PulledBlock(Record):
-    """`version`: in plain requests; on a stream nobody asks, and without it the headers of all steps are equal. `dtype`: the
-    payload's, if it is not the block's own."""
+    """`version`: in plain requests only; on a stream it is left out, so that the headers of all steps are equal. `dtype`: of the
+    payload, if it is not the block's own."""
 
     block: int
     version: int | None = None
@@ -110,8 +110,8 @@ class PulledBlock(Record):
 
 
 class PullEnd(Record):
-    """`code`: OK, TOO_EARLY (wait ran out), GONE, NOT_READY or OVERFLOW (values do not fit the dtype that was asked for);
-    `record` of the version when OK and sync."""
+    """`code`: OK, TOO_EARLY (the wait ran out), GONE, NOT_READY or OVERFLOW (values do not fit the requested dtype). `record`: of
+    the version, if OK and sync."""
 
     code: Literal["OK", "TOO_EARLY", "GONE", "NOT_READY", "OVERFLOW"]
     message: str = ""
@@ -124,14 +124,14 @@ class LedgerQuery(Record):
 
 
 class LedgerAnswer(Record):
-    """`next`: the lowest minibatch that some block of this pserver still expects; `closed`: all blocks have them all."""
+    """`next`: the lowest minibatch that a block of this pserver still expects. `closed`: all blocks have all minibatches."""
 
     next: int = 0
     closed: bool = False
 
 
 class EpochLedger(Record):
-    """Async books of one epoch at one pserver: minibatches applied per block (lowest and highest), tasks closed."""
+    """Counts of the ledger of one epoch at one pserver: minibatches applied per block (lowest and highest), tasks closed."""
 
     epoch: int
     applied_lowest: int
@@ -142,8 +142,8 @@ class EpochLedger(Record):
 
 
 class PserverInfo(Record):
-    """`ready`: initialised. `lowest`/`highest`: block versions. `updates`: optimizer steps over all blocks. `timeline`:
-    that of its parameters (0: never rolled back). `checkpoint_error`: why its last part could not be written."""
+    """`ready`: initialised. `lowest`/`highest`: block versions. `updates`: optimizer steps over all blocks. `timeline`: of its
+    parameters (0: never rolled back). `checkpoint_error`: why its last part could not be written."""
 
     job: str
     index: int

@@ -1,11 +1,10 @@
-"""Memory that one process writes and others on the host may read: who owns it has a Region, who reads it a Mapped.
+"""Memory that one process writes and others on the host may read: its owner has a Region, a reader has a Mapped.
 
-    Region.create --offer--> {fd, name, size} over a UNIX stream --open_offered--> Mapped: read only, by the kernel's word
+    Region.create --offer--> {fd, name, size} over a UNIX stream --open_offered--> Mapped: the kernel allows reading only
 
-An anonymous memfd: it has no name in any file system, so there is nothing to guess and nothing to unlink, however its
-owner ends. It is sealed: it can neither shrink nor grow, so no reader can be made to run into its end (SIGBUS), and nobody
-but the owner's first mapping can write. A reader opens /proc/<the peer's pid, from the kernel>/fd/<number> and believes
-nothing that it has not checked.
+The memory is an anonymous memfd. It has no name in a file system, so nothing can be guessed, and nothing has to be unlinked
+however its owner ends. It is sealed: it can neither shrink nor grow, so no reader can hit its end (SIGBUS), and only the owner's
+first mapping can write. A reader opens /proc/<the peer's pid, from the kernel>/fd/<number> and checks everything.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ ALIGNMENT_BYTES = 64
 PAGE_BYTES = mmap.PAGESIZE
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, Linux 5.1
-_CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: pid, uid, gid
+_CREDENTIALS = struct.Struct("3i")  # SO_PEERCRED: pid, uid, gid
 
 
 class Offer(Record):
@@ -42,9 +41,9 @@ class Offer(Record):
 
 
 class Region(mmap.mmap):
-    """Our own memory: zeros at first, writable here, readable for whom it is offered to. Closed with its last view.
+    """Our own memory: zeros at first, writable here, readable by peers it is offered to. Closed with its last view.
 
-    `lost`: somebody may still read what is in it now, although nobody waits for that any more: do not write into it.
+    `lost`: a peer may still read its content, but no one waits for that peer any more: do not write into it.
     """
 
     fd: int
@@ -77,8 +76,8 @@ class Region(mmap.mmap):
 
 
 def place_of(view: memoryview) -> tuple[Region, int] | None:
-    """The region that a view lies in, and at which offset; None: it lies elsewhere. Only views of the region itself are known
-    (memoryview(region)[a:b], not those of tensors over it)."""
+    """The region of a view, and the view's offset in it; None: it is in other memory. Only views of the region itself are recognised
+    (memoryview(region)[a:b], not views of tensors over it)."""
     region = view.obj
     if not isinstance(region, Region) or view.readonly or not view.nbytes:
         return None
@@ -89,7 +88,7 @@ class Mapped(mmap.mmap):
     """Another process's memory, read only."""
 
     def part(self, offset: int, size: int) -> memoryview:
-        """Raises InvalidArgument unless it lies inside and begins on ALIGNMENT_BYTES."""
+        """Raises InvalidArgument unless the part is inside and begins at a multiple of ALIGNMENT_BYTES."""
         if not (0 <= offset <= len(self) and 0 <= size <= len(self) - offset) or offset % ALIGNMENT_BYTES:
             msg = f"{size} bytes from {offset} of a memory of {len(self)}: they must lie inside, from a multiple of {ALIGNMENT_BYTES}"
             raise InvalidArgument(msg)
@@ -97,7 +96,7 @@ class Mapped(mmap.mmap):
 
 
 def open_offered(offer: Offer, peer: int, at_most: int) -> Mapped:
-    """Map what the process `peer` offers. Raises InvalidArgument: it is not what it should be, or cannot be reached."""
+    """Map memory that the process `peer` offers. Raises InvalidArgument if it fails a check or cannot be opened."""
     try:
         fd = _reopened(offer, peer)
         try:
@@ -125,8 +124,8 @@ def peer_of(transport_socket: Any) -> int:
 
 
 def _reopened(offer: Offer, peer: int) -> int:
-    """A read-only descriptor. The path may name anything by the time it is opened: so it is first only pointed to (O_PATH does
-    nothing to pipes and devices), then looked at, and what was looked at is opened."""
+    """A read-only descriptor. The path may name any file by the time it is opened. So O_PATH first gets a reference (it has no
+    effect on pipes and devices), the reference is checked, and then that same file is opened."""
     if not 0 <= offer.fd < 1 << 20:
         raise ValueError(f"descriptor {offer.fd}")
     pointer = os.open(f"/proc/{peer}/fd/{offer.fd}", os.O_PATH | os.O_CLOEXEC)
@@ -143,7 +142,7 @@ def _reopened(offer: Offer, peer: int) -> int:
 def _check(fd: int, offer: Offer, at_most: int) -> None:
     size = os.fstat(fd).st_size
     if size != offer.size or not 0 < size <= at_most:
-        raise ValueError(f"it has {size} bytes, {offer.size} were said, at most {at_most} are expected")
+        raise ValueError(f"it has {size} bytes, the offer says {offer.size}, at most {at_most} are allowed")
     seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     if seals & _SEALS != _SEALS:
         raise ValueError(f"its seals are {seals:#x}, {_SEALS:#x} are needed: it could shrink under its readers")

@@ -1,19 +1,19 @@
-"""One upgraded connection: frames in both directions at once, read into and written from the memory they live in (codec.md).
+"""One upgraded connection: frames in both directions at once, read into and written from their final memory (see codec.py).
 
     GET /v1/stream, Upgrade: trireme-frames/1  --101-->  map | [map, bin] | map | ...       the same in both directions
 
     {"id": 3, "call": "push", "message": PushHeader}  [{"id": 3, ...PushBlock}, bin] ...  {"id": 3, "end": true}
     {"id": 4, "call": "pull", "message": PullRequest}
                                       answers:  [{"id": 4, ...PulledBlock}, bin] ...  {"id": n, "end": true, "message": ...}
-                                                {"id": n, "error": {...}}: that request is refused;  without id: all are over
+                                                {"id": n, "error": {...}}: that request is refused;  without id: all requests end
 
-On one host a block may refer to memory that both ends have (shared/wire/lending.py), each for the other to read only:
+On one host a block may refer to shared memory of its sender, which the receiver can only read (shared/wire/lending.py):
 
     {"id": 2, "call": "share", "message": {"offers": [Offer ...]}}      answer, or at any time: {"offers": [Offer ...]}
-    {"id": 3, ...PushBlock, "at": [memory, offset, size]}               the pusher's, unchanged until the push is answered
-    {"id": 4, ...PulledBlock, "at": ...}  answered by  {"id": 4, "took": 1}      until then it stays as it is
+    {"id": 3, ...PushBlock, "at": [memory, offset, size]}               the pusher's memory, unchanged until the push is answered
+    {"id": 4, ...PulledBlock, "at": ...}  answered by  {"id": 4, "took": 1}      unchanged until then
 
-Frames of several requests may alternate. What is malformed ends the connection with a typed error.
+Frames of several requests may alternate. A malformed frame ends the connection with a typed error.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ from shared.wire import codec
 
 UPGRADE = "trireme-frames/1"
 PATH = "/v1/stream"
-LOCAL_BYTES = 2 << 20  # of the kernel's buffers on one host: enough for a turn of both ends, and still in the cache
-HEAD_BYTES = 8 << 10  # read at once where no payload is expected; what of it belongs to a payload is copied
-HEADS = 4  # of blocks without payload that are sent at once, at most
-BURST_BYTES = 256 << 10  # read, sent or worked on before others get their turn; more, and the two ends take turns
-HEAD_COST_BYTES = 16 << 10  # a block without payload takes as long as so many bytes
-LINGER_S = 2.0  # for the peer to read the reason why its connection is closed
+LOCAL_BYTES = 2 << 20  # kernel buffers on one host: enough for one turn of each end, and small enough for the cache
+HEAD_BYTES = 8 << 10  # read at once if no payload is expected; bytes of a payload in it are copied
+HEADS = 4  # at most so many blocks without payload are sent at once
+BURST_BYTES = (
+    256 << 10
+)  # read, sent or worked on before other tasks get their turn; with more, the two ends work one after the other
+HEAD_COST_BYTES = 16 << 10  # a block without payload costs as much time as so many bytes
+LINGER_S = 2.0  # time for the peer to read why its connection is closed
 
 
 class FrameStream(asyncio.BufferedProtocol):
-    """Both ends. A subclass says where payloads go (`place`, see codec.Decoder) and what becomes of frames.
+    """Either end. A subclass says where payloads go (`place`, see codec.Decoder) and handles frames.
 
-    What was given to `send` must not change until `paused` is False: the transport refers to it.
+    Memory given to `send` must not change until `paused` is False: the transport refers to it.
     """
 
     def __init__(self, limits: codec.Limits) -> None:
@@ -49,7 +51,9 @@ class FrameStream(asyncio.BufferedProtocol):
         self.rests = False
         self.closed = False
         self.failure: TriremeError | None = None
-        self.moved = self.paused_at = clock.monotonic()  # when bytes last came; when the transport was last full
+        self.moved = self.paused_at = (
+            clock.monotonic()
+        )  # time of the last received bytes; time when the transport was last full
         self._transport: asyncio.Transport | None = None
         self._decoder = codec.Decoder(limits, self.place, endless=True, prepare=self.prepare)
         self._head = memoryview(bytearray(HEAD_BYTES))
@@ -57,32 +61,34 @@ class FrameStream(asyncio.BufferedProtocol):
         self._now = clock.reader()
         self._heads: list[bytes] = []  # not sent yet
         self._corked = False
-        self._burst = 0  # bytes since others had their turn in the event loop
-        self._events: Iterator[codec.Event] = iter(())  # of what came; not read to its end while others have their turn
+        self._burst = 0  # bytes since other tasks had their turn in the event loop
+        self._events: Iterator[codec.Event] = iter(
+            ()
+        )  # events of received bytes; not finished while other tasks have their turn
 
     # ------------------------------------------------------------ for subclasses
 
     def prepare(self, header: codec.Fields) -> Any:
-        """What `place` is given of a block's header; depends on nothing else. Raises what ends the connection."""
+        """The argument of `place` for a block's header; may depend on the header alone. A TriremeError ends the connection."""
         raise NotImplementedError
 
     def place(self, header: Any, size: int) -> memoryview | None:
-        """Where a block's payload goes; None: nowhere. Raises what ends the connection."""
+        """Memory for a block's payload; None skips the block. A TriremeError ends the connection."""
         raise NotImplementedError
 
     def on_map(self, fields: codec.Fields) -> None:
-        """Raises what ends the connection."""
+        """A TriremeError ends the connection."""
         raise NotImplementedError
 
     def on_block(self, payload: memoryview) -> None:
-        """The block that `place` was last asked for is complete, in the memory that it gave. Raises what ends the connection."""
+        """The block of the last `place` is complete, in the memory that it gave. A TriremeError ends the connection."""
         raise NotImplementedError
 
     def on_writable(self) -> None:
-        """The transport holds nothing any more, or it is this stream's turn again. Send nothing while it `rests`."""
+        """The transport has sent everything, or it is this stream's turn again. Do not send while it `rests`."""
 
     def moved_bytes(self, count: int) -> None:
-        """So many bytes were read, sent or worked on; after BURST_BYTES others have their turn in the event loop."""
+        """`count` bytes were read, sent or worked on; after BURST_BYTES other tasks have their turn in the event loop."""
         self._burst += count
         if self._burst >= BURST_BYTES and not self.rests and self._transport is not None:
             self.rests = True
@@ -90,7 +96,7 @@ class FrameStream(asyncio.BufferedProtocol):
             asyncio.get_running_loop().call_soon(self._go_on)
 
     def on_over(self, error: TriremeError | None) -> None:
-        """Called once: no frame will come any more (`error` None: the connection ended between two frames)."""
+        """Called once: no more frames will come (`error` None: the connection ended between two frames)."""
 
     # ------------------------------------------------------------ out
 
@@ -101,7 +107,7 @@ class FrameStream(asyncio.BufferedProtocol):
             self.moved_bytes(sum(map(len, parts)))
 
     def send_head(self, head: bytes) -> None:
-        """A block without payload. The first goes at once, those that follow before the event loop turns to others a few at a time."""
+        """A block without payload. The first is sent at once; those that follow in the same turn of the loop are sent in groups."""
         self._heads.append(head)
         if not self._corked:
             self._corked = True
@@ -115,7 +121,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self.send(codec.encode(fields))
 
     def fail(self, error: TriremeError) -> None:
-        """Tell the peer why, stop listening to it, close."""
+        """Send the error to the peer, ignore what it sends, close."""
         if self.failure is not None or self.closed:
             return
         self.send_map({"error": error.to_map()})
@@ -134,7 +140,7 @@ class FrameStream(asyncio.BufferedProtocol):
     # ------------------------------------------------------------ asyncio.BufferedProtocol
 
     def take_over(self, transport: asyncio.Transport, rest: bytes = b"") -> None:
-        """Become the protocol of a connection that was upgraded; `rest` came after the upgrade's last byte."""
+        """Become the protocol of an upgraded connection. `rest`: bytes received after the upgrade."""
         transport.pause_reading()  # uvloop chooses how to read when reading starts
         transport.set_protocol(self)
         self.connection_made(transport)
@@ -143,14 +149,16 @@ class FrameStream(asyncio.BufferedProtocol):
         self._go_on()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by its class
-        self._transport.set_write_buffer_limits(high=0)  # so that `paused` tells whether it refers to our memory
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transports do not inherit from it
+        self._transport.set_write_buffer_limits(
+            high=0
+        )  # so that `paused` tells whether the transport refers to our memory
         plain = transport.get_extra_info("socket")
         if plain is not None and _is_local(plain):
             _tune(plain)
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
-        return self._vacant if self.failure is None else self._head  # after a failure its memory is somebody else's
+        return self._vacant if self.failure is None else self._head  # after a failure that memory may be in other use
 
     def buffer_updated(self, count: int) -> None:
         self.moved = self._now()
@@ -191,7 +199,7 @@ class FrameStream(asyncio.BufferedProtocol):
     # ------------------------------------------------------------ parts
 
     def _work(self) -> None:
-        """On with what came, until it is used up or others should have their turn."""
+        """Handle received events until there are no more, or other tasks should have their turn."""
         try:
             for event in self._events:
                 if isinstance(event, codec.Filled):
@@ -210,7 +218,7 @@ class FrameStream(asyncio.BufferedProtocol):
 
     def _go_on(self) -> None:
         if self._transport is None or self._transport.is_closing():
-            return  # nothing of what came is looked at any more: memory it refers to is no longer lent
+            return  # received events are dropped: the memory they refer to is not lent any more
         self._burst, self.rests = 0, False
         if not self.paused:
             self.on_writable()
@@ -222,18 +230,18 @@ class FrameStream(asyncio.BufferedProtocol):
 
 
 def _tune(plain: socket.socket) -> None:
-    """For a peer on this host."""
+    """Socket options for a peer on this host."""
     inside = plain.family == socket.AF_UNIX
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         plain.setsockopt(socket.SOL_SOCKET, option, LOCAL_BYTES)
     if not inside and hasattr(socket, "TCP_CONGESTION"):
-        # what paces for a network (bbr) takes a third more processor time on the loopback device
+        # congestion control that paces for networks (bbr) takes a third more processor time on the loopback device
         with contextlib.suppress(OSError):
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
 def _is_local(plain: socket.socket) -> bool:
-    """Whether the peer is on this host; the kernel finds the sizes for a network by itself, if it is not told any."""
+    """Whether the peer is on this host. For peers elsewhere the kernel chooses buffer sizes itself."""
     if plain.family == socket.AF_UNIX:
         return True
     try:

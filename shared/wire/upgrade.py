@@ -16,13 +16,13 @@ Stream = TypeVar("Stream", bound=FrameStream)
 
 
 class UpgradeRefused(PeerError):
-    """The peer answered in plain HTTP: ask it in plain HTTP."""
+    """The peer does not upgrade: use plain HTTP."""
 
 
 async def upgrade(
     url: str, make: Callable[[], Stream], *, uds: str = "", token: str = "", limit_s: float = 2.0
 ) -> Stream:
-    """A stream to the host of `url`, through the UNIX socket `uds` if there is one. Raises UpgradeRefused, PeerError."""
+    """A stream to the host of `url`, through the UNIX socket `uds` if one is given. Raises UpgradeRefused, PeerError."""
     loop, parts = asyncio.get_running_loop(), urlsplit(url)
     where = uds or url
     request = [f"GET {PATH} HTTP/1.1", f"Host: {parts.netloc}", f"Upgrade: {UPGRADE}", "Connection: Upgrade"]
@@ -79,7 +79,7 @@ class _Handshake(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by its class
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transports do not inherit from it
 
     def data_received(self, data: bytes) -> None:
         self._received += data

@@ -71,7 +71,7 @@ async def test_a_kept_lease_outlives_its_ttl_and_ends_with_its_revocation(world)
     assert not lease.alive
     assert await etcd.get(key) is None
     assert await etcd.time_to_live(lease.id) == -1
-    with pytest.raises(LeaseLost, match="register as new"):
+    with pytest.raises(LeaseLost, match="register again"):
         lease.check()
 
 
