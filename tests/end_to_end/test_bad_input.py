@@ -78,7 +78,7 @@ def test_an_optimizer_that_cannot_run_on_the_servers(trireme, tmp_path):
         (["--lanes", 6], "lanes must be a power of two, got 6; use 4 or 8 (from --lanes)"),
         (["--epochs", "0"], "--epochs = 0: input should be greater than or equal to 1"),
         (["--mode", "fast"], "--mode = 'fast': input should be 'sync' or 'async'"),
-        (["--port", 70_000], "--port = 70000: a whole number from 0 to 65535 is needed"),
+        (["--port", 70_000], "--port = 70000: give a whole number from 0 to 65535"),
         (["--job", "My Job"], "--job = 'My Job'"),
         (["--set", "colour=blue"], "no setting 'colour'"),
         (["--global-batch-size", 30], "global_batch_size 30 is not a multiple of lanes 4"),

@@ -110,7 +110,7 @@ def test_the_commands_know_what_a_masterless_job_has_and_what_it_lacks(tmp_path)
     with command_in(tmp_path) as command:
         refused = command.run("run", script, "--dispatch", "etcd", "--standbys", "1")
         assert refused.code == 2
-        assert "with dispatch etcd there is none" in refused.err
+        assert "with dispatch etcd there is no master" in refused.err
         done = command.run(
             "run", script, "--dispatch", "etcd", "--trainers", "1", "--epochs", "12"
         )  # some seconds of it

@@ -120,7 +120,7 @@ def test_chaos_says_what_it_could_kill_and_ctrl_c_only_interrupts(trireme, tmp_p
     wait_for_step(trireme, 1)
     unknown = trireme.run("chaos", "kill", "pserver-7")
     assert unknown.code == 3
-    assert "there are etcd, master-0, pserver-0, trainer-0, trainer-1" in unknown.err
+    assert "alive are etcd, master-0, pserver-0, trainer-0, trainer-1" in unknown.err
     killed = trireme.run("chaos", "kill", "trainer-0")
     assert killed.code == 0, killed.err
     assert re.search(r"noticed +[\d.]+ s later: the launcher saw it exit", killed.out)

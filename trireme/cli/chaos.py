@@ -20,14 +20,13 @@ from trireme.cli import exit_codes
 from trireme.cli.job_probe import JobProbe
 from trireme.cli.receipt import Receipt, measure, observe
 from trireme.launch import run_folder
-from trireme.launch.run_folder import DATA_DIR
 from trireme.view.child_events import read_events
 
 
 def kill(name: str | None, job: str | None, data_dir: Path | None, *, at_random: bool, as_json: bool) -> int:
     """Returns the exit code."""
     try:
-        folder = _folder(job, data_dir)
+        folder, _ = run_folder.find_run(data_dir, job)
         receipt = asyncio.run(kill_one(folder, _victim(folder, name, at_random=at_random)))
     except TriremeError as error:
         return exit_codes.report_error(error, as_json=as_json)
@@ -59,15 +58,6 @@ def alive(folder: Path) -> dict[str, int]:
         elif event["what"] in ("died", "finished"):
             found.pop(event["child"], None)
     return {child: pid for child, pid in found.items() if _is_child(child, pid)}
-
-
-def _folder(job: str | None, data_dir: Path | None) -> Path:
-    place = data_dir or Path(os.environ.get("TRIREME_DATA_DIR") or DATA_DIR)
-    facts = run_folder.read_run_file(place, job)
-    if facts is None:
-        msg = f"{place} has no run of {f'job {job}' if job else 'any job'}"
-        raise NotFound(msg, hint="start one with `trireme run SCRIPT`, or give --data-dir")
-    return place / str(facts["job"])
 
 
 def _victim(folder: Path, name: str | None, *, at_random: bool) -> str:

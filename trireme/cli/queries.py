@@ -12,11 +12,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from shared.errors import NotFound, TriremeError
+from shared.errors import TriremeError
 from shared.runtime import telemetry
 from trireme.cli import exit_codes
 from trireme.launch import run_folder
-from trireme.launch.run_folder import DATA_DIR
 from trireme.view.job_address import AnyClient, open_client
 from trireme.view.progress import progress_of
 from trireme.view.report import loss_rows
@@ -45,12 +44,7 @@ def job_address(job: str | None, data_dir: Path | None, url: str | None) -> str:
     """The address as given, or from TRIREME_URL, or of a local run. Raises NotFound."""
     if given := url or os.environ.get("TRIREME_URL"):
         return given
-    place = data_dir or Path(os.environ.get("TRIREME_DATA_DIR") or DATA_DIR)
-    facts = run_folder.read_run_file(place, job)
-    if facts is None:
-        msg = f"{place} has no run of {f'job {job}' if job else 'any job'}"
-        raise NotFound(msg, hint="start one with `trireme run SCRIPT`, or give --data-dir or --url")
-    return str(facts["url"])
+    return str(run_folder.find_run(data_dir, job, "--data-dir or --url")[1]["url"])
 
 
 async def show_status(client: AnyClient, console: Console | None) -> dict[str, Any]:

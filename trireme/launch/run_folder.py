@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shared.errors import NotFound
 from trireme.settings import UsageError
 
 DATA_DIR = Path(".trireme")
@@ -68,6 +69,17 @@ def read_run_file(data_dir: Path, job: str | None) -> dict[str, Any] | None:
         return None
     facts: dict[str, Any] = json.loads(max(found)[1].read_text(encoding="utf-8"))
     return facts
+
+
+def find_run(data_dir: Path | None, job: str | None, options: str = "--data-dir") -> tuple[Path, dict[str, Any]]:
+    """The folder and the facts of a job's run, or of the run that started last. `data_dir` None: TRIREME_DATA_DIR or the default.
+    Raises NotFound, whose hint names `options`."""
+    place = data_dir or Path(os.environ.get("TRIREME_DATA_DIR") or DATA_DIR)
+    facts = read_run_file(place, job)
+    if facts is None:
+        msg = f"{place} has no run of {f'job {job}' if job else 'any job'}"
+        raise NotFound(msg, hint=f"start one with `trireme run SCRIPT`, or give {options}")
+    return place / str(facts["job"]), facts
 
 
 @contextlib.contextmanager
