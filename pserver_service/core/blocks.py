@@ -45,11 +45,11 @@ class BlockState:
         self.previous: Buffer | None = None
         self.updates = 0
         self._pool = pool
-        self._tree = Accumulator(pool, lanes, place.dtype, place.elements)
+        self.tree = Accumulator(pool, lanes, place.dtype, place.elements)
         self._optimizer = optimizer
 
     def __repr__(self) -> str:
-        return f"<BlockState {self.place.number} version {self.version}: {self._tree!r}>"
+        return f"<BlockState {self.place.number} version {self.version}: {self.tree!r}>"
 
     @property
     def narrows(self) -> bool:
@@ -69,13 +69,13 @@ class BlockState:
         lent: bool = False,
     ) -> Verdict:
         """Add a node to the tree of step `step`. `value` (None with count 0), `memory`, `payload`, `lent`: see Accumulator.add."""
-        if self.version > step or (self.version == step and self._tree.covers(lanes)):
+        if self.version > step or (self.version == step and self.tree.covers(lanes)):
             return Verdict.DUPLICATE
         if self.version < step:
             return Verdict.TOO_EARLY
-        if value is not None and not self._tree.agrees(payload or self.place.dtype):
+        if value is not None and not self.tree.agrees(payload or self.place.dtype):
             return Verdict.LAYOUT_MISMATCH
-        whole = self._tree.add(lanes, value if count else None, count, memory, payload, lent=lent)
+        whole = self.tree.add(lanes, value if count else None, count, memory, payload, lent=lent)
         if whole is not None:
             own = None
             if whole.lent and whole.value is not None and not self._only_reads(options):

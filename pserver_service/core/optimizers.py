@@ -85,23 +85,23 @@ class BlockOptimizer:
     def __init__(self, name: str, chosen: Options, values: torch.Tensor) -> None:
         make: Any = CLASSES[name]
         self._parameter = torch.nn.Parameter(values)
-        self._optimizer: torch.optim.Optimizer = make([self._parameter], **chosen)
+        self.torch_optimizer: torch.optim.Optimizer = make([self._parameter], **chosen)
         self._options: Options | None = None
-        self._unhooked = _unhooked(type(self._optimizer).step)
+        self._unhooked = _unhooked(type(self.torch_optimizer).step)
         self._direct: DirectStep | None = None
 
     def only_reads(self, options: Options) -> bool:
         """Whether `step_into` with these options leaves the gradient as it is."""
         if options != self._options:
             self._take(options)
-        return self._direct is not None and has_state(self._optimizer, self.state())
+        return self._direct is not None and has_state(self.torch_optimizer, self.state())
 
     def step_into(self, out: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor, options: Options) -> None:
         """`out` = `values` stepped with `gradient`, whose memory is scratch. `values` stay as they are."""
         if options != self._options:
             self._take(options)
         state = self.state()
-        if self._direct is not None and has_state(self._optimizer, state):
+        if self._direct is not None and has_state(self.torch_optimizer, state):
             with torch.no_grad():
                 self._direct(out, values, gradient, state)
         else:
@@ -115,24 +115,24 @@ class BlockOptimizer:
         self._parameter.data = values
         self._parameter.grad = gradient
         with torch.no_grad():
-            self._unhooked(self._optimizer)
+            self._unhooked(self.torch_optimizer)
         self._parameter.grad = None
 
     def state(self) -> dict[str, torch.Tensor]:
         """The state's tensors, not copies; empty before the first step of most classes."""
-        found: dict[str, Any] = self._optimizer.state.get(self._parameter, {})
+        found: dict[str, Any] = self.torch_optimizer.state.get(self._parameter, {})
         return {name: value for name, value in found.items() if value is not None}
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
         """Go on from a saved state; the tensors are the optimizer's from now on."""
         if state:
-            self._optimizer.state[self._parameter] = dict(state)
+            self.torch_optimizer.state[self._parameter] = dict(state)
 
     def _take(self, options: Options) -> None:
-        group = self._optimizer.param_groups[0]
+        group = self.torch_optimizer.param_groups[0]
         group.update({name: value for name, value in options.items() if name in group and name not in _FIXED})
         self._options = options
-        self._direct = direct_step(self._optimizer)
+        self._direct = direct_step(self.torch_optimizer)
 
 
 def _unhooked(step: Any) -> Any:

@@ -127,7 +127,7 @@ class PserverStream(FrameStream):
         assert push.memory is not None
         assert item is not None
         if self._referred is not None:
-            self._apply_later(push, item, self._referred)
+            self.apply_later(push, item, self._referred)
             self._referred = None
             return
         push.pushing.apply(item, payload, push.memory)
@@ -197,7 +197,7 @@ class PserverStream(FrameStream):
 
     # ------------------------------------------------------------ shared memory
 
-    def _apply_later(self, push: _Push, item: PushBlock, payload: memoryview) -> None:
+    def apply_later(self, push: _Push, item: PushBlock, payload: memoryview) -> None:
         """References are read ahead of applying their blocks, so the frames behind them are read in time."""
         if not self._ahead:
             self._turns.ask(self._apply_some)

@@ -25,9 +25,10 @@ Allocate = Callable[[int], tuple[torch.Tensor, Home | None]]
 
 
 class Buffer:
-    """`tensor`: 1-d, 64-byte aligned; `view`: its bytes, writable; `home` None: other processes cannot read it."""
+    """`tensor`: 1-d, 64-byte aligned; `view`: its bytes, writable; `home` None: other processes cannot read it. `cast`: the values in
+    a narrower dtype, if a reader asked for them."""
 
-    __slots__ = ("_narrowed", "_pool", "home", "kind", "references", "tensor", "view")
+    __slots__ = ("_pool", "cast", "home", "kind", "references", "tensor", "view")
 
     def __init__(self, pool: BufferPool, kind: tuple[str, int], tensor: torch.Tensor, home: Home | None = None) -> None:
         self.kind = kind
@@ -36,7 +37,7 @@ class Buffer:
         self.view = bytes_of(tensor)
         self.references = 1
         self._pool = pool
-        self._narrowed: Buffer | None = None
+        self.cast: Buffer | None = None
 
     def __repr__(self) -> str:
         return f"<Buffer {self.tensor.numel()} x {self.tensor.dtype}, {self.references} references>"
@@ -65,7 +66,7 @@ class Buffer:
 
     def narrowed(self, dtype: str) -> Buffer:
         """The same values cast to `dtype`, for the caller to release. Raises OverflowError if they do not fit."""
-        if self._narrowed is None or self._narrowed.dtype != dtype:
+        if self.cast is None or self.cast.dtype != dtype:
             self.forget_narrowed()
             made = self._pool.take(dtype, self.kind[1])
             try:
@@ -73,14 +74,14 @@ class Buffer:
             except OverflowError:
                 made.release()
                 raise
-            self._narrowed = made
-        return self._narrowed.retain()
+            self.cast = made
+        return self.cast.retain()
 
     def forget_narrowed(self) -> None:
         """The values are about to change. Readers keep the narrowed buffer that they have."""
-        if self._narrowed is not None:
-            self._narrowed.release()
-            self._narrowed = None
+        if self.cast is not None:
+            self.cast.release()
+            self.cast = None
 
 
 class BufferPool:

@@ -148,10 +148,10 @@ def check_invariants(pserver: Pserver) -> None:
         holders = [state.current, *([state.previous] if state.previous else [])]
         for buffer in holders:
             assert buffer.references == sum(other is buffer for other in holders), (state, buffer)
-        for node in state._tree.nodes.values():
+        for node in state.tree.nodes.values():
             assert node.buffer is None or node.buffer.references == 1
     kept = {id(b): b for s in pserver.store.blocks.values() for b in [s.current, s.previous] if b is not None}
-    waiting = [n.buffer for s in pserver.store.blocks.values() for n in s._tree.nodes.values() if n.buffer is not None]
+    waiting = [n.buffer for s in pserver.store.blocks.values() for n in s.tree.nodes.values() if n.buffer is not None]
     held = sum(buffer.view.nbytes for buffer in [*kept.values(), *waiting])
     assert pserver.store.pool.allocated_bytes == held + pserver.store.pool.free_bytes
 

@@ -45,7 +45,7 @@ def check_invariants(pserver) -> None:
     """A cast is held by its values and by nobody else."""
     for state in pserver.store.blocks.values():
         for buffer in filter(None, (state.current, state.previous)):
-            assert buffer._narrowed is None or buffer._narrowed.references == 1
+            assert buffer.cast is None or buffer.cast.references == 1
             buffer.forget_narrowed()
     check_without_casts(pserver)
 
@@ -316,6 +316,6 @@ def test_a_cast_goes_back_with_its_values():
     assert values.narrowed("float16") is not first  # another dtype replaces it; whoever has the first keeps it
     assert first.references == 1
     first.release()
-    values._narrowed.release()
+    values.cast.release()
     values.release()
     assert pool.free_bytes == pool.allocated_bytes == 64 + 32 + 32

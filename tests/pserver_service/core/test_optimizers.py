@@ -136,7 +136,7 @@ async def test_half_precision_parameters_are_stepped_as_plain_torch_does(dtype):
 def test_options_of_how_a_step_is_computed_stay_as_constructed():
     optimizer = BlockOptimizer("Adam", {"lr": 0.1, "fused": True, "foreach": False}, torch.zeros(2))
     optimizer.step(torch.zeros(2), torch.ones(2), {"lr": 0.2, "fused": False, "initial_lr": 7.0})
-    group = optimizer._optimizer.param_groups[0]
+    group = optimizer.torch_optimizer.param_groups[0]
     assert (group["lr"], group["fused"], "initial_lr" in group) == (0.2, True, False)
 
 

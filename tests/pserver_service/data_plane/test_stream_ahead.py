@@ -64,13 +64,13 @@ async def test_nothing_that_was_read_ahead_is_applied_once_the_stream_is_over(se
 @over_shm
 async def test_references_are_read_ahead_up_to_a_limit(server, monkeypatch):
     await server.initialise()
-    ahead, later = [], PserverStream._apply_later
+    ahead, later = [], PserverStream.apply_later
 
     def noted(self, *arguments):
         later(self, *arguments)
         ahead.append(len(self._ahead))
 
-    monkeypatch.setattr(PserverStream, "_apply_later", noted)
+    monkeypatch.setattr(PserverStream, "apply_later", noted)
     monkeypatch.setattr("pserver_service.data_plane.stream.MAX_AHEAD", 2)
     async with raw_stream(server) as raw:
         region = await all_referred(raw)
