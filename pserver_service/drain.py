@@ -19,7 +19,7 @@ from shared.records.operations import saves_on_demand
 from shared.runtime import clock, telemetry
 
 LOOK_S = 0.1
-HOPE_S = 3.0  # for a standby to take over, for a trainer to come back
+NO_CHECKPOINT_S = 3.0  # until it leaves; a standby may take over, a trainer may come back
 
 log = telemetry.logger("pserver.drain")
 
@@ -47,12 +47,12 @@ class Drain:
     async def _be_saved(self) -> None:
         """Until the latest checkpoint has this version or a later one, or nobody would make one."""
         assert self._pserver.store is not None
-        version, hoped = self._wanted(self._pserver.store), clock.monotonic()
+        version, possible_at = self._wanted(self._pserver.store), clock.monotonic()
         told = False
         while not self._is_saved(version):
             now = clock.monotonic()
-            hoped = now if self._could_be_saved() else hoped
-            if now - hoped > HOPE_S:
+            possible_at = now if self._could_be_saved() else possible_at
+            if now - possible_at > NO_CHECKPOINT_S:
                 log.info("not_saved", index=self._pserver.index, step=version, job=repr(self._directory))
                 return
             if not told:

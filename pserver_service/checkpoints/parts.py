@@ -16,7 +16,7 @@ from pserver_service.core.saved_ledger import AsyncSnapshot
 from shared.blocks.snapshot import Snapshot
 from shared.checkpoints import stored, writer
 from shared.checkpoints.async_cut import GivenUp, read_cut
-from shared.checkpoints.commit import Committer, Written
+from shared.checkpoints.commit import Committer, PendingCheckpoint
 from shared.checkpoints.storage_problem import StorageProblem
 from shared.errors import InvalidArgument, PeerError
 from shared.etcd import Delete, LeaseLost, Operation, Put
@@ -25,7 +25,7 @@ from shared.records.checkpoints import CheckpointPart, CheckpointStarted
 from shared.runtime import clock, ids, telemetry
 from shared.storage import files
 
-PATIENCE_S = 600.0  # how long etcd may be away before a snapshot is given up
+OUTAGE_S = 600.0  # how long etcd may be away before a snapshot is given up
 PAUSE_S = 0.5
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ class Checkpointer:
         """Raises GivenUp, PeerError."""
         store, timeline, restored = self._pserver.store, self._pserver.timeline, self._pserver.checkpoint
         assert store is not None
-        await self._directory.wait_for(lambda seen: seen.slots is not None, PATIENCE_S, "the slot map")
+        await self._directory.wait_for(lambda seen: seen.slots is not None, OUTAGE_S, "the slot map")
         slots = self._directory.slots
         assert slots is not None
         uuid = stored.checkpoint_uuid(self._keys.job, timeline, slots.version, snapshot.version)
@@ -93,7 +93,7 @@ class Checkpointer:
             if isinstance(snapshot, AsyncSnapshot)
             else None
         )
-        written = Written(
+        pending = PendingCheckpoint(
             uuid=uuid,
             timeline=timeline,
             slots=slots,
@@ -106,19 +106,19 @@ class Checkpointer:
             file=f"pserver-{self._pserver.index}.{self._token}.safetensors",
         )
         started = CheckpointStarted(step=snapshot.version, timeline=timeline, **self._me)
-        begun = Put(self._keys.checkpoint_begun(written.uuid), started.to_bytes())
-        await self._fenced(timeline, lambda: [begun, self._started(written.uuid, started)])
+        begun = Put(self._keys.checkpoint_begun(pending.uuid), started.to_bytes())
+        await self._fenced(timeline, lambda: [begun, self._started(pending.uuid, started)])
         begin = clock.monotonic()
         try:
             summary = await self.offload(
-                writer.write_part, self._url(written), partial(self._metadata, written, snapshot), snapshot
+                writer.write_part, self._url(pending), partial(self._metadata, pending, snapshot), snapshot
             )
         except (OSError, InvalidArgument) as error:
             self._check(timeline)
             message = self._message(snapshot.version, error)
             self._problem.begin("part", message)
             failed = started.model_copy(update={"error": message})
-            await self._fenced(timeline, lambda: [self._started(written.uuid, failed)])
+            await self._fenced(timeline, lambda: [self._started(pending.uuid, failed)])
             return
         snapshot.release()
         self._problem.end("part")
@@ -127,18 +127,18 @@ class Checkpointer:
         part = CheckpointPart(
             step=snapshot.version,
             timeline=timeline,
-            file=written.file,
+            file=pending.file,
             checksum=summary.checksum,
             bytes=summary.bytes,
             timestamp=clock.timestamp(),
             **self._me,
         )
-        self.committer.add(written)
+        self.committer.add(pending)
         await self._fenced(
             timeline,
             lambda: [
-                Put(self._keys.checkpoint_part(written.uuid, part.pserver), part.to_bytes()),
-                Delete(self._keys.checkpoint_started(written.uuid, part.pserver)),
+                Put(self._keys.checkpoint_part(pending.uuid, part.pserver), part.to_bytes()),
+                Delete(self._keys.checkpoint_started(pending.uuid, part.pserver)),
             ],
         )
 
@@ -146,13 +146,13 @@ class Checkpointer:
     def _me(self) -> dict[str, Any]:
         return {"pserver": self._pserver.index, "incarnation": self._pserver.incarnation}
 
-    def _url(self, written: Written) -> str:
-        return files.join(stored.folder(self._spec.storage, written.uuid), written.file)
+    def _url(self, pending: PendingCheckpoint) -> str:
+        return files.join(stored.folder(self._spec.storage, pending.uuid), pending.file)
 
-    def _metadata(self, written: Written, snapshot: Snapshot) -> dict[str, str]:
-        version, digest = written.record.version, written.layout.digest
+    def _metadata(self, pending: PendingCheckpoint, snapshot: Snapshot) -> dict[str, str]:
+        version, digest = pending.record.version, pending.layout.digest
         index = self._pserver.index
-        named = writer.part_metadata(self._keys.job, written.uuid, version, written.timeline, index, digest)
+        named = writer.part_metadata(self._keys.job, pending.uuid, version, pending.timeline, index, digest)
         return named | ledger_metadata(snapshot)
 
     def _started(self, uuid: str, started: CheckpointStarted) -> Put:
@@ -168,7 +168,7 @@ class Checkpointer:
 
     async def _while_away(self, timeline: int, call: Callable[[], Awaitable[T]]) -> T:
         """`await call()`, again while etcd is away. Raises GivenUp, PeerError."""
-        deadline = clock.monotonic() + PATIENCE_S
+        deadline = clock.monotonic() + OUTAGE_S
         while True:
             self._check(timeline)
             try:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from pserver_service.core.geometry import MAX_BLOCK_BYTES, MAX_BLOCKS
-from pserver_service.data_plane.http_frames import Incoming, Patience, write_block
+from pserver_service.data_plane.http_frames import Incoming, TimeLimits, write_block
 from pserver_service.data_plane.stream import PserverStream
 from pserver_service.pserver import Pserver
 from shared.errors import BadFrame
@@ -37,7 +37,7 @@ from shared.wire.round_robin import RoundRobin
 from shared.wire.stream import PATH, UPGRADE
 
 PSERVER = web.AppKey("pserver", Pserver)
-PATIENCE = web.AppKey("patience", Patience)
+TIME_LIMITS = web.AppKey("time_limits", TimeLimits)
 MESSAGE_BYTES = 16 << 20  # of a message without blocks: a pull names its blocks
 
 
@@ -63,7 +63,7 @@ async def info(request: web.Request) -> web.Response:
 
 @routes.post("/v1/init")
 async def init(request: web.Request) -> web.Response:
-    body = Incoming(request.content, InitHeader, InitBlock, request.app[PATIENCE])
+    body = Incoming(request.content, InitHeader, InitBlock, request.app[TIME_LIMITS])
     header = await body.open()
     limits = codec.Limits(payload_bytes=min(header.layout.block_bytes, MAX_BLOCK_BYTES), blocks=MAX_BLOCKS)
     await request.app[PSERVER].init(header, body.blocks(limits))
@@ -73,7 +73,7 @@ async def init(request: web.Request) -> web.Response:
 @routes.post("/v1/push")
 async def push(request: web.Request) -> web.Response:
     pserver = request.app[PSERVER]
-    body = Incoming(request.content, PushHeader, PushBlock, request.app[PATIENCE])
+    body = Incoming(request.content, PushHeader, PushBlock, request.app[TIME_LIMITS])
     header = await body.open()
     with pserver.receiving(header) as (memory, blocks):
         limits = codec.Limits(payload_bytes=memory.nbytes, blocks=blocks)
@@ -82,7 +82,7 @@ async def push(request: web.Request) -> web.Response:
 
 @routes.post("/v1/pull")
 async def pull(request: web.Request) -> web.StreamResponse:
-    pserver, stall_s = request.app[PSERVER], request.app[PATIENCE].stall_s
+    pserver, stall_s = request.app[PSERVER], request.app[TIME_LIMITS].stall_s
     wanted = codec.read(PullRequest, await _body(request))
     async with aclosing(pserver.pull(wanted)) as answer:
         found = await anext(answer)  # errors of the whole request are raised here, before the status is sent
@@ -134,8 +134,8 @@ async def stream(request: web.Request) -> web.StreamResponse:
         if not over.done():
             over.set_result(None)
 
-    patience, streams = request.app[PATIENCE], request.app[STREAMS]
-    upgraded = PserverStream(request.app[PSERVER], streams.turns, patience.stall_s, patience.idle_s, lost)
+    time_limits, streams = request.app[TIME_LIMITS], request.app[STREAMS]
+    upgraded = PserverStream(request.app[PSERVER], streams.turns, time_limits.stall_s, time_limits.idle_s, lost)
     upgraded.take_over(transport)
     streams.open.add(upgraded)
     try:
@@ -157,5 +157,5 @@ def _message(record: Record) -> web.Response:
 
 async def _body(request: web.Request) -> codec.Fields:
     """A message without blocks. Raises BadFrame, TooLarge, DeadlineExceeded."""
-    body = Incoming(request.content, Record, Record, request.app[PATIENCE])
+    body = Incoming(request.content, Record, Record, request.app[TIME_LIMITS])
     return codec.decode(await body.whole(MESSAGE_BYTES), MESSAGE_BYTES)

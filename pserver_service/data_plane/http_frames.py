@@ -23,7 +23,7 @@ SMALL_BYTES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class TimeLimits:
     """How long a peer may send nothing: inside a message (`stall_s`), and between two blocks, while it computes (`idle_s`)."""
 
     stall_s: float
@@ -33,10 +33,10 @@ class Patience:
 class Incoming(Generic[Header, Item]):
     """A request's body: `open()` returns its header, then `blocks()` yields the blocks."""
 
-    def __init__(self, content: StreamReader, header: type[Header], item: type[Item], patience: Patience) -> None:
+    def __init__(self, content: StreamReader, header: type[Header], item: type[Item], time_limits: TimeLimits) -> None:
         self._content = content
         self._header_kind, self._item_kind = header, item
-        self._patience = patience
+        self._time_limits = time_limits
         self._memory: memoryview | None = None
         self._item: Item | None = None
         self._decoder = codec.Decoder(codec.Limits(payload_bytes=0, blocks=0), self._place)
@@ -83,7 +83,7 @@ class Incoming(Generic[Header, Item]):
 
     async def _chunk(self) -> bytes:
         """The next bytes, empty at the end."""
-        limit_s = self._patience.idle_s if self._decoder.between_blocks else self._patience.stall_s
+        limit_s = self._time_limits.idle_s if self._decoder.between_blocks else self._time_limits.stall_s
         try:
             async with asyncio.timeout(limit_s):
                 return await self._content.readany()

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from pserver_service.data_plane import health, http
 from pserver_service.data_plane.guard import guard
-from pserver_service.data_plane.http_frames import Patience
+from pserver_service.data_plane.http_frames import TimeLimits
 from pserver_service.pserver import Pserver
 from shared.errors import CallerError
 
@@ -34,7 +34,7 @@ class Listening:
 def make_app(pserver: Pserver, *, token: str = "", stall_s: float = 30.0, idle_s: float = 900.0) -> web.Application:
     app = web.Application(middlewares=[guard(token)])
     app[http.PSERVER] = pserver
-    app[http.PATIENCE] = Patience(stall_s, idle_s)
+    app[http.TIME_LIMITS] = TimeLimits(stall_s, idle_s)
     app[http.STREAMS] = http.Streams()
     app.on_shutdown.append(http.close_streams)
     app.add_routes(http.routes)

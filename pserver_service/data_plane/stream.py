@@ -67,7 +67,7 @@ class _Pull:
 
 
 class PserverStream(FrameStream):
-    """`turns`: of all streams of the pserver. `stall_s`, `idle_s`: see http_frames.Patience. `over` is called when the
+    """`turns`: of all streams of the pserver. `stall_s`, `idle_s`: see http_frames.TimeLimits. `over` is called when the
     connection is lost."""
 
     def __init__(

@@ -45,7 +45,7 @@ log = telemetry.logger("checkpoints.commit")
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class PendingCheckpoint:
     """A checkpoint with this process's part, and what its manifest says beside the parts. `cut`: of a paused one."""
 
     uuid: str
@@ -99,7 +99,7 @@ class Committer:
         self._etcd, self._keys, self._directory = etcd, directory.keys, directory
         self._owner, self._own_key, self.offload = owner, own_key, offload
         self._problem = problem
-        self._written: dict[str, Written] = {}
+        self._pending: dict[str, PendingCheckpoint] = {}
         self.seen = CheckpointView(self._keys)
         self._unreleased: Compare | None = None  # a lock that could not be released yet
         self._committing = False
@@ -107,7 +107,7 @@ class Committer:
 
     def __repr__(self) -> str:
         latest = f"step {self.seen.latest.step}" if self.seen.latest else "none"
-        return f"<Committer {self._owner.index}: latest {latest}, {len(self._written)} wait for other parts>"
+        return f"<Committer {self._owner.index}: latest {latest}, {len(self._pending)} wait for other parts>"
 
     @property
     def latest(self) -> CheckpointLatest | None:
@@ -118,10 +118,10 @@ class Committer:
         """Whether a checkpoint with this process's part is being committed, or may be because the owners of all missing parts live."""
         self._forget_old()
         there = self._directory.pservers
-        return self._committing or any(there.keys() >= self._missing(written) for written in self._written.values())
+        return self._committing or any(there.keys() >= self._missing(pending) for pending in self._pending.values())
 
-    def add(self, written: Written) -> None:
-        self._written[written.uuid] = written
+    def add(self, pending: PendingCheckpoint) -> None:
+        self._pending[pending.uuid] = pending
         self._changed.set()
 
     async def run(self) -> None:
@@ -145,32 +145,32 @@ class Committer:
         """Commit the newest checkpoint that has all parts, again and again."""
         while True:
             try:
-                async with asyncio.timeout(RETRY_S if self._written or self._unreleased else None):
+                async with asyncio.timeout(RETRY_S if self._pending or self._unreleased else None):
                     await self._changed.wait()
             except TimeoutError:
                 pass
             self._changed.clear()
             self._forget_old()
             await self._withdraw_failed()
-            complete = [written for written in self._written.values() if self.is_complete(written)]
+            complete = [pending for pending in self._pending.values() if self.is_complete(pending)]
             if self._unreleased is not None:
                 await self._unlock(self._unreleased)
             if not complete or self.seen.holder not in {"", self._owner.incarnation}:
                 continue
-            newest = max(complete, key=lambda written: written.order)
+            newest = max(complete, key=lambda pending: pending.order)
             self._committing = True
             try:
                 await self._finish(newest)
             except GivenUp as lost:
-                self._written.pop(newest.uuid, None)
+                self._pending.pop(newest.uuid, None)
                 log.info("commit_given_up", step=newest.record.version, cause=str(lost))
             except (PeerError, LeaseLost) as error:
                 log.warning("commit_delayed", step=newest.record.version, cause=str(error))
             except (OSError, InvalidArgument) as error:
-                self._written.pop(newest.uuid, None)
+                self._pending.pop(newest.uuid, None)
                 self._problem.begin("commit", self._message(newest, error))
             except Exception as error:
-                self._written.pop(newest.uuid, None)
+                self._pending.pop(newest.uuid, None)
                 self._problem.begin("commit", self._message(newest, error))
                 log.exception("commit_failed", step=newest.record.version)
             else:
@@ -178,40 +178,40 @@ class Committer:
             finally:
                 self._committing = False
 
-    def _message(self, written: Written, error: Exception) -> str:
+    def _message(self, pending: PendingCheckpoint, error: Exception) -> str:
         return (
-            f"the checkpoint of step {written.record.version} is written and cannot be committed: {error}; training goes on "
+            f"the checkpoint of step {pending.record.version} is written and cannot be committed: {error}; training goes on "
             "and the checkpoints before it stay; make room or give the job a storage that can be written"
         )
 
     def _forget_old(self) -> None:
         latest = self.seen.latest
-        for uuid, written in list(self._written.items()):
-            superseded = latest is not None and written.order <= (latest.timeline, latest.step)
-            if superseded or written.timeline != self._owner.timeline:
-                del self._written[uuid]
+        for uuid, pending in list(self._pending.items()):
+            superseded = latest is not None and pending.order <= (latest.timeline, latest.step)
+            if superseded or pending.timeline != self._owner.timeline:
+                del self._pending[uuid]
 
     async def _withdraw_failed(self) -> None:
         """Delete the own part of checkpoints of which another part failed: they never get complete, and the space is needed."""
-        for uuid in self.seen.failed.intersection(self._written):
-            written = self._written.pop(uuid)
-            url = files.join(stored.folder(self._spec.storage, uuid), written.file)
+        for uuid in self.seen.failed.intersection(self._pending):
+            pending = self._pending.pop(uuid)
+            url = files.join(stored.folder(self._spec.storage, uuid), pending.file)
             part = self._keys.checkpoint_part(uuid, self._owner.index)
             try:
                 await self._etcd.txn([self._own_key.held], [Delete(part)])
                 await self.offload(files.remove_file, url)
             except (OSError, PeerError, LeaseLost) as error:  # the next commit deletes it
-                log.warning("part_not_withdrawn", step=written.record.version, cause=str(error))
+                log.warning("part_not_withdrawn", step=pending.record.version, cause=str(error))
 
-    def is_complete(self, written: Written) -> bool:
-        if written.cut is not None and written.uuid not in self.seen.copied:
+    def is_complete(self, pending: PendingCheckpoint) -> bool:
+        if pending.cut is not None and pending.uuid not in self.seen.copied:
             return False
-        return not self._missing(written)
+        return not self._missing(pending)
 
-    def _missing(self, written: Written) -> set[int]:
-        return set(stored.writers(written.layout, written.slots)) - self.seen.parts.get(written.uuid, set())
+    def _missing(self, pending: PendingCheckpoint) -> set[int]:
+        return set(stored.writers(pending.layout, pending.slots)) - self.seen.parts.get(pending.uuid, set())
 
-    async def _finish(self, written: Written) -> None:
+    async def _finish(self, pending: PendingCheckpoint) -> None:
         """Take the lock, commit, clean up, unlock. Raises GivenUp, PeerError, LeaseLost, OSError."""
         held = await try_acquire(
             self._etcd, self._keys.finish_lock, self._owner.incarnation.encode(), self._own_key.lease
@@ -221,48 +221,48 @@ class Committer:
         lock = Compare.create(self._keys.finish_lock, "==", held)
         try:
             for _ in range(ATTEMPTS):
-                latest = await self._commit(written, lock)
+                latest = await self._commit(pending, lock)
                 if latest is not None:
                     await self._clean_up(latest)
                     return
                 if not (await self._etcd.txn([lock], [])).succeeded:
-                    log.info("finish_lock_lost", step=written.record.version)
+                    log.info("finish_lock_lost", step=pending.record.version)
                     return
         finally:
             await self._unlock(lock)
 
-    async def _commit(self, written: Written, lock: Compare) -> CheckpointLatest | None:
+    async def _commit(self, pending: PendingCheckpoint, lock: Compare) -> CheckpointLatest | None:
         """The latest checkpoint: this one, or a newer one. None: a key has changed, look again. Raises GivenUp."""
-        view = await self._look(written.uuid)
+        view = await self._look(pending.uuid)
         ref = CheckpointRef(
-            uuid=written.uuid,
-            step=written.record.version,
-            timeline=written.timeline,
+            uuid=pending.uuid,
+            step=pending.record.version,
+            timeline=pending.timeline,
             manifest="",
-            origin=written.restored,
-            asked=bool(written.operation),
+            origin=pending.restored,
+            asked=bool(pending.operation),
         )
         if view.latest is not None and not is_newer(ref, view.latest):
             return view.latest
-        if obstacle := self.obstacle(written, view):
+        if obstacle := self.obstacle(pending, view):
             raise GivenUp(obstacle)
-        manifest = self._manifest(written, view)
+        manifest = self._manifest(pending, view)
         name = await self.offload(writer.write_manifest, self._spec.storage, manifest)
         ref = ref.model_copy(update={"manifest": name})
         new = CheckpointLatest(
-            uuid=written.uuid,
+            uuid=pending.uuid,
             step=ref.step,
             timeline=ref.timeline,
             term=manifest.term,
             timestamp=manifest.timestamp,
             manifest=name,
-            slots=written.slots,
+            slots=pending.slots,
             kept=kept_after(view.latest, ref, view.state.damaged, self._spec.keep_checkpoints),
-            operation=written.operation,
-            final=is_final(written.record, self._spec.epochs),
+            operation=pending.operation,
+            final=is_final(pending.record, self._spec.epochs),
         )
         try:
-            writes = [Put(self._keys.latest, new.to_bytes()), *self._positions(written, view)]
+            writes = [Put(self._keys.latest, new.to_bytes()), *self._positions(pending, view)]
             committed = await self._etcd.txn(self.proofs(view, lock), writes)
         except OutcomeUnknown:
             return None
@@ -288,12 +288,12 @@ class Committer:
         )
 
     @staticmethod
-    def obstacle(written: Written, view: _View) -> str:
+    def obstacle(pending: PendingCheckpoint, view: _View) -> str:
         """Why this must not become the latest checkpoint, or ""."""
-        if view.state.timeline != written.timeline or view.state.phase is Phase.ROLLING_BACK:
-            return f"the job left timeline {written.timeline}"
-        missing = [index for index in stored.writers(written.layout, written.slots) if index not in view.parts]
-        return f"checkpoint {written.uuid} lacks the parts of pservers {missing}" if missing else ""
+        if view.state.timeline != pending.timeline or view.state.phase is Phase.ROLLING_BACK:
+            return f"the job left timeline {pending.timeline}"
+        missing = [index for index in stored.writers(pending.layout, pending.slots) if index not in view.parts]
+        return f"checkpoint {pending.uuid} lacks the parts of pservers {missing}" if missing else ""
 
     def proofs(self, view: _View, lock: Compare) -> list[Compare]:
         """Compares that hold as long as nothing has changed since `view`."""
@@ -306,34 +306,34 @@ class Committer:
             *(Compare.create(kv.key, "==", kv.create_revision) for kv in parts),
         ]
 
-    def _positions(self, written: Written, view: _View) -> list[Put | Delete]:
+    def _positions(self, pending: PendingCheckpoint, view: _View) -> list[Put | Delete]:
         """Writes of `latest/files/<trainer>`, for people; the manifest has all positions."""
-        readers = written.cut.readers if written.cut is not None else {}
+        readers = pending.cut.readers if pending.cut is not None else {}
         named = sorted(readers.items())[:FILES_AT_ONCE]
         puts = {self._keys.latest_file(trainer): paused for trainer, paused in named}
         stale = sorted(view.files - puts.keys())[:FILES_AT_ONCE]
         return [*(Put(key, paused.to_bytes()) for key, paused in puts.items()), *(Delete(key) for key in stale)]
 
-    def _manifest(self, written: Written, view: _View) -> Manifest:
-        parts = [view.parts[index] for index in stored.writers(written.layout, written.slots)]
+    def _manifest(self, pending: PendingCheckpoint, view: _View) -> Manifest:
+        parts = [view.parts[index] for index in stored.writers(pending.layout, pending.slots)]
         return Manifest(
             job=self._keys.job,
-            uuid=written.uuid,
-            step=written.record.version,
-            timeline=written.timeline,
+            uuid=pending.uuid,
+            step=pending.record.version,
+            timeline=pending.timeline,
             term=view.term,
             generation=view.state.generation,
-            mode=written.mode,
-            lanes=written.lanes,
+            mode=pending.mode,
+            lanes=pending.lanes,
             seed=self._spec.seed,
             spec_digest=stored.spec_digest(self._spec),
             timestamp=clock.timestamp(),
-            slots=written.slots,
-            layout=written.layout,
-            record=written.record,
+            slots=pending.slots,
+            layout=pending.layout,
+            record=pending.record,
             parts=tuple(must_read(CheckpointPart, kv.key, kv.value) for kv in parts),
-            queue=written.cut.queue if written.cut is not None else {},
-            readers=written.cut.readers if written.cut is not None else {},
+            queue=pending.cut.queue if pending.cut is not None else {},
+            readers=pending.cut.readers if pending.cut is not None else {},
         )
 
     async def _clean_up(self, latest: CheckpointLatest) -> None:

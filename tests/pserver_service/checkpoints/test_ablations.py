@@ -100,7 +100,7 @@ async def part_missing(storage):
 def test_without_waiting_for_all_parts_latest_cannot_be_loaded(tmp_path):
     run_scenario(part_missing, tmp_path / "with")
     with (
-        replaced(Committer, "is_complete", lambda self, written: bool(self.seen.parts.get(written.uuid))),
+        replaced(Committer, "is_complete", lambda self, pending: bool(self.seen.parts.get(pending.uuid))),
         replaced(stored, "writers", lambda *_: (0,)),
         pytest.raises(Exception, match="lacks part of pserver 1"),
     ):

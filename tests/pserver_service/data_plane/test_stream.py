@@ -265,7 +265,7 @@ async def test_a_pserver_that_does_not_upgrade_is_asked_in_plain_requests():
     pserver = Pserver(JOB, "ps-1", index=0)
     app = web.Application()
     modern = make_app(pserver)
-    for key in (http.PSERVER, http.PATIENCE):
+    for key in (http.PSERVER, http.TIME_LIMITS):
         app[key] = modern[key]
     app.add_routes(route for route in http.routes if route.path != "/v1/stream")
     async with serving(app, "127.0.0.1", 0) as listening:
