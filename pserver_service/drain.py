@@ -48,27 +48,25 @@ class Drain:
         """Until the latest checkpoint has this version or a later one, or nobody would make one."""
         assert self._pserver.store is not None
         version, possible_at = self._wanted(self._pserver.store), clock.monotonic()
-        told = False
         while not self._is_saved(version):
             now = clock.monotonic()
             possible_at = now if self._could_be_saved() else possible_at
             if now - possible_at > NO_CHECKPOINT_S:
                 log.info("not_saved", index=self._pserver.index, step=version, job=repr(self._directory))
                 return
-            if not told:
+            if self._own_index.record.draining != version:
                 self._own_index.set(draining=version)
-                told = True
             await self._look()
 
     def _could_be_saved(self) -> bool:
         """Whether the job trains, and somebody could ask for a checkpoint."""
-        seen = self._directory
-        if seen.spec is None or seen.state is None or self._pserver.store is None:
+        view = self._directory
+        if view.spec is None or view.state is None or self._pserver.store is None:
             return False
-        if seen.master is None and seen.spec.dispatch is Dispatch.MASTER:
+        if view.master is None and view.spec.dispatch is Dispatch.MASTER:
             return False
-        runs = seen.state.phase in {Phase.RUNNING, Phase.CHECKPOINTING} and seen.state.stage is Stage.TRAIN
-        return runs and bool(seen.state.trainers) and saves_on_demand(seen.spec)
+        runs = view.state.phase in {Phase.RUNNING, Phase.CHECKPOINTING} and view.state.stage is Stage.TRAIN
+        return runs and bool(view.state.trainers) and saves_on_demand(view.spec)
 
     def _wanted(self, store: Store) -> int:
         """The version to save; asynchronous: the number of the next checkpoint."""

@@ -72,8 +72,8 @@ class Independent:
     def _may_save(self) -> bool:
         """Whether a new checkpoint may be made. After this pserver came back from one, the master has to count the losses first:
         until then the old checkpoint is needed, and the queue that a new one would hold lacks the losses."""
-        said, state = self._own_index.record.restored, self._directory.state
-        if said is None or not said.rejoined:
+        restored, state = self._own_index.record.restored, self._directory.state
+        if restored is None or not restored.rejoined:
             return True
         return state is not None and state.mends.get(str(self._pserver.index)) == self._pserver.incarnation
 

@@ -56,8 +56,8 @@ class Rejoin:
             await self._directory.changed(revision, LOOK_S)
 
     def is_due(self, state: JobState) -> bool:
-        spec, said = self._directory.spec, self._own_index.record.restored
-        answered = said is not None and said.timeline == state.timeline
+        spec, restored = self._directory.spec, self._own_index.record.restored
+        answered = restored is not None and restored.timeline == state.timeline
         empty = self._directory.init_done and self._pserver.store is None
         return spec is not None and spec.mode is Mode.ASYNC and state.phase in GOING_ON and empty and not answered
 
@@ -67,8 +67,8 @@ class Rejoin:
             try:
                 found = await self._load()
             except CheckpointUnusable as error:
-                said = Restored(timeline=state.timeline, checkpoint="", error=error.message, rejoined=True)
-                self._own_index.set(restored=said, waits="")
+                restored = Restored(timeline=state.timeline, checkpoint="", error=error.message, rejoined=True)
+                self._own_index.set(restored=restored, waits="")
                 return
             except (PeerError, LeaseLost) as error:
                 log.warning("rejoin_delayed", index=self._pserver.index, cause=str(error))
@@ -78,7 +78,7 @@ class Rejoin:
                 return
             self._pserver.generation = max(self._pserver.generation, state.generation)
             self._pserver.restore(found.store, state.timeline, found.ref.uuid)
-            said = Restored(
+            restored = Restored(
                 timeline=state.timeline,
                 checkpoint=found.ref.uuid,
                 rejoined=True,
@@ -86,7 +86,7 @@ class Rejoin:
                 blocks=len(found.store.blocks),
                 damaged=found.damaged,
             )
-            self._own_index.set(restored=said, waits="")
+            self._own_index.set(restored=restored, waits="")
             return
 
     async def _load(self) -> _Found:

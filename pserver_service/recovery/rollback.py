@@ -45,8 +45,8 @@ class Rollback:
 
     def is_due(self, state: JobState) -> bool:
         """Whether this pserver has to answer the roll-back."""
-        said = self._own_index.record.restored
-        done = said is not None and (said.timeline, said.checkpoint) == (state.timeline, state.checkpoint)
+        restored = self._own_index.record.restored
+        done = restored is not None and (restored.timeline, restored.checkpoint) == (state.timeline, state.checkpoint)
         return state.phase is Phase.ROLLING_BACK and not done
 
     async def _roll_back(self, state: JobState) -> None:
@@ -67,8 +67,10 @@ class Rollback:
                 continue
             if cause:
                 log.error("checkpoint_unusable", index=self._pserver.index, message=cause)
-            said = Restored(timeline=state.timeline, checkpoint=state.checkpoint, error=cause, superseded=superseded)
-            self._own_index.set(restored=said, waits="")
+            restored = Restored(
+                timeline=state.timeline, checkpoint=state.checkpoint, error=cause, superseded=superseded
+            )
+            self._own_index.set(restored=restored, waits="")
             return
 
     async def _load(self, state: JobState) -> Store:

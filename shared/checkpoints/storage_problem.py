@@ -1,4 +1,4 @@
-"""Why checkpoints cannot be written: told once when it begins and once when it is over.
+"""Why checkpoints cannot be written: reported once when it begins and once when it is over.
 
 part or commit fails ─► begin ─► log, the own key (the master makes it an event)      works again ─► end ─► the same
 """
@@ -14,7 +14,7 @@ log = telemetry.logger("checkpoints.storage")
 
 
 class StorageProblem:
-    """`begin` and `end` are called for each checkpoint; only changes are told. `what`: "part" or "commit".
+    """`begin` and `end` are called for each checkpoint; only changes are reported. `what`: "part" or "commit".
 
     `tell` gets the first message of a problem, not those that follow, and "" when the problem is over."""
 

@@ -69,19 +69,19 @@ class Pauser:
     async def run(self) -> None:
         """Until cancelled."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._follow())
+            group.create_task(self._watch_pause())
             group.create_task(self._answer())
 
-    async def _follow(self) -> None:
+    async def _watch_pause(self) -> None:
         key = self._directory.keys.pause
         async with aclosing(self._etcd.watch(key)) as batches:
             async for batch in batches:
                 if batch.reset:
-                    self._see(batch.kvs[0].value if batch.kvs else None)
+                    self._take(batch.kvs[0].value if batch.kvs else None)
                 for event in batch.events:
-                    self._see(event.kv.value if event.type == "put" else None)
+                    self._take(event.kv.value if event.type == "put" else None)
 
-    def _see(self, value: bytes | None) -> None:
+    def _take(self, value: bytes | None) -> None:
         if value is None:
             self._key, self._gone = "", self._key or self._gone
             return
@@ -90,15 +90,15 @@ class Pauser:
             self._key = pause.uuid
 
     async def _answer(self) -> None:
-        said = ""
+        answered = ""
         while True:
             revision, saving = self._directory.revision, self._saving
             if saving is not None and saving.uuid != self._since[0]:
                 self._since = saving.uuid, clock.monotonic()
-            if saving is None or saving.uuid == said or self.lifted:
+            if saving is None or saving.uuid == answered or self.lifted:
                 await self._directory.changed(revision, LOOK_S)
             elif self._resting.is_set():
-                said = await self._say(saving)
+                answered = await self._write_answer(saving)
             else:
                 await self._rest()
 
@@ -109,7 +109,7 @@ class Pauser:
         except TimeoutError:
             pass
 
-    async def _say(self, saving: Saving) -> str:
+    async def _write_answer(self, saving: Saving) -> str:
         """The checkpoint that was answered, "" if the answer was not written."""
         await self._flush()
         try:
