@@ -169,7 +169,7 @@ async def test_async_updates_do_not_touch_values_on_their_way_out():
     found, end = await pulled(pserver, pull_request(None, [0]))
     assert torch.equal(found[0], values[0] - 1 - 1 - 1 - 1)
     assert end == PullEnd(code="OK")
-    with pytest.raises(InvalidArgument, match="version 3 was asked in async mode"):
+    with pytest.raises(InvalidArgument, match="version 3 was asked for in async mode"):
         await pulled(pserver, pull_request(3, [0]))
     check_invariants(pserver)
 
