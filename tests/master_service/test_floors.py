@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.tidy.test_tidy import ROOT, imports, where
+from tests.tidy.sources import ROOT, imports, where
 
 FLOORS = [
     {"core.changes"},
