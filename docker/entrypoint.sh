@@ -1,5 +1,5 @@
 #!/bin/bash
-# master | pserver | trainer | masterless: that service, reachable by the container's address; anything else is run as it is.
+# master | pserver | trainer | masterless: starts that service, reachable at the container's address. Any other command is run unchanged.
 set -euo pipefail
 
 role="${1:-}"

@@ -20,7 +20,7 @@ NOT_LIBRARY = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-pac
 
 
 def prepare(folder: Path) -> dict[str, Path]:
-    """Write the files that are not there yet; {"train": path, "valid": path}."""
+    """Write the files that do not exist yet; returns {"train": path, "valid": path}."""
     paths = {name: folder / f"stdlib-{platform.python_version()}-{name}.txt" for name in ("train", "valid")}
     if all(path.exists() for path in paths.values()):
         return paths

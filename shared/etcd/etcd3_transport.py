@@ -133,7 +133,7 @@ class Etcd3Transport:
         for session in sessions:
             await session.close()
         if self._ssl is not None and sessions:
-            await asyncio.sleep(0.05)  # aiohttp closes TLS connections a little later than it says
+            await asyncio.sleep(0.05)  # aiohttp closes TLS connections a little after `close` returns
 
     # ------------------------------------------------------------ one request
 

@@ -4,7 +4,7 @@
                              └── anything else ─► aborted: no object, and no parts that cost money
 
 Endpoint and credentials come from the usual AWS_* variables and files. Everything here blocks, no request for longer than
-REQUEST_S; without this limit the client would wait for ever for a server that stops reading.
+REQUEST_S; without this limit the client would wait without end for a server that stops reading.
 """
 
 from __future__ import annotations

@@ -33,10 +33,8 @@ AnyRecord = TypeVar("AnyRecord", bound=Record)
 _PAIR, _BIN8, _BIN16, _BIN32 = 0x92, 0xC4, 0xC5, 0xC6
 _BIN_LENGTH_BYTES = {_BIN8: 1, _BIN16: 2, _BIN32: 4}
 _SKIPPED = memoryview(bytearray(64 << 10))  # receives the payloads of skipped blocks
-KNOWN_BYTES, KNOWN_HEADERS = (
-    128,
-    8192,
-)  # the bytes before a payload that are remembered: at most so long, at most so many
+# headers that are remembered: longest, and how many
+KNOWN_BYTES, KNOWN_HEADERS = 128, 8192
 _PORTION_BYTES = (
     1024  # bytes of a chunk that are searched for a header at a time, so at most this much is copied beyond the header
 )

@@ -33,9 +33,8 @@ PATH = "/v1/stream"
 LOCAL_BYTES = 2 << 20  # kernel buffers on one host: enough for one turn of each end, and small enough for the cache
 HEAD_BYTES = 8 << 10  # read at once if no payload is expected; bytes of a payload in it are copied
 HEADS = 4  # at most so many blocks without payload are sent at once
-BURST_BYTES = (
-    256 << 10
-)  # read, sent or worked on before other tasks get their turn; with more, the two ends work one after the other
+# read, sent or worked on before other tasks get their turn; with more, the two ends work one after the other
+BURST_BYTES = 256 << 10
 HEAD_COST_BYTES = 16 << 10  # a block without payload costs as much time as so many bytes
 LINGER_S = 2.0  # time for the peer to read why its connection is closed
 
@@ -51,9 +50,8 @@ class FrameStream(asyncio.BufferedProtocol):
         self.rests = False
         self.closed = False
         self.failure: TriremeError | None = None
-        self.moved = self.paused_at = (
-            clock.monotonic()
-        )  # time of the last received bytes; time when the transport was last full
+        # time of the last received bytes; time when the transport was last full
+        self.moved = self.paused_at = clock.monotonic()
         self._transport: asyncio.Transport | None = None
         self._decoder = codec.Decoder(limits, self.place, endless=True, prepare=self.prepare)
         self._head = memoryview(bytearray(HEAD_BYTES))
@@ -62,9 +60,8 @@ class FrameStream(asyncio.BufferedProtocol):
         self._heads: list[bytes] = []  # not sent yet
         self._corked = False
         self._burst = 0  # bytes since other tasks had their turn in the event loop
-        self._events: Iterator[codec.Event] = iter(
-            ()
-        )  # events of received bytes; not finished while other tasks have their turn
+        # events of received bytes; not finished while other tasks have their turn
+        self._events: Iterator[codec.Event] = iter(())
 
     # ------------------------------------------------------------ for subclasses
 
@@ -150,9 +147,8 @@ class FrameStream(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's transports do not inherit from it
-        self._transport.set_write_buffer_limits(
-            high=0
-        )  # so that `paused` tells whether the transport refers to our memory
+        # so that `paused` tells whether the transport refers to our memory
+        self._transport.set_write_buffer_limits(high=0)
         plain = transport.get_extra_info("socket")
         if plain is not None and _is_local(plain):
             _tune(plain)

@@ -82,9 +82,8 @@ def _is_child(name: str, pid: int) -> bool:
             return False
         if name == "etcd":
             return "etcd" in process.name()
-        forked = f"[{name}]" in " ".join(
-            process.cmdline()
-        )  # /proc/PID/environ of a forked process is the fork server's
+        # for a forked process /proc/PID/environ is the fork server's
+        forked = f"[{name}]" in " ".join(process.cmdline())
         return forked or process.environ().get("TRIREME_NAME") == name
     except psutil.Error:
         return False

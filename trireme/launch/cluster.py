@@ -235,7 +235,7 @@ class LocalCluster:
             self._final.set_exception(ClusterError(f"{message}; its log is {log}", child=name, log=str(log), tail=tail))
 
     async def _revoke_leases(self, child: Child, end: Exit) -> None:
-        """Of a child that died, so that nobody waits for them to run out. The launcher saw the death, so no master needs to
+        """Of a child that died, so that no member waits until they expire. The launcher saw the death, so no master needs to
         confirm it by a probe."""
         try:
             await revoke_leases_of(self.etcd, self._keys, child.name, end.pid)
@@ -322,9 +322,7 @@ class LocalCluster:
         """End all children in order: trainers, masters, parameter servers, etcd. Each kind takes at most GRACE_S
         (parameter servers PSERVER_GRACE_S)."""
         self._stopping = True
-        if (
-            not self._final.done() or self._final.exception() is None
-        ):  # keeps an exception that nobody awaited from being logged
+        if not self._final.done() or self._final.exception() is None:  # reading it prevents a warning about it
             self._final.cancel()
         for task in self._running:
             task.cancel()

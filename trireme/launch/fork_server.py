@@ -168,10 +168,10 @@ def _run(request: Request) -> int:
     return code
 
 
-def _exit_code(said: object) -> int:
-    if said is None or isinstance(said, int):
-        return (said or 0) & 0xFF
-    print(said, file=sys.stderr)  # noqa: T201  as an interpreter does
+def _exit_code(value: object) -> int:
+    if value is None or isinstance(value, int):
+        return (value or 0) & 0xFF
+    print(value, file=sys.stderr)  # noqa: T201  as an interpreter does
     return FAILED
 
 

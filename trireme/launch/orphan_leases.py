@@ -1,4 +1,4 @@
-"""Revoke the leases of processes that the launcher knows to be dead, so that nobody waits until they expire."""
+"""Revoke the leases of processes that the launcher knows to be dead, so that no member waits until they expire."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def revoke_leases_of(etcd: Etcd, keys: Keys, child: str, pid: int) -> None
 
 async def revoke_all_leases(etcd: Etcd, keys: Keys) -> None:
     """Of an earlier run's members. They died with their launcher, but etcd, started again on its old data, gives their
-    leases their full time once more. Raises PeerError."""
+    leases their full time again. Raises PeerError."""
     found = await etcd.range(keys.prefix, prefix=True, keys_only=True)
     for lease in sorted({item.lease for item in found.kvs if item.lease}):
         await etcd.revoke(lease, timeout_s=REVOKE_TIMEOUT_S)

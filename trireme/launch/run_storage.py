@@ -17,7 +17,7 @@ from shared.storage import files
 from shared.storage.object_store import REQUEST_S, endpoint, is_s3
 from trireme.settings import UsageError
 
-TELL_AFTER_S = 2.0
+REPORT_AFTER_S = 2.0
 
 
 def place_of(base: str | None, job: str, folder: Path, last: str = "") -> str:
@@ -28,15 +28,15 @@ def place_of(base: str | None, job: str, folder: Path, last: str = "") -> str:
     return last if last.startswith(f"{home}/") else files.join(home, ids.new_id("run"))
 
 
-async def check(url: str, tell: Callable[[str], None]) -> None:
+async def check(url: str, report: Callable[[str], None]) -> None:
     """Try a write and a read there, and delete unfinished files of a killed run: no other run uses this place.
 
     Raises UsageError, Unauthorized, PeerError (not reachable); the message says what to do.
     """
     work = asyncio.get_running_loop().run_in_executor(None, _check, url)
-    done, _ = await asyncio.wait([work], timeout=TELL_AFTER_S)
+    done, _ = await asyncio.wait([work], timeout=REPORT_AFTER_S)
     if not done and is_s3(url):
-        tell(f"waiting for {url} at {endpoint() or 'Amazon S3'}, at most {REQUEST_S:g} s a request")
+        report(f"waiting for {url} at {endpoint() or 'Amazon S3'}, at most {REQUEST_S:g} s a request")
     try:
         await work
     except TriremeError:

@@ -87,9 +87,7 @@ class ProgressReporter:
     async def run(self, connect: Connect) -> None:
         """Poll until cancelled."""
         while True:
-            with contextlib.suppress(
-                PeerError
-            ):  # no master right now: a standby takes over, or the master is started again
+            with contextlib.suppress(PeerError):  # no master now: a standby takes over, or it is started again
                 await self._poll(connect)
             await asyncio.sleep(POLL_S)
 

@@ -36,7 +36,7 @@ def asked(*questions: tuple[str, int]) -> list[list[int]]:
     return run_virtual(VirtualLoop(rng), ask(), rng)
 
 
-def test_a_trainer_is_buried_though_training_is_paused():
+def test_a_trainer_leases_are_found_while_training_is_paused():
     assert asked(("trainer-0", 10)) == [[100]]
 
 
@@ -44,7 +44,7 @@ def test_a_sweeper_leaves_its_lock_as_well():
     assert asked(("trainer-1", 11)) == [[110, 400]]
 
 
-def test_a_key_that_nobody_can_read_keeps_no_other_from_its_grave():
+def test_a_key_that_nobody_can_read_hides_no_other():
     assert asked(("pserver-0", 20), ("pserver-1", 21), ("master-0", 30)) == [[200], [], [300]]
 
 

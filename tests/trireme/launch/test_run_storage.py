@@ -75,7 +75,7 @@ def test_access_that_is_denied(s3):
 
 
 def test_a_store_that_is_not_reached_is_waited_for_with_a_limit_and_told(s3, monkeypatch):
-    monkeypatch.setattr(run_storage, "TELL_AFTER_S", 0.1)
+    monkeypatch.setattr(run_storage, "REPORT_AFTER_S", 0.1)
     monkeypatch.setattr(object_store, "REQUEST_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
