@@ -97,7 +97,7 @@ def _refuse_unknown(values: Mapping[str, Any], known: Sequence[str], where: str)
     for name in values:
         if name not in known:
             similar = difflib.get_close_matches(name, known, n=1)
-            suggestion = f"did you mean {similar[0]}?" if similar else f"known are {', '.join(known)}"
+            suggestion = f"did you mean {similar[0]}?" if similar else f"known settings: {', '.join(known)}"
             msg = f"{where}: there is no setting {name!r}; {suggestion}"
             raise UsageError(msg)
 

@@ -123,7 +123,7 @@ def test_status_tasks_and_members_ask_the_running_job(trireme, tmp_path):
 def test_a_job_that_was_never_started_is_not_found(trireme):
     done = trireme.run("status", "--job", "nothing")
     assert (done.code, done.out) == (3, "")
-    assert "has no run of job nothing" in done.err
+    assert "holds no run of job nothing" in done.err
 
 
 def test_a_dry_run_prints_the_spec_and_starts_nothing(trireme, tmp_path):

@@ -110,9 +110,11 @@ def run(
 
     A setting comes from the first of: flag, environment (TRIREME_EPOCHS, ...), trireme.toml, the script's config, default.
 
-    Run the same command again after a stop. An unfinished job resumes from its last checkpoint; in synchronous mode the
-    numbers of trainers and parameter servers may differ, other settings must be the same. A completed job is not trained
-    again. A failed job starts from the beginning, as any job does with --fresh; the files of its last run are kept in
+    Run the same command again after a stop:
+    - An unfinished job resumes from its last checkpoint. The numbers of trainers and parameter servers may differ (with
+    independent checkpoints only that of trainers); other settings must be the same.
+    - A completed job is not trained again.
+    - A failed job starts from the beginning, as any job does with --fresh. The files of its last run are kept in
     previous/ in the job's folder.
     """
     from trireme.cli.run import RunRequest, run_command  # noqa: PLC0415

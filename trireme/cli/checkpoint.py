@@ -39,7 +39,7 @@ def spec_of(job: str | None, data_dir: Path | None) -> JobSpec:
     try:
         return JobSpec.model_validate_json((place / name / "spec.json").read_bytes())
     except OSError as error:
-        msg = f"{place} has no run of {f'job {job}' if job else 'any job'}"
+        msg = f"{place} holds no run{f' of job {job}' if job else ''}"
         raise NotFound(msg, hint="give the same --job and --data-dir as to `trireme run`") from error
 
 

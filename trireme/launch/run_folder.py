@@ -77,7 +77,7 @@ def find_run(data_dir: Path | None, job: str | None, options: str = "--data-dir"
     place = data_dir or Path(os.environ.get("TRIREME_DATA_DIR") or DATA_DIR)
     facts = read_run_file(place, job)
     if facts is None:
-        msg = f"{place} has no run of {f'job {job}' if job else 'any job'}"
+        msg = f"{place} holds no run{f' of job {job}' if job else ''}"
         raise NotFound(msg, hint=f"start one with `trireme run SCRIPT`, or give {options}")
     return place / str(facts["job"]), facts
 

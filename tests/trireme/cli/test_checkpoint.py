@@ -133,7 +133,7 @@ def test_a_checkpoint_that_is_not_there_is_told_with_those_that_are(capsys, job)
 def test_a_job_that_is_not_there(capsys, tmp_path):
     code, answer = ask(capsys, checkpoint.list_checkpoints, tmp_path / "data" / "nobody")
     assert code == 3
-    assert "no run of any job" in answer["error"]["message"]
+    assert "holds no run" in answer["error"]["message"]
 
 
 def test_a_job_without_checkpoints(capsys, tmp_path):
