@@ -1,4 +1,4 @@
-"""`trireme run` as a user runs it: a process of its own; afterwards nobody of its family may be left."""
+"""`trireme run` as a user runs it: in a process of its own. No child process may be left afterwards."""
 
 from __future__ import annotations
 

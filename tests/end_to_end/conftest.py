@@ -27,7 +27,7 @@ def fork_servers() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """What the job of test_faults.py gives with one trainer, one parameter server, and nobody dying."""
+    """What the job of test_faults.py gives with one trainer, one parameter server, and no deaths."""
     from tests.end_to_end.test_faults import cluster_of, completed, spec_of
 
     async def run(folder: Path) -> dict[str, torch.Tensor]:

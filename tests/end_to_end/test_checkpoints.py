@@ -47,7 +47,7 @@ def test_a_jobs_checkpoints_are_good_and_an_export_is_the_model_that_plain_pytor
 
 
 def assert_same_model(script: Path, epochs: int, values: dict[str, torch.Tensor]) -> None:
-    """Plain PyTorch loads `values`, and the model then says what one says that one process has trained so long."""
+    """Plain PyTorch loads `values`; the model's output equals that of a model which one process trained for as many steps."""
     user = load(str(script))
     reference = plain.run(user, plain.plain_spec(user, {"lanes": 1, "epochs": epochs})).model
     model = user.call("model")

@@ -191,7 +191,7 @@ def ways(folder: Path, trainer: str) -> set[str]:
 
 
 async def test_members_that_are_asked_to_leave_hand_over_first_and_change_no_bit(tmp_path, undisturbed):
-    """SIGTERM to a trainer, the leading master and a parameter server. Nobody waits for a lease (30 s) to run out."""
+    """SIGTERM to a trainer, the leading master and a parameter server. No member waits until a lease (30 s) expires."""
     async with cluster_of(
         spec_of(tmp_path, lease_ttl_s=30.0, checkpoint_every_epochs=1000), tmp_path, standbys=1
     ) as cluster:

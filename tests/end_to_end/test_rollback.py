@@ -91,7 +91,7 @@ def wait_for_step(trireme: Command, step: int) -> int:
 
 
 def test_a_pserver_killed_in_mid_training_costs_no_bit(trireme, tmp_path, undisturbed):
-    """By `trireme chaos kill` from a second terminal, whose receipt says how the job got over it."""
+    """With `trireme chaos kill` from a second terminal; its receipt shows how the job recovered."""
     process = trireme.start("run", script_in(tmp_path), *SETTINGS, "--pservers", 2, "--json")
     wait_for(process, "generation 1")
     at = wait_for_step(trireme, 15)

@@ -1,4 +1,4 @@
-"""The canonical tree: the same bits whoever owns the lanes, and plain PyTorch's bits for one lane."""
+"""The canonical tree: the same bits for every assignment of lanes, and plain PyTorch's bits for one lane."""
 
 from __future__ import annotations
 

@@ -88,13 +88,13 @@ class ProgressReporter:
         """Poll until cancelled."""
         while True:
             with contextlib.suppress(PeerError):  # no master now: a standby takes over, or it is started again
-                await self._poll(connect)
+                await self.poll(connect)
             await asyncio.sleep(POLL_S)
 
     async def last_counts(self, connect: Connect) -> Counts:
         """The counts for the summary, as far as the master still answers."""
         with contextlib.suppress(TriremeError):
-            await self._poll(connect)  # includes the last events
+            await self.poll(connect)  # includes the last events
         discarded: list[dict[str, Any]] = []
         with contextlib.suppress(TriremeError):
             async with connect() as client:
@@ -102,7 +102,8 @@ class ProgressReporter:
         progress = self._last.get("progress", {})
         return Counts(dict(self.restarts), progress.get("loss"), progress.get("step"), discarded)
 
-    async def _poll(self, connect: Connect) -> None:
+    async def poll(self, connect: Connect) -> None:
+        """Ask once and show what changed. Raises TriremeError."""
         async with (
             self._polling,  # so that each event is shown once
             connect() as client,

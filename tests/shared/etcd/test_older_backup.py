@@ -1,4 +1,4 @@
-"""An etcd that was restored from an older backup is noticed by whoever knew more, and by nobody else."""
+"""A client that knew a newer revision notices that etcd was restored from an older backup; other clients do not."""
 
 from __future__ import annotations
 

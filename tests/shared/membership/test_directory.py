@@ -1,4 +1,4 @@
-"""A member's view of its job: current while etcd is there, stale while it is not, never wrong for ever."""
+"""A member's view of its job: current while etcd answers, stale while it does not, and current again afterwards."""
 
 from __future__ import annotations
 

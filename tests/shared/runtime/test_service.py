@@ -1,4 +1,4 @@
-"""Signals of a service process: the first is a wish, the second an order."""
+"""Signals of a service process: it drains after the first and exits at once after the second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Children that are forked are as those that are spawned: the launcher's own, whoever is killed."""
+"""Forked children behave like spawned ones: they are the launcher's children, also after the fork server is killed."""
 
 from __future__ import annotations
 

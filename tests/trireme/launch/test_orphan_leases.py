@@ -1,4 +1,4 @@
-"""Whose leases the launcher revokes when it saw a child die: the dead one's, whatever else lies among the members."""
+"""The launcher revokes the leases of a dead child, and only those."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEYS = Keys("ctr")
 
 
 def asked(*questions: tuple[str, int]) -> list[list[int]]:
-    """The answers while a pause and a key that nobody can read stand among the members."""
+    """The leases found while a pause and an unreadable key lie below the members' prefixes."""
 
     async def ask() -> list[list[int]]:
         etcd = Etcd(SimulatedEtcd().transport("launcher"))

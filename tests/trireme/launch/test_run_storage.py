@@ -1,4 +1,4 @@
-"""`--storage`: a place of its own for each run, and what is wrong with it told before anything starts."""
+"""`--storage`: each run has its own place, and errors are reported before anything starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["s3"]
 
 
 def checked(url: str) -> list[str]:
-    """What is told while it waits."""
+    """The messages while it waits."""
     told: list[str] = []
     asyncio.run(run_storage.check(url, told.append))
     return told

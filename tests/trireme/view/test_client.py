@@ -1,4 +1,4 @@
-"""The REST client against a real socket: what the master says becomes the errors of shared.errors."""
+"""The REST client against a real socket: error answers become the errors of shared.errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launcher says beside the progress."""
+"""The events and warnings that the launcher shows besides the progress."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trireme.view.live_progress import ProgressReporter, too_few_tasks
 
 
 class Master:
-    """One that has one event to tell and is away when it is first asked for its tasks;."""
+    """It has one event, and fails when it is first asked for its tasks;."""
 
     def __init__(self):
         self.asked = 0
@@ -40,10 +40,10 @@ class Master:
 
 class Screen:
     def __init__(self):
-        self.said = []
+        self.shown = []
 
     def event(self, text):
-        self.said.append(text)
+        self.shown.append(text)
 
     def show(self, *_):
         pass
@@ -51,13 +51,14 @@ class Screen:
 
 async def test_a_master_that_leaves_in_the_middle_of_an_answer_costs_no_event_and_no_warning():
     master, screen = Master(), Screen()
-    reporter = ProgressReporter(JobSpec.model_construct(mode=Mode.SYNC, trainers=2, records_per_task=64), screen)
+    spec = JobSpec.model_construct(mode=Mode.SYNC, trainers=2, records_per_task=64)
+    reporter = ProgressReporter(spec, screen)
     with pytest.raises(PeerError):
-        await reporter._poll(master.client)
-    assert screen.said == []
+        await reporter.poll(master.client)
+    assert screen.shown == []
     for _ in range(4):
-        await reporter._poll(master.client)
-    assert screen.said == ["it runs", too_few_tasks(reporter._spec, 1)]
+        await reporter.poll(master.client)
+    assert screen.shown == ["it runs", too_few_tasks(spec, 1)]
     assert master.asked == 3, "it is asked until it knows, and no more"
 
 
