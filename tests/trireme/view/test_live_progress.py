@@ -12,7 +12,7 @@ from trireme.view.live_progress import ProgressReporter, too_few_tasks
 
 
 class Master:
-    """It has one event, and fails when it is first asked for its tasks;."""
+    """It has one event, and fails when it is first asked for its tasks."""
 
     def __init__(self):
         self.asked = 0
