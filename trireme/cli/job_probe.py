@@ -1,4 +1,4 @@
-"""A running local job seen from outside: from etcd, its master's REST and its parameter servers."""
+"""The state of a running local job, read from etcd, its master's REST API and its parameter servers."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ RETRY_S = 0.1
 
 
 class JobProbe:
-    """Reads the job that runs in `folder`. Make a new one after the launcher was started again. Enter it where a task may
-    run beside the caller.
+    """Reads the job that runs in `folder`. Use `async with`: a task follows etcd meanwhile. Make a new probe after the launcher was
+    started again.
 
     `directory`: the job's keys in etcd, followed all the time. `etcd`, `keys`: for what the directory does not follow.
     """
