@@ -1,8 +1,8 @@
 """The messages of the data plane (shared/wire/codec.py sends them as msgpack maps; a simulated network passes the objects).
 
-push (sync)   PushHeader(step, positions, options?)       then per block SyncBlock + payload,   then END
-push (async)  PushHeader(task, start, end, options)       then per block AsyncBlock + payload,  then END
-pull          PullRequest(version | None, blocks)   ->    per block PulledBlock + payload,      then PullEnd
+push (sync)   PushHeader(step, positions, lane_zero?)       then per block PushBlock + payload,   then the end map
+push (async)  PushHeader(task, start, end, lane_zero)       then per block PushBlock + payload,   then the end map
+pull          PullRequest(version | None, blocks)     ->    per block PulledBlock + payload,      then PullEnd
 """
 
 from __future__ import annotations
