@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 
 from master_service.control.events import EventRing
-from master_service.core.changes import Event
+from master_service.core.changes import Event, Fields
 from master_service.core.decisions import tasks
 from master_service.core.decisions.lifecycle import count_failure
 from master_service.core.state.job import Job
@@ -90,7 +90,7 @@ class TaskService(ABC):
         """The user's code failed outside a task (building the model, say)."""
         writer = self.writer
         named = failure.model_copy(update={"trainer": failure.trainer or member_id})
-        fields: dict[str, str | int | float | bool] = {"member": member_id, "error_type": failure.error_type}
+        fields: Fields = {"member": member_id, "error_type": failure.error_type}
         self.events.add([Event("user_failure", f"{member_id}: {failure.error_type}: {failure.message}", fields)])
         await writer.decide(lambda job, _: count_failure(job.budget, job.state, named, in_task=False))
 

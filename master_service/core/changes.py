@@ -23,6 +23,7 @@ from shared.records.operations import Operation
 from shared.records.pauses import Losses, Pause
 from shared.records.queue import FailureCounts
 
+Fields = dict[str, str | int | float | bool]
 Answer_co = TypeVar("Answer_co", covariant=True)
 
 
@@ -188,7 +189,7 @@ class Event:
 
     name: str
     message: str
-    fields: dict[str, str | int | float | bool] = field(default_factory=dict)
+    fields: Fields = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ A candidate that finds the holder's port closed revokes the holder's lease, so t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 
 from master_service.control.task_service import Probe
 from shared.errors import TriremeError
@@ -23,7 +23,7 @@ log = telemetry.logger("election")
 
 
 async def run_under_lease(
-    etcd: Etcd, ttl_s: float, stopping: asyncio.Event, work: Callable[[Lease], Awaitable[None]]
+    etcd: Etcd, ttl_s: float, stopping: asyncio.Event, work: Callable[[Lease], Coroutine[None, None, None]]
 ) -> None:
     """Run `work(lease)` from the grant of a lease until it is lost or `stopping` is set; then the lease is revoked at once.
 
@@ -48,13 +48,15 @@ def _note_end(term: asyncio.Future[None]) -> None:
         log.debug("term_ended", cause=str(error))
 
 
-async def _term(etcd: Etcd, ttl_s: float, stopping: asyncio.Event, work: Callable[[Lease], Awaitable[None]]) -> None:
+async def _term(
+    etcd: Etcd, ttl_s: float, stopping: asyncio.Event, work: Callable[[Lease], Coroutine[None, None, None]]
+) -> None:
     lease = await etcd.grant(ttl_s)
     try:
         async with asyncio.TaskGroup() as group:
             keeper = group.create_task(lease.keep_alive())
             ends = [group.create_task(stopping.wait()), group.create_task(lease.lost.wait())]
-            working = group.create_task(_awaited(work, lease))
+            working = group.create_task(work(lease))
             await asyncio.wait([working, *ends], return_when=asyncio.FIRST_COMPLETED)
             for task in (working, keeper, *ends):
                 task.cancel()
@@ -90,10 +92,6 @@ async def campaign(
         term = await acquire(etcd, key, me.to_bytes(), lease, on_wait=look_at)
         probing.cancel()
     return term
-
-
-async def _awaited(work: Callable[[Lease], Awaitable[None]], lease: Lease) -> None:
-    await work(lease)
 
 
 async def _revoke(lease: Lease) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shared.records import LaneInterval
+from master_service.core.changes import PutLanes
+from shared.records import JobSpec, LaneInterval, LaneMap, Mode
 
 CHEAP_OWNERS = 64
 
@@ -25,6 +26,14 @@ def assign_lanes(lanes: int, before: Sequence[LaneInterval], trainers: Sequence[
         intervals.append(LaneInterval(trainer=trainer, first=first, last=last))
         first = last
     return tuple(intervals)
+
+
+def new_lanes(spec: JobSpec, before: LaneMap | None, generation: int, trainers: Sequence[str]) -> tuple[PutLanes, ...]:
+    """The lane map of a new generation. Asynchronous training has none."""
+    if spec.mode is not Mode.SYNC:
+        return ()
+    intervals = assign_lanes(spec.lanes, before.intervals if before else (), trainers)
+    return (PutLanes(LaneMap(generation=generation, lanes=spec.lanes, intervals=intervals)),)
 
 
 def moved_lanes(before: Sequence[LaneInterval], after: Sequence[LaneInterval]) -> int:

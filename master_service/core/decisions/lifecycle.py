@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from master_service.core.changes import Change, Decision, Event, NextEpoch, PutFailures, PutState
+from master_service.core.changes import Change, Decision, Event, Fields, NextEpoch, PutFailures, PutState
 from master_service.core.state.failure_budget import FailureBudget
 from master_service.core.state.job import Job
 from shared.records import CompleteTask, JobResult, JobSpec, JobState, Phase, Stage, UserFailure
@@ -33,7 +33,7 @@ def fail(state: JobState, reason: str, failure: UserFailure | None = None) -> De
     if state.phase.final:
         return Decision(None)
     failed = state.model_copy(update={"phase": Phase.FAILED, "reason": reason, "failure": failure})
-    fields: dict[str, str | int | float | bool] = {"reason": reason}
+    fields: Fields = {"reason": reason}
     if failure:
         fields |= {"error_type": failure.error_type, "task": failure.task, "trainer": failure.trainer}
     return Decision(None, (PutState(failed),), (Event("job_failed", reason, fields),))

@@ -7,9 +7,9 @@ RUNNING    a trainer joined or died -> generation + 1 (and new lanes);  a pserve
 
 from __future__ import annotations
 
-from master_service.core.changes import Change, Decision, Event, PutLanes, PutSlots, PutState
+from master_service.core.changes import Change, Decision, Event, Fields, PutSlots, PutState
 from master_service.core.decisions import pause_checkpoint, pserver_return, rollback
-from master_service.core.decisions.lane_placement import assign_lanes
+from master_service.core.decisions.lane_placement import new_lanes
 from master_service.core.state.members import Members
 from shared.records import JobSpec, JobState, LaneMap, Mode, Phase, SlotMap
 from shared.slots import spread
@@ -89,10 +89,7 @@ def _regroup(spec: JobSpec, state: JobState, lanes: LaneMap | None, trainers: tu
     grown = state.model_copy(
         update={"phase": Phase.RUNNING, "generation": generation, "reason": reason, "trainers": trainers}
     )
-    changes: tuple[Change, ...] = (PutState(grown),)
-    if spec.mode is Mode.SYNC:
-        intervals = assign_lanes(spec.lanes, lanes.intervals if lanes else (), trainers)
-        changes = (*changes, PutLanes(LaneMap(generation=generation, lanes=spec.lanes, intervals=intervals)))
+    changes: tuple[Change, ...] = (PutState(grown), *new_lanes(spec, lanes, generation, trainers))
     name = "generation_changed" if state.phase is Phase.RUNNING else "job_running"
-    fields: dict[str, str | int | float | bool] = {"generation": generation, "trainers": len(trainers), "cause": reason}
+    fields: Fields = {"generation": generation, "trainers": len(trainers), "cause": reason}
     return Decision(None, changes, (Event(name, f"generation {generation}: {reason}", fields),))

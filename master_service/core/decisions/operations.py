@@ -10,7 +10,7 @@ Decisions only; the files are read by control/operation_runner.py.
 
 from __future__ import annotations
 
-from master_service.core.changes import Change, Decision, DropOperation, Event, PutOperation
+from master_service.core.changes import Change, Decision, DropOperation, Event, Fields, PutOperation
 from master_service.core.decisions import rollback
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
@@ -22,8 +22,6 @@ from shared.records.operations import Operation, OperationKind, OperationState, 
 
 ASK_AGAIN_S = 30.0  # after 30, 90, 210, ... seconds: lane 0 may have changed its owner, and the request was missed
 DRAIN_LIMIT_S = 60.0
-
-Fields = dict[str, str | int | float | bool]
 
 
 # -------------------------------------------------------------------- asking

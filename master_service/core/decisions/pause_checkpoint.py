@@ -14,6 +14,7 @@ from master_service.core.changes import (
     DropCut,
     DropPause,
     Event,
+    Fields,
     PutCut,
     PutPause,
     PutState,
@@ -82,7 +83,7 @@ def finish(job: Job, seconds: float) -> Decision[bool]:
     place = _cut_of(state, saving).model_copy(update={"copied": True})
     reason = f"checkpoint {saving.step} is copied"
     message = f"checkpoint {saving.step}: training stood still for {seconds:.2f} s"
-    fields: dict[str, str | int | float | bool] = {"step": saving.step, "seconds": round(seconds, 3)}
+    fields: Fields = {"step": saving.step, "seconds": round(seconds, 3)}
     event = Event("checkpoint_copied", message, {**fields, "checkpoint": saving.uuid})
     return Decision(True, (PutState(_running(state, reason)), DropPause(), PutCut(saving.uuid, place)), (event,))
 

@@ -7,7 +7,7 @@ complete --pserver gone--> absent --back, with a checkpoint's ledger--> counted:
 
 from __future__ import annotations
 
-from master_service.core.changes import Decision, Event, PutLosses, PutState
+from master_service.core.changes import Decision, Event, Fields, PutLosses, PutState
 from master_service.core.decisions.lifecycle import fail
 from master_service.core.decisions.rollback import go_back, has_parameters, slots_fit
 from master_service.core.state.job import Job
@@ -100,7 +100,7 @@ def record_return(job: Job, member: PserverMember, lost: int, before: tuple[int,
         "reason": message,
     }
     losses = job.losses.with_lost(member.index, before[0] + lost, before[1])
-    fields: dict[str, str | int | float | bool] = {"pserver": member.index, "lost_minibatches": lost}
+    fields: Fields = {"pserver": member.index, "lost_minibatches": lost}
     events = [Event("pserver_back", message, {**fields, "checkpoint": restored.checkpoint, "generation": generation})]
     if restored.damaged:
         events.insert(0, Event("checkpoint_unusable", restored.damaged, {"pserver": member.index}))

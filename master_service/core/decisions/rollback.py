@@ -12,20 +12,19 @@ from master_service.core.changes import (
     Change,
     Decision,
     Event,
+    Fields,
     ForgetParameters,
     NextEpoch,
-    PutLanes,
     PutSlots,
     PutState,
 )
-from master_service.core.decisions.lane_placement import assign_lanes
+from master_service.core.decisions.lane_placement import new_lanes
 from master_service.core.decisions.lifecycle import fail, next_stage
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
 from shared.records import (
     JobSpec,
     JobState,
-    LaneMap,
     Mode,
     Phase,
     PserverMember,
@@ -147,7 +146,7 @@ def fall_back(
         return Decision(None)
     state = state.model_copy(update={"damaged": (*state.damaged, state.checkpoint)})
     usable = _usable(state, latest) if latest else ()
-    fields: dict[str, str | int | float | bool] = {"checkpoint": state.checkpoint, "cause": error}
+    fields: Fields = {"checkpoint": state.checkpoint, "cause": error}
     warning: Decision[None] = Decision(None, (), (Event("checkpoint_unusable", error, fields),))
     if not usable:
         reason = f"no checkpoint is left that could be loaded; the last one tried: {error}"
@@ -192,7 +191,7 @@ def back_to(spec: JobSpec, state: JobState, slots: SlotMap | None, ref: Checkpoi
             **_NO_ABSENCE,
         }
     )
-    fields: dict[str, str | int | float | bool] = {
+    fields: Fields = {
         "cause": cause,
         "step": ref.step,
         "checkpoint": ref.uuid,
@@ -234,12 +233,9 @@ def resume(job: Job, epoch: int, step: int, *, records: int, seconds: float) -> 
             "trainers": trainers,
         }
     )
-    changes: tuple[Change, ...] = (PutState(running),)
-    if spec.mode is Mode.SYNC:
-        intervals = assign_lanes(spec.lanes, job.lanes.intervals if job.lanes else (), trainers)
-        changes = (*changes, PutLanes(LaneMap(generation=generation, lanes=spec.lanes, intervals=intervals)))
+    changes: tuple[Change, ...] = (PutState(running), *new_lanes(spec, job.lanes, generation, trainers))
     message = f"rolled back to step {step} in {seconds:.1f} s; {records} records are trained again"
-    fields: dict[str, str | int | float | bool] = {
+    fields: Fields = {
         "step": step,
         "checkpoint": state.checkpoint,
         "timeline": state.timeline,

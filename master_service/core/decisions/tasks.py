@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from master_service.core.changes import Decision, DropPending, Event, PutLosses, PutRequeued, PutSums
+from master_service.core.changes import Decision, DropPending, Event, Fields, PutLosses, PutRequeued, PutSums
 from master_service.core.decisions import lifecycle, pserver_return
 from master_service.core.queue.task_queue import WAIT_S, Closing, TaskQueue
 from master_service.core.state.job import Job
@@ -225,7 +225,7 @@ def _ended_badly(
     what = queue.streams.describe(task_id)
     if closing.discarded is None:
         failures = next(c.task.failures for c in closing.changes if isinstance(c, PutRequeued))
-        fields: dict[str, str | int | float | bool] = {"task": task_id, "failures": failures, "cause": cause}
+        fields: Fields = {"task": task_id, "failures": failures, "cause": cause}
         return Decision(None, closing.changes, (Event("task_requeued", f"{what} goes back: {cause}", fields),))
     records = queue.streams.records_of(task_id)
     fields = {"task": task_id, "records": records, "cause": cause, "epoch": closing.discarded.epoch}
