@@ -82,8 +82,6 @@ class Master(TaskService):
         self.current_term = Term(self._etcd, self.keys, lock, start, self.events, storage, self.metrics)
         self.events.begin_term(term)
         self.events.add([Event("master_elected", f"{self.name} leads in term {term}", {"term": term, "url": self.url})])
-        done = start.job.training
-        start.job.budget.started = done.epoch > 0 or done.counts[2] > 0
         await self.current_term.run()
 
     def _note_leader(self, holder: MasterLock) -> None:

@@ -227,8 +227,6 @@ class WatchedJob:
             return
         job = Job.open(self.spec, *self._counted)
         schema.restore(job, keys, found, clock.monotonic())
-        done = job.training
-        job.budget.started = done.epoch > 0 or done.counts[2] > 0
         self._job = job
         log.info("job_opened", job=repr(job))
 

@@ -7,8 +7,6 @@ WAITING --parameters initialised, a trainer there--> RUNNING: TRAIN -> EVALUATE 
 
 from __future__ import annotations
 
-from typing import Any
-
 from master_service.core.changes import Change, Decision, Event, Fields, NextEpoch, PutFailures, PutState
 from master_service.core.state.failure_budget import FailureBudget
 from master_service.core.state.job import Job
@@ -61,10 +59,6 @@ def count_failure(budget: FailureBudget, state: JobState, failure: UserFailure, 
     else:
         return counted
     return counted + fail(state, reason, failure)
-
-
-def state_after(state: JobState, decision: Decision[Any]) -> JobState:
-    return next((change.state for change in decision.changes if isinstance(change, PutState)), state)
 
 
 def advance_stage(

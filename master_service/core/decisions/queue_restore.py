@@ -24,7 +24,7 @@ from master_service.core.changes import (
     PutRequeued,
     PutSums,
 )
-from master_service.core.queue.task_queue import TaskQueue
+from master_service.core.queue.task_queue import TaskQueue, requeued_task
 from master_service.core.state.job import Job
 from shared.errors import CheckpointUnusable
 from shared.records import DiscardedTask, EvaluationSums, PendingTask, RequeuedTask, TaskKind, TaskMeta
@@ -61,23 +61,13 @@ def read_cut(queue: Mapping[str, str]) -> CutQueue:
             elif kind == "requeued" and task_id.isdigit():
                 again[task_id] = RequeuedTask.model_validate_json(value)
             elif kind == "pending" and task_id.isdigit():
-                again[task_id] = _back(PendingTask.model_validate_json(value))
+                held = PendingTask.model_validate_json(value)
+                again[task_id] = requeued_task(held, held.failures, CAUSE)
         losses = Losses.model_validate_json(queue.get("losses", "{}"))
         return CutQueue(meta.epoch, int(queue.get("cursor/0", "0")), again, discarded, losses)
     except (KeyError, ValueError) as error:
         msg = f"the queue in the checkpoint's manifest cannot be read: {error!r}"
         raise CheckpointUnusable(msg, hint="the one before it is taken if there is one") from error
-
-
-def _back(held: PendingTask) -> RequeuedTask:
-    return RequeuedTask(
-        attempts=held.attempt,
-        failures=held.failures,
-        cause=CAUSE,
-        stream=held.stream,
-        epoch=held.epoch,
-        index=held.index,
-    )
 
 
 def restore_to_cut(job: Job, cut: CutQueue) -> tuple[Change, ...]:
@@ -126,17 +116,14 @@ def missed_minibatches(job: Job, cut: CutQueue, positions: Mapping[str, int]) ->
     for epoch, task_id in done_since_cut(job, cut):
         had = positions.get(task_id, 0) if epoch == cut.epoch else 0
         if had >= 0:
-            total += max(0, minibatches_of(job, task_id) - had)
+            minibatches = -(-job.training.streams.records_of(task_id) // job.spec.minibatch_size)
+            total += max(0, minibatches - had)
     return total
 
 
 def records_since_cut(job: Job, cut: CutQueue) -> int:
     """Records of tasks that are done now and will be trained again if the job goes back to the cut."""
     return sum(job.training.streams.records_of(task_id) for _, task_id in done_since_cut(job, cut))
-
-
-def minibatches_of(job: Job, task_id: str) -> int:
-    return -(-job.training.streams.records_of(task_id) // job.spec.minibatch_size)
 
 
 # -------------------------------------------------------------------- synchronous: lane positions

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from master_service.core.changes import Decision, DropPending, Event, Fields, PutLosses, PutRequeued, PutSums
+from master_service.core.changes import Decision, DropPending, Event, Fields, PutLosses, PutRequeued, PutState, PutSums
 from master_service.core.decisions import lifecycle, pserver_return
 from master_service.core.queue.task_queue import WAIT_S, Closing, TaskQueue
 from master_service.core.state.job import Job
@@ -111,7 +111,8 @@ def fail_task(job: Job, task_id: str, report: FailTask) -> Decision[UserFailure 
     where = report.failure.task or queue.streams.describe(task_id)
     failure = report.failure.model_copy(update={"trainer": report.failure.trainer or report.trainer, "task": where})
     ended = Decision(failure) + _ended_badly(job, queue, task_id, cause, closing, failure)
-    return ended + lifecycle.count_failure(job.budget, lifecycle.state_after(job.state, ended), failure, in_task=True)
+    state = next((change.state for change in ended.changes if isinstance(change, PutState)), job.state)
+    return ended + lifecycle.count_failure(job.budget, state, failure, in_task=True)
 
 
 def expire(job: Job, now: float) -> Decision[list[str]]:

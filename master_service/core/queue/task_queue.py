@@ -205,7 +205,7 @@ class TaskQueue:
         held = self.pending[task_id].record
         failures = held.failures + 1
         if failures < self.max_failures:
-            return Closing((DropPending(task_id, reported), self._requeue(task_id, held, failures, cause)))
+            return Closing((DropPending(task_id, reported), PutRequeued(task_id, requeued_task(held, failures, cause))))
         lost = DiscardedTask(
             attempts=held.attempt,
             failures=failures,
@@ -221,7 +221,7 @@ class TaskQueue:
     def put_back(self, task_id: str, cause: str) -> tuple[Change, ...]:
         """The trainer is gone or has handed the task back: this is no failure of the task."""
         held = self.pending[task_id].record
-        return DropPending(task_id), self._requeue(task_id, held, held.failures, cause)
+        return DropPending(task_id), PutRequeued(task_id, requeued_task(held, held.failures, cause))
 
     def overdue(self, now: float) -> list[str]:
         """Pending tasks past their deadline; the one that is silent longest comes first."""
@@ -373,17 +373,6 @@ class TaskQueue:
         closed = bool(committed or passed) and not left and self.dispatched + len(passed) == self.total
         return (*committed, *passed, NextEpoch(self.epoch + 1)) if closed else (*committed, *passed)
 
-    def _requeue(self, task_id: str, held: PendingTask, failures: int, cause: str) -> PutRequeued:
-        back = RequeuedTask(
-            attempts=held.attempt,
-            failures=failures,
-            cause=cause,
-            stream=held.stream,
-            epoch=held.epoch,
-            index=held.index,
-        )
-        return PutRequeued(task_id, back)
-
     def _closing(self, task_id: str, changes: tuple[Change, ...]) -> Closing:
         last = self.dispatched == self.total and not self.requeued and self.pending.keys() == {task_id}
         if last and self.kind is TaskKind.TRAIN:
@@ -396,3 +385,14 @@ class TaskQueue:
             return False
         epochs = (self.epoch, self.epoch - 1) if epoch is None else (epoch,)
         return any((e, task_id, attempt, trainer) in self.repeats.reports for e in epochs)
+
+
+def requeued_task(held: PendingTask, failures: int, cause: str) -> RequeuedTask:
+    return RequeuedTask(
+        attempts=held.attempt,
+        failures=failures,
+        cause=cause,
+        stream=held.stream,
+        epoch=held.epoch,
+        index=held.index,
+    )
