@@ -185,7 +185,7 @@ class _Commit:
 
 
 class MasterWriter(GroupCommit):
-    """The only writer of one term: its job is the truth. `commit_revision` comes from the takeover (election.py)."""
+    """The only writer of one term: its job is the truth. `commit_revision` comes from takeover.py."""
 
     def __init__(
         self,
