@@ -149,7 +149,7 @@ def restore(job: Job, keys: Keys, found: dict[str, KeyValue], now: float) -> Non
             change = _change(keys, job, key, found[key].value)
             if change is not None:
                 job.apply(change, now)
-    job.budget.started = job.training.epoch > 0 or job.training.counts[2] > 0
+    job.budget.started |= job.training.epoch > 0 or job.training.counts[2] > 0
 
 
 def apply_event(job: Job, keys: Keys, event: WatchEvent, now: float) -> None:
