@@ -5,6 +5,7 @@ lock held --> first write under it (a master's address) --> all keys read --> sp
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from master_service.storage.job_storage import JobStorage
 from master_service.store import schema
 from master_service.store.writer import HeldLock, LockLost
 from shared.checkpoints.stored import ELASTIC
-from shared.errors import Conflict, DatasetError, NotFound
+from shared.errors import Conflict, DatasetError, NotFound, PeerError
 from shared.etcd import Compare, Etcd, Get, KeyValue, Put, TxnResult
 from shared.etcd.fenced_write import FencedWrite
 from shared.etcd.reading import must_read
@@ -76,7 +77,7 @@ async def _write(etcd: Etcd, keys: Keys, lock: HeldLock, writes: Sequence[Put]) 
     of several attempts one lands, and none after a later write. The last write of the term before may come in between: then
     the next attempt compares what that one wrote.
     """
-    name, found_at = ids.new_id("takeover").encode(), 0
+    name = ids.new_id("takeover").encode()
     reads = [Get(lock.key), Get(keys.commit)]
 
     def check() -> None:
@@ -89,6 +90,7 @@ async def _write(etcd: Etcd, keys: Keys, lock: HeldLock, writes: Sequence[Put]) 
             raise LockLost(f"{lock.key} of term {lock.term} was lost during the takeover")
         return marker.mod_revision if marker is not None and marker.value == name else 0
 
+    found_at = await _commit_revision(etcd, keys, check)
     while True:
         fence = [lock.compare(), Compare.mod(keys.commit, "==", found_at)]
         write = FencedWrite(etcd, fence, [*writes, Put(keys.commit, name)], reads, landed)
@@ -97,6 +99,19 @@ async def _write(etcd: Etcd, keys: Keys, lock: HeldLock, writes: Sequence[Put]) 
             return outcome
         marker = outcome.range(1).first
         found_at = marker.mod_revision if marker else 0
+
+
+async def _commit_revision(etcd: Etcd, keys: Keys, check: Callable[[], None]) -> int:
+    """Of `tasks/commit`, 0 if it does not exist. Repeated until etcd answers; `check` raises when it is too late."""
+    while True:
+        check()
+        try:
+            marker = await etcd.get(keys.commit)
+        except PeerError as error:
+            log.warning("takeover_unanswered", cause=str(error))
+            await asyncio.sleep(ids.jitter(PAUSE_S))
+        else:
+            return marker.mod_revision if marker else 0
 
 
 def _agreed_spec(keys: Keys, found: dict[str, KeyValue], given: JobSpec | None) -> JobSpec:
