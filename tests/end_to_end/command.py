@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,6 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import pytest
+
+from shared.errors import TriremeError
+from trireme.cli import queries
+from trireme.view.job_address import open_client
 
 MARK = "E2E_MARK"
 TIMEOUT_S = 150
@@ -79,3 +86,30 @@ def command_in(folder: Path) -> Iterator[Command]:
     finally:
         for process in command.family():
             process.kill()
+
+
+def wait_for(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
+    """Read stderr until a line matches."""
+    seen = []
+    assert process.stderr is not None
+    for line in process.stderr:
+        seen.append(line)
+        if found := re.search(pattern, line):
+            return found
+    pytest.fail(f"ended without {pattern!r}: {''.join(seen)}")
+
+
+def wait_for_step(trireme: Command, step: int) -> int:
+    """Until the master has heard of `step`; asked as `trireme status` does."""
+
+    async def reached() -> int:
+        async with asyncio.timeout(60):
+            while True:
+                with contextlib.suppress(TriremeError):
+                    async with open_client(queries.job_address("script", trireme.folder / ".trireme", None)) as client:
+                        while (at := (await client.job())["progress"].get("step") or 0) < step:
+                            await asyncio.sleep(0.05)
+                        return int(at)
+                await asyncio.sleep(0.05)
+
+    return asyncio.run(reached())

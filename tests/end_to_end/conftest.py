@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.end_to_end.command import Command, command_in
+from tests.end_to_end.local_cluster import FORK_SERVERS, cluster_of, completed, spec_of
 from tests.end_to_end.once import made_once
 
 
@@ -19,16 +20,13 @@ def trireme(tmp_path: Path) -> Iterator[Command]:
 
 @pytest.fixture(scope="session", autouse=True)
 def fork_servers() -> Iterator[None]:
-    from tests.end_to_end.test_faults import FORK_SERVERS
-
     with FORK_SERVERS:
         yield
 
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """What the job of test_faults.py gives with one trainer, one parameter server, and no deaths."""
-    from tests.end_to_end.test_faults import cluster_of, completed, spec_of
+    """What the job of local_cluster.py gives with one trainer, one parameter server, and no deaths."""
 
     async def run(folder: Path) -> dict[str, torch.Tensor]:
         async with cluster_of(spec_of(folder, trainers=1, pservers=1), folder) as cluster:

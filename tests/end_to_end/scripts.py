@@ -41,6 +41,14 @@ def loss(model, batch):
     time.sleep(0.05)  # a job that runs for ever leaves the processors to others
     return F.mse_loss(model(batch["x"])[:, 0], batch["y"])
 """
+SLOWABLE_LOSS = """
+import time
+
+
+def loss(model, batch):
+    time.sleep(0.1 if (HERE / "slow").exists() else 0)
+    return F.mse_loss(model(batch["x"])[:, 0], batch["y"])
+"""
 OPTIMIZER = """
 def optimizer(model):
     return torch.optim.Adam(model.parameters(), lr=0.01)

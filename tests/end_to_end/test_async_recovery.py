@@ -8,8 +8,8 @@ import pytest
 
 from shared.records import Mode, Phase
 from shared.records.checkpoints import CheckpointLatest
+from tests.end_to_end.local_cluster import END_S, EPOCHS, cluster_of, reach_step, spec_of
 from tests.end_to_end.scripts import RECORDS
-from tests.end_to_end.test_faults import END_S, EPOCHS, cluster_of, reach_step, spec_of
 from trainer_agent.data_plane.http import HttpPserver
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]

@@ -5,106 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections import Counter
-from contextlib import ExitStack, asynccontextmanager, suppress
-from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
-from shared.errors import DeadlineExceeded, PeerError
-from shared.records import JobSpec, Phase
-from shared.records.datasets import Npy
-from tests.end_to_end.scripts import EVALUATION, LOSS, RECORDS, write_script
+from shared.records import Phase
+from tests.end_to_end.local_cluster import END_S, EPOCHS, STEPS, cluster_of, completed, reach_step, same_bits, spec_of
+from tests.end_to_end.scripts import RECORDS
 from trainer_agent.data_plane.http import HttpPserver
 from trireme.launch.cluster import LocalCluster
-from trireme.launch.processes import ForkServer, inherited_environment
 from trireme.view.child_events import read_events
 from trireme.view.client import Client
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
-
-EPOCHS = 40
-STEPS = EPOCHS * RECORDS // 32
-END_S = 120.0
-SLOW_LOSS = LOSS.replace("    return", "    time.sleep(0.004)\n    return").replace("\ndef", "import time\n\n\ndef")
-
-
-def spec_of(folder: Path, **changes) -> JobSpec:
-    (folder / "data").mkdir(exist_ok=True)
-    script = write_script(folder / "data", loss=SLOW_LOSS, evaluation=EVALUATION)
-    files = [str(folder / "data" / name) for name in ("x.npy", "y.npy")]
-    settings = {
-        "job": "faults",
-        "script": str(script),
-        "dataset": Npy(*files, aligned=True),
-        "evaluation_dataset": Npy(*files, aligned=True),
-        "storage": str(folder / "run"),
-        "epochs": EPOCHS,
-        "global_batch_size": 32,
-        "lanes": 4,
-        "seed": 3,
-        "records_per_task": 16,
-        "block_bytes": 256,
-        "trainers": 2,
-        "pservers": 2,
-    }
-    return JobSpec.model_validate({**settings, **changes})
-
-
-FORK_SERVERS = ExitStack()
-
-
-@cache
-def fork_server_for(_: frozenset[tuple[str, str]]) -> ForkServer:
-    """For all jobs of this session."""
-    return FORK_SERVERS.enter_context(ForkServer())
-
-
-@asynccontextmanager
-async def cluster_of(spec: JobSpec, folder: Path, **options):
-    """A running job; `cluster.deaths` counts its children's deaths by name."""
-    deaths: Counter[str] = Counter()
-    with pytest.MonkeyPatch.context() as changed:
-        changed.delenv("PYTEST_CURRENT_TEST", raising=False)  # one fork server serves one environment
-        cluster = LocalCluster(
-            spec,
-            folder / "run",
-            forks=fork_server_for(frozenset(inherited_environment().items())),
-            on_event=lambda event: deaths.update([event.child] if event.what == "died" else []),
-            **options,
-        )
-        cluster.deaths = deaths
-        async with cluster:
-            yield cluster
-    assert not any(child.alive for child in cluster.children.values())
-    assert not cluster.embedded.running
-
-
-async def reach_step(cluster: LocalCluster, step: int) -> None:
-    """Wait until the job has done that many steps."""
-    async with asyncio.timeout(END_S):
-        while True:
-            with suppress(PeerError, DeadlineExceeded):  # a busy machine
-                async with Client(await cluster.master_url()) as client:
-                    job = await client.job()
-                assert job["phase"] in {"WAITING", "RUNNING", "CHECKPOINTING", "ROLLING_BACK"}, job
-                if (job["progress"].get("step") or 0) >= step:
-                    return
-            await asyncio.sleep(0.05)
-
-
-async def completed(cluster: LocalCluster) -> dict[str, torch.Tensor]:
-    state = await cluster.wait(END_S)
-    assert state.phase is Phase.COMPLETED, state
-    assert state.result.trained_records == EPOCHS * RECORDS
-    assert state.result.discarded_tasks == 0
-    return torch.load(state.result.exports["state_dict"], weights_only=True)
-
-
-def same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 async def test_more_trainers_and_pservers_give_the_same_bits(tmp_path, undisturbed):

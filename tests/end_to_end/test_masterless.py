@@ -11,8 +11,8 @@ import pytest
 
 from shared.records import MasterLock
 from tests.end_to_end.command import command_in
+from tests.end_to_end.local_cluster import END_S, EPOCHS, cluster_of, completed, same_bits, spec_of
 from tests.end_to_end.scripts import RECORDS, write_script
-from tests.end_to_end.test_faults import END_S, EPOCHS, cluster_of, completed, same_bits, spec_of
 from trainer_agent.data_plane.http import HttpPserver
 from trireme.launch.cluster import LocalCluster
 from trireme.view.job_address import open_client

@@ -9,17 +9,18 @@ import pytest
 import torch
 
 from shared.storage import files
-from tests.end_to_end.scripts import EVALUATION, RECORDS, write_script
-from tests.end_to_end.test_rollback import EPOCHS, SLOW_LOSS, wait_for, wait_for_step
+from tests.end_to_end.command import wait_for, wait_for_step
+from tests.end_to_end.scripts import EVALUATION, RECORDS, SLOWABLE_LOSS, write_script
 from tests.equipment.s3 import S3Server, s3
 
 __all__ = ["s3"]
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+EPOCHS = 12
 
 
 def test_a_job_on_s3_survives_its_pserver_and_exports_there(trireme, tmp_path, s3: S3Server):
     (tmp_path / "slow").touch()
-    script = write_script(tmp_path, loss=SLOW_LOSS, evaluation=EVALUATION)
+    script = write_script(tmp_path, loss=SLOWABLE_LOSS, evaluation=EVALUATION)
     settings = ("--epochs", EPOCHS, "--trainers", 1, "--pservers", 2, "--set", "checkpoint_every_steps=3", "--no-check")
     process = trireme.start("run", script, *settings, "--storage", "s3://bucket/runs", "--json")
     wait_for(process, "generation 1")

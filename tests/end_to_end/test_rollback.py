@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import re
 import signal
@@ -14,25 +12,14 @@ import psutil
 import pytest
 import torch
 
-from shared.errors import TriremeError
-from tests.end_to_end.command import Command, Done
+from tests.end_to_end.command import Command, Done, wait_for, wait_for_step
 from tests.end_to_end.once import made_once
-from tests.end_to_end.scripts import EVALUATION, RECORDS, write_script
-from trireme.cli import queries
-from trireme.view.job_address import open_client
+from tests.end_to_end.scripts import EVALUATION, RECORDS, SLOWABLE_LOSS, write_script
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 EPOCHS = 12
 STEPS = EPOCHS * RECORDS // 32
-SLOW_LOSS = """
-import time
-
-
-def loss(model, batch):
-    time.sleep(0.1 if (HERE / "slow").exists() else 0)
-    return F.mse_loss(model(batch["x"])[:, 0], batch["y"])
-"""
 SETTINGS = ("--epochs", EPOCHS, "--trainers", 2, "--set", "checkpoint_every_steps=7", "--no-check")
 
 
@@ -50,7 +37,7 @@ def script_in(folder: Path, *, slow: bool = True) -> Path:
     """Slow until `folder / "slow"` is removed."""
     if slow:
         (folder / "slow").touch()
-    return write_script(folder, loss=SLOW_LOSS, evaluation=EVALUATION)
+    return write_script(folder, loss=SLOWABLE_LOSS, evaluation=EVALUATION)
 
 
 def parameters(done: Done) -> dict[str, torch.Tensor]:
@@ -61,33 +48,6 @@ def parameters(done: Done) -> dict[str, torch.Tensor]:
 def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-def wait_for(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
-    """Read stderr until a line matches."""
-    seen = []
-    assert process.stderr is not None
-    for line in process.stderr:
-        seen.append(line)
-        if found := re.search(pattern, line):
-            return found
-    pytest.fail(f"ended without {pattern!r}: {''.join(seen)}")
-
-
-def wait_for_step(trireme: Command, step: int) -> int:
-    """Until the master has heard of `step`; asked as `trireme status` does."""
-
-    async def reached() -> int:
-        async with asyncio.timeout(60):
-            while True:
-                with contextlib.suppress(TriremeError):
-                    async with open_client(queries.job_address("script", trireme.folder / ".trireme", None)) as client:
-                        while (at := (await client.job())["progress"].get("step") or 0) < step:
-                            await asyncio.sleep(0.05)
-                        return int(at)
-                await asyncio.sleep(0.05)
-
-    return asyncio.run(reached())
 
 
 def test_a_pserver_killed_in_mid_training_costs_no_bit(trireme, tmp_path, undisturbed):
