@@ -5,13 +5,13 @@
 
 Times vary with the machine; the ratios within one run are what counts. `net` is what /proc/net/dev saw on the loopback
 device per round (bytes received, so 64 MiB there and back show as 134 MB); a UNIX socket shows none. `CPU ms` of a round are
-those of each process, ours and the rivals' servers first.
+those of each process, ours and the baselines' servers first.
 
 A second table tells of our rows how late the event loops were (99th percentile and worst, ours being woken every 2 ms; up to 1 ms
 is the loop's own clock), and how much memory a pserver and a trainer took above their start, against their bounds (a
-trainer's: 2 vectors, since nothing computes with a third one here, and probe.TRAINER_MIB). With --calls, a
+trainer's: 2 vectors, since nothing computes with a third one here, and measurements.TRAINER_MIB). With --calls, a
 third one tells how long almost empty calls take. --peers: Ray and MXNet, from virtual environments in that folder (see
-benchmarks/peers). --bind takes the kernel's choice away, which here may put both ends of a row on one core for a whole run: then
+benchmarks/other_systems). --bind takes the kernel's choice away, which here may put both ends of a row on one core for a whole run: then
 a round takes what both take of a processor, one after the other.
 """
 
@@ -32,10 +32,10 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from benchmarks import peers
-from benchmarks.ours import Ours
-from benchmarks.probe import p99_and_max
-from benchmarks.rivals import Floor, Gloo, Remote, Rpc
+from benchmarks import other_systems
+from benchmarks.baselines import Floor, Gloo, Remote, Rpc
+from benchmarks.dense_trireme import Trireme
+from benchmarks.measurements import p99_and_max
 
 TITLES = {
     "floor": "floor: raw duplex sockets, threads, TCP",
@@ -110,32 +110,35 @@ class Calls:
 def makers(directory: str, block_kib: int) -> dict[str, Callable[[], Contender]]:
     return {
         "floor": Floor,
-        "plain": lambda: Ours("plain", 1, "", block_kib),
-        "tcp": lambda: Ours("tcp", 1, "", block_kib),
-        "unix": lambda: Ours("unix", 1, f"{directory}/one.sock", block_kib),
-        "shm": lambda: Ours("shm", 1, f"{directory}/three.sock", block_kib),
-        "tcp-bf16": lambda: Ours("tcp", 1, "", block_kib, "bfloat16"),
-        "unix-bf16": lambda: Ours("unix", 1, f"{directory}/narrow.sock", block_kib, "bfloat16"),
+        "plain": lambda: Trireme("plain", 1, "", block_kib),
+        "tcp": lambda: Trireme("tcp", 1, "", block_kib),
+        "unix": lambda: Trireme("unix", 1, f"{directory}/one.sock", block_kib),
+        "shm": lambda: Trireme("shm", 1, f"{directory}/three.sock", block_kib),
+        "tcp-bf16": lambda: Trireme("tcp", 1, "", block_kib, "bfloat16"),
+        "unix-bf16": lambda: Trireme("unix", 1, f"{directory}/narrow.sock", block_kib, "bfloat16"),
         "rpc-tcp": lambda: Rpc(tcp_only=True),
         "rpc": lambda: Rpc(tcp_only=False),
-        "tcp2": lambda: Ours("tcp", 2, "", block_kib),
-        "unix2": lambda: Ours("unix", 2, f"{directory}/two.sock", block_kib),
-        "unix2x2": lambda: Ours("unix", 2, f"{directory}/each.sock", block_kib, pservers=2),
-        "shm2": lambda: Ours("shm", 2, f"{directory}/four.sock", block_kib),
-        "shm2x2": lambda: Ours("shm", 2, f"{directory}/six.sock", block_kib, pservers=2),
+        "tcp2": lambda: Trireme("tcp", 2, "", block_kib),
+        "unix2": lambda: Trireme("unix", 2, f"{directory}/two.sock", block_kib),
+        "unix2x2": lambda: Trireme("unix", 2, f"{directory}/each.sock", block_kib, pservers=2),
+        "shm2": lambda: Trireme("shm", 2, f"{directory}/four.sock", block_kib),
+        "shm2x2": lambda: Trireme("shm", 2, f"{directory}/six.sock", block_kib, pservers=2),
         "gloo": Gloo,
     }
 
 
-def peers_in(folder: Path) -> dict[str, Callable[[], Contender]]:
+def other_systems_in(folder: Path) -> dict[str, Callable[[], Contender]]:
     """Those that can be started there; says on stderr what is missing."""
     found: dict[str, Callable[[], Contender]] = {}
-    for name in peers.NAMES:
-        python = peers.python_of(folder, name)
+    for name in other_systems.NAMES:
+        python = other_systems.python_of(folder, name)
         if python is None:
-            print(f"{name} cannot be imported in {folder / name}; how to install it: {peers.__file__}", file=sys.stderr)
+            print(
+                f"{name} cannot be imported in {folder / name}; how to install it: {other_systems.__file__}",
+                file=sys.stderr,
+            )
         else:
-            found[name] = partial(peers.Peer, name, python)
+            found[name] = partial(other_systems.OtherSystem, name, python)
     return found
 
 
@@ -155,7 +158,7 @@ def measure(contenders: dict[str, Contender], mib: int, optimizer: str, rounds: 
         contender.setup(mib, optimizer)
     for number in range(WARM_UP + rounds):
         for name, contender in contenders.items():
-            if number == WARM_UP and isinstance(contender, Ours):
+            if number == WARM_UP and isinstance(contender, Trireme):
                 contender.forget_rounds()
             before, cpu = loopback_bytes(), contender.cpu()
             took = contender.round()
@@ -181,7 +184,7 @@ def measure(contenders: dict[str, Contender], mib: int, optimizer: str, rounds: 
 
 
 def inside_of(contender: Contender) -> Inside | None:
-    if not isinstance(contender, Ours):
+    if not isinstance(contender, Trireme):
         return None
     pserver, trainer = (tuple(1e3 * lag for lag in p99_and_max(lags)) for lags in contender.lags())
     took = zip(contender.memory(), (contender.bound, contender.trainer_bound), strict=True)
@@ -191,7 +194,7 @@ def inside_of(contender: Contender) -> Inside | None:
 def calls_of(contenders: dict[str, Contender], count: int) -> list[Calls]:
     found = []
     for name, contender in contenders.items():
-        if isinstance(contender, Ours):
+        if isinstance(contender, Trireme):
             took = [1e6 * each for each in contender.calls(count)]
             found.append(Calls(name, statistics.median(took), *p99_and_max(took)))
     return found
@@ -261,7 +264,7 @@ def main() -> int:
     calls: list[Calls] = []
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         contenders: dict[str, Contender] = {}
-        known = makers(directory, given.block_kib) | (peers_in(given.peers) if given.peers else {})
+        known = makers(directory, given.block_kib) | (other_systems_in(given.peers) if given.peers else {})
         for name, make in known.items():
             if name in given.rows.split(","):
                 if given.bind:

@@ -4,7 +4,7 @@
                                   [--seconds 4] [--no-failover] [--masterless 1,4,8] [--markdown | --json]
 
 A real etcd that syncs every write, a real leading master and a standby as processes; the clients are all in this process:
-`lean` ones (benchmarks/lean_client.py: HTTP, token and records are real, the cost is not a trainer's) or the trainers' own
+`lean` ones (benchmarks/minimal_client.py: HTTP, token and records are real, the cost is not a trainer's) or the trainers' own
 (trainer_agent/tasks/master.py). A pair is two requests, or one: completeTask with `next`. Members are keys that nobody is
 behind, a task is one record. CPU milliseconds per pair, of each process, say what limits a row; `sync` is the median time
 of an fdatasync on that disk, beside each measurement. Failover: from SIGKILL of the leader to the first task that the
@@ -31,7 +31,7 @@ from time import perf_counter
 from typing import Self
 
 from benchmarks import masterless
-from benchmarks.lean_client import LeanMaster
+from benchmarks.minimal_client import MinimalMaster
 from shared import etcd as etcd_client
 from shared.errors import TriremeError
 from shared.etcd.embedded import EmbeddedEtcd
@@ -54,7 +54,7 @@ WARM_UP_S = 1.0
 WAIT_S = 0.005
 TICKS = os.sysconf("SC_CLK_TCK")
 
-Port = HttpMaster | LeanMaster
+Port = HttpMaster | MinimalMaster
 
 
 @dataclass
@@ -246,7 +246,7 @@ class Job:
             yield [self.port] * count
             return
         assert self.directory.master is not None
-        lean = [await LeanMaster(self.directory.master.url, TOKEN).connect() for _ in range(count)]
+        lean = [await MinimalMaster(self.directory.master.url, TOKEN).connect() for _ in range(count)]
         try:
             yield list(lean)
         finally:

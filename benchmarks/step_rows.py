@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Self
 
-from benchmarks.probe import p99_and_max
-from benchmarks.probed import FILE
+from benchmarks.measured_member import FILE
+from benchmarks.measurements import p99_and_max
 from shared.records.job_spec import JobSpec
 from shared.runtime import clock
 from trainer_agent.data_plane.http import HttpPserver
@@ -103,7 +103,7 @@ class TorchRow:
 
 @dataclass
 class OurRow:
-    """A job of two trainers on a LocalCluster, whose trainers and parameter servers run under benchmarks.probed."""
+    """A job of two trainers on a LocalCluster, whose trainers and parameter servers run under benchmarks.measured_member."""
 
     script: Path
     batch: int
@@ -202,10 +202,10 @@ class OurRow:
 
 
 class ProbedForks(ForkServer):
-    """Starts trainers and parameter servers under benchmarks.probed; each writes into `folder`."""
+    """Starts trainers and parameter servers under benchmarks.measured_member; each writes into `folder`."""
 
     def __init__(self, folder: Path) -> None:
-        # for the fork server too, which imports benchmarks.probed wherever this was started
+        # for the fork server too, which imports benchmarks.measured_member wherever this was started
         before = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *(path for path in before if path != ROOT)])
         super().__init__()
@@ -215,7 +215,7 @@ class ProbedForks(ForkServer):
         self, argv: Sequence[str], environment: Mapping[str, str], out: IO[bytes], err: IO[bytes]
     ) -> Process:
         if argv[3] in PROBED:
-            argv = [*PYTHON_MODULE, "benchmarks.probed", *argv[3:]]
+            argv = [*PYTHON_MODULE, "benchmarks.measured_member", *argv[3:]]
             environment = {**environment, FILE: str(self._folder / f"{environment['TRIREME_NAME']}.json")}
         return await super().start(argv, environment, out, err)
 

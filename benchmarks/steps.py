@@ -33,7 +33,7 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.probe import TRAINER_MIB
+from benchmarks.measurements import TRAINER_MIB
 from benchmarks.step_rows import SETTLE_S, Inside, OurRow, Row, TorchRow, Window, activations_mib, bind, send
 from shared.runtime import telemetry
 from trainer_agent.script import user_module

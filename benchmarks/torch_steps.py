@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.probe import Memory
+from benchmarks.measurements import Memory
 from master_service.storage.counting import count_records
 from shared.runtime import clock
 from trainer_agent.data import default_collate

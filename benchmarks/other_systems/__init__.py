@@ -14,7 +14,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from benchmarks.rivals import LR, PERIOD, free_port, gradient_of
+from benchmarks.baselines import LR, PERIOD, free_port, gradient_of
 
 HERE = Path(__file__).resolve().parent
 NAMES = ("ray", "mxnet")
@@ -29,7 +29,7 @@ def python_of(folder: Path, name: str) -> Path | None:
     return python if asked.returncode == 0 else None
 
 
-class Peer:
+class OtherSystem:
     """A contender of dense.py; with SGD only. `python`: of its virtual environment."""
 
     def __init__(self, name: str, python: Path) -> None:
@@ -39,7 +39,7 @@ class Peer:
 
     def _start(self, name: str, python: Path, role: dict[str, str]) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [str(python), str(HERE / f"{name}_peer.py")],
+            [str(python), str(HERE / f"{name}_worker.py")],
             env={**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1", **role},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

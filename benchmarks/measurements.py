@@ -15,7 +15,7 @@ MIB = 1 << 20
 TRAINER_MIB = 24  # of a trainer, whatever the model: records read ahead, connections, threads
 
 
-class LagProbe:
+class LoopLag:
     """`run` as a task: sleeps and notes by how much it was woken too late. uvloop counts milliseconds: up to one is its own."""
 
     def __init__(self) -> None:

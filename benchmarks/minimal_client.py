@@ -15,7 +15,7 @@ from shared.errors import PeerError, from_map
 from shared.records import AcquireTask, Completed, CompleteTask, TaskAnswer
 
 
-class LeanMaster(asyncio.Protocol):
+class MinimalMaster(asyncio.Protocol):
     """Of trainer_agent.tasks.master.MasterPort what the benchmark asks for. `connect` it, `close` it."""
 
     def __init__(self, url: str, token: str) -> None:

@@ -1,4 +1,4 @@
-"""Ray: an actor holds the parameters. Started by benchmarks/peers in a virtual environment that has ray and numpy only."""
+"""Ray: an actor holds the parameters. Started by benchmarks/other_systems in a virtual environment that has ray and numpy only."""
 
 import json
 import sys

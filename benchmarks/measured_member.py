@@ -1,6 +1,6 @@
 """A member of a job that tells how late its event loop is and how much memory it takes.
 
-    python -m benchmarks.probed MODULE     as `python -m MODULE`, TRIREME_PROBE naming a file
+    python -m benchmarks.measured_member MODULE     as `python -m MODULE`, TRIREME_PROBE naming a file
 
 SIGUSR1: look at the loop from now on. SIGUSR2: look no more, write what was seen into the file.
 """
@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.probe import LagProbe, Memory
+from benchmarks.measurements import LoopLag, Memory
 from shared.runtime import service
 from trireme.launch.fork_server import NEEDS
 
@@ -32,25 +32,25 @@ def main() -> None:
         importlib.import_module(name)
     memory, file, run = Memory(), Path(os.environ.pop(FILE)), service.run
 
-    def probed_run(work: Callable[[asyncio.Event], Awaitable[int]], **options: Any) -> int:
+    def measured_run(work: Callable[[asyncio.Event], Awaitable[int]], **options: Any) -> int:
         return run(lambda stopping: _beside(work(stopping), memory, file), **options)
 
-    service.run = probed_run
+    service.run = measured_run
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 async def _beside(work: Awaitable[int], memory: Memory, file: Path) -> int:
-    loop, probe = asyncio.get_running_loop(), LagProbe()
-    probing: list[asyncio.Task[None]] = []
+    loop, lag = asyncio.get_running_loop(), LoopLag()
+    measuring: list[asyncio.Task[None]] = []
 
     def begin() -> None:
         memory.forget_peak(trim=False)  # of the lanes it has now, and with all that its allocator keeps
-        probing.append(loop.create_task(probe.run()))
+        measuring.append(loop.create_task(lag.run()))
 
     def end() -> None:
-        probing.pop().cancel()
+        measuring.pop().cancel()
         new = file.with_suffix(".new")
-        lags, worked = probe.take_all()
+        lags, worked = lag.take_all()
         seen = {"lags": lags, "worked": worked, "memory": memory.peak(), "borrowed": memory.borrowed()}
         new.write_text(json.dumps(seen))
         new.rename(file)
@@ -61,7 +61,7 @@ async def _beside(work: Awaitable[int], memory: Memory, file: Path) -> int:
         return await work
     finally:
         with contextlib.suppress(IndexError):
-            probing.pop().cancel()
+            measuring.pop().cancel()
 
 
 if __name__ == "__main__":

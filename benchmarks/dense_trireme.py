@@ -8,8 +8,8 @@ import socket
 import threading
 import time
 
-from benchmarks.probe import TRAINER_MIB, LagProbe, Memory
-from benchmarks.rivals import LR, Remote, gradient_of, is_right, optimizer_options
+from benchmarks.baselines import LR, Remote, gradient_of, is_right, optimizer_options
+from benchmarks.measurements import TRAINER_MIB, LoopLag, Memory
 from shared.runtime.scheduling import serve_soon
 
 STATE = {"SGD": 0, "Adam": 2}  # of an optimizer, in parameters
@@ -33,13 +33,13 @@ class PserverProcess:
         torch.set_num_threads(1)
         optimizers_without_compiler()
         self._index, self._uds, self._stop, self._loop = index, uds, None, new_loop()
-        self._probe = LagProbe()
+        self._lag = LoopLag()
         self._loop.call_soon(serve_soon)  # as shared.runtime.service does
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._probing = asyncio.run_coroutine_threadsafe(self._probe.run(), self._loop)
+        self._measuring = asyncio.run_coroutine_threadsafe(self._lag.run(), self._loop)
 
     def lags(self, windows: list[tuple[float, float]]) -> list[float]:
-        return self._probe.take(windows)
+        return self._lag.take(windows)
 
     def memory(self) -> int:
         """The most that the pserver took, in bytes, without others' memory that it reads."""
@@ -79,7 +79,7 @@ class Trainer:
         self._kind, self._share, self._of, self._uds, self._dtype = kind, share, of, uds, dtype
         self._runner = asyncio.Runner(loop_factory=new_loop)
         serve_soon()
-        self._probe = LagProbe()
+        self._lag = LoopLag()
 
     def setup(self, mib: int, optimizer: str, ports: list[int], block_kib: int) -> None:
         from shared.records.layout import Layout, OptimizerSpec, Segment
@@ -137,17 +137,17 @@ class Trainer:
         await self._ports[index].init(header, blocks())
 
     def round(self) -> float:
-        return self._runner.run(self._probed(self._round()))
+        return self._runner.run(self._measured(self._round()))
 
-    async def _probed(self, work):
-        probing = asyncio.ensure_future(self._probe.run())
+    async def _measured(self, work):
+        measuring = asyncio.ensure_future(self._lag.run())
         try:
             return await work
         finally:
-            probing.cancel()
+            measuring.cancel()
 
     def lags(self, windows: list[tuple[float, float]]) -> list[float]:
-        return self._probe.take(windows)
+        return self._lag.take(windows)
 
     async def _round(self) -> float:
         start = time.perf_counter()
@@ -226,7 +226,7 @@ class Trainer:
             self._runner.run(port.close())
 
 
-class Ours:
+class Trireme:
     """`kind`: plain, tcp, unix or shm. Blocks go to the pservers in turn."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""MXNet's parameter server (ps-lite): keys of 1 MiB, the server runs SGD. Started by benchmarks/peers three times, with
+"""MXNet's parameter server (ps-lite): keys of 1 MiB, the server runs SGD. Started by benchmarks/other_systems three times, with
 DMLC_ROLE scheduler, server and worker, in a virtual environment that has mxnet and numpy only."""
 
 import json
