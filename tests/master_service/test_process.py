@@ -17,7 +17,7 @@ from shared.etcd import Etcd
 from shared.etcd.embedded import EmbeddedEtcd
 from shared.records import JobSpec, MasterAddress, MasterLock
 from shared.records.datasets import TextLines
-from tests.master_service.worlds import KEYS, spec_of
+from tests.master_service.cluster import KEYS, spec_of
 
 pytestmark = pytest.mark.processes
 

@@ -13,7 +13,7 @@ from master_service.api.app import make_api, make_app
 from master_service.api.hot_routes import DirectTaskLeases
 from master_service.api.limits import MAX_BODY_BYTES
 from master_service.leadership.master import Master
-from tests.master_service.worlds import World, running, spec_of
+from tests.master_service.cluster import MasterCluster, running, spec_of
 
 JSON = {"Content-Type": "application/json"}
 TASK = "/v1/task-leases"
@@ -112,8 +112,8 @@ async def answers(app: ASGIApp, calls: list[Call]) -> list[tuple[int, dict[str, 
 async def both(calls: list[Call]) -> tuple[int, list[Any], list[Any]]:
     """How many requests FastAPI served behind the direct routes; what was answered with them; and by FastAPI alone."""
 
-    async def world(make: Any) -> list[Any]:
-        async with running(World(spec_of()), "t1") as master:
+    async def cluster(make: Any) -> list[Any]:
+        async with running(MasterCluster(spec_of()), "t1") as master:
             return await answers(make(master), calls)
 
     counted: list[Counting] = []
@@ -122,7 +122,7 @@ async def both(calls: list[Call]) -> tuple[int, list[Any], list[Any]]:
         counted.append(Counting(make_api(master, token="secret")))
         return DirectTaskLeases(counted[0], master, "secret", max_body_bytes=MAX_BODY_BYTES)
 
-    mine, theirs = await world(direct), await world(lambda master: make_api(master, token="secret"))
+    mine, theirs = await cluster(direct), await cluster(lambda master: make_api(master, token="secret"))
     return counted[0].requests, mine, theirs
 
 
@@ -153,7 +153,7 @@ LONE_SURROGATES = [
 
 async def test_text_that_cannot_be_encoded_again_is_refused_and_the_master_goes_on() -> None:
     for make in (make_app, make_api):
-        async with running(World(spec_of()), "t1") as master:
+        async with running(MasterCluster(spec_of()), "t1") as master:
             app = make(master, token="secret")
             for call, (status, _, body) in zip(LONE_SURROGATES, await answers(app, LONE_SURROGATES), strict=True):
                 problem = json.loads(body)
@@ -165,7 +165,7 @@ async def test_text_that_cannot_be_encoded_again_is_refused_and_the_master_goes_
 
 
 async def test_a_bug_behind_the_direct_routes_is_a_problem_too(monkeypatch: Any) -> None:
-    async with running(World(spec_of()), "t1") as master:
+    async with running(MasterCluster(spec_of()), "t1") as master:
 
         async def broken(_: object) -> float:
             return 1 / 0

@@ -11,39 +11,20 @@ from typing import Any
 import httpx
 import pytest
 
-from master_service.api.app import make_app
 from master_service.api.limits import MAX_BODY_BYTES
 from master_service.leadership.master import Master
 from shared.records import Mode
-from tests.master_service.worlds import Storage, World, leading, running, spec_of
+from tests.master_service.api.client import check_problem, client_of
+from tests.master_service.cluster import MasterCluster, Storage, leading, running, spec_of
 
 Api = Callable[..., Any]
 
 
-def client_of(master: Master, token: str = "", given: str = "") -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(make_app(master, token=token), raise_app_exceptions=False)
-    headers = {"Authorization": f"Bearer {given}"} if given else {}
-    return httpx.AsyncClient(transport=transport, base_url="http://master", headers=headers)
-
-
 @asynccontextmanager
-async def api_of(tasks: int = 10, **spec: Any) -> AsyncIterator[tuple[World, Master, httpx.AsyncClient]]:
-    world = World(spec_of(**spec), Storage(tasks))
-    async with running(world, "t1") as master, client_of(master) as client:
-        yield world, master, client
-
-
-def check_problem(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
-    assert response.status_code == status, response.text
-    assert response.headers["content-type"] == "application/problem+json"
-    problem: dict[str, Any] = response.json()
-    assert set(problem) == {
-        "type", "title", "status", "detail", "code", "retryable", "hint", "request_id", "details", "errors",
-    }  # fmt: skip
-    assert (problem["status"], problem["code"]) == (status, code)
-    assert problem["request_id"] == response.headers["x-request-id"] != ""
-    assert "Traceback" not in response.text
-    return problem
+async def api_of(tasks: int = 10, **spec: Any) -> AsyncIterator[tuple[MasterCluster, Master, httpx.AsyncClient]]:
+    cluster = MasterCluster(spec_of(**spec), Storage(tasks))
+    async with running(cluster, "t1") as master, client_of(master) as client:
+        yield cluster, master, client
 
 
 def ask(request: str = "r1", **values: Any) -> dict[str, Any]:
@@ -142,14 +123,14 @@ async def test_members_are_listed_with_their_lanes_and_tasks() -> None:
 
 
 async def test_events_are_read_with_a_cursor_and_waited_for() -> None:
-    async with api_of() as (world, _, client):
+    async with api_of() as (cluster, _, client):
         page = (await client.get("/v1/events")).json()
         assert page["events"][-1]["name"] == "job_running"
         after = page["next_after"]
         assert (await client.get(f"/v1/events?after={after}")).json() == {"events": [], "next_after": after}
         waiting = asyncio.ensure_future(client.get(f"/v1/events?after={after}&wait_s=10"))
         await asyncio.sleep(0.05)
-        await world.add_trainer("t2")
+        await cluster.add_trainer("t2")
         page = (await waiting).json()
         assert page["events"][0]["name"] == "generation_changed"
         assert page["next_after"] > after
@@ -230,8 +211,8 @@ async def test_bodies_beyond_the_bound_are_refused() -> None:
 
 
 async def test_the_token_guards_everything_but_health() -> None:
-    world = World(spec_of())
-    async with leading(world.master()) as master:
+    cluster = MasterCluster(spec_of())
+    async with leading(cluster.master()) as master:
         async with client_of(master, "secret") as stranger:
             problem = check_problem(await stranger.get("/v1/job"), 401, "UNAUTHORIZED")
             assert problem["hint"] == "give the job's token in TRIREME_TOKEN"
@@ -244,9 +225,9 @@ async def test_the_token_guards_everything_but_health() -> None:
 
 
 async def test_a_standby_answers_not_leader_with_the_leaders_url() -> None:
-    world = World(spec_of())
-    standby, stopping = world.master("m2"), asyncio.Event()
-    async with leading(world.master("m1")), client_of(standby) as client:
+    cluster = MasterCluster(spec_of())
+    standby, stopping = cluster.master("m2"), asyncio.Event()
+    async with leading(cluster.master("m1")), client_of(standby) as client:
         waiting = asyncio.ensure_future(standby.run(stopping))
         await asyncio.sleep(0.1)
         for path in ("/v1/job", "/v1/task-summary", "/readyz", "/v1/metrics"):

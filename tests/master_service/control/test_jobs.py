@@ -21,18 +21,18 @@ from shared.records import (
     UserFailure,
 )
 from shared.records.datasets import TextLines
-from tests.master_service.worlds import (
+from tests.equipment.virtual_loop import run_virtually
+from tests.equipment.waiting import until
+from tests.master_service.cluster import (
     KEYS,
+    MasterCluster,
     Storage,
-    World,
     done,
     finish_training,
     leading,
     running,
     spec_of,
     take,
-    until,
-    virtually,
 )
 
 NO = UserFailure(error_type="ValueError", message="no")
@@ -43,107 +43,113 @@ NO = UserFailure(error_type="ValueError", message="no")
 
 def test_an_asynchronous_job_goes_through_all_its_stages() -> None:
     async def main() -> None:
-        world = World(spec_of(epochs=2, evaluation_dataset=TextLines("test.txt")))
-        async with running(world, "t1") as master:
-            finished = await finish_training(world, master)
+        cluster = MasterCluster(spec_of(epochs=2, evaluation_dataset=TextLines("test.txt")))
+        async with running(cluster, "t1") as master:
+            finished = await finish_training(cluster, master)
             assert finished == {f"{epoch}/{task}" for epoch in range(2) for task in range(10)}
             while master.job.state.stage is Stage.EVALUATE:
-                task = await take(world, master)
+                task = await take(cluster, master)
                 await master.complete_task(task.task_id, done(task, sums={"right": 9.0, "seen": float(task.count)}))
                 await master.complete_task(task.task_id, done(task, sums={"right": 9.0, "seen": float(task.count)}))
-            task = await take(world, master)
+            task = await take(cluster, master)
             assert task.task_id == "export-0"
             await master.complete_task(task.task_id, done(task, exports={"safetensors": "model.safetensors"}))
-            assert (await master.acquire_task(world.ask(master))).answer == "end"
+            assert (await master.acquire_task(cluster.ask(master))).answer == "end"
             state = master.job.state
             assert (state.phase, state.stage) == (Phase.COMPLETED, Stage.DONE)
             assert state.result.metrics == {"right": 90.0, "seen": 100.0}
             assert state.result.exports == {"safetensors": "model.safetensors"}
             assert (state.result.trained_records, state.result.discarded_records) == (200, 0)
-            stored = await world.etcd.get(KEYS.state)
+            stored = await cluster.etcd.get(KEYS.state)
             assert stored is not None
             assert JobState.model_validate_json(stored.value) == state
             names = [event.name for event in master.events.after(0, 100)]
             assert names[-5:] == ["epoch_done", "epoch_done", "stage_changed", "stage_changed", "job_completed"]
 
-    virtually(main)
+    run_virtually(main)
 
 
 def test_a_synchronous_job_walks_its_lanes() -> None:
     async def main() -> None:
-        world = World(spec_of(mode=Mode.SYNC, epochs=2, lanes=2))
-        async with running(world, "t1", "t2") as master:
+        cluster = MasterCluster(spec_of(mode=Mode.SYNC, epochs=2, lanes=2))
+        async with running(cluster, "t1", "t2") as master:
             owners = {0: "t1", 1: "t2"}
             for epoch in range(2):
                 for lane, owner in owners.items():
                     for index in range(5):
-                        await take(world, master, owner, stream=lane, epoch=epoch, index=index)
-                    ended = await master.acquire_task(world.ask(master, owner, stream=lane, epoch=epoch, index=5))
+                        await take(cluster, master, owner, stream=lane, epoch=epoch, index=index)
+                    ended = await master.acquire_task(cluster.ask(master, owner, stream=lane, epoch=epoch, index=5))
                     assert ended == TaskAnswer(answer="exhausted", stream_length=5)
-            ask = world.ask(master, "t1", stream=0, epoch=2)
+            ask = cluster.ask(master, "t1", stream=0, epoch=2)
             assert (await master.acquire_task(ask)).answer == "end"
             assert master.job.state.stage is Stage.EXPORT
             with pytest.raises(StaleGeneration, match="lane 1 is not of t1"):
                 master.job.state = master.job.state.model_copy(update={"stage": Stage.TRAIN})
-                await master.acquire_task(world.ask(master, "t1", stream=1, epoch=1))
+                await master.acquire_task(cluster.ask(master, "t1", stream=1, epoch=1))
             master.job.state = master.job.state.model_copy(update={"stage": Stage.EXPORT})
 
-    virtually(main)
+    run_virtually(main)
 
 
 def test_trainers_of_another_generation_get_nothing() -> None:
     async def main() -> None:
-        world = World(spec_of(mode=Mode.SYNC, lanes=2))
-        async with running(world, "t1") as master:
-            old = world.ask(master, "t1", stream=0)
-            await world.add_trainer("t2")
+        cluster = MasterCluster(spec_of(mode=Mode.SYNC, lanes=2))
+        async with running(cluster, "t1") as master:
+            old = cluster.ask(master, "t1", stream=0)
+            await cluster.add_trainer("t2")
             await until(lambda: master.job.state.generation == 2, "generation 2")
             with pytest.raises(StaleGeneration, match="t1 asks in generation 1, now is 2"):
                 await master.acquire_task(old)
             with pytest.raises(StaleGeneration, match="nobody is no member of generation 2"):
-                await master.acquire_task(world.ask(master, "nobody"))
+                await master.acquire_task(cluster.ask(master, "nobody"))
 
-    virtually(main)
+    run_virtually(main)
 
 
 def test_state_and_lanes_of_a_generation_come_in_one_transaction() -> None:
     async def main() -> None:
-        world = World(spec_of(mode=Mode.SYNC, lanes=4))
-        async with running(world, "t1") as master:
-            await world.add_trainer("t2")
+        cluster = MasterCluster(spec_of(mode=Mode.SYNC, lanes=4))
+        async with running(cluster, "t1") as master:
+            await cluster.add_trainer("t2")
             await until(lambda: master.job.state.generation == 2, "generation 2")
-            await world.lose("t1")
+            await cluster.lose("t1")
             await until(lambda: master.job.state.generation == 3, "generation 3")
             revisions = {
-                key: [event.kv.mod_revision for event in world.simulated.events() if event.kv.key == key]
+                key: [event.kv.mod_revision for event in cluster.simulated.events() if event.kv.key == key]
                 for key in (KEYS.state, KEYS.lanes)
             }
             assert revisions[KEYS.lanes] == revisions[KEYS.state][-3:]
 
-    virtually(main)
+    run_virtually(main)
 
 
 def test_a_dead_trainers_tasks_go_back_without_a_failure() -> None:
     async def main() -> None:
-        world = World(spec_of())
-        async with running(world, "t1", "t2") as master:
-            task = await take(world, master, "t1")
-            await world.lose("t1")
+        cluster = MasterCluster(spec_of())
+        async with running(cluster, "t1", "t2") as master:
+            task = await take(cluster, master, "t1")
+            await cluster.lose("t1")
             await until(lambda: master.job.training.requeued, "the task to go back")
-            again = await take(world, master, "t2")
+            again = await take(cluster, master, "t2")
             assert (again.task_id, again.attempt) == (task.task_id, 2)
             assert master.job.training.pending[task.task_id].record.failures == 0
             with pytest.raises(StaleAttempt):
                 await master.complete_task(task.task_id, done(task, "t1"))
 
-    virtually(main)
+    run_virtually(main)
+
+
+def test_without_the_check_of_attempts_a_late_report_would_end_anothers_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("master_service.core.queue.task_queue.TaskQueue.check_attempt", lambda *_: None)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        test_a_dead_trainers_tasks_go_back_without_a_failure()
 
 
 def test_a_silent_task_is_requeued_with_a_failure_and_progress_prevents_it() -> None:
     async def main() -> None:
-        world = World(spec_of(task_timeout_floor_s=5.0, task_timeout_ceiling_s=20.0))
-        async with running(world, "t1") as master:
-            lively, silent = await take(world, master), await take(world, master)
+        cluster = MasterCluster(spec_of(task_timeout_floor_s=5.0, task_timeout_ceiling_s=20.0))
+        async with running(cluster, "t1") as master:
+            lively, silent = await take(cluster, master), await take(cluster, master)
             for minibatches in range(1, 9):
                 await asyncio.sleep(4)
                 for task, number in ((lively, minibatches), (silent, 1)):
@@ -153,24 +159,24 @@ def test_a_silent_task_is_requeued_with_a_failure_and_progress_prevents_it() -> 
             assert list(master.job.training.pending) == [lively.task_id]
             assert master.job.training.requeued[silent.task_id].failures == 1
 
-    virtually(main)
+    run_virtually(main)
 
 
 def test_a_silent_lane_costs_its_trainer_the_membership_and_spares_the_others() -> None:
     async def main() -> None:
         spec = spec_of(mode=Mode.SYNC, lanes=2, task_timeout_floor_s=5.0, task_timeout_ceiling_s=20.0)
-        world = World(spec)
-        async with running(world, "t1", "t2") as master:
-            await take(world, master, "t1", stream=0)
+        cluster = MasterCluster(spec)
+        async with running(cluster, "t1", "t2") as master:
+            await take(cluster, master, "t1", stream=0)
             await asyncio.sleep(1)
-            await take(world, master, "t2", stream=1)
+            await take(cluster, master, "t2", stream=1)
             await until(lambda: master.job.state.trainers == ("t2",), "t1 to be evicted", 40)
-            assert await world.etcd.get(KEYS.trainer("t1")) is None
+            assert await cluster.etcd.get(KEYS.trainer("t1")) is None
             assert master.job.lanes is not None
             assert master.job.lanes.of("t2") == (0, 2)
             assert len(master.job.training.pending) == 1
 
-    virtually(main)
+    run_virtually(main)
 
 
 # ------------------------------------------------------------------ failing
@@ -178,10 +184,10 @@ def test_a_silent_lane_costs_its_trainer_the_membership_and_spares_the_others() 
 
 def test_the_same_error_of_the_model_twice_fails_the_job_with_the_task_it_happened_in() -> None:
     async def main() -> None:
-        world = World(spec_of())
-        async with running(world, "t1") as master:
+        cluster = MasterCluster(spec_of())
+        async with running(cluster, "t1") as master:
             for attempt in (1, 2):
-                task = await take(world, master)
+                task = await take(cluster, master)
                 await master.fail_task(task.task_id, FailTask(trainer="t1", attempt=attempt, failure=NO))
             state = master.job.state
             assert state.phase is Phase.FAILED
@@ -189,38 +195,38 @@ def test_the_same_error_of_the_model_twice_fails_the_job_with_the_task_it_happen
             assert state.failure is not None
             assert (state.failure.trainer, state.failure.error_type) == ("t1", "ValueError")
             assert state.failure.task.startswith(f"task {task.task_id} (train.txt records ")
-            assert (await master.acquire_task(world.ask(master))).answer == "end"
+            assert (await master.acquire_task(cluster.ask(master))).answer == "end"
 
-    virtually(main)
+    run_virtually(main)
 
 
 def test_a_poisoned_task_is_discarded_and_listed() -> None:
     async def main() -> None:
-        world = World(spec_of(max_discarded_fraction=0.1))
-        async with running(world, "t1") as master:
+        cluster = MasterCluster(spec_of(max_discarded_fraction=0.1))
+        async with running(cluster, "t1") as master:
             await master.report_metrics(
                 MetricBatch(trainer="t1", steps=(StepMetrics(step=1, epoch=0, loss_sum=1, records=1),))
             )
-            poisoned = await take(world, master)
+            poisoned = await take(cluster, master)
             for attempt in (1, 2, 3):
                 await master.fail_task(poisoned.task_id, FailTask(trainer="t1", attempt=attempt, failure=NO))
                 if attempt < 3:
-                    await take(world, master)
-            assert len(await finish_training(world, master)) == 9
-            task = await take(world, master)
+                    await take(cluster, master)
+            assert len(await finish_training(cluster, master)) == 9
+            task = await take(cluster, master)
             await master.complete_task(task.task_id, done(task))
             result = master.job.state.result
             assert (result.discarded_tasks, result.discarded_records, result.trained_records) == (1, 10, 90)
 
-    virtually(main)
+    run_virtually(main)
 
 
 def test_too_much_discarded_fails_the_job() -> None:
     async def main() -> None:
-        world = World(spec_of(max_discarded_fraction=0.05, max_task_failures=1))
-        async with running(world, "t1") as master:
+        cluster = MasterCluster(spec_of(max_discarded_fraction=0.05, max_task_failures=1))
+        async with running(cluster, "t1") as master:
             master.job.budget.started = True
-            task = await take(world, master)
+            task = await take(cluster, master)
             await master.fail_task(task.task_id, FailTask(trainer="t1", attempt=1, failure=NO))
             state = master.job.state
             assert state.phase is Phase.FAILED
@@ -230,39 +236,39 @@ def test_too_much_discarded_fails_the_job() -> None:
             assert state.failure is not None
             assert state.failure.message == "no"
 
-    virtually(main)
+    run_virtually(main)
 
 
 def test_failures_outside_tasks_use_the_budget_of_the_job() -> None:
     async def main() -> None:
-        world = World(spec_of())
-        async with running(world, "t1") as master:
+        cluster = MasterCluster(spec_of())
+        async with running(cluster, "t1") as master:
             await master.report_failure("t1", NO)
             await master.report_failure("t1", NO)
             assert master.job.state.phase is Phase.FAILED
             assert master.job.state.failure == NO.model_copy(update={"trainer": "t1"})
 
-    virtually(main)
+    run_virtually(main)
 
 
 @pytest.mark.parametrize("in_task", [True, False])
 def test_two_failures_across_a_change_of_the_master_count_as_two(in_task: bool) -> None:
     async def main() -> None:
-        world = World(spec_of(max_user_failures=9))
+        cluster = MasterCluster(spec_of(max_user_failures=9))
 
         async def fail(master: Master) -> None:
             if not in_task:
                 await master.report_failure("t1", NO)
                 return
-            task = await take(world, master)
+            task = await take(cluster, master)
             await master.fail_task(task.task_id, FailTask(trainer="t1", attempt=task.attempt, failure=NO))
 
-        async with running(world, "t1") as first:
+        async with running(cluster, "t1") as first:
             await fail(first)
             assert first.job.state.phase is Phase.RUNNING
             counts = first.job.budget.counts
             assert counts.total == 1
-        async with leading(world.master("m2")) as second:
+        async with leading(cluster.master("m2")) as second:
             assert second.job.budget.counts == counts
             await fail(second)
             state = second.job.state
@@ -271,27 +277,27 @@ def test_two_failures_across_a_change_of_the_master_count_as_two(in_task: bool) 
                 "ValueError twice before the first step was done: no",
             )
 
-    virtually(main)
+    run_virtually(main)
 
 
 def test_a_dead_pserver_without_any_checkpoint_fails_an_asynchronous_job() -> None:
     async def main() -> None:
-        world = World(spec_of(pservers=2))
-        async with running(world, "t1") as master:
-            await world.lose("pserver-1")
+        cluster = MasterCluster(spec_of(pservers=2))
+        async with running(cluster, "t1") as master:
+            await cluster.lose("pserver-1")
             await until(lambda: master.job.state.phase is Phase.FAILED, "the job to fail")
             reason = "pserver 1 is gone and no checkpoint of it exists yet; start the job again"
             assert master.job.state.reason == reason
 
-    virtually(main)
+    run_virtually(main)
 
 
 @pytest.mark.parametrize("problem", ["unreadable", "empty"])
 def test_a_dataset_that_cannot_be_used_makes_a_failed_job(problem: str) -> None:
     async def main() -> None:
         error = DatasetError("train.txt: no such file")
-        world = World(spec_of(), Storage(0) if problem == "empty" else Storage(error=error))
-        async with leading(world.master()) as master:
+        cluster = MasterCluster(spec_of(), Storage(0) if problem == "empty" else Storage(error=error))
+        async with leading(cluster.master()) as master:
             state = master.job.state
             assert state.phase is Phase.FAILED
             expected = "the dataset has no records: train.txt" if problem == "empty" else error.message
@@ -299,7 +305,7 @@ def test_a_dataset_that_cannot_be_used_makes_a_failed_job(problem: str) -> None:
             assert state.failure is not None
             assert state.failure.error_type == "DatasetError"
 
-    virtually(main)
+    run_virtually(main)
 
 
 # ------------------------------------------------------------------ suspects
@@ -307,13 +313,13 @@ def test_a_dataset_that_cannot_be_used_makes_a_failed_job(problem: str) -> None:
 
 def test_a_suspect_that_refuses_connections_is_dead_at_once_and_a_slow_one_is_not() -> None:
     async def main() -> None:
-        world = World(spec_of())
-        async with running(world, "t1", "t2") as master:
-            world.dead.add("http://t1")
+        cluster = MasterCluster(spec_of())
+        async with running(cluster, "t1", "t2") as master:
+            cluster.dead.add("http://t1")
             assert not await master.report_suspect("t2")
             assert await master.report_suspect("t1")
             await until(lambda: master.job.state.trainers == ("t2",), "t1 to be gone", 1.0)
             with pytest.raises(NotFound, match="no member t9"):
                 await master.report_suspect("t9")
 
-    virtually(main)
+    run_virtually(main)

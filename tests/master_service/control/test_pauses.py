@@ -11,37 +11,29 @@ from master_service.leadership.master import Master
 from shared.records import JobState, Mode, Phase, PserverMember, Restored, TaskMeta, TrainerMember
 from shared.records.checkpoints import CheckpointCut
 from shared.records.pauses import Paused
-from tests.master_service.control.test_recovery import checkpoint
-from tests.master_service.worlds import (
-    KEYS,
-    World,
-    done,
-    leading,
-    running,
-    spec_of,
-    take,
-    until,
-    virtually,
-)
+from tests.equipment.virtual_loop import run_virtually
+from tests.equipment.waiting import until
+from tests.master_service.cluster import KEYS, MasterCluster, done, leading, running, spec_of, take
+from tests.master_service.control.restoring import checkpoint
 
 
 def spec(**values: Any) -> Any:
     return spec_of(**({"checkpoint_kind": "coordinated", "checkpoint_every_seconds": None, "pservers": 2} | values))
 
 
-async def put_field(world: World, key: str, kind: type[TrainerMember | PserverMember], **said: Any) -> None:
-    found = await world.etcd.get(key)
+async def put_field(cluster: MasterCluster, key: str, kind: type[TrainerMember | PserverMember], **said: Any) -> None:
+    found = await cluster.etcd.get(key)
     assert found is not None
     member = kind.model_validate_json(found.value).model_copy(update=said)
-    await world.etcd.put(key, member.to_bytes(), found.lease)
+    await cluster.etcd.put(key, member.to_bytes(), found.lease)
 
 
-async def pause(world: World, trainer: str, uuid: str) -> None:
-    await put_field(world, KEYS.trainer(trainer), TrainerMember, paused=Paused(uuid=uuid))
+async def pause(cluster: MasterCluster, trainer: str, uuid: str) -> None:
+    await put_field(cluster, KEYS.trainer(trainer), TrainerMember, paused=Paused(uuid=uuid))
 
 
-async def copy(world: World, index: int, uuid: str) -> None:
-    await put_field(world, KEYS.pserver(index), PserverMember, copied=uuid)
+async def copy(cluster: MasterCluster, index: int, uuid: str) -> None:
+    await put_field(cluster, KEYS.pserver(index), PserverMember, copied=uuid)
 
 
 async def checkpointing(master: Master) -> JobState:
@@ -49,8 +41,8 @@ async def checkpointing(master: Master) -> JobState:
     return master.job.state
 
 
-async def cut_of(world: World, uuid: str) -> CheckpointCut | None:
-    found = await world.etcd.get(KEYS.checkpoint_cut(uuid))
+async def cut_of(cluster: MasterCluster, uuid: str) -> CheckpointCut | None:
+    found = await cluster.etcd.get(KEYS.checkpoint_cut(uuid))
     return CheckpointCut.model_validate_json(found.value) if found else None
 
 
@@ -60,41 +52,41 @@ def names(master: Master) -> list[str]:
 
 def test_a_pause_waits_for_all_trainers_then_for_all_copies_and_is_confirmed() -> None:
     async def main() -> None:
-        world = World(spec())
-        async with running(world, "t1", "t2") as master:
+        cluster = MasterCluster(spec())
+        async with running(cluster, "t1", "t2") as master:
             state = await checkpointing(master)
             assert state.saving is not None
             uuid = state.saving.uuid
-            found = await world.etcd.get(KEYS.pause)
+            found = await cluster.etcd.get(KEYS.pause)
             assert found is not None
             assert found.lease, "it ends with the master"
-            assert (await master.acquire_task(world.ask(master))).answer == "wait"
-            await pause(world, "t1", uuid)
+            assert (await master.acquire_task(cluster.ask(master))).answer == "wait"
+            await pause(cluster, "t1", uuid)
             await asyncio.sleep(2)
-            assert await cut_of(world, uuid) is None
-            await world.lose("t2")
+            assert await cut_of(cluster, uuid) is None
+            await cluster.lose("t2")
             await until(lambda: master.job.state.saving and master.job.state.saving.cut, "the cut")
             assert master.job.state.generation == state.generation + 1, "pushes of before are stale"
-            await copy(world, 0, uuid)
+            await copy(cluster, 0, uuid)
             await asyncio.sleep(1)
-            cut = await cut_of(world, uuid)
+            cut = await cut_of(cluster, uuid)
             assert cut is not None
             assert not cut.copied
-            await copy(world, 1, uuid)
+            await copy(cluster, 1, uuid)
             await until(lambda: master.job.state.phase is Phase.RUNNING, "training to go on")
-            cut = await cut_of(world, uuid)
+            cut = await cut_of(cluster, uuid)
             assert cut is not None
             assert (cut.copied, cut.operation) == (True, "")
-            assert await world.etcd.get(KEYS.pause) is None
+            assert await cluster.etcd.get(KEYS.pause) is None
             assert "checkpoint_copied" in names(master)
 
-    virtually(main)
+    run_virtually(main)
 
 
 def test_a_member_that_is_too_slow_or_dies_ends_the_pause_and_nothing_of_it_counts() -> None:
     async def main() -> None:
-        world = World(spec())
-        async with running(world, "t1") as master:
+        cluster = MasterCluster(spec())
+        async with running(cluster, "t1") as master:
             state = await checkpointing(master)
             assert state.saving is not None
             await asyncio.sleep(PAUSE_LIMIT_S + 2)
@@ -103,58 +95,58 @@ def test_a_member_that_is_too_slow_or_dies_ends_the_pause_and_nothing_of_it_coun
             await until(lambda: master.job.state.saved == 2, "it to be tried again, much later", 10 * PAUSE_LIMIT_S)
             again = (await checkpointing(master)).saving
             assert again is not None
-            await pause(world, "t1", again.uuid)
+            await pause(cluster, "t1", again.uuid)
             await until(lambda: master.job.state.saving and master.job.state.saving.cut, "the cut")
-            await checkpoint(world, 1)
+            await checkpoint(cluster, 1)
             await until(lambda: master.job.members.latest, "the checkpoint to be seen")
-            await world.lose("pserver-1")
+            await cluster.lose("pserver-1")
             await until(lambda: "pserver_lost" in names(master), "the loss to be noticed")
-            assert await cut_of(world, again.uuid) is None
-            assert await world.etcd.get(KEYS.pause) is None
+            assert await cut_of(cluster, again.uuid) is None
+            assert await cluster.etcd.get(KEYS.pause) is None
             assert (master.job.state.phase, master.job.state.absent) == (Phase.RUNNING, (1,))
 
-    virtually(main)
+    run_virtually(main)
 
 
 def test_a_new_master_gives_up_the_pause_of_the_last_one_and_takes_another() -> None:
     async def main() -> None:
-        world = World(spec())
-        async with running(world, "t1") as first:
+        cluster = MasterCluster(spec())
+        async with running(cluster, "t1") as first:
             state = await checkpointing(first)
-        async with leading(world.master("m2")) as second:
+        async with leading(cluster.master("m2")) as second:
             await until(lambda: "checkpoint_given_up" in names(second), "the pause to end")
             await until(lambda: second.job.state.saved == 2, "another checkpoint to begin")
             assert second.job.state.saving != state.saving
 
-    virtually(main)
+    run_virtually(main)
 
 
 def test_a_returned_pserver_is_charged_for_closed_tasks_and_old_reports_put_their_task_back() -> None:
     async def main() -> None:
-        world = World(spec(checkpoint_every_epochs=None, records_per_task=10, global_batch_size=4))
+        cluster = MasterCluster(spec(checkpoint_every_epochs=None, records_per_task=10, global_batch_size=4))
         meta = TaskMeta(epoch=0, digest="d", seed=0, tasks=10).to_bytes().decode()
-        async with running(world, "t1") as master:
+        async with running(cluster, "t1") as master:
             state = await checkpointing(master)
             assert state.saving is not None
-            await pause(world, "t1", state.saving.uuid)
+            await pause(cluster, "t1", state.saving.uuid)
             await until(lambda: master.job.state.saving and master.job.state.saving.cut, "the cut")
             for index in range(2):
-                await copy(world, index, state.saving.uuid)
+                await copy(cluster, index, state.saving.uuid)
             await until(lambda: master.job.state.phase is Phase.RUNNING, "training to go on")
-            await checkpoint(world, 1)
-            manifest = world.storage.manifests["at-1"]
+            await checkpoint(cluster, 1)
+            manifest = cluster.storage.manifests["at-1"]
             assert not isinstance(manifest, Exception)
             queue = {"meta": meta}
-            world.storage.manifests["at-1"] = manifest.model_copy(update={"queue": queue, "mode": Mode.ASYNC})
-            closed, open_task = await take(world, master), await take(world, master)
-            late = await take(world, master)
+            cluster.storage.manifests["at-1"] = manifest.model_copy(update={"queue": queue, "mode": Mode.ASYNC})
+            closed, open_task = await take(cluster, master), await take(cluster, master)
+            late = await take(cluster, master)
             before = master.job.state.generation
             await master.complete_task(closed.task_id, done(closed, generation=before))
             await until(lambda: master.job.members.latest, "the checkpoint to be seen")
-            await world.lose("pserver-1")
+            await cluster.lose("pserver-1")
             await until(lambda: master.job.state.absent == (1,), "the loss")
             said = Restored(timeline=0, checkpoint="at-1", rejoined=True, blocks=3)
-            await world.add_pserver(1, restored=said)
+            await cluster.add_pserver(1, restored=said)
             await until(lambda: master.job.state.absent == (), "the return")
             assert master.job.losses.lost == {"1": 3}, "10 records are 3 minibatches of at most 4"
             assert master.job.state.mended == before + 1
@@ -163,36 +155,38 @@ def test_a_returned_pserver_is_charged_for_closed_tasks_and_old_reports_put_thei
             fresh = done(open_task, generation=before + 1, skipped={"0": 2})
             await master.complete_task(open_task.task_id, fresh)
             assert master.job.losses.skipped == {"0": 2}
-        async with leading(world.master("m2")) as second:
+        async with leading(cluster.master("m2")) as second:
             assert second.job.losses.lost == {"1": 3}
 
-    virtually(main)
+    run_virtually(main)
 
 
 def test_a_pserver_that_loaded_a_checkpoint_that_is_deleted_loads_again() -> None:
     """A newer checkpoint, begun before its death, was committed while it loaded the one before, which was deleted."""
 
     async def main() -> None:
-        world = World(spec())
-        async with running(world, "t1") as master:
-            await checkpoint(world, 2)
+        cluster = MasterCluster(spec())
+        async with running(cluster, "t1") as master:
+            await checkpoint(cluster, 2)
             await until(lambda: master.job.members.latest, "the checkpoint to be seen")
-            await world.lose("pserver-1")
+            await cluster.lose("pserver-1")
             await until(lambda: master.job.state.absent == (1,), "the loss")
-            await world.add_pserver(1, restored=Restored(timeline=0, checkpoint="at-1", rejoined=True, blocks=3))
+            await cluster.add_pserver(1, restored=Restored(timeline=0, checkpoint="at-1", rejoined=True, blocks=3))
             async with asyncio.timeout(60.0):
-                while await world.etcd.get(KEYS.pserver(1)) is not None:
+                while await cluster.etcd.get(KEYS.pserver(1)) is not None:
                     await asyncio.sleep(0.01)
             assert not master.job.state.phase.final
             assert master.job.state.absent == (1,)
             meta = TaskMeta(epoch=0, digest="d", seed=0, tasks=10).to_bytes().decode()
-            manifest = world.storage.manifests["at-2"]
+            manifest = cluster.storage.manifests["at-2"]
             assert not isinstance(manifest, Exception)
-            world.storage.manifests["at-2"] = manifest.model_copy(update={"queue": {"meta": meta}, "mode": Mode.ASYNC})
-            await world.add_pserver(1, restored=Restored(timeline=0, checkpoint="at-2", rejoined=True, blocks=3))
+            cluster.storage.manifests["at-2"] = manifest.model_copy(
+                update={"queue": {"meta": meta}, "mode": Mode.ASYNC}
+            )
+            await cluster.add_pserver(1, restored=Restored(timeline=0, checkpoint="at-2", rejoined=True, blocks=3))
             await until(lambda: master.job.state.absent == (), "the return")
 
-    virtually(main)
+    run_virtually(main)
 
 
 def test_the_queue_of_a_cut_is_read_from_the_manifest() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from master_service.core.changes import Decision, PutFailures, PutLanes, PutSlots, PutState
+from master_service.core.changes import Decision, PutFailures, PutSlots, PutState
 from master_service.core.decisions.lane_placement import assign_lanes, moved_lanes
 from master_service.core.decisions.lifecycle import count_failure, fail, next_stage
 from master_service.core.decisions.membership import reconcile, storage_events
@@ -21,47 +21,24 @@ from shared.records import (
     Mode,
     Phase,
     PserverMember,
-    SlotMap,
     Stage,
     StepMetrics,
-    TrainerMember,
     UserFailure,
 )
 from shared.records.datasets import TextLines
-from tests.master_service.worlds import spec_of
-
-SPEC = spec_of(mode=Mode.SYNC, lanes=4, pservers=2, slot_count=128)
-
-
-def lanes_of(**owners: tuple[int, int]) -> tuple[LaneInterval, ...]:
-    return tuple(LaneInterval(trainer=name, first=first, last=last) for name, (first, last) in owners.items())
-
-
-def trainers(*names: str) -> dict[str, TrainerMember]:
-    return {n: TrainerMember(trainer=n, url=f"http://{n}", incarnation=n, host="h", pid=1) for n in names}
-
-
-def pservers(*indexes: int) -> dict[int, PserverMember]:
-    return {i: PserverMember(index=i, url=f"http://p{i}", incarnation=f"p{i}", host="h", pid=1) for i in indexes}
-
-
-def whole(*names: str) -> Members:
-    revisions = {0: 5, 1: 6}
-    return Members(trainers(*names), pservers(0, 1), revisions, layout_revision=10, init_done=True)
-
-
-def state_after(decision: Decision[None]) -> JobState:
-    return next(change.state for change in decision.changes if isinstance(change, PutState))
-
-
-def lanes_after(decision: Decision[None]) -> LaneMap:
-    return next(change.lanes for change in decision.changes if isinstance(change, PutLanes))
-
-
-RUNNING = JobState(phase=Phase.RUNNING, generation=4, trainers=("a", "b"))
-LANES = LaneMap(generation=4, lanes=4, intervals=lanes_of(a=(0, 2), b=(2, 4)))
-SLOTS = SlotMap(version=1, owners=(0, 1) * 64)
-
+from tests.master_service.cluster import spec_of
+from tests.master_service.core.members import (
+    LANES,
+    RUNNING,
+    SLOTS,
+    SPEC,
+    lanes_after,
+    lanes_of,
+    pservers,
+    state_after,
+    trainers,
+    whole,
+)
 
 # ------------------------------------------------------------------ lanes
 

@@ -29,7 +29,7 @@ from shared.records import (
     Task,
     UserFailure,
 )
-from tests.master_service.worlds import KEYS, spec_of, table_of
+from tests.master_service.cluster import KEYS, spec_of, table_of
 
 TRAINERS = ("t1", "t2", "t3")
 EPOCHS = 3

@@ -36,7 +36,8 @@ from shared.records import (
 )
 from shared.records.checkpoints import CheckpointLatest, CheckpointRef
 from shared.records.step import LanePosition
-from tests.master_service.core.test_membership import (
+from tests.master_service.cluster import spec_of
+from tests.master_service.core.members import (
     LANES,
     RUNNING,
     SLOTS,
@@ -46,7 +47,6 @@ from tests.master_service.core.test_membership import (
     state_after,
     trainers,
 )
-from tests.master_service.worlds import spec_of
 
 NO = UserFailure(error_type="ValueError", message="no")
 NEWEST = CheckpointRef(uuid="newest", step=40, timeline=0, manifest="m")

@@ -20,7 +20,7 @@ from master_service.core.queue.epoch_order import Streams
 from master_service.core.queue.task_queue import Closing, TaskQueue
 from shared.errors import Conflict, NotFound, StaleAttempt
 from shared.records import AcquireTask, PendingTask, RequeuedTask, TaskAnswer, TaskKind
-from tests.master_service.worlds import table_of
+from tests.master_service.cluster import table_of
 
 
 class Clock:

@@ -28,18 +28,20 @@ from shared.records import (
 )
 from shared.records.datasets import TextLines
 from shared.records.tasks import TrainerProgress
-from tests.master_service.masterless.worlds import MasterlessWorld, dispatching, sweeper_of, work
-from tests.master_service.worlds import KEYS, Storage, done, spec_of, take, until, virtually
+from tests.equipment.virtual_loop import run_virtually
+from tests.equipment.waiting import until
+from tests.master_service.cluster import KEYS, Storage, done, spec_of, take
+from tests.master_service.masterless.cluster import MasterlessCluster, dispatching, sweeper_of, work
 
 NO = UserFailure(error_type="ValueError", message="no")
 
 
 def test_several_trainers_give_each_task_of_each_epoch_once() -> None:
     async def main() -> None:
-        world = MasterlessWorld(spec_of(epochs=3), Storage(20))
+        cluster = MasterlessCluster(spec_of(epochs=3), Storage(20))
         given: list = []
-        async with dispatching(world, "t1", "t2", "t3", "t4") as dispatchers:
-            await asyncio.gather(*(work(world, each, given, pause_s=0.01) for each in dispatchers.values()))
+        async with dispatching(cluster, "t1", "t2", "t3", "t4") as dispatchers:
+            await asyncio.gather(*(work(cluster, each, given, pause_s=0.01) for each in dispatchers.values()))
             assert sorted((task.epoch, int(task.task_id)) for task in given) == [
                 (e, n) for e in range(3) for n in range(20)
             ]
@@ -51,23 +53,23 @@ def test_several_trainers_give_each_task_of_each_epoch_once() -> None:
             )
             assert len({(b.training.epoch, tuple(b.training.pending)) for b in job}) == 1
 
-    virtually(main)
+    run_virtually(main)
 
 
 def test_every_trainer_holds_what_etcd_holds() -> None:
     async def main() -> None:
-        world = MasterlessWorld(spec_of(), Storage(30))
-        async with dispatching(world, "t1", "t2", "t3") as dispatchers:
+        cluster = MasterlessCluster(spec_of(), Storage(30))
+        async with dispatching(cluster, "t1", "t2", "t3") as dispatchers:
             for number in range(12):
                 name = f"t{number % 3 + 1}"
-                task = await take(world, dispatchers[name], name)
+                task = await take(cluster, dispatchers[name], name)
                 if number % 4 == 0:
                     failed = FailTask(trainer=name, attempt=task.attempt, failure=NO, epoch=0)
                     await dispatchers[name].fail_task(task.task_id, failed)
                 elif number % 2:
                     await dispatchers[name].complete_task(task.task_id, done(task, name))
             await asyncio.sleep(1)
-            fresh = world.dispatcher("reader")
+            fresh = cluster.dispatcher("reader")
             reading = asyncio.ensure_future(fresh.view.run())
             await until(lambda: fresh.view.is_open, "a fresh reading")
             for each in dispatchers.values():
@@ -85,13 +87,13 @@ def test_every_trainer_holds_what_etcd_holds() -> None:
                     assert (queue.epoch, queue.dispatched) == (other.epoch, other.dispatched)
             reading.cancel()
 
-    virtually(main)
+    run_virtually(main)
 
 
 def test_a_lost_compare_decides_again_on_what_the_other_wrote() -> None:
     async def main() -> None:
-        world = MasterlessWorld(spec_of())
-        async with dispatching(world, "t1", "t2") as dispatchers:
+        cluster = MasterlessCluster(spec_of())
+        async with dispatching(cluster, "t1", "t2") as dispatchers:
             seen: list[int] = []
 
             def look(job, _now):
@@ -99,28 +101,28 @@ def test_a_lost_compare_decides_again_on_what_the_other_wrote() -> None:
                 return Decision(None, lifecycle.fail(job.state, "to write something").changes)
 
             one, two = dispatchers["t1"], dispatchers["t2"]
-            world.simulated.delay_s = (0.01, 0.01)
-            taking = asyncio.ensure_future(take(world, one, "t1"))
+            cluster.simulated.delay_s = (0.01, 0.01)
+            taking = asyncio.ensure_future(take(cluster, one, "t1"))
             await asyncio.sleep(0.001)
             await two.writer.decide(look)
             await taking
             assert seen == [0, 1]
 
-    virtually(main)
+    run_virtually(main)
 
 
 def test_an_error_is_answered_only_when_no_write_of_the_others_is_missing() -> None:
     """A lane's new owner asks for a task that its own process does not know to be due yet."""
 
     async def main() -> None:
-        world = MasterlessWorld(spec_of(mode="sync", lanes=2))
-        async with dispatching(world, "t1", "t2") as dispatchers:
+        cluster = MasterlessCluster(spec_of(mode="sync", lanes=2))
+        async with dispatching(cluster, "t1", "t2") as dispatchers:
             one, two = dispatchers["t1"], dispatchers["t2"]
             lane, _ = one.job.lanes.of("t1")
-            await take(world, one, "t1", stream=lane, index=0)
+            await take(cluster, one, "t1", stream=lane, index=0)
             await asyncio.sleep(0.1)
             two.view.hold()  # what t1 writes from here on is not folded at t2
-            await take(world, one, "t1", stream=lane, index=1)
+            await take(cluster, one, "t1", stream=lane, index=1)
             two.view.held = False
 
             def in_order(job, _now):
@@ -131,37 +133,37 @@ def test_an_error_is_answered_only_when_no_write_of_the_others_is_missing() -> N
 
             assert await two.writer.decide(in_order) == 2
 
-    virtually(main)
+    run_virtually(main)
 
 
 @pytest.mark.parametrize("lose", ["request", "answer"])
 def test_a_write_without_an_answer_counts_once_though_others_commit_meanwhile(lose) -> None:
     async def main() -> None:
-        world = MasterlessWorld(spec_of())
-        async with dispatching(world, "t1", "t2") as dispatchers:
+        cluster = MasterlessCluster(spec_of())
+        async with dispatching(cluster, "t1", "t2") as dispatchers:
             one, two = dispatchers["t1"], dispatchers["t2"]
-            lost = world.simulated.lose_answer if lose == "answer" else world.simulated.lose_request
+            lost = cluster.simulated.lose_answer if lose == "answer" else cluster.simulated.lose_request
             lost(client="t1", method="/kv/txn")
-            first = asyncio.ensure_future(take(world, one, "t1"))
+            first = asyncio.ensure_future(take(cluster, one, "t1"))
             await asyncio.sleep(0.01)
-            other = await take(world, two, "t2")
+            other = await take(cluster, two, "t2")
             mine = await first
             assert {mine.task_id, other.task_id} == {one.job.training.streams.at(0, 0, n) for n in (0, 1)}
             assert (mine.attempt, other.attempt) == (1, 1)
             await until(lambda: set(two.job.training.pending) == {mine.task_id, other.task_id}, "news")
 
-    virtually(main)
+    run_virtually(main)
 
 
 def test_a_dead_sweepers_place_is_taken_at_once_and_its_tasks_go_back() -> None:
     async def main() -> None:
-        world = MasterlessWorld(spec_of())
-        async with dispatching(world, "t1", "t2", "t3") as dispatchers:
+        cluster = MasterlessCluster(spec_of())
+        async with dispatching(cluster, "t1", "t2", "t3") as dispatchers:
             dead = sweeper_of(dispatchers)
-            task = await take(world, dispatchers[dead], dead)
-            world.kill(dead, world.running[dead])
+            task = await take(cluster, dispatchers[dead], dead)
+            cluster.kill(dead, cluster.running[dead])
             since = asyncio.get_running_loop().time()
-            await world.lose(dead)
+            await cluster.lose(dead)
             alive = {name: each for name, each in dispatchers.items() if name != dead}
             await until(lambda: any(each.sweeps for each in alive.values()), "another sweeper")
             assert asyncio.get_running_loop().time() - since < 1.5, "its port is closed: nobody waits for the lease"
@@ -169,33 +171,33 @@ def test_a_dead_sweepers_place_is_taken_at_once_and_its_tasks_go_back() -> None:
                 lambda: all(t in each.job.training.requeued for t in [task.task_id] for each in alive.values()), "it"
             )
             name, each = next(iter(alive.items()))
-            again = await take(world, each, name)
+            again = await take(cluster, each, name)
             assert (again.task_id, again.attempt) == (task.task_id, 2)
 
-    virtually(main)
+    run_virtually(main)
 
 
 def test_the_sweeper_reports_a_parameter_servers_storage_error_once_and_so_does_its_successor() -> None:
     async def main() -> None:
-        world = MasterlessWorld(spec_of())
-        async with dispatching(world, "t1", "t2") as dispatchers:
-            kv = await world.etcd.get(KEYS.pserver(0))
+        cluster = MasterlessCluster(spec_of())
+        async with dispatching(cluster, "t1", "t2") as dispatchers:
+            kv = await cluster.etcd.get(KEYS.pserver(0))
             assert kv is not None
             for _ in range(2):
                 member = PserverMember.model_validate_json(kv.value).model_copy(update={"trouble": "no room"})
-                await world.etcd.put(kv.key, member.to_bytes(), kv.lease)
+                await cluster.etcd.put(kv.key, member.to_bytes(), kv.lease)
             await asyncio.sleep(1)
             first = sweeper_of(dispatchers)
             assert {name: told(each) for name, each in dispatchers.items()} == {
                 name: ["no room"] if name == first else [] for name in dispatchers
             }
-            world.kill(first, world.running[first])
-            await world.lose(first)
+            cluster.kill(first, cluster.running[first])
+            await cluster.lose(first)
             [second] = [each for name, each in dispatchers.items() if name != first]
             await until(lambda: second.sweeps, "another sweeper")
             assert told(second) == ["no room"]
 
-    virtually(main)
+    run_virtually(main)
 
 
 def told(dispatcher: Dispatcher) -> list[str]:
@@ -204,18 +206,18 @@ def told(dispatcher: Dispatcher) -> list[str]:
 
 def test_a_frozen_sweepers_place_is_taken_within_a_lease() -> None:
     async def main() -> None:
-        world = MasterlessWorld(spec_of())
-        async with dispatching(world, "t1", "t2") as dispatchers:
+        cluster = MasterlessCluster(spec_of())
+        async with dispatching(cluster, "t1", "t2") as dispatchers:
             old = sweeper_of(dispatchers)
-            world.simulated.cut(old)
+            cluster.simulated.cut(old)
             other = next(each for name, each in dispatchers.items() if name != old)
             since = asyncio.get_running_loop().time()
             await until(lambda: other.sweeps, "another sweeper", 20)
             assert asyncio.get_running_loop().time() - since < 3.0 + 0.5 + 1.0
             assert not dispatchers[old].sweeps
-            world.simulated.mend(old)
+            cluster.simulated.mend(old)
 
-    virtually(main)
+    run_virtually(main)
 
 
 @pytest.mark.parametrize("fenced", [True, False], ids=["fenced", "without the fence"])
@@ -225,29 +227,29 @@ def test_a_late_write_of_a_former_sweeper_is_refused(fenced, monkeypatch) -> Non
         monkeypatch.setattr(SharedWriter, "fence", unfenced)
 
     async def main() -> None:
-        world = MasterlessWorld(spec_of())
-        async with dispatching(world, "t1", "t2") as dispatchers:
+        cluster = MasterlessCluster(spec_of())
+        async with dispatching(cluster, "t1", "t2") as dispatchers:
             one = dispatchers["t1"]
-            lock = await world.etcd.get(KEYS.sweep_lock)
-            lease = await Etcd(world.simulated.transport("t1")).grant(60)
+            lock = await cluster.etcd.get(KEYS.sweep_lock)
+            lease = await Etcd(cluster.simulated.transport("t1")).grant(60)
             deposed = SweeperWriter(one.writer, HeldLock(KEYS.sweep_lock, lock.create_revision - 1, lease))
             late = asyncio.ensure_future(deposed.decide(lambda job, _: lifecycle.fail(job.state, "a late decision")))
             await asyncio.wait([late])
-            state = JobState.model_validate_json((await world.etcd.get(KEYS.state)).value)
+            state = JobState.model_validate_json((await cluster.etcd.get(KEYS.state)).value)
             assert (state.phase is Phase.RUNNING) is fenced
             assert isinstance(late.exception(), NotLeader) is fenced
-            await take(world, one, "t1") if fenced else None  # its own decisions go on
+            await take(cluster, one, "t1") if fenced else None  # its own decisions go on
 
-    virtually(main)
+    run_virtually(main)
 
 
 def test_a_held_lock_whose_lease_is_over_writes_nothing() -> None:
     async def main() -> None:
-        world = MasterlessWorld(spec_of())
-        async with dispatching(world, "t1") as dispatchers:
+        cluster = MasterlessCluster(spec_of())
+        async with dispatching(cluster, "t1") as dispatchers:
             one = dispatchers["t1"]
-            lock = await world.etcd.get(KEYS.sweep_lock)
-            lease = await world.etcd.grant(2)
+            lock = await cluster.etcd.get(KEYS.sweep_lock)
+            lease = await cluster.etcd.grant(2)
             await asyncio.sleep(3)
             with pytest.raises(NotLeader):
                 await SweeperWriter(one.writer, HeldLock(KEYS.sweep_lock, lock.create_revision, lease)).decide(
@@ -255,16 +257,16 @@ def test_a_held_lock_whose_lease_is_over_writes_nothing() -> None:
                 )
             assert one.job.state.phase is Phase.RUNNING
 
-    virtually(main)
+    run_virtually(main)
 
 
 def test_progress_of_another_trainer_keeps_its_task_from_expiring() -> None:
     async def main() -> None:
-        world = MasterlessWorld(spec_of(task_timeout_floor_s=4.0, task_timeout_ceiling_s=8.0), Storage(3))
-        async with dispatching(world, "t1", "t2") as dispatchers:
+        cluster = MasterlessCluster(spec_of(task_timeout_floor_s=4.0, task_timeout_ceiling_s=8.0), Storage(3))
+        async with dispatching(cluster, "t1", "t2") as dispatchers:
             worker = next(name for name, each in dispatchers.items() if not each.sweeps)
             mine = dispatchers[worker]
-            task = await take(world, mine, worker)
+            task = await take(cluster, mine, worker)
             for minibatches in range(1, 11):
                 await asyncio.sleep(3)
                 report = TaskProgress(trainer=worker, attempt=1, minibatches=minibatches, epoch=0)
@@ -274,66 +276,66 @@ def test_progress_of_another_trainer_keeps_its_task_from_expiring() -> None:
             with pytest.raises(StaleAttempt):
                 await mine.complete_task(task.task_id, done(task, worker))
 
-    virtually(main)
+    run_virtually(main)
 
 
 def test_the_progress_of_a_trainer_that_leaves_is_kept_for_a_while() -> None:
     async def main() -> None:
-        world = MasterlessWorld(spec_of())
-        async with dispatching(world, "t1", "t2") as dispatchers:
+        cluster = MasterlessCluster(spec_of())
+        async with dispatching(cluster, "t1", "t2") as dispatchers:
             share = StepMetrics(step=3, epoch=0, loss_sum=6.0, records=4)
             await dispatchers["t2"].report_metrics(MetricBatch(trainer="t2", steps=(share,)))
-        told = (await world.etcd.range(KEYS.progresses, prefix=True)).kvs
+        told = (await cluster.etcd.range(KEYS.progresses, prefix=True)).kvs
         assert [kv.key for kv in told] == [KEYS.progress("t2")]
         said = TrainerProgress.model_validate_json(told[0].value)
         assert (said.loss_sum, said.records, said.step) == (6.0, 4, 3)
         await asyncio.sleep(REMEMBERED_S + 5)
-        assert not (await world.etcd.range(KEYS.progresses, prefix=True)).kvs
+        assert not (await cluster.etcd.range(KEYS.progresses, prefix=True)).kvs
 
-    virtually(main)
+    run_virtually(main)
 
 
 def test_an_etcd_that_is_away_only_delays() -> None:
     async def main() -> None:
-        world = MasterlessWorld(spec_of())
-        async with dispatching(world, "t1", "t2") as dispatchers:
-            world.simulated.stop()
-            asking = [asyncio.ensure_future(take(world, each, name)) for name, each in dispatchers.items()]
+        cluster = MasterlessCluster(spec_of())
+        async with dispatching(cluster, "t1", "t2") as dispatchers:
+            cluster.simulated.stop()
+            asking = [asyncio.ensure_future(take(cluster, each, name)) for name, each in dispatchers.items()]
             await asyncio.sleep(10)
             assert not any(each.done() for each in asking)
-            world.simulated.start()
+            cluster.simulated.start()
             assert len({task.task_id for task in await asyncio.gather(*asking)}) == 2
             await until(lambda: any(each.sweeps for each in dispatchers.values()), "a sweeper")
 
-    virtually(main)
+    run_virtually(main)
 
 
 def test_a_dataset_that_cannot_be_read_fails_the_job_with_the_reason() -> None:
     async def main() -> None:
-        world = MasterlessWorld(spec_of(), Storage(error=DatasetError("no such file")))
-        dispatcher = world.dispatcher("t1")
+        cluster = MasterlessCluster(spec_of(), Storage(error=DatasetError("no such file")))
+        dispatcher = cluster.dispatcher("t1")
         stopping = asyncio.Event()
         running = asyncio.ensure_future(dispatcher.run(stopping))
         await asyncio.sleep(2)
-        state = JobState.model_validate_json((await world.etcd.get(KEYS.state)).value)
+        state = JobState.model_validate_json((await cluster.etcd.get(KEYS.state)).value)
         assert (state.phase, state.reason) == (Phase.FAILED, "no such file")
         with pytest.raises(NotReady):
             await dispatcher.acquire_task(AcquireTask(trainer="t1", request="r", generation=0))
         stopping.set()
         await running
 
-    virtually(main)
+    run_virtually(main)
 
 
 def test_the_job_ends_with_evaluation_and_export_written_by_trainers() -> None:
     async def main() -> None:
-        world = MasterlessWorld(spec_of(evaluation_dataset=TextLines("test.txt")), Storage(4))
-        async with dispatching(world, "t1", "t2") as dispatchers:
-            await asyncio.gather(*(work(world, each, []) for each in dispatchers.values()))
+        cluster = MasterlessCluster(spec_of(evaluation_dataset=TextLines("test.txt")), Storage(4))
+        async with dispatching(cluster, "t1", "t2") as dispatchers:
+            await asyncio.gather(*(work(cluster, each, []) for each in dispatchers.values()))
 
             async def finish(name, each):
                 while not each.job.state.phase.final:
-                    answer = await each.acquire_task(world.ask(each, name))
+                    answer = await each.acquire_task(cluster.ask(each, name))
                     if answer.task is None:
                         await asyncio.sleep(0.05)
                         continue
@@ -347,46 +349,46 @@ def test_the_job_ends_with_evaluation_and_export_written_by_trainers() -> None:
             assert (state.phase, state.stage) == (Phase.COMPLETED, Stage.DONE)
             assert (state.result.trained_records, state.result.exports) == (40, {"x": "y"})
 
-    virtually(main)
+    run_virtually(main)
 
 
 def test_the_same_user_error_at_two_trainers_before_the_first_step_fails_the_job() -> None:
     async def main() -> None:
-        world = MasterlessWorld(spec_of())
-        async with dispatching(world, "t1", "t2") as dispatchers:
+        cluster = MasterlessCluster(spec_of())
+        async with dispatching(cluster, "t1", "t2") as dispatchers:
             for name, each in dispatchers.items():
                 await each.report_failure(name, NO)
                 await asyncio.sleep(0.1)
-            state = JobState.model_validate_json((await world.etcd.get(KEYS.state)).value)
+            state = JobState.model_validate_json((await cluster.etcd.get(KEYS.state)).value)
             assert (state.phase, state.reason) == (Phase.FAILED, "ValueError twice before the first step was done: no")
 
-    virtually(main)
+    run_virtually(main)
 
 
 def test_requests_to_a_trainer_that_left_are_refused() -> None:
     async def main() -> None:
-        world = MasterlessWorld(spec_of())
-        async with dispatching(world, "t1") as dispatchers:
+        cluster = MasterlessCluster(spec_of())
+        async with dispatching(cluster, "t1") as dispatchers:
             left = dispatchers["t1"]
-            asking = world.ask(left, "t1")
+            asking = cluster.ask(left, "t1")
         with pytest.raises(NotLeader):
             await left.acquire_task(asking)
 
-    virtually(main)
+    run_virtually(main)
 
 
 def test_a_queue_that_cannot_be_read_ends_every_trainer_with_an_error() -> None:
     async def main() -> None:
-        world = MasterlessWorld(spec_of(), Storage(20))
+        cluster = MasterlessCluster(spec_of(), Storage(20))
         with pytest.raises(ExceptionGroup):
-            async with dispatching(world, "t1", "t2"):
-                await world.etcd.put(KEYS.pending("3"), b"7 or so")
-                await asyncio.wait(world.running.values())
-                ends = [life.exception() for life in world.running.values()]
+            async with dispatching(cluster, "t1", "t2"):
+                await cluster.etcd.put(KEYS.pending("3"), b"7 or so")
+                await asyncio.wait(cluster.running.values())
+                ends = [life.exception() for life in cluster.running.values()]
         for group in ends:
             assert isinstance(group, ExceptionGroup)
             (error,) = group.exceptions
             assert isinstance(error, StateUnreadable)
             assert f"{KEYS.pending('3')} in etcd cannot be understood: b'7 or so'" in error.message
 
-    virtually(main)
+    run_virtually(main)

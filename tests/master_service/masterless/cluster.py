@@ -7,29 +7,19 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from master_service.masterless.dispatcher import Dispatcher
-from shared.etcd import Etcd
 from shared.records import Stage, Task
-from tests.master_service.worlds import KEYS, World, done, until
+from tests.equipment.waiting import until
+from tests.master_service.cluster import MasterCluster, done
 
 
-class MasterlessWorld(World):
-    """Each trainer's etcd is known by its name to `simulated.cut`. `running`: the trainers' lives by name."""
+class MasterlessCluster(MasterCluster):
+    """Each trainer's etcd is known by its name to `simulated.cut`. `running`: the trainers' tasks by name."""
 
     running: dict[str, asyncio.Future[None]]
 
     def dispatcher(self, name: str) -> Dispatcher:
-        async def probe(url: str) -> bool:
-            return url in self.dead
-
-        return Dispatcher(
-            Etcd(self.simulated.transport(name)),
-            KEYS,
-            name=name,
-            url=f"http://{name}",
-            spec=self.spec,
-            storage=lambda _: self.storage,
-            probe=probe,
-        )
+        dispatcher: Dispatcher = self.make_master(name, name, f"http://{name}", Dispatcher)
+        return dispatcher
 
     def kill(self, name: str, running: asyncio.Future[None]) -> None:
         """As SIGKILL does: nothing is said to etcd any more, and its port is closed."""
@@ -39,22 +29,22 @@ class MasterlessWorld(World):
 
 
 @asynccontextmanager
-async def dispatching(world: MasterlessWorld, *names: str) -> AsyncIterator[dict[str, Dispatcher]]:
+async def dispatching(cluster: MasterlessCluster, *names: str) -> AsyncIterator[dict[str, Dispatcher]]:
     """Trainers that are members and whose job runs; a killed one stays away."""
-    dispatchers = {name: world.dispatcher(name) for name in names}
+    dispatchers = {name: cluster.dispatcher(name) for name in names}
     stopping = asyncio.Event()
-    world.running = {name: asyncio.ensure_future(each.run(stopping)) for name, each in dispatchers.items()}
+    cluster.running = {name: asyncio.ensure_future(each.run(stopping)) for name, each in dispatchers.items()}
     try:
-        await world.initialise(*names)
+        await cluster.initialise(*names)
         await until(lambda: all(_runs(each, names) for each in dispatchers.values()), "the job to run")
         yield dispatchers
         for name, each in dispatchers.items():
-            for queue in each.job.queues.values() if not world.running[name].done() else ():
+            for queue in each.job.queues.values() if not cluster.running[name].done() else ():
                 assert list(queue.violations()) == []
     finally:
         stopping.set()
-        await asyncio.wait(world.running.values())
-        for each in world.running.values():
+        await asyncio.wait(cluster.running.values())
+        for each in cluster.running.values():
             if not each.cancelled():
                 each.result()
 
@@ -63,10 +53,10 @@ def _runs(dispatcher: Dispatcher, names: tuple[str, ...]) -> bool:
     return dispatcher.view.is_open and set(dispatcher.job.state.trainers) == set(names)
 
 
-async def work(world: MasterlessWorld, dispatcher: Dispatcher, given: list[Task], *, pause_s: float = 0.0) -> None:
+async def work(cluster: MasterlessCluster, dispatcher: Dispatcher, given: list[Task], *, pause_s: float = 0.0) -> None:
     """Take and finish tasks until training is over; every task taken is noted."""
     while dispatcher.job.state.stage is Stage.TRAIN:
-        answer = await dispatcher.acquire_task(world.ask(dispatcher, dispatcher.name))
+        answer = await dispatcher.acquire_task(cluster.ask(dispatcher, dispatcher.name))
         if answer.task is None:
             await asyncio.sleep(0.05)
             continue

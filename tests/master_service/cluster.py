@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.leadership.master import Master
-from shared.etcd import Etcd
 from shared.keys import Keys
 from shared.records import (
     AcquireTask,
@@ -27,26 +25,10 @@ from shared.records import (
 from shared.records.checkpoints import CheckpointRef, Manifest
 from shared.records.datasets import Dataset, TextLines
 from shared.runtime import ids
-from tests.equipment.etcd.simulated import SimulatedEtcd
-from tests.equipment.virtual_loop import VirtualLoop
-from tests.equipment.virtual_loop import run as run_virtually
+from tests.equipment.cluster.cluster import Cluster
+from tests.equipment.waiting import until
 
-T = TypeVar("T")
 KEYS = Keys("j")
-
-
-def virtually(main: Callable[[], Awaitable[T]], seed: int = 1) -> T:
-    """Run `main` in virtual time; an error that no one handled fails the test."""
-    rng = random.Random(seed)
-    loop = VirtualLoop(rng)
-
-    async def bounded() -> T:
-        async with asyncio.timeout(3600):
-            return await main()
-
-    result: T = run_virtually(loop, bounded(), rng)
-    assert loop.errors == []
-    return result
 
 
 def spec_of(**values: Any) -> JobSpec:
@@ -98,30 +80,25 @@ class Storage:
         await self.read_manifest(ref)
 
 
-class World:
-    """One etcd, any number of masters, and members as mere keys. `dead`: urls that refuse connections."""
+class MasterCluster(Cluster):
+    """Any number of masters; members are keys in etcd only. `dead`: urls that refuse connections."""
 
     def __init__(self, spec: JobSpec, storage: Storage | None = None) -> None:
-        self.spec, self.storage = spec, storage or Storage()
-        self.simulated = SimulatedEtcd()
-        self.etcd = Etcd(self.simulated.transport("members"))
+        super().__init__(spec)
+        self.storage = storage or Storage()
         self.dead: set[str] = set()
         self.leases: dict[str, int] = {}
         self._requests = 0
 
-    def master(self, name: str = "m1", kind: type[Master] = Master) -> Master:
-        async def probe(url: str) -> bool:
-            return url in self.dead
+    def master_options(self) -> dict[str, Any]:
+        return {"storage": lambda _: self.storage, "probe": self._refuses}
 
-        return kind(
-            Etcd(self.simulated.transport(name)),
-            KEYS,
-            name=ids.new_id(name),
-            url=f"http://{name}",
-            spec=self.spec,
-            storage=lambda _: self.storage,
-            probe=probe,
-        )
+    async def _refuses(self, url: str) -> bool:
+        return url in self.dead
+
+    def master(self, name: str = "m1", kind: type[Master] = Master) -> Master:
+        master: Master = self.make_master(name, ids.new_id(name), f"http://{name}", kind)
+        return master
 
     async def add_trainer(self, trainer: str) -> None:
         lease = (await self.etcd.grant(3600)).id
@@ -171,15 +148,6 @@ def done(task: Task, trainer: str = "t1", **values: Any) -> CompleteTask:
     return CompleteTask(trainer=trainer, attempt=task.attempt, epoch=task.epoch, **values)
 
 
-async def until(condition: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
-    try:
-        async with asyncio.timeout(timeout_s):
-            while not condition():
-                await asyncio.sleep(0.01)
-    except TimeoutError:
-        raise AssertionError(f"waited {timeout_s} s for {what}") from None
-
-
 @asynccontextmanager
 async def leading(master: Master) -> AsyncIterator[Master]:
     """The master runs, and leads once the block is entered; it is stopped at the end."""
@@ -194,10 +162,10 @@ async def leading(master: Master) -> AsyncIterator[Master]:
 
 
 @asynccontextmanager
-async def running(world: World, *trainers: str) -> AsyncIterator[Master]:
+async def running(cluster: MasterCluster, *trainers: str) -> AsyncIterator[Master]:
     """A master of a job that is RUNNING with these trainers."""
-    async with leading(world.master()) as master:
-        await world.initialise(*trainers)
+    async with leading(cluster.master()) as master:
+        await cluster.initialise(*trainers)
         await until(lambda: set(master.job.state.trainers) == set(trainers), "the job to run")
         yield master
         term = master.current_term  # `master.job` would refuse once a busy machine let the lease run out
@@ -205,16 +173,16 @@ async def running(world: World, *trainers: str) -> AsyncIterator[Master]:
             assert list(queue.violations()) == []
 
 
-async def take(world: World, master: Master, trainer: str = "t1", **values: object) -> Task:
-    answer = await master.acquire_task(world.ask(master, trainer, **values))
+async def take(cluster: MasterCluster, master: Master, trainer: str = "t1", **values: object) -> Task:
+    answer = await master.acquire_task(cluster.ask(master, trainer, **values))
     assert answer.task is not None, answer
     return answer.task
 
 
-async def finish_training(world: World, master: Master, trainer: str = "t1") -> set[str]:
+async def finish_training(cluster: MasterCluster, master: Master, trainer: str = "t1") -> set[str]:
     finished: list[str] = []
     while master.job.state.stage is Stage.TRAIN:
-        task = await take(world, master, trainer)
+        task = await take(cluster, master, trainer)
         await master.complete_task(task.task_id, done(task, trainer))
         finished.append(f"{task.epoch}/{task.task_id}")
     assert len(set(finished)) == len(finished)

@@ -1,0 +1,70 @@
+"""A synchronous job with checkpoints in memory that it can be restored from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from master_service.leadership.master import Master
+from shared.records import JobState, Mode, Phase, SlotMap
+from shared.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest
+from shared.records.layout import Layout, OptimizerSpec
+from shared.records.step import LanePosition, StepRecord
+from tests.equipment.waiting import until
+from tests.master_service.cluster import KEYS, MasterCluster, spec_of
+
+SLOTS = SlotMap(version=1, owners=(0, 1) * 64)
+LAYOUT = Layout(
+    digest="d",
+    segments=(),
+    block_bytes=256,
+    slot_count=128,
+    optimizer=OptimizerSpec(name="SGD", defaults={}, groups=()),
+)
+
+
+def spec(**values: Any) -> Any:
+    return spec_of(
+        **({"mode": Mode.SYNC, "lanes": 2, "pservers": 2, "slot_count": 128, "global_batch_size": 4} | values)
+    )
+
+
+async def checkpoint(cluster: MasterCluster, *steps: int, positions: Sequence[LanePosition] = ()) -> None:
+    """Finished checkpoints of these steps, the newest first."""
+    refs = tuple(CheckpointRef(uuid=f"at-{step}", step=step, timeline=0, manifest="m") for step in steps)
+    where = tuple(positions) or tuple(LanePosition(lane=lane, index=1) for lane in range(2))
+    for ref in refs:
+        cluster.storage.manifests[ref.uuid] = Manifest(
+            job="j",
+            uuid=ref.uuid,
+            step=ref.step,
+            timeline=0,
+            term=1,
+            generation=1,
+            mode=Mode.SYNC,
+            lanes=2,
+            seed=0,
+            spec_digest="",
+            timestamp="",
+            slots=SLOTS,
+            layout=LAYOUT,
+            record=StepRecord(version=ref.step, positions=where),
+            parts=(),
+        )
+    latest = CheckpointLatest(
+        uuid=refs[0].uuid, step=refs[0].step, timeline=0, term=1, timestamp="", manifest="m", slots=SLOTS, kept=refs
+    )
+    await cluster.etcd.put(KEYS.latest, latest.to_bytes())
+
+
+async def rolling_back(master: Master, checkpoint: str) -> JobState:
+    def due() -> bool:
+        state = master.job.state
+        return state.phase is Phase.ROLLING_BACK and state.checkpoint == checkpoint
+
+    await until(due, f"a roll-back to {checkpoint}")
+    return master.job.state
+
+
+def names(master: Master) -> list[str]:
+    return [event.name for event in master.events.after(0, 1000)]
