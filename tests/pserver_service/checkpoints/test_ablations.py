@@ -21,7 +21,7 @@ from shared.records import JobState, Phase
 from shared.records.checkpoints import CheckpointLatest, CheckpointPart
 from tests.equipment.replaced import replaced
 from tests.equipment.waiting import until
-from tests.pserver_service.checkpoints import parts, test_kills
+from tests.pserver_service.checkpoints import kill_scenarios, parts
 from tests.pserver_service.checkpoints.cluster import KEYS, PserverCluster, run_scenario
 
 ALWAYS = Compare.create("/nowhere", "==", 0)
@@ -108,13 +108,13 @@ def test_without_waiting_for_all_parts_latest_cannot_be_loaded(tmp_path):
 
 
 def test_without_the_fence_of_the_index_a_sleeper_publishes_after_it_was_replaced(tmp_path):
-    _, turns = run_scenario(test_kills.undisturbed, tmp_path / "undisturbed", "ps-1")
+    _, turns = run_scenario(kill_scenarios.undisturbed, tmp_path / "undisturbed", "ps-1")
     with (
         replaced(OwnKey, "held", property(lambda _: ALWAYS)),
         pytest.raises(AssertionError, match="it published nothing"),
     ):
         for turn in turns[::2]:
-            run_scenario(test_kills.frozen_at, tmp_path / str(turn), "ps-1", turn)
+            run_scenario(kill_scenarios.frozen_at, tmp_path / str(turn), "ps-1", turn)
 
 
 @contextlib.contextmanager

@@ -9,35 +9,13 @@ from pserver_service.checkpoints import ledger_text
 from pserver_service.core.blocks import Verdict
 from pserver_service.core.ledger import Ledger
 from shared.checkpoints import stored
-from shared.etcd import Delete, Put
-from shared.records import JobState, Mode, Phase, TaskMeta
-from shared.records.checkpoints import CheckpointCut, OwnCheckpoints
+from shared.records import JobState, Mode, Phase
+from shared.records.checkpoints import OwnCheckpoints
 from shared.records.pauses import Saving
-from shared.records.step import LaneZero
-from shared.wire.messages import InitBlock, PushBlock, PushHeader
 from tests.equipment.waiting import until
 from tests.pserver_service.checkpoints import parts
-from tests.pserver_service.checkpoints.cluster import KEYS, Away, Node, PserverCluster, run_scenario, stream
-
-META = TaskMeta(epoch=0, digest="d", seed=0, tasks=9).to_bytes()
-
-
-def push_of(task, start, end, minibatches=4, **fields):
-    return PushHeader(
-        **{
-            "job": parts.JOB,
-            "generation": 1,
-            "mode": Mode.ASYNC,
-            "trainer": "t",
-            "task_id": str(task),
-            "attempt": 1,
-            "start": start,
-            "end": end,
-            "minibatches": minibatches,
-            "lane_zero": LaneZero(options=({"lr": 0.1},)),
-            **fields,
-        }
-    )
+from tests.pserver_service.checkpoints.async_job import opened, paused_checkpoint, push, push_of, replace
+from tests.pserver_service.checkpoints.cluster import KEYS, Away, Node, run_scenario
 
 
 def judged(ledger, task, start, end, block):
@@ -79,65 +57,6 @@ def test_blocks_from_several_parts_bring_their_own_books():
     assert judged(ledger, 7, 1, 2, 1) is Verdict.DUPLICATE
     assert judged(ledger, 7, 4, 5, 1) is Verdict.TOO_EARLY
     assert ledger.positions({5: 0, 7: 0, 8: 0}) == {5: -1, 7: 2, 8: 0}
-
-
-async def opened(storage, **spec):
-    """Two parameter servers of a running asynchronous job, one minibatch trained."""
-    cluster = PserverCluster(str(storage), mode="async", **spec)
-    await cluster.etcd.put(KEYS.spec, cluster.spec.to_bytes())
-    await cluster.etcd.put(KEYS.pservers_desired, b"2")
-    await cluster.etcd.put(KEYS.task_meta, META)
-    await cluster.write_state(cluster.state)
-    for number in range(2):
-        await cluster.start(f"ps-{number}")
-    values = parts.initial(cluster.layout)
-    for index, node in cluster.nodes.items():
-        numbers = parts.blocks_of(cluster.layout, index, cluster.slots)
-        items = [(InitBlock(block=n), parts.bytes_view(values[n])) for n in numbers]
-        header = parts.header_of(cluster.layout, index).model_copy(update={"mode": Mode.ASYNC, "lanes": 1})
-        await node.pserver.init(header, stream(items))
-    await cluster.etcd.txn([], [Put(KEYS.layout, cluster.layout.to_bytes()), Put(KEYS.init_done, b"t")])
-    await push(cluster, 3, 0)
-    return cluster
-
-
-async def push(cluster, task, start):
-    answers = []
-    for node in cluster.nodes.values():
-        if node.process.dead or node.pserver.store is None:
-            continue
-        gradients = parts.gradient(cluster.layout, start, task)
-        items = [(PushBlock(block=n, count=1), parts.bytes_view(gradients[n])) for n in node.pserver.store.blocks]
-        header = push_of(task, start, start + 1, generation=cluster.state.generation)
-        answers.append(await node.pserver.push(header, stream(items)))
-    return answers
-
-
-async def paused_checkpoint(cluster, step, *, confirmed=True, operation=""):
-    """What the master does once all trainers have paused. Whether it was taken: a death before all have copied ends it."""
-    state = cluster.state
-    uuid = stored.checkpoint_uuid(parts.JOB, state.timeline, cluster.slots.version, step)
-    saving = state.model_copy(
-        update={
-            "phase": Phase.CHECKPOINTING,
-            "generation": state.generation + 1,
-            "saving": Saving(uuid=uuid, step=step, cut=True),
-        }
-    )
-    cut = CheckpointCut(step=step, timeline=state.timeline, operation=operation)
-    await cluster.etcd.txn([], [Put(KEYS.state, saving.to_bytes()), Put(KEYS.checkpoint_cut(uuid), cut.to_bytes())])
-    cluster.state = state.model_copy(update={"generation": state.generation + 1, "saved": step})
-    writes = [Put(KEYS.state, cluster.state.to_bytes())]
-    while any(member.copied != uuid for member in (await cluster.members()).values()):
-        if any(node.process.dead for node in cluster.nodes.values()):
-            await cluster.etcd.txn([], [*writes, Delete(KEYS.checkpoint_cut(uuid))])
-            return False
-        await asyncio.sleep(0.01)
-    if confirmed:
-        copied = cut.model_copy(update={"copied": True})
-        writes.append(Put(KEYS.checkpoint_cut(uuid), copied.to_bytes()))
-    await cluster.etcd.txn([], writes)
-    return True
 
 
 def test_a_paused_checkpoint_is_of_one_instant_while_training_goes_on(tmp_path):
@@ -200,14 +119,6 @@ def test_a_push_of_before_the_cut_is_stale_at_who_has_copied(tmp_path):
     run_scenario(scenario)
 
 
-async def replaced(cluster, index):
-    cluster.nodes[index].process.kill()
-    cluster.simulated.forget(cluster.nodes[index].process.name)
-    node = await cluster.start(f"ps-{index}-again")
-    await until(lambda: node.own_index.record.restored is not None, "it says what it has", 60.0)
-    return node, node.own_index.record.restored
-
-
 def test_a_replaced_pserver_takes_its_blocks_from_the_checkpoint_and_the_others_keep_theirs(tmp_path):
     async def scenario():
         cluster = await opened(tmp_path)
@@ -216,7 +127,7 @@ def test_a_replaced_pserver_takes_its_blocks_from_the_checkpoint_and_the_others_
         latest = await cluster.committed(1)
         await push(cluster, 3, 1)
         other = parts.state_of([cluster.nodes[0].pserver.store])
-        node, said = await replaced(cluster, 1)
+        node, said = await replace(cluster, 1)
         assert (said.rejoined, said.checkpoint, said.error, said.positions) == (True, latest.uuid, "", {"3": 1})
         assert parts.state_of([cluster.nodes[0].pserver.store]) == other
         answers = await push(cluster, 3, 2)
@@ -279,7 +190,7 @@ def test_independent_checkpoints_keep_two_and_fall_back_from_damage(tmp_path):
         folders = {path.name for path in (tmp_path / "checkpoints").iterdir()}
         assert folders == {ref.uuid for index in (0, 1) for ref in (await own(cluster, index)).kept}
         damage(tmp_path, saved.kept[0])
-        node, said = await replaced(cluster, 1)
+        node, said = await replace(cluster, 1)
         assert (said.checkpoint, said.error) == (saved.kept[1].uuid, "")
         assert saved.kept[0].uuid in said.damaged
         await asyncio.sleep(30.0)
@@ -290,7 +201,7 @@ def test_independent_checkpoints_keep_two_and_fall_back_from_damage(tmp_path):
         assert [ref.step for ref in newest.kept] == [4, 2], "the damaged one counts no more"
         for ref in newest.kept:
             damage(tmp_path, ref)
-        _, said = await replaced(cluster, 1)
+        _, said = await replace(cluster, 1)
         assert said.error.startswith("no checkpoint of pserver 1 is left: 2 cannot be used: ")
 
     run_scenario(scenario)

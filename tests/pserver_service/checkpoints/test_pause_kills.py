@@ -9,10 +9,9 @@ import pytest
 
 from shared.checkpoints import stored
 from tests.pserver_service.checkpoints import parts
+from tests.pserver_service.checkpoints.async_job import opened, paused_checkpoint, push, replace
 from tests.pserver_service.checkpoints.cluster import KEYS, folders, run_scenario
-from tests.pserver_service.checkpoints.test_asynchronous import opened, paused_checkpoint, push
-from tests.pserver_service.checkpoints.test_asynchronous import replaced as replaced_alone
-from tests.pserver_service.checkpoints.test_kills import (
+from tests.pserver_service.checkpoints.kill_scenarios import (
     FILE,
     FINISHED,
     LATEST,
@@ -91,7 +90,7 @@ async def killed_before(storage, name, number, bits, everybody):
             await cluster.start(f"{each.process.name}-again")
         assert [member.restored.error for member in await cluster.roll_back()] == ["", ""]
     else:
-        _, said = await replaced_alone(cluster, victim.pserver.index)
+        _, said = await replace(cluster, victim.pserver.index)
         assert (said.error, said.damaged, said.checkpoint) == ("", "", latest.uuid)
         assert said.positions == {str(TASK): latest.step}
     for start in range(3):  # from the lowest entry on, as trainers resume
