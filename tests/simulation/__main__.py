@@ -1,4 +1,4 @@
-"""Replay one seed and say everything: `python -m tests.simulation --mode sync --seed 7`; or try many: `--seeds 100`."""
+"""Replay one seed and print everything: `python -m tests.simulation --mode sync --seed 7`; or try many: `--seeds 100`."""
 # ruff: noqa: T201
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> int:
             print(
                 f"seed {seed}: {outcome.seconds:.1f} s virtual, {spent:.2f} s, {outcome.callbacks} callbacks {outcome.counts}"
             )
-            print(f"  {outcome}" if outcome.violations else "  all promises kept")
+            print(f"  {outcome}" if outcome.violations else "  no violation")
     print(f"{options.seeds} seeds, {failed} failed")
     return 1 if failed else 0
 

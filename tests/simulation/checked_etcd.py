@@ -1,6 +1,6 @@
-"""The simulated etcd with a witness inside: each write is judged the moment it is executed.
+"""The simulated etcd with checks inside: each write is checked the moment it is executed.
 
-Judged: who may write what (fencing of masters and sweepers), that terms and generations never go back, that a task of the
+Checked: who may write what (fencing of masters and sweepers), that terms and generations never go back, that a task of the
 queue is in one place only, and at one trainer only.
 """
 
@@ -53,7 +53,7 @@ class CheckedEtcd(SimulatedEtcd):
         )
 
     def delay(self) -> float:
-        """The conditions's; a slow message may be overtaken by a whole reign."""
+        """The network's; a slow message may arrive after a whole term."""
         delay = self._network.delay()
         return delay * 4 if delay > 0.5 else delay
 
@@ -77,7 +77,7 @@ class CheckedEtcd(SimulatedEtcd):
             self.violations += self._tasks.check(list(written))
 
     def overlook(self) -> None:
-        """What a test wrote into the store by itself is judged by nobody."""
+        """Do not check what the test itself wrote into the store."""
         self._seen = len(self.store.history)
 
     def _check_writer(self, client: str, key: str, kv: dict[str, Any]) -> None:
@@ -87,8 +87,7 @@ class CheckedEtcd(SimulatedEtcd):
             self.violations.append(f"{client} wrote {key} while {holder} held {self.leader_lock}")
 
     def _is_trainers(self, client: str, key: str, kv: dict[str, Any]) -> bool:
-        """What any trainer of a masterless job may write: the queue, and the stages that follow from it; and what anybody
-        may ask for."""
+        """What any trainer of a masterless job may write: the queue, the stages that follow from it, and requests."""
         if key.startswith(self.keys.operations) or key in (self.keys.checkpoint_request, self.keys.commit):
             return True
         if not client.startswith("trainer"):

@@ -1,5 +1,5 @@
-"""A witness of checkpoints: whatever `latest` names loads at that very moment, is of one version, and has the bits that
-this version had whenever it was saved before."""
+"""Checks every new `checkpoints/latest`: each checkpoint it names can be loaded at once, holds one version, and has the same
+bits as every other checkpoint of that version."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """One simulated cluster: etcd, masters, pservers and trainers as processes on the virtual loop, run by the product's code.
 
-A *node* is what the launcher supervises: it starts a process in it, and a new incarnation after a death.
+A *node* is a name that the launcher supervises: it starts a process for it, and a new incarnation after a death.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Node:
     name: str
     kind: str
     url: str = ""
-    process: Process = field(default_factory=lambda: Process("nobody"))
+    process: Process = field(default_factory=lambda: Process("none"))
     service: Any = None
     dispatcher: Dispatcher | None = None
     incarnations: int = 0
@@ -123,7 +123,7 @@ class SimulatedCluster(Cluster):
         self._say(f"{asyncio.get_running_loop().time():9.3f} {text}")
 
     def start(self, name: str, kind: str) -> Node:
-        """A new incarnation in the node of that name."""
+        """Start a new incarnation of the node of that name."""
         node = self.nodes.setdefault(name, Node(name, kind))
         node.incarnations += 1
         node.started_s, node.due_s = asyncio.get_running_loop().time(), None
@@ -136,14 +136,14 @@ class SimulatedCluster(Cluster):
         return node
 
     def _process(self, name: str) -> Process:
-        """No two have one name."""
+        """Names are unique."""
         self._born[name] = self._born.get(name, 0) + 1
         process = Process(f"{name}#{self._born[name]}")
         self.processes[process.name] = process
         return process
 
     async def _watched(self, node: Node, process: Process, main: Coroutine[Any, Any, Any]) -> None:
-        """The process itself: its end, by whatever cause, ends its connections."""
+        """The process itself: however it ends, its connections end too."""
         outcome: int
         try:
             outcome = await main
@@ -194,7 +194,7 @@ class SimulatedCluster(Cluster):
     # ------------------------------------------------------------ the launcher
 
     def open(self) -> None:
-        """Start everybody and the launcher's own view of the job."""
+        """Start all processes and the launcher's own view of the job."""
         for kind, count in (
             ("master", self.plan.masters),
             ("pserver", self.spec.pservers),
@@ -213,8 +213,8 @@ class SimulatedCluster(Cluster):
             self._launcher.spawn(self.spectator.run())
 
     async def restart(self, pservers: int, trainers: int, after_s: float) -> None:
-        """A machine restarts: everybody dies at once, etcd and the launcher too, and the same command is given again with
-        other numbers of members. What is left is what etcd and the storage hold."""
+        """A machine restarts: all processes die at once, also etcd and the launcher. The same command is given again with
+        other numbers of members. Only what etcd and the storage hold is left."""
         self.say(f"kill everything; then {pservers} pservers and {trainers} trainers")
         for node in self.nodes.values():
             self.end_process(node)
@@ -223,7 +223,7 @@ class SimulatedCluster(Cluster):
         if not self.simulated.stopped:
             self.simulated.stop()
         await asyncio.sleep(after_s)
-        for node in self.nodes.values():  # a fault may have started somebody meanwhile
+        for node in self.nodes.values():  # a fault may have started a process meanwhile
             self.end_process(node)
         self.nodes = {}
         if self.simulated.stopped:
@@ -233,7 +233,7 @@ class SimulatedCluster(Cluster):
         self.open()
 
     async def supervise(self) -> None:
-        """Restart what ended by itself, as the launcher would."""
+        """Restart processes that ended by themselves, as the launcher would."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(0.25)
@@ -282,7 +282,7 @@ class SimulatedCluster(Cluster):
             await etcd.revoke(lease)
 
     async def call_master(self, invoke: Callable[[Any], Awaitable[Any]]) -> Any:
-        """As somebody outside. Raises TriremeError."""
+        """Call the master as a client outside the job. Raises TriremeError."""
         return await SimulatedMaster(self.network, self._directory).call(invoke)
 
     def operation(self, accepted: AcceptedRequest) -> Operation | None:
@@ -297,7 +297,7 @@ class SimulatedCluster(Cluster):
         self.simulated.unknown_rate = conditions.lose_reply
 
     def end_faults(self) -> None:
-        """The end of all faults that last."""
+        """End all faults that last."""
         for process in self.processes.values():
             if process.frozen:
                 process.thaw()
@@ -308,7 +308,7 @@ class SimulatedCluster(Cluster):
         self.set_conditions(STEADY)
 
     async def wait_for_trainers_to_leave(self) -> None:
-        """The job is over: trainers leave by themselves, masters and pservers when told."""
+        """The job is over: trainers exit by themselves; masters and pservers exit when told."""
         loop = asyncio.get_running_loop()
         limit = loop.time() + LEAVE_S
         while any(node.alive for node in self.nodes.values() if node.kind == "trainer"):
@@ -356,7 +356,7 @@ class SimulatedCluster(Cluster):
         return history.hexdigest()
 
     def describe(self) -> str:
-        """For people: who is alive and what is waited for."""
+        """For messages: which processes live, and what the job waits for."""
         nodes = [f"{node.process!r} {node.service!r}" for node in self.nodes.values()]
         return "; ".join([f"{self.state.phase} {self.state.stage}: {self.state.reason}", *nodes])
 
@@ -369,7 +369,7 @@ class SimulatedCluster(Cluster):
         return self.state.phase in {Phase.COMPLETED, Phase.FAILED}
 
     async def end(self) -> None:
-        """Everybody is dead; then their coroutines are unwound where nothing can be heard of it any more."""
+        """Kill all processes, then unwind their coroutines where it can have no effect any more."""
         for process in self.processes.values():
             process.kill()
         self.simulated.stop()

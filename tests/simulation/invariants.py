@@ -1,4 +1,4 @@
-"""What a user may count on (training.md), checked on a cluster whose job has ended. Each line returned is a broken promise."""
+"""What a user may count on (training.md), checked on a cluster whose job has ended. Each line returned is a violation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def violations(cluster: SimulatedCluster) -> Iterator[str]:
     if cluster.state.phase is not Phase.COMPLETED:
         yield f"the job is {cluster.state.phase}: {cluster.state.reason}"
         return
-    yield from _books(cluster)
+    yield from _queues(cluster)
     yield from _parameters(cluster)
     if cluster.plan.evaluate:
         yield from _evaluation(cluster)
@@ -31,8 +31,8 @@ def violations(cluster: SimulatedCluster) -> Iterator[str]:
         yield from _ledgers(cluster)
 
 
-def _books(cluster: SimulatedCluster) -> Iterator[str]:
-    """Nothing is left under way, nothing was discarded, every epoch is over."""
+def _queues(cluster: SimulatedCluster) -> Iterator[str]:
+    """No task is pending, none was discarded, every epoch is over."""
     keys, job = cluster.keys, cluster.plan.job
     for kind, key in (
         ("pending", keys.pending("")),

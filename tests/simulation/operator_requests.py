@@ -1,7 +1,6 @@
-"""What people and machines ask of a running job: a checkpoint now, the way back to one, a member to leave (SIGTERM).
+"""What operators ask of a running job: a checkpoint now, a restore of one, a member to leave (SIGTERM).
 
-Drawn beside the faults, from a generator of their own. The promise: the operation is carried out, or says why not; and
-whatever is asked, the trained parameters are those of the undisturbed run.
+The rule checked: an operation is carried out or says why not, and the trained parameters are those of the undisturbed run.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from tests.simulation.cluster import AcceptedRequest, SimulatedCluster
 from tests.simulation.plans import OperatorRequest, RequestKind
 
 LIMIT_S = 60.0
-ASKING_S = 20.0
-ENDING_S = 30.0
+SEND_LIMIT_S = 20.0
+END_LIMIT_S = 30.0
 
 
 def may_lose_pserver(cluster: SimulatedCluster) -> bool:
@@ -34,7 +33,7 @@ def may_lose_pserver(cluster: SimulatedCluster) -> bool:
 
 
 async def send(cluster: SimulatedCluster, request: OperatorRequest) -> None:
-    """Ask for it."""
+    """Send it to the job."""
     cluster.say(f"request: {request.kind}")
     match request.kind:
         case RequestKind.TRAINER_LEAVES | RequestKind.PSERVER_LEAVES:
@@ -48,9 +47,9 @@ async def send(cluster: SimulatedCluster, request: OperatorRequest) -> None:
 
 
 async def _ask(cluster: SimulatedCluster, request: OperatorRequest) -> None:
-    """Until a master has taken it; a refusal must name a reason that is true."""
+    """Repeat until a master has accepted it. A refusal must have a true reason."""
     loop, key = asyncio.get_running_loop(), ids.new_id("request")
-    limit = loop.time() + ASKING_S
+    limit = loop.time() + SEND_LIMIT_S
     while loop.time() < limit and not cluster.over:
         value = cluster.simulated.value(cluster.keys.latest)
         latest = CheckpointLatest.model_validate_json(value) if value else None
@@ -84,7 +83,7 @@ async def _ask(cluster: SimulatedCluster, request: OperatorRequest) -> None:
 async def _create(cluster: SimulatedCluster, key: str) -> Operation:
     if cluster.plan.dispatch is Dispatch.MASTER:
         return await cluster.call_master(lambda m: m.term.operations.create_checkpoint(key, "a request", LIMIT_S))
-    async with asyncio.timeout(ASKING_S):
+    async with asyncio.timeout(SEND_LIMIT_S):
         return Operation.model_validate(
             await cluster.spectator.create_checkpoint(key, cause="a request", limit_s=LIMIT_S)
         )
@@ -93,18 +92,18 @@ async def _create(cluster: SimulatedCluster, key: str) -> Operation:
 async def _restore(cluster: SimulatedCluster, key: str, which: str) -> Operation:
     if cluster.plan.dispatch is Dispatch.MASTER:
         return await cluster.call_master(lambda m: m.term.operations.restore_checkpoint(key, "a request", which))
-    async with asyncio.timeout(ASKING_S):
+    async with asyncio.timeout(SEND_LIMIT_S):
         return Operation.model_validate(await cluster.spectator.restore_checkpoint(which, key))
 
 
 async def wait_for_operations(cluster: SimulatedCluster) -> None:
-    """The job is over: whatever was accepted ends, for one reason or another."""
+    """The job is over: wait until all accepted operations have ended."""
     loop = asyncio.get_running_loop()
-    limit = loop.time() + ENDING_S
+    limit = loop.time() + END_LIMIT_S
     while loop.time() < limit and (
         left := [o for o in map(cluster.operation, cluster.accepted) if o is not None and o.running]
     ):
-        if cluster.plan.dispatch is Dispatch.ETCD:  # nobody sweeps: whoever asks how it ended finds out
+        if cluster.plan.dispatch is Dispatch.ETCD:  # no sweeper is left: reading the operation ends it
             await cluster.spectator.operation(left[0].operation_id)
         elif not any(node.alive for node in cluster.nodes.values() if node.kind == "master"):
             return
@@ -112,7 +111,7 @@ async def wait_for_operations(cluster: SimulatedCluster) -> None:
 
 
 def violations(cluster: SimulatedCluster) -> list[str]:
-    """Operations that did not keep their promise."""
+    """Operations that broke the rule."""
     found: list[str] = []
     led = cluster.plan.dispatch is Dispatch.ETCD or any(
         node.alive for node in cluster.nodes.values() if node.kind == "master"
@@ -131,11 +130,11 @@ def violations(cluster: SimulatedCluster) -> list[str]:
 
 
 def _too_old(cluster: SimulatedCluster, accepted: AcceptedRequest, operation: Operation) -> list[str]:
-    """A checkpoint on demand is of a version that was not there yet when it was asked for."""
+    """A checkpoint on demand must be of a version no older than the request."""
     made = cluster.simulated.checkpoints_seen.get(operation.checkpoint_id)
     if made is None:
         return [f"{operation} names a checkpoint that was never the latest"]
     comparable = cluster.plan.job.mode is Mode.SYNC and made.timeline == accepted.timeline
     if comparable and made.step < accepted.version:
-        return [f"{operation} is older than the asking, at version {accepted.version}"]
+        return [f"{operation} is older than the request, made at version {accepted.version}"]
     return []

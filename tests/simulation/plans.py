@@ -1,6 +1,6 @@
-"""Seeded plans: the job, its members, the conditions, and what goes wrong when. The same seed is the same run.
+"""Seeded plans: the job, its members, the network's conditions, and what goes wrong when. The same seed is the same run.
 
-0 ... window_s  faults, bad conditions        then  quiet: everything heals, and the job must end within `bound_s`
+0 ... window_s  faults, bad conditions        then  all faults end, and the job must end within `bound_s`
 """
 
 from __future__ import annotations
@@ -137,13 +137,13 @@ class Plan:
 
     @property
     def window_s(self) -> float:
-        """While this lasts the conditions is bad and faults happen."""
+        """While this lasts the network is bad and faults happen."""
         return 2.0 + min(25.0, 0.4 * self.work_s)
 
     @property
     def bound_s(self) -> float:
-        """After the last fault the job must end within this: everybody's leases and tasks' deadlines run out one after the
-        other, everybody joins again, and one trainer does all the work, twice."""
+        """After the last fault the job must end within this: all leases and task deadlines expire one after the other,
+        all members join again, and one trainer does all the work, twice."""
         restores = sum(request.kind in {RequestKind.RESTORE, RequestKind.PSERVER_LEAVES} for request in self.requests)
         restores += sum(fault.kind is FaultKind.RESTART_ALL for fault in self.faults)
         return 90.0 + (2 + restores) * self.work_s
@@ -219,7 +219,7 @@ def plan_of(seed: int, mode: Mode, dispatch: Dispatch = Dispatch.MASTER) -> Plan
 
 
 def _requests(seed: int, mode: Mode, window_s: float) -> tuple[OperatorRequest, ...]:
-    """At most one way back: each is all the work once more."""
+    """At most one restore: each may repeat all the work. Seed strings never change, so that a seed stays the same run."""
     rng = random.Random(f"wishes-{mode}-{seed}")
     count = rng.choice([0, 0, 1, 2, 4])
     kinds = [RequestKind.CHECKPOINT, RequestKind.CHECKPOINT, RequestKind.TRAINER_LEAVES, RequestKind.PSERVER_LEAVES]

@@ -1,4 +1,4 @@
-"""One run: a cluster, its plan's faults, the quiet time after them, and the verdict."""
+"""One run: a cluster, the faults and requests of its plan, the time after them, and the violations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_CALLBACKS = 1_500_000
 
 @dataclass
 class Outcome:
-    """`violations`: promises not kept. `digest`: the whole history, the same for the same seed."""
+    """`violations`: rules that were broken. `digest`: the whole history, the same for the same seed."""
 
     plan: Plan
     violations: list[str]

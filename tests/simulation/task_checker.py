@@ -1,9 +1,8 @@
-"""A witness of the queue: no task is at two trainers, and none is given again once it was finished.
+"""Checks the queue: no task is at two trainers, and no finished task is given again.
 
-Told of every event, one transaction at a time. A task that goes back and is given again in one (a master commits in groups),
-or moves with its lane, is the next attempt; any other one was never taken back. A transaction that takes the job back (to a
-checkpoint, or to its beginning) drops what is pending: that is no end of a task, and what was finished before is given once
-more.
+It reads all events, one transaction at a time. A task that is requeued and given again in one transaction (a master commits
+in groups), or that moves with its lane, has the next attempt. A transaction that rolls the job back, to a checkpoint or to
+its beginning, drops what is pending; such tasks are not finished, and finished ones are given once more.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from shared.etcd import Compare, Etcd, OutcomeUnknown, Put, client, lease, lock,
 from shared.etcd.lock import acquire
 from shared.etcd.transport import TXN
 from shared.runtime import clock
-from tests.shared.etcd.test_faults import simulate
+from tests.shared.etcd.worlds import simulate
 
 with_and_without = pytest.mark.parametrize("safe", [True, False], ids=["with", "without"])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from contextlib import suppress
 
 import pytest
@@ -12,18 +11,7 @@ from shared.etcd import Compare, Etcd, Get, LeaseLost, OutcomeUnknown, Put, Retr
 from shared.etcd.lock import acquire
 from shared.etcd.transport import GRANT, PUT, REVOKE, TXN
 from shared.runtime import clock
-from tests.equipment.etcd.simulated import SimulatedEtcd
-from tests.equipment.virtual_loop import VirtualLoop, run
-
-
-def simulate(main, seed=0):
-    """Run `main(simulated)` on virtual time."""
-    rng = random.Random(seed)
-
-    async def wrapped():
-        return await main(SimulatedEtcd(rng=rng, delay_s=(0.0005, 0.003)))
-
-    return run(VirtualLoop(rng), wrapped(), rng)
+from tests.shared.etcd.worlds import simulate
 
 
 def test_a_write_whose_answer_is_lost_was_applied_and_is_not_repeated():

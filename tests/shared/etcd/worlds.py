@@ -13,6 +13,7 @@ from shared.etcd import Etcd, connect
 from shared.etcd.embedded import EmbeddedEtcd
 from tests.equipment.etcd.real import real_binaries
 from tests.equipment.etcd.simulated import SimulatedEtcd
+from tests.equipment.virtual_loop import VirtualLoop, run
 
 
 class World:
@@ -92,6 +93,16 @@ class RealWorld(World):
 
     def thaw(self) -> None:
         self.embedded.send(signal.SIGCONT)
+
+
+def simulate(main, seed=0):
+    """Run `main(simulated)` in virtual time, with delays drawn from the seed."""
+    rng = random.Random(seed)
+
+    async def wrapped():
+        return await main(SimulatedEtcd(rng=rng, delay_s=(0.0005, 0.003)))
+
+    return run(VirtualLoop(rng), wrapped(), rng)
 
 
 REAL = real_binaries()
