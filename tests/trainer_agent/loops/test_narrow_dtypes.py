@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from pydantic import ValidationError
@@ -13,10 +11,10 @@ from shared.records import JobState, Mode, Phase
 from tests.trainer_agent.cluster import TorchCluster, cluster, trained
 from tests.trainer_agent.scripts import differing, spec_for, write_script
 from trainer_agent.model.gradient_tree import GradientTree
-from trainer_agent.model.torch_compute import TorchCompute
-from trainer_agent.script.user_module import load
 
 COMMON = {"lanes": 8, "global_batch_size": 24, "records_per_task": 5, "epochs": 3}
+
+
 BOTH = [("bfloat16", "bfloat16"), ("float16", "bfloat16")]
 
 
@@ -90,9 +88,6 @@ def held_at(made: TorchCluster, name: str) -> torch.Tensor:
     return torch.cat(blocks).as_strided(place.shape, place.stride, place.first)
 
 
-# ---------------------------------------------------------------- asynchronous: error feedback
-
-
 DRIFT = """
 def model():
     found = nn.Linear(1, 1, bias=False)
@@ -164,9 +159,6 @@ def test_error_feedback_in_synchronous_mode_is_refused(tmp_path):
         spec_for(script, gradient_dtype="float8")
 
 
-# ---------------------------------------------------------------- what does not fit
-
-
 async def ends(script, **values) -> JobState:
     async with cluster(spec_for(script, **values), 1) as made:
         return await made.ended()
@@ -192,80 +184,3 @@ async def test_a_parameter_beyond_float16_fails_the_job_with_what_to_do(tmp_path
     assert state.phase is Phase.FAILED
     assert state.failure is not None
     assert "100000 does not fit float16, which ends at 65504" in state.failure.message
-
-
-# ---------------------------------------------------------------- one trainer's gradients
-
-
-@pytest.fixture
-def compute(tmp_path):
-    script = write_script(tmp_path)
-    spec = spec_for(script, mode="async", gradient_dtype="bfloat16", block_bytes=1024)
-    with ThreadPoolExecutor(1) as executor:
-        yield TorchCompute(load(script), spec, executor)
-
-
-def records():
-    return [{"x": torch.randn(5).numpy(), "y": 1} for _ in range(4)]
-
-
-async def one_push(compute) -> dict[int, torch.Tensor]:
-    """By block: what is sent."""
-    compute.forget_nodes()
-    blocks: list[int] = []
-    await compute.gradient((0, 1), 0, 7, records(), blocks.append)
-    names = compute.layout.payloads("bfloat16")
-    own = [block.dtype for block in compute.layout.blocks()]
-    return {
-        number: torch.frombuffer(
-            bytearray(compute.contribution((0, 1), number)), dtype=getattr(torch, names[number] or own[number])
-        )
-        for number in sorted(blocks)
-    }
-
-
-async def test_buffers_travel_as_they_are_and_parameters_cast(compute):
-    sent = await one_push(compute)
-    kinds = {(compute.layout.segments[b.segment].kind, b.dtype): sent[b.number].dtype for b in compute.layout.blocks()}
-    assert kinds == {
-        ("param", "float32"): torch.bfloat16,
-        ("buffer", "float32"): torch.float32,
-        ("buffer", "int64"): torch.int64,
-    }
-    assert [len(sent[b.number]) for b in compute.layout.blocks()] == [b.elements for b in compute.layout.blocks()]
-
-
-async def test_all_pushes_and_the_rest_add_up_to_all_gradients(compute, monkeypatch):
-    gradients: dict[int, torch.Tensor] = {}
-    put = compute.send_buffers.put
-
-    def seen(slot, block, values, announce):
-        gradients[block] = gradients.get(block, 0) + values.double()
-        put(slot, block, values, announce)
-
-    monkeypatch.setattr(compute.send_buffers, "put", seen)
-    totals: dict[int, torch.Tensor] = {}
-    for _ in range(20):
-        for block, values in (await one_push(compute)).items():
-            totals[block] = totals.get(block, 0) + values.double()
-    for block, residual in compute.send_buffers.residuals.items():
-        torch.testing.assert_close(totals[block] + residual.double(), gradients[block], rtol=0, atol=1e-6)
-    assert any(residual.any() for residual in compute.send_buffers.residuals.values())
-    compute.restore(compute.initial_lane_zero())  # as after a roll-back
-    assert not any(residual.any() for residual in compute.send_buffers.residuals.values())
-
-
-async def test_memory_of_casts_is_allocated_once(compute):
-    def addresses():
-        hosts = [segment.data_ptr() for host, _ in compute.send_buffers.hosts.values() for segment in host.segments]
-        return hosts, [residual.data_ptr() for residual in compute.send_buffers.residuals.values()]
-
-    await one_push(compute)
-    before = addresses()
-    for _ in range(10):
-        await one_push(compute)
-    assert addresses() == before
-    narrowed = sum(
-        block.elements for block in compute.layout.blocks() if compute.layout.payloads("bfloat16")[block.number]
-    )
-    assert sum(residual.nbytes for residual in compute.send_buffers.residuals.values()) == 4 * narrowed

@@ -7,11 +7,9 @@ import sys
 import pytest
 
 from shared.errors import InvalidArgument, UserCodeError
-from shared.records import UserFailure
 from shared.records.datasets import Npy
 from tests.trainer_agent.scripts import write_script
 from trainer_agent.script.user_module import load
-from trainer_agent.tasks.master import failure_of
 
 
 def test_hooks_are_found_and_the_main_part_is_not_run(tmp_path):
@@ -101,20 +99,6 @@ def test_a_hooks_error_is_trimmed_to_the_users_frames(tmp_path):
         "deeper",
     ]
     assert trace.splitlines()[-1].startswith("TypeError:")
-
-
-def test_a_failure_says_what_happened_where_and_to_whom(tmp_path):
-    user = load(write_script(tmp_path, loss="def loss(model, batch):\n    raise ValueError('no such label')\n"))
-    with pytest.raises(UserCodeError) as raised:
-        user.call("loss", None, None)
-    failure = failure_of(raised.value, task="task 7 (x.npy records 0-15)", trainer="trainer-1")
-    assert failure == UserFailure(
-        error_type="ValueError",
-        message="no such label",
-        traceback=raised.value.details["traceback"],
-        task="task 7 (x.npy records 0-15)",
-        trainer="trainer-1",
-    )
 
 
 def test_a_script_named_like_a_library_does_not_shadow_it(tmp_path):

@@ -1,0 +1,40 @@
+"""What a trainer has to do now."""
+
+from __future__ import annotations
+
+from shared.records import JobState, LaneInterval, LaneMap, Mode, Phase, Stage
+from trainer_agent.core.duties import Duty, Next, next_duty
+
+RUNNING = JobState(phase=Phase.RUNNING, generation=4, trainers=("me", "other"))
+
+
+LANES = LaneMap(generation=4, lanes=4, intervals=(LaneInterval(trainer="me", first=1, last=3),))
+
+
+def duty_of(state, lanes=LANES, trainer="me", mode=Mode.SYNC):
+    return next_duty(state, lanes, trainer, mode)
+
+
+def test_a_trainer_with_lanes_trains_them_in_the_generation_of_state_and_lanes():
+    assert duty_of(RUNNING) == Next(Duty.TRAIN, "", 4, (1, 3))
+
+
+def test_a_trainer_waits_while_state_and_lanes_speak_of_different_generations():
+    assert duty_of(RUNNING.model_copy(update={"generation": 5})) == Next(Duty.WAIT, "the lanes of generation 5")
+
+
+def test_a_trainer_without_lanes_is_a_hot_spare_and_waits():
+    assert duty_of(RUNNING, trainer="other") == Next(Duty.WAIT, "a lane (this trainer is a hot spare)", 4)
+
+
+def test_async_trainers_need_no_lanes_but_must_be_counted_in():
+    assert duty_of(RUNNING, None, mode=Mode.ASYNC) == Next(Duty.TRAIN, "", 4)
+    assert duty_of(RUNNING, None, "new", Mode.ASYNC).duty is Duty.WAIT
+
+
+def test_duty_follows_the_stage_and_the_phase():
+    assert duty_of(None).duty is Duty.WAIT
+    assert duty_of(JobState()).duty is Duty.WAIT
+    assert duty_of(RUNNING.model_copy(update={"stage": Stage.EVALUATE})).duty is Duty.FINISH
+    for phase in (Phase.COMPLETED, Phase.FAILED):
+        assert duty_of(RUNNING.model_copy(update={"phase": phase})).duty is Duty.LEAVE

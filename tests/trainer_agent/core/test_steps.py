@@ -1,0 +1,41 @@
+"""Positions, checkpoints on demand and tree nodes of a synchronous step."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.lanes import is_aligned
+from shared.records.operations import CheckpointRequest
+from shared.records.step import CheckpointAsked, LanePosition
+from trainer_agent.core.steps import checkpoint_asked, nodes_to_compute, positions_of_step
+
+
+def test_a_new_epoch_begins_when_all_lanes_are_exhausted():
+    done = [LanePosition(lane=lane, epoch=2, index=3, exhausted=True) for lane in range(2)]
+    assert positions_of_step(done) == (LanePosition(lane=0, epoch=3), LanePosition(lane=1, epoch=3))
+    under_way = [done[0], done[1].model_copy(update={"exhausted": False})]
+    assert positions_of_step(under_way) == tuple(under_way)
+
+
+def test_a_checkpoint_on_demand_is_due_two_versions_on_and_said_anew_in_each_generation_and_attempt():
+    first = CheckpointRequest(operation="op", attempt=1)
+    asked = checkpoint_asked(first, 4, 10, None)
+    assert asked == CheckpointAsked(operation="op", attempt=1, generation=4, version=12)
+    assert checkpoint_asked(first, 4, 11, asked) == checkpoint_asked(first, 4, 50, asked) == asked
+    assert checkpoint_asked(first, 5, 11, asked).version == 13
+    assert checkpoint_asked(CheckpointRequest(operation="op", attempt=2), 4, 11, asked).version == 13
+    assert checkpoint_asked(None, 4, 11, asked) is None
+
+
+def test_missing_lanes_are_covered_by_the_largest_nodes_first():
+    assert nodes_to_compute([1, 2, 3, 4, 5, 6, 7]) == [(4, 8), (2, 4), (1, 2)]
+    assert nodes_to_compute([0, 2, 3, 7]) == [(2, 4), (0, 1), (7, 8)]
+    assert nodes_to_compute([]) == []
+
+
+@given(st.sets(st.integers(0, 40)))
+def test_nodes_cover_exactly_the_missing_lanes(lanes):
+    nodes = nodes_to_compute(sorted(lanes))
+    assert all(is_aligned(*node) for node in nodes)
+    assert sorted(lane for node in nodes for lane in range(*node)) == sorted(lanes)

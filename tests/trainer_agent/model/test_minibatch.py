@@ -1,0 +1,66 @@
+"""What the user's script does wrong is refused with one message."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.errors import InvalidArgument, UserCodeError
+from tests.trainer_agent.scripts import records
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"model": "def model():\n    return 3\n"}, r"model\(\) returned int"),
+        ({"model": "def model():\n    return nn.Linear(5, 3).double()\n"}, "weight has dtype torch.float64"),
+        ({"model": "def model():\n    return nn.LazyLinear(3)\n"}, "weight is not initialised"),
+        ({"optimizer": "def optimizer(model):\n    return 3\n"}, r"optimizer\(model\) returned int"),
+        (
+            {"optimizer": "def optimizer(model):\n    return torch.optim.LBFGS(model.parameters())\n"},
+            "LBFGS cannot run on parameter servers",
+        ),
+        (
+            {
+                "optimizer": "def optimizer(model):\n    return torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=1)\n"
+            },
+            "the optimizer holds 1 parameters that are not the model's",
+        ),
+        (
+            {"model": "def model():\n    return nn.Linear(5, 3).requires_grad_(False)\n"},
+            "the model has no parameter to train",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_what_cannot_be_trained_is_refused_with_one_message(build, parts, message):
+    with pytest.raises(InvalidArgument, match=message):
+        build(**parts)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"loss": "def loss(model, batch):\n    return 1.0\n"}, "returned float"),
+        ({"loss": "def loss(model, batch):\n    return model(batch['x'])\n"}, r"returned a tensor of shape \(4, 3\)"),
+        ({"loss": "def loss(model, batch):\n    return torch.ones(())\n"}, "does not depend on the parameters"),
+        ({"loss": "def loss(model, batch):\n    return batch['z']\n"}, "KeyError: 'z'"),
+        ({"collate": "def collate(records):\n    raise ValueError(len(records))\n"}, "ValueError: 4"),
+    ],
+)
+async def test_what_goes_wrong_in_a_minibatch_is_the_users(build, parts, message):
+    compute = build(**parts)
+    with pytest.raises(UserCodeError, match=message):
+        await compute.gradient((0, 1), 0, 0, records(4), lambda block: None)
+
+
+async def test_without_evaluate_the_loss_is_evaluated(build):
+    compute = build()
+    sums = await compute.evaluate(records(4))
+    assert sums["records"] == 4
+    assert await compute.metrics(sums) == {"loss": sums["loss"] / 4}
+
+
+async def test_sums_that_are_no_numbers_are_refused(build):
+    compute = build(evaluation="def evaluate(model, batch):\n    return [1]\n")
+    with pytest.raises(UserCodeError, match=r"evaluate\(model, batch\) returned list; return a dict of numbers"):
+        await compute.evaluate(records(4))
