@@ -1,8 +1,8 @@
-"""A trainer below its process: register, initialise or wait, train, finish, leave. Everything outside comes by ports.
+"""The life of a trainer: register, initialise or wait, train, evaluate and export, leave. Its process passes in all ports.
 
     lease + trainers/<id> ─► parameters initialised ─► TRAIN (loop) ─► EVALUATE, EXPORT (evaluate_export) ─► job over: exit
 
-A simulation runs this very class on a virtual loop with its own etcd, network and compute.
+A simulation runs this class on a virtual loop with its own etcd, network and compute.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ log = telemetry.logger("agent")
 
 
 class Agent:
-    """`run` is the whole life; its result is the process's exit code. `directory.run()` runs beside it."""
+    """`run` returns the process's exit code. `directory.run()` must run beside it."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Agent:
         self._source = TaskSource(spec, master, member.trainer, offload)
         self._reports = Reports(master, member.trainer, self._held)
         self._transfer = Transfer(directory, connect, compute, self._reports.suspect, spec.parameter_dtype)
-        self._first = compute.initial_lane_zero()
+        self._initial = compute.initial_lane_zero()
         self._pauser = Pauser(etcd, directory, self._membership, self._position, self._flush)
 
     def __repr__(self) -> str:
@@ -81,14 +81,14 @@ class Agent:
         await self._reports.flush(FLUSH_S)
 
     async def run(self) -> int:
-        """0: the job is complete, or asked to stop; 1: the job failed; LEASE_LOST: start me again as somebody new."""
+        """0: the job is complete, or asked to stop; 1: the job failed; LEASE_LOST: start this trainer again under a new name."""
         timeline = timeline_of(self._directory)
         await self._membership.register(self._directory.keys, self._spec.lease_ttl_s)
         with single_error():
             async with asyncio.TaskGroup() as group:
-                helpers = [group.create_task(self._reports.run())]
+                beside = [group.create_task(self._reports.run())]
                 if self._spec.mode is Mode.ASYNC:
-                    helpers.append(group.create_task(self._pauser.run()))
+                    beside.append(group.create_task(self._pauser.run()))
                 work = group.create_task(self._work())
                 ends = {
                     group.create_task(self._membership.hold()): LEASE_LOST,
@@ -104,7 +104,7 @@ class Agent:
                         code = work.result()
                     await self._membership.leave()
                 finally:
-                    for task in (*helpers, work, *ends):
+                    for task in (*beside, work, *ends):
                         task.cancel()
         log.info("left", code=code)
         return code
@@ -122,13 +122,13 @@ class Agent:
             while not self._stopping.is_set():
                 await self._wait_for_duty()
                 duty, timeline = self._duty(), timeline_of(self._directory)
-                first = None
+                acquired = None
                 if duty is Duty.TRAIN:
-                    first = await self._train()
+                    acquired = await self._train()
                     timeline = self._loop.timeline if self._loop else timeline
                     await self._reports.flush(FLUSH_S)
                 if duty in (Duty.TRAIN, Duty.FINISH) and self._duty() is not Duty.LEAVE:
-                    await self._finish(timeline, first)
+                    await self._evaluate_and_export(timeline, acquired)
                 if self._duty() is Duty.LEAVE:
                     break
                 await self._directory.changed(self._directory.revision, LOOK_S)
@@ -148,19 +148,19 @@ class Agent:
             await self._directory.changed(self._directory.revision, LOOK_S)
 
     async def _job_failed(self) -> None:
-        """Ends when the job has failed: whatever this trainer waits for will not come."""
+        """Ends when the job has failed: what this trainer waits for will not come."""
         while self._directory.state is None or self._directory.state.phase is not Phase.FAILED:
             await self._directory.changed(self._directory.revision, LOOK_S)
 
     async def _job_completed(self) -> None:
-        """Ends some time after the job is complete: the masters may have left, and nobody answers the last reports."""
+        """Ends LEAVE_S after the job is complete: the masters may be gone, so nobody may answer the last reports."""
         while self._directory.state is None or self._directory.state.phase is not Phase.COMPLETED:
             await self._directory.changed(self._directory.revision, LOOK_S)
         await asyncio.sleep(LEAVE_S)
 
     async def _started_over(self, timeline: int) -> None:
-        """Ends when the job begins once more without any checkpoint: this model may have been trained already, and only
-        a new one has initial values to give."""
+        """Ends when the job starts over without a checkpoint: this trainer's model may be trained already, and only a new
+        model can give initial values."""
         while True:
             state = self._directory.state
             if state is not None and state.timeline != timeline and not state.checkpoint:
@@ -168,29 +168,29 @@ class Agent:
             await self._directory.changed(self._directory.revision, LOOK_S)
 
     async def _stopped(self) -> None:
-        """Ends when `stopping` is set and no minibatch is under way, or LEAVE_S later."""
+        """Ends when `stopping` is set and no minibatch is being computed or pushed, or LEAVE_S later."""
         await self._stopping.wait()
         deadline = clock.monotonic() + LEAVE_S
         while self._active is not None and self._active.busy and clock.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(BUSY_LOOK_S)
 
     async def _train(self) -> Task | None:
-        """A task of another kind, if one came where training tasks come from."""
+        """The task of another kind that ended an asynchronous training, if any."""
         parts = (self._spec, self._directory, self._compute, self._transfer)
         loop: SyncLoop | AsyncLoop
         if self._spec.mode is Mode.SYNC:
             loop = SyncLoop(*parts, self._source, self._reports, self._stopping)
         else:
-            loop = AsyncLoop(*parts, self._source, self._reports, self._stopping, self._pauser, self._first)
+            loop = AsyncLoop(*parts, self._source, self._reports, self._stopping, self._pauser, self._initial)
         self._active = self._loop = loop
         return await loop.run()
 
-    async def _finish(self, timeline: int, first: Task | None) -> None:
-        """Returns early if the job went back to a checkpoint: there may be training to do again."""
+    async def _evaluate_and_export(self, timeline: int, acquired: Task | None) -> None:
+        """Evaluate and export. Returns early if the job went back to a checkpoint: there may be training to do again."""
         self._active = loop = EvaluateExportLoop(
             self._directory, self._etcd, self._compute, self._transfer, self._source, self._stopping
         )
         try:
-            await on_timeline(self._directory, timeline, loop.run(first))
+            await on_timeline(self._directory, timeline, loop.run(acquired))
         except RolledBack as error:
             log.info("rolled_back", cause=str(error))

@@ -1,4 +1,4 @@
-"""One trainer process: sockets, threads and the user's script around an Agent.
+"""One trainer process: the sockets, threads and user's script that an Agent needs.
 
 spec from etcd ─► the user's module and model ─► /healthz ─► Agent.run ─► exit code
 """
@@ -58,7 +58,7 @@ class TrainerContext:
 
 @asynccontextmanager
 async def connect_master(context: TrainerContext) -> AsyncIterator[MasterPort]:
-    """The port of a job with a master."""
+    """The MasterPort of a job with a master."""
     yield HttpMaster(context.directory, context.client)
 
 
@@ -71,7 +71,7 @@ async def serve(
     connect: ConnectMaster = connect_master,
     dispatch: Dispatch = Dispatch.MASTER,
 ) -> int:
-    """The trainer's exit code; see Agent.run. Leaves no task, thread or socket behind.
+    """Returns the trainer's exit code; see Agent.run. No task, thread or socket is left when it returns.
 
     `connect` opens the port for tasks and reports of jobs with that `dispatch`; other jobs are refused.
     """
@@ -151,7 +151,7 @@ def _build(spec: JobSpec, executor: ThreadPoolExecutor, shared: bool) -> TorchCo
 
 
 async def _report_start(master: MasterPort, trainer: str, error: TriremeError) -> None:
-    """The script cannot be loaded or its model cannot be built: the master decides how often that is worth a try."""
+    """The script cannot be loaded or its model cannot be built: the master decides how often that is tried again."""
     log.error("start_failed", code=error.code, message=error.message, hint=error.hint)
     failure = failure_of(error, task="building the model", trainer=trainer)
     try:
@@ -196,7 +196,7 @@ class Connections:
 
 @asynccontextmanager
 async def _health(host: str, port: int) -> AsyncIterator[int]:
-    """`/healthz` on an ephemeral port: the probe that tells a dead trainer from a slow one."""
+    """Serves `/healthz`, with which others tell a dead trainer from a slow one."""
 
     async def alive(_: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})

@@ -10,9 +10,13 @@ from shared.membership.settings import MemberSettings
 
 
 class Settings(MemberSettings):
-    """`transport` to parameter servers: `auto` is the fastest way both ends have, `shm`
-    the upgraded stream over a UNIX socket with payloads in shared memory, `unix` without, `tcp` the stream over TCP, `http`
-    plain requests. `shm` and `unix` need a socket, so both ends on one host. Durations in seconds; what the job is, is in its spec, not here."""
+    """`transport` to parameter servers:
+
+        auto   the fastest that both ends have             tcp    the upgraded stream over TCP
+        shm    over a UNIX socket, payloads in shared memory     http   plain requests
+        unix   over a UNIX socket, payloads on the stream
+
+    `shm` and `unix` need both ends on one host. Durations are in seconds. Settings of the job itself are in its spec."""
 
     name: str = "trainer"
     transport: Literal["auto", "shm", "unix", "tcp", "http"] = "auto"

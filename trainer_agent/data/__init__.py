@@ -1,4 +1,4 @@
-"""Readers: from a dataset's description and a task's place to records, minibatches and batches.
+"""Readers: the records of a task, as minibatches and batches.
 
 open_dataset(spec.dataset).read(task.file, task.first, task.count, task.offset) ──► Shard
 shard.minibatch(minibatch_indices(seed, epoch, task, len(shard), size, number, shuffle=…)) ──► default_collate ──► batch

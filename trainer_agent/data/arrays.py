@@ -35,7 +35,7 @@ class BytesReader:
 
 
 class NpyReader:
-    """Aligned files are one: the file table names it by the first of them."""
+    """Aligned files are read together; the file table has only the first of them."""
 
     def __init__(self, dataset: Npy) -> None:
         self._dataset = dataset

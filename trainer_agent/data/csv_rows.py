@@ -1,4 +1,4 @@
-"""CSV: rows found by the shared scanner, parsed by Arrow with column types that are the same for every task."""
+"""CSV: the shared scanner finds the rows, Arrow parses them. Column types are the same for every task."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class CsvReader:
         return self._headers[file]
 
     def _column_types(self) -> dict[str, pa.DataType]:
-        """Of the whole dataset: found in the first file that has records, so that all trainers agree on them."""
+        """For the whole dataset, from the first file that has records: so all trainers use the same types."""
         if self._types is None:
             types: dict[str, pa.DataType] = {}
             for url in self._dataset.urls:
@@ -116,7 +116,7 @@ class CsvReader:
             )
         except pa.ArrowInvalid as error:
             msg = f"{file} cannot be read as CSV: {error}"
-            hint = "correct the file; a column that looks otherwise in its beginning needs column_types={name: type}"
+            hint = "correct the file; a column whose first values have another type needs column_types={name: type}"
             raise DatasetError(msg, hint=hint, url=file) from error
         if table.num_rows != len(raw):
             msg = f"{file}: {len(raw)} lines were found, but they make {table.num_rows} rows"

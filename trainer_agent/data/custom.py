@@ -21,7 +21,7 @@ class CustomReader:
             records = list(islice(self._reader.read(file, first, count), count))
         except Exception as error:  # the user's code may raise anything
             msg = f"{self._name}.read({file!r}, {first}, {count}) failed: {type(error).__name__}: {error}"
-            raise DatasetError(msg, hint="mend the reader", url=file) from error
+            raise DatasetError(msg, hint="correct the reader", url=file) from error
         if len(records) < count:
             raise too_short(file, first, count, first + len(records))
         return RecordShard(records)

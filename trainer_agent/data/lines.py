@@ -1,4 +1,4 @@
-"""Formats of lines: seek to the record's byte, read until enough records have ended, parse those."""
+"""Text and JSON lines: seek to the first record's byte, read until there are enough records, parse them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def read_raw(source: BinaryIO, dataset: Lines, file: str, start: int, count: int
 def read_range(
     source: BinaryIO, dataset: Lines, file: str, first: int, count: int, offset: int | None, skip: int
 ) -> RawRecords:
-    """Records [first, first + count), reached by `offset`, else by reading from byte `skip` (where record 0 starts) on."""
+    """Records [first, first + count): read from byte `offset`, or from byte `skip`, where record 0 starts, if that is None."""
     start, before = (offset, 0) if offset is not None else (skip, first)
     raw = read_raw(source, dataset, file, start, before + count)
     if len(raw) < before + count:
@@ -91,7 +91,7 @@ def _text(file: str, number: int, line: bytes) -> str:
     try:
         return line.removesuffix(b"\r").decode()
     except UnicodeDecodeError as error:
-        msg = f"{file} record {number} is not UTF-8: byte {line[error.start]:#04x} at its place {error.start}"
+        msg = f"{file} record {number} is not UTF-8: byte {line[error.start]:#04x} at position {error.start}"
         raise DatasetError(msg, hint="convert the file to UTF-8", url=file) from error
 
 

@@ -1,6 +1,6 @@
-"""In which order a task's records are read: a function of (seed, epoch, task) alone, the same on every machine.
+"""The order in which a task's records are read: a function of (seed, epoch, task) alone, the same on every machine.
 
-Keys are splitmix64 of the record number, sorted: unlike a generator of numpy, whose streams may change between versions.
+Records are sorted by splitmix64 of their number. A numpy generator is not used: its stream may change between versions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parquet: a range of rows, from row groups that are read once and kept while they are needed."""
+"""Parquet: a range of rows. The row groups used last are kept, so that tasks of one group read it once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEPT_BYTES = 256 << 20
 
 
 class ParquetReader:
-    """Keeps the row groups used last, up to `kept_bytes` (at least one)."""
+    """Keeps the row groups used last: at least one, and up to `kept_bytes`."""
 
     def __init__(self, dataset: Parquet, kept_bytes: int = KEPT_BYTES) -> None:
         self._columns = list(dataset.columns) if dataset.columns is not None else None

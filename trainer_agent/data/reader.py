@@ -1,4 +1,4 @@
-"""What a reader is: ranges of a file's records. It knows nothing of tasks, lanes or epochs."""
+"""The interface of all readers: a range of a file's records. A reader knows nothing of tasks, lanes or epochs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trainer_agent.data.shard import Shard
 
 
 class Reader(Protocol):
-    """Blocks; may be called from several threads."""
+    """`read` blocks, and may be called from several threads."""
 
     def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:
         """Records [first, first + count) of `file`, a path of the master's file table.

@@ -1,7 +1,7 @@
-"""Records of one task in memory: columns where the format has them, records where it has those; either way both views.
+"""The records of one task in memory, kept as columns or as records, whichever the format has; both can be read from either.
 
 shard.minibatch(indices) ──iterate──► records (dicts) for the user's collate
-                         ──.columns──► arrays and lists for default_collate, without a detour over records
+                         ──.columns──► arrays and lists for default_collate, no record is made on the way
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Shard:
 
 
 class RecordShard(Shard):
-    """Records of a format without columns; they may differ in their fields (a missing one is None in `columns`)."""
+    """Records of a format without columns. Their fields may differ: a missing one is None in `columns`."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         self._records = records
@@ -61,7 +61,7 @@ class RecordShard(Shard):
 
 
 class Minibatch(Sequence[Record]):
-    """The records of one minibatch; `columns` is the faster view of the same."""
+    """The records of one minibatch; `columns` gives the same values faster."""
 
     def __init__(self, shard: Shard, indices: Indices) -> None:
         self._shard = shard
@@ -95,7 +95,7 @@ class Minibatch(Sequence[Record]):
 
 
 def columns_of(records: Sequence[Any]) -> dict[str, Column]:
-    """Records as columns, in the order in which names first appear; what a record lacks is None."""
+    """Records as columns, in the order in which names first appear. A field that a record lacks is None."""
     names: dict[str, None] = {}
     for number, record in enumerate(records):
         if not isinstance(record, Mapping):

@@ -1,10 +1,10 @@
-"""The asynchronous training loop (training.md): tasks from one stream, a push every n minibatches, a pull every m.
+"""Asynchronous training: tasks from one stream, a push every n minibatches, a pull every m.
 
     task (attempt > 1: resume at the lowest ledger entry) ─► minibatches [start, end) ─► weighted mean ─► push ─► pull
 
-A push always covers [k n, (k + 1) n) of its task, so boundaries never differ between attempts, and the ledgers of the
-blocks make each minibatch count exactly once. A pserver that came back from a checkpoint expects earlier minibatches: the
-task resumes at the lowest entry once more. One out of reach may be skipped; what it missed is reported with the task.
+A push always covers minibatches [k n, (k + 1) n) of its task, in every attempt, and the ledger of each block applies each
+minibatch exactly once. A pserver that came back from a checkpoint expects earlier minibatches: the task resumes at its lowest
+ledger entry again. A pserver that gives no answer may be skipped; the minibatches it missed are reported with the task.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ log = telemetry.logger("async_loop")
 
 
 class Superseded(Exception):
-    """A higher attempt of the task is at work."""
+    """Another trainer has a higher attempt of the task."""
 
 
 class Behind(Exception):
@@ -50,9 +50,9 @@ class Behind(Exception):
 
 
 class AsyncLoop:
-    """`run` until there is nothing to train; its result is a task of another kind that came instead, if any.
+    """`run` until there is nothing to train. It returns the task of another kind that the master gave instead, if any.
 
-    `first`: the schedule's state before any step, to begin it again after a roll-back."""
+    `initial`: the schedule's state before any step; after a roll-back the schedule starts there again."""
 
     def __init__(
         self,
@@ -64,9 +64,9 @@ class AsyncLoop:
         reports: Reports,
         stopping: asyncio.Event,
         pauser: Pauser,
-        first: LaneZero,
+        initial: LaneZero,
     ) -> None:
-        self._pauser, self._first = pauser, first
+        self._pauser, self._initial = pauser, initial
         self.timeline = timeline_of(directory)
         self._spec, self._directory, self._compute, self._transfer = spec, directory, compute, transfer
         self._dtypes = compute.layout.payloads(spec.gradient_dtype)
@@ -75,18 +75,18 @@ class AsyncLoop:
         self._held: tuple[Task, int] | None = None
         self._begun, self._options = -1, LaneZero(options=())
         self._pulled, self._unpulled = False, 0
-        self._generation = 0  # in which the pushes of the task at hand began
-        self._skipped: dict[int, int] = {}  # of the task at hand: minibatches by pserver
+        self._generation = 0  # of the current task's first push
+        self._skipped: dict[int, int] = {}  # of the current task: minibatches that a pserver missed, by its index
 
     def __repr__(self) -> str:
         return f"<AsyncLoop of {self._source.trainer}: {self._held[0].task_id if self._held else 'no task'}>"
 
     def held(self) -> list[tuple[Task, int]]:
-        """The task at hand and the minibatches of it that are pushed."""
+        """The current task and how many of its minibatches are pushed."""
         return [self._held] if self._held else []
 
     def position(self) -> Paused:
-        """Where the reader stands."""
+        """The next minibatch to train, as a paused trainer reports it."""
         if self._held is None:
             return Paused(uuid="")
         task, minibatch = self._held
@@ -102,7 +102,7 @@ class AsyncLoop:
 
     @property
     def busy(self) -> bool:
-        """Whether a task is at hand."""
+        """Whether there is a current task."""
         return self._held is not None
 
     async def run(self) -> Task | None:
@@ -122,8 +122,8 @@ class AsyncLoop:
                             self._next = None
 
     async def _tasks(self) -> Task | None:
-        """In one timeline of the job."""
-        self._compute.restore(self._first)
+        """All tasks of one timeline of the job."""
+        self._compute.restore(self._initial)
         self._pulled = False
         self._begun, self._options = -1, LaneZero(options=())
         await self._transfer.infos(self.timeline)
@@ -149,7 +149,7 @@ class AsyncLoop:
         return None
 
     async def _may_go_on(self) -> bool:
-        """Between minibatches: False if training is over or this trainer is asked to stop; a pause is waited for."""
+        """Between minibatches: waits while the job is paused. False if training is over or this trainer is asked to stop."""
         while not self._stopping.is_set():
             duty = next_duty(self._directory.state, None, self._source.trainer, Mode.ASYNC).duty
             if duty is not Duty.WAIT or self._pauser.lifted:
@@ -179,7 +179,7 @@ class AsyncLoop:
         return LoadedTask(answer.task, await self._source.read(answer.task))
 
     async def _ahead(self) -> LoadedTask | Task | TaskFailed | None:
-        """None if anything stands in the way: then `_fetch` asks again, and hears the reason."""
+        """None if anything fails: then `_fetch` asks again, and gets the error."""
         try:
             return await self._fetch()
         except TaskFailed as failed:
@@ -214,7 +214,7 @@ class AsyncLoop:
         self._held = None
 
     async def _resume_at(self, task: Task, count: int) -> int:
-        """The lowest minibatch that some block still expects; a pserver out of reach is taken to miss what lies before."""
+        """The lowest minibatch that some block still expects. A pserver without an answer is taken to miss all before it."""
         self._generation = self._transfer.generation
         query = LedgerQuery(epoch=task.epoch, task_id=task.task_id)
         with single_error():
@@ -292,13 +292,13 @@ class AsyncLoop:
         return loss_sum
 
     def _push_number(self, task: Task, count: int, start: int) -> int:
-        """Which push of the whole training this is, as if one trainer did them all in order: drives the schedule."""
+        """The number of this push if one trainer did all of the training in order; the schedule goes by it."""
         every = self._spec.push_every
         pushes = -(-max(count, minibatches_in(self._spec.task_records, self._spec.minibatch_size)) // every)
         return (task.epoch * task.stream_length + task.index) * pushes + start // every
 
     async def _options_of(self, push_number: int) -> LaneZero:
-        """The optimizer's options at that point of the schedule; a schedule never runs backwards."""
+        """The optimizer's options for that push. The schedule only goes forward: a lower number gets the latest options."""
         while self._begun < push_number:
             begun = self._compute.begin_step()
             self._begun += 1
@@ -316,14 +316,14 @@ class AsyncLoop:
             )
 
     async def _pull(self) -> None:
-        """Whatever is current, block by block."""
+        """Every block, at whatever version it has."""
         backoff = Backoff("pulling parameters of the job's timeline")
         while True:
             try:
                 with single_error():
                     await self._transfer.pull(None, self._spec.skip_after_seconds if self._pulled else None)
                 break
-            except Gone as error:  # the view is late
+            except Gone as error:  # our view of the job is older than the pserver's
                 await backoff.failed(error)
         self._compute.swap()
         self._pulled, self._unpulled = True, 0

@@ -44,9 +44,9 @@ class EvaluateExportLoop:
         self._pulled = False
         self.busy = False
 
-    async def run(self, first: Task | None = None) -> None:
-        """`first`: a task that was acquired already."""
-        task, request = first, ""
+    async def run(self, acquired: Task | None = None) -> None:
+        """`acquired`: a task that the training loop got already."""
+        task, request = acquired, ""
         while not self._stopping.is_set():
             if task is not None:
                 request = ids.new_id("task")
@@ -62,7 +62,7 @@ class EvaluateExportLoop:
             task, request = answer.task, ""
 
     async def _do(self, task: Task, request: str) -> Task | None:
-        """The next task, if it came with the end of this one."""
+        """The next task, if the master gave one when this one was completed."""
         self.busy = True
         try:
             return await self._work(task, request)
@@ -100,7 +100,7 @@ class EvaluateExportLoop:
         return self._source.completion(task, sums=sums)
 
     async def _export(self, task: Task) -> CompleteTask:
-        """The metrics travel in the export's own report: only a trainer can run the user's `metrics(sums)`."""
+        """The metrics are part of the export's report: only a trainer can run the user's `metrics(sums)`."""
         key = self._directory.keys.evaluation
         found = await retry(lambda: self._etcd.get(key), "the sums of the evaluation")
         sums = must_read(EvaluationSums, key, found.value).sums if found else {}

@@ -1,6 +1,6 @@
-"""Work that belongs to one timeline of the job: a roll-back ends it, whatever it waits for.
+"""Work that belongs to one timeline of the job: a roll-back cancels it, wherever it waits.
 
-on_timeline(directory, 7, work) ─► its result      state.timeline is no longer 7 ─► work cancelled, RolledBack
+on_timeline(directory, 7, work) ─► its result      state.timeline is not 7 any more ─► work cancelled, RolledBack
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class RolledBack(Exception):
-    """The job went back to a checkpoint: parameters, positions and tasks of before are void."""
+    """The job went back to a checkpoint: the parameters, positions and tasks this trainer has are no longer valid."""
 
 
 def timeline_of(directory: Directory) -> int:
@@ -26,11 +26,11 @@ def timeline_of(directory: Directory) -> int:
 
 
 async def on_timeline(directory: Directory, timeline: int, work: Coroutine[Any, Any, T]) -> T:
-    """Raises RolledBack (also if the job left the timeline in the last moment), and what `work` raises."""
+    """Raises RolledBack, also if the job left the timeline just when `work` ended, and what `work` raises."""
     try:
         with single_error():
             async with asyncio.TaskGroup() as group:
-                watching = group.create_task(_left(directory, timeline))
+                watching = group.create_task(_watch(directory, timeline))
                 result = await work
                 watching.cancel()
     finally:
@@ -40,7 +40,7 @@ async def on_timeline(directory: Directory, timeline: int, work: Coroutine[Any, 
     return result
 
 
-async def _left(directory: Directory, timeline: int) -> None:
+async def _watch(directory: Directory, timeline: int) -> None:
     while timeline_of(directory) == timeline:
         await directory.changed(directory.revision, LOOK_S)
     raise RolledBack(_sentence(directory, timeline))

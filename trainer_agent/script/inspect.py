@@ -1,7 +1,7 @@
-"""`python -m trainer_agent inspect SCRIPT`: one JSON object on stdout for whoever starts jobs. No side effects.
+"""`python -m trainer_agent inspect SCRIPT`: prints one JSON object, which the launcher reads. No side effects.
 
     {"config", "dataset", "evaluation_dataset", "model"}   |   {"error": {code, message, hint, details}}
-    exit 0                                                                       2: not usable as it is, 1: its code raised
+    exit 0                                                                       2: not usable as it is, 1: its code failed
 
 The check builds model, layout and optimizer, and runs the first minibatch forward and backward.
 """
@@ -29,7 +29,7 @@ USAGE, USER_CODE = 2, 1
 
 
 def inspect_script(script: str, *, check: bool, settings: list[str]) -> int:
-    """What the script prints meanwhile goes to stderr."""
+    """What the script prints goes to stderr."""
     sys.dont_write_bytecode = True
     with contextlib.redirect_stdout(sys.stderr):
         code, answer = _answer(script, check, settings)

@@ -1,4 +1,4 @@
-"""The first records of a dataset, to try a script on before any master has counted them."""
+"""The first records of a dataset, to try a script with before the dataset is counted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def first_records(dataset: Dataset, count: int) -> Records:
         try:
             shard = _start_of(reader, file, count)
         except DatasetError as error:
-            if error.details.get("records") != 0:  # an empty file is no problem if another has records
+            if error.details.get("records") != 0:  # an empty file is fine if another has records
                 problem = problem or error
             continue
         return shard.minibatch(np.arange(len(shard), dtype=np.int64))
@@ -45,7 +45,7 @@ def _expanded(url: str) -> list[str]:
 
 
 def _start_of(reader: Reader, file: str, count: int) -> Shard:
-    """Fewer and fewer, until the file has as many."""
+    """`count` records, or half as many each time until the file has that many."""
     while True:
         try:
             return reader.read(file, 0, count)

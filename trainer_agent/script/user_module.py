@@ -1,8 +1,8 @@
-"""The user's script as a plain module: loaded by path, its hooks checked, what it raises turned into one kind of error.
+"""The user's script as a plain module: loaded by path, its functions (hooks) checked, its errors turned into UserCodeError.
 
     script.py ──load──► UserModule ──call("loss", model, batch)──► value | UserCodeError (traceback of the user's frames)
 
-Raises InvalidArgument for a script that is no such module, UserCodeError for what its code raises.
+Raises InvalidArgument for a script that lacks something, UserCodeError for what its code raises.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ARGUMENTS |= {"evaluation_dataset": 0, "evaluate": 2, "metrics": 1}
 
 
 class UserModule:
-    """The hooks of one script. `call` runs a hook; `has` tells whether an optional one is there."""
+    """The hooks of one script. `call` runs a hook; `has` says whether an optional one exists."""
 
     def __init__(self, path: Path, module: ModuleType) -> None:
         self.path = path
@@ -57,7 +57,7 @@ class UserModule:
         return self.guard(self._hooks[hook], *arguments)
 
     def guard(self, code: Callable[..., Any], *arguments: Any) -> Any:
-        """Run code that is the user's, or runs the user's (backward, a scheduler's step)."""
+        """Run the user's code, or code that may call it (backward, a scheduler's step)."""
         try:
             return code(*arguments)
         except Exception as error:
@@ -148,7 +148,7 @@ def _trimmed(error: BaseException, folder: Path) -> list[str]:
     frames = traceback.extract_tb(_first_frame_below(error.__traceback__, folder))
     ours = [frame for frame in frames if _is_below(frame.filename, folder)]
     lines = traceback.format_exception_only(type(error), error)
-    if not frames or (isinstance(error, SyntaxError) and not ours):  # the lines of a SyntaxError say where it is
+    if not frames or (isinstance(error, SyntaxError) and not ours):  # the message of a SyntaxError has the place
         return lines
     return ["Traceback (most recent call last):\n", *traceback.format_list(ours or list(frames)), *lines]
 

@@ -1,4 +1,4 @@
-"""The master as a trainer sees it: tasks in, reports out. `HttpMaster` finds the leader; callers retry PeerErrors."""
+"""The master as a trainer sees it: it gives tasks and takes reports. HttpMaster finds the leader; callers retry PeerErrors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TIMEOUT_S = 10.0
 
 
 class MasterPort(Protocol):
-    """One attempt each. Raises the errors of shared.errors; PeerError: nobody answered, or no leader: ask again later."""
+    """One attempt each. Raises the errors of shared.errors; PeerError: no answer, or no leader: ask again later."""
 
     async def acquire_task(self, ask: AcquireTask) -> TaskAnswer: ...
     async def report_progress(self, task_id: str, progress: TaskProgress) -> None: ...
@@ -38,7 +38,7 @@ class MasterPort(Protocol):
 
 
 class HttpMaster:
-    """Over REST, at the leader that the directory names, or that a standby names."""
+    """Over REST, at the leader that the directory names or that a standby names in its answer."""
 
     def __init__(self, directory: Directory, client: aiohttp.ClientSession) -> None:
         self._directory, self._client = directory, client

@@ -1,4 +1,4 @@
-"""One error out of a TaskGroup: the one that decides what the loop does next."""
+"""One error out of a TaskGroup: the one that decides what the caller does next."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _RANK = (UserCodeError, Gone, TriremeError)
 
 @contextmanager
 def single_error() -> Iterator[None]:
-    """Raise the weightiest error of an ExceptionGroup instead of the group; a bug (no TriremeError) outweighs all."""
+    """Raise the most serious error of an ExceptionGroup instead of the group; a bug (no TriremeError) comes first."""
     try:
         yield
     except BaseExceptionGroup as group:
-        raise _weightiest(list(_leaves(group))) from group
+        raise _most_serious(list(_leaves(group))) from group
 
 
-def _weightiest(errors: list[BaseException]) -> BaseException:
+def _most_serious(errors: list[BaseException]) -> BaseException:
     for error in errors:
         if not isinstance(error, TriremeError):
             return error

@@ -18,6 +18,6 @@ from trainer_agent.waiting.single_error import single_error
         ([PeerError("a"), ExceptionGroup("inner", [PeerError("b"), Gone("c")])], Gone),
     ],
 )
-def test_the_weightiest_error_of_a_group_is_raised(errors, raised):
+def test_the_most_serious_error_of_a_group_is_raised(errors, raised):
     with pytest.raises(raised), single_error():
         raise ExceptionGroup("several", errors)
