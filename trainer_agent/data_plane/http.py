@@ -2,7 +2,7 @@
 
     push: header, blocks as they come, end  -->  PushAnswer        pull: PullRequest  -->  blocks into their final place, PullEnd
 
-Every wait for the peer is bounded by `stall_s`; the caller's own iterator may take as long as its backward pass does.
+Each wait for the peer is limited to `stall_s`; the caller's iterator may take as long as backward does.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ READ_BUFFER_BYTES = 1 << 20
 
 
 class PserverPort(Protocol):
-    """What a trainer asks of one pserver. All raise the errors of shared.errors; PeerError on connection trouble."""
+    """The calls of one pserver. All raise the errors of shared.errors; PeerError if the connection fails."""
 
     async def init(self, header: InitHeader, blocks: AsyncIterator[tuple[InitBlock, memoryview]]) -> None:
         """Load initial values; idempotent."""
@@ -58,7 +58,7 @@ class PserverPort(Protocol):
         ...
 
     async def pull(self, request: PullRequest, sink: Sink, placed: Placed | None = None) -> PullEnd:
-        """`sink` gives the writable place of a block's bytes; `placed` is told when they are all there."""
+        """`sink` returns the memory to write a block to; `placed` is called when all of its bytes are there."""
         ...
 
     async def info(self) -> PserverInfo: ...
@@ -96,7 +96,7 @@ class HttpPserver:
         return await self._upload("/v1/push", header, blocks, PushAnswer)
 
     async def pull(self, request: PullRequest, sink: Sink, placed: Placed | None = None) -> PullEnd:
-        """Raises BadFrame if the answer is not the protocol, or a block's size is not that of its place."""
+        """Raises BadFrame if the answer breaks the protocol, or if a block has another size than the memory for it."""
         current: PulledBlock | None = None
 
         def place(header: codec.Fields, size: int) -> memoryview:
@@ -137,7 +137,7 @@ class HttpPserver:
     async def _upload(
         self, path: str, header: Record, blocks: AsyncIterator[tuple[Item, memoryview]], kind: type[Answer]
     ) -> Answer:
-        """Stream blocks as the caller makes them; only waits for the pserver are bounded."""
+        """Send blocks as the caller makes them; only waits for the pserver have a limit."""
         failure: Exception | None = None
         try:
             async with asyncio.timeout(self._stall_s) as limit:
@@ -184,7 +184,7 @@ class HttpPserver:
 
     @asynccontextmanager
     async def _request(self, method: str, path: str, body: Body) -> AsyncGenerator[aiohttp.ClientResponse, None]:
-        """The answer to one request. Raises the error it carries, PeerError on connection trouble."""
+        """The answer to one request. Raises the error it holds, PeerError if the connection fails."""
         try:
             async with self._session().request(
                 method,
@@ -198,7 +198,7 @@ class HttpPserver:
                         raise await self._error(response)
                     yield response
                 except BaseException:
-                    response.close()  # stop writing: nobody is interested any more
+                    response.close()  # stop writing the request
                     raise
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, TimeoutError):
@@ -243,7 +243,7 @@ async def _whole(response: aiohttp.ClientResponse) -> bytes:
 
 
 def _slices(payload: memoryview) -> list[memoryview]:
-    """Parts of about SLICE_BYTES: what is written at once."""
+    """Parts of about SLICE_BYTES, each written at once."""
     count = max(1, payload.nbytes // SLICE_BYTES)
     cuts = [payload.nbytes * index // count for index in range(count + 1)]
     return [payload[first:last] for first, last in pairwise(cuts) if last > first]

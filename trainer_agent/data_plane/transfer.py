@@ -1,4 +1,4 @@
-"""Blocks to and from all parameter servers: one stream a pserver and direction, retried until it is done or pointless.
+"""Blocks to and from all parameter servers: one stream a pserver and direction, retried until it is done or no longer needed.
 
 push: blocks from the outbox of a pserver, as backward finishes them ──► ACKNOWLEDGED, STALE, ...
 pull: blocks of one version, as pservers have them ──► staging vector; the version's StepRecord, or Gone
@@ -63,10 +63,12 @@ class Transfer:
     ) -> None:
         self._directory, self._connect, self._vectors, self._suspect = directory, connect, vectors, suspect
         self._routes: Routes | None = None
-        self._away: dict[int, float] = {}  # pservers that do not answer, and since when
+        self._silent_since: dict[int, float] = {}  # by pserver index: when its calls began to fail
         self._narrow: Narrow | None = None if parameter_dtype == "float32" else parameter_dtype
         self._narrowed = vectors.layout.payloads(parameter_dtype)
-        self._landing: dict[int, memoryview] = {}  # by pserver: where a block lies until it is widened
+        self._narrow_block: dict[
+            int, memoryview
+        ] = {}  # by pserver index: a block in its narrow dtype, before it is widened
 
     @property
     def routes(self) -> Routes:
@@ -91,14 +93,14 @@ class Transfer:
     async def pull(
         self, version: int | None, skip_after_s: float | None = None, *, exact: bool = False
     ) -> StepRecord | None:
-        """Every block at `version` (None: whatever is current) into the staging vector; the version's record.
+        """Every block at `version` (None: at the version it has) into the staging vector. Returns the version's record.
 
-        Waits for blocks that are not there yet; after `skip_after_s` without an answer a pserver's blocks stay what they
-        are. `exact`: in full precision, whatever the job's parameter_dtype. Raises Gone if the version is no longer kept,
-        InvalidArgument if parameters do not fit that dtype.
+        Waits until the pservers have the version. The blocks of a pserver that gives no answer for `skip_after_s` keep their
+        current values. `exact`: in full precision, whatever the job's parameter_dtype. Raises Gone if the version is no
+        longer kept, InvalidArgument if parameters do not fit the dtype.
         """
         narrow = None if exact else self._narrow
-        records = await self._everywhere(lambda index: self._pull_from(index, version, skip_after_s, narrow))
+        records = await self._ask_all(lambda index: self._pull_from(index, version, skip_after_s, narrow))
         return next(iter(records), None)
 
     async def _pull_from(
@@ -118,9 +120,9 @@ class Transfer:
             whole = self._vectors.staging(item.block)
             if item.dtype is None:
                 return whole
-            if index not in self._landing:
-                self._landing[index] = memoryview(bytearray(self._vectors.layout.block_bytes))
-            return self._landing[index][: whole.nbytes * ELEMENT_BYTES[item.dtype] // ELEMENT_BYTES["float32"]]
+            if index not in self._narrow_block:
+                self._narrow_block[index] = memoryview(bytearray(self._vectors.layout.block_bytes))
+            return self._narrow_block[index][: whole.nbytes * ELEMENT_BYTES[item.dtype] // ELEMENT_BYTES["float32"]]
 
         def placed(item: PulledBlock) -> None:
             if item.dtype is not None:
@@ -133,14 +135,14 @@ class Transfer:
             try:
                 end = await self._port(index).pull(PullRequest(**self.envelope(), **wanted), place, placed)
             except (PeerError, StaleGeneration) as error:
-                if self._is_given_up(index, skip_after_s):
+                if self._gave_no_answer(index, skip_after_s):
                     for block in missing:
                         self._vectors.staging(block)[:] = self._vectors.current(block)
                     return record
-                await self._look_again(index, error)
+                await self._suspect_peer(index, error)
                 await backoff.failed(error)
                 continue
-            self._away.pop(index, None)
+            self._silent_since.pop(index, None)
             record = end.record or record
             if len(missing) < before:
                 backoff.reset()
@@ -158,9 +160,10 @@ class Transfer:
     # ------------------------------------------------------------ push
 
     async def push(self, index: int, header: PushHeader, outbox: Outbox, skip_after_s: float | None = None) -> Verdict:
-        """ACKNOWLEDGED (each block), or STALE, FENCED: the header's generation or attempt is over, nothing is lost.
+        """ACKNOWLEDGED: every block. STALE, FENCED: the header's generation or attempt is over.
 
-        Asynchronous: BEHIND, the pserver came back from a checkpoint; SKIPPED, it gave no answer for `skip_after_s`.
+        In asynchronous mode also BEHIND: the pserver came back from a checkpoint; SKIPPED: it gave no answer for
+        `skip_after_s`.
         """
         if not await outbox.started():
             return Verdict.ACKNOWLEDGED
@@ -171,12 +174,12 @@ class Transfer:
             except StaleGeneration:
                 return Verdict.STALE
             except PeerError as error:
-                if self._is_given_up(index, skip_after_s):
+                if self._gave_no_answer(index, skip_after_s):
                     return Verdict.SKIPPED
-                await self._look_again(index, error)
+                await self._suspect_peer(index, error)
                 problem: object = error
             else:
-                self._away.pop(index, None)
+                self._silent_since.pop(index, None)
                 found, problem = verdict(answer, header.mode)
                 if found is Verdict.BROKEN:
                     raise TriremeError(f"pserver {index} refused a push of step {header.step}: {problem}")
@@ -187,14 +190,14 @@ class Transfer:
             await backoff.failed(problem)
 
     async def claim(self, header: PushHeader) -> None:
-        """From now on no parameter server takes other data of the header's lanes in its step. Raises StepTorn (one has
-        such data already: the job will go back to a checkpoint), StaleGeneration."""
-        await self._everywhere(lambda index: self._ask(index, lambda port: port.push(header, _nothing())))
+        """From now on the parameter servers refuse other data of the header's lanes in its step. Raises StepTorn if one has
+        such data already (the job will go back to a checkpoint), StaleGeneration."""
+        await self._ask_all(lambda index: self._ask(index, lambda port: port.push(header, _nothing())))
 
     # ------------------------------------------------------------ questions
 
     async def infos(self, timeline: int = 0) -> list[PserverInfo]:
-        """Of all parameter servers that hold blocks; waits until they have the parameters of that timeline."""
+        """From all parameter servers that hold blocks, once they have the parameters of that timeline."""
 
         async def ready(port: PserverPort) -> PserverInfo:
             info = await port.info()
@@ -204,10 +207,10 @@ class Transfer:
                 raise NotReady(f"pserver {info.index} has parameters of timeline {info.timeline}, not of {timeline}")
             return info
 
-        return await self._everywhere(lambda index: self._ask(index, ready))
+        return await self._ask_all(lambda index: self._ask(index, ready))
 
     async def ledgers(self, query: LedgerQuery, skip_after_s: float | None = None) -> dict[int, LedgerAnswer]:
-        """By pserver; without those that gave no answer for `skip_after_s`."""
+        """By pserver index, without pservers that gave no answer for `skip_after_s`."""
 
         async def ask(index: int) -> tuple[int, LedgerAnswer | None]:
             try:
@@ -215,7 +218,7 @@ class Transfer:
             except _Unanswered:
                 return index, None
 
-        return {index: answer for index, answer in await self._everywhere(ask) if answer is not None}
+        return {index: answer for index, answer in await self._ask_all(ask) if answer is not None}
 
     async def _ask(
         self,
@@ -228,22 +231,22 @@ class Transfer:
             try:
                 answer = await question(self._port(index))
             except PeerError as error:
-                if self._is_given_up(index, skip_after_s):
+                if self._gave_no_answer(index, skip_after_s):
                     raise _Unanswered from error
-                await self._look_again(index, error)
+                await self._suspect_peer(index, error)
                 await backoff.failed(error)
             else:
-                self._away.pop(index, None)
+                self._silent_since.pop(index, None)
                 return answer
 
     # ------------------------------------------------------------ peers
 
-    def _is_given_up(self, index: int, skip_after_s: float | None) -> bool:
-        """A failure of that pserver: whether it has been away for too long."""
-        since = self._away.setdefault(index, clock.monotonic())
+    def _gave_no_answer(self, index: int, skip_after_s: float | None) -> bool:
+        """After a failure of that pserver: whether it has given no answer for `skip_after_s`."""
+        since = self._silent_since.setdefault(index, clock.monotonic())
         return skip_after_s is not None and clock.monotonic() - since >= skip_after_s
 
-    async def _everywhere(self, ask: Callable[[int], Coroutine[Any, Any, T]]) -> list[T]:
+    async def _ask_all(self, ask: Callable[[int], Coroutine[Any, Any, T]]) -> list[T]:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(ask(index)) for index in self.routes.blocks]
         return [task.result() for task in tasks]
@@ -254,8 +257,8 @@ class Transfer:
             raise NotReady(f"pserver {index} is not registered")
         return self._connect(member)
 
-    async def _look_again(self, index: int, error: TriremeError) -> None:
-        """After trouble with a peer: tell the master whom we suspect, and give the directory a moment to know better."""
+    async def _suspect_peer(self, index: int, error: TriremeError) -> None:
+        """After a failed call: report the pserver to the master, and wait a moment for news in the directory."""
         member = self._directory.pservers.get(index)
         if member is not None and not isinstance(error, NotReady | StaleGeneration):
             self._suspect(member.incarnation, str(error))

@@ -1,8 +1,8 @@
-"""Buffers (BatchNorm statistics …): each lane starts a step from the same values, and its own become a contribution.
+"""Buffers (BatchNorm statistics …): every lane starts a step from the same values, and its changed values are pushed.
 
-    current vector ──load──► the module's buffers ──forward changes them──► store ──► gradient slot's buffer segments
+    current vector ──load──► the module's buffers ──forward changes them──► store ──► buffer segments of the gradient slot
 
-Buffers that do not travel (bool, int32, …) are constants of the model and are left alone.
+Other buffers (bool, int32, …) are constants of the model and are left alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from trainer_agent.model.flat import Plan, Vector
 
 
 class LiveBuffers:
-    """The module's travelling buffers; modules may replace a buffer by a new tensor at any time."""
+    """The module's buffers that are in the plan; a module may replace a buffer by a new tensor at any time."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self._places = plan.buffers

@@ -1,4 +1,4 @@
-"""Parameters and buffers laid end to end: where each lies in the flat vector of its segment, and the vectors themselves.
+"""Parameters and buffers laid end to end: the place of each in the flat vector of its segment, and the vectors.
 
     segment (dtype x optimizer group)   | weight ....... | pad | bias .. | pad | weight ...   each start on 64 bytes
     blocks                              |------ 0 ------|------ 1 ------|---- 2 ----|
@@ -70,8 +70,8 @@ class Plan:
 
 
 class Vector:
-    """One flat vector of the whole layout: a zeroed tensor per segment, in the dtype in which it travels as `dtype`.
-    `shared`: in memory that parameter servers on this host may read, if there is such memory."""
+    """One flat vector of the whole layout: a zeroed tensor per segment, in the dtype in which the segment is sent as `dtype`.
+    `shared`: in memory that parameter servers on this host may read, if the host has such memory."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Vector:
 
     @property
     def lost(self) -> bool:
-        """Whether somebody may still read it as what it is now: then it must not be written to any more."""
+        """Whether a parameter server may still read its present content: then it must not be written any more."""
         return self._region is not None and self._region.lost
 
 
@@ -128,16 +128,16 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 def plan(model: nn.Module, optimizer: torch.optim.Optimizer, block_bytes: int, slot_count: int) -> Plan:
     """The layout of `model` under `optimizer`. Raises InvalidArgument for what cannot be laid out.
 
-    Parameters that no optimizer group has, or that need no gradient, are constants and stay in the trainer; so do
-    buffers that are neither floating-point nor int64.
+    Constants stay in the trainer: parameters without gradient or optimizer group, and buffers that are neither
+    floating-point nor int64.
     """
     spec = spec_of(optimizer)
     group_of = groups_of(optimizer)
     named = dict(model.named_parameters())
-    strangers = set(group_of) - {id(p) for p in named.values()}
-    if strangers:
+    foreign = set(group_of) - {id(p) for p in named.values()}
+    if foreign:
         raise InvalidArgument(
-            f"the optimizer holds {len(strangers)} parameters that are not the model's",
+            f"the optimizer holds {len(foreign)} parameters that are not the model's",
             hint="optimizer(model) must use model.parameters()",
         )
     trained = {name: p for name, p in named.items() if p.requires_grad and id(p) in group_of}

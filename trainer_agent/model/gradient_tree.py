@@ -3,9 +3,9 @@
     lane 0 ─► slot 0        lane 1 ─► slot 1, combined into 0        lane 2 ─► slot 1
     lane 3, the node's last ─► slot 2: as backward finishes a block, 2 into 1, 1 into 0, announced, pushed from slot 0
 
-Slots are allocated once: log2 of the lanes of a node, plus one; a trainer that owns fewer lanes than before gives some
-back. Not thread-safe: one thread computes at a time.
-In synchronous mode every node of the tree is rounded to the dtype in which gradients travel (shared.blocks.narrow.round_to).
+Slots are allocated once: log2 of a node's lanes, plus one. A trainer that owns fewer lanes than before frees some. Not
+thread-safe: one thread computes at a time. In synchronous mode every node of the tree is rounded to the dtype in which
+gradients are sent (shared.blocks.narrow.round_to).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shared.records.job_spec import Narrow
 from trainer_agent.model.flat import Plan, Vector
 from trainer_agent.model.send_buffers import SendBuffers, overflow
 
-WATCHED_STEPS = 8  # a slot that none of them took is not needed: the last push of a task may be a short one
+WATCHED_STEPS = 8  # a slot that none of these steps took is freed; one step is not enough, a task's last may be short
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class Entry:
 class GradientTree:
     """The nodes of one step. `open` ... `finish(block)` ... `close` around a node's last lane, `add` for the lanes before.
 
-    `send_buffers`: where finished blocks wait if they do not travel from the slot they were computed in. `rounded`: what each
-    block is rounded to at every node. `shared`: see Vector. `add`, `finish` and `close` raise OverflowError for what does not
-    fit.
+    `send_buffers`: for finished blocks that are not sent from the slot they were computed in. `rounded`: the dtype that each
+    block is rounded to at every node. `shared`: see Vector. `add`, `finish` and `close` raise OverflowError if a value does
+    not fit the dtype.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class GradientTree:
         self._fold: list[Entry] = []
         self._done: list[bool] = []
         self._announce: Callable[[int], object] = bool
-        self._steps = self._needed = 0  # of those being watched: how many, and the slots that they took
+        self._steps = self._needed = 0  # steps watched so far, and how many slots they took
 
     def vector(self, slot: int) -> Vector:
         return self.slots[slot]
 
     def take(self) -> int:
-        """A slot for the next backward; its old content is still there."""
+        """A slot for the next backward; it still has its old content."""
         if not self._free:
             self.slots.append(self._vector())
             self._free.append(len(self.slots) - 1)
@@ -86,7 +86,7 @@ class GradientTree:
         return Vector(self._plan, self._device, shared=self._shared)
 
     def forget(self) -> None:
-        """All slots may be overwritten. Those that some steps did not need are given back."""
+        """All slots may be overwritten. Slots that no recent step needed are freed."""
         if self._send_buffers is not None:
             self._send_buffers.forget_copies()
         self._entries, self._results = [], {}
@@ -131,7 +131,7 @@ class GradientTree:
             self._entries.append(both)
 
     def open(self, node: Interval, last: Entry, announce: Callable[[int], object]) -> None:
-        """The node's last lane starts: decide where the result will lie (the leftmost subtree that has data)."""
+        """The node's last lane starts: choose the slot of the result (that of the leftmost subtree with data)."""
         self._fold = [*self._entries, last]
         self._results[node] = next((entry.slot for entry in self._fold if entry.count), None)
         self._result, self._announce = self._results[node], announce

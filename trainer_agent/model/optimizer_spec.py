@@ -1,4 +1,4 @@
-"""Optimizers and schedulers as data: what the parameter servers need to step torch's own classes, in JSON types only.
+"""Optimizers and schedulers as JSON: what the parameter servers need to step torch's own optimizers.
 
 torch.optim.Adam(groups) ──spec_of──► OptimizerSpec          scheduler.state_dict() ──encode──► JSON ──decode──► same
 """
@@ -45,7 +45,7 @@ def numeric_options(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], .
 
 
 def lane_zero(optimizer: torch.optim.Optimizer, scheduler: Any, options: tuple[dict[str, Any], ...]) -> LaneZero:
-    """`options` of a step, with the state after it: the scheduler's own, and what it left in the groups."""
+    """`options` of a step, with the state after it: of the scheduler, and of the groups' options that it changed."""
     if scheduler is None:
         return LaneZero(options=options)
     groups = [
@@ -65,7 +65,7 @@ def restore(optimizer: torch.optim.Optimizer, scheduler: Any, state: LaneZero) -
 
 
 def encode(value: Any) -> Any:
-    """`value` in JSON types; dicts with other keys than text, tuples and Counters are tagged. InvalidArgument for the rest."""
+    """`value` in JSON types. Tuples, Counters and dicts with other keys than text are tagged. Raises InvalidArgument for others."""
     match value:
         case None | bool() | int() | float() | str():
             return value

@@ -1,9 +1,9 @@
-"""Finished gradients on their way out, where they do not travel from the memory they were computed in.
+"""Host memory for finished gradients that are not sent from the memory they were computed in: from a GPU, or cast.
 
-    GPU: block ─► page-locked host memory, on a stream of its own beside backward ─► announced when its copy is there
-    cast: block (+ what earlier casts of it left out) ─► narrower dtype ─► announced     left out = block - what is sent
+    GPU: block ─► page-locked host memory, on a CUDA stream beside backward ─► announced when the copy is done
+    cast: block + residual ─► narrower dtype ─► announced        the new residual = block + residual - what is sent
 
-Error feedback (Seide et al. 2014, Karimireddy et al. 2019): what a cast leaves out of a block is added to its next gradient,
+Error feedback (Seide et al. 2014, Karimireddy et al. 2019): the residual of a block's cast is added to its next gradient,
 so nothing is lost for ever. The residual is kept by this trainer only: if it dies, at most one rounding error per element is lost.
 """
 
@@ -21,7 +21,7 @@ HOST = torch.device("cpu")
 
 
 class SendBuffers:
-    """A host vector per gradient slot, in the dtypes that travel; allocated once. Not thread-safe. `shared`: see Vector."""
+    """A host vector per gradient slot, in the dtypes that are sent; allocated once. Not thread-safe. `shared`: see Vector."""
 
     def __init__(
         self, plan: Plan, device: torch.device, dtype: Transported, *, feedback: bool, shared: bool = False
@@ -47,16 +47,16 @@ class SendBuffers:
         return self._host(slot)[1]
 
     def renew(self, slot: int) -> None:
-        """Its memory is about to be written to."""
+        """Before the slot's vector is written: replace one that a parameter server may still read."""
         if slot in self.hosts and self.hosts[slot][0].lost:
             del self.hosts[slot]
 
     def drop(self, slot: int) -> None:
-        """The slot is no more."""
+        """The slot was freed."""
         self.hosts.pop(slot, None)
 
     def put(self, slot: int, block: int, values: torch.Tensor, announce: Callable[[int], object]) -> None:
-        """A finished block; `values` may be overwritten. Announced at once, or from a GPU by `drain`. Raises OverflowError."""
+        """Take a finished block; `values` may change. It is announced at once, on a GPU by `drain`. Raises OverflowError."""
         out = self._host(slot)[0].blocks[block]
         with torch.no_grad():
             if self._stream is None:
@@ -71,14 +71,14 @@ class SendBuffers:
             self._copies.append((block, copied))
 
     def drain(self, announce: Callable[[int], object]) -> None:
-        """Announce each block from a GPU when its copy is there."""
+        """On a GPU: announce each block when its copy is done."""
         for block, copied in self._copies:
             copied.synchronize()
             announce(block)
         self._copies.clear()
 
     def forget_copies(self) -> None:
-        """Nobody waits for the blocks of a minibatch that failed; their memory may be overwritten."""
+        """Wait for copies of a minibatch that failed, and announce none: then their memory may be overwritten."""
         self.drain(bool)
 
     def clear_residuals(self) -> None:

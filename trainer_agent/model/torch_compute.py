@@ -40,7 +40,7 @@ ANNOUNCED_BYTES = 256 << 10  # finished blocks are announced when there are so m
 
 class TorchCompute:
     """See trainer_agent.model.compute.Compute. `executor` runs one call at a time; building takes as long as model() does.
-    `shared`: gradients lie where parameter servers on this host can read them."""
+    `shared`: gradients are in memory that parameter servers on this host can read."""
 
     def __init__(self, user: UserCode, spec: JobSpec, executor: Executor, *, shared: bool = False) -> None:
         torch.set_num_threads(spec.threads_per_trainer)
@@ -199,7 +199,7 @@ class TorchCompute:
         return await self._in_thread(write_model, self.model, directory)
 
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Run in the executor; a cancelled call returns only when the thread has let go of the vectors."""
+        """Run in the executor. If cancelled, it returns only when the thread no longer uses the vectors."""
         future = asyncio.get_running_loop().run_in_executor(self._executor, partial(work, *arguments))
         try:
             return await asyncio.shield(future)
@@ -209,7 +209,7 @@ class TorchCompute:
 
 
 def device_of(name: str) -> torch.device:
-    """Raises InvalidArgument for `cuda` on a machine without; on a GPU, kernels are told to be repeatable."""
+    """Raises InvalidArgument for `cuda` on a machine without a GPU. On a GPU, cuDNN is set to deterministic kernels."""
     if name == "cuda" and not torch.cuda.is_available():
         raise InvalidArgument("device is cuda, but torch finds no GPU", hint="use device auto or cpu")
     if name == "cpu" or not torch.cuda.is_available():
