@@ -1,0 +1,46 @@
+"""The rooms of a service stand on floors: each imports only from its own and from those below it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.tidy.sources import ROOT, imports, where
+
+FLOORS = {
+    "master_service": [
+        {"core.changes"},
+        {"core.queue"},
+        {"core.state"},
+        {"core.decisions"},
+        {"store", "storage"},
+        {"control"},
+        {"leadership"},
+        {"masterless", "api"},
+    ],
+    "trainer_agent": [
+        {"core", "data", "waiting"},
+        {"model", "data_plane"},
+        {"script", "tasks", "membership"},
+        {"loops"},
+        {"agent", "process"},
+    ],
+}
+
+
+def floor_of(package: str, module: str) -> int | None:
+    """None for what is above all floors: `__main__` and its settings."""
+    return next(
+        (k for k, rooms in enumerate(FLOORS[package]) for room in rooms if f"{module}.".startswith(f"{room}.")), None
+    )
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_no_room_imports_from_a_higher_floor(package: str) -> None:
+    wrong = []
+    for path in sorted((ROOT / package).rglob("*.py")):
+        own = floor_of(package, ".".join(path.relative_to(ROOT / package).with_suffix("").parts))
+        for module, line in imports(path):
+            theirs = floor_of(package, module.removeprefix(f"{package}.")) if module.startswith(f"{package}.") else None
+            if own is not None and theirs is not None and theirs > own:
+                wrong.append(f"{where(path, line)} imports {module}")
+    assert not wrong, "\n".join(wrong)
