@@ -23,7 +23,7 @@ from trainer_agent.loops.sync import SyncLoop
 from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of
 from trainer_agent.membership.initialise import ensure_initialised
 from trainer_agent.membership.lease import Membership
-from trainer_agent.membership.pause import Pauser
+from trainer_agent.membership.pause import PauseResponder
 from trainer_agent.model.compute import Compute
 from trainer_agent.tasks.master import MasterPort, failure_of
 from trainer_agent.tasks.reports import Reports
@@ -66,7 +66,7 @@ class Agent:
         self._reports = Reports(master, member.trainer, self._held)
         self._transfer = Transfer(directory, connect, compute, self._reports.suspect, spec.parameter_dtype)
         self._initial = compute.initial_lane_zero()
-        self._pauser = Pauser(etcd, directory, self._membership, self._position, self._flush)
+        self._pauses = PauseResponder(etcd, directory, self._membership, self._position, self._flush)
 
     def __repr__(self) -> str:
         return f"<Agent {self._member.trainer} of {self._spec.job}>"
@@ -88,7 +88,7 @@ class Agent:
             async with asyncio.TaskGroup() as group:
                 beside = [group.create_task(self._reports.run())]
                 if self._spec.mode is Mode.ASYNC:
-                    beside.append(group.create_task(self._pauser.run()))
+                    beside.append(group.create_task(self._pauses.run()))
                 work = group.create_task(self._work())
                 ends = {
                     group.create_task(self._membership.hold()): LEASE_LOST,
@@ -181,7 +181,7 @@ class Agent:
         if self._spec.mode is Mode.SYNC:
             loop = SyncLoop(*parts, self._source, self._reports, self._stopping)
         else:
-            loop = AsyncLoop(*parts, self._source, self._reports, self._stopping, self._pauser, self._initial)
+            loop = AsyncLoop(*parts, self._source, self._reports, self._stopping, self._pauses, self._initial)
         self._active = self._loop = loop
         return await loop.run()
 

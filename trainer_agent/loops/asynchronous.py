@@ -28,7 +28,7 @@ from trainer_agent.data_plane.outbox import Outboxes
 from trainer_agent.data_plane.transfer import Transfer
 from trainer_agent.data_plane.verdicts import Verdict
 from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of
-from trainer_agent.membership.pause import Pauser
+from trainer_agent.membership.pause import PauseResponder
 from trainer_agent.model.compute import Compute, Records
 from trainer_agent.tasks.reports import Reports
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TaskSource, TrainingOver, outcome_of
@@ -63,10 +63,10 @@ class AsyncLoop:
         source: TaskSource,
         reports: Reports,
         stopping: asyncio.Event,
-        pauser: Pauser,
+        pauses: PauseResponder,
         initial: LaneZero,
     ) -> None:
-        self._pauser, self._initial = pauser, initial
+        self._pauses, self._initial = pauses, initial
         self.timeline = timeline_of(directory)
         self._spec, self._directory, self._compute, self._transfer = spec, directory, compute, transfer
         self._dtypes = compute.layout.payloads(spec.gradient_dtype)
@@ -152,7 +152,7 @@ class AsyncLoop:
         """Between minibatches: waits while the job is paused. False if training is over or this trainer is asked to stop."""
         while not self._stopping.is_set():
             duty = next_duty(self._directory.state, None, self._source.trainer, Mode.ASYNC).duty
-            if duty is not Duty.WAIT or self._pauser.lifted:
+            if duty is not Duty.WAIT or self._pauses.lifted:
                 return duty in (Duty.TRAIN, Duty.WAIT)
             await self._directory.changed(self._directory.revision, REFRESH_S)
         return False
@@ -201,7 +201,7 @@ class AsyncLoop:
             if end == count and self._next is None:
                 self._next = self._background.create_task(self._ahead())
             try:
-                with self._pauser.pushing(), single_error():
+                with self._pauses.pushing(), single_error():
                     await self._push_range(loaded, count, start, end)
             except Behind as error:
                 log.info("task_falls_back", task=task.task_id, minibatch=start, cause=str(error))

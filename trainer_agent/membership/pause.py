@@ -23,10 +23,10 @@ LOOK_S = 0.5
 PAUSE_S = 0.2
 LIMIT_S = 180.0  # longer than any master waits, so a pause ends even if etcd is away
 
-log = telemetry.logger("pauser")
+log = telemetry.logger("pause")
 
 
-class Pauser:
+class PauseResponder:
     """Of an asynchronous trainer. `position`: of its reader; `flush` sends its reports, for a limited time."""
 
     def __init__(
@@ -39,23 +39,23 @@ class Pauser:
     ) -> None:
         self._etcd, self._directory, self._membership = etcd, directory, membership
         self._position, self._flush = position, flush
-        self._resting = asyncio.Event()
-        self._resting.set()
+        self._all_acknowledged = asyncio.Event()
+        self._all_acknowledged.set()
         self._key = ""  # the checkpoint whose pause key exists
         self._gone = ""  # the last checkpoint whose pause key was deleted
         self._since: tuple[str, float] = ("", 0.0)
 
     def __repr__(self) -> str:
-        return f"<Pauser: {'at rest' if self._resting.is_set() else 'pushing'}, pause of {self._key or 'nothing'}>"
+        return f"<PauseResponder: {'all acknowledged' if self._all_acknowledged.is_set() else 'pushing'}, pause of {self._key or 'nothing'}>"
 
     @contextmanager
     def pushing(self) -> Iterator[None]:
         """Inside this block a push may be unacknowledged."""
-        self._resting.clear()
+        self._all_acknowledged.clear()
         try:
             yield
         finally:
-            self._resting.set()
+            self._all_acknowledged.set()
 
     @property
     def lifted(self) -> bool:
@@ -97,15 +97,15 @@ class Pauser:
                 self._since = saving.uuid, clock.monotonic()
             if saving is None or saving.uuid == answered or self.lifted:
                 await self._directory.changed(revision, LOOK_S)
-            elif self._resting.is_set():
+            elif self._all_acknowledged.is_set():
                 answered = await self._write_answer(saving)
             else:
-                await self._rest()
+                await self._wait_for_pushes()
 
-    async def _rest(self) -> None:
+    async def _wait_for_pushes(self) -> None:
         try:
             async with asyncio.timeout(LOOK_S):
-                await self._resting.wait()
+                await self._all_acknowledged.wait()
         except TimeoutError:
             pass
 

@@ -1,0 +1,68 @@
+"""Errors of the user's code or storage: the job goes on, or ends with one clear reason."""
+
+from __future__ import annotations
+
+import asyncio
+
+from shared.records import Phase
+from tests.trainer_agent.cluster import cluster
+from tests.trainer_agent.scripts import differing, spec_for, write_script
+
+POISONED = """
+def loss(model, batch):
+    if (batch["x"][:, 0] == POISON).any():
+        raise ValueError("poisoned record")
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+"""
+
+
+async def test_an_error_in_the_first_step_fails_the_job_with_the_users_traceback_and_task(tmp_path):
+    script = write_script(tmp_path, loss="def loss(model, batch):\n    return batch['nothing']\n")
+    async with cluster(spec_for(script, lanes=2), 2) as made:
+        state = await made.ended()
+        codes = [await asyncio.wait_for(task, 10) for task in made.running.values()]
+    assert (state.phase, codes) == (Phase.FAILED, [1, 1])
+    assert (state.failure.error_type, state.failure.message) == ("KeyError", "'nothing'")
+    assert "return batch['nothing']" in state.failure.traceback
+    assert "trainer_agent" not in state.failure.traceback
+    assert f"{tmp_path}/x.npy records " in state.failure.task
+
+
+async def test_a_lane_skips_a_task_that_always_fails(tmp_path):
+    poison = "import numpy as np\nPOISON = float(np.load({folder!r} + '/x.npy')[-1][0])\n"
+    script = write_script(tmp_path, loss=POISONED, poison=poison)
+    common = {
+        "lanes": 2,
+        "records_per_task": 10,
+        "max_discarded_fraction": 0.5,
+        "max_user_failures": 99,
+        "shuffle": False,
+    }
+    found = []
+    for trainers in (1, 2):
+        spec = spec_for(script, **common, storage=str(tmp_path / str(trainers)))
+        async with cluster(spec, trainers) as made:
+            state = await made.ended()
+            assert state.phase is Phase.COMPLETED, state
+            assert (state.result.discarded_tasks, state.result.discarded_records) == (2, 20)
+            found.append(made.exported())
+    assert differing(*found) == []
+
+
+async def test_an_error_in_the_evaluation_is_reported_with_its_task(tmp_path):
+    script = write_script(tmp_path, evaluation="def evaluate(model, batch):\n    return 1 / 0\n")
+    spec = spec_for(script, evaluation_dataset=spec_for(script).dataset)
+    async with cluster(spec, 1) as made:
+        state = await made.ended()
+    assert (state.phase, state.failure.error_type) == (Phase.FAILED, "ZeroDivisionError")
+    assert state.failure.task.startswith("task evaluate-")
+
+
+async def test_a_model_that_cannot_be_written_fails_the_job_with_the_place_and_the_cause(tmp_path):
+    spec = spec_for(write_script(tmp_path), epochs=1)
+    async with cluster(spec, 1) as made:
+        await made.directory.wait_for(lambda view: view.init_done, 20, "parameters")
+        (tmp_path / "storage" / "export").write_text("a file where a folder should be")
+        state = await made.ended()
+    assert (state.phase, state.failure.task) == (Phase.FAILED, "task export-0")
+    assert state.failure.message.startswith(f"the model cannot be written to {tmp_path}/storage/export: ")

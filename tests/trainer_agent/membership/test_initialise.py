@@ -1,0 +1,60 @@
+"""Who gives the parameter servers their first values, and who is refused."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from shared.errors import LayoutMismatch
+from shared.records import Phase
+from tests.trainer_agent.cluster import cluster, trained
+from tests.trainer_agent.scripts import differing, spec_for, write_script
+from trainer_agent.membership.initialise import check_layout
+
+
+async def test_a_trainer_with_another_model_is_turned_away_and_the_job_goes_on(tmp_path):
+    script = write_script(tmp_path)
+    other = write_script(tmp_path, name="script_other", model="def model():\n    return nn.Linear(5, 3)\n")
+    spec = spec_for(script, lanes=2, epochs=4, max_user_failures=2)
+    async with cluster(spec, 1) as made:
+        await made.version(1)
+        made.add_trainer("stranger-x", other)
+        outcome = await asyncio.wait_for(made.running["stranger-x"], 20)
+        assert isinstance(outcome, LayoutMismatch)
+        assert (await made.ended()).phase is Phase.COMPLETED
+
+
+def test_a_layout_mismatch_says_what_differs(tmp_path):
+    from concurrent.futures import ThreadPoolExecutor
+
+    from trainer_agent.model.torch_compute import TorchCompute
+    from trainer_agent.script.user_module import load
+
+    script = write_script(tmp_path)
+    with ThreadPoolExecutor(1) as executor:
+        mine = TorchCompute(load(script), spec_for(script), executor).layout
+        check_layout(mine, mine)
+        other = write_script(tmp_path, name="script_other", model="def model():\n    return nn.Linear(5, 3)\n")
+        theirs = TorchCompute(load(other), spec_for(other, block_bytes=512), executor).layout
+    with pytest.raises(LayoutMismatch) as raised:
+        check_layout(mine, theirs)
+    assert f"digest {mine.digest[:12]}, the job has {theirs.digest[:12]}" in raised.value.message
+    assert "the job has 19 float32 param" in raised.value.message
+    assert "block_bytes (256, the job has 512)" in raised.value.message
+
+
+async def test_initialising_is_finished_by_another_trainer_when_the_first_one_dies_in_it(tmp_path):
+    script = write_script(tmp_path)
+    common = {"lanes": 2, "pservers": 3}
+    undisturbed = await trained(spec_for(script, **common, storage=str(tmp_path / "a")))
+    async with cluster(spec_for(script, **common, storage=str(tmp_path / "b"))) as made:
+        lease = await made.etcd.grant(5)
+        await made.etcd.put(made.keys.init_lock, b"somebody-x", lease.id)  # took the lock and died
+        made.add_trainer("trainer-0-x")
+        made.add_trainer("trainer-1-x")
+        await asyncio.sleep(0.3)
+        assert not made.directory.init_done
+        await made.etcd.revoke(lease.id)
+        assert (await made.ended()).phase is Phase.COMPLETED
+        assert differing(undisturbed, made.exported()) == []

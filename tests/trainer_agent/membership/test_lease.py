@@ -1,0 +1,70 @@
+"""A trainer's place among the members."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from shared.etcd import Etcd, Put
+from shared.keys import Keys
+from shared.records import TrainerMember
+from trainer_agent.membership.lease import Membership
+
+
+@pytest.fixture
+async def member():
+    from tests.equipment.etcd.simulated import SimulatedEtcd
+
+    store = SimulatedEtcd()
+    etcd = Etcd(store.transport("trainer"))
+    keys = Keys("test")
+    record = TrainerMember(trainer="trainer-0-x", url="", incarnation="x", host="here", pid=1)
+    return store, etcd, keys, Membership(etcd, record)
+
+
+async def test_a_trainer_holds_its_place_and_gives_it_back(member):
+    _, etcd, keys, membership = member
+    await membership.register(keys, 2.0)
+    found = await etcd.get(keys.trainer("trainer-0-x"))
+    assert found.lease == membership.lease_id != 0
+    async with asyncio.TaskGroup() as group:
+        group.create_task(membership.hold())
+        await asyncio.sleep(0)
+        await membership.leave()
+    assert await etcd.get(keys.trainer("trainer-0-x")) is None
+
+
+async def test_a_trainer_whose_key_is_gone_has_lost_its_place(member):
+    _, etcd, keys, membership = member
+    await membership.register(keys, 2.0)
+    await etcd.revoke(membership.lease_id)
+    async with asyncio.timeout(10):
+        await membership.hold()
+
+
+async def test_a_key_that_survived_an_outage_of_etcd_gets_a_new_lease(member):
+    store, etcd, keys, membership = member
+    await membership.register(keys, 2.0)
+    first = membership.lease_id
+    async with asyncio.TaskGroup() as group:
+        holding = group.create_task(membership.hold())
+        store.stop()
+        await asyncio.sleep(2.2)  # longer than the lease lasts by the local clock
+        store.start()
+        async with asyncio.timeout(10):
+            while membership.lease_id == first:
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(2.2)
+        found = await etcd.get(keys.trainer("trainer-0-x"))
+        assert (found.lease, holding.done()) == (membership.lease_id, False)
+        holding.cancel()
+
+
+async def test_a_name_that_is_taken_is_not_taken_over(member):
+    _, etcd, keys, membership = member
+    from shared.errors import PeerError
+
+    await etcd.txn([], [Put(keys.trainer("trainer-0-x"), b"{}")])
+    with pytest.raises(PeerError, match="is taken"):
+        await membership.try_register(keys, 2.0)
