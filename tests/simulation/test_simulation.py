@@ -119,16 +119,24 @@ def test_the_schedules_really_hurt():
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-def test_wishes_are_granted_where_nothing_fails(mode):
-    """Checkpoints on demand, ways back and members that leave; the last checkpoint answers where training is over."""
+def test_requests_are_carried_out_where_nothing_fails(mode):
+    """Checkpoints on demand, ways back and members that leave; the last checkpoint answers where training is over.
+
+    A request shortly before an asynchronous job ends may find no pause any more: the answer says just that.
+    """
     kinds: Counter[RequestKind] = Counter()
-    for seed in (*range(12), *range(13, 17)):  # in 12 the request comes too late for the last checkpoint
+    answers: Counter[OperationState] = Counter()
+    for seed in range(16):
         plan = replace(plan_of(seed, mode), conditions=STEADY, faults=())
         outcome = simulate(seed, mode, plan=plan)
         kept(outcome)
-        assert {operation.state for operation in outcome.operations} <= {OperationState.DONE}, outcome.operations
+        for operation in outcome.operations:
+            answers[operation.state] += 1
+            late = mode is Mode.ASYNC and operation.reason == "the job is COMPLETED before the checkpoint was there"
+            assert operation.state is OperationState.DONE or late, operation
         kinds.update(request.kind for request in plan.requests)
     assert set(kinds) == set(RequestKind)
+    assert answers[OperationState.FAILED] <= 2 < answers[OperationState.DONE], answers
 
 
 @pytest.mark.parametrize("mode", list(Mode))
