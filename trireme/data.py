@@ -3,15 +3,6 @@ a dataset: no file is opened, and neither torch nor pyarrow is loaded."""
 
 from __future__ import annotations
 
-from shared.records.datasets import (
-    Bytes,
-    Csv,
-    Custom,
-    Dataset,
-    JsonLines,
-    Npy,
-    Parquet,
-    TextLines,
-)
+from shared.records.datasets import Bytes, Csv, Custom, Dataset, JsonLines, Npy, Parquet, TextLines
 
 __all__ = ["Bytes", "Csv", "Custom", "Dataset", "JsonLines", "Npy", "Parquet", "TextLines"]

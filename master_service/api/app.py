@@ -15,15 +15,7 @@ from starlette.types import ASGIApp
 from master_service.api import problems
 from master_service.api.hot_routes import DirectTaskLeases
 from master_service.api.limits import MAX_BODY_BYTES, Bounded
-from master_service.api.routes import (
-    checkpoints,
-    job,
-    members,
-    operations,
-    system,
-    task_leases,
-    tasks,
-)
+from master_service.api.routes import checkpoints, job, members, operations, system, task_leases, tasks
 from master_service.leadership.master import Master
 from shared.errors import Unauthorized
 

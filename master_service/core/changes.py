@@ -9,15 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from shared.records import (
-    DiscardedTask,
-    EvaluationSums,
-    JobState,
-    LaneMap,
-    PendingTask,
-    RequeuedTask,
-    SlotMap,
-)
+from shared.records import DiscardedTask, EvaluationSums, JobState, LaneMap, PendingTask, RequeuedTask, SlotMap
 from shared.records.checkpoints import CheckpointCut
 from shared.records.operations import Operation
 from shared.records.pauses import Losses, Pause

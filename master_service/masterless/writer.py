@@ -18,15 +18,7 @@ from collections.abc import Callable, Sequence
 from master_service.core.changes import Decision, Event
 from master_service.core.state.job import Job
 from master_service.masterless.view import WatchedJob
-from master_service.store.writer import (
-    ATTEMPT_S,
-    PAUSE_S,
-    A,
-    Group,
-    GroupCommit,
-    HeldLock,
-    LockLost,
-)
+from master_service.store.writer import ATTEMPT_S, PAUSE_S, A, Group, GroupCommit, HeldLock, LockLost
 from shared.errors import PeerError
 from shared.etcd import Compare, Delete, Etcd, Get, Put, TxnResult
 from shared.etcd.fenced_write import FencedWrite

@@ -22,14 +22,7 @@ from shared.datasets import npy
 from shared.datasets.custom_reader import load_custom
 from shared.datasets.line_scan import Lines, RecordScanner, chunks, data_start, refuse_compressed
 from shared.errors import DatasetError, TriremeError
-from shared.records.datasets import (
-    Bytes,
-    Csv,
-    Custom,
-    Dataset,
-    Npy,
-    Parquet,
-)
+from shared.records.datasets import Bytes, Csv, Custom, Dataset, Npy, Parquet
 from shared.storage import files
 
 THREADS = 8

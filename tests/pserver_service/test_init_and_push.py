@@ -6,15 +6,7 @@ import pytest
 import torch
 
 from pserver_service.pserver import Pserver
-from shared.errors import (
-    BadFrame,
-    InvalidArgument,
-    LayoutMismatch,
-    NotReady,
-    StaleGeneration,
-    TooLarge,
-    WrongOwner,
-)
+from shared.errors import BadFrame, InvalidArgument, LayoutMismatch, NotReady, StaleGeneration, TooLarge, WrongOwner
 from shared.lanes import combine
 from shared.records import Mode
 from shared.records.layout import Layout, Segment

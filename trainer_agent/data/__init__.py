@@ -8,16 +8,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from shared.records.datasets import (
-    Bytes,
-    Csv,
-    Custom,
-    Dataset,
-    JsonLines,
-    Npy,
-    Parquet,
-    TextLines,
-)
+from shared.records.datasets import Bytes, Csv, Custom, Dataset, JsonLines, Npy, Parquet, TextLines
 from trainer_agent.data.arrays import BytesReader, NpyReader
 from trainer_agent.data.collate import default_collate
 from trainer_agent.data.custom import CustomReader

@@ -6,14 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from shared.datasets.line_scan import (
-    Lines,
-    Offsets,
-    RecordScanner,
-    chunks,
-    data_start,
-    refuse_compressed,
-)
+from shared.datasets.line_scan import Lines, Offsets, RecordScanner, chunks, data_start, refuse_compressed
 from shared.errors import DatasetError
 from shared.records.datasets import JsonLines, TextLines
 from shared.storage import files

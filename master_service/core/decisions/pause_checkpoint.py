@@ -9,16 +9,7 @@ The checkpoint holds the task queue at the revision of the cut. The cut counts o
 
 from __future__ import annotations
 
-from master_service.core.changes import (
-    Decision,
-    DropCut,
-    DropPause,
-    Event,
-    Fields,
-    PutCut,
-    PutPause,
-    PutState,
-)
+from master_service.core.changes import Decision, DropCut, DropPause, Event, Fields, PutCut, PutPause, PutState
 from master_service.core.decisions.rollback import has_parameters, slots_fit
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members

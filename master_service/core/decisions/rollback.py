@@ -8,29 +8,12 @@ RUNNING --parameters lost--> ROLLING_BACK(timeline, checkpoint) --every pserver 
 
 from __future__ import annotations
 
-from master_service.core.changes import (
-    Change,
-    Decision,
-    Event,
-    Fields,
-    ForgetParameters,
-    NextEpoch,
-    PutSlots,
-    PutState,
-)
+from master_service.core.changes import Change, Decision, Event, Fields, ForgetParameters, NextEpoch, PutSlots, PutState
 from master_service.core.decisions.lane_placement import new_lanes
 from master_service.core.decisions.lifecycle import fail, next_stage
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
-from shared.records import (
-    JobSpec,
-    JobState,
-    Mode,
-    Phase,
-    PserverMember,
-    SlotMap,
-    Stage,
-)
+from shared.records import JobSpec, JobState, Mode, Phase, PserverMember, SlotMap, Stage
 from shared.records.checkpoints import CheckpointLatest, CheckpointRef, history
 from shared.slots import spread
 

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from master_service.core.changes import Decision, PutLanes, PutState
 from master_service.core.state.members import Members
-from shared.records import (
-    JobState,
-    LaneInterval,
-    LaneMap,
-    Mode,
-    Phase,
-    PserverMember,
-    SlotMap,
-    TrainerMember,
-)
+from shared.records import JobState, LaneInterval, LaneMap, Mode, Phase, PserverMember, SlotMap, TrainerMember
 from tests.master_service.cluster import spec_of
 
 SPEC = spec_of(mode=Mode.SYNC, lanes=4, pservers=2, slot_count=128)

@@ -37,16 +37,7 @@ from shared.records import (
 from shared.records.checkpoints import CheckpointLatest, CheckpointRef
 from shared.records.step import LanePosition
 from tests.master_service.cluster import spec_of
-from tests.master_service.core.members import (
-    LANES,
-    RUNNING,
-    SLOTS,
-    SPEC,
-    lanes_after,
-    pservers,
-    state_after,
-    trainers,
-)
+from tests.master_service.core.members import LANES, RUNNING, SLOTS, SPEC, lanes_after, pservers, state_after, trainers
 
 NO = UserFailure(error_type="ValueError", message="no")
 NEWEST = CheckpointRef(uuid="newest", step=40, timeline=0, manifest="m")

@@ -13,13 +13,7 @@ from master_service.store import writer
 from master_service.store.writer import MasterWriter
 from shared.errors import NotLeader, StateUnreadable
 from shared.etcd import Compare, Etcd
-from shared.records import (
-    MasterAddress,
-    Mode,
-    Phase,
-    Stage,
-    UserFailure,
-)
+from shared.records import MasterAddress, Mode, Phase, Stage, UserFailure
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import (

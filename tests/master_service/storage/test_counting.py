@@ -14,15 +14,7 @@ import pytest
 from master_service.core.queue.file_table import TableFile
 from master_service.storage.counting import count_records, load, save
 from shared.errors import DatasetError
-from shared.records.datasets import (
-    Bytes,
-    Csv,
-    Custom,
-    JsonLines,
-    Npy,
-    Parquet,
-    TextLines,
-)
+from shared.records.datasets import Bytes, Csv, Custom, JsonLines, Npy, Parquet, TextLines
 
 
 def test_offsets_are_the_bytes_where_tasks_start(tmp_path):

@@ -12,15 +12,7 @@ from shared.errors import BadFrame
 from shared.records import Mode
 from shared.records.layout import OptimizerSpec
 from shared.wire.messages import EpochLedger, LedgerAnswer, LedgerQuery, PushBlock
-from tests.pserver_service.jobs import (
-    async_header,
-    check_invariants,
-    initialised,
-    item,
-    layout_of,
-    payload_of,
-    stream,
-)
+from tests.pserver_service.jobs import async_header, check_invariants, initialised, item, layout_of, payload_of, stream
 
 PLAIN = OptimizerSpec(name="SGD", defaults={"lr": 1.0}, groups=({},))
 

@@ -17,14 +17,7 @@ from shared.records.layout import OptimizerSpec
 from shared.wire.messages import InitBlock, PushBlock
 from shared.wire.region_allocator import RegionAllocator
 from shared.wire.shared_memory import Region
-from tests.pserver_service.jobs import (
-    JOB,
-    init_header,
-    layout_of,
-    settled,
-    stream,
-    values_of,
-)
+from tests.pserver_service.jobs import JOB, init_header, layout_of, settled, stream, values_of
 from trainer_agent.data_plane.http import HttpPserver
 from trainer_agent.data_plane.stream import StreamPserver
 

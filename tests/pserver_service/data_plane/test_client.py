@@ -7,24 +7,10 @@ import pytest
 import torch
 
 from shared.blocks.buffers import bytes_of
-from shared.errors import (
-    CallerError,
-    DeadlineExceeded,
-    LayoutMismatch,
-    NotReady,
-    PeerError,
-    StaleGeneration,
-)
+from shared.errors import CallerError, DeadlineExceeded, LayoutMismatch, NotReady, PeerError, StaleGeneration
 from shared.records import Mode, PserverMember
 from shared.wire.messages import LedgerAnswer, LedgerQuery, PushBlock
-from tests.pserver_service.data_plane.servers import (
-    SIZES,
-    TOKEN,
-    TRANSPORTS,
-    Flat,
-    gradients,
-    server,
-)
+from tests.pserver_service.data_plane.servers import SIZES, TOKEN, TRANSPORTS, Flat, gradients, server
 from tests.pserver_service.jobs import async_header, item, pull_request, push_header
 from trainer_agent.data_plane.http import HttpPserver
 from trainer_agent.data_plane.stream import StreamPserver

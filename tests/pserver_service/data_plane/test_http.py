@@ -12,31 +12,10 @@ import torch
 from pserver_service.data_plane.server import make_app, serving
 from pserver_service.pserver import Pserver
 from shared.blocks.buffers import bytes_of
-from shared.errors import (
-    CallerError,
-    DeadlineExceeded,
-    Unauthorized,
-)
+from shared.errors import CallerError, DeadlineExceeded, Unauthorized
 from shared.wire import codec
-from tests.pserver_service.data_plane.servers import (
-    PLAIN,
-    SIZES,
-    STALL_S,
-    TOKEN,
-    TRANSPORTS,
-    Flat,
-    gradients,
-    server,
-)
-from tests.pserver_service.jobs import (
-    JOB,
-    item,
-    layout_of,
-    payload_of,
-    pull_request,
-    push_header,
-    stream,
-)
+from tests.pserver_service.data_plane.servers import PLAIN, SIZES, STALL_S, TOKEN, TRANSPORTS, Flat, gradients, server
+from tests.pserver_service.jobs import JOB, item, layout_of, payload_of, pull_request, push_header, stream
 from trainer_agent.data_plane.http import HttpPserver
 
 __all__ = ["server"]

@@ -18,32 +18,9 @@ from shared.errors import DeadlineExceeded, NotReady, PeerError, StaleGeneration
 from shared.records import PserverMember
 from shared.wire.stream import FrameStream
 from shared.wire.upgrade import UpgradeRefused, upgrade
-from tests.pserver_service.data_plane.servers import (
-    LAYOUT,
-    PLAIN,
-    SIZES,
-    TOKEN,
-    Flat,
-    gradients,
-    server,
-)
-from tests.pserver_service.data_plane.streams import (
-    Raw,
-    all_given_back,
-    growth,
-    over_tcp,
-    streamed,
-    versions,
-)
-from tests.pserver_service.jobs import (
-    JOB,
-    init_header,
-    item,
-    layout_of,
-    pull_request,
-    push_header,
-    stream,
-)
+from tests.pserver_service.data_plane.servers import LAYOUT, PLAIN, SIZES, TOKEN, Flat, gradients, server
+from tests.pserver_service.data_plane.streams import Raw, all_given_back, growth, over_tcp, streamed, versions
+from tests.pserver_service.jobs import JOB, init_header, item, layout_of, pull_request, push_header, stream
 from trainer_agent.data_plane.stream import StreamPserver
 
 __all__ = ["server"]

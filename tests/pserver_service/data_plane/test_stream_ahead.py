@@ -10,14 +10,7 @@ from pserver_service.data_plane.stream import PserverStream
 from shared.wire import codec
 from shared.wire.shared_memory import Region
 from tests.pserver_service.data_plane.servers import LAYOUT, SIZES, server
-from tests.pserver_service.data_plane.streams import (
-    all_given_back,
-    opening,
-    over_shm,
-    raw_stream,
-    reference,
-    versions,
-)
+from tests.pserver_service.data_plane.streams import all_given_back, opening, over_shm, raw_stream, reference, versions
 from tests.pserver_service.jobs import pull_request
 
 __all__ = ["server"]

@@ -8,14 +8,7 @@ import torch
 from pserver_service.data_plane import http
 from shared.errors import BadFrame, PeerError
 from shared.wire import codec
-from tests.pserver_service.data_plane.servers import (
-    PLAIN,
-    SIZES,
-    STALL_S,
-    Flat,
-    gradients,
-    server,
-)
+from tests.pserver_service.data_plane.servers import PLAIN, SIZES, STALL_S, Flat, gradients, server
 from tests.pserver_service.data_plane.streams import (
     all_given_back,
     block,

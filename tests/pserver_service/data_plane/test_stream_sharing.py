@@ -22,15 +22,7 @@ from shared.wire.messages import PushBlock
 from shared.wire.region_allocator import REGION_BYTES, RegionAllocator
 from shared.wire.shared_memory import Offer, Region, peer_of
 from shared.wire.stream import FrameStream
-from tests.pserver_service.data_plane.servers import (
-    LAYOUT,
-    SIZES,
-    STALL_S,
-    TOKEN,
-    Flat,
-    gradients,
-    server,
-)
+from tests.pserver_service.data_plane.servers import LAYOUT, SIZES, STALL_S, TOKEN, Flat, gradients, server
 from tests.pserver_service.data_plane.streams import (
     all_given_back,
     block,

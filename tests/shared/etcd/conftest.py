@@ -13,15 +13,7 @@ import pytest_asyncio
 from shared.etcd import Etcd
 from shared.etcd.embedded import EmbeddedEtcd
 from tests.equipment.etcd.real import embedded_etcd
-from tests.shared.etcd.worlds import (
-    REAL,
-    Outcomes,
-    RealWorld,
-    Scenario,
-    SimulatedWorld,
-    World,
-    run_everywhere,
-)
+from tests.shared.etcd.worlds import REAL, Outcomes, RealWorld, Scenario, SimulatedWorld, World, run_everywhere
 
 __all__ = ["embedded_etcd"]
 AT_ONCE = 6

@@ -8,15 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from shared.errors import DatasetError
-from shared.records.datasets import (
-    Bytes,
-    Csv,
-    Custom,
-    JsonLines,
-    Npy,
-    Parquet,
-    TextLines,
-)
+from shared.records.datasets import Bytes, Csv, Custom, JsonLines, Npy, Parquet, TextLines
 from trainer_agent.data import open_dataset
 from trainer_agent.data.parquet import ParquetReader
 

@@ -17,16 +17,7 @@ import pytest
 
 from master_service.storage.counting import count_records
 from shared.errors import DatasetError
-from shared.records.datasets import (
-    Bytes,
-    Csv,
-    Custom,
-    Dataset,
-    JsonLines,
-    Npy,
-    Parquet,
-    TextLines,
-)
+from shared.records.datasets import Bytes, Csv, Custom, Dataset, JsonLines, Npy, Parquet, TextLines
 from trainer_agent.data import open_dataset
 
 RECORDS = 23

@@ -7,12 +7,7 @@ import asyncio
 import pytest
 
 from shared.errors import PeerError, StaleAttempt
-from shared.records import (
-    CompleteTask,
-    StepMetrics,
-    Task,
-    TaskKind,
-)
+from shared.records import CompleteTask, StepMetrics, Task, TaskKind
 from shared.runtime import clock
 from tests.trainer_agent.virtual_time import virtually
 from trainer_agent.tasks.reports import KEPT_STEPS, MetricBuffer, Reports
