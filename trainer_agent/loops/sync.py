@@ -47,13 +47,8 @@ class SyncLoop:
         reports: Reports,
         stopping: asyncio.Event,
     ) -> None:
-        self._spec, self._compute, self._transfer, self._source, self._reports = (
-            spec,
-            compute,
-            transfer,
-            source,
-            reports,
-        )
+        self._spec, self._compute, self._transfer = spec, compute, transfer
+        self._source, self._reports = source, reports
         self._readers = LaneReaders(source, lambda: transfer.generation)
         self._joiner = Joiner(spec.mode, directory, compute, transfer, source, self._readers, stopping)
         dtypes = compute.layout.payloads(spec.gradient_dtype)
