@@ -154,10 +154,10 @@ class DeadlineExceeded(PeerError):
     code, status = "DEADLINE_EXCEEDED", 504
 
 
-def _subclasses(root: type[TriremeError]) -> dict[str, type[TriremeError]]:
+def subclasses(root: type[TriremeError]) -> dict[str, type[TriremeError]]:
     found: dict[str, type[TriremeError]] = {}
     for child in root.__subclasses__():
-        found.update(_subclasses(child))
+        found.update(subclasses(child))
         found[child.code] = child
     return found
 
@@ -165,7 +165,7 @@ def _subclasses(root: type[TriremeError]) -> dict[str, type[TriremeError]]:
 def from_map(error: dict[str, Any]) -> TriremeError:
     """The exception a peer sent with `to_map` (unknown codes become CallerError or PeerError by `retryable`)."""
     fallback = PeerError if error.get("retryable") else CallerError
-    kind = _subclasses(TriremeError).get(str(error.get("code")), fallback)
+    kind = subclasses(TriremeError).get(str(error.get("code")), fallback)
     details = error.get("details")
     return kind(
         str(error.get("message", "")), hint=str(error.get("hint", "")), **(details if isinstance(details, dict) else {})

@@ -78,7 +78,7 @@ class OpenPush:
         server, counters = self._server, self._server.counters
         view = memoryview(payload).cast("B")
         stale = server.is_stale(self._header.generation)
-        verdict = Verdict.STALE_GENERATION if stale else self._taken(item, view, memory)
+        verdict = Verdict.STALE_GENERATION if stale else self.take_block(item, view, memory)
         if verdict is Verdict.APPLIED:
             self._applied += 1
             counters.blocks_applied += 1
@@ -102,7 +102,7 @@ class OpenPush:
             generation=self._server.generation,
         )
 
-    def _taken(self, item: PushBlock, view: memoryview, memory: Buffer | None) -> Verdict:
+    def take_block(self, item: PushBlock, view: memoryview, memory: Buffer | None) -> Verdict:
         store = self._store
         state = store.blocks.get(item.block)
         self._server.counters.bytes_pushed += view.nbytes

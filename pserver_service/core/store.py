@@ -65,7 +65,7 @@ class Store:
         self.ledger = Ledger(0)
         self.skipped = 0
         self._schedule = schedule if self.mode is Mode.SYNC else None
-        self._snapshot: Snapshot | None = None
+        self.snapshot: Snapshot | None = None
         self._first_version = self._considered = header.record.version
         self._positions: dict[int, int] = {}
         self._no_options: Options = {}
@@ -249,20 +249,20 @@ class Store:
         copied = AsyncSnapshot(record, self.blocks, self.ledger.saved())
         for state in self.blocks.values():
             copied.add(state.place.number, state.current, state.optimizer_state(), self.pool)
-        if self._snapshot is not None:
+        if self.snapshot is not None:
             self.skipped += 1
-            self._snapshot.release()
-        self._snapshot = copied
+            self.snapshot.release()
+        self.snapshot = copied
 
     @property
     def snapshot_waits(self) -> bool:
-        return self._snapshot is not None and self._snapshot.whole
+        return self.snapshot is not None and self.snapshot.whole
 
     def take_snapshot(self) -> Snapshot | None:
         """The complete snapshot that waits, or None; the caller releases it."""
         if not self.snapshot_waits:
             return None
-        taken, self._snapshot = self._snapshot, None
+        taken, self.snapshot = self.snapshot, None
         return taken
 
     def _save(self, state: BlockState) -> None:
@@ -280,16 +280,16 @@ class Store:
         rank = self._schedule.rank(record) if self._schedule is not None else None
         if rank is None:
             return
-        if self._snapshot is not None:
+        if self.snapshot is not None:
             self.skipped += 1
-            if rank < self._snapshot.rank:
+            if rank < self.snapshot.rank:
                 return
-            self._snapshot.release()
-        self._snapshot = Snapshot(record, rank, self.blocks)
+            self.snapshot.release()
+        self.snapshot = Snapshot(record, rank, self.blocks)
 
     def _enter(self, state: BlockState) -> None:
-        if self._snapshot is not None and self._snapshot.version == state.version:
-            self._snapshot.add(state.place.number, state.current, state.optimizer_state(), self.pool)
+        if self.snapshot is not None and self.snapshot.version == state.version:
+            self.snapshot.add(state.place.number, state.current, state.optimizer_state(), self.pool)
 
     def _judge(self, push: Push, lanes: Interval) -> Verdict | None:
         """None if `lanes` is a node of the tree and the step's other blocks have data of the same records; else the refusal."""

@@ -84,7 +84,7 @@ class PserverStream(FrameStream):
         self._push: _Push | None = None  # the push whose payload is being read
         self._referred: memoryview | None = None  # its payload, if it lies in the trainer's memory
         self._ahead: deque[tuple[_Push, PushBlock, memoryview]] = deque()  # such payloads that are not applied yet
-        self._memory = ServerMemory(lambda: peer_of(self._transport and self._transport.get_extra_info("socket")))
+        self._memory = ServerMemory(lambda: peer_of(self.transport and self.transport.get_extra_info("socket")))
         self._watchdog = asyncio.get_running_loop().call_later(stall_s / 2, self._watch)
 
     def __repr__(self) -> str:

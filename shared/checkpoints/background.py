@@ -38,7 +38,7 @@ class Pace:
 
     def __init__(self, hurried: Callable[[], bool]) -> None:
         self._hurried = hurried
-        self._ended = threading.Event()
+        self.ended = threading.Event()
         self._since = 0.0
 
     def begin(self) -> None:
@@ -48,14 +48,14 @@ class Pace:
     def rest(self) -> None:
         """Raises Abandoned if `end` was called."""
         worked = clock.thread_seconds() - self._since
-        if worked < WORK_S and not self._ended.is_set():
+        if worked < WORK_S and not self.ended.is_set():
             return
-        if self._ended.wait(0.0 if self._hurried() else worked * REST):
+        if self.ended.wait(0.0 if self._hurried() else worked * REST):
             raise Abandoned("this process ends")
         self._since = clock.thread_seconds()
 
     def end(self) -> None:
-        self._ended.set()
+        self.ended.set()
 
 
 class Background:

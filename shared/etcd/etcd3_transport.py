@@ -74,17 +74,17 @@ class Etcd3Transport:
             raise InvalidArgument("no etcd endpoint given; set TRIREME_ETCD to http(s)://host:port[,…]")
         self._ssl = _ssl_context(ca, cert, key) if any(url.startswith("https") for url in self.urls) else None
         self._user, self._password = user, password
-        self._token: str | None = None
+        self.token: str | None = None
         self._login = asyncio.Lock()
         self._sessions: tuple[aiohttp.ClientSession, ...] = ()
         self._endpoints: list[_Endpoint] = []
-        self._current = 0
+        self.current = 0
         self._cluster_id = 0
         self._raft_term = 0
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"<Etcd3Transport {self.urls[self._current]} of {len(self.urls)}, raft term {self._raft_term}>"
+        return f"<Etcd3Transport {self.urls[self.current]} of {len(self.urls)}, raft term {self._raft_term}>"
 
     # ------------------------------------------------------------ the port
 
@@ -94,7 +94,7 @@ class Etcd3Transport:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._log_in(None)
-                token = self._token
+                token = self.token
                 try:
                     return await self._unary(method, body, write)
                 except Unauthenticated:
@@ -103,8 +103,8 @@ class Etcd3Transport:
                     await self._log_in(token)
                     return await self._unary(method, body, write)
         except TimeoutError:
-            where = f"{where} at {self.urls[self._current]}"
-            self._move_on(self._current)
+            where = f"{where} at {self.urls[self.current]}"
+            self._move_on(self.current)
             raise unanswered(f"{where} gave no answer within {timeout_s:.3g} s", write=write) from None
 
     async def stream(self, method: str, body: Body) -> AsyncGenerator[Body, None]:
@@ -112,7 +112,7 @@ class Etcd3Transport:
         index, endpoint = self._in_use()
         where = f"etcd {method} at {endpoint.url}"
         try:
-            async with _posted(endpoint.streams, method, codec.encode(body), self._token) as response:
+            async with _posted(endpoint.streams, method, codec.encode(body), self.token) as response:
                 if response.status >= 400:
                     raise await _refusal(response, where, write=False)
                 async for line in _lines(response):
@@ -121,7 +121,7 @@ class Etcd3Transport:
             self._move_on(index)
             raise Retryable(f"{where} broke: {type(error).__name__}: {error}") from error
         except Unauthenticated:
-            self._token = None  # the watch reopens and logs in
+            self.token = None  # the watch reopens and logs in
             raise
         except TriremeError:
             self._move_on(index)
@@ -145,7 +145,7 @@ class Etcd3Transport:
             index, endpoint = self._in_use()
             where = f"etcd {method} at {endpoint.url}"
             try:
-                async with _posted(endpoint.unary, method, data, self._token) as response:
+                async with _posted(endpoint.unary, method, data, self.token) as response:
                     if response.status >= 400:
                         raise await _refusal(response, where, write=write)
                     document = codec.decode(await response.read())
@@ -172,13 +172,13 @@ class Etcd3Transport:
             streams = _session(self._ssl, limit=0)
             self._sessions = (unary, streams)
             self._endpoints = [_Endpoint(url, RawClient(url, unary), RawClient(url, streams)) for url in self.urls]
-        return self._current, self._endpoints[self._current]
+        return self.current, self._endpoints[self.current]
 
     def _move_on(self, failed: int) -> None:
         """Leave an endpoint that failed, unless another call did so already."""
-        if self._current == failed and len(self.urls) > 1:
-            self._current = (failed + 1) % len(self.urls)
-            log.info("endpoint_changed", left=self.urls[failed], now=self.urls[self._current])
+        if self.current == failed and len(self.urls) > 1:
+            self.current = (failed + 1) % len(self.urls)
+            log.info("endpoint_changed", left=self.urls[failed], now=self.urls[self.current])
 
     def _checked_answer(self, answer: Body, where: str, *, write: bool) -> Body:
         """The answer. Raises if its sender lags behind the cluster or belongs to another cluster."""
@@ -200,14 +200,14 @@ class Etcd3Transport:
 
     async def _log_in(self, refused: str | None) -> None:
         """Get a token if a user is given and there is no token, or only the `refused` one; concurrent calls share the request."""
-        if not self._user or (self._token is not None and self._token != refused):
+        if not self._user or (self.token is not None and self.token != refused):
             return
         async with self._login:
-            if self._token is not None and self._token != refused:
+            if self.token is not None and self.token != refused:
                 return
-            self._token = None
+            self.token = None
             answer = await self._unary(AUTHENTICATE, {"name": self._user, "password": self._password}, write=False)
-            self._token = answer["token"]
+            self.token = answer["token"]
 
 
 @asynccontextmanager

@@ -37,7 +37,7 @@ def tunables(environment: Mapping[str, str]) -> dict[str, str]:
 def give_back() -> bool:
     """From now on large allocations go back to the system when they are freed. False: nothing has changed, because without huge
     pages new mappings cost more than they save (a sixth of the training speed of a perceptron with 10M parameters)."""
-    if TUNABLES not in os.environ.get(VARIABLE, "").split(":") or not _has_huge_pages():
+    if TUNABLES not in os.environ.get(VARIABLE, "").split(":") or not has_huge_pages():
         return False
     with suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
@@ -45,7 +45,7 @@ def give_back() -> bool:
     return False
 
 
-def _has_huge_pages() -> bool:
+def has_huge_pages() -> bool:
     try:
         name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
         known = name == "glibc" and tuple(map(int, version.split("."))) >= _SINCE

@@ -29,7 +29,7 @@ class DirectFile(io.RawIOBase):
     the error of an earlier write."""
 
     def __init__(self, path: Path) -> None:
-        self._descriptor, self._direct = _create(path)
+        self.descriptor, self._direct = _create(path)
         self._filling, self._other = _buffer(), _buffer()
         self._filled = 0
         self._behind = ThreadPoolExecutor(1, "direct-file")
@@ -59,12 +59,12 @@ class DirectFile(io.RawIOBase):
         if self._direct and self._filled:
             self._through_cache()
         self._put(self._filling[: self._filled])
-        os.fsync(self._descriptor)
+        os.fsync(self.descriptor)
 
     def close(self) -> None:
         if not self.closed:
             self._behind.shutdown()
-            os.close(self._descriptor)
+            os.close(self.descriptor)
         super().close()
 
     def _wait(self) -> None:
@@ -75,7 +75,7 @@ class DirectFile(io.RawIOBase):
     def _put(self, left: memoryview) -> None:
         while left:
             try:
-                left = left[os.write(self._descriptor, left) :]
+                left = left[os.write(self.descriptor, left) :]
             except (
                 OSError
             ) as error:  # a file system that opens with O_DIRECT but cannot write with it, or after a partial write
@@ -86,7 +86,7 @@ class DirectFile(io.RawIOBase):
     def _through_cache(self) -> None:
         import fcntl  # noqa: PLC0415  exists wherever O_DIRECT does
 
-        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, 0)
+        fcntl.fcntl(self.descriptor, fcntl.F_SETFL, 0)
         self._direct = False
 
 

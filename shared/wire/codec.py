@@ -196,10 +196,10 @@ class Decoder:
         self.limits = limits  # may be changed between blocks: the header says what will come
         self._endless = endless
         self._prepare = prepare
-        self._known: dict[
+        self.known: dict[
             bytes, tuple[Any, int]
         ] = {}  # bytes before a payload -> the prepared header and the payload's size
-        self._lengths: list[int] = []  # their lengths, the newest first
+        self.lengths: list[int] = []  # their lengths, the newest first
         self._beginning = bytearray()  # the bytes of this block before its payload
         self._place = place or (lambda _header, size: memoryview(bytearray(size)))
         self._state = _State.OBJECT
@@ -271,7 +271,7 @@ class Decoder:
         """How many bytes of `view` were used, and the event they complete."""
         match self._state:
             case _State.OBJECT:
-                return self._recognised(view) if view[0] == _PAIR and self._known else self._begin(view[0])
+                return self._recognised(view) if view[0] == _PAIR and self.known else self._begin(view[0])
             case _State.MAP:
                 assert self._reader is not None
                 taken = self._reader.feed(view)
@@ -354,17 +354,17 @@ class Decoder:
     def _remember(self, beginning: bytes, size: int) -> None:
         if len(beginning) > KNOWN_BYTES:
             return
-        if len(self._known) >= KNOWN_HEADERS:
-            self._known.clear()
-            self._lengths.clear()
-        self._known[beginning] = self._header, size
-        if len(beginning) not in self._lengths:
-            self._lengths.insert(0, len(beginning))
+        if len(self.known) >= KNOWN_HEADERS:
+            self.known.clear()
+            self.lengths.clear()
+        self.known[beginning] = self._header, size
+        if len(beginning) not in self.lengths:
+            self.lengths.insert(0, len(beginning))
 
     def _recognised(self, view: memoryview) -> tuple[int, Filled | None]:
         """No sequence of bytes before a payload is a prefix of another one, so equal bytes mean an equal header."""
-        for length in self._lengths:
-            known = self._known.get(bytes(view[:length]))
+        for length in self.lengths:
+            known = self.known.get(bytes(view[:length]))
             if known is not None:
                 self.blocks += 1
                 self._in_block = True

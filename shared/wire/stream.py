@@ -52,7 +52,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self.failure: TriremeError | None = None
         # time of the last received bytes; time when the transport was last full
         self.moved = self.paused_at = clock.monotonic()
-        self._transport: asyncio.Transport | None = None
+        self.transport: asyncio.Transport | None = None
         self._decoder = codec.Decoder(limits, self.place, endless=True, prepare=self.prepare)
         self._head = memoryview(bytearray(HEAD_BYTES))
         self._vacant = self._head  # where the next bytes go
@@ -87,9 +87,9 @@ class FrameStream(asyncio.BufferedProtocol):
     def moved_bytes(self, count: int) -> None:
         """`count` bytes were read, sent or worked on; after BURST_BYTES other tasks have their turn in the event loop."""
         self._burst += count
-        if self._burst >= BURST_BYTES and not self.rests and self._transport is not None:
+        if self._burst >= BURST_BYTES and not self.rests and self.transport is not None:
             self.rests = True
-            self._transport.pause_reading()
+            self.transport.pause_reading()
             asyncio.get_running_loop().call_soon(self._go_on)
 
     def on_over(self, error: TriremeError | None) -> None:
@@ -98,8 +98,8 @@ class FrameStream(asyncio.BufferedProtocol):
     # ------------------------------------------------------------ out
 
     def send(self, *parts: bytes | memoryview) -> None:
-        if self._transport is not None and not self.closed and self.failure is None:
-            self._transport.writelines((*self._heads, *parts) if self._heads else parts)
+        if self.transport is not None and not self.closed and self.failure is None:
+            self.transport.writelines((*self._heads, *parts) if self._heads else parts)
             self._heads.clear()
             self.moved_bytes(sum(map(len, parts)))
 
@@ -124,15 +124,15 @@ class FrameStream(asyncio.BufferedProtocol):
         self.send_map({"error": error.to_map()})
         self.failure = error
         self.on_over(error)
-        if self._transport is not None:
-            if self._transport.can_write_eof():
-                self._transport.write_eof()
+        if self.transport is not None:
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
             asyncio.get_running_loop().call_later(LINGER_S, self.abort)
 
     def abort(self) -> None:
         """Close at once: nothing is read or written any more when this returns."""
-        if self._transport is not None:
-            self._transport.abort()
+        if self.transport is not None:
+            self.transport.abort()
 
     # ------------------------------------------------------------ asyncio.BufferedProtocol
 
@@ -146,9 +146,9 @@ class FrameStream(asyncio.BufferedProtocol):
         self._go_on()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's transports do not inherit from it
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's transports do not inherit from it
         # so that `paused` tells whether the transport refers to our memory
-        self._transport.set_write_buffer_limits(high=0)
+        self.transport.set_write_buffer_limits(high=0)
         plain = transport.get_extra_info("socket")
         if plain is not None and _is_local(plain):
             _tune(plain)
@@ -186,7 +186,7 @@ class FrameStream(asyncio.BufferedProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.closed = True
-        self._transport = None
+        self.transport = None
         if self.failure is None:
             why = f"{type(error).__name__}: {error}" if error is not None else "it was closed"
             clean = error is None and self._decoder.between_blocks
@@ -213,7 +213,7 @@ class FrameStream(asyncio.BufferedProtocol):
             self.send()
 
     def _go_on(self) -> None:
-        if self._transport is None or self._transport.is_closing():
+        if self.transport is None or self.transport.is_closing():
             return  # received events are dropped: the memory they refer to is not lent any more
         self._burst, self.rests = 0, False
         if not self.paused:
@@ -221,8 +221,8 @@ class FrameStream(asyncio.BufferedProtocol):
         if self.failure is None and not self.rests:
             self._work()
             self._vacant = self._decoder.vacant or self._head
-        if not self.rests and self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
+        if not self.rests and self.transport is not None and not self.transport.is_closing():
+            self.transport.resume_reading()
 
 
 def _tune(plain: socket.socket) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.errors import CallerError, PeerError, StaleAttempt, TriremeError, WrongOwner, _subclasses, from_map
+from shared.errors import CallerError, PeerError, StaleAttempt, TriremeError, WrongOwner, from_map, subclasses
 
 
 def test_an_error_survives_the_wire() -> None:
@@ -19,7 +19,7 @@ def test_an_error_survives_the_wire() -> None:
 
 
 def test_every_code_names_one_class() -> None:
-    for code, kind in _subclasses(TriremeError).items():
+    for code, kind in subclasses(TriremeError).items():
         assert type(from_map(kind("x").to_map())) is kind
         assert kind.code == code
 
@@ -30,7 +30,7 @@ def test_an_unknown_code_keeps_whose_fault_it_is(retryable: bool, kind: type[Tri
 
 
 def test_peer_errors_are_retryable_and_caller_errors_are_not() -> None:
-    for kind in _subclasses(TriremeError).values():
+    for kind in subclasses(TriremeError).values():
         assert kind.retryable == issubclass(kind, PeerError)
         assert 400 <= kind.status < 600
     assert not WrongOwner("x").to_map()["retryable"]

@@ -57,8 +57,8 @@ class CheckedEtcd(SimulatedEtcd):
         delay = self._network.delay()
         return delay * 4 if delay > 0.5 else delay
 
-    def _serve(self, request: Any) -> None:
-        super()._serve(request)
+    def serve(self, request: Any) -> None:
+        super().serve(request)
         self._check(request.client)
 
     def _check(self, client: str) -> None:

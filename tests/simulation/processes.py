@@ -40,10 +40,10 @@ class CheckedPush(OpenPush):
         super().__init__(pserver, store, header)
         self._checked, self._generation = pserver, header.generation
 
-    def _taken(self, item: PushBlock, view: memoryview, memory: Buffer | None) -> Verdict:
+    def take_block(self, item: PushBlock, view: memoryview, memory: Buffer | None) -> Verdict:
         checked = self._checked
         checked.seen = max(checked.seen, checked.generation)
-        verdict = super()._taken(item, view, memory)
+        verdict = super().take_block(item, view, memory)
         if verdict is Verdict.APPLIED and self._generation < checked.seen and len(checked.failures) < MAX_VIOLATIONS:
             checked.failures.append(
                 f"{checked.incarnation} applied a push of generation {self._generation} after {checked.seen}"

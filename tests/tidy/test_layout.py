@@ -281,3 +281,22 @@ def test_help_loads_no_torch():
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=30)
     assert "run" in done.stdout
     assert done.stderr.strip() == "[]"
+
+
+ASYNCIO_INSIDE = ROOT / "tests" / "equipment" / "virtual_loop.py"  # runs asyncio's own handles
+
+
+def test_tests_use_public_names():
+    """Neither an import of a private name, nor `thing._name` of anything but the object itself."""
+    wrong = []
+    for path in EVERYTHING:
+        if path in SOURCES or path == ASYNCIO_INSIDE:
+            continue
+        for node in ast.walk(tree_of(path)):
+            match node:
+                case ast.ImportFrom(names=names) if any(is_private(alias.name) for alias in names):
+                    wrong.append(f"{where(path, node.lineno)} imports a private name")
+                case ast.Attribute(attr=attr, value=value) if is_private(attr):
+                    if not (isinstance(value, ast.Name) and value.id in {"self", "cls"}):
+                        wrong.append(f"{where(path, node.lineno)} uses {ast.unparse(node)}")
+    assert not wrong, "\n".join(wrong)

@@ -73,7 +73,7 @@ class HttpPserver:
         self.member = member
         self._token = token
         self._stall_s = stall_s
-        self._client: aiohttp.ClientSession | None = None
+        self.session: aiohttp.ClientSession | None = None
 
     def __repr__(self) -> str:
         return f"<HttpPserver {self.member.index} at {self.member.url}>"
@@ -85,9 +85,9 @@ class HttpPserver:
         await self.close()
 
     async def close(self) -> None:
-        if self._client is not None:
-            await self._client.close()
-            self._client = None
+        if self.session is not None:
+            await self.session.close()
+            self.session = None
 
     async def init(self, header: InitHeader, blocks: AsyncIterator[tuple[InitBlock, memoryview]]) -> None:
         await self._upload("/v1/init", header, blocks, PserverInfo)
@@ -207,9 +207,9 @@ class HttpPserver:
             raise PeerError(msg) from error
 
     def _session(self) -> aiohttp.ClientSession:
-        if self._client is None:
-            self._client = http.session(self._token, uds=socket_of(self.member))
-        return self._client
+        if self.session is None:
+            self.session = http.session(self._token, uds=socket_of(self.member))
+        return self.session
 
     def _silent(self, path: str, seconds: float) -> DeadlineExceeded:
         return DeadlineExceeded(f"{path} at {self!r}: nothing moved for {seconds:g} s")

@@ -72,7 +72,7 @@ class TrainerStream(FrameStream):
     def __init__(self, name: str) -> None:
         super().__init__(codec.Limits(payload_bytes=1 << 32, blocks=0, header_bytes=64 << 20))
         self._name = name
-        self._calls: dict[int, _Call] = {}
+        self.calls: dict[int, _Call] = {}
         self._waiters: list[asyncio.Future[None]] = []
         self._lost = asyncio.Event()
         self._into: _Call | None = None
@@ -80,7 +80,7 @@ class TrainerStream(FrameStream):
         self.memory = TrainerMemory(name)
 
     def __repr__(self) -> str:
-        return f"<TrainerStream to {self._name}: {len(self._calls)} calls>"
+        return f"<TrainerStream to {self._name}: {len(self.calls)} calls>"
 
     @property
     def usable(self) -> bool:
@@ -91,8 +91,8 @@ class TrainerStream(FrameStream):
         self, kind: str, message: Record, sink: Sink | None = None, placed: Placed | None = None
     ) -> Iterator[tuple[int, _Call]]:
         """Opens a request; leaving before its answer closes the connection."""
-        number = next(number for number in count(1) if number not in self._calls)  # few numbers: headers come again
-        call = self._calls[number] = _Call(sink, placed)
+        number = next(number for number in count(1) if number not in self.calls)  # few numbers: headers come again
+        call = self.calls[number] = _Call(sink, placed)
         try:
             self.send_map({"id": number, "call": kind, "message": codec.plain(message)})
             yield number, call
@@ -101,7 +101,7 @@ class TrainerStream(FrameStream):
                 self._drop(PeerError(f"a {kind} at {self._name} was given up"))
             if call.answer.done() and not call.answer.cancelled():
                 call.answer.exception()  # marks it as seen
-            self._calls.pop(number, None)
+            self.calls.pop(number, None)
 
     async def taken(self, limit_s: float) -> None:
         """Wait until the transport refers to nothing that was sent, and it is the stream's turn. Raises DeadlineExceeded, and why the stream is over."""
@@ -136,7 +136,7 @@ class TrainerStream(FrameStream):
 
     async def share(self, limit_s: float) -> None:
         """Let each side read the other's memory from now on. Raises what stands against it; the stream goes on without."""
-        peer = peer_of(self._transport and self._transport.get_extra_info("socket"))
+        peer = peer_of(self.transport and self._transport.get_extra_info("socket"))
         self.memory.begin(peer, await self._offer(Offers(), limit_s))
 
     async def refer(self, call: _Call, payload: memoryview, limit_s: float) -> Place | None:
@@ -194,7 +194,7 @@ class TrainerStream(FrameStream):
 
     def place(self, header: tuple[int, PulledBlock, Place | None], size: int) -> memoryview | None:
         number, item, at = header
-        call = self._calls.get(number)
+        call = self.calls.get(number)
         if call is None or call.sink is None:
             msg = f"{self._name} sent a block that was not asked for"
             raise BadFrame(msg)
@@ -236,7 +236,7 @@ class TrainerStream(FrameStream):
             return
         if isinstance(error, dict) and number is None:
             raise from_map(error)
-        call = self._calls.get(number) if isinstance(number, int) else None
+        call = self.calls.get(number) if isinstance(number, int) else None
         if call is None or call.answer.done():
             return  # the answer to a call that was refused before
         if isinstance(error, dict):
@@ -258,7 +258,7 @@ class TrainerStream(FrameStream):
 
     def on_over(self, error: TriremeError | None) -> None:
         why = error or PeerError(f"{self._name} closed the stream")
-        for call in self._calls.values():
+        for call in self.calls.values():
             if not call.answer.done() or call.answer.cancelled():
                 for region in call.lent:
                     region.lost = True  # it may still be read there, as what it is now
@@ -296,13 +296,13 @@ class StreamPserver:
         self.member = member
         self.plain = HttpPserver(member, token, stall_s=stall_s)
         self._token, self._stall_s = token, stall_s
-        self._stream: TrainerStream | None = None
+        self.stream: TrainerStream | None = None
         self._connecting = asyncio.Lock()
-        self._refused = False
+        self.refused = False
         self._share = share
 
     def __repr__(self) -> str:
-        return f"<StreamPserver {self.member.index} at {self.member.url}: {self._stream!r}>"
+        return f"<StreamPserver {self.member.index} at {self.member.url}: {self.stream!r}>"
 
     async def __aenter__(self) -> Self:
         return self
@@ -311,8 +311,8 @@ class StreamPserver:
         await self.close()
 
     async def close(self) -> None:
-        if self._stream is not None:
-            await self._stream.close()
+        if self.stream is not None:
+            await self.stream.close()
         await self.plain.close()
 
     async def init(self, header: InitHeader, blocks: AsyncIterator[tuple[InitBlock, memoryview]]) -> None:
@@ -359,26 +359,26 @@ class StreamPserver:
     async def _connected(self) -> TrainerStream | None:
         """None: plain requests are what this pserver understands. Raises PeerError."""
         async with self._connecting:
-            if self._refused:
+            if self.refused:
                 return None
-            if self._stream is None or not self._stream.usable:
-                self._stream = await self._opened()
-            if self._stream is not None and self._share and not self._stream.memory.on:
-                await self._try_to_share(self._stream)
-                if not self._stream.usable:  # it was given up, since what it was told cannot be taken back
-                    self._stream = await self._opened()
-            return self._stream
+            if self.stream is None or not self.stream.usable:
+                self.stream = await self._opened()
+            if self.stream is not None and self._share and not self.stream.memory.on:
+                await self._try_to_share(self.stream)
+                if not self.stream.usable:  # it was given up, since what it was told cannot be taken back
+                    self.stream = await self._opened()
+            return self.stream
 
     async def _opened(self) -> TrainerStream | None:
         name = f"pserver {self.member.index} at {self.member.url}"
         uds = socket_of(self.member)
         make, limit_s = partial(TrainerStream, name), min(CONNECT_S, self._stall_s)
-        self._share = self._share and bool(uds) and not (self._stream is not None and self._stream.memory.unreadable)
+        self._share = self._share and bool(uds) and not (self.stream is not None and self.stream.memory.unreadable)
         try:
             stream = await upgrade(self.member.url, make, uds=uds, token=self._token, limit_s=limit_s)
         except UpgradeRefused as error:
             log.warning("upgrade_refused", pserver=self.member.index, cause=error.message)
-            self._refused = True
+            self.refused = True
             return None
         log.info("stream_open", pserver=self.member.index, over="unix" if uds else "tcp")
         return stream

@@ -146,11 +146,11 @@ class GradientTree:
         *lefts, right = self._fold
         total, count = self.slots[right.slot].blocks[block] if right.slot is not None else None, right.count
         with torch.no_grad():
-            self._round(block, total)
+            self.round_node(block, total)
             for left in reversed(lefts):
                 mine = self.slots[left.slot].blocks[block] if left.slot is not None else None
                 total, count = combine(mine, left.count, total, count)
-                self._round(block, total)
+                self.round_node(block, total)
         if self._send_buffers is None:
             self._announce(block)
         else:
@@ -169,9 +169,9 @@ class GradientTree:
     def _round_all(self, entry: Entry) -> None:
         if self._rounds and entry.slot is not None:
             for block, values in enumerate(self.slots[entry.slot].blocks):
-                self._round(block, values)
+                self.round_node(block, values)
 
-    def _round(self, block: int, values: torch.Tensor | None) -> None:
+    def round_node(self, block: int, values: torch.Tensor | None) -> None:
         dtype = self._rounded[block]
         if dtype is None or values is None:
             return

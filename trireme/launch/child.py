@@ -52,7 +52,7 @@ class Child:
         self.log = log
         self.starts = 0
         self._start = start
-        self._process: Process | None = None
+        self.process: Process | None = None
         self._since = 0.0
 
     def __repr__(self) -> str:
@@ -62,17 +62,17 @@ class Child:
     @property
     def pid(self) -> int:
         """0 if it was never started."""
-        return self._process.pid if self._process else 0
+        return self.process.pid if self.process else 0
 
     @property
     def alive(self) -> bool:
-        return self._process is not None and self._process.returncode is None
+        return self.process is not None and self.process.returncode is None
 
     async def start(self) -> None:
         """Start the process; its output is appended to `log`."""
         assert not self.alive, f"{self!r} is started twice"
         with self._open_log() as out:
-            self._process = await self._start(self.argv, self.environment, out, out)
+            self.process = await self._start(self.argv, self.environment, out, out)
         self.starts += 1
         self._since = clock.monotonic()
 
@@ -82,14 +82,14 @@ class Child:
 
     async def wait(self) -> Exit:
         """Wait for the end of the current process."""
-        assert self._process is not None, f"{self!r} was never started"
-        code = await self._process.wait()
-        return Exit(self._process.pid, code, clock.monotonic() - self._since)
+        assert self.process is not None, f"{self!r} was never started"
+        code = await self.process.wait()
+        return Exit(self.process.pid, code, clock.monotonic() - self._since)
 
     def send(self, number: signal.Signals) -> None:
         """Does nothing if it has ended."""
-        if self._process is not None and self.alive:
-            self._process.send_signal(number)
+        if self.process is not None and self.alive:
+            self.process.send_signal(number)
 
     async def end(self, grace_s: float) -> None:
         """SIGTERM, then SIGKILL after `grace_s` seconds."""

@@ -103,11 +103,11 @@ class ForkServer:
     def __init__(self) -> None:
         self._wanted = hasattr(os, "pidfd_open") and os.environ.get("TRIREME_START") != "spawn"
         self._environment = inherited_environment()
-        self._server: subprocess.Popen[bytes] | None = None
+        self.server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
     def __repr__(self) -> str:
-        return f"<ForkServer: {f'pid {self.pid}' if self._server else 'not running'}>"
+        return f"<ForkServer: {f'pid {self.pid}' if self.server else 'not running'}>"
 
     def __enter__(self) -> Self:
         return self
@@ -118,7 +118,7 @@ class ForkServer:
     @property
     def pid(self) -> int:
         """0 if there is none."""
-        return self._server.pid if self._server else 0
+        return self.server.pid if self.server else 0
 
     async def start(
         self, argv: Sequence[str], environment: Mapping[str, str], out: IO[bytes], err: IO[bytes]
@@ -168,7 +168,7 @@ class ForkServer:
         if self._control is None:
             self._control, theirs = socket.socketpair()
             with theirs:
-                self._server = subprocess.Popen(  # noqa: S603  our own interpreter and module
+                self.server = subprocess.Popen(  # noqa: S603  our own interpreter and module
                     [*PYTHON_MODULE, MODULE, TITLE_ROOM],
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
@@ -183,7 +183,7 @@ class ForkServer:
         """SIGKILL: it holds no state."""
         if self._control is not None:
             self._control.close()
-        if self._server is not None:
-            self._server.send_signal(signal.SIGKILL)
-            self._server.wait()
-        self._control = self._server = None
+        if self.server is not None:
+            self.server.send_signal(signal.SIGKILL)
+            self.server.wait()
+        self._control = self.server = None

@@ -96,7 +96,7 @@ class SimulatedEtcd:
         self.frozen = False
         self.raft_term = 2
         self.calls = 0
-        self._rng: Chance = rng or _Even()
+        self.rng: Chance = rng or _Even()
         self._context = contextvars.Context()  # its timers belong to no client's process
         self._cut: dict[str, None] = {}
         self._held: list[_Request] = []
@@ -239,9 +239,9 @@ class SimulatedEtcd:
         elif self.frozen or request.client in self._cut:
             self._held.append(request)
         else:
-            self._serve(request)
+            self.serve(request)
 
-    def _serve(self, request: _Request) -> None:
+    def serve(self, request: _Request) -> None:
         lost = self._fault(request) if request.write else None
         if lost is False:
             request.fail(unanswered("the connection was reset before the write arrived", write=True))
@@ -269,8 +269,8 @@ class SimulatedEtcd:
             if client in {None, request.client} and method in {None, request.method}:
                 del self._faults[index]
                 return applied
-        if self.unknown_rate and self._rng.random() < self.unknown_rate:
-            return self._rng.random() < 0.5
+        if self.unknown_rate and self.rng.random() < self.unknown_rate:
+            return self.rng.random() < 0.5
         return None
 
     def _execute(self, method: str, body: Body) -> Body:
@@ -278,7 +278,7 @@ class SimulatedEtcd:
             answer = self.store.execute(method, body)
         elif method == GRANT:
             lease = body.get("ID", 0) or _FIRST_LEASE + self._next_number()
-            answer = self._lessor.grant(lease, body["TTL"], self._rng.random())
+            answer = self._lessor.grant(lease, body["TTL"], self.rng.random())
         elif method == KEEP_ALIVE:
             answer = self._lessor.keep_alive(body["ID"])
         elif method == REVOKE:
@@ -294,7 +294,7 @@ class SimulatedEtcd:
 
     def delay(self) -> float:
         low, high = self.delay_s
-        return low + (high - low) * self._rng.random() if high > 0 else 0.0
+        return low + (high - low) * self.rng.random() if high > 0 else 0.0
 
     def _release(self) -> None:
         """Execute what was held back: also, at random, writes whose client has given up meanwhile."""
@@ -304,8 +304,8 @@ class SimulatedEtcd:
         for request in held:
             if request.client in self._cut:
                 self._held.append(request)
-            elif request.answer is not None or (request.write and self._rng.random() < 0.5):
-                self._serve(request)
+            elif request.answer is not None or (request.write and self.rng.random() < 0.5):
+                self.serve(request)
         for watcher in self._watchers.values():
             watcher.wake()
 

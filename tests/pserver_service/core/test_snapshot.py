@@ -144,7 +144,7 @@ async def test_of_two_copies_that_wait_the_higher_rank_stays():
     pserver.store.take_snapshot().release()
     for step, kept in enumerate([1, 2, 2, 4, 4, 4, 4, 8]):
         await pserver.push(*whole_step(step))
-        assert pserver.store._snapshot.version == kept
+        assert pserver.store.snapshot.version == kept
     assert pserver.store.skipped == 7
     pserver.store.take_snapshot().release()
     check_invariants(pserver)

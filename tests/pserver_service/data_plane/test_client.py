@@ -33,9 +33,9 @@ async def test_init_push_and_pull_through_the_trainers_client(server):
     info = await server.client.info()
     assert (info.ready, info.lowest, info.highest, info.blocks, info.bytes) == (True, 3, 3, 4, 800_000)
     plain = getattr(server.client, "plain", server.client)
-    assert plain._client.connector.__class__.__name__ == ("UnixConnector" if server.member.uds else "TCPConnector")
+    assert plain.session.connector.__class__.__name__ == ("UnixConnector" if server.member.uds else "TCPConnector")
     if isinstance(server.client, StreamPserver):
-        family = server.client._stream._transport.get_extra_info("socket").family
+        family = server.client.stream.transport.get_extra_info("socket").family
         assert family is (socket.AF_UNIX if server.member.uds else socket.AF_INET)
 
 

@@ -48,13 +48,13 @@ async def test_a_refused_push_leaves_the_stream_to_the_other_calls(server):
     values, flat = await server.initialise(), Flat()
     await server.client.push(push_header(0, generation=5), gradients())
     pulling = asyncio.ensure_future(server.client.pull(pull_request(2, SIZES, generation=5, wait_s=10), flat.sink))
-    connection = server.client._stream
+    connection = server.client.stream
     for _ in range(3):
         with pytest.raises(StaleGeneration, match="generation 4 is stale"):
             await server.client.push(push_header(1, generation=4), gradients())
     await server.client.push(push_header(1, generation=5), gradients())
     assert (await pulling).code == "OK"
-    assert server.client._stream is connection
+    assert server.client.stream is connection
     assert all(torch.equal(flat.values[k], values[k] - 1 - 1) for k in SIZES)
 
 
@@ -63,7 +63,7 @@ async def test_a_push_that_is_refused_and_cancelled_at_once_leaves_the_stream_to
     """As when a roll-back refuses it and another pserver's death ends the step."""
     await server.initialise()
     await server.client.push(push_header(0, generation=5), gradients())
-    connection = server.client._stream
+    connection = server.client.stream
 
     async def blocks():
         await asyncio.sleep(60)
@@ -71,13 +71,13 @@ async def test_a_push_that_is_refused_and_cancelled_at_once_leaves_the_stream_to
 
     pushing = asyncio.ensure_future(server.client.push(push_header(1, generation=4), blocks()))
     async with asyncio.timeout(5):
-        while not connection._calls:
+        while not connection.calls:
             await asyncio.sleep(0)
-    connection._calls[1].answer.add_done_callback(lambda _: pushing.cancel())
+    connection.calls[1].answer.add_done_callback(lambda _: pushing.cancel())
     with pytest.raises(asyncio.CancelledError):
         await pushing
     assert (await server.client.push(push_header(1, generation=5), gradients())).applied == 4
-    assert server.client._stream is connection
+    assert server.client.stream is connection
     await all_given_back(server)
 
 
@@ -249,7 +249,7 @@ async def test_a_pserver_that_does_not_upgrade_is_asked_in_plain_requests():
         member = PserverMember(index=0, url=f"http://127.0.0.1:{listening.port}", incarnation="i", host="h", pid=1)
         async with StreamPserver(member) as client:
             end = await client.pull(pull_request(0, [], generation=0), Flat().sink)
-            assert (end.code, client._refused) == ("NOT_READY", True)
+            assert (end.code, client.refused) == ("NOT_READY", True)
 
 
 async def test_a_dead_or_silent_pserver_is_a_peer_error():

@@ -98,7 +98,7 @@ async def test_a_puller_that_does_not_read_is_cut_off_and_blocks_nobody(server):
     layout = layout_of(4_000_000, block_bytes=1 << 20, optimizer=PLAIN)
     await server.initialise(layout)
     async with raw_stream(server) as raw:
-        raw._transport.pause_reading()
+        raw.transport.pause_reading()
         raw.send_map({"id": 1, "call": "pull", "message": codec.plain(pull_request(0, range(16)))})
         async with asyncio.timeout(LONG_S):  # before it is cut off
             while not server.pserver.pulls:

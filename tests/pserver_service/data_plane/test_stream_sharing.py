@@ -72,7 +72,7 @@ async def test_memory_that_cannot_be_had_or_read_is_done_without(server, monkeyp
 
     monkeypatch.setattr("shared.wire.lending.open_offered", refused)
     found = await step(server)
-    assert not server.client._stream.memory.on
+    assert not server.client.stream.memory.on
     assert all(torch.equal(found[k], values[k] - 1) for k in SIZES)
     monkeypatch.undo()
 

@@ -49,7 +49,7 @@ def spans(monkeypatch):
 
     def pace(hurried=lambda: False):
         made = Pace(hurried)
-        monkeypatch.setattr(made._ended, "wait", lambda seconds: rested.append(seconds) or made._ended.is_set())
+        monkeypatch.setattr(made.ended, "wait", lambda seconds: rested.append(seconds) or made.ended.is_set())
         made.begin()
         return made
 
@@ -70,7 +70,7 @@ def test_short_work_is_not_interrupted(monkeypatch):
     monkeypatch.setattr(module.clock, "thread_seconds", lambda: 1.0)
     pace = Pace(lambda: False)
     pace.begin()
-    monkeypatch.setattr(pace._ended, "wait", None)
+    monkeypatch.setattr(pace.ended, "wait", None)
     pace.rest()
 
 

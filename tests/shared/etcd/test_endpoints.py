@@ -40,7 +40,7 @@ async def test_a_dead_endpoint_is_passed_over_without_a_pause(embedded_etcd):
         lease = await client.grant(5)
         await lease.revoke()
         assert clock.monotonic() - begun < 1
-        assert client.transport._current == 1
+        assert client.transport.current == 1
 
 
 async def test_a_frozen_endpoint_is_left_after_one_attempt(embedded_etcd, tmp_path):
@@ -100,10 +100,10 @@ async def test_another_cluster_and_an_older_term_are_not_believed(tmp_path):
             await new.kill()
             with pytest.raises(Retryable, match=r"belongs to cluster|raft term") as caught:
                 await client.get("/a", timeout_s=1)
-            client.transport._current = 1
+            client.transport.current = 1
             with pytest.raises(Retryable, match=r"is at raft term \d, the cluster was seen at \d"):
                 await client.transport.call("/kv/range", {"key": b"/a"}, 1.0)
-            assert client.transport._current == 2
+            assert client.transport.current == 2
             with pytest.raises(OutcomeUnknown, match="belongs to cluster"):
                 await client.transport.call("/kv/put", {"key": b"/a", "value": b""}, 1.0)
             assert "etcd did not do /kv/range of /a within 1 s" in str(caught.value)
@@ -172,7 +172,7 @@ async def test_a_cluster_of_three_goes_on_when_its_leader_is_killed(tmp_path):
         leader = ids.index(status["leader"])
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(follow()), group.create_task(lease.keep_alive())]
-            client.transport._current = leader
+            client.transport.current = leader
             await asyncio.sleep(0.3)
             processes[leader].kill()
             begun = clock.monotonic()
@@ -263,12 +263,12 @@ async def test_tls_with_client_certificates_and_users_whose_tokens_etcd_forgets(
                 await reader.get("/before")
         async with client_of(url, user="root", password="secret", **files) as client:
             assert (await client.get("/before")).value == b"1"
-            client.transport._token = "forgotten.1"
+            client.transport.token = "forgotten.1"
             answers = await asyncio.gather(*[client.put("/after", b"2") for _ in range(5)])
             assert len(set(answers)) == 5, "each was done once"
             lease = await client.grant(5)
             await lease.revoke()
-            client.transport._token = "forgotten.2"
+            client.transport.token = "forgotten.2"
             async with asyncio.timeout(5):
                 async for batch in client.watch("/after"):
                     assert batch.kvs[0].version == 5

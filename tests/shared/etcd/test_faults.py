@@ -149,28 +149,28 @@ def test_a_watch_that_is_cut_off_and_reset_again_and_again_loses_and_doubles_not
 
         async def disturb():
             for _ in range(30):
-                await asyncio.sleep(simulated._rng.random() * 2)
-                match int(simulated._rng.random() * 4):
+                await asyncio.sleep(simulated.rng.random() * 2)
+                match int(simulated.rng.random() * 4):
                     case 0:
                         simulated.disconnect("r")
                     case 1:
                         simulated.cut("r")
-                        await asyncio.sleep(simulated._rng.random() * 6)
+                        await asyncio.sleep(simulated.rng.random() * 6)
                         simulated.mend("r")
                     case 2:
                         simulated.freeze()
-                        await asyncio.sleep(simulated._rng.random())
+                        await asyncio.sleep(simulated.rng.random())
                         simulated.thaw()
                     case 3:
                         simulated.stop()
-                        await asyncio.sleep(simulated._rng.random())
+                        await asyncio.sleep(simulated.rng.random())
                         simulated.start()
 
         async def write():
             for number in range(200):
                 with suppress(OutcomeUnknown):
                     await writer.put("/k/a", str(number).encode())
-                await asyncio.sleep(simulated._rng.random() / 2)
+                await asyncio.sleep(simulated.rng.random() / 2)
 
         async with asyncio.TaskGroup() as group:
             following = group.create_task(follow())

@@ -44,7 +44,7 @@ def test_what_the_user_says_about_huge_pages_stays(before, after):
     assert malloc.tunables(before) == {"GLIBC_TUNABLES": after}
 
 
-@pytest.mark.skipif(not malloc._has_huge_pages(), reason="no transparent huge pages, or no glibc")
+@pytest.mark.skipif(not malloc.has_huge_pages(), reason="no transparent huge pages, or no glibc")
 @pytest.mark.parametrize(("wanted", "given", "back"), [("1", "True", 24), ("0", "False", 0)])
 def test_big_pieces_go_back_unless_huge_pages_are_refused(wanted, given, back):
     environment = {"GLIBC_TUNABLES": f"glibc.malloc.hugetlb={wanted}"}

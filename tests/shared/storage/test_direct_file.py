@@ -76,7 +76,7 @@ def test_whole_buffers_go_past_the_cache_where_the_file_system_can(tmp_path):
     with DirectFile(path) as file:
         file.write(bytes(2 * BUFFER_BYTES))
         assert path.stat().st_size >= BUFFER_BYTES, "a full buffer is written at once"
-        assert fcntl.fcntl(file._descriptor, fcntl.F_GETFL) & os.O_DIRECT
+        assert fcntl.fcntl(file.descriptor, fcntl.F_GETFL) & os.O_DIRECT
         file.finish()
 
 

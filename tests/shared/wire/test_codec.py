@@ -331,5 +331,5 @@ def test_what_is_remembered_of_headers_is_bounded():
     for number in range(codec.KNOWN_HEADERS + 10):
         list(decoder.feed(codec.encode_block({"block": number}, 0)))
     list(decoder.feed(codec.encode_block({"name": "x" * codec.KNOWN_BYTES}, 0)))
-    assert len(decoder._known) == 10
-    assert len(decoder._lengths) <= 2
+    assert len(decoder.known) == 10
+    assert len(decoder.lengths) <= 2

@@ -64,7 +64,7 @@ async def test_without_rounding_at_every_node_the_number_of_trainers_shows_in_th
     spec = {**COMMON, "gradient_dtype": "bfloat16"}
     alone = await trained(spec_for(script, **spec, storage=str(tmp_path / "alone")), 1)
     if unrounded is GradientTree:
-        monkeypatch.setattr(GradientTree, "_round", lambda *_: None)
+        monkeypatch.setattr(GradientTree, "round_node", lambda *_: None)
     else:
         monkeypatch.setattr("shared.blocks.accumulator.round_to", lambda *_: None)
     assert differing(alone, await trained(spec_for(script, **spec, storage=str(tmp_path / "three")), 3)) != []

@@ -67,7 +67,7 @@ def shown(process: psutil.Process) -> str:
 
 
 def is_forked(child: Child) -> bool:
-    return isinstance(child._process, Forked)
+    return isinstance(child.process, Forked)
 
 
 async def test_a_forked_child_has_its_own_arguments_environment_session_output_and_exit_code(tmp_path, modules):
@@ -89,7 +89,7 @@ async def test_a_forked_child_has_its_own_arguments_environment_session_output_a
                 "module": "__main__",
                 "argv": [str(code)],
                 "parent": os.getpid(),
-                "session": forks._server.pid,
+                "session": forks.server.pid,
                 "group": True,
                 "stdin": "",
                 "main": "says",
