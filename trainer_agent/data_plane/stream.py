@@ -136,7 +136,7 @@ class TrainerStream(FrameStream):
 
     async def share(self, limit_s: float) -> None:
         """Let each side read the other's memory from now on. Raises what stands against it; the stream goes on without."""
-        peer = peer_of(self.transport and self._transport.get_extra_info("socket"))
+        peer = peer_of(self.transport and self.transport.get_extra_info("socket"))
         self.memory.begin(peer, await self._offer(Offers(), limit_s))
 
     async def refer(self, call: _Call, payload: memoryview, limit_s: float) -> Place | None:
