@@ -1,4 +1,4 @@
-"""The rooms of a service stand on floors: each imports only from its own and from those below it."""
+"""The rooms of a package stand on floors: each imports only from its own and from those below it."""
 
 from __future__ import annotations
 
@@ -24,6 +24,22 @@ FLOORS = {
         {"loops"},
         {"agent", "process"},
     ],
+    "pserver_service": [
+        {"core", "membership"},
+        {"pserver"},
+        {"context", "data_plane"},
+        {"checkpoints"},
+        {"recovery", "drain"},
+        {"member"},
+    ],
+    "shared": [
+        {"errors", "keys", "lanes", "slots", "records"},
+        {"runtime", "blocks", "datasets"},
+        {"etcd", "storage", "wire"},
+        {"membership"},
+        {"checkpoints"},
+    ],
+    "trireme": [{"validation", "data"}, {"config"}, {"settings", "view"}, {"plain", "launch"}, {"cli"}],
 }
 
 
