@@ -112,7 +112,7 @@ def test_a_run_does_not_depend_on_the_interpreters_hash_seed():
 
 def test_the_schedules_really_hurt():
     """Faults happen while the job runs, and every kind of trouble of the network occurs."""
-    outcomes = [simulate(seed, Mode.SYNC) for seed in range(16)]
+    outcomes = [simulate(seed, Mode.SYNC) for seed in range(24)]
     counts = {name for outcome in outcomes for name in outcome.counts}
     assert counts >= {"lost requests", "lost replies", "doubled requests", "broken streams"}
     assert sum(outcome.injected for outcome in outcomes) > 40
