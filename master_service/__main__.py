@@ -61,6 +61,7 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
     etcd = settings.connect()
     master = Master(etcd, Keys(settings.job, settings.root), name=name, url=url, spec=spec, ttl_s=settings.master_ttl_s)
+    service.ready()
     service.settled()
     gc.set_threshold(10_000, 20, 20)
     server = Server(make_app(master, token=settings.token))

@@ -83,6 +83,7 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
             directory = Directory(etcd, Keys(settings.job, settings.root))
             own_index = OwnIndex(etcd, directory, record)
             member = Member(PserverContext(etcd, directory, pserver, own_index, background))
+            service.ready()
             service.settled()
             left = await member.serve(stopping, settings.claim_wait_s, settings.drain_seconds)
             return 0 if left else INDEX_LOST

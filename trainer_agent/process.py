@@ -109,6 +109,7 @@ async def _run(
     spec = directory.spec
     if spec.dispatch is not dispatch:
         raise InvalidArgument(_ANOTHER_DISPATCH[spec.dispatch].format(job=spec.job))
+    service.ready()  # what fails from here on is reported to the master
     computing = stack.enter_context(ThreadPoolExecutor(1, "compute"))
     reading = stack.enter_context(ThreadPoolExecutor(READER_THREADS, "read"))
     try:

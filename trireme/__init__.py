@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from shared import __version__
 from trireme.config import Config
 
 if TYPE_CHECKING:
@@ -12,7 +13,6 @@ if TYPE_CHECKING:
     from trireme.plain import train as train
 
 __all__ = ["Config", "__version__", "data", "train"]
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,6 @@ request -> bounded (ASGI) -> token -> route: decode -> master -> encode        e
 from __future__ import annotations
 
 import hmac
-from importlib.metadata import version
 
 from fastapi import Depends, FastAPI, Request
 from starlette.types import ASGIApp
@@ -17,6 +16,7 @@ from master_service.api.hot_routes import DirectTaskLeases
 from master_service.api.limits import MAX_BODY_BYTES, Bounded
 from master_service.api.routes import checkpoints, job, members, operations, system, task_leases, tasks
 from master_service.leadership.master import Master
+from shared import __version__
 from shared.errors import Unauthorized
 
 DESCRIPTION = "Control plane of one Trireme job: tasks, members, progress. Errors are RFC 9457 problem details."
@@ -38,7 +38,7 @@ def make_api(master: Master, *, token: str = "") -> FastAPI:
 
     app = FastAPI(
         title="Trireme master",
-        version=version("trireme"),
+        version=__version__,
         description=DESCRIPTION,
         docs_url=None,
         redoc_url=None,

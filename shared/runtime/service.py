@@ -1,6 +1,6 @@
 """What every service process does the same way: signals, uvloop, reports of errors that end it.
 
-start -> main(stopping) -> settled() ... SIGTERM/SIGINT -> stopping is set -> main drains and returns its exit code
+start -> main(stopping) -> ready(), settled() ... SIGTERM/SIGINT -> stopping is set -> main drains and returns its exit code
                             not over after `drain_s` -> cancelled        a second signal -> exit at once
 """
 
@@ -12,12 +12,14 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from shared.errors import TriremeError
 from shared.runtime import scheduling, telemetry
 
 DRAIN_SECONDS = 20.0
 INTERRUPTED = 130
+READY_FILE = "TRIREME_READY_FILE"
 
 log = telemetry.logger("service")
 
@@ -33,6 +35,12 @@ def run(main: Callable[[asyncio.Event], Awaitable[int]], drain_s: float = DRAIN_
         factory = None
     with asyncio.Runner(loop_factory=factory) as runner:
         return runner.run(_guarded(main, drain_s))
+
+
+def ready() -> None:
+    """Call it once start-up can no longer fail. Tells the launcher, if one has set TRIREME_READY_FILE: it creates that file."""
+    if path := os.environ.get(READY_FILE):
+        Path(path).touch()
 
 
 def settled() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import time
 
 import numpy as np
 import pytest
@@ -152,6 +154,20 @@ def test_a_model_that_fails_only_in_training_tells_its_task(trireme, tmp_path):
     assert "trainer_agent" not in done.err
     result = json.loads(done.out)
     assert (result["phase"], result["failure"]["error_type"]) == ("FAILED", "RuntimeError")
+
+
+def test_a_member_that_cannot_start_ends_the_job_with_its_own_words(trireme, tmp_path):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "fastapi.py").write_text("raise ImportError('fastapi is broken here')\n")
+    path = os.pathsep.join([str(broken), os.environ.get("PYTHONPATH", "")])
+    began = time.monotonic()
+    done = trireme.run("run", write_script(tmp_path), "--no-check", PYTHONPATH=path)
+    assert (done.code, done.out) == (1, "")
+    assert "error: master-0 ended 2 times before it was ready, the last time with exit code 1; its log is" in done.err
+    assert done.err.strip().endswith("ImportError: fastapi is broken here")
+    assert (done.err.count("it is started again"), done.err.count("it is not started again")) == (1, 1)
+    assert time.monotonic() - began < 45
 
 
 def test_a_script_that_ends_its_process(trireme, tmp_path):

@@ -55,7 +55,7 @@ def alive(folder: Path) -> dict[str, int]:
     for event in read_events(folder):
         if event["what"] in ("started", "restarted"):
             found[event["child"]] = event["pid"]
-        elif event["what"] in ("died", "finished"):
+        elif event["what"] in ("died", "given_up", "finished"):
             found.pop(event["child"], None)
     return {child: pid for child, pid in found.items() if _is_child(child, pid)}
 

@@ -16,6 +16,7 @@ from typing import IO
 
 from shared.errors import TriremeError
 from shared.runtime import clock
+from shared.runtime.service import READY_FILE
 from trireme.launch.processes import Process, Start, spawn
 
 TAIL_BYTES = 16 << 10
@@ -67,6 +68,11 @@ class Child:
     @property
     def alive(self) -> bool:
         return self.process is not None and self.process.returncode is None
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether one of its processes has created the file that READY_FILE names; members do once they have started up."""
+        return Path(self.environment.get(READY_FILE, "")).is_file()
 
     async def start(self) -> None:
         """Start the process; its output is appended to `log`."""

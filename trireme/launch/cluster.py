@@ -26,6 +26,7 @@ from shared.keys import Keys
 from shared.membership.directory import Directory
 from shared.records import Dispatch, JobSpec, JobState
 from shared.runtime import clock
+from shared.runtime.service import READY_FILE
 from trireme.launch.child import TAIL_LINES, Child, ClusterError, Exit, tail_of
 from trireme.launch.orphan_leases import revoke_all_leases, revoke_leases_of
 from trireme.launch.processes import PYTHON_MODULE, ForkServer, inherited_environment
@@ -123,8 +124,18 @@ class LocalCluster:
             yield client
 
     async def master_url(self, timeout_s: float = START_TIMEOUT_S) -> str:
-        """Raises DeadlineExceeded if no master leads within `timeout_s`."""
-        await self.directory.wait_for(lambda view: view.master is not None, timeout_s, "a master")
+        """Raises DeadlineExceeded if no master leads within `timeout_s`, ClusterError if the job can never end."""
+        waiting = asyncio.ensure_future(
+            self.directory.wait_for(lambda view: view.master is not None, timeout_s, "a master")
+        )
+        try:
+            either: list[asyncio.Future[Any]] = [waiting, self._final]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if self._final.done() and not waiting.done():
+                self._final.result()
+            await waiting
+        finally:
+            waiting.cancel()
         assert self.directory.master is not None
         return self.directory.master.url
 
@@ -157,11 +168,14 @@ class LocalCluster:
 
     async def _add(self, role: str, settings: Mapping[str, str] | None = None) -> Child:
         name = f"{role}-{len(self._of(role))}"
+        ready = (self.run_dir / "logs" / f"{name}.ready").absolute()
+        ready.unlink(missing_ok=True)  # of an earlier run
         variables = inherited_environment() | {
             "TRIREME_JOB": self.spec.job,
             "TRIREME_ETCD": self.embedded.url,
             "TRIREME_HOST": HOST,
             "TRIREME_NAME": name,
+            READY_FILE: str(ready),
             **(self._spec_path if self.masterless and role == "trainer" else {}),
             **{name: os.environ[name] for name in PASSED_ON if name in os.environ},
             **self._extra,
@@ -189,11 +203,12 @@ class LocalCluster:
             if end.code == 0 and await self._is_final():
                 self._record(ChildEvent(child.name, "finished", pid=end.pid))
                 return
-            self._record(ChildEvent(child.name, "died", str(end), end.pid))
+            delay_s = policy.delay_s(end.code, end.lived_s, was_ready=child.was_ready)
+            self._record(ChildEvent(child.name, "died" if delay_s is not None else "given_up", str(end), end.pid))
             await self._revoke_leases(child, end)
-            delay_s = policy.delay_s(end.code, end.lived_s)
             if delay_s is None:
-                message = f"{child.name} ended {policy.deaths} times right after its start, the last time with {end}"
+                when = "right after its start" if child.was_ready else "before it was ready"
+                message = f"{child.name} ended {policy.deaths} times {when}, the last time with {end}"
                 self._fail(child.name, message, child.log, child.tail())
                 return
             await asyncio.sleep(delay_s)

@@ -2,6 +2,7 @@
 
 A child that was killed or told to stop from outside (SIGKILL, SIGTERM: preemption, out of memory, chaos) is always started
 again. A child that ends by itself right after its start MAX_EARLY_ENDS times is given up: one more start would not help.
+A child that was never ready is given up after MAX_FAILED_STARTS such ends: it cannot start here (a missing package, say).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 EARLY_S = 30.0
 MAX_EARLY_ENDS = 5
+MAX_FAILED_STARTS = 2
 FIRST_DELAY_S = 0.1
 MAX_DELAY_S = 3.0
 _FROM_OUTSIDE = {0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}  # 0: it was told to stop
@@ -23,12 +25,15 @@ class RestartPolicy:
     deaths: int = 0
     own_ends: int = 0
 
-    def delay_s(self, code: int, lived_s: float) -> float | None:
-        """Seconds until the next start after an end with `code` (as of subprocess); None: give up."""
+    def delay_s(self, code: int, lived_s: float, *, was_ready: bool = True) -> float | None:
+        """Seconds until the next start after an end with `code` (as of subprocess); None: give up.
+
+        `was_ready`: whether the child has ever finished its start-up.
+        """
         if lived_s >= EARLY_S:
             self.deaths = self.own_ends = 0
         self.deaths += 1
         self.own_ends += code not in _FROM_OUTSIDE
-        if self.own_ends >= MAX_EARLY_ENDS:
+        if self.own_ends >= (MAX_EARLY_ENDS if was_ready else MAX_FAILED_STARTS):
             return None
         return float(min(FIRST_DELAY_S * 2.0 ** (self.deaths - 1), MAX_DELAY_S))

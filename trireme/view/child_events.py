@@ -14,7 +14,7 @@ EVENTS_FILE = "children.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class ChildEvent:
-    """`what`: started, died, restarted, finished, lease_left. `cause`: how it ended."""
+    """`what`: started, died, given_up (died, and is not started again), restarted, finished, lease_left. `cause`: how it ended."""
 
     child: str
     what: str

@@ -75,6 +75,8 @@ class ProgressReporter:
                 consequence = CONSEQUENCES.get((event.child.rpartition("-")[0], self._mode))
                 then = f"{consequence}; it is started again" if consequence else "it is started again"
                 self._screen.event(f"{event.child} died ({event.cause}, pid {event.pid}): {then}")
+            case "given_up":
+                self._screen.event(f"{event.child} died ({event.cause}, pid {event.pid}): it is not started again")
             case "restarted":
                 self.restarts[event.child] += 1
             case "lease_left":

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
-
 from fastapi import APIRouter, Response
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from master_service.api.prometheus import exposition
 from master_service.api.resources import Health, Version
 from master_service.api.routes.dependencies import MasterOf
+from shared import __version__
 
 router = APIRouter(tags=["system"])
 open_router = APIRouter(tags=["system"])
@@ -17,7 +16,7 @@ open_router = APIRouter(tags=["system"])
 
 @router.get("/v1/version", operation_id="getVersion")
 async def get_version() -> Version:
-    return Version(name="trireme-master", version=version("trireme"), api="v1")
+    return Version(name="trireme-master", version=__version__, api="v1")
 
 
 @router.get("/metrics", operation_id="scrapeMetrics", response_class=Response)

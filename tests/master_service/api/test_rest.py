@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import re
+import tomllib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+import trireme
 from master_service.api.limits import MAX_BODY_BYTES
 from master_service.leadership.master import Master
 from shared.records import Mode
@@ -274,3 +278,18 @@ async def test_the_version_is_told() -> None:
     async with api_of() as (_, _, client):
         version = (await client.get("/v1/version")).json()
         assert (version["name"], version["api"]) == ("trireme-master", "v1")
+
+
+async def test_the_version_is_told_where_the_package_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_installed(name: str) -> Any:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", not_installed)
+    async with api_of() as (_, _, client):
+        assert (await client.get("/v1/version")).json()["version"] == trireme.__version__
+        assert (await client.get("/v1/openapi.json")).json()["info"]["version"] == trireme.__version__
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    project = tomllib.loads((Path(trireme.__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["version"] == trireme.__version__
