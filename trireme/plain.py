@@ -29,6 +29,7 @@ from shared.runtime import clock
 from trainer_agent.data import Minibatch, default_collate, minibatch_indices, minibatches_in, open_dataset
 from trainer_agent.model.export import write_model
 from trainer_agent.model.minibatch import on_device, seed_everything
+from trainer_agent.model.optimizer_spec import checked_scheduler
 from trainer_agent.model.torch_compute import checked_model, device_of
 from trainer_agent.script.user_module import UserModule
 from trireme import settings
@@ -108,7 +109,7 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     torch.manual_seed(spec.seed)
     model = checked_model(user.call("model")).to(device)
     optimizer = user.call("optimizer", model)
-    scheduler = user.call("scheduler", optimizer) if user.has("scheduler") else None
+    scheduler = checked_scheduler(user.call("scheduler", optimizer)) if user.has("scheduler") else None
     result = PlainResult(model, optimizer)
     progress = _ProgressLines(spec, table.records, report)
     for epoch in range(spec.epochs):

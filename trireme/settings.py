@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -19,7 +18,7 @@ from pydantic import ValidationError
 from shared.errors import InvalidArgument
 from shared.records import JobSpec
 from trireme.config import Config
-from trireme.validation import field_problems, problems_of
+from trireme.validation import allowed_name, field_problems, problems_of
 
 SETTINGS = tuple(field.name for field in fields(Config))
 LAUNCHER_SETTINGS = ("data_dir", "port", "standbys", "spare_pservers", "storage")
@@ -128,9 +127,7 @@ def check_fields(settings: Mapping[str, Setting]) -> None:
         raise UsageError("; ".join(problems))
 
 
-_SLUG = re.compile(r"[^a-z0-9]+")
-
-
 def job_name(script: Path) -> str:
     """The default name of a script's job: `my_model.py` -> `my-model`."""
-    return _SLUG.sub("-", script.stem.lower()).strip("-")[:63].rstrip("-") or "job"
+    name = allowed_name(script.stem)
+    return name if name.isascii() and name.replace("-", "").isalnum() else "job"

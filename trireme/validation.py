@@ -14,9 +14,19 @@ from shared.records import JobSpec
 _PLACEHOLDERS = {"job": "job", "script": "-", "storage": "-", "dataset": {"kind": "text_lines", "urls": ("-",)}}
 
 
+_NOT_IN_NAMES = re.compile(r"[^a-z0-9]+")
+
+
+def allowed_name(name: str) -> str:
+    """The nearest name that a job can have: `My_Model` -> `my-model`. `name` itself if nothing of it can stay."""
+    return _NOT_IN_NAMES.sub("-", name.lower()).strip("-")[:63].rstrip("-") or name
+
+
 def field_problems(values: Mapping[str, Any], origins: Mapping[str, str] = MappingProxyType({})) -> list[str]:
     """What is wrong with single fields, whatever values the others get (the command line may still change them)."""
     problems: list[str] = []
+    if "job" in values:
+        values = {**values, "job": allowed_name(str(values["job"]))}
     alone = {"mode": values["mode"]} if "mode" in values else {}
     for candidate in (alone, {**values, "mode": "async"}):  # async: the sizes need not fit lanes that are not known yet
         try:

@@ -116,15 +116,26 @@ def _files(dataset: Dataset) -> list[str]:
 def _counter(dataset: Dataset, task_records: int) -> Counter:
     match dataset:
         case Parquet():
-            return _count_parquet
+            return lambda file: _count_or_empty(file, _count_parquet)
         case Bytes():
             return lambda file: _count_bytes(file, dataset)
         case Npy():
-            return _count_npy
+            return lambda file: _count_or_empty(file, _count_npy)
         case Custom():
             return _custom_counter(dataset)
         case _:
             return lambda file: _count_lines(file, dataset, task_records)
+
+
+def _count_or_empty(file: str, count: Counter) -> TableFile:
+    """A file without any bytes has no records, whatever the format."""
+    try:
+        return count(file)
+    except DatasetError:
+        with files.reading(file, "a file"):
+            if files.size(file) > 0:
+                raise
+        return TableFile(file, 0)
 
 
 def _count_parquet(file: str) -> TableFile:

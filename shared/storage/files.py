@@ -57,13 +57,21 @@ def expand(url: str) -> list[str]:
     """
     filesystem, path = _resolve(url)
     with _explaining(url):
-        if filesystem.isfile(path):
+        if _is_file(filesystem, path):
             found = [path]
         elif is_glob(path):
             found = sorted(name for name, info in filesystem.glob(path, detail=True).items() if info["type"] == "file")
         else:
             found = []
     return [_rebuilt(url, filesystem, str(name)) for name in found]
+
+
+def _is_file(filesystem: Any, path: str) -> bool:
+    """`isfile` of fsspec takes every error, missing credentials too, for a missing file."""
+    try:
+        return bool(filesystem.info(path)["type"] == "file")
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def exists(url: str) -> bool:

@@ -81,13 +81,28 @@ def test_an_optimizer_that_cannot_run_on_the_servers(trireme, tmp_path):
         (["--epochs", "0"], "--epochs = 0: input should be greater than or equal to 1"),
         (["--mode", "fast"], "--mode = 'fast': input should be 'sync' or 'async'"),
         (["--port", 70_000], "--port = 70000: give a whole number from 0 to 65535"),
-        (["--job", "My Job"], "--job = 'My Job'"),
+        (["--job", "???"], "--job = '???': string should match pattern"),
         (["--set", "colour=blue"], "no setting 'colour'"),
         (["--global-batch-size", 30], "global_batch_size 30 is not a multiple of lanes 4"),
     ],
 )
 def test_settings_that_cannot_be(trireme, tmp_path, flags, message):
     one_message(trireme.run("run", write_script(tmp_path), *flags), 2, message)
+
+
+@pytest.mark.parametrize("where", ["flag", "script's name", "config"])
+def test_a_name_that_etcd_keys_cannot_have_is_changed_and_the_change_is_told(trireme, tmp_path, where):
+    config = 'config = trireme.Config(job="my_job")\n' if where == "config" else ""
+    script = write_script(tmp_path, config=config).rename(tmp_path / "my_job.py")
+    done = trireme.run("run", script, "--no-check", "--dry-run", *(["--job", "my_job"] if where == "flag" else []))
+    assert (done.code, json.loads(done.out)["job"]) == (0, "my-job")
+    origin = {"flag": "--job", "script's name": "the script's name", "config": "config job"}[where]
+    expected = (
+        f"the job is called my-job, not my_job ({origin}): a job's name has lower-case letters, digits and hyphens\n"
+    )
+    assert done.err == expected
+    missing = trireme.run("status", "--job", "my_job")
+    assert missing.err.startswith("error: .trireme holds no run of job my-job")
 
 
 def test_lanes_of_the_scripts_config_that_are_no_power_of_two(trireme, tmp_path):

@@ -60,9 +60,8 @@ class CsvReader:
             else:
                 raw = read_raw(source, self._dataset, file, start, 1)
                 if not len(raw):
-                    raise DatasetError(
-                        f"{file} is empty: no header line", hint="remove it, or give column_names", url=file
-                    )
+                    msg = f"{file} is empty: no header line"
+                    raise DatasetError(msg, hint="remove it, or give column_names", url=file, records=0)
                 text = raw.record(0).decode()
                 names = tuple(next(csv.reader(io.StringIO(text, newline=""), delimiter=self._dataset.delimiter)))
                 self._headers[file] = Header(names, start + raw.ends[0] + 1)
@@ -94,7 +93,12 @@ class CsvReader:
 
     def _types_in(self, file: str) -> dict[str, pa.DataType]:
         with files.reading(file, "CSV"), files.open_read(file) as source:
-            header = self._header(file, source)
+            try:
+                header = self._header(file, source)
+            except DatasetError as error:
+                if error.details.get("records") == 0:
+                    return {}
+                raise
             raw = read_raw(source, self._dataset, file, header.start, SAMPLE_RECORDS)
             if not len(raw):
                 return {}

@@ -36,6 +36,16 @@ def spec_of(optimizer: Any) -> OptimizerSpec:
     return OptimizerSpec(name=name, defaults=_plain_options(optimizer.defaults), groups=groups)
 
 
+def checked_scheduler(scheduler: Any) -> Any:
+    """`scheduler` itself. Raises InvalidArgument for one that needs more than the number of steps."""
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise InvalidArgument(
+            "ReduceLROnPlateau is not supported: it needs a metric at each step, and scheduler.step() is called without one",
+            hint="return a scheduler that depends on the step alone, for example torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)",
+        )
+    return scheduler
+
+
 def numeric_options(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
     """The options of each group that a scheduler may change: numbers and pairs of numbers."""
     return tuple(

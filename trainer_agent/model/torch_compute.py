@@ -51,7 +51,8 @@ class TorchCompute:
         optimizers_without_compiler()
         self.optimizer = user.call("optimizer", self.model)
         self.plan: Plan = plan(self.model, self.optimizer, spec.block_bytes, spec.slot_count)
-        self._scheduler = user.call("scheduler", self.optimizer) if user.has("scheduler") else None
+        scheduler = user.call("scheduler", self.optimizer) if user.has("scheduler") else None
+        self._scheduler = optimizers.checked_scheduler(scheduler)
         vars(self.optimizer)["_opt_called"] = True  # the servers step; without it schedulers warn about their order
         self._bind_parameters()
         payloads = self.layout.payloads(spec.gradient_dtype)

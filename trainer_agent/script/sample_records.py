@@ -19,13 +19,21 @@ def first_records(dataset: Dataset, count: int) -> Records:
         try:
             shard = _start_of(reader, file, count)
         except DatasetError as error:
-            if error.details.get("records") != 0:  # an empty file is fine if another has records
+            if error.details.get("records") != 0 and not _is_empty(dataset, file):
                 problem = problem or error
             continue
         return shard.minibatch(np.arange(len(shard), dtype=np.int64))
     raise problem or DatasetError(
         f"{', '.join(dataset.urls)} has no records", hint="check the path that dataset() returns"
     )
+
+
+def _is_empty(dataset: Dataset, file: str) -> bool:
+    """A file without any bytes has no records, whatever the format."""
+    if isinstance(dataset, Custom):
+        return False
+    with files.reading(file, "a file"):
+        return files.size(file) == 0
 
 
 def _files(dataset: Dataset) -> list[str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, cast, get_args
 
-from shared.errors import InvalidArgument, UserCodeError
+from shared.errors import InvalidArgument, TriremeError, UserCodeError
 from shared.records.datasets import Dataset
 
 DATASETS = get_args(get_args(Dataset)[0])
@@ -30,6 +30,8 @@ REQUIRED = {
 OPTIONAL = ("collate", "scheduler", "evaluation_dataset", "evaluate", "metrics")
 ARGUMENTS = {"model": 0, "dataset": 0, "loss": 2, "optimizer": 1, "collate": 1, "scheduler": 1}
 ARGUMENTS |= {"evaluation_dataset": 0, "evaluate": 2, "metrics": 1}
+_PACKAGES = Path(__file__).resolve().parents[2]
+_OURS = ("shared", "trainer_agent", "trireme")
 
 
 class UserModule:
@@ -74,11 +76,13 @@ class UserModule:
         return cast("Dataset", found)
 
     def error_of(self, error: BaseException) -> UserCodeError:
-        """`error` as UserCodeError, with the traceback cut down to the frames below the script's folder."""
+        """`error` as UserCodeError, with the traceback cut down to the frames below the script's folder. If there are none, it
+        has the frames of libraries, never ours."""
+        message = _message(error)
         return UserCodeError(
-            f"{type(error).__name__}: {error}",
+            f"{type(error).__name__}: {message}",
             error_type=type(error).__name__,
-            error_message=str(error),
+            error_message=message,
             traceback="".join(_trimmed(error, self.path.parent)),
         )
 
@@ -144,13 +148,25 @@ def _config(path: Path, config: Any) -> dict[str, Any]:
     return dict(config)
 
 
+def _message(error: BaseException) -> str:
+    if isinstance(error, TriremeError) and error.hint:
+        return f"{error.message}; {error.hint}"
+    return str(error)
+
+
 def _trimmed(error: BaseException, folder: Path) -> list[str]:
-    frames = traceback.extract_tb(_first_frame_below(error.__traceback__, folder))
-    ours = [frame for frame in frames if _is_below(frame.filename, folder)]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(_first_frame_below(error.__traceback__, folder))
+        if not _is_of_trireme(frame.filename)
+    ]
+    users = [frame for frame in frames if _is_below(frame.filename, folder)]
     lines = traceback.format_exception_only(type(error), error)
-    if not frames or (isinstance(error, SyntaxError) and not ours):  # the message of a SyntaxError has the place
+    if isinstance(error, TriremeError):
+        lines = [f"{type(error).__name__}: {_message(error)}\n"]
+    if not frames or (isinstance(error, SyntaxError) and not users):  # the message of a SyntaxError has the place
         return lines
-    return ["Traceback (most recent call last):\n", *traceback.format_list(ours or list(frames)), *lines]
+    return ["Traceback (most recent call last):\n", *traceback.format_list(users or frames), *lines]
 
 
 def _first_frame_below(trace: TracebackType | None, folder: Path) -> TracebackType | None:
@@ -158,6 +174,11 @@ def _first_frame_below(trace: TracebackType | None, folder: Path) -> TracebackTy
     while walk is not None and not _is_below(walk.tb_frame.f_code.co_filename, folder):
         walk = walk.tb_next
     return walk if walk is not None else trace
+
+
+def _is_of_trireme(filename: str) -> bool:
+    path = Path(filename)
+    return path.is_relative_to(_PACKAGES) and path.relative_to(_PACKAGES).parts[0] in _OURS
 
 
 def _is_below(filename: str, folder: Path) -> bool:

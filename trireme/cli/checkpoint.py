@@ -25,6 +25,7 @@ from trireme.cli import exit_codes
 from trireme.cli.queries import job_address
 from trireme.launch import run_folder
 from trireme.launch.run_folder import DATA_DIR
+from trireme.validation import allowed_name
 from trireme.view.job_address import AnyClient, open_client
 from trireme.view.operations import Call, Document, call_any_master, wait_for_operation
 
@@ -34,6 +35,7 @@ Answer = tuple[dict[str, Any], int]
 def spec_of(job: str | None, data_dir: Path | None) -> JobSpec:
     """The spec of a local run, finished or not. Raises NotFound."""
     place = data_dir or Path(os.environ.get("TRIREME_DATA_DIR") or DATA_DIR)
+    job = allowed_name(job) if job else None
     facts = run_folder.read_run_file(place, job)
     name = job or (str(facts["job"]) if facts else "")
     try:

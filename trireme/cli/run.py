@@ -35,6 +35,7 @@ from trireme.settings import (
     job_spec,
     merge,
 )
+from trireme.validation import allowed_name
 from trireme.view.live_progress import ProgressReporter
 from trireme.view.progress import Display, display
 from trireme.view.report import failure_text, result_document, summary_text
@@ -79,7 +80,7 @@ async def _run(request: RunRequest) -> int:
         if port and not request.dry_run:
             run_folder.check_port(HOST, port)
         settings, inspection = await _with_script(request, outer, forks)
-        job = str(settings["job"].value) if "job" in settings else job_name(request.script)
+        job = _job_of(settings, request.script)
         data_dir = Path(str(settings["data_dir"].value)) if "data_dir" in settings else run_folder.DATA_DIR
         base = str(settings["storage"].value) if "storage" in settings else None
         spec = job_spec(
@@ -110,6 +111,16 @@ async def _run(request: RunRequest) -> int:
             await run_storage.check(spec.storage, lambda sentence: print(sentence, file=sys.stderr))  # noqa: T201
             _prepare(folder, plan.start, script, inspection.model)
             return await _train(spec, folder, port, extra, interrupt, forks, as_json=request.as_json)
+
+
+def _job_of(settings: Mapping[str, Setting], script: Path) -> str:
+    """The name of the job; says so if it is not the one that was given."""
+    given = settings.get("job", Setting(script.stem, "the script's name"))
+    job = allowed_name(str(given.value)) if "job" in settings else job_name(script)
+    if job != given.value:
+        what = f"the job is called {job}, not {given.value} ({given.origin})"
+        print(f"{what}: a job's name has lower-case letters, digits and hyphens", file=sys.stderr)  # noqa: T201
+    return job
 
 
 def _prepare(folder: Path, start: resume.Start, script: str, model: Facts | None) -> None:

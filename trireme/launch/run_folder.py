@@ -18,6 +18,7 @@ from typing import Any
 
 from shared.errors import NotFound
 from trireme.settings import UsageError
+from trireme.validation import allowed_name
 
 DATA_DIR = Path(".trireme")
 RUN_FILE = "run.json"
@@ -75,6 +76,7 @@ def find_run(data_dir: Path | None, job: str | None, options: str = "--data-dir"
     """The folder and the facts of a job's run, or of the run that started last. `data_dir` None: TRIREME_DATA_DIR or the default.
     Raises NotFound, whose hint names `options`."""
     place = data_dir or Path(os.environ.get("TRIREME_DATA_DIR") or DATA_DIR)
+    job = allowed_name(job) if job else job
     facts = read_run_file(place, job)
     if facts is None:
         msg = f"{place} holds no run{f' of job {job}' if job else ''}"

@@ -15,6 +15,7 @@ from master_service.core.queue.file_table import TableFile
 from master_service.storage.counting import count_records, load, save
 from shared.errors import DatasetError
 from shared.records.datasets import Bytes, Csv, Custom, JsonLines, Npy, Parquet, TextLines
+from trainer_agent.script.sample_records import first_records
 
 
 def test_offsets_are_the_bytes_where_tasks_start(tmp_path):
@@ -167,3 +168,25 @@ def test_storage_that_cannot_be_written_is_told(tmp_path):
     table = count_records(TextLines(str(tmp_path / "a.txt")), 2)
     with pytest.raises(DatasetError, match="the file table cannot be written to"):
         save(table, str(tmp_path / "file"))
+
+
+@pytest.mark.parametrize("kind", [Parquet, Npy, Csv, JsonLines, TextLines])
+def test_a_file_without_bytes_has_no_records_in_any_format(tmp_path, kind):
+    empty, full = tmp_path / "a" / "x", tmp_path / "b" / "x"
+    for path in (empty, full):
+        path.parent.mkdir()
+    empty.touch()
+    with pytest.raises(DatasetError, match="x is empty: 1 files with 0 records"):
+        count_records(kind(str(empty)), 4)
+    with pytest.raises(DatasetError, match="x has no records"):
+        first_records(kind(str(empty)), 4)
+    if kind is Parquet:
+        pq.write_table(pa.table({"a": [1.0, 2.0]}), full)
+    elif kind is Npy:
+        with full.open("wb") as file:
+            np.save(file, np.zeros((2, 3)))
+    else:
+        full.write_text('{"a": 1}\n{"a": 2}\n' if kind is JsonLines else "a\n1\n2\n" if kind is Csv else "1\n2\n")
+    both = kind(str(empty), str(full))
+    assert [(file.path, file.records) for file in count_records(both, 4).files] == [(str(empty), 0), (str(full), 2)]
+    assert len(first_records(both, 4)) == 2

@@ -173,6 +173,9 @@ def test_no_credentials(s3: S3Server, monkeypatch, tmp_path):
     forget_clients()
     with pytest.raises(PermissionError, match="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
         files.check_writable(s3.url)
+    for place in ("train.npy", "train-*.npy"):
+        with pytest.raises(PermissionError, match="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
+            files.expand(files.join(s3.url, place))
 
 
 def test_an_endpoint_that_refuses_connections(s3: S3Server, monkeypatch):

@@ -55,6 +55,11 @@ def test_without_the_check_nothing_is_built_or_read(tmp_path, capsys):
         ({"model": ""}, 2, "has no function 'model'"),
         ({"model": "def model():\n    return 3\n"}, 2, "model() returned int"),
         ({"optimizer": "def optimizer(m):\n    return torch.optim.LBFGS(m.parameters())\n"}, 2, "LBFGS cannot run"),
+        (
+            {"scheduler": "def scheduler(o):\n    return torch.optim.lr_scheduler.ReduceLROnPlateau(o)\n"},
+            2,
+            "ReduceLROnPlateau is not supported",
+        ),
         ({"dataset": "def dataset():\n    return Npy('/nowhere.npy')\n"}, 2, "/nowhere.npy does not exist"),
         ({"dataset": "def dataset():\n    return Npy('/no*where.npy')\n"}, 2, "/no*where.npy matches no file"),
         ({"model": "def model():\n    return nn.Linear(7, 3)\n"}, 1, "RuntimeError: mat1 and mat2 shapes"),
@@ -75,6 +80,29 @@ def test_what_is_wrong_is_told_in_one_message(tmp_path, capsys, parts, code, mes
 def test_an_error_in_the_first_minibatch_says_so(tmp_path, capsys):
     _, found = inspected(write_script(tmp_path, loss="def loss(model, batch):\n    return 1 / 0\n"), capsys)
     assert found["error"]["details"]["task"] == "the first minibatch"
+
+
+def test_records_that_make_no_batch_show_what_to_do_and_no_frames_of_ours(tmp_path, capsys):
+    (tmp_path / "x.jsonl").write_text('{"x": [1]}\n{"x": [1, 2]}\n')
+    parts = {
+        "dataset": "def dataset():\n    from shared.records.datasets import JsonLines\n    return JsonLines({folder!r} + '/x.jsonl')\n",
+        "config": "config = {'lanes': 1}\n",
+    }
+    code, found = inspected(write_script(tmp_path, **parts), capsys)
+    told = (
+        "column 'x': record 0 of the minibatch has shape (1,), record 1 has shape (2,); one tensor needs one shape; "
+        "define collate(records) in your script, or make the values alike in the data"
+    )
+    details = found["error"]["details"]
+    assert (code, details["error_message"]) == (1, told)
+    assert details["traceback"] == f"DatasetError: {told}\n"
+
+
+def test_an_error_below_backward_shows_no_frames_of_ours(tmp_path, capsys):
+    loss = "def loss(model, batch):\n    z = model(batch['x']).exp()\n    total = z.sum()\n    z.add_(1)\n    return total\n"
+    _, found = inspected(write_script(tmp_path, loss=loss), capsys)
+    assert "modified by an inplace operation" in found["error"]["details"]["traceback"]
+    assert "trainer_agent" not in found["error"]["details"]["traceback"]
 
 
 def test_a_file_with_fewer_records_than_a_minibatch_is_enough(tmp_path, capsys):
