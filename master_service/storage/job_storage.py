@@ -8,9 +8,10 @@ from typing import Protocol
 from master_service.core.queue.file_table import FileTable
 from master_service.storage import counting
 from shared.checkpoints import stored
+from shared.datasets.custom_reader import find_beside
 from shared.records import JobSpec
 from shared.records.checkpoints import CheckpointRef, Manifest
-from shared.records.datasets import Dataset
+from shared.records.datasets import Custom, Dataset
 from shared.runtime import telemetry
 
 log = telemetry.logger("job_storage")
@@ -40,9 +41,11 @@ class FileStorage:
     """Below the spec's `storage` (an fsspec URL). Reading files blocks, so it happens in threads."""
 
     def __init__(self, spec: JobSpec) -> None:
-        self._storage, self._job = spec.storage, spec.job
+        self._storage, self._job, self._script = spec.storage, spec.job, spec.script
 
     async def count(self, source: Dataset, task_records: int) -> FileTable:
+        if isinstance(source, Custom):
+            find_beside(self._script)
         table = await asyncio.to_thread(counting.count_records, source, task_records)
         await asyncio.to_thread(counting.save, table, self._storage)
         log.info("dataset_counted", table=repr(table))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Protocol
 
 from shared.errors import DatasetError
@@ -17,6 +19,15 @@ class CustomReader(Protocol):
     def read(self, url: str, first: int, count: int) -> Iterable[dict[str, Any]]: ...
 
 
+def find_beside(script: str) -> None:
+    """Makes modules in the script's folder importable here, as they are where the script runs; the script itself too. Last on
+    sys.path: they must not shadow what this process imports later."""
+    folder = str(Path(script).parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+        importlib.invalidate_caches()
+
+
 def load_custom(reader: str) -> CustomReader:
     """The object that `pkg.mod:name` names. Raises DatasetError if it cannot be imported or lacks count or read."""
     module_name, _, name = reader.partition(":")
@@ -25,7 +36,8 @@ def load_custom(reader: str) -> CustomReader:
     except Exception as error:  # the user's module may raise anything
         msg = f"the reader {reader} cannot be imported: {type(error).__name__}: {error}"
         raise DatasetError(
-            msg, hint="install its package, or put its folder on PYTHONPATH of master and trainers"
+            msg,
+            hint="put it beside the script, install its package, or put its folder on PYTHONPATH of master and trainers",
         ) from error
     missing = [method for method in ("count", "read") if not callable(getattr(found, method, None))]
     if missing:

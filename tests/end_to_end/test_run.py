@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.end_to_end.scripts import EVALUATION, RECORDS, UNHURRIED_LOSS, write_script
+from tests.end_to_end.scripts import EVALUATION, HEAD, RECORDS, UNHURRIED_LOSS, write_script
 from trireme.launch.run_folder import SOCKETS, sockets
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
@@ -32,6 +32,36 @@ def test_a_model_trains_and_plain_pytorch_loads_it(trireme, tmp_path, mode):
     values = torch.load(result["exports"]["state_dict"], weights_only=True)
     model.load_state_dict(values)
     assert all(torch.equal(values[name], value) for name, value in load_file(result["exports"]["safetensors"]).items())
+
+
+ROWS = """
+import numpy as np
+
+class rows:
+    @staticmethod
+    def count(url):
+        return 64
+
+    @staticmethod
+    def read(url, first, count):
+        for number in range(first, first + count):
+            yield {"x": np.full(8, number / 64, np.float32), "y": np.float32(number / 64)}
+"""
+
+
+def test_custom_readers_beside_the_script_and_in_it(trireme, tmp_path):
+    (tmp_path / "own_rows.py").write_text(ROWS)
+    dataset = "def dataset():\n    return trireme.data.Custom('rows', reader='own_rows:rows')\n"
+    script = write_script(
+        tmp_path,
+        head=HEAD + ROWS,
+        dataset=dataset,
+        evaluation=EVALUATION.replace("return dataset()", "return trireme.data.Custom('rows', reader='script:rows')"),
+    )
+    done = trireme.run("run", script, "--trainers", 1, "--pservers", 1, "--json")
+    assert done.code == 0, done.err
+    result = json.loads(done.out)
+    assert (result["phase"], result["records"], "mse" in result["metrics"]) == ("COMPLETED", 2 * 64, True)
 
 
 def test_progress_goes_to_stderr_and_the_summary_to_stdout(trireme, tmp_path):

@@ -13,7 +13,9 @@ import pytest
 
 from master_service.core.queue.file_table import TableFile
 from master_service.storage.counting import count_records, load, save
+from master_service.storage.job_storage import FileStorage
 from shared.errors import DatasetError
+from shared.records import JobSpec
 from shared.records.datasets import Bytes, Csv, Custom, JsonLines, Npy, Parquet, TextLines
 from trainer_agent.script.sample_records import first_records
 
@@ -123,6 +125,20 @@ def test_a_custom_readers_exception_is_told_with_its_name(tmp_path, monkeypatch)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(DatasetError, match=r"failing_reader:reader.count\('u'\) failed: ZeroDivisionError"):
         count_records(Custom("u", reader="failing_reader:reader"), 1)
+
+
+async def test_custom_readers_beside_the_script_and_in_it_are_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    reader = "class reader:\n  read = None.__class__\n  @staticmethod\n  def count(url): return 3\n"
+    for name in ("beside_the_script", "script_with_reader"):
+        (tmp_path / f"{name}.py").write_text(reader)
+    script, storage = str(tmp_path / "script_with_reader.py"), str(tmp_path / "storage")
+    for name in ("beside_the_script", "script_with_reader"):
+        dataset = Custom("u", reader=f"{name}:reader")
+        spec = JobSpec.model_validate({"job": "j", "script": script, "storage": storage, "dataset": dataset})
+        table = await FileStorage(spec).count(dataset, 2)
+        assert [(file.path, file.records) for file in table.files] == [("u", 3)]
+        sys.modules.pop(name)
 
 
 @pytest.mark.parametrize("storage", ["{}/storage", "memory://storage/job"])
