@@ -25,6 +25,8 @@ def test_a_model_trains_and_plain_pytorch_loads_it(trireme, tmp_path, mode):
     assert done.code == 0, done.err
     result = json.loads(done.out)
     assert (result["phase"], result["mode"], result["records"]) == ("COMPLETED", mode, 2 * RECORDS)
+    assert mode == "async" or result["steps"] == 2 * RECORDS // 32
+    assert json.loads(trireme.run("status", "--json").out) == result
     assert result["discarded"] == {"tasks": 0, "records": 0, "list": []}
     assert 0 < result["metrics"]["mse"] < 1
     assert (result["restarts"], result["failure"]) == ({}, None)

@@ -1,10 +1,13 @@
-"""`trireme status | tasks | members`: queries to a running job, answered as a table or as one JSON object."""
+"""`trireme status | tasks | members`: queries to a running job, answered as a table or as one JSON object. A job that ended is
+answered for by the files of its run.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -12,22 +15,29 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from shared.errors import TriremeError
+from shared.errors import Conflict, TriremeError
+from shared.records import Phase
 from shared.runtime import telemetry
 from trireme.cli import exit_codes
-from trireme.launch import run_folder
+from trireme.launch import resume, run_folder
 from trireme.view.job_address import AnyClient, open_client
 from trireme.view.progress import progress_of
-from trireme.view.report import loss_rows
+from trireme.view.report import loss_rows, summary_text
 
+OPTIONS = "--data-dir or --url"
 Show = Callable[..., Awaitable[dict[str, Any]]]
 
 
 def ask(show: Show, job: str | None, data_dir: Path | None, url: str | None, *, as_json: bool, **query: Any) -> int:
     """Run one query; returns the exit code."""
     telemetry.configure(level="ERROR", json=False)
+    console = None if as_json else Console()
     try:
-        document = asyncio.run(_ask(show, job_address(job, data_dir, url), as_json=as_json, query=query))
+        result = _result_of(job, data_dir, url)
+        if result is not None:
+            document = _OF_ENDED[show](result, console, **query)
+        else:
+            document = asyncio.run(_ask(show, job_address(job, data_dir, url), console, query))
     except TriremeError as error:
         return exit_codes.report_error(error, as_json=as_json)
     if as_json:
@@ -35,16 +45,31 @@ def ask(show: Show, job: str | None, data_dir: Path | None, url: str | None, *, 
     return exit_codes.OK
 
 
-async def _ask(show: Show, url: str, *, as_json: bool, query: dict[str, Any]) -> dict[str, Any]:
+async def _ask(show: Show, url: str, console: Console | None, query: dict[str, Any]) -> dict[str, Any]:
     async with open_client(url, token=os.environ.get("TRIREME_TOKEN", "")) as client:
-        return await show(client, None if as_json else Console(), **query)
+        return await show(client, console, **query)
 
 
 def job_address(job: str | None, data_dir: Path | None, url: str | None) -> str:
-    """The address as given, or from TRIREME_URL, or of a local run. Raises NotFound."""
+    """The address as given, or from TRIREME_URL, or of a local run. Raises NotFound; Conflict if the job has ended."""
     if given := url or os.environ.get("TRIREME_URL"):
         return given
-    return str(run_folder.find_run(data_dir, job, "--data-dir or --url")[1]["url"])
+    folder, facts = run_folder.find_run(data_dir, job, OPTIONS)
+    if result := resume.read_result(folder):
+        msg = f"job {result['job']} is {result['phase']}: nobody runs that could do this"
+        raise Conflict(msg, hint="`trireme checkpoint list` and `trireme export` work for jobs that ended")
+    return str(facts["url"])
+
+
+def _result_of(job: str | None, data_dir: Path | None, url: str | None) -> dict[str, Any] | None:
+    """The result of a local run that has ended. Says which job it is if there are several. Raises NotFound."""
+    if url or os.environ.get("TRIREME_URL"):
+        return None
+    folder, _ = run_folder.find_run(data_dir, job, OPTIONS)
+    if job is None and (others := run_folder.other_runs(folder)):
+        also = f"{folder.parent} also has {', '.join(others)} (choose one with --job NAME)"
+        print(f"this is job {folder.name}, the one started last; {also}", file=sys.stderr)  # noqa: T201
+    return resume.read_result(folder)
 
 
 async def show_status(client: AnyClient, console: Console | None) -> dict[str, Any]:
@@ -83,6 +108,37 @@ async def show_members(client: AnyClient, console: Console | None) -> dict[str, 
     if console:
         _print_table(console, ("member_id", "kind", "url", "host", "pid", "lanes", "tasks"), members)
     return {"members": members}
+
+
+def _ended_status(result: dict[str, Any], console: Console | None) -> dict[str, Any]:
+    if console:
+        print(summary_text(result))  # noqa: T201
+        if result["phase"] != Phase.COMPLETED:
+            print(f"reason  {result['reason']}")  # noqa: T201
+    return result
+
+
+def _ended_tasks(result: dict[str, Any], console: Console | None, state: str | None = None) -> dict[str, Any]:
+    tasks = result["discarded"]["list"] if state in (None, "discarded") else []
+    if console:
+        count = result["discarded"]["tasks"]
+        print(f"job {result['job']} is {result['phase']}: it has no open tasks; {count} were discarded")  # noqa: T201
+        if tasks:
+            _print_table(console, ("task_id", "file", "first", "count", "epoch", "cause"), tasks)
+    return {"summary": {"discarded": result["discarded"]["tasks"]}, "tasks": tasks}
+
+
+def _ended_members(result: dict[str, Any], console: Console | None) -> dict[str, Any]:
+    if console:
+        print(f"job {result['job']} is {result['phase']}: it has no members any more")  # noqa: T201
+    return {"members": []}
+
+
+_OF_ENDED: dict[Show, Callable[..., dict[str, Any]]] = {
+    show_status: _ended_status,
+    show_tasks: _ended_tasks,
+    show_members: _ended_members,
+}
 
 
 def _print_table(console: Console, columns: tuple[str, ...], rows: list[dict[str, Any]]) -> None:

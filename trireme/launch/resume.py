@@ -65,15 +65,21 @@ def read_previous_run(folder: Path) -> PreviousRun:
         spec = JobSpec.model_validate_json((folder / SPEC_FILE).read_bytes())
     except (OSError, ValidationError):
         return PreviousRun()
-    try:
-        result = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        result = None
+    result = read_result(folder)
     if result is None and not (folder / "etcd").exists():
         return PreviousRun()
     script = folder / SCRIPT_FILE
     text = script.read_text(encoding="utf-8") if script.exists() else ""
     return PreviousRun(spec, text, model_facts.read(folder), result)
+
+
+def read_result(folder: Path) -> dict[str, Any] | None:
+    """What `write_result` wrote when the job ended; None while it is unfinished."""
+    try:
+        result: dict[str, Any] = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return result
 
 
 def decide(

@@ -84,6 +84,11 @@ def find_run(data_dir: Path | None, job: str | None, options: str = "--data-dir"
     return place / str(facts["job"]), facts
 
 
+def other_runs(run_dir: Path) -> list[str]:
+    """The names of all other jobs that have runs beside this one."""
+    return sorted(path.parent.name for path in run_dir.parent.glob(f"*/{RUN_FILE}") if path.parent.name != run_dir.name)
+
+
 @contextlib.contextmanager
 def sockets(run_dir: Path) -> Iterator[Path]:
     """A new folder for UNIX sockets, removed afterwards. It is a temporary folder, because the path of a socket may have only

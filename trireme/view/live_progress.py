@@ -102,7 +102,10 @@ class ProgressReporter:
             async with connect() as client:
                 discarded = [task async for task in client.tasks("DISCARDED")]
         progress = self._last.get("progress", {})
-        return Counts(dict(self.restarts), progress.get("loss"), progress.get("step"), discarded)
+        step = progress.get("step")
+        steps = step + 1 if step is not None and self._mode is Mode.SYNC else step  # steps are numbered from 0
+        records, epochs = progress.get("records_done", 0), progress.get("epoch", 0)
+        return Counts(dict(self.restarts), progress.get("loss"), steps, records, epochs, discarded)
 
     async def poll(self, connect: Connect) -> None:
         """Ask once and show what changed. Raises TriremeError."""

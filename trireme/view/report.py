@@ -7,16 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared.records import JobSpec, JobState, UserFailure
+from shared.records import JobSpec, JobState, Phase, UserFailure
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Facts that only the launcher and the master's metrics know at the end."""
+    """Facts that only the launcher and the master's metrics know at the end. `records` and `epochs`: trained so far; those of a
+    completed job are in its state."""
 
     restarts: Mapping[str, int]
     loss: float | None = None
     steps: int | None = None
+    records: int = 0
+    epochs: int = 0
     discarded: Sequence[Mapping[str, Any]] = ()
 
 
@@ -27,18 +30,19 @@ FACTS = ("task_id", "kind", "epoch", "file", "first", "count", "failures", "caus
 
 def result_document(spec: JobSpec, state: JobState, counts: Counts, seconds: float, folder: Path) -> dict[str, Any]:
     """What --json prints; the summary is made from it."""
-    result = state.result
+    result, completed = state.result, state.phase is Phase.COMPLETED
     return {
         "job": spec.job,
         "phase": state.phase.value,
         "reason": state.reason,
         "mode": spec.mode.value,
         "epochs": spec.epochs,
+        "epochs_done": spec.epochs if completed else counts.epochs,
         "seconds": round(seconds, 3),
         "metrics": result.metrics,
         "loss": counts.loss,
         "steps": counts.steps,
-        "records": result.trained_records,
+        "records": result.trained_records if completed else counts.records,
         "discarded": {
             "tasks": result.discarded_tasks or len(counts.discarded),
             "records": result.discarded_records or sum(int(task["count"]) for task in counts.discarded),
@@ -59,7 +63,7 @@ def summary_text(document: Mapping[str, Any]) -> str:
     discarded, generations = document["discarded"], document["generations"]
     rows = [
         ("job", f"{document['job']} {document['phase']} after {document['seconds']:.1f} s ({document['mode']})"),
-        ("records", f"{document['records']:,} in {document['epochs']} epochs"),
+        ("records", f"{document['records']:,} in {_epochs(document)} epochs"),
         ("restarts", f"{restarts}; {generations} generation{'s' * (generations != 1)} of members"),
         *[(name, number(value)) for name, value in document["metrics"].items()],
         *[(f"model ({kind})", path) for kind, path in document["exports"].items()],
@@ -74,6 +78,12 @@ def summary_text(document: Mapping[str, Any]) -> str:
     rows += loss_rows(document["losses"])
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _epochs(document: Mapping[str, Any]) -> str:
+    """`5`, or `2 of 5`."""
+    done, epochs = document.get("epochs_done", document["epochs"]), document["epochs"]
+    return f"{epochs}" if done == epochs else f"{done} of {epochs}"
 
 
 def _lost(task: Mapping[str, Any]) -> str:

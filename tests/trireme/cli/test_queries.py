@@ -1,0 +1,88 @@
+"""`trireme status | tasks | members` of jobs that ended, and of several jobs in one folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from shared.errors import Conflict
+from shared.records import JobResult, JobSpec, JobState, Phase
+from shared.records.datasets import TextLines
+from trireme.cli.queries import ask, job_address, show_members, show_status, show_tasks
+from trireme.launch import resume, run_folder
+from trireme.view.report import Counts, result_document
+
+NOBODY = "http://127.0.0.1:9"
+
+
+@pytest.fixture(autouse=True)
+def no_address(monkeypatch):
+    monkeypatch.delenv("TRIREME_URL", raising=False)
+
+
+def ended(data_dir: Path, job: str, phase: Phase, time_s: int = 0) -> dict:
+    """The files that a run leaves; nothing listens at its address."""
+    folder = data_dir / job
+    folder.mkdir(parents=True)
+    spec = JobSpec(job=job, script="/s.py", storage="/d", dataset=TextLines("x"), epochs=300)
+    lost = {"task_id": "6", "kind": "TRAIN", "epoch": 1, "file": "/x.npy", "first": 24, "count": 4, "failures": 3}
+    counts = Counts({}, loss=0.5, steps=39, records=2_500, epochs=5, discarded=[{**lost, "cause": "ValueError: no"}])
+    result = JobResult(trained_records=15_000) if phase is Phase.COMPLETED else JobResult()
+    state = JobState(phase=phase, reason="KeyError twice" if phase is Phase.FAILED else "", result=result)
+    document = result_document(spec, state, counts, 1.0, folder)
+    resume.write_result(folder, document)
+    run_folder.write_run_file(folder, {"job": job, "url": NOBODY, "etcd": NOBODY})
+    os.utime(folder / run_folder.RUN_FILE, (time_s, time_s))
+    return document
+
+
+def test_the_status_of_a_failed_job_tells_what_was_trained_and_why_it_ended(tmp_path, capsys):
+    ended(tmp_path, "digits", Phase.FAILED)
+    assert ask(show_status, "digits", tmp_path, None, as_json=False) == 0
+    out, err = capsys.readouterr()
+    lines = [line.split(maxsplit=1) for line in out.splitlines()]
+    assert ["job", "digits FAILED after 1.0 s (sync)"] in lines
+    assert ["records", "2,500 in 5 of 300 epochs"] in lines
+    assert ["reason", "KeyError twice"] in lines
+    assert err == ""
+
+
+def test_the_status_of_a_completed_job_is_its_result(tmp_path, capsys):
+    document = ended(tmp_path, "digits", Phase.COMPLETED)
+    assert ask(show_status, "digits", tmp_path, None, as_json=True) == 0
+    assert json.loads(capsys.readouterr().out) == document
+    assert (document["records"], document["epochs"], document["epochs_done"]) == (15_000, 300, 300)
+
+
+def test_an_ended_job_has_no_members_and_only_discarded_tasks(tmp_path, capsys):
+    document = ended(tmp_path, "digits", Phase.COMPLETED)
+    assert ask(show_members, "digits", tmp_path, None, as_json=True) == 0
+    assert json.loads(capsys.readouterr().out) == {"members": []}
+    assert ask(show_tasks, "digits", tmp_path, None, as_json=True) == 0
+    tasks = json.loads(capsys.readouterr().out)
+    assert tasks == {"summary": {"discarded": 1}, "tasks": document["discarded"]["list"]}
+    assert ask(show_tasks, "digits", tmp_path, None, as_json=True, state="pending") == 0
+    assert json.loads(capsys.readouterr().out)["tasks"] == []
+    assert ask(show_members, "digits", tmp_path, None, as_json=False) == 0
+    assert capsys.readouterr().out == "job digits is COMPLETED: it has no members any more\n"
+
+
+def test_a_checkpoint_of_an_ended_job_can_be_neither_made_nor_restored(tmp_path):
+    ended(tmp_path, "digits", Phase.COMPLETED)
+    with pytest.raises(Conflict, match="job digits is COMPLETED: nobody runs that could do this") as refused:
+        job_address("digits", tmp_path, None)
+    assert "trireme checkpoint list" in refused.value.hint
+
+
+def test_with_several_jobs_it_is_told_which_one_is_shown_and_what_others_there_are(tmp_path, capsys):
+    for time_s, job in enumerate(("old", "older", "new")):
+        ended(tmp_path, job, Phase.COMPLETED, time_s)
+    assert ask(show_status, None, tmp_path, None, as_json=True) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["job"] == "new"
+    assert (
+        err == f"this is job new, the one started last; {tmp_path} also has old, older (choose one with --job NAME)\n"
+    )
