@@ -46,9 +46,9 @@ def parent(node: Interval) -> Interval:
 def combine(left: Array, left_count: int, right: Array, right_count: int) -> tuple[Array, int]:
     """The mean over both halves, written **in place** into one of the two torch tensors, and its sample count.
 
-    An empty side (count 0) leaves the other untouched; equal counts halve exactly; otherwise the weighted mean. Only
-    single rounded operations are used, so that every implementation and every cut into blocks gives the same bits.
-    Integer tensors are not averaged: the first lane that has data wins.
+    An empty side (count 0) leaves the other untouched; equal counts halve exactly; otherwise the weighted mean. Only sums and
+    products are used, each rounded once, so that every device and every cut into blocks gives the same bits: to divide by
+    a number, CUDA multiplies by the reciprocal and a CPU divides. Integer tensors are not averaged: the first lane that has data wins.
     """
     if right_count == 0:
         return left, left_count
@@ -59,7 +59,7 @@ def combine(left: Array, left_count: int, right: Array, right_count: int) -> tup
         return left, total
     if left_count == right_count:
         return left.add_(right).mul_(0.5), total
-    return left.mul_(left_count).add_(right.mul_(right_count)).div_(total), total
+    return left.mul_(left_count).add_(right.mul_(right_count)).mul_(1.0 / total), total
 
 
 def step_seed(seed: int, step: int, lane: int) -> int:

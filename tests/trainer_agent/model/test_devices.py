@@ -1,0 +1,87 @@
+"""The tree over lanes has the same bits whether a node is computed by a trainer's GPU or by a parameter server's CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shared.blocks.accumulator import Accumulator
+from shared.blocks.buffers import BufferPool
+from tests.equipment.gpu_arithmetic import GpuArithmetic
+from trainer_agent.model.gradient_tree import Entry, GradientTree
+from trainer_agent.model.send_buffers import HOST
+
+LANES = 4
+COUNTS = [(4, 4, 4, 4), (4, 4, 4, 3), (5, 3, 7, 1), (0, 6, 5, 2)]
+CUTS = {  # by the lanes of each trainer: the nodes that the trainers compute
+    "1": [(0, 4)],
+    "2 + 2": [(0, 2), (2, 4)],
+    "3 + 1": [(0, 2), (2, 3), (3, 4)],
+    "1 + 1 + 1 + 1": [(0, 1), (1, 2), (2, 3), (3, 4)],
+}
+MODELS = {
+    "float32": "nn.Linear(5, 300)",
+    "bfloat16": "nn.Linear(5, 300).bfloat16()",
+    "float16": "nn.Linear(5, 300).half()",
+}
+
+
+def node_on_gpu(plan, rounded, node, counts):
+    """The node's blocks, as a trainer with a GPU computes them."""
+    tree = GradientTree(plan, HOST, None, rounded)
+    for lane in range(*node):
+        entry = Entry(1, counts[lane], tree.take() if counts[lane] else None)
+        if entry.slot is not None:
+            source = torch.Generator().manual_seed(lane)
+            for segment in tree.vector(entry.slot).segments:
+                segment.copy_(torch.randn(len(segment), generator=source))
+        with GpuArithmetic():
+            if lane < node[1] - 1:
+                tree.add(entry)
+            else:
+                tree.open(node, entry, bool)
+                tree.close()
+    found = [bytearray(tree.contribution(node, block.number)) for block in plan.blocks]
+    return [
+        torch.frombuffer(part, dtype=getattr(torch, b.dtype)) if part else None
+        for part, b in zip(found, plan.blocks, strict=True)
+    ]
+
+
+def whole(compute, travels_as, cut, counts):
+    """The roots of all blocks: what the parameter servers make of the trainers' nodes."""
+    plan, payloads = compute.plan, compute.layout.payloads(travels_as)
+    trees = [Accumulator(BufferPool(), LANES, block.dtype, block.elements) for block in plan.blocks]
+    roots = []
+    for node in cut:
+        count = sum(counts[slice(*node)])
+        values = node_on_gpu(plan, payloads, node, counts)
+        roots = [
+            tree.add(node, value, count, payload=payload)
+            for tree, value, payload in zip(trees, values, payloads, strict=True)
+        ]
+    return [root.value for root in roots]
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize(
+    ("own", "travels_as"),
+    [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float32")],
+)
+def test_who_computes_a_node_changes_no_bit(build, own, travels_as, counts):
+    compute = build({"block_bytes": 1024}, model=f"def model():\n    return {MODELS[own]}\n")
+    roots = {name: whole(compute, travels_as, cut, counts) for name, cut in CUTS.items()}
+    for name, found in roots.items():
+        assert all(map(torch.equal, found, roots["1"])), f"{name} trainers differ from 1"
+
+
+def test_the_emulation_divides_as_a_gpu_does():
+    values = torch.arange(1.0, 100.0)
+    with GpuArithmetic():
+        by_gpu = values.clone().div_(7)
+    assert torch.equal(by_gpu, values * torch.tensor(1 / 7))
+    assert not torch.equal(by_gpu, values / 7)
+    with GpuArithmetic(), pytest.raises(AssertionError, match="may depend on the device"):
+        values.lerp(values, 0.3)
+    with GpuArithmetic(), pytest.raises(AssertionError, match="may be a fused multiply-add"):
+        values.add(values, alpha=0.3)
