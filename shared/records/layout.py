@@ -46,7 +46,7 @@ class OptimizerSpec(Record):
 
 
 class Layout(Record):
-    """`digest`: SHA-256 over names, shapes and dtypes of all parameters and buffers, in order."""
+    """`digest`: SHA-256 over names, shapes, dtypes and memory formats of all parameters and buffers, in order."""
 
     segments: tuple[Segment, ...]
     block_bytes: int

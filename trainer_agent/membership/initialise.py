@@ -53,7 +53,9 @@ def check_layout(mine: Layout, job: Layout) -> None:
     """Raises LayoutMismatch, which names the differences."""
     differences = []
     if mine.digest != job.digest:
-        differences.append(f"names, shapes or dtypes (digest {mine.digest[:12]}, the job has {job.digest[:12]})")
+        differences.append(
+            f"names, shapes, dtypes or memory formats (digest {mine.digest[:12]}, the job has {job.digest[:12]})"
+        )
     if mine.segments != job.segments:
         differences.append(f"segments ({_sizes(mine)}, the job has {_sizes(job)})")
     if mine.block_bytes != job.block_bytes:

@@ -165,17 +165,33 @@ def plan(model: nn.Module, optimizer: torch.optim.Optimizer, block_bytes: int, s
 
 
 def digest(model: nn.Module, group_of: dict[int, int]) -> str:
-    """SHA-256 over names, shapes, dtypes and optimizer groups, in the model's order."""
+    """SHA-256 over names, shapes, dtypes, memory formats and optimizer groups, in the model's order."""
     return hashlib.sha256(json.dumps(tensors_of(model, group_of)).encode()).hexdigest()
 
 
 def tensors_of(model: nn.Module, group_of: dict[int, int]) -> list[list[Any]]:
-    """[kind, name, shape, dtype, optimizer group] of each parameter and buffer, in the model's order; JSON."""
+    """[kind, name, shape, dtype, optimizer group] of each parameter and buffer, in the model's order; JSON. Those that are
+    not contiguous have their strides as a sixth entry."""
     return [
-        [kind, name, list(tensor.shape), str(tensor.dtype), group_of.get(id(tensor), -1)]
+        [kind, name, list(tensor.shape), str(tensor.dtype), group_of.get(id(tensor), -1), *_order_in_memory(tensor)]
         for kind, tensors in (("param", model.named_parameters()), ("buffer", model.named_buffers()))
         for name, tensor in tensors
     ]
+
+
+def _order_in_memory(tensor: torch.Tensor) -> list[list[int]]:
+    """The strides in the flat vector, 0 for dimensions of one element, which have none. [] if contiguous."""
+    if nn.parameter.is_lazy(tensor) or tensor.layout != torch.strided:
+        return []
+    stride = dense_stride(tensor)
+    if torch.empty_strided(tensor.shape, stride, device="meta").is_contiguous():
+        return []
+    return [[step if size > 1 else 0 for size, step in zip(tensor.shape, stride, strict=True)]]
+
+
+def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides of `tensor` in the order that it has, without gaps and overlaps."""
+    return tuple(torch.empty_like(tensor, device="meta").stride())
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
@@ -197,8 +213,7 @@ class _Builder:
         grain = ALIGNMENT_BYTES // ELEMENT_BYTES[kind.dtype]
         first = -(-self._filled[number] // grain) * grain
         self._filled[number] = first + tensor.numel()
-        dense = torch.empty_like(tensor, device="meta").stride()
-        return Place(name, number, first, tuple(tensor.shape), tuple(dense), tensor.numel())
+        return Place(name, number, first, tuple(tensor.shape), dense_stride(tensor), tensor.numel())
 
     def segments(self) -> tuple[Segment, ...]:
         kinds = zip(self._numbers, self._filled, strict=True)

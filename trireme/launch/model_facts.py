@@ -2,6 +2,7 @@
 when the job resumes.
 
 {"tensors": [[kind, name, shape, dtype, group], ...], "optimizer": {"name", "defaults", "groups"}}   (trainer_agent.script.inspect)
+Tensors that are not contiguous have their strides after the group.
 """
 
 from __future__ import annotations
@@ -50,11 +51,17 @@ def _tensors(old: list[Any] | None, new: list[Any] | None) -> str:
         return f"{KINDS[old[0]]} {old[1]} {_text(old)} was in the place of {KINDS[new[0]]} {new[1]} {_text(new)}"
     if old[2:4] != new[2:4]:
         return f"{KINDS[old[0]]} {old[1]} was {_text(old)}, now it is {_text(new)}"
+    if old[5:] != new[5:]:
+        return f"{KINDS[old[0]]} {old[1]} was {_order(old)}, now it is {_order(new)}"
     return f"{KINDS[old[0]]} {old[1]} was in optimizer group {old[4]}, now it is in {new[4]}"
 
 
 def _text(tensor: list[Any]) -> str:
     return f"{str(tensor[3]).removeprefix('torch.')} {tensor[2]}"
+
+
+def _order(tensor: list[Any]) -> str:
+    return f"laid out with strides {tensor[5]}" if tensor[5:] else "contiguous"
 
 
 def _optimizers(old: Facts, new: Facts) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from shared.errors import LayoutMismatch
 from shared.records.layout import ALIGNMENT_BYTES
+from trainer_agent.membership.initialise import check_layout
 from trainer_agent.model.flat import Vector, plan
 
 
@@ -96,3 +99,23 @@ def test_the_digest_depends_on_names_shapes_and_dtypes(build):
     }
     assert len(digests) == 4
     assert build().layout.digest == build().layout.digest
+
+
+CONVOLUTION = """
+    def model():
+        return nn.Sequential(nn.Conv2d({channels}, 4, {size}), nn.BatchNorm2d(4)).to(memory_format=torch.{format})
+"""
+
+
+def test_the_digest_depends_on_the_order_in_memory(build):
+    """A channels_last trainer would read a contiguous one's weights permuted."""
+
+    def layout(size, form, channels=3):
+        return build(model=CONVOLUTION.format(size=size, format=form, channels=channels)).layout
+
+    contiguous, channels_last = layout(2, "contiguous_format"), layout(2, "channels_last")
+    assert contiguous.segments == channels_last.segments
+    with pytest.raises(LayoutMismatch, match="different names, shapes, dtypes or memory formats"):
+        check_layout(channels_last, contiguous)
+    check_layout(channels_last, layout(2, "channels_last"))
+    check_layout(layout(1, "channels_last"), layout(1, "contiguous_format"))  # a kernel of 1 x 1 has one order in memory

@@ -78,6 +78,10 @@ MODEL = {
             {"tensors": [["param", "1.weight", [16, 8], "torch.float32", 0], MODEL["tensors"][1]]},
             "parameter 0.weight float32 [16, 8] was in the place of parameter 1.weight float32 [16, 8]",
         ),
+        (
+            {"tensors": [[*MODEL["tensors"][0], [1, 16]], MODEL["tensors"][1]]},
+            "parameter 0.weight was contiguous, now it is laid out with strides [1, 16]",
+        ),
         ({"optimizer": {"name": "SGD", "defaults": {}, "groups": []}}, "the optimizer was Adam, now it is SGD"),
         (
             {"optimizer": MODEL["optimizer"] | {"groups": [{"lr": 0.2}]}},
