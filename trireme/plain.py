@@ -28,7 +28,8 @@ from shared.records.datasets import Dataset
 from shared.runtime import clock
 from trainer_agent.data import Minibatch, default_collate, minibatch_indices, minibatches_in, open_dataset
 from trainer_agent.model.export import write_model
-from trainer_agent.model.minibatch import on_device, seed_everything
+from trainer_agent.model.flat import trained_parameters
+from trainer_agent.model.minibatch import BackwardGuard, on_device, seed_everything
 from trainer_agent.model.optimizer_spec import checked_scheduler
 from trainer_agent.model.torch_compute import checked_model, device_of
 from trainer_agent.script.user_module import UserModule
@@ -110,6 +111,11 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     model = checked_model(user.call("model")).to(device)
     optimizer = user.call("optimizer", model)
     scheduler = checked_scheduler(user.call("scheduler", optimizer)) if user.has("scheduler") else None
+    trained, guard = list(trained_parameters(model, optimizer).values()), BackwardGuard(user)
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(guard.permit)  # type: ignore[no-untyped-call]
+        for parameter in trained
+    ]
     result = PlainResult(model, optimizer)
     progress = _ProgressLines(spec, table.records, report)
     for epoch in range(spec.epochs):
@@ -118,8 +124,8 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
             seed_everything(step_seed(spec.seed, result.steps, 0))
             model.train()
             optimizer.zero_grad()
-            loss = user.call("loss", model, _batch(user, minibatch, device))
-            user.guard(loss.backward)
+            loss = guard.call("loss", model, _batch(user, minibatch, device))
+            guard.run(loss)
             if spec.clip_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), spec.clip_norm)
             user.guard(optimizer.step)
@@ -132,6 +138,8 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
         result.records += records
         result.losses.append(loss_sum / records)
         progress.update(epoch, result.steps, records, result.losses[-1], final=True)
+    for hook in hooks:
+        hook.remove()  # the model is the caller's now
     if spec.evaluation_dataset is not None:
         result.metrics = _evaluate(user, spec, spec.evaluation_dataset, model, device)
     return result

@@ -93,6 +93,7 @@ def test_the_result_is_that_of_a_loop_written_by_hand(tmp_path):
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert list(result.metrics) == ["loss"]
+    user.call("loss", result.model, {"x": x[:8], "y": y[:8]}).backward()  # the model is the caller's now
 
 
 def test_each_epoch_has_every_record_once_in_another_order(tmp_path):
@@ -132,6 +133,12 @@ def test_the_users_collate_gets_records(tmp_path):
     [
         ("def model(): return 3", {}, InvalidArgument, r"model\(\) returned int"),
         ("def loss(model, batch): return batch['z']", {}, UserCodeError, "KeyError: 'z'"),
+        (
+            "def loss(model, batch): model(batch['x']).sum().backward(); return model(batch['x']).mean()",
+            {},
+            UserCodeError,
+            r"the script calls backward\(\) itself; return the loss",
+        ),
         ("", {"y.npy": "none.npy"}, DatasetError, "none.npy does not exist"),
     ],
 )

@@ -140,7 +140,7 @@ def plan(model: nn.Module, optimizer: torch.optim.Optimizer, block_bytes: int, s
             f"the optimizer holds {len(foreign)} parameters that are not the model's",
             hint="optimizer(model) must use model.parameters()",
         )
-    trained = {name: p for name, p in named.items() if p.requires_grad and id(p) in group_of}
+    trained = trained_parameters(model, optimizer)
     if not trained:
         raise InvalidArgument(
             "the model has no parameter to train", hint="give the optimizer parameters that require gradients"
@@ -197,6 +197,12 @@ def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
 def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     """id of a parameter -> number of its group."""
     return {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+
+
+def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """The parameters that the optimizer steps, by name, in the model's order."""
+    group_of = groups_of(optimizer)
+    return {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) in group_of}
 
 
 class _Builder:

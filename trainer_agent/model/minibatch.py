@@ -37,6 +37,42 @@ class UserCode(Protocol):
     def error_of(self, error: BaseException) -> UserCodeError: ...
 
 
+OWN_BACKWARD = (
+    "the script calls backward() itself; return the loss, and Trireme calls backward() on it "
+    "(for gradients that the loss needs, use torch.autograd.grad)"
+)
+
+
+class BackwardGuard:
+    """Only `run` may make gradients of parameters. Those of a backward() in the user's code would be taken for the minibatch's:
+    half gradients would be pushed, or some counted twice. The parameters' hooks call `permit`."""
+
+    def __init__(self, user: UserCode) -> None:
+        self._user = user
+        self._running = self._refused = False
+
+    def permit(self, _: torch.Tensor | None = None) -> None:
+        """Raises RuntimeError in a backward() that is not `run`'s."""
+        if not self._running:
+            self._refused = True
+            raise RuntimeError(OWN_BACKWARD)
+
+    def call(self, hook: str, *arguments: Any) -> Any:
+        """Call the user's function. Raises UserCodeError if it called backward(), even if it caught what that raised."""
+        self._refused = False
+        found = self._user.call(hook, *arguments)
+        if self._refused:
+            raise self._user.error_of(RuntimeError(OWN_BACKWARD))
+        return found
+
+    def run(self, loss: torch.Tensor) -> None:
+        self._running = True
+        try:
+            self._user.guard(loss.backward)
+        finally:
+            self._running = False
+
+
 class MinibatchRunner:
     """Runs in one thread. `parameters`: those of `plan`, in its order."""
 
@@ -51,6 +87,7 @@ class MinibatchRunner:
         self._finish: Callable[[int], object] = bool
         self._missing: list[int] | None = None  # by block: gradients not made yet; None: not counted in this backward
         self._may_overlap = False
+        self._guard = BackwardGuard(user)
         self._blocks_of = [plan.blocks_of(place) for place in plan.parameters]
         self._members = [0] * len(plan.blocks)
         for blocks in self._blocks_of:
@@ -76,9 +113,9 @@ class MinibatchRunner:
         self._buffers.load(current)
         seed_everything(seed)
         self._model.train()
-        loss = self._checked(self._user.call("loss", self._model, self._batch(records)))
+        loss = self._checked(self._guard.call("loss", self._model, self._batch(records)))
         self._made = [0] * len(self._parameters)
-        self._user.guard(loss.backward)
+        self._guard.run(loss)
         self._check_made()
         self._missing = None
         for view, made in zip(self.gradient_views, self._made, strict=True):
@@ -96,9 +133,9 @@ class MinibatchRunner:
         with torch.no_grad():
             batch = self._batch(records)
             if self._user.has("evaluate"):
-                sums = self._user.call("evaluate", self._model, batch)
+                sums = self._guard.call("evaluate", self._model, batch)
             else:
-                sums = {"loss": self._user.call("loss", self._model, batch) * len(records), "records": len(records)}
+                sums = {"loss": self._guard.call("loss", self._model, batch) * len(records), "records": len(records)}
         return self._numbers("evaluate(model, batch)", sums)
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
@@ -154,6 +191,7 @@ class MinibatchRunner:
     def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
         """The first gradient that autograd makes is copied to its view; later parts are added there. If `grad` were the view
         from the start, autograd would add to zeros, which had to be written before."""
+        self._guard.permit()
         view = self.gradient_views[index]
         if parameter.grad is not view:
             assert parameter.grad is not None

@@ -64,3 +64,58 @@ async def test_sums_that_are_no_numbers_are_refused(build):
     compute = build(evaluation="def evaluate(model, batch):\n    return [1]\n")
     with pytest.raises(UserCodeError, match=r"evaluate\(model, batch\) returned list; return a dict of numbers"):
         await compute.evaluate(records(4))
+
+
+LOSS = """
+import contextlib
+
+def loss(model, batch):
+    if batch["x"].max() > 100:
+        CALL
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+"""
+LARGE = [record | {"x": record["x"] + 1000} for record in records(4)]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "model(batch['x']).sum().backward()",
+        "model(batch['x']).sum().backward(); model.zero_grad()",
+        "with contextlib.suppress(Exception): model(batch['x']).sum().backward()",
+    ],
+)
+async def test_backward_in_the_users_loss_is_refused_and_no_block_is_finished(build, call):
+    compute, finished = build(loss=LOSS.replace("CALL", call)), []
+    everything = [block.number for block in compute.plan.blocks]
+    for _ in range(2):  # from the second backward on, blocks are finished while it runs
+        await compute.gradient((0, 1), 0, 0, records(4), finished.append)
+        expected = [bytes(compute.contribution((0, 1), block)) for block in everything]
+        compute.forget_nodes()
+    finished.clear()
+    with pytest.raises(UserCodeError, match=r"the script calls backward\(\) itself; return the loss"):
+        await compute.gradient((0, 1), 0, 0, LARGE, finished.append)
+    assert finished == []
+    compute.forget_nodes()
+    await compute.gradient((0, 1), 0, 0, records(4), finished.append)
+    assert sorted(finished) == everything
+    assert [bytes(compute.contribution((0, 1), block)) for block in everything] == expected
+
+
+async def test_the_users_loss_may_use_the_gradient_of_its_input(build):
+    penalty = "torch.autograd.grad(model(batch['x'].requires_grad_()).sum(), batch['x'], create_graph=True)"
+    compute = build(loss=LOSS.replace("CALL", penalty))
+    result = await compute.gradient((0, 1), 0, 0, LARGE, bool)
+    assert result.records == 4
+
+
+async def test_backward_in_the_users_evaluation_is_refused(build):
+    code = """
+        def evaluate(model, batch):
+            with torch.enable_grad():
+                model(batch["x"]).sum().backward()
+            return {"n": 1}
+        """
+    compute = build(evaluation=code)
+    with pytest.raises(UserCodeError, match=r"the script calls backward\(\) itself"):
+        await compute.evaluate(records(4))
