@@ -127,7 +127,7 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
             loss = guard.call("loss", model, _batch(user, minibatch, device))
             guard.run(loss)
             if spec.clip_norm is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), spec.clip_norm)
+                nn.utils.clip_grad_norm_(trained, spec.clip_norm)
             user.guard(optimizer.step)
             if scheduler is not None:
                 user.guard(scheduler.step)

@@ -10,6 +10,8 @@ import torch
 from shared.records import Phase
 from tests.trainer_agent.cluster import cluster, trained
 from tests.trainer_agent.scripts import differing, spec_for, train_plainly, write_script
+from trainer_agent.script.user_module import load
+from trireme.plain import run
 
 OPTIMIZERS = {
     "sgd": "torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)",
@@ -50,6 +52,15 @@ async def test_clipping_is_that_of_plain_pytorch(tmp_path):
     clipped = train_plainly(script, spec)
     assert differing(await trained(spec), clipped) == []
     assert differing(train_plainly(script, spec_for(script)), clipped) != []
+
+
+async def test_clipping_counts_the_optimizers_parameters_alone_as_in_one_process(tmp_path):
+    """Others may have gradients too, which nobody sets to zero: their norm would grow from step to step."""
+    script = write_script(
+        tmp_path, optimizer=returning("optimizer", "model", "torch.optim.SGD(model[4:].parameters(), lr=0.1)")
+    )
+    spec = spec_for(script, clip_norm=0.05)
+    assert differing(await trained(spec), dict(run(load(script), spec).model.state_dict())) == []
 
 
 async def test_groups_of_options_and_tied_weights_are_those_of_plain_pytorch(tmp_path):
