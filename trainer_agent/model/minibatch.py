@@ -7,9 +7,11 @@ While backward runs, a hook at each parameter tells which blocks of the flat vec
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import random
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -224,11 +226,32 @@ def seed_everything(seed: int) -> None:
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
+    """`batch` with its tensors on `device`, in containers of the same kinds: lists, tuples, named tuples, dataclasses, mappings,
+    and objects that have their own `to(device)`. Other objects are left alone."""
     match batch:
         case torch.Tensor():
             return batch.to(device, non_blocking=True)
+        case _ if callable(getattr(batch, "to", None)) and not isinstance(batch, type):
+            return batch.to(device)
         case Mapping():
-            return {name: on_device(value, device) for name, value in batch.items()}
+            return _like(batch, {name: on_device(value, device) for name, value in batch.items()})
+        case tuple() if hasattr(batch, "_make"):
+            return batch._make(on_device(value, device) for value in batch)
         case tuple() | list():
             return type(batch)(on_device(value, device) for value in batch)
+        case _ if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+            moved = copy.copy(batch)
+            for field in dataclasses.fields(batch):
+                object.__setattr__(moved, field.name, on_device(getattr(batch, field.name), device))  # also if frozen
+            return moved
     return batch
+
+
+def _like(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
+    """`values`, which have the keys of `batch`, in a mapping of its kind. A mapping that cannot be written becomes a dict."""
+    if type(batch) is dict or not isinstance(batch, MutableMapping):
+        return values
+    moved = copy.copy(batch)
+    for name, value in values.items():
+        moved[name] = value
+    return moved

@@ -118,4 +118,6 @@ def test_the_digest_depends_on_the_order_in_memory(build):
     with pytest.raises(LayoutMismatch, match="different names, shapes, dtypes or memory formats"):
         check_layout(channels_last, contiguous)
     check_layout(channels_last, layout(2, "channels_last"))
-    check_layout(layout(1, "channels_last"), layout(1, "contiguous_format"))  # a kernel of 1 x 1 has one order in memory
+    check_layout(
+        layout(1, "channels_last"), layout(1, "contiguous_format")
+    )  # a kernel of 1 x 1 has one order in memory

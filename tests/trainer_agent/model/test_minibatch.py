@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+import types
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
 import pytest
+import torch
 
 from shared.errors import InvalidArgument, UserCodeError
 from tests.trainer_agent.scripts import records
+from trainer_agent.model.minibatch import on_device
 
 
 @pytest.mark.parametrize(
@@ -119,3 +127,79 @@ async def test_backward_in_the_users_evaluation_is_refused(build):
     compute = build(evaluation=code)
     with pytest.raises(UserCodeError, match=r"the script calls backward\(\) itself"):
         await compute.evaluate(records(4))
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Any
+    name: str = "batch"
+
+
+@dataclasses.dataclass
+class Padded:
+    x: Any
+    length: int = dataclasses.field(init=False, default=7)
+
+
+class Encoding(collections.UserDict[str, Any]):
+    """A mapping with an attribute and a `to` that returns nothing new, as those of tokenizers."""
+
+    def to(self, device: torch.device) -> Encoding:
+        self.data = {name: value.to(device) for name, value in self.data.items()}
+        return self
+
+
+@pytest.mark.parametrize(
+    "pack",
+    [
+        lambda x: x,
+        lambda x: [x, 3],
+        lambda x: (x, "text"),
+        lambda x: Pair(x, None),
+        Frozen,
+        Padded,
+        lambda x: {"x": [Pair(x, 1)]},
+        lambda x: collections.OrderedDict(x=x),
+        lambda x: collections.defaultdict(list, x=x),
+        lambda x: collections.UserDict(x=x),
+        lambda x: Encoding(x=x),
+    ],
+)
+def test_a_batch_moves_to_a_device_in_containers_of_the_same_kind(pack):
+    here, there = torch.ones(3), torch.device("meta")
+    moved, expected = on_device(pack(here), there), pack(here.to(there))
+    assert described(moved) == described(expected)
+
+
+def test_what_knows_how_to_move_itself_does():
+    moved = on_device((torch.nn.utils.rnn.pack_sequence([torch.ones(3)]), 1), torch.device("meta"))[0]
+    assert (moved.data.device.type, moved.batch_sizes.device.type) == ("meta", "cpu")
+
+
+def described(batch):
+    """Kinds, devices and other values, all the way down."""
+    match batch:
+        case torch.Tensor():
+            return str(batch.device), tuple(batch.shape)
+        case list() | tuple():
+            return type(batch), [described(value) for value in batch]
+        case Mapping():
+            return type(batch), {name: described(value) for name, value in batch.items()}
+        case Frozen() | Padded():
+            return type(batch), [described(getattr(batch, f.name)) for f in dataclasses.fields(batch)]
+    return batch
+
+
+def test_the_users_own_containers_stay_as_they_are():
+    batches = [Padded(torch.ones(3)), collections.UserDict(x=torch.ones(3)), [torch.ones(3)]]
+    before = [described(batch) for batch in batches]
+    for batch in batches:
+        on_device(batch, torch.device("meta"))
+    assert [described(batch) for batch in batches] == before
+    assert on_device(types.MappingProxyType({"x": torch.ones(3)}), torch.device("meta"))["x"].device.type == "meta"
+    assert on_device(Padded, torch.device("meta")) is Padded
