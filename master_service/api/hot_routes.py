@@ -12,12 +12,13 @@ from __future__ import annotations
 import hmac
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
 
 from pydantic import ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from master_service.api.problems import CONTENT_TYPE, problem_of, problem_of_bug, request_id_of
-from master_service.api.resources import Empty
+from master_service.api.resources import Empty, Problem
 from master_service.api.routes.dependencies import answered
 from master_service.leadership.master import Master
 from shared.errors import TriremeError
@@ -33,7 +34,8 @@ class _Unusual(Exception):
     """FastAPI shall handle this request."""
 
 
-Served = Callable[[bytes], Awaitable[Record]]
+Served = Callable[[bytes], Awaitable[Record | None]]
+Reporting = Callable[[str, Any], Awaitable[Record | None]]
 
 
 class DirectTaskLeases:
@@ -42,6 +44,11 @@ class DirectTaskLeases:
     def __init__(self, app: ASGIApp, master: Master, token: str, *, max_body_bytes: int) -> None:
         self._app, self._master, self._max_body_bytes = app, master, max_body_bytes
         self._authorization = f"Bearer {token}".encode() if token else b""
+        self._reports: dict[str, tuple[type[Record], Reporting]] = {
+            "progress": (TaskProgress, master.report_progress),
+            "complete": (CompleteTask, master.complete_task),
+            "fail": (FailTask, master.fail_task),
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"]) if scope["type"] == "http" else {}
@@ -59,17 +66,18 @@ class DirectTaskLeases:
             return
         request_id = request_id_of(headers)
         try:
-            answer: Record = await answered(call)
-            status, content_type = 200, b"application/json"
+            report = await answered(call)
+            answer: Record = report or Empty()
         except TriremeError as error:
             answer = problem_of(error, request_id)
-            status, content_type = answer.status, CONTENT_TYPE.encode()
         except Exception:  # a bug: the master goes on, the caller gets a problem
             log.exception("request_failed", request_id=request_id, path=scope["path"])
             answer = problem_of_bug(request_id)
-            status, content_type = answer.status, CONTENT_TYPE.encode()
+        status, content_type = 200, "application/json"
+        if isinstance(answer, Problem):
+            status, content_type = answer.status, CONTENT_TYPE
         body = answer.__pydantic_serializer__.to_json(answer)
-        head = [(b"content-length", b"%d" % len(body)), (b"content-type", content_type)]
+        head = [(b"content-length", b"%d" % len(body)), (b"content-type", content_type.encode())]
         head.append((b"x-request-id", request_id.encode()))
         await send({"type": "http.response.start", "status": status, "headers": head})
         await send({"type": "http.response.body", "body": body})
@@ -91,36 +99,18 @@ class DirectTaskLeases:
         empty, task_id, action = f"{path[len(PREFIX) :]}//".split("/")[:3]
         if empty or not task_id or path != f"{PREFIX}/{task_id}/{action}":
             return None
-        match action:
-            case "progress":
-                return partial(self._progress, task_id)
-            case "complete":
-                return partial(self._complete, task_id)
-            case "fail":
-                return partial(self._fail, task_id)
-        return None
+        return partial(self._report, task_id, *self._reports[action]) if action in self._reports else None
 
     # ------------------------------------------------------------ each raises ValidationError or _Unusual before it awaits
 
-    def _acquire(self, idempotency_key: bytes | None, body: bytes) -> Awaitable[Record]:
+    def _acquire(self, idempotency_key: bytes | None, body: bytes) -> Awaitable[Record | None]:
         ask = AcquireTask.model_validate_json(body)
         if idempotency_key is not None and (len(ask.request) > 200 or idempotency_key != ask.request.encode("utf-8")):
             raise _Unusual
         return self._master.acquire_task(ask)
 
-    def _progress(self, task_id: str, body: bytes) -> Awaitable[Record]:
-        return _done(self._master.report_progress(task_id, TaskProgress.model_validate_json(body)))
-
-    def _complete(self, task_id: str, body: bytes) -> Awaitable[Record]:
-        return self._master.complete_task(task_id, CompleteTask.model_validate_json(body))
-
-    def _fail(self, task_id: str, body: bytes) -> Awaitable[Record]:
-        return _done(self._master.fail_task(task_id, FailTask.model_validate_json(body)))
-
-
-async def _done(call: Awaitable[None]) -> Empty:
-    await call
-    return Empty()
+    def _report(self, task_id: str, kind: type[Record], report: Reporting, body: bytes) -> Awaitable[Record | None]:
+        return report(task_id, kind.model_validate_json(body))
 
 
 def _again(messages: list[Message], receive: Receive) -> Receive:

@@ -32,7 +32,7 @@ def problem_response(problem: Problem, headers: dict[str, str] | None = None) ->
 
 def problem_of(error: TriremeError, request_id: str) -> Problem:
     return Problem(
-        title=HTTPStatus(error.status).phrase if error.status in _STATUSES else "Error",
+        title=HTTPStatus(error.status).phrase,
         status=error.status,
         detail=error.message,
         code=error.code,
@@ -45,15 +45,8 @@ def problem_of(error: TriremeError, request_id: str) -> Problem:
 
 def problem_of_bug(request_id: str) -> Problem:
     """The answer to a request that met a bug; the log has the details."""
-    return Problem(
-        title="Internal Server Error",
-        status=500,
-        detail="the master failed at this request; its log has the reason",
-        code=TriremeError.code,
-        retryable=False,
-        hint=f"look for {request_id} in the master's log",
-        request_id=request_id,
-    )
+    hint = f"look for {request_id} in the master's log"
+    return problem_of(TriremeError("the master failed at this request; its log has the reason", hint=hint), request_id)
 
 
 def install(app: FastAPI) -> None:
@@ -106,9 +99,6 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(HTTPException, on_http)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
-
-
-_STATUSES = {status.value for status in HTTPStatus}
 
 
 def _request_id(request: Request) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from master_service.leadership.master import Master
@@ -13,9 +13,7 @@ from shared.runtime import clock
 
 
 def exposition(master: Master) -> bytes:
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(master))
-    return generate_latest(registry)
+    return generate_latest(_Collector(master))
 
 
 class _Collector:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Sequence
+from typing import TypeVar
 
 from master_service.api.resources import (
     CheckpointDetails,
@@ -26,11 +26,13 @@ from master_service.core.state.job import Job
 from master_service.core.state.metrics import Metrics
 from master_service.leadership.master import Master
 from shared.errors import InvalidArgument, NotFound
-from shared.records import Mode, PserverMember, Stage, TaskKind, TrainerMember
+from shared.records import DiscardedTask, Mode, PserverMember, RequeuedTask, Stage, TaskKind, TrainerMember
 from shared.records.checkpoints import CheckpointRef
 from shared.runtime import clock
 
 SCANNED_AT_ONCE = 10_000
+
+T = TypeVar("T")
 
 
 def job(job: Job, metrics: Metrics, master: MasterView) -> JobView:
@@ -101,15 +103,13 @@ def tasks(job: Job, kind: TaskKind, state: str | None, page_size: int, page_toke
     start, now = _offset(page_token), clock.monotonic()
     if state in ("PENDING", "REQUEUED"):
         ids = sorted(queue.pending if state == "PENDING" else queue.requeued, key=queue.streams.number)
-        chosen = ids[start : start + page_size]
-        more = start + page_size < len(ids)
+        chosen, token = _page(ids, start, page_size)
         views = tuple(_task_view(queue, task_id, state, now) for task_id in chosen)
-        return TaskPage(tasks=views, next_page_token=str(start + page_size) if more else "")
+        return TaskPage(tasks=views, next_page_token=token)
     if state == "DISCARDED":
-        lost = sorted(queue.discarded)
-        page = tuple(_discarded_view(queue, *key) for key in lost[start : start + page_size])
-        more = start + page_size < len(lost)
-        return TaskPage(tasks=page, next_page_token=str(start + page_size) if more else "")
+        lost, token = _page(sorted(queue.discarded), start, page_size)
+        views = tuple(_task_view(queue, task_id, state, now, epoch) for epoch, task_id in lost)
+        return TaskPage(tasks=views, next_page_token=token)
     found: list[TaskView] = []
     number = start
     while number < min(queue.total, start + SCANNED_AT_ONCE) and len(found) < page_size:
@@ -121,56 +121,35 @@ def tasks(job: Job, kind: TaskKind, state: str | None, page_size: int, page_toke
     return TaskPage(tasks=tuple(found), next_page_token=str(number) if number < queue.total else "")
 
 
-def _task_view(queue: TaskQueue, task_id: str, state: str, now: float) -> TaskView:
-    stream, index = queue.streams.place(queue.current, task_id)
-    task = queue.streams.task(task_id, 0, queue.current, stream, index)
+def _task_view(queue: TaskQueue, task_id: str, state: str, now: float, epoch: int | None = None) -> TaskView:
+    """`epoch`: of a discarded task, if it is not the current one."""
+    epoch = queue.current if epoch is None else epoch
+    stream, index = queue.streams.place(epoch, task_id)
+    task = queue.streams.task(task_id, 0, epoch, stream, index)
     where: dict[str, object] = {"file": task.file, "first": task.first, "count": task.count}
-    where |= {"task_id": task_id, "kind": queue.kind, "state": state, "epoch": queue.current}
+    where |= {"task_id": task_id, "kind": queue.kind, "state": state, "epoch": epoch}
     where |= {"stream": stream, "index": index}
-    held, back = queue.pending.get(task_id), queue.requeued.get(task_id)
-    if held is not None:
+    back: RequeuedTask | DiscardedTask | None = queue.requeued.get(task_id)
+    if state == "DISCARDED":
+        back = queue.discarded[epoch, task_id].task
+    elif held := queue.pending.get(task_id):
         record = held.record
         where |= {"attempt": record.attempt, "failures": record.failures, "trainer": record.trainer}
         where |= {"minibatches": held.minibatches, "silent_s": round(now - held.last_sign, 3)}
         where |= {"remaining_s": round(held.deadline - now, 3)}
-    elif back is not None:
+    if back is not None:
         where |= {"attempt": back.attempts, "failures": back.failures, "cause": back.cause}
-    elif state == "DISCARDED":
-        return _discarded_view(queue, queue.current, task_id)
     return TaskView.model_validate(where)
-
-
-def _discarded_view(queue: TaskQueue, epoch: int, task_id: str) -> TaskView:
-    lost = queue.discarded[epoch, task_id].task
-    stream, index = queue.streams.place(epoch, task_id)
-    task = queue.streams.task(task_id, lost.attempts, epoch, stream, index)
-    return TaskView(
-        task_id=task_id,
-        kind=queue.kind,
-        state="DISCARDED",
-        epoch=epoch,
-        stream=stream,
-        index=index,
-        file=task.file,
-        first=task.first,
-        count=task.count,
-        attempt=lost.attempts,
-        failures=lost.failures,
-        cause=lost.cause,
-    )
 
 
 # ------------------------------------------------------------------ members
 
 
 def members(job: Job, page_size: int, page_token: str) -> MemberPage:
-    start = _offset(page_token)
-    everyone: Iterator[TrainerMember | PserverMember] = iter(
-        [*(job.members.pservers[index] for index in sorted(job.members.pservers)), *job.members.trainers.values()]
-    )
-    page = [member_view(job, member) for member in islice(everyone, start, start + page_size)]
-    more = next(everyone, None) is not None
-    return MemberPage(members=tuple(page), next_page_token=str(start + page_size) if more else "")
+    pservers = [job.members.pservers[index] for index in sorted(job.members.pservers)]
+    everyone: list[PserverMember | TrainerMember] = [*pservers, *job.members.trainers.values()]
+    page, token = _page(everyone, _offset(page_token), page_size)
+    return MemberPage(members=tuple(member_view(job, member) for member in page), next_page_token=token)
 
 
 def member_view(job: Job, member: TrainerMember | PserverMember) -> MemberView:
@@ -203,11 +182,8 @@ def member_view(job: Job, member: TrainerMember | PserverMember) -> MemberView:
 
 def checkpoints(job: Job, page_size: int, page_token: str) -> CheckpointPage:
     kept = job.members.latest.kept if job.members.latest else ()
-    start = _offset(page_token)
-    page = tuple(_checkpoint(job, ref) for ref in kept[start : start + page_size])
-    return CheckpointPage(
-        checkpoints=page, next_page_token=str(start + page_size) if len(kept) > start + page_size else ""
-    )
+    page, token = _page(kept, _offset(page_token), page_size)
+    return CheckpointPage(checkpoints=tuple(_checkpoint(job, ref) for ref in page), next_page_token=token)
 
 
 async def checkpoint_details(master: Master, checkpoint_id: str) -> CheckpointDetails:
@@ -241,11 +217,16 @@ def metrics(kept: Metrics, metric: str, page_size: int, page_token: str) -> Metr
     if series is None:
         raise NotFound(f"metric {metric} does not exist; there are step_loss and epoch_loss")
     after = _offset(page_token) if page_token else -1
-    numbers: Iterable[int] = sorted(number for number in series if number > after)
-    chosen = list(islice(numbers, page_size + 1))
-    points = [MetricPoint(number=n, loss=series[n].loss, records=series[n].records) for n in chosen[:page_size]]
-    more = len(chosen) > page_size
-    return MetricPage(metric=metric, points=tuple(points), next_page_token=str(points[-1].number) if more else "")
+    numbers = sorted(number for number in series if number > after)
+    page, more = _page(numbers, 0, page_size)
+    points = tuple(MetricPoint(number=n, loss=series[n].loss, records=series[n].records) for n in page)
+    return MetricPage(metric=metric, points=points, next_page_token=str(page[-1]) if more else "")
+
+
+def _page(items: Sequence[T], start: int, page_size: int) -> tuple[Sequence[T], str]:
+    """The items from `start` on, and the token of the next page, empty if there is none."""
+    end = start + page_size
+    return items[start:end], str(end) if end < len(items) else ""
 
 
 def _offset(page_token: str) -> int:

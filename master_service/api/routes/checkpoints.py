@@ -6,9 +6,11 @@ needs torch and the job's script, which a master does not load.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
+from dataclasses import dataclass
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Request, Response
+from fastapi import APIRouter, Depends, Header, Request, Response
 
 from master_service.api import render
 from master_service.api.resources import CheckpointDetails, CheckpointPage, CreateCheckpoint
@@ -21,20 +23,37 @@ router = APIRouter(prefix="/v1/checkpoints", tags=["checkpoints"])
 Key = Annotated[str, Header(alias="Idempotency-Key", max_length=200, description="the same key is the same operation")]
 
 
+@dataclass(frozen=True)
+class _Asking:
+    """What every request for an operation brings. `by`: for people, who asks."""
+
+    master: Master
+    response: Response
+    key: str
+    by: str
+    wait_s: float
+
+    async def begin(self, call: Awaitable[Operation]) -> Operation:
+        begun = await answered(call)
+        self.response.headers["Location"] = f"/v1/operations/{begun.operation_id}"
+        return await self.master.term.operations.wait(begun.operation_id, self.wait_s)
+
+
+async def _asking(
+    master: MasterOf, request: Request, response: Response, idempotency_key: Key = "", wait_s: WaitS = 0.0
+) -> _Asking:
+    by = f"asked by {request.client.host if request.client else 'REST'}"
+    return _Asking(master, response, idempotency_key, by, wait_s)
+
+
+Asking = Annotated[_Asking, Depends(_asking)]
+
+
 @router.post("", operation_id="createCheckpoint", status_code=202)
-async def create_checkpoint(
-    master: MasterOf,
-    request: Request,
-    response: Response,
-    asked: CreateCheckpoint | None = None,
-    idempotency_key: Key = "",
-    wait_s: WaitS = 0.0,
-) -> Operation:
+async def create_checkpoint(master: MasterOf, asking: Asking, asked: CreateCheckpoint | None = None) -> Operation:
     """Save one of the next steps; training does not stop for it. While one is being made, that one's operation answers."""
-    asked = asked or CreateCheckpoint()
-    cause = asked.cause or _asked_by(request)
-    begun = await answered(master.term.operations.create_checkpoint(idempotency_key, cause, asked.limit_s))
-    return await _waited(master, response, begun, wait_s)
+    asked, operations = asked or CreateCheckpoint(), master.term.operations
+    return await asking.begin(operations.create_checkpoint(asking.key, asked.cause or asking.by, asked.limit_s))
 
 
 @router.get("", operation_id="listCheckpoints")
@@ -50,41 +69,13 @@ async def get_checkpoint(master: MasterOf, checkpoint_id: str) -> CheckpointDeta
 
 
 @router.post("/{checkpoint_id}/verify", operation_id="verifyCheckpoint", status_code=202)
-async def verify_checkpoint(
-    master: MasterOf,
-    request: Request,
-    response: Response,
-    checkpoint_id: str,
-    idempotency_key: Key = "",
-    wait_s: WaitS = 0.0,
-) -> Operation:
+async def verify_checkpoint(master: MasterOf, asking: Asking, checkpoint_id: str) -> Operation:
     """Read every part and compare its checksum; the operation is FAILED if one is not as it was written."""
-    operations = master.term.operations
-    begun = await answered(operations.verify_checkpoint(idempotency_key, _asked_by(request), checkpoint_id))
-    return await _waited(master, response, begun, wait_s)
+    return await asking.begin(master.term.operations.verify_checkpoint(asking.key, asking.by, checkpoint_id))
 
 
 @router.post("/{checkpoint_id}/restore", operation_id="restoreCheckpoint", status_code=202)
-async def restore_checkpoint(
-    master: MasterOf,
-    request: Request,
-    response: Response,
-    checkpoint_id: str,
-    idempotency_key: Key = "",
-    wait_s: WaitS = 0.0,
-) -> Operation:
+async def restore_checkpoint(master: MasterOf, asking: Asking, checkpoint_id: str) -> Operation:
     """The whole job goes back to that step and continues from there. The files are verified before anything is stopped."""
-    operations = master.term.operations
-    begun = await answered(
-        operations.restore_checkpoint(idempotency_key, f"restore {_asked_by(request)}", checkpoint_id)
-    )
-    return await _waited(master, response, begun, wait_s)
-
-
-def _asked_by(request: Request) -> str:
-    return f"asked by {request.client.host}" if request.client else "asked by REST"
-
-
-async def _waited(master: Master, response: Response, begun: Operation, wait_s: float) -> Operation:
-    response.headers["Location"] = f"/v1/operations/{begun.operation_id}"
-    return await master.term.operations.wait(begun.operation_id, wait_s)
+    cause = f"restore {asking.by}"
+    return await asking.begin(master.term.operations.restore_checkpoint(asking.key, cause, checkpoint_id))
