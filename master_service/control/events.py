@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 
 from master_service.core.changes import Event
 from shared.records import Record
@@ -61,11 +62,9 @@ class EventRing:
 
     async def next(self, limit_s: float) -> None:
         """Wait for something new, at most `limit_s`."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await self._arrived.wait()
-        except TimeoutError:
-            pass
 
     async def wait(self, event_id: int, limit: int, wait_s: float) -> list[EventRecord]:
         """As `after`; if there are none, wait for one at most `wait_s`."""

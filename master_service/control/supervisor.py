@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import asyncio
 
-from master_service.control.events import EventRing
 from master_service.control.operation_runner import OperationRunner
 from master_service.control.pause_runner import PauseRunner
 from master_service.control.recovery import Recovery
+from master_service.control.task_service import TaskService
 from master_service.core.changes import Decision
 from master_service.core.decisions import membership, tasks
 from master_service.core.state.job import Job
-from master_service.core.state.metrics import Metrics
 from master_service.storage.job_storage import JobStorage
 from master_service.store.writer import Writer
 from shared.errors import NotLeader, PeerError
-from shared.etcd import Etcd, Lease
-from shared.keys import Keys
+from shared.etcd import Lease
 from shared.runtime import clock, ids, telemetry
 
 SWEEP_S = 1.0
@@ -33,21 +31,12 @@ log = telemetry.logger("supervisor")
 class Supervisor:
     """Of one term. `members_changed` after each change of `writer.job.members`."""
 
-    def __init__(
-        self,
-        etcd: Etcd,
-        keys: Keys,
-        writer: Writer,
-        lease: Lease,
-        storage: JobStorage,
-        metrics: Metrics,
-        events: EventRing,
-    ) -> None:
-        self.operations = OperationRunner(writer, storage, events)
-        self._etcd, self._writer = etcd, writer
+    def __init__(self, service: TaskService, writer: Writer, lease: Lease, storage: JobStorage) -> None:
+        self.operations = OperationRunner(writer, storage, service.events)
+        self._etcd, self._writer = service.etcd, writer
         self._changed = asyncio.Event()
-        self._recovery = Recovery(etcd, keys, writer, storage, metrics)
-        self._pauses = PauseRunner(keys, writer, lease, on_end=self._changed.set)
+        self._recovery = Recovery(service.etcd, service.keys, writer, storage, service.metrics)
+        self._pauses = PauseRunner(service.keys, writer, lease, on_end=self._changed.set)
 
     async def run(self) -> None:
         """Until the writer's term ends (raises NotLeader in an ExceptionGroup) or cancelled."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
+from dataclasses import KW_ONLY, dataclass, field
 
 from master_service.control.events import EventRing
 from master_service.core.changes import Event, Fields
@@ -11,6 +12,7 @@ from master_service.core.decisions import tasks
 from master_service.core.decisions.lifecycle import count_failure
 from master_service.core.state.job import Job
 from master_service.core.state.metrics import Metrics
+from master_service.storage.job_storage import FileStorage, JobStorage
 from master_service.store.writer import Writer
 from shared.errors import NotFound
 from shared.etcd import Etcd
@@ -20,6 +22,7 @@ from shared.records import (
     Completed,
     CompleteTask,
     FailTask,
+    JobSpec,
     MetricBatch,
     PserverMember,
     TaskAnswer,
@@ -28,20 +31,27 @@ from shared.records import (
     TrainerMember,
     UserFailure,
 )
-from shared.runtime import clock
+from shared.runtime import clock, http
 
 Probe = Callable[[str], Awaitable[bool]]
 
 
+@dataclass(eq=False, repr=False)
 class TaskService(ABC):
-    """`probe(url)`: whether nothing listens there."""
+    """`spec` is needed for a job's first leader only. `probe(url)`: whether nothing listens there."""
 
-    def __init__(self, etcd: Etcd, keys: Keys, probe: Probe) -> None:
-        self.keys = keys
-        self.events = EventRing()
-        self.metrics = Metrics()
-        self._etcd, self._probe = etcd, probe
-        self._probing: set[str] = set()
+    etcd: Etcd
+    keys: Keys
+    _: KW_ONLY
+    name: str
+    url: str
+    spec: JobSpec | None = None
+    ttl_s: float = 3.0
+    storage: Callable[[JobSpec], JobStorage] = FileStorage
+    probe: Probe = http.refuses_connections
+    events: EventRing = field(init=False, default_factory=EventRing)
+    metrics: Metrics = field(init=False, default_factory=Metrics)
+    _probing: set[str] = field(init=False, default_factory=set)
 
     @property
     @abstractmethod
@@ -66,7 +76,7 @@ class TaskService(ABC):
 
     async def report_progress(self, task_id: str, report: TaskProgress) -> None:
         """Moves the deadline. Nothing is written to etcd. Raises StaleAttempt, NotFound."""
-        queue = tasks.report_progress(self.job, task_id, report).answer
+        queue = tasks.report_progress(self.job, task_id, report)
         queue.sign_of_life(task_id, report.minibatches, clock.monotonic())
 
     async def complete_task(self, task_id: str, report: CompleteTask) -> Completed:
@@ -83,8 +93,7 @@ class TaskService(ABC):
 
     async def fail_task(self, task_id: str, report: FailTask) -> None:
         """Counts against the task, and before the first step against the job. Raises StaleAttempt, NotFound."""
-        writer = self.writer
-        await writer.decide(lambda job, _: tasks.fail_task(job, task_id, report))
+        await self.writer.decide(lambda job, _: tasks.fail_task(job, task_id, report))
 
     async def report_failure(self, member_id: str, failure: UserFailure) -> None:
         """The user's code failed outside a task (building the model, say)."""
@@ -101,20 +110,19 @@ class TaskService(ABC):
 
         Answers whether one was dead. A member that listens, or does not answer, keeps its lease. Raises NotFound.
         """
-        suspects = self.find_members(member_id)
         dead = False
-        for suspect in suspects:
+        for suspect in self.find_members(member_id):
             if suspect.url in self._probing:
                 continue
             self._probing.add(suspect.url)
             try:
-                refused = await self._probe(suspect.url)
+                refused = await self.probe(suspect.url)
             finally:
                 self._probing.discard(suspect.url)
             if refused and suspect.lease:
                 message = f"{member_id} refuses connections at {suspect.url}: its lease is revoked"
                 self.events.add([Event("member_dead", message, {"member": member_id, "url": suspect.url})])
-                await self._etcd.revoke(suspect.lease)
+                await self.etcd.revoke(suspect.lease)
                 dead = True
         return dead
 

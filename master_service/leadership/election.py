@@ -6,7 +6,7 @@ A candidate that finds the holder's port closed revokes the holder's lease, so t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 
 from master_service.control.task_service import Probe
 from shared.errors import TriremeError
@@ -107,15 +107,8 @@ async def _revoke(lease: Lease) -> None:
     await asyncio.shield(asyncio.ensure_future(revoke()))
 
 
-def _first(group: BaseExceptionGroup[TriremeError]) -> TriremeError:
+def _first(error: TriremeError | BaseExceptionGroup[TriremeError]) -> TriremeError:
     """The error that caused the others: a caller's error rather than a peer's."""
-    leaves: list[TriremeError] = []
-    todo: Sequence[BaseException] = [group]
-    while todo:
-        todo, taken = [], todo
-        for error in taken:
-            if isinstance(error, BaseExceptionGroup):
-                todo = [*todo, *error.exceptions]
-            elif isinstance(error, TriremeError):
-                leaves.append(error)
-    return min(leaves, key=lambda error: error.retryable)
+    if isinstance(error, BaseExceptionGroup):
+        return min(map(_first, error.exceptions), key=lambda leaf: leaf.retryable)
+    return error

@@ -7,20 +7,17 @@ methods: NotLeader on a standby (with the leader's url), NotReady while taking o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
-from master_service.control.task_service import Probe, TaskService
+from master_service.control.task_service import TaskService
 from master_service.core.changes import Event
 from master_service.leadership.election import campaign, run_under_lease
 from master_service.leadership.term import Term
-from master_service.storage.job_storage import FileStorage, JobStorage
 from master_service.store.takeover import take_over
 from master_service.store.writer import HeldLock, Writer
 from shared.errors import NotLeader, NotReady, PeerError
-from shared.etcd import Etcd, Lease, LeaseLost, Put
-from shared.keys import Keys
-from shared.records import JobSpec, MasterAddress, MasterLock
-from shared.runtime import http, ids, telemetry
+from shared.etcd import Lease, LeaseLost, Put
+from shared.records import MasterAddress, MasterLock
+from shared.runtime import ids, telemetry
 
 PAUSE_S = 0.5
 
@@ -28,26 +25,11 @@ log = telemetry.logger("master")
 
 
 class Master(TaskService):
-    """`url` is where its REST API is served. `spec` is needed for a job's first master only. `current_term`: None on a standby."""
+    """`url` is where its REST API is served. `current_term`: None on a standby."""
 
-    def __init__(
-        self,
-        etcd: Etcd,
-        keys: Keys,
-        *,
-        name: str,
-        url: str,
-        spec: JobSpec | None = None,
-        ttl_s: float = 3.0,
-        storage: Callable[[JobSpec], JobStorage] = FileStorage,
-        probe: Probe = http.refuses_connections,
-    ) -> None:
-        super().__init__(etcd, keys, probe)
-        self.name, self.url = name, url
-        self._spec, self._ttl_s, self._storage = spec, ttl_s, storage
-        self.current_term: Term | None = None
-        self._leader = ""
-        self._leading = False
+    current_term: Term | None = None
+    _leader = ""
+    _leading = False
 
     def __repr__(self) -> str:
         role = f"term {self.current_term.number}, {self.current_term.job}" if self.current_term else "standing by"
@@ -67,19 +49,18 @@ class Master(TaskService):
     async def _candidacy(self, stopping: asyncio.Event) -> None:
         """One lease, from its grant until it is lost or the process is asked to stop."""
         try:
-            await run_under_lease(self._etcd, self._ttl_s, stopping, self._lead)
+            await run_under_lease(self.etcd, self.ttl_s, stopping, self._lead)
         finally:
             self.current_term, self._leading = None, False
 
     async def _lead(self, lease: Lease) -> None:
         me = MasterLock(master=self.name, url=self.url, lease=lease.id)
-        term = await campaign(self._etcd, self.keys.master_lock, me, lease, self._probe, self._note_leader)
+        term = await campaign(self.etcd, self.keys.master_lock, me, lease, self.probe, self._note_leader)
         self._leading, self._leader = True, self.url
         lock = HeldLock(self.keys.master_lock, term, lease)
         address = Put(self.keys.master_address, MasterAddress(url=self.url, term=term).to_bytes(), lease.id)
-        start = await take_over(self._etcd, self.keys, lock, self._spec, self._storage, address)
-        storage = self._storage(start.job.spec)
-        self.current_term = Term(self._etcd, self.keys, lock, start, self.events, storage, self.metrics)
+        start = await take_over(self.etcd, self.keys, lock, self.spec, self.storage, address)
+        self.current_term = Term(self, lock, start)
         self.events.begin_term(term)
         self.events.add([Event("master_elected", f"{self.name} leads in term {term}", {"term": term, "url": self.url})])
         await self.current_term.run()

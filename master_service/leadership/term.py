@@ -5,44 +5,31 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from master_service.control.events import EventRing
 from master_service.control.supervisor import Supervisor
+from master_service.control.task_service import TaskService
 from master_service.core.changes import Event
 from master_service.core.decisions.membership import storage_events
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
-from master_service.core.state.metrics import Metrics
-from master_service.storage.job_storage import JobStorage
 from master_service.store.members_watch import MembersWatch
 from master_service.store.takeover import Takeover
 from master_service.store.writer import HeldLock, MasterWriter
-from shared.etcd import Etcd
-from shared.keys import Keys
 
 
 class Term:
     """`job` may be read at any time; it changes only through `writer`."""
 
-    def __init__(
-        self,
-        etcd: Etcd,
-        keys: Keys,
-        lock: HeldLock,
-        start: Takeover,
-        events: EventRing,
-        storage: JobStorage,
-        metrics: Metrics,
-    ) -> None:
+    def __init__(self, master: TaskService, lock: HeldLock, start: Takeover) -> None:
         self.number = lock.term
         self.lease = lock.lease
         self.job: Job = start.job
-        self._start, self._events = start, events
-        self._watch = MembersWatch(etcd, keys, self._on_members)
+        self._start, self._events = start, master.events
+        self._watch = MembersWatch(master.etcd, master.keys, self._on_members)
         self.writer = MasterWriter(
-            etcd, keys, start.job, lock, commit_revision=start.commit_revision, on_events=self._on_events
+            master.etcd, master.keys, start.job, lock, commit_revision=start.commit_revision, on_events=self._on_events
         )
-        self.storage = storage
-        self._supervisor = Supervisor(etcd, keys, self.writer, lock.lease, storage, metrics, events)
+        self.storage = master.storage(start.job.spec)
+        self._supervisor = Supervisor(master, self.writer, lock.lease, self.storage)
         self.operations = self._supervisor.operations
 
     async def run(self) -> None:

@@ -10,11 +10,12 @@ A candidate that finds the sweeper's port closed revokes its lease, as master ca
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from master_service.control.supervisor import Supervisor
-from master_service.control.task_service import Probe, TaskService
+from master_service.control.task_service import TaskService
 from master_service.core.changes import Event
 from master_service.core.decisions import tasks
 from master_service.core.decisions.membership import storage_events
@@ -22,15 +23,13 @@ from master_service.core.state.members import Members
 from master_service.leadership.election import campaign, run_under_lease
 from master_service.masterless.view import WatchedJob
 from master_service.masterless.writer import SharedWriter, SweeperWriter
-from master_service.storage.job_storage import FileStorage, JobStorage
 from master_service.store.takeover import take_over
 from master_service.store.writer import HeldLock
 from shared.errors import PeerError
-from shared.etcd import Etcd, Lease, LeaseLost
-from shared.keys import Keys
-from shared.records import JobSpec, MasterLock, MetricBatch, TaskProgress
+from shared.etcd import Lease, LeaseLost
+from shared.records import MasterLock, MetricBatch, TaskProgress
 from shared.records.tasks import HeldTask, TrainerProgress
-from shared.runtime import clock, http, ids, telemetry
+from shared.runtime import clock, ids, telemetry
 
 PAUSE_S = 0.5
 WRITE_S = 3.0
@@ -39,32 +38,19 @@ REMEMBERED_S = 30.0
 log = telemetry.logger("dispatcher")
 
 
+@dataclass(eq=False, repr=False)
 class Dispatcher(TaskService):
-    """`name`: the trainer's. `url`: answers as long as the trainer lives. `spec` is needed for a job's first sweeper only.
+    """`name`: the trainer's. `url`: answers as long as the trainer lives.
 
     It is the trainer's MasterPort, in the same process; NotReady until the job is open. Run `run()`.
     """
 
-    def __init__(
-        self,
-        etcd: Etcd,
-        keys: Keys,
-        *,
-        name: str,
-        url: str,
-        spec: JobSpec | None = None,
-        ttl_s: float = 3.0,
-        storage: Callable[[JobSpec], JobStorage] = FileStorage,
-        probe: Probe = http.refuses_connections,
-    ) -> None:
-        super().__init__(etcd, keys, probe)
-        self.name, self.url = name, url
-        self.view = WatchedJob(etcd, keys, storage, self._on_members)
-        self._writer = SharedWriter(etcd, keys, self.view, self.events.add)
-        self._spec, self._ttl_s, self._storage = spec, ttl_s, storage
+    def __post_init__(self) -> None:
+        self.view = WatchedJob(self.etcd, self.keys, self.storage, self._on_members)
+        self._writer = SharedWriter(self.etcd, self.keys, self.view, self.events.add)
         self._supervisor: Supervisor | None = None
         self._lease: Lease | None = None
-        self._progress = TrainerProgress(trainer=name)
+        self._progress = TrainerProgress(trainer=self.name)
         self._announced = Members()
 
     def __repr__(self) -> str:
@@ -97,7 +83,7 @@ class Dispatcher(TaskService):
     async def _candidate(self, stopping: asyncio.Event) -> None:
         while not stopping.is_set():
             try:
-                await run_under_lease(self._etcd, self._ttl_s, stopping, self._sweep)
+                await run_under_lease(self.etcd, self.ttl_s, stopping, self._sweep)
             except (PeerError, LeaseLost) as error:
                 log.warning("stepped_down", cause=error.message)
                 await asyncio.sleep(ids.jitter(PAUSE_S))
@@ -107,21 +93,20 @@ class Dispatcher(TaskService):
     async def _sweep(self, lease: Lease) -> None:
         """Wait for the lock, then do what its holder has to do."""
         self._lease = lease
-        if self._spec is None:
+        if self.spec is None:
             await self.view.until(lambda view: view.spec is not None, "the job's spec (TRIREME_SPEC at some trainer)")
         me = MasterLock(master=self.name, url=self.url, lease=lease.id)
-        term = await campaign(self._etcd, self.keys.sweep_lock, me, lease, self._probe, lambda _: None)
+        term = await campaign(self.etcd, self.keys.sweep_lock, me, lease, self.probe, lambda _: None)
         lock = HeldLock(self.keys.sweep_lock, term, lease)
-        start = await take_over(self._etcd, self.keys, lock, self._spec, self._storage)
+        start = await take_over(self.etcd, self.keys, lock, self.spec, self.storage)
         await self.view.until(lambda view: view.is_open or start.job.state.phase.final, "the job to open")
         if not self.view.is_open:  # the dataset cannot be read: the job has failed
             await lease.lost.wait()
             return
         for queue in self.view.job.queues.values():
             queue.grant_again(clock.monotonic())
-        storage = self._storage(start.job.spec)
-        writer = SweeperWriter(self._writer, lock)
-        self._supervisor = Supervisor(self._etcd, self.keys, writer, lease, storage, self.metrics, self.events)
+        storage = self.storage(start.job.spec)
+        self._supervisor = Supervisor(self, SweeperWriter(self._writer, lock), lease, storage)
         self.events.begin_term(term)
         self.events.add([Event("sweeper_elected", f"{self.name} sweeps in term {term}", {"term": term})])
         self._announced = Members()
@@ -139,7 +124,7 @@ class Dispatcher(TaskService):
 
     async def report_progress(self, task_id: str, report: TaskProgress) -> None:
         """Written to the trainer's key, where the sweeper's watch finds it. Raises StaleAttempt, NotFound, PeerError."""
-        held = tasks.report_progress(self.job, task_id, report).answer.pending[task_id]
+        held = tasks.report_progress(self.job, task_id, report).pending[task_id]
         mine = HeldTask(
             task_id=task_id, attempt=report.attempt, epoch=held.record.epoch, minibatches=report.minibatches
         )
@@ -175,7 +160,7 @@ class Dispatcher(TaskService):
             return
         self._progress = self._progress.model_copy(update={"tasks": ()})
         with _best_effort():
-            await self._put(await self._etcd.grant(REMEMBERED_S, timeout_s=WRITE_S))
+            await self._put(await self.etcd.grant(REMEMBERED_S, timeout_s=WRITE_S))
 
     async def _publish(self, progress: TrainerProgress) -> None:
         self._progress = progress
@@ -184,7 +169,7 @@ class Dispatcher(TaskService):
                 await self._put(self._lease)
 
     async def _put(self, lease: Lease) -> None:
-        await self._etcd.put(self.keys.progress(self.name), self._progress.to_bytes(), lease.id, timeout_s=WRITE_S)
+        await self.etcd.put(self.keys.progress(self.name), self._progress.to_bytes(), lease.id, timeout_s=WRITE_S)
 
 
 @contextmanager

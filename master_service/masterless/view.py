@@ -188,11 +188,8 @@ class WatchedJob:
             except NotFound:
                 continue
             held = queue.pending.get(task.task_id)
-            if held and (held.record.attempt, held.record.trainer, held.record.epoch) == (
-                task.attempt,
-                trainer,
-                task.epoch,
-            ):
+            mine = (task.attempt, trainer, task.epoch)
+            if held and (held.record.attempt, held.record.trainer, held.record.epoch) == mine:
                 queue.sign_of_life(task.task_id, task.minibatches, clock.monotonic())
 
     # ---------------------------------------------------------------- opening
