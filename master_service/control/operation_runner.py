@@ -6,12 +6,10 @@ ask -> written -> 202        members, checkpoints or state change -> advance    
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from contextlib import suppress
 
 from master_service.control.events import EventRing
-from master_service.core.changes import Decision
 from master_service.core.decisions import operations, rollback
-from master_service.core.state.job import Job
 from master_service.storage.job_storage import JobStorage
 from master_service.store.writer import Writer
 from shared.errors import CheckpointUnusable
@@ -38,18 +36,15 @@ class OperationRunner:
 
     async def create_checkpoint(self, key: str, cause: str, limit_s: float) -> Operation:
         """The same `key` is the same operation. Raises Conflict."""
-        asked = self._asked(OperationKind.CREATE_CHECKPOINT, key, cause, limit_s=limit_s)
-        return await self._begin(lambda job: operations.ask_to_create(job, asked))
+        return await self._begin(OperationKind.CREATE_CHECKPOINT, key, cause, limit_s=limit_s)
 
     async def restore_checkpoint(self, key: str, cause: str, checkpoint_id: str) -> Operation:
         """Raises Conflict, NotFound. If files are damaged the operation fails before anything is stopped."""
-        asked = self._asked(OperationKind.RESTORE_CHECKPOINT, key, cause, checkpoint_id)
-        return await self._begin(lambda job: operations.ask_to_restore(job, asked))
+        return await self._begin(OperationKind.RESTORE_CHECKPOINT, key, cause, checkpoint_id)
 
     async def verify_checkpoint(self, key: str, cause: str, checkpoint_id: str) -> Operation:
         """Raises Conflict, NotFound."""
-        asked = self._asked(OperationKind.VERIFY_CHECKPOINT, key, cause, checkpoint_id)
-        return await self._begin(lambda job: operations.ask_to_verify(job, asked))
+        return await self._begin(OperationKind.VERIFY_CHECKPOINT, key, cause, checkpoint_id)
 
     def get(self, operation_id: str) -> Operation:
         """With what it waits for now. Raises NotFound."""
@@ -66,11 +61,11 @@ class OperationRunner:
             await self._events.next(left)
         return found
 
-    def _asked(
+    async def _begin(
         self, kind: OperationKind, key: str, cause: str, checkpoint_id: str = "", limit_s: float = LIMIT_S
     ) -> Operation:
         named = ids.named_uuid("operation", self._writer.job.spec.job, key) if key else ""
-        return Operation(
+        asked = Operation(
             operation_id=f"op-{named}" if key else ids.new_id("op"),
             kind=kind,
             cause=cause,
@@ -78,9 +73,7 @@ class OperationRunner:
             limit_s=limit_s,
             create_time=clock.timestamp(),
         )
-
-    async def _begin(self, decide: Callable[[Job], Decision[Operation]]) -> Operation:
-        begun = await self._writer.decide(lambda job, _: decide(job))
+        begun = await self._writer.decide(lambda job, _: operations.ask(job, asked))
         self.look_again()
         return self.get(begun.operation_id)
 
@@ -98,11 +91,9 @@ class OperationRunner:
     async def _advance_all(self) -> None:
         """At each change, and once a second for the limits: no operation waits for ever."""
         while True:
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
                     await self._changed.wait()
-            except TimeoutError:
-                pass
             self._changed.clear()
             await self._advance(clock.timestamp())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 from master_service.core.changes import Decision
 from master_service.core.decisions import operations, pause_checkpoint
@@ -54,11 +55,9 @@ class PauseRunner:
             return
         while True:
             await self._advance()
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await self._changed.wait()
-            except TimeoutError:
-                pass
             self._changed.clear()
 
     @property
@@ -119,7 +118,7 @@ class PauseRunner:
         job = self._job
         if self._begun is None or self._begun.uuid != under_way.uuid:
             self._owed = "one was given up"
-            await self._end(lambda job, _: pause_checkpoint.give_up(job, "the master that began it is gone"))
+            await self._end(lambda job, _: pause_checkpoint.give_up(job.state, "the master that began it is gone"))
             return
         spent = clock.monotonic() - self._since
         waiting: list[object]
@@ -130,7 +129,7 @@ class PauseRunner:
             waiting = [*pause_checkpoint.still_copying(job.state, job.members)]
             what = f"pservers {waiting} did not copy"
         if waiting and spent > PAUSE_LIMIT_S * (1 + under_way.cut):
-            await self._end(lambda job, _: pause_checkpoint.give_up(job, f"{what} within {PAUSE_LIMIT_S:g} s"))
+            await self._end(lambda job, _: pause_checkpoint.give_up(job.state, f"{what} within {PAUSE_LIMIT_S:g} s"))
         elif not waiting and not under_way.cut:
             await self._writer.decide(lambda job, _: pause_checkpoint.cut(job))
             self._changed.set()

@@ -1,5 +1,7 @@
 """What a decision wants to change: values that name the change. How etcd stores it is in store/schema.py.
 
+A record that the job has once, or an Operation, is a change by itself: it takes the place of the one before.
+
 decision(job, now) -> Decision(answer, changes, events)     nothing has happened yet
 commit(changes) in one txn -> job.apply(changes)            now it has
 """
@@ -76,38 +78,8 @@ class NextEpoch:
 
 
 @dataclass(frozen=True, slots=True)
-class PutSums:
-    sums: EvaluationSums
-
-
-@dataclass(frozen=True, slots=True)
-class PutFailures:
-    counts: FailureCounts
-
-
-@dataclass(frozen=True, slots=True)
-class PutState:
-    state: JobState
-
-
-@dataclass(frozen=True, slots=True)
-class PutLanes:
-    lanes: LaneMap
-
-
-@dataclass(frozen=True, slots=True)
-class PutSlots:
-    slots: SlotMap
-
-
-@dataclass(frozen=True, slots=True)
 class ForgetParameters:
     """Layout and init_ps/done are deleted: a trainer initialises the parameters again."""
-
-
-@dataclass(frozen=True, slots=True)
-class PutLosses:
-    losses: Losses
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,21 +109,17 @@ class DropCut:
 
 
 @dataclass(frozen=True, slots=True)
-class PutOperation:
-    """While a CREATE_CHECKPOINT is running, its request is in `job/checkpoint`; it is deleted when the operation ends."""
-
-    operation: Operation
-
-
-@dataclass(frozen=True, slots=True)
 class DropOperation:
     """It ended, and newer ones that ended take its place."""
 
     operation_id: str
 
 
+JobRecord = JobState | LaneMap | SlotMap | FailureCounts | EvaluationSums | Losses
 Change = (
-    PutCursor
+    JobRecord
+    | Operation
+    | PutCursor
     | PutPending
     | DropPending
     | PutRequeued
@@ -159,18 +127,11 @@ Change = (
     | PutDiscarded
     | DropDiscarded
     | NextEpoch
-    | PutSums
-    | PutFailures
-    | PutState
-    | PutLanes
-    | PutSlots
     | ForgetParameters
-    | PutLosses
     | PutPause
     | DropPause
     | PutCut
     | DropCut
-    | PutOperation
     | DropOperation
 )
 

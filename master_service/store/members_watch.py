@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from contextlib import aclosing
+from typing import TypeVar
 
 from master_service.core.state.members import Members
 from shared.etcd import Etcd, KeyValue, WatchBatch
 from shared.etcd.reading import read_record
 from shared.keys import Keys
-from shared.records import PserverMember, TrainerMember
+from shared.records import PserverMember, Record, TrainerMember
 from shared.records.checkpoints import CheckpointLatest, OwnCheckpoints
+
+R = TypeVar("R", bound=Record)
 
 
 class MembersWatch:
@@ -40,30 +43,23 @@ class MembersWatch:
 
     def members(self) -> Members:
         keys = self._keys
-        trainers = sorted(
-            (kv for key, kv in self._kvs.items() if key.startswith(keys.trainers)), key=lambda kv: kv.create_revision
-        )
-        pservers = [
-            (kv, read_record(PserverMember, kv.key, kv.value))
-            for key, kv in self._kvs.items()
-            if key.startswith(keys.pservers)
-        ]
-        members = [read_record(TrainerMember, kv.key, kv.value) for kv in trainers]
-        own = [
-            read_record(OwnCheckpoints, kv.key, kv.value)
-            for key, kv in self._kvs.items()
-            if key.startswith(keys.own_prefix)
-        ]
+        trainers = self._read(TrainerMember, keys.trainers)
+        pservers = self._read(PserverMember, keys.pservers)
         layout, latest = self._kvs.get(keys.layout), self._kvs.get(keys.latest)
         return Members(
-            trainers={m.trainer: m for m in members if m},
-            pservers={m.index: m for _, m in pservers if m},
-            pserver_revisions={m.index: kv.create_revision for kv, m in pservers if m},
+            trainers={m.trainer: m for _, m in sorted(trainers, key=lambda found: found[0])},
+            pservers={m.index: m for _, m in pservers},
+            pserver_revisions={m.index: revision for revision, m in pservers},
             layout_revision=layout.create_revision if layout else 0,
             init_done=keys.init_done in self._kvs,
             latest=read_record(CheckpointLatest, latest.key, latest.value) if latest else None,
-            own={each.pserver: each for each in own if each},
+            own={each.pserver: each for _, each in self._read(OwnCheckpoints, keys.own_prefix)},
         )
+
+    def _read(self, kind: type[R], prefix: str) -> list[tuple[int, R]]:
+        """(create_revision, record) of the keys with that prefix."""
+        found = [(kv, read_record(kind, key, kv.value)) for key, kv in self._kvs.items() if key.startswith(prefix)]
+        return [(kv.create_revision, record) for kv, record in found if record is not None]
 
     async def _watch(self, first: str, end: str, start_revision: int) -> None:
         async with aclosing(self._etcd.watch(first, end, start_revision=start_revision)) as batches:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 from master_service.core.changes import (
     Change,
@@ -16,20 +17,14 @@ from master_service.core.changes import (
     DropPending,
     DropRequeued,
     ForgetParameters,
+    JobRecord,
     NextEpoch,
     PutCursor,
     PutCut,
     PutDiscarded,
-    PutFailures,
-    PutLanes,
-    PutLosses,
-    PutOperation,
     PutPause,
     PutPending,
     PutRequeued,
-    PutSlots,
-    PutState,
-    PutSums,
 )
 from master_service.core.state.job import Job
 from shared.errors import Conflict
@@ -74,18 +69,6 @@ def _operations(keys: Keys, job: Job, change: Change) -> tuple[Put | Delete, ...
             return (Put(keys.pending(task_id), task.to_bytes()),)
         case DropPending(task_id):
             return (Delete(keys.pending(task_id)),)
-        case PutState(state):
-            return (Put(keys.state, state.to_bytes()),)
-        case PutLanes(lanes):
-            return (Put(keys.lanes, lanes.to_bytes()),)
-        case PutSlots(slots):
-            return (Put(keys.slots, slots.to_bytes()),)
-        case PutSums(sums):
-            return (Put(keys.evaluation, sums.to_bytes()),)
-        case PutFailures(counts):
-            return (Put(keys.failures, counts.to_bytes()),)
-        case PutLosses(losses):
-            return (Put(keys.losses, losses.to_bytes()),)
         case PutPause(pause, lease):
             return (Put(keys.pause, pause.to_bytes(), lease),)
         case DropPause():
@@ -102,8 +85,8 @@ def _operations(keys: Keys, job: Job, change: Change) -> tuple[Put | Delete, ...
             return (Put(keys.discarded(f"{task_id}@{lost.epoch}"), lost.to_bytes()),)
         case DropDiscarded(task_id, epoch):
             return (Delete(keys.discarded(f"{task_id}@{epoch}")),)
-        case PutOperation(operation):
-            return (Put(keys.operation(operation.operation_id), operation.to_bytes()), *_request(keys, operation))
+        case Operation():
+            return (Put(keys.operation(change.operation_id), change.to_bytes()), *_request(keys, change))
         case DropOperation(operation_id):
             return (Delete(keys.operation(operation_id)),)
         case ForgetParameters():
@@ -111,10 +94,26 @@ def _operations(keys: Keys, job: Job, change: Change) -> tuple[Put | Delete, ...
         case NextEpoch(epoch):
             meta = job.meta.model_copy(update={"epoch": epoch})
             return (*(Delete(of("0"), of(":")) for of in (keys.cursor, keys.pending, keys.requeued)), Put(keys.task_meta, meta.to_bytes()))  # fmt: skip
+        case _:
+            return (Put(_places(keys)[type(change)], change.to_bytes()),)
+
+
+@lru_cache(maxsize=8)
+def _places(keys: Keys) -> dict[type[JobRecord], str]:
+    """Of the records that the job has once."""
+    return {
+        JobState: keys.state,
+        LaneMap: keys.lanes,
+        SlotMap: keys.slots,
+        FailureCounts: keys.failures,
+        EvaluationSums: keys.evaluation,
+        Losses: keys.losses,
+    }
 
 
 def _request(keys: Keys, operation: Operation) -> tuple[Put | Delete, ...]:
-    """The key that tells the members that a checkpoint is wanted. At most one operation writes it at a time."""
+    """The key that tells the members that a checkpoint is wanted: it is there while a CREATE_CHECKPOINT is running. At most one
+    operation writes it at a time."""
     if operation.kind is not OperationKind.CREATE_CHECKPOINT:
         return ()
     if not operation.running:
@@ -189,21 +188,11 @@ def _change_of(keys: Keys, job: Job, event: WatchEvent) -> Change | None:
 
 def _change(keys: Keys, job: Job, key: str, value: bytes) -> Change | None:
     """The change that a key stands for; None for keys that do not concern the job's state."""
-    if key == keys.state:
-        return PutState(JobState.model_validate_json(value))
-    if key == keys.lanes:
-        return PutLanes(LaneMap.model_validate_json(value))
-    if key == keys.slots:
-        return PutSlots(SlotMap.model_validate_json(value))
-    if key == keys.failures:
-        return PutFailures(FailureCounts.model_validate_json(value))
-    if key == keys.evaluation:
-        return PutSums(EvaluationSums.model_validate_json(value))
-    if key == keys.losses:
-        return PutLosses(Losses.model_validate_json(value))
+    for record, place in _places(keys).items():
+        if key == place:
+            return record.model_validate_json(value)
     if key.startswith(keys.operations):
-        operation = read_record(Operation, key, value)
-        return PutOperation(operation) if operation is not None else None
+        return read_record(Operation, key, value)
     if not key.startswith(keys.tasks):
         return None
     kind, _, name = key.removeprefix(keys.tasks).partition("/")

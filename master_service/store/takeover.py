@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from master_service.core.decisions.lifecycle import fail
 from master_service.core.queue.file_table import FileTable
 from master_service.core.state.job import Job
 from master_service.storage.job_storage import JobStorage
@@ -20,7 +21,7 @@ from shared.etcd import Compare, Etcd, Get, KeyValue, Put, TxnResult
 from shared.etcd.fenced_write import FencedWrite
 from shared.etcd.reading import must_read
 from shared.keys import Keys
-from shared.records import JobSpec, JobState, Phase, TaskMeta, UserFailure
+from shared.records import JobSpec, JobState, TaskMeta, UserFailure
 from shared.records.datasets import Dataset
 from shared.runtime import clock, ids, telemetry
 
@@ -62,7 +63,11 @@ async def take_over(
         schema.restore(job, keys, found, clock.monotonic())
         opening = [] if keys.task_meta in found else [Put(keys.task_meta, job.meta.to_bytes())]
     else:
-        job.state = _failed(must_read(JobState, keys.state, found[keys.state].value), unreadable)
+        job.state = must_read(JobState, keys.state, found[keys.state].value)
+        where = "counting the dataset's records"
+        failure = UserFailure(error_type=type(unreadable).__name__, message=unreadable.message, task=where)
+        for change in fail(job.state, unreadable.message, failure).changes:
+            job.apply(change, clock.monotonic())
         opening = [Put(keys.state, job.state.to_bytes())]
     if opening:
         commit_revision = await _write(etcd, keys, lock, opening)
@@ -164,10 +169,3 @@ async def _table(storage: JobStorage, source: Dataset, task_records: int, digest
         urls = ", ".join(source.urls)
         raise DatasetError(f"the dataset has no records: {urls}", hint="check the path or glob")
     return table
-
-
-def _failed(state: JobState, error: DatasetError) -> JobState:
-    if state.phase.final:
-        return state
-    failure = UserFailure(error_type=type(error).__name__, message=error.message, task="counting the dataset's records")
-    return state.model_copy(update={"phase": Phase.FAILED, "reason": error.message, "failure": failure})

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from master_service.core.changes import PutLanes
 from shared.records import JobSpec, LaneInterval, LaneMap, Mode
 
 CHEAP_OWNERS = 64
@@ -16,24 +15,15 @@ CHEAP_OWNERS = 64
 
 def assign_lanes(lanes: int, before: Sequence[LaneInterval], trainers: Sequence[str]) -> tuple[LaneInterval, ...]:
     """New owners. `trainers` in order of arrival; `before` may name trainers that are gone."""
-    owners = _owners(lanes, before, trainers)
-    if not owners:
-        return ()
-    share, extra = divmod(lanes, len(owners))
-    intervals, first = [], 0
-    for place, trainer in enumerate(owners):
-        last = first + share + (place < extra)
-        intervals.append(LaneInterval(trainer=trainer, first=first, last=last))
-        first = last
-    return tuple(intervals)
+    return _intervals(lanes, _owners(lanes, before, trainers))
 
 
-def new_lanes(spec: JobSpec, before: LaneMap | None, generation: int, trainers: Sequence[str]) -> tuple[PutLanes, ...]:
+def new_lanes(spec: JobSpec, before: LaneMap | None, generation: int, trainers: Sequence[str]) -> tuple[LaneMap, ...]:
     """The lane map of a new generation. Asynchronous training has none."""
     if spec.mode is not Mode.SYNC:
         return ()
     intervals = assign_lanes(spec.lanes, before.intervals if before else (), trainers)
-    return (PutLanes(LaneMap(generation=generation, lanes=spec.lanes, intervals=intervals)),)
+    return (LaneMap(generation=generation, lanes=spec.lanes, intervals=intervals),)
 
 
 def moved_lanes(before: Sequence[LaneInterval], after: Sequence[LaneInterval]) -> int:
@@ -70,10 +60,13 @@ def _cheapest_place(lanes: int, before: Sequence[LaneInterval], owners: list[str
         return len(owners)
 
     def cost(place: int) -> tuple[int, int]:
-        trial = [*owners[:place], newcomer, *owners[place:]]
-        share, extra = divmod(lanes, len(trial))
-        bounds = [k * share + min(k, extra) for k in range(len(trial) + 1)]
-        cut = [LaneInterval(trainer=t, first=bounds[k], last=bounds[k + 1]) for k, t in enumerate(trial)]
-        return moved_lanes(before, cut), -place
+        trial = _intervals(lanes, [*owners[:place], newcomer, *owners[place:]])
+        return moved_lanes(before, trial), -place
 
     return min(range(len(owners) + 1), key=cost)
+
+
+def _intervals(lanes: int, owners: Sequence[str]) -> tuple[LaneInterval, ...]:
+    share, extra = divmod(lanes, len(owners) or 1)
+    bounds = [k * share + min(k, extra) for k in range(len(owners) + 1)]
+    return tuple(LaneInterval(trainer=t, first=bounds[k], last=bounds[k + 1]) for k, t in enumerate(owners))

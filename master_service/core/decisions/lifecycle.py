@@ -7,9 +7,8 @@ WAITING --parameters initialised, a trainer there--> RUNNING: TRAIN -> EVALUATE 
 
 from __future__ import annotations
 
-from master_service.core.changes import Change, Decision, Event, Fields, NextEpoch, PutFailures, PutState
-from master_service.core.state.failure_budget import FailureBudget
-from master_service.core.state.job import Job
+from master_service.core.changes import Change, Decision, Event, Fields, NextEpoch
+from master_service.core.state.job import FailureBudget, Job
 from shared.records import CompleteTask, JobResult, JobSpec, JobState, Phase, Stage, UserFailure
 from shared.records.queue import FailureCounts, error_digest
 
@@ -34,7 +33,7 @@ def fail(state: JobState, reason: str, failure: UserFailure | None = None) -> De
     fields: Fields = {"reason": reason}
     if failure:
         fields |= {"error_type": failure.error_type, "task": failure.task, "trainer": failure.trainer}
-    return Decision(None, (PutState(failed),), (Event("job_failed", reason, fields),))
+    return Decision(None, (failed,), (Event("job_failed", reason, fields),))
 
 
 def count_failure(budget: FailureBudget, state: JobState, failure: UserFailure, *, in_task: bool) -> Decision[None]:
@@ -50,7 +49,7 @@ def count_failure(budget: FailureBudget, state: JobState, failure: UserFailure, 
     times = before.seen.get(error, 0) + 1
     kept = error in before.seen or len(before.seen) < REMEMBERED_ERRORS
     counts = FailureCounts(total=total, seen={**before.seen, error: times} if kept else before.seen)
-    counted: Decision[None] = Decision(None, (PutFailures(counts),))
+    counted: Decision[None] = Decision(None, (counts,))
     what = f"{failure.error_type}: {failure.message}"
     if not budget.started and times >= 2:
         reason = f"{failure.error_type} twice before the first step was done: {failure.message}"
@@ -86,7 +85,7 @@ def advance_stage(
         event = Event("job_completed", f"job {spec.job} is completed", {"exports": exports})
     else:
         event = Event("stage_changed", f"{state.stage} is done, {stage} begins", {"stage": str(stage)})
-    return decision + Decision(None, (PutState(state.model_copy(update=update)),), (event,))
+    return decision + Decision(None, (state.model_copy(update=update),), (event,))
 
 
 def _result(job: Job, report: CompleteTask | None) -> JobResult:

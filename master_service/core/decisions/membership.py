@@ -7,7 +7,7 @@ RUNNING    a trainer joined or died -> generation + 1 (and new lanes);  a pserve
 
 from __future__ import annotations
 
-from master_service.core.changes import Change, Decision, Event, Fields, PutSlots, PutState
+from master_service.core.changes import Change, Decision, Event, Fields
 from master_service.core.decisions import pause_checkpoint, pserver_return, rollback
 from master_service.core.decisions.lane_placement import new_lanes
 from master_service.core.state.members import Members
@@ -51,7 +51,7 @@ def reconcile(
     changes: tuple[Change, ...] = ()
     if not missing and (slots is None or not rollback.slots_fit(slots, spec)):
         version = slots.version + 1 if slots else 1
-        changes = (PutSlots(SlotMap(version=version, owners=spread(spec.slot_count, spec.pservers))),)
+        changes = (SlotMap(version=version, owners=spread(spec.slot_count, spec.pservers)),)
     now = tuple(members.trainers)
     if state.phase is Phase.WAITING:
         obstacle = _obstacle(spec, members, missing)
@@ -75,7 +75,7 @@ def _wait(state: JobState, reason: str, members: Members) -> Decision[None]:
     if reason == state.reason:
         return Decision(None)
     event = Event("job_waiting", reason, {"pservers": len(members.pservers), "trainers": len(members.trainers)})
-    return Decision(None, (PutState(state.model_copy(update={"reason": reason})),), (event,))
+    return Decision(None, (state.model_copy(update={"reason": reason}),), (event,))
 
 
 def _regroup(spec: JobSpec, state: JobState, lanes: LaneMap | None, trainers: tuple[str, ...]) -> Decision[None]:
@@ -89,7 +89,7 @@ def _regroup(spec: JobSpec, state: JobState, lanes: LaneMap | None, trainers: tu
     grown = state.model_copy(
         update={"phase": Phase.RUNNING, "generation": generation, "reason": reason, "trainers": trainers}
     )
-    changes: tuple[Change, ...] = (PutState(grown), *new_lanes(spec, lanes, generation, trainers))
+    changes: tuple[Change, ...] = (grown, *new_lanes(spec, lanes, generation, trainers))
     name = "generation_changed" if state.phase is Phase.RUNNING else "job_running"
     fields: Fields = {"generation": generation, "trainers": len(trainers), "cause": reason}
     return Decision(None, changes, (Event(name, f"generation {generation}: {reason}", fields),))

@@ -10,7 +10,7 @@ Decisions only; the files are read by control/operation_runner.py.
 
 from __future__ import annotations
 
-from master_service.core.changes import Change, Decision, DropOperation, Event, Fields, PutOperation
+from master_service.core.changes import Change, Decision, DropOperation, Event, Fields
 from master_service.core.decisions import rollback
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
@@ -27,38 +27,27 @@ DRAIN_LIMIT_S = 60.0
 # -------------------------------------------------------------------- asking
 
 
-def ask_to_create(job: Job, asked: Operation) -> Decision[Operation]:
-    """Answers the operation. If one is running already, that one: its checkpoint is not made yet. Raises Conflict."""
+def ask(job: Job, asked: Operation) -> Decision[Operation]:
+    """Answers the operation: the one that the same key began before, or (CREATE) the one that is running already, whose
+    checkpoint is not made yet. Raises NotFound, Conflict."""
     if (known := _known(job, asked)) is not None:
         return Decision(known)
-    _check_possible(job, "a checkpoint")
-    for running in job.operations.running(OperationKind.CREATE_CHECKPOINT):
-        return Decision(running)
-    event = Event("checkpoint_asked", f"{asked.cause}: a checkpoint of one of the next steps", _fields(asked))
-    return _begin(job, asked, event)
-
-
-def ask_to_restore(job: Job, asked: Operation) -> Decision[Operation]:
-    """Raises NotFound, Conflict."""
-    if (known := _known(job, asked)) is not None:
-        return Decision(known)
-    ref = find_checkpoint(job, asked.checkpoint_id)
-    _check_possible(job, "going back to a checkpoint")
-    if running := job.operations.running(OperationKind.RESTORE_CHECKPOINT):
-        msg = f"the job is about to go back to step {running[0].step} already ({running[0].operation_id})"
-        raise Conflict(msg, hint="wait for its end", operation=running[0].operation_id)
-    asked = asked.model_copy(update={"step": ref.step})
-    message = f"{asked.cause}: back to step {ref.step}, once its files are found good"
-    return _begin(job, asked, Event("restore_asked", message, _fields(asked)))
-
-
-def ask_to_verify(job: Job, asked: Operation) -> Decision[Operation]:
-    """Raises NotFound."""
-    if (known := _known(job, asked)) is not None:
-        return Decision(known)
-    ref = find_checkpoint(job, asked.checkpoint_id)
-    asked = asked.model_copy(update={"step": ref.step})
-    return _begin(job, asked, Event("verify_asked", f"{asked.cause}: verify step {ref.step}", _fields(asked)))
+    if asked.kind is not OperationKind.CREATE_CHECKPOINT:
+        asked = asked.model_copy(update={"step": find_checkpoint(job, asked.checkpoint_id).step})
+    match asked.kind:
+        case OperationKind.CREATE_CHECKPOINT:
+            _check_possible(job, "a checkpoint")
+            for running in job.operations.running(asked.kind):
+                return Decision(running)
+            return _begin(job, asked, "checkpoint_asked", "a checkpoint of one of the next steps")
+        case OperationKind.RESTORE_CHECKPOINT:
+            _check_possible(job, "going back to a checkpoint")
+            for running in job.operations.running(asked.kind):
+                msg = f"the job is about to go back to step {running.step} already ({running.operation_id})"
+                raise Conflict(msg, hint="wait for its end", operation=running.operation_id)
+            return _begin(job, asked, "restore_asked", f"back to step {asked.step}, once its files are found good")
+        case OperationKind.VERIFY_CHECKPOINT:
+            return _begin(job, asked, "verify_asked", f"verify step {asked.step}")
 
 
 def ask_for_draining(job: Job, stamp: str) -> Decision[None]:
@@ -79,7 +68,7 @@ def ask_for_draining(job: Job, stamp: str) -> Decision[None]:
             limit_s=DRAIN_LIMIT_S,
             create_time=stamp,
         )
-        return Decision(None) + ask_to_create(job, asked)
+        return Decision(None) + ask(job, asked)
     return Decision(None)
 
 
@@ -106,7 +95,7 @@ def not_begun(job: Job) -> list[Operation]:
 
 def mark_begun(job: Job, step: int) -> Decision[None]:
     """A pause for checkpoint number `step` begins, in the same transaction."""
-    changes = [PutOperation(asked.model_copy(update={"step": step})) for asked in not_begun(job)]
+    changes = [asked.model_copy(update={"step": step}) for asked in not_begun(job)]
     return Decision(None, tuple(changes))
 
 
@@ -135,7 +124,7 @@ def tick(job: Job, now: float, stamp: str) -> Decision[None]:
         elif operation.kind is OperationKind.CREATE_CHECKPOINT and spent_s > ASK_AGAIN_S * (2**operation.attempt - 1):
             again = operation.model_copy(update={"attempt": operation.attempt + 1, "step": None})
             message = f"still no checkpoint {spent_s:.0f} s after it was asked for: asked again"
-            decision += Decision(None, (PutOperation(again),), (Event("checkpoint_asked", message, _fields(again)),))
+            decision += Decision(None, (again,), (Event("checkpoint_asked", message, _fields(again)),))
     return decision
 
 
@@ -155,7 +144,7 @@ def verified(job: Job, operation_id: str, error: CheckpointUnusable | None, stam
         return _advance_restoration(job.state, operation, stamp) if ref else _deleted(operation, stamp)
     back = rollback.back_to(job.spec, job.state, job.slots, ref, operation.cause)
     begun = operation.model_copy(update={"timeline": job.state.generation + 1})
-    return Decision(None, (PutOperation(begun),)) + back
+    return Decision(None, (begun,)) + back
 
 
 def waits_for(job: Job, operation: Operation) -> str:
@@ -247,18 +236,18 @@ def _check_possible(job: Job, what: str) -> None:
         raise Conflict(msg, hint="fix the cause and start the job again")
 
 
-def _begin(job: Job, asked: Operation, event: Event) -> Decision[Operation]:
+def _begin(job: Job, asked: Operation, event: str, what: str) -> Decision[Operation]:
     ended = [operation for operation in job.operations.records.values() if not operation.running]
     ended.sort(key=lambda operation: job.operations.since[operation.operation_id])
     dropped: list[Change] = [DropOperation(old.operation_id) for old in ended[: max(0, len(ended) + 1 - KEPT)]]
-    return Decision(asked, (PutOperation(asked), *dropped), (event,))
+    return Decision(asked, (asked, *dropped), (Event(event, f"{asked.cause}: {what}", _fields(asked)),))
 
 
 def _end(operation: Operation, state: OperationState, reason: str, stamp: str, *, code: str = "") -> Decision[None]:
     ended = operation.model_copy(update={"state": state, "reason": reason, "error_code": code, "end_time": stamp})
     name = "operation_done" if state is OperationState.DONE else "operation_failed"
     message = f"{operation.kind.value.lower().replace('_', ' ')}: {reason}"
-    return Decision(None, (PutOperation(ended),), (Event(name, message, _fields(ended)),))
+    return Decision(None, (ended,), (Event(name, message, _fields(ended)),))
 
 
 def _fields(operation: Operation) -> Fields:

@@ -9,7 +9,7 @@ The checkpoint holds the task queue at the revision of the cut. The cut counts o
 
 from __future__ import annotations
 
-from master_service.core.changes import Decision, DropCut, DropPause, Event, Fields, PutCut, PutPause, PutState
+from master_service.core.changes import Decision, DropCut, DropPause, Event, Fields, PutCut, PutPause
 from master_service.core.decisions.rollback import has_parameters, slots_fit
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
@@ -39,7 +39,7 @@ def begin(job: Job, uuid: str, lease: int, cause: str) -> Decision[Saving | None
     reason = f"checkpoint {saving.step} is taken: {cause}"
     update = {"phase": Phase.CHECKPOINTING, "saving": saving, "saved": saving.step, "reason": reason}
     pause = Pause(uuid=uuid, generation=state.generation, reason=cause)
-    return Decision(saving, (PutState(state.model_copy(update=update)), PutPause(pause, lease)))
+    return Decision(saving, (state.model_copy(update=update), PutPause(pause, lease)))
 
 
 def still_training(state: JobState, members: Members) -> list[str]:
@@ -55,7 +55,7 @@ def cut(job: Job) -> Decision[bool]:
     if state.phase is not Phase.CHECKPOINTING or saving is None or saving.cut or still_training(state, job.members):
         return Decision(False)
     update = {"saving": saving.model_copy(update={"cut": True}), "generation": state.generation + 1}
-    return Decision(True, (PutState(state.model_copy(update=update)), PutCut(saving.uuid, _cut_of(state, saving))))
+    return Decision(True, (state.model_copy(update=update), PutCut(saving.uuid, _cut_of(state, saving))))
 
 
 def still_copying(state: JobState, members: Members) -> list[int]:
@@ -76,12 +76,7 @@ def finish(job: Job, seconds: float) -> Decision[bool]:
     message = f"checkpoint {saving.step}: training stood still for {seconds:.2f} s"
     fields: Fields = {"step": saving.step, "seconds": round(seconds, 3)}
     event = Event("checkpoint_copied", message, {**fields, "checkpoint": saving.uuid})
-    return Decision(True, (PutState(_running(state, reason)), DropPause(), PutCut(saving.uuid, place)), (event,))
-
-
-def give_up(job: Job, cause: str) -> Decision[bool]:
-    """Training continues without this checkpoint. What was written of it never counts."""
-    return _give_up(job.state, cause)
+    return Decision(True, (_running(state, reason), DropPause(), PutCut(saving.uuid, place)), (event,))
 
 
 def supervise(spec: JobSpec, state: JobState, members: Members) -> Decision[None]:
@@ -89,16 +84,17 @@ def supervise(spec: JobSpec, state: JobState, members: Members) -> Decision[None
     missing = _missing(spec, state, members)
     if not missing:
         return Decision(None)
-    return Decision(None) + _give_up(state, f"pserver {missing[0]} is gone")
+    return Decision(None) + give_up(state, f"pserver {missing[0]} is gone")
 
 
-def _give_up(state: JobState, cause: str) -> Decision[bool]:
+def give_up(state: JobState, cause: str) -> Decision[bool]:
+    """Training continues without this checkpoint. What was written of it never counts."""
     saving = state.saving
     if state.phase is not Phase.CHECKPOINTING or saving is None:
         return Decision(False)
     message = f"checkpoint {saving.step} was given up: {cause}"
     event = Event("checkpoint_given_up", message, {"step": saving.step, "cause": cause})
-    return Decision(True, (PutState(_running(state, message)), DropPause(), DropCut(saving.uuid)), (event,))
+    return Decision(True, (_running(state, message), DropPause(), DropCut(saving.uuid)), (event,))
 
 
 def _cut_of(state: JobState, saving: Saving) -> CheckpointCut:

@@ -7,7 +7,7 @@ complete --pserver gone--> absent --back, with a checkpoint's ledger--> counted:
 
 from __future__ import annotations
 
-from master_service.core.changes import Decision, Event, Fields, PutLosses, PutState
+from master_service.core.changes import Decision, Event, Fields
 from master_service.core.decisions.lifecycle import fail
 from master_service.core.decisions.rollback import go_back, has_parameters, slots_fit
 from master_service.core.state.job import Job
@@ -51,7 +51,7 @@ def handle_missing(spec: JobSpec, state: JobState, slots: SlotMap | None, member
     absent = tuple(sorted({*state.absent, *new}))
     message = f"pserver {new[0]} is gone; it comes back from its newest checkpoint, the others go on"
     event = Event("pserver_lost", message, {"pserver": new[0], "absent": len(absent)})
-    return Decision(None, (PutState(state.model_copy(update={"absent": absent, "reason": message})),), (event,))
+    return Decision(None, (state.model_copy(update={"absent": absent, "reason": message}),), (event,))
 
 
 def is_back(state: JobState, member: PserverMember) -> bool:
@@ -104,4 +104,4 @@ def record_return(job: Job, member: PserverMember, lost: int, before: tuple[int,
     events = [Event("pserver_back", message, {**fields, "checkpoint": restored.checkpoint, "generation": generation})]
     if restored.damaged:
         events.insert(0, Event("checkpoint_unusable", restored.damaged, {"pserver": member.index}))
-    return Decision(True, (PutState(state.model_copy(update=update)), PutLosses(losses)), tuple(events))
+    return Decision(True, (state.model_copy(update=update), losses), tuple(events))

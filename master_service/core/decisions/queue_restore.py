@@ -20,9 +20,7 @@ from master_service.core.changes import (
     DropRequeued,
     PutCursor,
     PutDiscarded,
-    PutLosses,
     PutRequeued,
-    PutSums,
 )
 from master_service.core.queue.task_queue import TaskQueue, requeued_task
 from master_service.core.state.job import Job
@@ -72,7 +70,7 @@ def read_cut(queue: Mapping[str, str]) -> CutQueue:
 
 def restore_to_cut(job: Job, cut: CutQueue) -> tuple[Change, ...]:
     """After NextEpoch(cut.epoch): each task that is not done at the cut is given out again, exactly once."""
-    changes: list[Change] = [PutLosses(cut.losses)]
+    changes: list[Change] = [cut.losses]
     queue = job.training
     again = cut.epoch < job.spec.epochs
     if again:
@@ -162,7 +160,7 @@ def _restore_others(job: Job, *, again: bool) -> Iterator[Change]:
         if kind is not TaskKind.TRAIN:
             yield from _restart(queue) if again else _put_back(queue)
     if again and job.sums != EvaluationSums():
-        yield PutSums(EvaluationSums())
+        yield EvaluationSums()
 
 
 def _restart(queue: TaskQueue) -> Iterator[Change]:

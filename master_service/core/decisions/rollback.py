@@ -8,7 +8,7 @@ RUNNING --parameters lost--> ROLLING_BACK(timeline, checkpoint) --every pserver 
 
 from __future__ import annotations
 
-from master_service.core.changes import Change, Decision, Event, Fields, ForgetParameters, NextEpoch, PutSlots, PutState
+from master_service.core.changes import Change, Decision, Event, Fields, ForgetParameters, NextEpoch
 from master_service.core.decisions.lane_placement import new_lanes
 from master_service.core.decisions.lifecycle import fail, next_stage
 from master_service.core.state.job import Job
@@ -80,7 +80,7 @@ def go_back(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Memb
             **_NO_ABSENCE,
         }
     )
-    changes = (PutState(restarted), ForgetParameters(), *_new_slots(spec, slots), NextEpoch(0))
+    changes = (restarted, ForgetParameters(), *_new_slots(spec, slots), NextEpoch(0))
     return Decision(None, changes, (Event("started_over", restarted.reason, {"cause": cause}),))
 
 
@@ -180,13 +180,13 @@ def back_to(spec: JobSpec, state: JobState, slots: SlotMap | None, ref: Checkpoi
         "checkpoint": ref.uuid,
         "timeline": timeline,
     }
-    return Decision(None, (PutState(back), *_new_slots(spec, slots)), (Event("rolling_back", reason, fields),))
+    return Decision(None, (back, *_new_slots(spec, slots)), (Event("rolling_back", reason, fields),))
 
 
 def _new_slots(spec: JobSpec, slots: SlotMap | None) -> tuple[Change, ...]:
     if slots is None or slots_fit(slots, spec):
         return ()
-    return (PutSlots(SlotMap(version=slots.version + 1, owners=spread(spec.slot_count, spec.pservers))),)
+    return (SlotMap(version=slots.version + 1, owners=spread(spec.slot_count, spec.pservers)),)
 
 
 def stage_at(spec: JobSpec, stage: Stage, epoch: int) -> Stage:
@@ -216,7 +216,7 @@ def resume(job: Job, epoch: int, step: int, *, records: int, seconds: float) -> 
             "trainers": trainers,
         }
     )
-    changes: tuple[Change, ...] = (PutState(running), *new_lanes(spec, job.lanes, generation, trainers))
+    changes: tuple[Change, ...] = (running, *new_lanes(spec, job.lanes, generation, trainers))
     message = f"rolled back to step {step} in {seconds:.1f} s; {records} records are trained again"
     fields: Fields = {
         "step": step,

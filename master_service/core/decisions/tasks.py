@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from master_service.core.changes import Decision, DropPending, Event, Fields, PutLosses, PutRequeued, PutState, PutSums
+from master_service.core.changes import Decision, DropPending, Event, Fields, PutRequeued
 from master_service.core.decisions import lifecycle, pserver_return
 from master_service.core.queue.task_queue import WAIT_S, Closing, TaskQueue
 from master_service.core.state.job import Job
@@ -19,6 +19,7 @@ from shared.records import (
     CompleteTask,
     EvaluationSums,
     FailTask,
+    JobState,
     Mode,
     Phase,
     Stage,
@@ -28,6 +29,7 @@ from shared.records import (
     TaskProgress,
     UserFailure,
 )
+from shared.records.pauses import Losses
 
 REQUEUES_AT_ONCE = 40
 
@@ -70,40 +72,35 @@ def close_epoch(job: Job, ask: AcquireTask) -> Decision[None]:
     return Decision(None, changes) + lifecycle.advance_stage(job, changes)
 
 
-def report_progress(job: Job, task_id: str, report: TaskProgress) -> Decision[TaskQueue]:
-    """Answers the queue of the task. Raises StaleAttempt, NotFound."""
-    queue = job.queue_of(task_id)
-    _check_timeline(job, task_id, report)
+def report_progress(job: Job, task_id: str, report: TaskProgress) -> TaskQueue:
+    """Answers the queue of the task; nothing is to be written. Raises StaleAttempt, NotFound."""
+    queue = _queue_of(job, task_id, report)
     queue.check_attempt(task_id, report.attempt, report.trainer, report.epoch)
-    return Decision(queue)
+    return queue
 
 
 def complete(job: Job, task_id: str, report: CompleteTask) -> Decision[None]:
     """Raises StaleAttempt, NotFound, NotReady. Sums and exports are written in the transaction that ends the task: never twice."""
-    queue = job.queue_of(task_id)
-    _check_timeline(job, task_id, report)
+    queue = _queue_of(job, task_id, report)
     closing = queue.finish(task_id, report.attempt, report.trainer, report.epoch)
     if not closing.changes:
         return Decision(None)
     if queue.kind is TaskKind.TRAIN and pserver_return.is_outdated(job.state, job.members, report.generation):
-        cause = "a parameter server came back from a checkpoint meanwhile"
-        event = Event("task_requeued", f"task {task_id} goes back: {cause}", {"task": task_id, "cause": cause})
-        return Decision(None, queue.put_back(task_id, cause), (event,))
+        return _put_back(queue, task_id, "a parameter server came back from a checkpoint meanwhile")
     changes = closing.changes
     if report.skipped and queue.kind is TaskKind.TRAIN:
-        changes = (*changes, PutLosses(job.losses.with_skipped(report.skipped)))
+        changes = (*changes, job.losses.with_skipped(report.skipped))
     if queue.kind is TaskKind.EVALUATE:
         sums = dict(job.sums.sums)
         for name, value in report.sums.items():
             sums[name] = sums.get(name, 0.0) + value
-        changes = (*changes, PutSums(EvaluationSums(sums=sums, finished=job.sums.finished + 1)))
+        changes = (*changes, EvaluationSums(sums=sums, finished=job.sums.finished + 1))
     return Decision(None, changes) + lifecycle.advance_stage(job, changes, last=closing.last, report=report)
 
 
 def fail_task(job: Job, task_id: str, report: FailTask) -> Decision[UserFailure | None]:
     """Raises StaleAttempt, NotFound. Answers the failure unless it was reported before; it also counts against the job's budget."""
-    queue = job.queue_of(task_id)
-    _check_timeline(job, task_id, report)
+    queue = _queue_of(job, task_id, report)
     cause = f"{report.failure.error_type}: {report.failure.message}"
     closing = queue.fail(task_id, report.attempt, report.trainer, cause, report.epoch)
     if not closing.changes:
@@ -111,7 +108,7 @@ def fail_task(job: Job, task_id: str, report: FailTask) -> Decision[UserFailure 
     where = report.failure.task or queue.streams.describe(task_id)
     failure = report.failure.model_copy(update={"trainer": report.failure.trainer or report.trainer, "task": where})
     ended = Decision(failure) + _ended_badly(job, queue, task_id, cause, closing, failure)
-    state = next((change.state for change in ended.changes if isinstance(change, PutState)), job.state)
+    state = next((change for change in ended.changes if isinstance(change, JobState)), job.state)
     return ended + lifecycle.count_failure(job.budget, state, failure, in_task=True)
 
 
@@ -150,9 +147,7 @@ def put_back_lost(job: Job) -> Decision[bool]:
     lost = [(task_id, p.record.trainer) for task_id, p in queue.pending.items() if p.record.trainer not in members]
     decision: Decision[bool] = Decision(len(lost) > REQUEUES_AT_ONCE)
     for task_id, trainer in lost[:REQUEUES_AT_ONCE]:
-        cause = f"{trainer} is gone"
-        event = Event("task_requeued", f"task {task_id} goes back: {cause}", {"task": task_id, "cause": cause})
-        decision += Decision(None, queue.put_back(task_id, cause), (event,))
+        decision += _put_back(queue, task_id, f"{trainer} is gone")
     return decision
 
 
@@ -186,7 +181,9 @@ def complete_and_take(job: Job, task_id: str, report: CompleteTask) -> Decision[
 def _taken(job: Job, task_id: str, report: CompleteTask, done: Decision[None]) -> Decision[Task | None]:
     """The next task, decided while `job` still holds the one that ends: its end must not matter for what is given."""
     nothing: Decision[Task | None] = Decision(None)
-    if report.next is None or not all(isinstance(change, DropPending | PutLosses | PutSums) for change in done.changes):
+    if report.next is None or not all(
+        isinstance(change, DropPending | Losses | EvaluationSums) for change in done.changes
+    ):
         return nothing
     held = job.queue_of(task_id).pending.get(task_id)
     if done.changes and held is not None and held.record.request == report.next.request:
@@ -199,14 +196,16 @@ def _taken(job: Job, task_id: str, report: CompleteTask, done: Decision[None]) -
     return Decision(found.answer.task, found.changes, found.events)
 
 
-def _check_timeline(job: Job, task_id: str, report: TaskProgress | CompleteTask | FailTask) -> None:
-    """Attempts are counted from 1 again after a roll-back. Raises StaleAttempt for a report from before it."""
+def _queue_of(job: Job, task_id: str, report: TaskProgress | CompleteTask | FailTask) -> TaskQueue:
+    """Attempts are counted from 1 again after a roll-back. Raises StaleAttempt for a report from before it, NotFound."""
+    queue = job.queue_of(task_id)
     if report.timeline is not None and report.timeline != job.state.timeline:
         msg = (
             f"task {task_id} attempt {report.attempt} of {report.trainer} is stale: it was given in timeline "
             f"{report.timeline}, the job has gone back to a checkpoint in timeline {job.state.timeline}; fetch a new task"
         )
         raise StaleAttempt(msg)
+    return queue
 
 
 def _acquire_lane(job: Job, ask: AcquireTask, lane: int) -> Decision[TaskAnswer]:
@@ -217,6 +216,11 @@ def _acquire_lane(job: Job, ask: AcquireTask, lane: int) -> Decision[TaskAnswer]
         raise InvalidArgument(msg)
     answer, changes = job.training.dispatch_lane(ask, lane)
     return Decision(answer, changes) + lifecycle.advance_stage(job, changes)
+
+
+def _put_back(queue: TaskQueue, task_id: str, cause: str) -> Decision[None]:
+    event = Event("task_requeued", f"task {task_id} goes back: {cause}", {"task": task_id, "cause": cause})
+    return Decision(None, queue.put_back(task_id, cause), (event,))
 
 
 def _ended_badly(

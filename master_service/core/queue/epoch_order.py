@@ -12,7 +12,9 @@ Source: J. Black, P. Rogaway, "Ciphers with Arbitrary Finite Domains" (cycle wal
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 
 from master_service.core.queue.file_table import FileTable
 from shared.errors import NotFound
@@ -93,26 +95,22 @@ class Streams:
     prefix: str = field(init=False)
     total: int = field(init=False)
     records: int = field(init=False)
-    _orders: dict[int, EpochOrder] = field(init=False, repr=False, compare=False, default_factory=dict)
-    _numbers: dict[str, int] = field(init=False, repr=False, compare=False, default_factory=dict)
+    order: Callable[[int], EpochOrder] = field(init=False, repr=False, compare=False)
+    """By epoch; remembered, because its keys cost several hashes."""
+    number: Callable[[str], int] = field(init=False, repr=False, compare=False)
+    """Raises NotFound for an id that is not among these tasks. Remembered, because a pending task is asked for often."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefix", "" if self.kind is TaskKind.TRAIN else self.kind.lower())
         object.__setattr__(self, "total", self.table.tasks if self.table else 1)
         object.__setattr__(self, "records", self.table.records if self.table else 0)
+        order = partial(EpochOrder, self.total, self.seed, shuffle=self.shuffle)
+        object.__setattr__(self, "order", lru_cache(REMEMBERED_ORDERS)(order))
+        object.__setattr__(self, "number", lru_cache(REMEMBERED_NUMBERS)(self._number))
 
     def task_id(self, number: int) -> str:
         """`17` for training, `evaluate-17` and `export-0` for the others."""
         return f"{self.prefix}-{number}" if self.prefix else str(number)
-
-    def number(self, task_id: str) -> int:
-        """Raises NotFound for an id that is not among these tasks. Remembered, because a pending task is asked for often."""
-        found = self._numbers.get(task_id)
-        if found is None:
-            if len(self._numbers) >= REMEMBERED_NUMBERS:
-                self._numbers.clear()
-            found = self._numbers[task_id] = self._number(task_id)
-        return found
 
     def _number(self, task_id: str) -> int:
         digits = task_id.removeprefix(f"{self.prefix}-") if self.prefix else task_id
@@ -128,15 +126,6 @@ class Streams:
 
     def length(self, stream: int) -> int:
         return stream_length(self.total, self.count, stream)
-
-    def order(self, epoch: int) -> EpochOrder:
-        """Made once for each epoch: its keys cost several hashes."""
-        found = self._orders.get(epoch)
-        if found is None:
-            if len(self._orders) >= REMEMBERED_ORDERS:
-                self._orders.clear()
-            found = self._orders[epoch] = EpochOrder(self.total, self.seed, epoch, shuffle=self.shuffle)
-        return found
 
     def at(self, epoch: int, stream: int, index: int) -> str:
         """Id of the task at (stream, index)."""

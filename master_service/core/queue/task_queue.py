@@ -40,7 +40,6 @@ class Pending:
 
     record: PendingTask
     deadline: float
-    since: float
     last_sign: float
     minibatches: int = 0
 
@@ -271,7 +270,7 @@ class TaskQueue:
             case PutPending(task_id, record):
                 if before := self.pending.get(task_id):
                     self.repeats.drop_ask(before.record)
-                self.pending[task_id] = Pending(record, now + self.deadlines.allowed_s(), now, now)
+                self.pending[task_id] = Pending(record, now + self.deadlines.allowed_s(), now)
                 self.repeats.add_ask(task_id, record)
             case DropPending(task_id, reported):
                 held = self.pending.pop(task_id)

@@ -14,21 +14,13 @@ from master_service.core.changes import (
     NextEpoch,
     PutCursor,
     PutCut,
-    PutFailures,
-    PutLanes,
-    PutLosses,
-    PutOperation,
     PutPause,
     PutPending,
-    PutSlots,
-    PutState,
-    PutSums,
 )
 from master_service.core.queue.deadlines import Deadlines
 from master_service.core.queue.epoch_order import Streams
 from master_service.core.queue.file_table import FileTable
 from master_service.core.queue.task_queue import TaskQueue
-from master_service.core.state.failure_budget import FailureBudget
 from master_service.core.state.members import Members
 from master_service.core.state.operations import Operations
 from shared.errors import NotFound
@@ -44,9 +36,21 @@ from shared.records import (
     TaskMeta,
     TaskSummary,
 )
+from shared.records.operations import Operation
 from shared.records.pauses import Losses
+from shared.records.queue import FailureCounts
 
 KIND_OF = {Stage.TRAIN: TaskKind.TRAIN, Stage.EVALUATE: TaskKind.EVALUATE, Stage.EXPORT: TaskKind.EXPORT}
+
+
+@dataclass
+class FailureBudget:
+    """How many errors of the user's code a job may have, and `counts`, how many it has had: what etcd holds, so a new master
+    goes on counting. `started`: the first step is committed."""
+
+    allowed: int
+    started: bool = False
+    counts: FailureCounts = field(default_factory=FailureCounts)
 
 
 @dataclass
@@ -133,21 +137,21 @@ class Job:
             case PutCursor(stream, _):
                 kind = TaskKind.TRAIN if stream.isdigit() else TaskKind(stream.upper())
                 self.queues[kind].apply(change, now)
-            case PutState(state):
-                self.state = state
-            case PutLanes(lanes):
-                self.lanes = lanes
-            case PutSlots(slots):
-                self.slots = slots
-            case PutSums(sums):
-                self.sums = sums
-            case PutFailures(counts):
-                self.budget.counts = counts
-            case PutLosses(losses):
-                self.losses = losses
+            case JobState():
+                self.state = change
+            case LaneMap():
+                self.lanes = change
+            case SlotMap():
+                self.slots = change
+            case EvaluationSums():
+                self.sums = change
+            case FailureCounts():
+                self.budget.counts = change
+            case Losses():
+                self.losses = change
             case PutPause() | DropPause() | PutCut() | DropCut():
                 pass
-            case PutOperation() | DropOperation():
+            case Operation() | DropOperation():
                 self.operations.apply(change, now)
             case ForgetParameters():
                 self.members = replace(self.members, layout_revision=0, init_done=False)

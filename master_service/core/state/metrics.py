@@ -74,8 +74,7 @@ class Metrics:
 
 
 def _entry(kept: OrderedDict[int, Sums], key: int, limit: int) -> Sums:
-    if key not in kept:
-        kept[key] = Sums()
-        while len(kept) > limit:
-            kept.popitem(last=False)
-    return kept.get(key) or Sums()
+    sums = kept.setdefault(key, Sums())
+    while len(kept) > limit:
+        kept.popitem(last=False)
+    return sums

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from master_service.core.changes import DropOperation, PutOperation
+from master_service.core.changes import DropOperation
 from shared.errors import NotFound
 from shared.records.operations import Operation, OperationKind
 
@@ -18,12 +18,12 @@ class Operations:
     records: dict[str, Operation] = field(default_factory=dict)
     since: dict[str, float] = field(default_factory=dict)
 
-    def apply(self, change: PutOperation | DropOperation, now: float) -> None:
+    def apply(self, change: Operation | DropOperation, now: float) -> None:
         """In place."""
         match change:
-            case PutOperation(operation):
-                self.records[operation.operation_id] = operation
-                self.since.setdefault(operation.operation_id, now)
+            case Operation():
+                self.records[change.operation_id] = change
+                self.since.setdefault(change.operation_id, now)
             case DropOperation(operation_id):
                 self.records.pop(operation_id, None)
                 self.since.pop(operation_id, None)

@@ -134,7 +134,7 @@ def test_an_asynchronous_job_pauses_for_a_checkpoint_on_demand() -> None:
             await until(lambda: master.job.state.phase is Phase.CHECKPOINTING, "the first checkpoint")
             begun = await create(master)
             assert begun.reason.startswith("waiting for all trainers to pause")
-            await master.term.writer.decide(lambda job, _: pause_checkpoint.give_up(job, "the test says so"))
+            await master.term.writer.decide(lambda job, _: pause_checkpoint.give_up(job.state, "the test says so"))
             await until(lambda: master.job.state.saved == 2, "the next pause")
             asked = master.job.operations.find(begun.operation_id)
             assert (asked.running, asked.step, master.job.state.reason) == (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from master_service.core.changes import Decision, PutLanes, PutState
+from master_service.core.changes import Decision
 from master_service.core.state.members import Members
 from shared.records import JobState, LaneInterval, LaneMap, Mode, Phase, PserverMember, SlotMap, TrainerMember
 from tests.master_service.cluster import spec_of
@@ -28,11 +28,11 @@ def whole(*names: str) -> Members:
 
 
 def state_after(decision: Decision[None]) -> JobState:
-    return next(change.state for change in decision.changes if isinstance(change, PutState))
+    return next(change for change in decision.changes if isinstance(change, JobState))
 
 
 def lanes_after(decision: Decision[None]) -> LaneMap:
-    return next(change.lanes for change in decision.changes if isinstance(change, PutLanes))
+    return next(change for change in decision.changes if isinstance(change, LaneMap))
 
 
 RUNNING = JobState(phase=Phase.RUNNING, generation=4, trainers=("a", "b"))

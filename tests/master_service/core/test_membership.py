@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from master_service.core.changes import Decision, PutFailures, PutSlots, PutState
+from master_service.core.changes import Decision
 from master_service.core.decisions.lane_placement import assign_lanes, moved_lanes
 from master_service.core.decisions.lifecycle import count_failure, fail, next_stage
 from master_service.core.decisions.membership import reconcile, storage_events
-from master_service.core.state.failure_budget import FailureBudget
+from master_service.core.state.job import FailureBudget
 from master_service.core.state.members import Members
 from master_service.core.state.metrics import Metrics
 from shared.records import (
@@ -26,6 +26,7 @@ from shared.records import (
     UserFailure,
 )
 from shared.records.datasets import TextLines
+from shared.records.queue import FailureCounts
 from tests.master_service.cluster import spec_of
 from tests.master_service.core.members import (
     LANES,
@@ -99,14 +100,14 @@ def test_a_job_waits_and_says_for_what() -> None:
     ]
     for members, reason in waits:
         decision = reconcile(SPEC, state, None, SLOTS, members)
-        assert decision.changes == (PutState(state.model_copy(update={"reason": reason})),)
+        assert decision.changes == (state.model_copy(update={"reason": reason}),)
         again = reconcile(SPEC, state_after(decision), None, SLOTS, members)
         assert again == Decision(None)
 
 
 def test_the_slot_map_is_written_once_when_all_pservers_are_there() -> None:
     decision = reconcile(SPEC, JobState(reason="waiting for a trainer"), None, None, Members(pservers=pservers(0, 1)))
-    assert decision.changes == (PutSlots(SLOTS),)
+    assert decision.changes == (SLOTS,)
     assert (
         reconcile(SPEC, JobState(reason="waiting for a trainer"), None, SLOTS, Members(pservers=pservers(0, 1))).changes
         == ()
@@ -135,7 +136,7 @@ def test_every_join_and_death_is_a_new_generation_with_its_lanes(present: tuple[
 def test_asynchronous_jobs_have_generations_but_no_lanes() -> None:
     spec = spec_of(mode=Mode.ASYNC, pservers=2)
     decision = reconcile(spec, RUNNING, None, SLOTS, whole("a"))
-    assert [type(change) for change in decision.changes] == [PutState]
+    assert [type(change) for change in decision.changes] == [JobState]
     assert state_after(decision).generation == 5
 
 
@@ -185,11 +186,11 @@ def spend(budget: FailureBudget, failure: UserFailure, *, in_task: bool) -> str:
     reason = ""
     for change in count_failure(budget, JobState(phase=Phase.RUNNING), failure, in_task=in_task).changes:
         match change:
-            case PutFailures(counts):
-                budget.counts = counts
-            case PutState(state):
-                assert (state.phase, state.failure) == (Phase.FAILED, failure)
-                reason = state.reason
+            case FailureCounts():
+                budget.counts = change
+            case JobState():
+                assert (change.phase, change.failure) == (Phase.FAILED, failure)
+                reason = change.reason
     return reason
 
 

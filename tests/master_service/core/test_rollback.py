@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from master_service.core.changes import Decision, Event, NextEpoch, PutSlots
+from master_service.core.changes import Decision, Event, NextEpoch
 from master_service.core.decisions import queue_restore, rollback
 from master_service.core.decisions.membership import reconcile
 from master_service.core.decisions.tasks import acquire, complete, fail_task
@@ -95,13 +95,13 @@ def test_a_pserver_that_restored_and_is_replaced_later_is_a_loss_again() -> None
 def test_another_number_of_pservers_is_a_roll_back_with_a_new_slot_map() -> None:
     more = SPEC.model_copy(update={"pservers": 3})
     decision = reconcile(more, RUNNING, LANES, SLOTS, members_of(0, 1, 2))
-    slots = next(change.slots for change in decision.changes if isinstance(change, PutSlots))
+    slots = next(change for change in decision.changes if isinstance(change, SlotMap))
     assert (slots.version, set(slots.owners)) == (2, {0, 1, 2})
     assert state_after(decision).phase is Phase.ROLLING_BACK
     back = state_after(decision)
     fewer = reconcile(SPEC, back, LANES, slots, members_of(0, 1))
     assert state_after(fewer).timeline == back.generation + 1
-    assert any(isinstance(change, PutSlots) and change.slots.version == 3 for change in fewer.changes)
+    assert any(isinstance(change, SlotMap) and change.version == 3 for change in fewer.changes)
 
 
 def test_a_checkpoint_that_was_deleted_when_a_newer_one_came_is_not_damaged_the_newer_one_is_taken() -> None:
