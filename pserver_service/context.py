@@ -1,4 +1,4 @@
-"""What checkpoints, recovery and drain of one pserver work with."""
+"""What checkpoints, recovery and drain of one pserver work with, and how they follow the job's state."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from shared.checkpoints.background import Offload
 from shared.etcd import Etcd
 from shared.keys import Keys
 from shared.membership.directory import Directory
+from shared.records import JobSpec, JobState
+
+LOOK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +28,32 @@ class PserverContext:
     @property
     def keys(self) -> Keys:
         return self.directory.keys
+
+    @property
+    def spec(self) -> JobSpec:
+        assert self.directory.spec is not None, "the index is claimed only with the spec known"
+        return self.directory.spec
+
+
+class StateFollower:
+    """Answers each state of the job that `is_due`, once."""
+
+    def __init__(self, context: PserverContext) -> None:
+        self.context, self._directory = context, context.directory
+        self._pserver, self._own_index = context.pserver, context.own_index
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            revision, state = self._directory.revision, self._directory.state
+            if state is not None and self.is_due(state):
+                await self.answer(state)
+            else:
+                await self._directory.changed(revision, LOOK_S)
+
+    def is_due(self, state: JobState) -> bool:
+        """Whether the state is still to be answered."""
+        raise NotImplementedError
+
+    async def answer(self, state: JobState) -> None:
+        raise NotImplementedError

@@ -14,13 +14,24 @@ from pserver_service.context import PserverContext
 from pserver_service.core.store import Store
 from pserver_service.recovery import store_loader
 from shared.errors import CheckpointUnusable, PeerError
-from shared.records.checkpoints import CheckpointRef
+from shared.etcd.reading import read_record
+from shared.records.checkpoints import CheckpointLatest, CheckpointRef, OwnCheckpoints
 from shared.runtime import ids, telemetry
 
 PAUSE_S = 0.5
 TRIES = 4
 
 log = telemetry.logger("pserver.loading")
+
+
+async def kept_checkpoints(
+    context: PserverContext, kind: type[CheckpointLatest | OwnCheckpoints]
+) -> tuple[CheckpointRef, ...]:
+    """Those of the job, or this pserver's own, that may be loaded, newest first. Raises PeerError."""
+    key = context.keys.latest if kind is CheckpointLatest else context.keys.own_checkpoints(context.pserver.index)
+    found = await context.etcd.get(key)
+    record = read_record(kind, key, found.value if found else None)
+    return record.kept if record is not None else ()
 
 
 async def load_checkpoint(context: PserverContext, ref: CheckpointRef) -> tuple[Store, dict[str, int]]:
