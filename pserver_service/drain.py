@@ -13,7 +13,6 @@ import asyncio
 
 from pserver_service.checkpoints.parts import Checkpointer
 from pserver_service.context import PserverContext
-from pserver_service.core.store import Store
 from shared.records import Dispatch, Mode, Phase, Stage
 from shared.records.operations import saves_on_demand
 from shared.runtime import clock, telemetry
@@ -47,7 +46,9 @@ class Drain:
     async def _be_saved(self) -> None:
         """Until the latest checkpoint has this version or a later one, or nobody would make one."""
         assert self._pserver.store is not None
-        version, possible_at = self._wanted(self._pserver.store), clock.monotonic()
+        store, state, possible_at = self._pserver.store, self._directory.state, clock.monotonic()
+        # asynchronous: the number of the next checkpoint
+        version = store.highest if store.mode is Mode.SYNC or state is None else state.saved + 1
         while not self._is_saved(version):
             now = clock.monotonic()
             possible_at = now if self._could_be_saved() else possible_at
@@ -68,13 +69,8 @@ class Drain:
         runs = view.state.phase in {Phase.RUNNING, Phase.CHECKPOINTING} and view.state.stage is Stage.TRAIN
         return runs and bool(view.state.trainers) and saves_on_demand(view.spec)
 
-    def _wanted(self, store: Store) -> int:
-        """The version to save; asynchronous: the number of the next checkpoint."""
-        state = self._directory.state
-        return store.highest if store.mode is Mode.SYNC or state is None else state.saved + 1
-
     def _is_saved(self, version: int) -> bool:
-        latest = self._checkpointer.committer.latest
+        latest = self._checkpointer.committer.seen.latest
         return latest is not None and (latest.timeline, latest.step) >= (self._pserver.timeline, version)
 
     async def _look(self) -> None:

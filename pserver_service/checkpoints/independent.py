@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import asyncio
 
-from pserver_service.checkpoints.ledger_text import ledger_metadata
+from pserver_service.checkpoints.parts import write_part
 from pserver_service.context import PserverContext
-from shared.blocks.snapshot import Snapshot
-from shared.checkpoints import stored, writer
+from shared.checkpoints import writer
 from shared.checkpoints.async_cut import Cut, GivenUp, cut_at
+from shared.checkpoints.commit import PendingCheckpoint
+from shared.checkpoints.storage_problem import ADVICE
 from shared.errors import PeerError
 from shared.etcd import Compare, LeaseLost, Put
 from shared.etcd.reading import read_record
-from shared.records import JobSpec, Mode, SlotMap
-from shared.records.checkpoints import CheckpointPart, CheckpointRef, Manifest, OwnCheckpoints
+from shared.records import JobSpec, Mode
+from shared.records.checkpoints import CheckpointRef, OwnCheckpoints
 from shared.records.step import StepRecord
 from shared.runtime import clock, ids, telemetry
 from shared.storage import files
@@ -34,14 +35,14 @@ class Independent:
     """Saves as often as the job's spec says; asynchronous jobs with independent checkpoints only."""
 
     def __init__(self, context: PserverContext) -> None:
+        self._context = context
         self._etcd, self._keys, self._directory = context.etcd, context.keys, context.directory
         self._pserver, self._own_index, self.offload = context.pserver, context.own_index, context.offload
         self._number = 0
 
     async def run(self) -> None:
         """Until cancelled. No failure here ends training."""
-        spec = self._directory.spec
-        assert spec is not None, "the index is claimed only with the spec known"
+        spec = self._context.spec
         if spec.mode is not Mode.ASYNC or spec.checkpoint_kind != "independent":
             return
         last: float | None = None
@@ -61,12 +62,10 @@ class Independent:
             except (PeerError, LeaseLost) as error:
                 log.warning("etcd_away", index=self._pserver.index, cause=str(error))
                 await asyncio.sleep(ids.jitter(RETRY_S))
-            except OSError as error:
-                self._failed(spec, error)
-                last = begin
             except Exception as error:
                 self._failed(spec, error)
-                log.exception("checkpoint_failed", index=self._pserver.index)
+                if not isinstance(error, OSError):
+                    log.exception("checkpoint_failed", index=self._pserver.index)
                 last = begin
 
     def _may_save(self) -> bool:
@@ -92,14 +91,30 @@ class Independent:
         snapshot = store.take_snapshot()
         assert snapshot is not None
         self._number = number
-        uuid = ids.named_uuid("independent", self._keys.job, self._pserver.incarnation, number)
+        pending = PendingCheckpoint(
+            uuid=ids.named_uuid("independent", self._keys.job, self._pserver.incarnation, number),
+            timeline=timeline,
+            slots=slots,
+            layout=store.layout,
+            mode=store.mode,
+            lanes=store.lanes,
+            record=snapshot.record,
+            restored="",
+            cut=Cut(cut.queue),
+            file=f"pserver-{self._pserver.index}.{ids.new_id()}.safetensors",
+        )
         try:
-            part = await self._write(spec, uuid, snapshot, timeline, store.layout.digest)
-            manifest = self._manifest(spec, uuid, part, snapshot, slots, cut)
+            part = await write_part(self._context, self.offload, pending, snapshot)
         finally:
             snapshot.release()
+        if self._pserver.store is None:
+            raise GivenUp("the parameters were dropped")
+        term, generation = self._pserver.term, self._pserver.generation
+        manifest = pending.manifest(
+            self._keys.job, spec, [part], term=term, generation=generation, timestamp=part.timestamp
+        )
         name: str = await self.offload(writer.write_manifest, spec.storage, manifest)
-        ref = CheckpointRef(uuid=uuid, step=number, timeline=timeline, manifest=name)
+        ref = CheckpointRef(uuid=pending.uuid, step=number, timeline=timeline, manifest=name)
         older = self._older(before)
         kept = (ref, *older)[: spec.keep_checkpoints]
         own = OwnCheckpoints(
@@ -137,52 +152,8 @@ class Independent:
             return before.kept[uuids.index(loaded) :]
         return before.kept
 
-    async def _write(self, spec: JobSpec, uuid: str, snapshot: Snapshot, timeline: int, digest: str) -> CheckpointPart:
-        index = self._pserver.index
-        file = f"pserver-{index}.{ids.new_id()}.safetensors"
-        metadata = writer.part_metadata(self._keys.job, uuid, snapshot.version, timeline, index, digest)
-        url = files.join(stored.folder(spec.storage, uuid), file)
-        summary = await self.offload(writer.write_part, url, lambda: metadata | ledger_metadata(snapshot), snapshot)
-        return CheckpointPart(
-            pserver=index,
-            incarnation=self._pserver.incarnation,
-            step=snapshot.version,
-            timeline=timeline,
-            file=file,
-            checksum=summary.checksum,
-            bytes=summary.bytes,
-            timestamp=clock.timestamp(),
-        )
-
-    def _manifest(
-        self, spec: JobSpec, uuid: str, part: CheckpointPart, snapshot: Snapshot, slots: SlotMap, cut: Cut
-    ) -> Manifest:
-        store = self._pserver.store
-        if store is None:
-            raise GivenUp("the parameters were dropped")
-        return Manifest(
-            job=self._keys.job,
-            uuid=uuid,
-            step=part.step,
-            timeline=part.timeline,
-            term=self._pserver.term,
-            generation=self._pserver.generation,
-            mode=store.mode,
-            lanes=store.lanes,
-            seed=spec.seed,
-            spec_digest=stored.spec_digest(spec),
-            timestamp=part.timestamp,
-            slots=slots,
-            layout=store.layout,
-            record=snapshot.record,
-            parts=(part,),
-            queue=cut.queue,
-        )
-
     def _failed(self, spec: JobSpec, error: Exception) -> None:
         place = files.join(spec.storage, "checkpoints")
-        self._pserver.checkpoint_error = (
-            f"pserver {self._pserver.index} cannot write its checkpoint below {place}: {error}; training goes on and the "
-            "checkpoints before it stay; make room or give the job a storage that can be written"
-        )
+        index = self._pserver.index
+        self._pserver.checkpoint_error = f"pserver {index} cannot write its checkpoint below {place}: {error}; {ADVICE}"
         log.error("checkpoint_failed", message=self._pserver.checkpoint_error)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pserver_service.checkpoints.ledger_text import ledger_metadata
 from pserver_service.context import PserverContext
@@ -16,11 +15,11 @@ from pserver_service.core.saved_ledger import AsyncSnapshot
 from shared.blocks.snapshot import Snapshot
 from shared.checkpoints import stored, writer
 from shared.checkpoints.async_cut import GivenUp, read_cut
+from shared.checkpoints.background import Offload
 from shared.checkpoints.commit import Committer, PendingCheckpoint
-from shared.checkpoints.storage_problem import StorageProblem
+from shared.checkpoints.storage_problem import ADVICE, StorageProblem
 from shared.errors import InvalidArgument, PeerError
 from shared.etcd import Delete, LeaseLost, Operation, Put
-from shared.records import JobSpec
 from shared.records.checkpoints import CheckpointPart, CheckpointStarted
 from shared.runtime import clock, ids, telemetry
 from shared.storage import files
@@ -32,10 +31,33 @@ T = TypeVar("T")
 log = telemetry.logger("pserver.checkpoints")
 
 
+async def write_part(
+    context: PserverContext, offload: Offload, pending: PendingCheckpoint, snapshot: Snapshot
+) -> CheckpointPart:
+    """Write the file of this pserver's part. Raises OSError, InvalidArgument."""
+    index, version = context.pserver.index, snapshot.version
+    metadata = writer.part_metadata(
+        context.keys.job, pending.uuid, version, pending.timeline, index, pending.layout.digest
+    )
+    url = files.join(stored.folder(context.spec.storage, pending.uuid), pending.file)
+    summary = await offload(writer.write_part, url, lambda: metadata | ledger_metadata(snapshot), snapshot)
+    return CheckpointPart(
+        step=version,
+        timeline=pending.timeline,
+        pserver=index,
+        incarnation=context.pserver.incarnation,
+        file=pending.file,
+        checksum=summary.checksum,
+        bytes=summary.bytes,
+        timestamp=clock.timestamp(),
+    )
+
+
 class Checkpointer:
     """Writes this pserver's parts, one at a time, and commits checkpoints."""
 
     def __init__(self, context: PserverContext) -> None:
+        self._context = context
         self._etcd, self._keys, self._directory = context.etcd, context.keys, context.directory
         self._pserver, self._own_index, self.offload = context.pserver, context.own_index, context.offload
         self._token = ids.new_id()
@@ -105,14 +127,13 @@ class Checkpointer:
             cut=cut,
             file=f"pserver-{self._pserver.index}.{self._token}.safetensors",
         )
-        started = CheckpointStarted(step=snapshot.version, timeline=timeline, **self._me)
+        index, incarnation = self._pserver.index, self._pserver.incarnation
+        started = CheckpointStarted(step=snapshot.version, timeline=timeline, pserver=index, incarnation=incarnation)
         begun = Put(self._keys.checkpoint_begun(pending.uuid), started.to_bytes())
         await self._fenced(timeline, lambda: [begun, self._started(pending.uuid, started)])
         begin = clock.monotonic()
         try:
-            summary = await self.offload(
-                writer.write_part, self._url(pending), partial(self._metadata, pending, snapshot), snapshot
-            )
+            part = await write_part(self._context, self.offload, pending, snapshot)
         except (OSError, InvalidArgument) as error:
             self._check(timeline)
             message = self._message(snapshot.version, error)
@@ -123,16 +144,7 @@ class Checkpointer:
         snapshot.release()
         self._problem.end("part")
         seconds = round(clock.monotonic() - begin, 3)
-        log.info("part_written", step=snapshot.version, bytes=summary.bytes, seconds=seconds, skipped=store.skipped)
-        part = CheckpointPart(
-            step=snapshot.version,
-            timeline=timeline,
-            file=pending.file,
-            checksum=summary.checksum,
-            bytes=summary.bytes,
-            timestamp=clock.timestamp(),
-            **self._me,
-        )
+        log.info("part_written", step=snapshot.version, bytes=part.bytes, seconds=seconds, skipped=store.skipped)
         self.committer.add(pending)
         await self._fenced(
             timeline,
@@ -141,19 +153,6 @@ class Checkpointer:
                 Delete(self._keys.checkpoint_started(pending.uuid, part.pserver)),
             ],
         )
-
-    @property
-    def _me(self) -> dict[str, Any]:
-        return {"pserver": self._pserver.index, "incarnation": self._pserver.incarnation}
-
-    def _url(self, pending: PendingCheckpoint) -> str:
-        return files.join(stored.folder(self._spec.storage, pending.uuid), pending.file)
-
-    def _metadata(self, pending: PendingCheckpoint, snapshot: Snapshot) -> dict[str, str]:
-        version, digest = pending.record.version, pending.layout.digest
-        index = self._pserver.index
-        named = writer.part_metadata(self._keys.job, pending.uuid, version, pending.timeline, index, digest)
-        return named | ledger_metadata(snapshot)
 
     def _started(self, uuid: str, started: CheckpointStarted) -> Put:
         key = self._keys.checkpoint_started(uuid, started.pserver)
@@ -184,13 +183,6 @@ class Checkpointer:
             raise GivenUp(f"the job left timeline {timeline}")
 
     def _message(self, step: int, error: Exception) -> str:
-        place = files.join(self._spec.storage, "checkpoints")
-        return (
-            f"pserver {self._pserver.index} cannot write its part of the checkpoint of step {step} below {place}: {error}; "
-            "training goes on and the checkpoints before it stay; make room or give the job a storage that can be written"
-        )
-
-    @property
-    def _spec(self) -> JobSpec:
-        assert self._directory.spec is not None, "the index is claimed only with the spec known"
-        return self._directory.spec
+        place = files.join(self._context.spec.storage, "checkpoints")
+        what = f"its part of the checkpoint of step {step}"
+        return f"pserver {self._pserver.index} cannot write {what} below {place}: {error}; {ADVICE}"

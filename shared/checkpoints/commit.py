@@ -10,7 +10,8 @@ wakes up late fails in this. File names are unique per writer or content, so it 
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+from collections.abc import Iterable
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from shared.checkpoints.async_cut import Cut, GivenUp
 from shared.checkpoints.background import Offload
 from shared.checkpoints.part_owner import PartOwner
 from shared.checkpoints.schedule import is_final, is_newer, kept_after
-from shared.checkpoints.storage_problem import StorageProblem
+from shared.checkpoints.storage_problem import ADVICE, StorageProblem
 from shared.checkpoints.view import CheckpointView
 from shared.errors import InvalidArgument, PeerError
 from shared.etcd import Compare, Delete, Etcd, Get, KeyValue, LeaseLost, OutcomeUnknown, Put
@@ -70,6 +71,29 @@ class PendingCheckpoint:
             return self.cut.operation
         return self.record.asked.operation if self.record.asked is not None else ""
 
+    def manifest(
+        self, job: str, spec: JobSpec, parts: Iterable[CheckpointPart], *, term: int, generation: int, timestamp: str
+    ) -> Manifest:
+        return Manifest(
+            job=job,
+            uuid=self.uuid,
+            step=self.record.version,
+            timeline=self.timeline,
+            term=term,
+            generation=generation,
+            mode=self.mode,
+            lanes=self.lanes,
+            seed=spec.seed,
+            spec_digest=stored.spec_digest(spec),
+            timestamp=timestamp,
+            slots=self.slots,
+            layout=self.layout,
+            record=self.record,
+            parts=tuple(parts),
+            queue=self.cut.queue if self.cut is not None else {},
+            readers=self.cut.readers if self.cut is not None else {},
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class _View:
@@ -110,10 +134,6 @@ class Committer:
         return f"<Committer {self._owner.index}: latest {latest}, {len(self._pending)} wait for other parts>"
 
     @property
-    def latest(self) -> CheckpointLatest | None:
-        return self.seen.latest
-
-    @property
     def busy(self) -> bool:
         """Whether a checkpoint with this process's part is being committed, or may be because the owners of all missing parts live."""
         self._forget_old()
@@ -144,11 +164,9 @@ class Committer:
     async def _commit_complete(self) -> None:
         """Commit the newest checkpoint that has all parts, again and again."""
         while True:
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(RETRY_S if self._pending or self._unreleased else None):
                     await self._changed.wait()
-            except TimeoutError:
-                pass
             self._changed.clear()
             self._forget_old()
             await self._withdraw_failed()
@@ -166,23 +184,19 @@ class Committer:
                 log.info("commit_given_up", step=newest.record.version, cause=str(lost))
             except (PeerError, LeaseLost) as error:
                 log.warning("commit_delayed", step=newest.record.version, cause=str(error))
-            except (OSError, InvalidArgument) as error:
-                self._pending.pop(newest.uuid, None)
-                self._problem.begin("commit", self._message(newest, error))
             except Exception as error:
                 self._pending.pop(newest.uuid, None)
                 self._problem.begin("commit", self._message(newest, error))
-                log.exception("commit_failed", step=newest.record.version)
+                if not isinstance(error, OSError | InvalidArgument):
+                    log.exception("commit_failed", step=newest.record.version)
             else:
                 self._problem.end("commit")
             finally:
                 self._committing = False
 
     def _message(self, pending: PendingCheckpoint, error: Exception) -> str:
-        return (
-            f"the checkpoint of step {pending.record.version} is written and cannot be committed: {error}; training goes on "
-            "and the checkpoints before it stay; make room or give the job a storage that can be written"
-        )
+        step = pending.record.version
+        return f"the checkpoint of step {step} is written and cannot be committed: {error}; {ADVICE}"
 
     def _forget_old(self) -> None:
         latest = self.seen.latest
@@ -246,7 +260,15 @@ class Committer:
             return view.latest
         if obstacle := self.obstacle(pending, view):
             raise GivenUp(obstacle)
-        manifest = self._manifest(pending, view)
+        parts = [view.parts[index] for index in stored.writers(pending.layout, pending.slots)]
+        manifest = pending.manifest(
+            self._keys.job,
+            self._spec,
+            (must_read(CheckpointPart, kv.key, kv.value) for kv in parts),
+            term=view.term,
+            generation=view.state.generation,
+            timestamp=clock.timestamp(),
+        )
         name = await self.offload(writer.write_manifest, self._spec.storage, manifest)
         ref = ref.model_copy(update={"manifest": name})
         new = CheckpointLatest(
@@ -313,28 +335,6 @@ class Committer:
         puts = {self._keys.latest_file(trainer): paused for trainer, paused in named}
         stale = sorted(view.files - puts.keys())[:FILES_AT_ONCE]
         return [*(Put(key, paused.to_bytes()) for key, paused in puts.items()), *(Delete(key) for key in stale)]
-
-    def _manifest(self, pending: PendingCheckpoint, view: _View) -> Manifest:
-        parts = [view.parts[index] for index in stored.writers(pending.layout, pending.slots)]
-        return Manifest(
-            job=self._keys.job,
-            uuid=pending.uuid,
-            step=pending.record.version,
-            timeline=pending.timeline,
-            term=view.term,
-            generation=view.state.generation,
-            mode=pending.mode,
-            lanes=pending.lanes,
-            seed=self._spec.seed,
-            spec_digest=stored.spec_digest(self._spec),
-            timestamp=clock.timestamp(),
-            slots=pending.slots,
-            layout=pending.layout,
-            record=pending.record,
-            parts=tuple(must_read(CheckpointPart, kv.key, kv.value) for kv in parts),
-            queue=pending.cut.queue if pending.cut is not None else {},
-            readers=pending.cut.readers if pending.cut is not None else {},
-        )
 
     async def _clean_up(self, latest: CheckpointLatest) -> None:
         """Delete checkpoints that are older than `latest` and not kept. Files go first, so the keys say what is left to delete."""

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from shared.checkpoints.part_owner import PartOwner
 from shared.runtime import telemetry
 
+ADVICE = "training goes on and the checkpoints before it stay; make room or give the job a storage that can be written"
+
 log = telemetry.logger("checkpoints.storage")
 
 
