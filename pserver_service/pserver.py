@@ -176,15 +176,13 @@ class Pserver(BlockServer):
 
     async def info(self) -> PserverInfo:
         common: dict[str, Any] = {"job": self.job, "index": self.index, "incarnation": self.incarnation}
-        common |= {"timeline": self.timeline, "checkpoint_error": self.checkpoint_error}
+        common |= {"generation": self.generation, "term": self.term, "timeline": self.timeline}
+        common |= {"checkpoint_error": self.checkpoint_error, "ready": self.store is not None}
         store = self.store
         if store is None:
-            return PserverInfo(**common, generation=self.generation, term=self.term, ready=False)
+            return PserverInfo(**common)
         return PserverInfo(
             **common,
-            generation=self.generation,
-            term=self.term,
-            ready=True,
             mode=store.mode,
             digest=store.layout.digest,
             blocks=len(store.blocks),

@@ -114,13 +114,13 @@ class OpenPush:
 
 
 class OpenPull:
-    """`arrived` is called when `next` has a block again after it had none. Close it at the end."""
+    """`arrived` is called when `next` has a block again, or the end, after it had none. Close it at the end."""
 
     def __init__(
         self, server: BlockServer, store: Store, request: PullRequest, deadline: float, arrived: Callable[[], None]
     ) -> None:
-        self.deadline = deadline
-        self._server, self._store, self._arrived = server, store, arrived
+        self.deadline, self.wake = deadline, arrived
+        self._server, self._store = server, store
         self._version, self._dtype = request.version, request.dtype
         self._due = deque(request.blocks)
         self._missing: set[int] = set()
@@ -176,10 +176,6 @@ class OpenPull:
             self._missing.remove(number)
             self._due.append(number)
             self.wake()
-
-    def wake(self) -> None:
-        """`next` has a block or the end."""
-        self._arrived()
 
     def too_early(self) -> PullEnd:
         """The end of a pull that has waited until its deadline."""

@@ -30,8 +30,7 @@ def direct_step(optimizer: torch.optim.Optimizer) -> DirectStep | None:
         case torch.optim.SGD() if not any(map(options.get, extras_of_sgd)):
             return partial(_sgd, options)
         case torch.optim.Adam() if not any(map(options.get, _EXTRAS_OF_ADAM)):
-            decoupled = bool(options["decoupled_weight_decay"])
-            return partial(_fused_adam if options["fused"] else _adam, options, decoupled)
+            return partial(_fused_adam if options["fused"] else _adam, options)
     return None
 
 
@@ -54,17 +53,12 @@ def _sgd(
 
 
 def _fused_adam(
-    options: Mapping[str, Any],
-    decoupled: bool,
-    out: torch.Tensor,
-    values: torch.Tensor,
-    gradient: torch.Tensor,
-    state: State,
+    options: Mapping[str, Any], out: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor, state: State
 ) -> None:
     out.copy_(values)
     state["step"].add_(1)
     beta1, beta2 = options["betas"]
-    kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    kernel: Any = torch._fused_adamw_ if options["decoupled_weight_decay"] else torch._fused_adam_
     kernel(
         [out],
         [gradient],
@@ -83,17 +77,12 @@ def _fused_adam(
 
 
 def _adam(
-    options: Mapping[str, Any],
-    decoupled: bool,
-    out: torch.Tensor,
-    values: torch.Tensor,
-    gradient: torch.Tensor,
-    state: State,
+    options: Mapping[str, Any], out: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor, state: State
 ) -> None:
     rate, (beta1, beta2), decay = options["lr"], options["betas"], options["weight_decay"]
     mean, square = state["exp_avg"], state["exp_avg_sq"]
     step = state["step"].add_(1).item()
-    if decay and decoupled:
+    if decay and options["decoupled_weight_decay"]:
         values = values.mul(1 - rate * decay)
     elif decay:
         gradient = gradient.add(values, alpha=decay)

@@ -66,7 +66,8 @@ class Ledger:
         """Whether this push is due at this block. Changes only counts, attempts and the set of open tasks."""
         detail = self.detail_of(push.epoch)
         if detail is None:
-            self._old[push.epoch] = _one_more_duplicate(self._old.get(push.epoch, _nothing(push.epoch)))
+            counts = self._old.get(push.epoch) or _counts_of(push.epoch, EpochDetail([]))
+            self._old[push.epoch] = counts.model_copy(update={"duplicates": counts.duplicates + 1})
             return Verdict.DUPLICATE
         if detail.is_closed(task):
             detail.duplicates += 1
@@ -141,13 +142,8 @@ class Ledger:
 
     def positions(self, tasks: Mapping[int, int]) -> dict[int, int]:
         """Task -> minibatches that all blocks have, -1 for a closed task. `tasks`: task -> epoch."""
-        found = {}
-        for task, epoch in tasks.items():
-            answer = self.next_of(epoch, task)
-            found[task] = -1 if answer.closed else answer.next
-        return found
-
-    # ------------------------------------------------------------ parts
+        answers = {task: self.next_of(epoch, task) for task, epoch in tasks.items()}
+        return {task: -1 if answer.closed else answer.next for task, answer in answers.items()}
 
     def counts(self) -> tuple[EpochLedger, ...]:
         """Counts of all epochs, oldest first."""
@@ -176,14 +172,6 @@ def _counts_of(epoch: int, detail: EpochDetail) -> EpochLedger:
         tasks_open=len(detail.open),
         duplicates=detail.duplicates,
     )
-
-
-def _nothing(epoch: int) -> EpochLedger:
-    return EpochLedger(epoch=epoch, applied_lowest=0, applied_highest=0, tasks_closed=0, tasks_open=0, duplicates=0)
-
-
-def _one_more_duplicate(counts: EpochLedger) -> EpochLedger:
-    return counts.model_copy(update={"duplicates": counts.duplicates + 1})
 
 
 def _joined(epoch: int, parts: Sequence[SavedLedger], blocks: Sequence[tuple[SavedLedger, int]]) -> EpochDetail:

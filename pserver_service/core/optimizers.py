@@ -14,20 +14,8 @@ from pserver_service.core.direct_steps import DirectStep, direct_step, has_state
 from shared.errors import InvalidArgument
 from shared.records.layout import OptimizerSpec
 
-CLASSES: dict[str, type[torch.optim.Optimizer]] = {
-    cls.__name__: cls
-    for cls in (
-        torch.optim.SGD,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adagrad,
-        torch.optim.RMSprop,
-        torch.optim.Adadelta,
-        torch.optim.Adamax,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-    )
-}
+_NAMES = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam")
+CLASSES: dict[str, type[torch.optim.Optimizer]] = {name: getattr(torch.optim, name) for name in _NAMES}
 # the constructor fixes these; the rest may change with every step
 _FIXED = {"params", "foreach", "fused", "capturable", "differentiable", "initial_accumulator_value"}
 _OFF = {"capturable", "differentiable"}  # for CUDA graphs and for gradients of gradients: not needed on a pserver
@@ -51,14 +39,14 @@ def _plain(name: str, value: Any) -> Any:
 
 def arguments(spec: OptimizerSpec, group: int) -> Options:
     """Constructor arguments of one parameter group. Raises InvalidArgument for an unknown class or group."""
-    cls = CLASSES.get(spec.name)
+    cls: Any = CLASSES.get(spec.name)
     if cls is None:
         msg = f"optimizer {spec.name!r} does not run on parameter servers; choose one of {', '.join(CLASSES)}"
         raise InvalidArgument(msg)
     if not 0 <= group < len(spec.groups):
         msg = f"optimizer group {group} of a segment: {spec.name} has groups 0 to {len(spec.groups) - 1}"
         raise InvalidArgument(msg)
-    known = set(_probe(cls).defaults)
+    known = set(cls([torch.nn.Parameter(torch.zeros(1))], lr=0.001).defaults)
     if spec.name == "AdamW":
         known.discard("decoupled_weight_decay")  # in its defaults, but its constructor sets it
     merged = options_of({**spec.defaults, **spec.groups[group]})
@@ -72,11 +60,6 @@ def arguments(spec: OptimizerSpec, group: int) -> Options:
         msg = f"{spec.name} refuses {chosen}: {error}"
         raise InvalidArgument(msg) from error
     return chosen
-
-
-def _probe(cls: Any) -> torch.optim.Optimizer:
-    optimizer: torch.optim.Optimizer = cls([torch.nn.Parameter(torch.zeros(1))], lr=0.001)
-    return optimizer
 
 
 class BlockOptimizer:

@@ -88,9 +88,8 @@ async def pull(request: web.Request) -> web.StreamResponse:
         found = await anext(answer)  # errors of the whole request are raised here, before the status is sent
         response = web.StreamResponse(headers={"Content-Type": codec.CONTENT_TYPE})
         assert request.transport is not None
-        request.transport.set_write_buffer_limits(
-            high=0
-        )  # `write` returns when the kernel has all bytes, so buffers can be reused
+        # so that `write` returns when the kernel has all bytes, and buffers can be reused
+        request.transport.set_write_buffer_limits(high=0)
         await response.prepare(request)
         opening = {"protocol": PROTOCOL_VERSION, "job": pserver.job, "generation": pserver.generation}
         await response.write(codec.encode(opening))

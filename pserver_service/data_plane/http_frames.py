@@ -17,9 +17,8 @@ from shared.wire import codec
 Header = TypeVar("Header", bound=Record)
 Item = TypeVar("Item", bound=Record)
 SLICE_BYTES = 256 << 10  # written at once: large enough to be cheap, small enough to share the loop
-SMALL_BYTES = (
-    64 << 10
-)  # aiohttp waits for the peer only after so many bytes; less is copied, so the buffer is free at once
+# aiohttp waits for the peer only after so many bytes; less is copied, so the buffer is free at once
+SMALL_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,13 +41,14 @@ class Rollback(StateFollower):
                     return
                 self._pserver.restore(store, state.timeline, state.checkpoint)
             except CheckpointUnusable as error:
-                log.error("checkpoint_unusable", index=self._pserver.index, message=error.message)
                 why = {"error": error.message, "superseded": isinstance(error, _Superseded)}
                 restored = restored.model_copy(update=why)
             except PeerError as error:
                 log.warning("restore_delayed", index=self._pserver.index, cause=str(error))
                 await asyncio.sleep(ids.jitter(PAUSE_S))
                 continue
+            if restored.error:
+                log.error("checkpoint_unusable", index=self._pserver.index, message=restored.error)
             self._own_index.set(restored=restored, waits="")
             return
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 import torch
 
@@ -43,14 +42,6 @@ def load_store(
 
     Raises CheckpointUnusable, OSError.
     """
-    manifest = _read_manifest(storage_url, job, digest, ref)
-    store = _load(storage_url, manifest, ref, index, slots, schedule, pool)
-    open_tasks = stored.open_tasks(manifest) if manifest.mode is Mode.ASYNC else {}
-    positions = store.ledger.positions(open_tasks) if open_tasks else {}
-    return store, {str(task): minibatches for task, minibatches in positions.items()}
-
-
-def _read_manifest(storage_url: str, job: str, digest: str, ref: CheckpointRef) -> Manifest:
     manifest = stored.read_manifest(storage_url, job, ref)
     if manifest.layout.digest != digest:
         msg = (
@@ -58,34 +49,23 @@ def _read_manifest(storage_url: str, job: str, digest: str, ref: CheckpointRef) 
             "names, shapes or dtypes of its parameters differ"
         )
         raise CheckpointUnusable(msg, hint="go on with the script the checkpoint was made with, or start a new job")
-    return manifest
-
-
-def _load(
-    storage_url: str,
-    manifest: Manifest,
-    ref: CheckpointRef,
-    index: int,
-    slots: SlotMap,
-    schedule: Schedule | None,
-    pool: BufferPool | None,
-) -> Store:
     store = Store(_header(manifest, index), schedule, pool)
-    wanted = _wanted(manifest, store, index, slots)
     parts = {part.pserver: part for part in manifest.parts}
     ledgers: dict[int, tuple[SavedLedger, int]] = {}
-    for owner, blocks in sorted(wanted.items()):
+    for owner, blocks in sorted(_wanted(manifest, store, index, slots).items()):
         if owner not in parts:
-            _lacks(ref, f"part of pserver {owner}")
+            stored.unusable(ref, f"it lacks part of pserver {owner}")
         summary = _load_part(storage_url, ref, parts[owner], blocks, store)
         if manifest.mode is Mode.ASYNC:
             ledgers |= _ledger(ref, summary)
     store.seal()
-    if manifest.mode is Mode.ASYNC:
-        if missing := [number for number in store.blocks if number not in ledgers]:
-            _lacks(ref, f"ledger of blocks {missing[:4]}")
-        store.ledger = Ledger.loaded([ledgers[number] for number in store.blocks])
-    return store
+    if manifest.mode is Mode.SYNC:
+        return store, {}
+    if missing := [number for number in store.blocks if number not in ledgers]:
+        stored.unusable(ref, f"it lacks ledger of blocks {missing[:4]}")
+    store.ledger = Ledger.loaded([ledgers[number] for number in store.blocks])
+    positions = store.ledger.positions(stored.open_tasks(manifest))
+    return store, {str(task): minibatches for task, minibatches in positions.items()}
 
 
 def _ledger(ref: CheckpointRef, summary: Summary) -> dict[int, tuple[SavedLedger, int]]:
@@ -93,7 +73,7 @@ def _ledger(ref: CheckpointRef, summary: Summary) -> dict[int, tuple[SavedLedger
     try:
         ledger, blocks = ledger_text.from_text(summary.metadata.get(LEDGER, ""))
     except BadFrame as error:
-        _lacks(ref, f"ledger of its part: {error.message}")
+        stored.unusable(ref, f"it lacks ledger of its part: {error.message}", error)
     return {number: (ledger, position) for position, number in enumerate(blocks)}
 
 
@@ -141,14 +121,13 @@ def _load_part(
             return None
         if not name:
             if entry.dtype != item.place.dtype or entry.shape != (item.place.elements,):
-                _lacks(
-                    ref,
-                    f"block {number} of {item.place.elements} {item.place.dtype}: it has {entry.shape} {entry.dtype}",
-                )
+                wanted = f"block {number} of {item.place.elements} {item.place.dtype}"
+                stored.unusable(ref, f"it lacks {wanted}: it has {entry.shape} {entry.dtype}")
             item.values = store.pool.take(entry.dtype, item.place.elements)
             return item.values.view
         if entry.shape not in ((), (item.place.elements,)):
-            _lacks(ref, f"{name} of block {number} for {item.place.elements} elements: it has {entry.shape}")
+            wanted = f"{name} of block {number} for {item.place.elements} elements"
+            stored.unusable(ref, f"it lacks {wanted}: it has {entry.shape}")
         tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         item.state[name] = tensor
         return bytes_of(tensor.reshape(-1))
@@ -156,11 +135,6 @@ def _load_part(
     summary = stored.read_part(storage_url, ref, part, sink)
     for number, item in sorted(loading.items()):
         if item.values is None:
-            _lacks(ref, f"block {number} in {part.file}")
+            stored.unusable(ref, f"it lacks block {number} in {part.file}")
         store.place_block(number, item.values, item.state)
     return summary
-
-
-def _lacks(ref: CheckpointRef, what: str) -> NoReturn:
-    msg = f"checkpoint {ref.uuid} (step {ref.step}) cannot be used: it lacks {what}"
-    raise CheckpointUnusable(msg, hint="the one before it is taken if there is one", uuid=ref.uuid)

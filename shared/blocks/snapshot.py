@@ -44,10 +44,6 @@ class Snapshot:
     def whole(self) -> bool:
         return not self._missing
 
-    @property
-    def bytes(self) -> int:
-        return sum(saved.buffer.view.nbytes for saved in self.tensors.values())
-
     def add(self, number: int, values: Buffer, state: Mapping[str, torch.Tensor], pool: BufferPool) -> None:
         """Copy a block that has just reached this version; `state`: its optimizer's."""
         self._missing.remove(number)

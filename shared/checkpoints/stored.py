@@ -24,10 +24,8 @@ from shared.storage import files, tensor_file
 
 MAX_MANIFEST_BYTES = 64 << 20
 _DEFINITE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)  # trying again does not help
-ELASTIC = (
-    "trainers",
-    "pservers",
-)  # what may differ between the spec a checkpoint was made under and the one it is loaded under
+# what may differ between the spec a checkpoint was made under and the one it is loaded under
+ELASTIC = ("trainers", "pservers")
 
 
 def checkpoint_uuid(job: str, timeline: int, slots_version: int, step: int) -> str:
@@ -54,11 +52,13 @@ def writers(layout: Layout, slots: SlotMap) -> tuple[int, ...]:
 
 
 def manifest_name(content: bytes) -> str:
-    return f"manifest-{md5_of(content)}.json"
+    return f"manifest-{hashlib.md5(content, usedforsecurity=False).hexdigest()}.json"
 
 
-def md5_of(content: bytes) -> str:
-    return hashlib.md5(content, usedforsecurity=False).hexdigest()
+def unusable(ref: CheckpointRef, cause: str, error: BaseException | None = None) -> NoReturn:
+    """Raises CheckpointUnusable."""
+    msg = f"checkpoint {ref.uuid} (step {ref.step}) cannot be used: {cause}"
+    raise CheckpointUnusable(msg, hint="the one before it is taken if there is one", uuid=ref.uuid) from error
 
 
 def read_manifest(storage_url: str, job: str, ref: CheckpointRef) -> Manifest:
@@ -69,20 +69,20 @@ def read_manifest(storage_url: str, job: str, ref: CheckpointRef) -> Manifest:
     url = files.join(folder(storage_url, ref.uuid), ref.manifest)
     try:
         if (size := files.size(url)) > MAX_MANIFEST_BYTES:
-            _unusable(ref, f"{url} has {size} bytes, at most {MAX_MANIFEST_BYTES} are expected")
+            unusable(ref, f"{url} has {size} bytes, at most {MAX_MANIFEST_BYTES} are expected")
         content = files.read_bytes(url)
     except (*_DEFINITE, InvalidArgument) as error:
-        _unusable(ref, f"{url} cannot be read: {error}", error)
+        unusable(ref, f"{url} cannot be read: {error}", error)
     found = manifest_name(content)
     if found != ref.manifest:
-        _unusable(ref, f"{url} was changed after it was written: its content now belongs to {found}")
+        unusable(ref, f"{url} was changed after it was written: its content now belongs to {found}")
     try:
         manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
-        _unusable(ref, f"{url} is no manifest: {error.errors(include_url=False)[0]}", error)
+        unusable(ref, f"{url} is no manifest: {error.errors(include_url=False)[0]}", error)
     expected = (job, ref.uuid, ref.step, ref.timeline)
     if (manifest.job, manifest.uuid, manifest.step, manifest.timeline) != expected:
-        _unusable(
+        unusable(
             ref,
             f"{url} is of job {manifest.job!r}, step {manifest.step}, timeline {manifest.timeline}: expected job {job!r}, "
             f"step {ref.step}, timeline {ref.timeline}",
@@ -131,14 +131,14 @@ def read_part(
     url = files.join(folder(storage_url, ref.uuid), part.file)
     try:
         if (size := files.size(url)) != part.bytes:
-            _unusable(ref, f"{url} has {size} bytes, {part.bytes} were written")
+            unusable(ref, f"{url} has {size} bytes, {part.bytes} were written")
         found = tensor_file.read(url, sink)
     except (*_DEFINITE, InvalidArgument, BadFrame) as error:
-        _unusable(ref, f"{url} cannot be read: {error}", error)
+        unusable(ref, f"{url} cannot be read: {error}", error)
     if not is_intact(found, part):
-        _unusable(ref, f"{url} has checksum {found.checksum}, {part.checksum} was written")
+        unusable(ref, f"{url} has checksum {found.checksum}, {part.checksum} was written")
     if found.metadata.get("uuid") != ref.uuid:
-        _unusable(ref, f"{url} is of checkpoint {found.metadata.get('uuid')}")
+        unusable(ref, f"{url} is of checkpoint {found.metadata.get('uuid')}")
     return found
 
 
@@ -151,8 +151,3 @@ def verify_parts(storage_url: str, ref: CheckpointRef, manifest: Manifest) -> in
     for part in manifest.parts:
         read_part(storage_url, ref, part, lambda _: None)
     return sum(part.bytes for part in manifest.parts)
-
-
-def _unusable(ref: CheckpointRef, cause: str, error: BaseException | None = None) -> NoReturn:
-    msg = f"checkpoint {ref.uuid} (step {ref.step}) cannot be used: {cause}"
-    raise CheckpointUnusable(msg, hint="the one before it is taken if there is one", uuid=ref.uuid) from error

@@ -28,24 +28,20 @@ async def call_json(
     client: aiohttp.ClientSession,
     method: str,
     url: str,
-    body: Any = None,
+    body: bytes,
     *,
     timeout_s: float = 10.0,
     headers: dict[str, str] | None = None,
 ) -> Any:
-    """One JSON request; `body` is a JSON value or already encoded bytes.
+    """One request; `body` is JSON.
 
     Raises the TriremeError of the answer's `code`; PeerError if the peer cannot be reached or breaks the connection;
     DeadlineExceeded after `timeout_s`.
     """
-    data = body if isinstance(body, bytes) else None
-    merged = {"Content-Type": "application/json"} if data is not None else {}
-    merged.update(headers or {})
+    merged = {"Content-Type": "application/json", **(headers or {})}
     try:
         async with asyncio.timeout(timeout_s):
-            async with client.request(
-                method, url, data=data, json=None if data is not None else body, headers=merged
-            ) as response:
+            async with client.request(method, url, data=body, headers=merged) as response:
                 if response.status < 400:
                     return await response.json(content_type=None)
                 raise await error_of(response)

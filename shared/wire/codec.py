@@ -35,9 +35,8 @@ _BIN_LENGTH_BYTES = {_BIN8: 1, _BIN16: 2, _BIN32: 4}
 _SKIPPED = memoryview(bytearray(64 << 10))  # receives the payloads of skipped blocks
 # headers that are remembered: longest, and how many
 KNOWN_BYTES, KNOWN_HEADERS = 128, 8192
-_PORTION_BYTES = (
-    1024  # bytes of a chunk that are searched for a header at a time, so at most this much is copied beyond the header
-)
+# bytes of a chunk that are searched for a header at a time, so at most this much is copied beyond the header
+_PORTION_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +195,8 @@ class Decoder:
         self.limits = limits  # may be changed between blocks: the header says what will come
         self._endless = endless
         self._prepare = prepare
-        self.known: dict[
-            bytes, tuple[Any, int]
-        ] = {}  # bytes before a payload -> the prepared header and the payload's size
+        # bytes before a payload -> the prepared header and the payload's size
+        self.known: dict[bytes, tuple[Any, int]] = {}
         self.lengths: list[int] = []  # their lengths, the newest first
         self._beginning = bytearray()  # the bytes of this block before its payload
         self._place = place or (lambda _header, size: memoryview(bytearray(size)))

@@ -73,7 +73,10 @@ class Borrower:
         for number in offers.forget:
             self._mapped.pop(number, None)  # its last view unmaps it
         for offer in offers.offers:
-            self._open(offer, at_most)
+            if offer.memory in self._mapped or len(self._mapped) >= MAX_MEMORIES:
+                msg = f"memory {offer.memory} is known already, or one of more than {MAX_MEMORIES}"
+                raise TooLarge(msg)
+            self._mapped[offer.memory] = open_offered(offer, self._peer, at_most)
 
     def payload(self, place: Place, sent: int) -> memoryview:
         """The bytes there, read only, of a block that has `sent` bytes of its own. Raises BadFrame, InvalidArgument."""
@@ -86,12 +89,6 @@ class Borrower:
             msg = f"a block refers to memory and has {sent} bytes of its own: expected only one of both"
             raise BadFrame(msg)
         return mapped.part(offset, size)
-
-    def _open(self, offer: Offer, at_most: int) -> None:
-        if offer.memory in self._mapped or len(self._mapped) >= MAX_MEMORIES:
-            msg = f"memory {offer.memory} is known already, or one of more than {MAX_MEMORIES}"
-            raise TooLarge(msg)
-        self._mapped[offer.memory] = open_offered(offer, self._peer, at_most)
 
 
 def place_in(header: dict[str, Any]) -> Place | None:
