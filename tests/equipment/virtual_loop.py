@@ -108,9 +108,7 @@ class _Task(_Numbered, asyncio.Task):  # type: ignore[type-arg]
 
 
 class _Future(_Numbered, asyncio.Future):  # type: ignore[type-arg]
-    def __init__(self, *, loop: VirtualLoop) -> None:
-        self._number = loop.next_number()
-        super().__init__(loop=loop)
+    """The loop sets its number: a Python `__init__` for each future would cost as much as the future."""
 
 
 class _NoSelector(selectors.BaseSelector):
@@ -162,7 +160,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._now
 
     def create_future(self) -> asyncio.Future[Any]:
-        return _Future(loop=self)
+        future = _Future(loop=self)
+        self._numbers += 1
+        future._number = self._numbers
+        return future
 
     def _make_self_pipe(self) -> None:
         """No socket pair: nobody outside this thread wakes the loop."""
@@ -196,23 +197,21 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._advance()
         ready = self._ready
         if len(ready) == 1:
-            self._run(ready.popleft())
+            handles: Iterable[asyncio.Handle] = (ready.popleft(),)
         else:
             self._ready = deque()
-            for handle in self._in_drawn_order(ready):
-                self._run(handle)
+            handles = self._in_drawn_order(ready)
+        for handle in handles:
+            if handle._cancelled:
+                continue
+            process = handle._context.get(_process)
+            if process is not None and (process.dead or process.frozen):
+                process.held.append(handle)
+            else:
+                handle._run()
+                self.callbacks += 1
         if self.callbacks > self._max_callbacks:
             raise Runaway(f"{self.callbacks} callbacks run by {self._now:.1f} s of virtual time; something spins")
-
-    def _run(self, handle: asyncio.Handle) -> None:
-        if handle._cancelled:
-            return
-        process = handle._context.get(_process)
-        if process is not None and process.stopped:
-            process.held.append(handle)
-        else:
-            handle._run()
-            self.callbacks += 1
 
     def _advance(self) -> None:
         """Move timers that are due to the ready queue; if nothing is ready, jump to the next one first."""
@@ -232,9 +231,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """First come first served within a process, processes in a drawn order."""
         queues: dict[Process | None, list[asyncio.Handle]] = {}
         for handle in ready:
-            queues.setdefault(handle._context.get(_process), []).append(handle)
+            process = handle._context.get(_process)
+            queue = queues.get(process)
+            if queue is None:
+                queues[process] = [handle]
+            else:
+                queue.append(handle)
         order = list(queues.values())
-        if self._rng is not None and len(order) > 1:
+        if len(order) == 1:
+            return order[0]
+        if self._rng is not None:
             self._rng.shuffle(order)
         return [handle for queue in order for handle in queue]
 

@@ -36,7 +36,7 @@ class CheckedEtcd(SimulatedEtcd):
         self._url_of = url_of
         self._checkpoints = CheckpointChecker(keys.job)
         self._seen = 0
-        self._prefix = keys.prefix.encode()
+        self._progresses, self._queue = keys.progresses.encode(), keys.tasks.encode()
         self._masters_own = tuple(
             key.encode()
             for key in (
@@ -62,16 +62,18 @@ class CheckedEtcd(SimulatedEtcd):
         self._check(request.client)
 
     def _check(self, client: str) -> None:
+        if self._seen == len(self.store.history):
+            return
         events, self._seen = self.store.history[self._seen :], len(self.store.history)
         for event in events:
             kv = event["kv"]
             deleted = event.get("type") == "DELETE"
-            leased = kv["key"].startswith(self.keys.progresses.encode()) or kv["key"].endswith(b"/master/addr")
+            leased = kv["key"].startswith(self._progresses) or kv["key"].endswith(b"/master/addr")
             if kv["key"].startswith(self._masters_own) and not (deleted and leased):
                 self._check_writer(client, kv["key"].decode(), kv)
             if not deleted:
                 self._check_order(kv["key"].decode(), kv)
-        if any(event["kv"]["key"].startswith(self.keys.tasks.encode()) for event in events):
+        if any(event["kv"]["key"].startswith(self._queue) for event in events):
             self._check_places()
         for _, written in groupby(events, key=lambda event: event["kv"]["mod_revision"]):
             self.violations += self._tasks.check(list(written))

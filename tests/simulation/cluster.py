@@ -12,7 +12,7 @@ import signal
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from master_service.masterless.dispatcher import Dispatcher
@@ -86,6 +86,12 @@ class AcceptedRequest:
     operation: Operation
     version: int
     timeline: int
+
+
+@lru_cache(maxsize=64)
+def _incarnation(value: bytes) -> str:
+    """Of a parameter server's key; asked after every block that is pushed."""
+    return PserverMember.model_validate_json(value).incarnation
 
 
 Main = Callable[["SimulatedCluster", Node], Coroutine[Any, Any, int]]
@@ -331,8 +337,8 @@ class SimulatedCluster(Cluster):
         return [(index, found[index]) for index in sorted(found) if found[index] is not None]
 
     def _is_registered(self, pserver: Pserver) -> bool:
-        kv = self.simulated.value(self.keys.pserver(pserver.index))
-        return kv is not None and PserverMember.model_validate_json(kv).incarnation == pserver.incarnation
+        value = self.simulated.value(self.keys.pserver(pserver.index))
+        return value is not None and _incarnation(value) == pserver.incarnation
 
     def final_parameters(self) -> bytes:
         blocks = {number: state for _, store in self.stores() for number, state in store.blocks.items()}
