@@ -1,4 +1,6 @@
-"""What users get wrong: one clear message each, no stack trace for what is no bug, no child left, the right exit code."""
+"""What users get wrong: one clear message each, no stack trace for what is no bug, no child left, the right exit code.
+
+What the inspection of a script finds wrong in it: tests/trainer_agent/script/test_inspect.py; here one of each kind."""
 
 from __future__ import annotations
 
@@ -7,7 +9,6 @@ import os
 import socket
 import time
 
-import numpy as np
 import pytest
 
 from tests.end_to_end.scripts import HEAD, LOSS, write_script
@@ -51,29 +52,6 @@ def test_a_module_without_model(trireme, tmp_path):
     one_message(trireme.run("run", script), 2, f"{script} has no function 'model'", "def model()")
 
 
-def test_a_dataset_that_does_not_exist(trireme, tmp_path):
-    script = write_script(tmp_path, dataset="def dataset():\n    return trireme.data.Parquet('none-*.parquet')\n")
-    one_message(trireme.run("run", script), 2, "none-*.parquet matches no file")
-
-
-def test_an_unreadable_dataset(trireme, tmp_path):
-    script = write_script(tmp_path, dataset="def dataset():\n    return trireme.data.Parquet(str(HERE / 'x.npy'))\n")
-    one_message(trireme.run("run", script), 2, "x.npy cannot be read as Parquet")
-
-
-def test_an_empty_dataset(trireme, tmp_path):
-    np.save(tmp_path / "none.npy", np.zeros((0, 8), np.float32))
-    script = write_script(tmp_path, dataset="def dataset():\n    return trireme.data.Npy(str(HERE / 'none.npy'))\n")
-    one_message(trireme.run("run", script), 2, "none.npy has no records")
-
-
-def test_an_optimizer_that_cannot_run_on_the_servers(trireme, tmp_path):
-    script = write_script(
-        tmp_path, optimizer="def optimizer(model):\n    return torch.optim.LBFGS(model.parameters())\n"
-    )
-    one_message(trireme.run("run", script), 2, "LBFGS", "use one of torch.optim: SGD, Adam")
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -103,11 +81,6 @@ def test_a_name_that_etcd_keys_cannot_have_is_changed_and_the_change_is_told(tri
     assert done.err == expected
     missing = trireme.run("status", "--job", "my_job")
     assert missing.err.startswith("error: .trireme holds no run of job my-job")
-
-
-def test_lanes_of_the_scripts_config_that_are_no_power_of_two(trireme, tmp_path):
-    script = write_script(tmp_path, config="config = trireme.Config(lanes=6)\n")
-    one_message(trireme.run("run", script), 2, "trireme.Config: lanes must be a power of two, got 6; use 4 or 8")
 
 
 def test_a_port_in_use(trireme, tmp_path):
@@ -152,11 +125,6 @@ def test_a_script_that_is_no_python(trireme, tmp_path):
 def test_a_model_that_fails_in_forward(trireme, tmp_path):
     script = write_script(tmp_path, loss="def loss(model, batch):\n    return model(batch['z'])\n")
     the_users_traceback(trireme.run("run", script), "in loss", "KeyError: 'z'", "in the first minibatch")
-
-
-def test_records_of_the_wrong_shape(trireme, tmp_path):
-    script = write_script(tmp_path, model="def model():\n    return nn.Linear(9, 1)\n")
-    the_users_traceback(trireme.run("run", script), "cannot be multiplied", "in the first minibatch")
 
 
 def test_a_model_that_fails_only_in_training_tells_its_task(trireme, tmp_path):

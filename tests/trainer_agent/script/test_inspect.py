@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from tests.trainer_agent.scripts import write_script
@@ -75,6 +76,29 @@ def test_what_is_wrong_is_told_in_one_message(tmp_path, capsys, parts, code, mes
     if code == 1:
         assert found["error"]["details"]["traceback"].startswith("Traceback")
         assert "trainer_agent" not in found["error"]["details"]["traceback"]
+
+
+def test_an_optimizer_that_cannot_run_on_the_servers_is_told_with_those_that_can(tmp_path, capsys):
+    optimizer = "def optimizer(m):\n    return torch.optim.LBFGS(m.parameters())\n"
+    _, found = inspected(write_script(tmp_path, optimizer=optimizer), capsys)
+    assert found["error"]["hint"].startswith("use one of torch.optim: SGD, Adam")
+
+
+@pytest.mark.parametrize(
+    ("reader", "file", "message"),
+    [
+        ("Parquet", "x.npy", "x.npy cannot be read as Parquet"),
+        ("Parquet", "none-*.parquet", "none-*.parquet matches no file"),
+        ("Npy", "none.npy", "none.npy has no records"),
+    ],
+)
+def test_a_dataset_without_records_to_read_is_named(tmp_path, capsys, reader, file, message):
+    np.save(tmp_path / "none.npy", np.zeros((0, 5), np.float32))
+    head = f"import torch\nfrom torch import nn\nimport trireme\nPATH = {str(tmp_path / file)!r}\n"
+    dataset = f"def dataset():\n    return trireme.data.{reader}(PATH)\n"
+    code, found = inspected(write_script(tmp_path, head=head, dataset=dataset), capsys)
+    assert code == 2
+    assert message in found["error"]["message"]
 
 
 def test_an_error_in_the_first_minibatch_says_so(tmp_path, capsys):
