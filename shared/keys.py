@@ -46,13 +46,54 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 
+class _Key:
+    """A key, or a prefix of keys, by its path below the job's prefix."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __get__(self, keys: Keys, _: type[Keys] | None = None) -> str:
+        return keys.prefix + self._path
+
+
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys of one job; `Keys("ctr").pserver(0)` is `/trireme/ctr/ps/0`."""
+    """The keys of one job; `Keys("ctr").pserver(0)` is `/trireme/ctr/ps/0`. A path that ends with `/` is a prefix."""
 
     job: str
     root: str = "trireme"
     prefix: str = field(init=False, repr=False, compare=False)
+
+    master_lock = _Key("master/lock")
+    master_address = _Key("master/addr")
+    sweep_lock = _Key("sweep/lock")  # of a masterless job: its holder reacts to members and time as a master would
+    spec = _Key("job/spec")
+    state = _Key("job/state")
+    failures = _Key("job/failures")
+    checkpoint_request = _Key("job/checkpoint")  # members follow it: trainers carry the request into a version
+    operations = _Key("operations/")
+    pservers_desired = _Key("ps_desired")
+    pservers = _Key("ps/")
+    trainers = _Key("trainers/")
+    pause = _Key("trainers/pause")  # below the trainers' keys: while it exists, asynchronous training is paused
+    checkpoints = _Key("checkpoints/")  # all keys about checkpoints
+    latest = _Key("checkpoints/latest")
+    finish_lock = _Key("checkpoints/finish_lock")
+    latest_files = _Key("checkpoints/latest/files/")  # the positions of the trainers' readers at `latest`
+    own_prefix = _Key("checkpoints/pservers/")  # all independent checkpoints
+    slots = _Key("slots")
+    lanes = _Key("lanes")
+    layout = _Key("layout")
+    init_lock = _Key("init_ps/lock")
+    init_done = _Key("init_ps/done")
+    tasks = _Key("tasks/")  # the whole queue state
+    task_meta = _Key("tasks/meta")
+    evaluation = _Key("tasks/evaluation")
+    # name of the last transaction. The next transaction compares it (masterless: its mod_revision); after a lost answer it
+    # tells whether the transaction was applied
+    commit = _Key("tasks/commit")
+    progresses = _Key("tasks/progress/")
+    losses = _Key("tasks/losses")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefix", f"/{self.root}/{self.job}/")
@@ -60,98 +101,21 @@ class Keys:
     def _of(self, *parts: str | int) -> str:
         return self.prefix + "/".join(map(str, parts))
 
-    @property
-    def master_lock(self) -> str:
-        return self._of("master", "lock")
-
-    @property
-    def master_address(self) -> str:
-        return self._of("master", "addr")
-
-    @property
-    def sweep_lock(self) -> str:
-        """Of a masterless job: its holder reacts to members and time as a master would."""
-        return self._of("sweep", "lock")
-
-    @property
-    def spec(self) -> str:
-        return self._of("job", "spec")
-
-    @property
-    def state(self) -> str:
-        return self._of("job", "state")
-
-    @property
-    def failures(self) -> str:
-        return self._of("job", "failures")
-
-    @property
-    def checkpoint_request(self) -> str:
-        """Members follow it: trainers carry the request into a version."""
-        return self._of("job", "checkpoint")
-
-    @property
-    def operations(self) -> str:
-        """Prefix of all `operations/<id>`."""
-        return self._of("operations", "")
-
     def operation(self, operation_id: str) -> str:
         return self._of("operations", operation_id)
-
-    @property
-    def pservers_desired(self) -> str:
-        return self._of("ps_desired")
-
-    @property
-    def pservers(self) -> str:
-        """Prefix of all `ps/<index>`."""
-        return self._of("ps", "")
 
     def pserver(self, index: int) -> str:
         return self._of("ps", index)
 
-    @property
-    def trainers(self) -> str:
-        """Prefix of all `trainers/<id>`."""
-        return self._of("trainers", "")
-
     def trainer(self, trainer_id: str) -> str:
         return self._of("trainers", trainer_id)
-
-    @property
-    def pause(self) -> str:
-        """Below the trainers' keys: while it exists, asynchronous training is paused."""
-        return self._of("trainers", "pause")
 
     def is_trainer(self, key: str) -> bool:
         """Whether `key` is a `trainers/<id>`, not `pause`, which has the same prefix."""
         return key.startswith(self.trainers) and "/" not in key.removeprefix(self.trainers) and key != self.pause
 
-    @property
-    def checkpoints(self) -> str:
-        """Prefix of all keys about checkpoints."""
-        return self._of("checkpoints", "")
-
-    @property
-    def latest(self) -> str:
-        return self._of("checkpoints", "latest")
-
-    @property
-    def finish_lock(self) -> str:
-        return self._of("checkpoints", "finish_lock")
-
-    @property
-    def latest_files(self) -> str:
-        """Prefix of the positions of the trainers' readers at `latest`."""
-        return self._of("checkpoints", "latest", "files", "")
-
     def latest_file(self, trainer_id: str) -> str:
         return self._of("checkpoints", "latest", "files", trainer_id)
-
-    @property
-    def own_prefix(self) -> str:
-        """Prefix of all independent checkpoints."""
-        return self._of("checkpoints", "pservers", "")
 
     def own_checkpoints(self, index: int) -> str:
         """Independent checkpoints of one pserver."""
@@ -190,57 +154,9 @@ class Keys:
         kind, _, index = rest.partition("/")
         return (uuid, int(index)) if kind == "finished" and index.isdecimal() else None
 
-    @property
-    def slots(self) -> str:
-        return self._of("slots")
-
-    @property
-    def lanes(self) -> str:
-        return self._of("lanes")
-
-    @property
-    def layout(self) -> str:
-        return self._of("layout")
-
-    @property
-    def init_lock(self) -> str:
-        return self._of("init_ps", "lock")
-
-    @property
-    def init_done(self) -> str:
-        return self._of("init_ps", "done")
-
-    @property
-    def tasks(self) -> str:
-        """Prefix of the whole queue state."""
-        return self._of("tasks", "")
-
-    @property
-    def task_meta(self) -> str:
-        return self._of("tasks", "meta")
-
-    @property
-    def evaluation(self) -> str:
-        return self._of("tasks", "evaluation")
-
-    @property
-    def commit(self) -> str:
-        """Name of the last transaction. The next transaction compares it (masterless: its mod_revision); after a lost answer it
-        tells whether the transaction was applied."""
-        return self._of("tasks", "commit")
-
-    @property
-    def progresses(self) -> str:
-        """Prefix of all `tasks/progress/<trainer>`."""
-        return self._of("tasks", "progress", "")
-
     def progress(self, trainer_id: str) -> str:
         """Tasks and loss of a trainer of a masterless job; with a master a trainer reports them by REST."""
         return self._of("tasks", "progress", trainer_id)
-
-    @property
-    def losses(self) -> str:
-        return self._of("tasks", "losses")
 
     def cursor(self, stream: str | int) -> str:
         return self._of("tasks", "cursor", stream)
