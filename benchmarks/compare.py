@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -34,18 +35,20 @@ def main() -> int:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the benchmark")
     given = parser.parse_args()
     turns: list[tuple[Figures, Figures]] = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the worktree is removed
     with tempfile.TemporaryDirectory(prefix="trireme-compare-") as folder:
         older = Path(folder) / "older"
         git = ["git", "-C", str(ROOT), "worktree"]
-        subprocess.run([*git, "add", "--quiet", "--detach", str(older), given.rev], check=True)
         try:
+            subprocess.run([*git, "add", "--quiet", "--detach", str(older), given.rev], check=True)
             for turn in range(given.turns):
                 trees = (older, ROOT) if turn % 2 == 0 else (ROOT, older)
                 found = {tree: measured(tree, given.benchmark, given.arguments) for tree in trees}
                 turns.append((found[older], found[ROOT]))
                 print(f"turn {turn + 1} of {given.turns} is done", file=sys.stderr, flush=True)
         finally:
-            subprocess.run([*git, "remove", "--force", str(older)], check=True)
+            if older.exists():  # twice --force: git locks a worktree until it is complete
+                subprocess.run([*git, "remove", "--force", "--force", str(older)], check=True)
     return report(turns, given.rev, given.limit)
 
 

@@ -60,7 +60,8 @@ def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> P
     options = _parser().parse_args(arguments)
     try:
         user = UserModule(Path(str(sys.modules[module].__file__)), sys.modules[module])
-        result = run(user, plain_spec(user, _flags(options)), report=lambda text: print(text, file=sys.stderr))  # noqa: T201
+        flags = {name: getattr(options, name) for name in ("epochs", "seed", "global_batch_size")}
+        result = run(user, plain_spec(user, flags, options.set), report=lambda text: print(text, file=sys.stderr))  # noqa: T201
         for name, value in result.metrics.items():
             print(f"{name} {value:.6g}")  # noqa: T201
         if options.export:
@@ -75,13 +76,13 @@ def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> P
     return result
 
 
-def plain_spec(user: UserModule, flags: Mapping[str, Any]) -> JobSpec:
+def plain_spec(user: UserModule, flags: Mapping[str, Any], assignments: Sequence[str] = ()) -> JobSpec:
     """The spec of a one-lane synchronous job from flags, environment, trireme.toml and the script's config.
 
     Raises settings.UsageError, InvalidArgument, UserCodeError.
     """
-    sources = [settings.from_flags(flags), settings.from_environment(), settings.from_toml(Path(settings.TOML))]
-    merged = settings.merge([*sources, settings.from_script(user.config)])
+    outside = settings.outside_script(flags, assignments)
+    merged = settings.merge([settings.from_script(user.config)]) | outside
     alone = {
         "mode": "sync",
         "lanes": 1,
@@ -220,11 +221,3 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--export", metavar="DIR", help="write the trained model there (safetensors and state_dict)")
     return parser
-
-
-def _flags(options: argparse.Namespace) -> dict[str, Any]:
-    given = {name: getattr(options, name) for name in ("epochs", "seed", "global_batch_size")}
-    return {
-        **settings.from_assignments(options.set),
-        **{name: value for name, value in given.items() if value is not None},
-    }

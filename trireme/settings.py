@@ -35,7 +35,6 @@ class UsageError(InvalidArgument):
 class Source:
     """One place that settings come from. `spelled`: a field's name there, for example `--lanes` or `TRIREME_LANES`."""
 
-    name: str
     values: Mapping[str, Any]
     spelling: str = "{}"
 
@@ -51,14 +50,14 @@ class Setting:
     origin: str
 
 
-def from_flags(values: Mapping[str, Any]) -> Source:
-    return Source("the command line", {name: value for name, value in values.items() if value is not None}, "--{}")
+def from_flags(values: Mapping[str, Any], assignments: Sequence[str] = ()) -> Source:
+    """`assignments`: those of --set. A setting's own flag is stronger."""
+    return Source({**from_assignments(assignments), **_given(values)}, "--{}")
 
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> Source:
     names = {f"TRIREME_{name.upper()}": name for name in (*SETTINGS, *LAUNCHER_SETTINGS)}
-    values = {names[key]: value for key, value in environment.items() if key in names and value != ""}
-    return Source("the environment", values, "TRIREME_{}")
+    return Source({names[key]: value for key, value in environment.items() if key in names and value}, "TRIREME_{}")
 
 
 def from_toml(path: Path) -> Source:
@@ -66,17 +65,26 @@ def from_toml(path: Path) -> Source:
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return Source(path.name, {})
+        return Source({})
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         msg = f"{path} cannot be read: {error}"
         raise UsageError(msg) from error
     _refuse_unknown(document, (*SETTINGS, *LAUNCHER_SETTINGS), str(path))
-    return Source(path.name, document, path.name + " {}")
+    return Source(document, path.name + " {}")
 
 
 def from_script(values: Mapping[str, Any]) -> Source:
     _refuse_unknown(values, SETTINGS, "the script's config")
-    return Source("the script", {name: value for name, value in values.items() if value is not None}, "config {}")
+    return Source(_given(values), "config {}")
+
+
+def outside_script(flags: Mapping[str, Any], assignments: Sequence[str] = ()) -> dict[str, Setting]:
+    """The settings of the command line, the environment and trireme.toml in the working directory. Raises UsageError."""
+    return merge([from_flags(flags, assignments), from_environment(), from_toml(Path(TOML))])
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def from_assignments(assignments: Sequence[str]) -> dict[str, str]:

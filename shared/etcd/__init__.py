@@ -18,8 +18,7 @@ from shared.etcd.errors import (
 )
 from shared.etcd.lease import Lease
 from shared.etcd.operations import Compare, Delete, Get, Operation, Put
-from shared.etcd.results import KeyValue, RangeResult, TxnResult, WatchBatch, WatchEvent
-from shared.etcd.transport import Transport
+from shared.etcd.results import KeyValue, TxnResult, WatchBatch, WatchEvent
 
 __all__ = [
     "Compacted",
@@ -36,9 +35,7 @@ __all__ = [
     "Operation",
     "OutcomeUnknown",
     "Put",
-    "RangeResult",
     "Retryable",
-    "Transport",
     "TxnResult",
     "Unauthenticated",
     "WatchBatch",

@@ -14,9 +14,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import suppress
 
 from shared.errors import PeerError
-from shared.etcd.backoff import Backoff
+from shared.etcd.backoff import pauses
 from shared.etcd.errors import LeaseLost, OutcomeUnknown, Retryable, WentBack
 from shared.etcd.lease import Lease
 from shared.etcd.operations import Compare, Delete, Get, Operation, Put, check_size, interval, txn_body
@@ -64,16 +65,14 @@ class Etcd:
         """Returns the revision. An unconditional write: for anything two processes may write, use `txn`."""
         check_size(len(key) + len(value), f"the put of {key}")
         answer = await self._call(PUT, Put(key, value, lease).body(), timeout_s, key)
-        revision: int = answer["header"]["revision"]
-        return revision
+        return int(answer["header"]["revision"])
 
     async def delete(
         self, key: str, end: str | None = None, prefix: bool = False, *, timeout_s: float = TIMEOUT_S
     ) -> int:
         """Returns how many keys were deleted."""
         answer = await self._call(DELETE, Delete(key, end, prefix).body(), timeout_s, key)
-        deleted: int = answer.get("deleted", 0)
-        return deleted
+        return int(answer.get("deleted", 0))
 
     async def txn(
         self,
@@ -129,16 +128,13 @@ class Etcd:
         async def attempt(limit_s: float) -> Body:
             return await self.transport.call(REVOKE, {"ID": lease_id}, limit_s)
 
-        try:
+        with suppress(LeaseLost):
             await _until_deadline(attempt, timeout_s, f"lease/revoke {lease_id:x}", (Retryable, OutcomeUnknown))
-        except LeaseLost:
-            return
 
     async def time_to_live(self, lease_id: int, *, timeout_s: float = TIMEOUT_S) -> int:
         """Whole seconds the lease has left by etcd's clock, -1 if it is gone."""
         answer = await self._call(TIME_TO_LIVE, {"ID": lease_id}, timeout_s, f"lease {lease_id:x}")
-        ttl: int = answer.get("TTL", 0)
-        return ttl
+        return int(answer.get("TTL", 0))
 
     async def close(self) -> None:
         await self.transport.close()
@@ -162,14 +158,13 @@ async def _until_deadline(
 ) -> Body:
     """Repeat `attempt` on the errors in `repeat`, with jittered pauses, until it succeeds or `timeout_s` is over."""
     deadline = clock.monotonic() + timeout_s
-    backoff: Backoff | None = None
+    waits = pauses()
     while True:
         left = deadline - clock.monotonic()
         try:
             return await attempt(max(0.001, min(left, ATTEMPT_TIMEOUT_S)))
         except repeat as error:
-            backoff = backoff or Backoff()
-            pause = backoff.next()
+            pause = next(waits)
             if clock.monotonic() + pause >= deadline:
                 msg = f"etcd did not do {what} within {timeout_s:g} s; last: {error}"
                 raise type(error)(msg, hint=error.hint) from error

@@ -18,7 +18,7 @@ import shutil
 import signal
 import socket
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Self
 
@@ -257,14 +257,11 @@ class EmbeddedEtcd:
 
 def free_ports(count: int) -> tuple[int, ...]:
     """Ports of 127.0.0.1 that are free now; another process may take them first."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
+    with ExitStack() as opened:
+        sockets = [opened.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
             each.bind((HOST, 0))
         return tuple(int(each.getsockname()[1]) for each in sockets)
-    finally:
-        for each in sockets:
-            each.close()
 
 
 async def _flags(binary: Path) -> tuple[str, ...]:

@@ -1,15 +1,5 @@
 """What can go wrong between a member and etcd, one class per thing the caller can do about it.
 
-    Retryable        nothing was written: repeat it later (the client has repeated it until the caller's deadline)
-    OutcomeUnknown   a write was sent and no answer came: read back, never repeat blindly
-    Compacted        the revision is gone: read the current state
-    LeaseLost        the lease is gone: the role it carried is over, register again
-    Unauthenticated  user or password refused (the transport has logged in again once)
-    LimitExceeded    the request is larger than etcd accepts: split it
-    NoSpace          etcd's quota is used up: compact, defragment, disarm the alarm
-    WentBack         etcd lost writes: its revision is lower than before
-    Fatal            etcd refuses for good: do not repeat
-
 An answer of etcd's gateway names its error in one of three shapes: `{error, code, message}` (gateway v1), `{code, message}`
 (v2), and in streams `{"error": {grpc_code|code, message, ...}}`.
 """
@@ -22,31 +12,31 @@ from shared.errors import CallerError, PeerError, TriremeError
 
 
 class Retryable(PeerError):
-    """etcd is unreachable or has no leader; nothing was written."""
+    """etcd is unreachable or has no leader; nothing was written. The client has repeated it until the caller's deadline."""
 
     code = "ETCD_UNAVAILABLE"
 
 
 class OutcomeUnknown(PeerError):
-    """A write was sent and its answer was lost: it may be applied already, later, or never. Read back."""
+    """A write was sent and its answer was lost: it may be applied already, later, or never. Read back, never repeat blindly."""
 
     code = "ETCD_OUTCOME_UNKNOWN"
 
 
 class NoSpace(PeerError):
-    """etcd's space quota is used up: it accepts reads and deletes only."""
+    """etcd's space quota is used up: it accepts reads and deletes only. Compact, defragment, disarm the alarm."""
 
     code, status = "ETCD_NO_SPACE", 507
 
 
 class Compacted(CallerError):
-    """The revision was compacted away; `details['compact_revision']` is the oldest one kept (0 if unknown)."""
+    """The revision was compacted away; `details['compact_revision']` is the oldest one kept (0 if unknown). Read the current state."""
 
     code, status = "ETCD_COMPACTED", 410
 
 
 class LeaseLost(CallerError):
-    """The lease expired or was revoked: the role it carried is over."""
+    """The lease expired or was revoked: the role it carried is over, register again."""
 
     code, status = "LEASE_LOST", 409
 
@@ -69,11 +59,13 @@ class WentBack(CallerError):
 
 
 class Unauthenticated(CallerError):
+    """User or password refused, also after one more log-in."""
+
     code, status = "ETCD_UNAUTHENTICATED", 401
 
 
 class LimitExceeded(CallerError):
-    """More operations or bytes than one request may hold, or one key written twice; nothing was sent."""
+    """More operations or bytes than one request may hold, or one key written twice: split it. Nothing was sent."""
 
     code, status = "ETCD_LIMIT_EXCEEDED", 413
 

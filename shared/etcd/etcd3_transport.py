@@ -249,9 +249,7 @@ async def _refusal(response: aiohttp.ClientResponse, where: str, *, write: bool)
 
 def _unwrapped(document: Any, where: str, *, write: bool) -> Body:
     """A stream's messages come as {"result": …} or {"error": …}, also where the stream is a single answer."""
-    if not isinstance(document, dict):
-        raise of_answer(document, 200, where=where, write=write)
-    if "error" in document:
+    if not isinstance(document, dict) or "error" in document:
         raise of_answer(document, 200, where=where, write=write)
     result = document.get("result", document)
     assert isinstance(result, dict)

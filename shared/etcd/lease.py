@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from shared.errors import TriremeError
 from shared.etcd.errors import LeaseLost
@@ -94,11 +95,9 @@ class Lease:
     async def _wait(self, seconds: float) -> None:
         if seconds <= 0:
             return
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.lost.wait()
-        except TimeoutError:
-            pass
 
     def _renewed(self, sent: float, ttl_s: float) -> None:
         self._sent = sent

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 from shared.etcd.client import Etcd
 from shared.etcd.errors import OutcomeUnknown, Retryable
@@ -81,13 +81,10 @@ async def acquire(
 
 async def _until_free(etcd: Etcd, key: str, holder: KeyValue, lease: Lease) -> None:
     """Until the holder's key is deleted, the lease is lost, or RECHECK_S is over."""
-    try:
-        async with asyncio.timeout(min(RECHECK_S, max(lease.remaining_s, 0.001))):
-            async with aclosing(etcd.watch(key, start_revision=holder.mod_revision + 1)) as batches:
-                async for batch in batches:
-                    if batch.reset and not batch.kvs:
-                        return
-                    if any(event.type == "delete" for event in batch.events):
-                        return
-    except TimeoutError:
-        return
+    limit_s = min(RECHECK_S, max(lease.remaining_s, 0.001))
+    watch = etcd.watch(key, start_revision=holder.mod_revision + 1)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(limit_s), aclosing(watch) as batches:
+            async for batch in batches:
+                if (batch.reset and not batch.kvs) or any(event.type == "delete" for event in batch.events):
+                    return

@@ -82,8 +82,7 @@ def _op_result(response: Body, revision: int) -> RangeResult | int | None:
     if "response_range" in response:
         return RangeResult.of(response["response_range"], revision)
     if "response_delete_range" in response:
-        deleted: int = response["response_delete_range"].get("deleted", 0)
-        return deleted
+        return int(response["response_delete_range"].get("deleted", 0))
     if "response_put" in response:
         return None
     raise Fatal(f"etcd answered an operation with {sorted(response)}; this client does not know it")

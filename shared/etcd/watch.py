@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 
 from shared.errors import TriremeError
-from shared.etcd.backoff import Backoff
+from shared.etcd.backoff import pauses
 from shared.etcd.errors import Compacted, Retryable, WentBack
 from shared.etcd.results import RangeResult, WatchBatch, WatchEvent
 from shared.etcd.transport import WATCH, Body, Transport
@@ -37,7 +37,7 @@ async def watch(
     by closing, cancelling or WentBack.
     """
     due, broken = start_revision, False
-    backoff = Backoff()
+    waits = pauses()
     health = _Health(interval[0].decode("utf-8", "replace"))
     while True:
         try:
@@ -55,7 +55,7 @@ async def watch(
                     if message is None:
                         raise Retryable("etcd ended the watch")
                     _refuse_cancelled(message)
-                    backoff.reset()
+                    waits = pauses()
                     health.good(due)
                     events = tuple(
                         [WatchEvent.of(e) for e in message.get("events", ()) if e["kv"].get("mod_revision", 0) >= due]
@@ -75,7 +75,7 @@ async def watch(
             health.bad(due, f"silent for {IDLE_LIMIT_S:g} s")
         except TriremeError as error:
             health.bad(due, str(error))
-        await asyncio.sleep(backoff.next())
+        await asyncio.sleep(next(waits))
 
 
 class _Health:

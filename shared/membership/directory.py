@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 from shared.errors import DeadlineExceeded
 from shared.etcd import Etcd, KeyValue, WatchEvent
@@ -69,11 +69,9 @@ class Directory:
             left = deadline - clock.monotonic()
             if left <= 0:
                 return False
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(left):
                     await self._changed.wait()
-            except TimeoutError:
-                return False
         return True
 
     async def wait_for(self, predicate: Callable[[Directory], bool], timeout_s: float, what: str) -> None:

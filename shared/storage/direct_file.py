@@ -76,9 +76,8 @@ class DirectFile(io.RawIOBase):
         while left:
             try:
                 left = left[os.write(self.descriptor, left) :]
-            except (
-                OSError
-            ) as error:  # a file system that opens with O_DIRECT but cannot write with it, or after a partial write
+            except OSError as error:
+                # a file system that opens with O_DIRECT but cannot write with it, or after a partial write
                 if error.errno != errno.EINVAL or not self._direct:
                     raise
                 self._through_cache()

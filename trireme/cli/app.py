@@ -6,7 +6,7 @@ Exit codes: 0 ok, 1 job failed, 2 usage, 3 not found, 4 conflict, 5 auth, 6 unre
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -33,12 +33,12 @@ Url = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 
-Which = Annotated[
-    str | None, typer.Argument(help="A step, or the beginning of a checkpoint's uuid.", metavar="CHECKPOINT")
-]
+_WHICH = typer.Argument(help="A step, or the beginning of a checkpoint's uuid.", metavar="CHECKPOINT")
+Which = Annotated[str | None, _WHICH]
 WaitS = Annotated[
     float, typer.Option("--wait-s", help="Seconds to wait for the end; 0: do not wait.", min=0, metavar="S")
 ]
+_NOT_SETTINGS = {"script", "assignments", "check", "fresh", "dry_run", "as_json"}  # of `trireme run`
 checkpoint = typer.Typer(help="Checkpoints of a job, running or not.", no_args_is_help=True)
 app.add_typer(checkpoint, name="checkpoint")
 
@@ -117,29 +117,10 @@ def run(
     - A failed job starts from the beginning, as any job does with --fresh. The files of its last run are kept in
     previous/ in the job's folder.
     """
+    given = dict(locals())
     from trireme.cli.run import RunRequest, run_command  # noqa: PLC0415
 
-    flags: dict[str, Any] = {
-        "mode": mode,
-        "dispatch": dispatch,
-        "trainers": trainers,
-        "pservers": pservers,
-        "lanes": lanes,
-        "epochs": epochs,
-        "global_batch_size": global_batch_size,
-        "seed": seed,
-        "push_every": push_every,
-        "pull_every": pull_every,
-        "device": device,
-        "gradient_dtype": gradient_dtype,
-        "parameter_dtype": parameter_dtype,
-        "job": job,
-        "data_dir": data_dir,
-        "port": port,
-        "standbys": standbys,
-        "spare_pservers": spare_pservers,
-        "storage": storage,
-    }
+    flags = {name: value for name, value in given.items() if name not in _NOT_SETTINGS}
     request = RunRequest(
         script, flags, tuple(assignments or ()), check=check, dry_run=dry_run, fresh=fresh, as_json=as_json
     )
@@ -199,9 +180,7 @@ def checkpoint_create(
 
 @checkpoint.command(name="restore")
 def checkpoint_restore(
-    which: Annotated[
-        str, typer.Argument(help="A step, or the beginning of a checkpoint's uuid.", metavar="CHECKPOINT")
-    ],
+    which: Annotated[str, _WHICH],
     wait_s: WaitS = 120.0,
     job: Job = None,
     data_dir: DataDir = None,

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -28,6 +27,7 @@ from trireme.launch.run_folder import DATA_DIR
 from trireme.validation import allowed_name
 from trireme.view.job_address import AnyClient, open_client
 from trireme.view.operations import Call, Document, call_any_master, wait_for_operation
+from trireme.view.progress import say
 
 Answer = tuple[dict[str, Any], int]
 
@@ -162,7 +162,7 @@ def _run_operation(
 
     async def run() -> Document:
         operation = await call_any_master(connect, request)
-        return await wait_for_operation(connect, operation, wait_s, _report) if wait_s else operation
+        return await wait_for_operation(connect, operation, wait_s, say) if wait_s else operation
 
     try:
         operation = asyncio.run(run())
@@ -185,7 +185,3 @@ async def find_checkpoint(client: AnyClient, which: str) -> str:
     steps = ", ".join(f"step {checkpoint['step']} ({checkpoint['checkpoint_id'][:8]})" for checkpoint in kept)
     msg = f"the job has no checkpoint {which}; there are: {steps or 'none yet'}"
     raise NotFound(msg, hint="`trireme checkpoint list` shows them")
-
-
-def _report(text: str) -> None:
-    print(text, file=sys.stderr)  # noqa: T201

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from shared.errors import TriremeError
@@ -24,43 +23,37 @@ LATE_EXPIRY_S = 0.5  # etcd may revoke an expired lease this late
 MASTER_TTL_S = 3.0
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    name: str
-    ok: bool
-    text: str
-
-
 def examine(data_dir: Path | None, *, as_json: bool) -> int:
     """Returns 0 if a job can run here, else 1."""
-    checks: list[tuple[str, Callable[[], str]]] = [
-        ("python", lambda: f"{platform.python_version()} on {platform.platform(terse=True)}, {os.cpu_count()} cores"),
-        ("torch", lambda: _installed("torch")),
-        ("etcd", _etcd),
-        ("ports", _ports),
-        ("data", lambda: _data(data_dir or DATA_DIR)),
-    ]
-    findings = [_find(name, check) for name, check in checks]
+    checks: dict[str, Callable[[], str]] = {
+        "python": lambda: f"{platform.python_version()} on {platform.platform(terse=True)}, {os.cpu_count()} cores",
+        "torch": lambda: _installed("torch"),
+        "etcd": _etcd,
+        "ports": _ports,
+        "data": lambda: _data(data_dir or DATA_DIR),
+    }
+    findings = {name: _find(check) for name, check in checks.items()}
     bounds = recovery_bounds()
     if as_json:
-        shown = {finding.name: {"ok": finding.ok, "text": finding.text} for finding in findings}
+        shown = {name: {"ok": ok, "text": text} for name, (ok, text) in findings.items()}
         print(json.dumps({"checks": shown, "recovery_bounds_s": bounds}))  # noqa: T201
     else:
-        for finding in findings:
-            print(f"{'ok ' if finding.ok else 'BAD'}  {finding.name:<8} {finding.text}")  # noqa: T201
+        for name, (ok, text) in findings.items():
+            print(f"{'ok ' if ok else 'BAD'}  {name:<8} {text}")  # noqa: T201
         print("\nLongest time from the last fault until the job makes progress again (default settings):")  # noqa: T201
         for what, seconds in bounds.items():
             print(f"  {seconds:5.1f} s  {what}")  # noqa: T201
-    return 0 if all(finding.ok for finding in findings) else 1
+    return 0 if all(ok for ok, _ in findings.values()) else 1
 
 
-def _find(name: str, check: Callable[[], str]) -> Finding:
+def _find(check: Callable[[], str]) -> tuple[bool, str]:
+    """Whether it is good, and what was found."""
     try:
-        return Finding(name, ok=True, text=check())
+        return True, check()
     except TriremeError as error:
-        return Finding(name, ok=False, text=error.message)
+        return False, error.message
     except (OSError, subprocess.SubprocessError) as error:
-        return Finding(name, ok=False, text=f"{type(error).__name__}: {error}")
+        return False, f"{type(error).__name__}: {error}"
 
 
 def _installed(package: str) -> str:

@@ -31,7 +31,7 @@ Show = Callable[..., Awaitable[dict[str, Any]]]
 def ask(show: Show, job: str | None, data_dir: Path | None, url: str | None, *, as_json: bool, **query: Any) -> int:
     """Run one query; returns the exit code."""
     telemetry.configure(level="ERROR", json=False)
-    console = None if as_json else Console()
+    console = None if as_json else Console(highlight=False)
     try:
         result = _result_of(job, data_dir, url)
         if result is not None:
@@ -55,7 +55,7 @@ def job_address(job: str | None, data_dir: Path | None, url: str | None) -> str:
     if given := url or os.environ.get("TRIREME_URL"):
         return given
     folder, facts = run_folder.find_run(data_dir, job, OPTIONS)
-    if result := resume.read_result(folder):
+    if result := run_folder.read_json(folder / resume.RESULT_FILE):
         msg = f"job {result['job']} is {result['phase']}: nobody runs that could do this"
         raise Conflict(msg, hint="`trireme checkpoint list` and `trireme export` work for jobs that ended")
     return str(facts["url"])
@@ -69,24 +69,23 @@ def _result_of(job: str | None, data_dir: Path | None, url: str | None) -> dict[
     if job is None and (others := run_folder.other_runs(folder)):
         also = f"{folder.parent} also has {', '.join(others)} (choose one with --job NAME)"
         print(f"this is job {folder.name}, the one started last; {also}", file=sys.stderr)  # noqa: T201
-    return resume.read_result(folder)
+    return run_folder.read_json(folder / resume.RESULT_FILE)
 
 
 async def show_status(client: AnyClient, console: Console | None) -> dict[str, Any]:
     job = await client.job()
     if console:
         progress = progress_of(job, restarts=0)
-        console.print(f"{job['job']}  {job['phase']}  {progress.fraction:.0%}  {job['reason']}", highlight=False)
-        console.print(progress.training(), highlight=False)
+        console.print(f"{job['job']}  {job['phase']}  {progress.fraction:.0%}  {job['reason']}")
+        console.print(progress.training())
         members = job["members"]
         console.print(
             f"trainers {members['trainers']}/{members['trainers_desired']}  "
             f"pservers {members['pservers']}/{members['pservers_desired']}  generation {job['generation']}  "
-            f"{'master' if job['spec']['dispatch'] == 'master' else 'sweeper'} {job['master']['master_id']} (term {job['master']['term']})",
-            highlight=False,
+            f"{'master' if job['spec']['dispatch'] == 'master' else 'sweeper'} {job['master']['master_id']} (term {job['master']['term']})"
         )
         for name, text in loss_rows(job["losses"]):
-            console.print(f"{name}  {text}", highlight=False)
+            console.print(f"{name}  {text}")
     return job
 
 
@@ -95,9 +94,7 @@ async def show_tasks(client: AnyClient, console: Console | None, state: str | No
     tasks = [task async for task in client.tasks(state.upper() if state else None)]
     if console:
         counts = "  ".join(f"{name} {summary[name]:,}" for name in ("todo", "pending", "done", "discarded"))
-        console.print(
-            f"epoch {min(summary['epoch'] + 1, summary['epochs'])}/{summary['epochs']}  {counts}", highlight=False
-        )
+        console.print(f"epoch {min(summary['epoch'] + 1, summary['epochs'])}/{summary['epochs']}  {counts}")
         columns = ("task_id", "state", "attempt", "trainer", "file", "first", "count", "cause")
         _print_table(console, columns, tasks)
     return {"summary": summary, "tasks": tasks}

@@ -18,22 +18,18 @@ from trireme.launch import resume, run_folder, run_storage
 from trireme.launch.cluster import HOST, LocalCluster
 from trireme.launch.interrupt import InterruptHandler, resume_command
 from trireme.launch.model_facts import Facts
-from trireme.launch.preflight import Inspection, ScriptError, check_path, inspect
+from trireme.launch.preflight import ScriptError, check_path, inspect
 from trireme.launch.processes import ForkServer
 from trireme.settings import (
     SETTINGS,
-    TOML,
     Setting,
     UsageError,
     check_fields,
-    from_assignments,
-    from_environment,
-    from_flags,
     from_script,
-    from_toml,
     job_name,
     job_spec,
     merge,
+    outside_script,
 )
 from trireme.validation import allowed_name
 from trireme.view.live_progress import ProgressReporter
@@ -74,12 +70,15 @@ def run_command(request: RunRequest) -> int:
 async def _run(request: RunRequest) -> int:
     interrupt = InterruptHandler()
     with interrupt, ForkServer() as forks:
-        outer = _outer_settings(request)
+        outer = outside_script(request.flags, request.assignments)
+        check_fields(outer)  # first: importing torch takes seconds, and a wrong flag should be told at once
         port = _number(outer, "port", 65535)
         extra = {name: _number(outer, name, 16) for name in ("standbys", "spare_pservers")}
         if port and not request.dry_run:
             run_folder.check_port(HOST, port)
-        settings, inspection = await _with_script(request, outer, forks)
+        known = {name: setting.value for name, setting in outer.items() if name in SETTINGS}
+        inspection = await inspect(request.script, known, check=request.check, start=forks.start)
+        settings = merge([from_script(inspection.config)]) | outer
         job = _job_of(settings, request.script)
         data_dir = Path(str(settings["data_dir"].value)) if "data_dir" in settings else run_folder.DATA_DIR
         base = str(settings["storage"].value) if "storage" in settings else None
@@ -136,26 +135,6 @@ def _prepare(folder: Path, start: resume.Start, script: str, model: Facts | None
         raise UsageError(msg) from error
 
 
-def _outer_settings(request: RunRequest) -> dict[str, Setting]:
-    """Settings given outside the script. They are checked first: importing torch takes seconds, and a wrong flag should be told at once."""
-    flags = from_flags({**from_assignments(request.assignments), **_given(request.flags)})
-    outer = merge([flags, from_environment(), from_toml(Path(TOML))])
-    check_fields(outer)
-    return outer
-
-
-async def _with_script(
-    request: RunRequest, outer: dict[str, Setting], forks: ForkServer
-) -> tuple[dict[str, Setting], Inspection]:
-    known = {name: setting.value for name, setting in outer.items() if name in SETTINGS}
-    inspection = await inspect(request.script, known, check=request.check, start=forks.start)
-    return merge([from_script(inspection.config)]) | outer, inspection
-
-
-def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in flags.items() if value is not None}
-
-
 def _number(settings: Mapping[str, Setting], name: str, highest: int) -> int:
     setting = settings.get(name, Setting(0, name))
     try:
@@ -204,7 +183,7 @@ async def _train(
     finally:
         screen.close()
     document = result_document(spec, state, counts, seconds, folder)
-    resume.write_result(folder, document)
+    run_folder.write_json(folder / resume.RESULT_FILE, document)
     if state.phase is not Phase.COMPLETED:
         print(failure_text(state, folder), file=sys.stderr)  # noqa: T201
     print(json.dumps(document) if as_json else summary_text(document))  # noqa: T201
@@ -225,6 +204,7 @@ async def _publish(cluster: LocalCluster, folder: Path) -> None:
     while True:
         url = cluster.url or published
         if url != published:
-            run_folder.write_run_file(folder, {"job": cluster.spec.job, "url": url, "etcd": cluster.embedded.url})
+            facts = {"job": cluster.spec.job, "url": url, "etcd": cluster.embedded.url}
+            run_folder.write_json(folder / run_folder.RUN_FILE, facts)
             published = url
         await cluster.directory.changed(cluster.directory.revision, PUBLISH_S)

@@ -109,14 +109,11 @@ class Child:
             self.send(signal.SIGKILL)
             await self.wait()
 
-    def tail(self, lines: int = TAIL_LINES) -> str:
-        """The last lines of its log."""
-        return tail_of(self.log, lines)
 
-
-def tail_of(path: Path, lines: int) -> str:
+def tail_of(log: Path, lines: int = TAIL_LINES) -> str:
+    """The last lines of a log."""
     try:
-        with path.open("rb") as file:
+        with log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - TAIL_BYTES))
             text = file.read().decode(errors="replace")

@@ -27,7 +27,7 @@ from shared.membership.directory import Directory
 from shared.records import Dispatch, JobSpec, JobState
 from shared.runtime import clock
 from shared.runtime.service import READY_FILE
-from trireme.launch.child import TAIL_LINES, Child, ClusterError, Exit, tail_of
+from trireme.launch.child import Child, ClusterError, Exit, tail_of
 from trireme.launch.orphan_leases import revoke_all_leases, revoke_leases_of
 from trireme.launch.processes import PYTHON_MODULE, ForkServer, inherited_environment
 from trireme.launch.restarts import RestartPolicy
@@ -142,10 +142,6 @@ class LocalCluster:
     async def add_trainer(self) -> Child:
         return await self._add("trainer")
 
-    @property
-    def _spec_path(self) -> dict[str, str]:
-        return {"TRIREME_SPEC": str(self.run_dir / "spec.json")}
-
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> int:
         """Send a signal to a child (it will be started again); returns its pid."""
         if name == "etcd":
@@ -176,7 +172,7 @@ class LocalCluster:
             "TRIREME_HOST": HOST,
             "TRIREME_NAME": name,
             READY_FILE: str(ready),
-            **(self._spec_path if self.masterless and role == "trainer" else {}),
+            "TRIREME_SPEC": str(self.run_dir / "spec.json"),
             **{name: os.environ[name] for name in PASSED_ON if name in os.environ},
             **self._extra,
             **(settings or {}),
@@ -209,7 +205,7 @@ class LocalCluster:
             if delay_s is None:
                 when = "right after its start" if child.was_ready else "before it was ready"
                 message = f"{child.name} ended {policy.deaths} times {when}, the last time with {end}"
-                self._fail(child.name, message, child.log, child.tail())
+                self._fail(child.name, message, child.log)
                 return
             await asyncio.sleep(delay_s)
             if self._stopping or _is_final(self.directory.state):
@@ -229,10 +225,8 @@ class LocalCluster:
                 self._record(ChildEvent("etcd", "died", str(end), end.pid))
                 delay_s = policy.delay_s(end.code, end.lived_s)
                 if delay_s is None:
-                    tail = tail_of(self.embedded.log_path, TAIL_LINES)
-                    self._fail(
-                        "etcd", f"etcd ended again and again, the last time with {end}", self.embedded.log_path, tail
-                    )
+                    message = f"etcd ended again and again, the last time with {end}"
+                    self._fail("etcd", message, self.embedded.log_path)
                     return
                 await asyncio.sleep(delay_s)
                 with contextlib.suppress(Fatal):  # the next round reports this death
@@ -245,9 +239,10 @@ class LocalCluster:
             await self.directory.wait_for(lambda view: _is_final(view.state), FINAL_TIMEOUT_S, "the end of the job")
         return _is_final(self.directory.state)
 
-    def _fail(self, name: str, message: str, log: Path, tail: str) -> None:
+    def _fail(self, name: str, message: str, log: Path) -> None:
         if not self._final.done():
-            self._final.set_exception(ClusterError(f"{message}; its log is {log}", child=name, log=str(log), tail=tail))
+            details = {"child": name, "log": str(log), "tail": tail_of(log)}
+            self._final.set_exception(ClusterError(f"{message}; its log is {log}", **details))
 
     async def _revoke_leases(self, child: Child, end: Exit) -> None:
         """Of a child that died, so that no member waits until they expire. The launcher saw the death, so no master needs to
@@ -292,7 +287,7 @@ class LocalCluster:
             self._masterless_client = MasterlessClient(self.etcd, self._keys)
             self.run_beside(self._masterless_client.run())
         for index in range(0 if self.masterless else 1 + self._standbys):
-            await self._add("master", {"TRIREME_PORT": str(self._port if index == 0 else 0), **self._spec_path})
+            await self._add("master", {"TRIREME_PORT": str(self._port if index == 0 else 0)})
         settings = {"TRIREME_UDS": str(self._opened.enter_context(sockets(self.run_dir)))}
         if self._spare_pservers:
             settings["TRIREME_CLAIM_WAIT_S"] = str(SPARE_WAIT_S)

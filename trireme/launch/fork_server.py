@@ -76,9 +76,7 @@ class Request:
 
 def main() -> int:
     """Serve until the launcher closes the control socket."""
-    warnings.filterwarnings(
-        "ignore", message=".*multi-threaded.*fork", category=DeprecationWarning
-    )  # OpenBLAS; see above
+    warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)  # OpenBLAS
     setproctitle.getproctitle()  # finds the space for titles, which is impossible after the environment has changed
     gc.disable()  # a collection would copy the pages that children share
     ahead = [name for names in NEEDS.values() for name in names]

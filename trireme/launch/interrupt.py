@@ -18,6 +18,7 @@ from shared.records.operations import saves_on_demand
 from shared.runtime import ids
 from trireme.launch.cluster import LocalCluster
 from trireme.view.operations import wait_for_operation
+from trireme.view.progress import say
 
 CHECKPOINT_S = 30.0
 MASTER_S = 2.0
@@ -29,7 +30,7 @@ class InterruptHandler:
     def __init__(self) -> None:
         self.cluster: LocalCluster | None = None
         self.ready = False
-        self.say: Callable[[str], None] = _print
+        self.say: Callable[[str], None] = say
         self.count = 0
         self._run = asyncio.current_task()
 
@@ -86,7 +87,3 @@ def _is_training(cluster: LocalCluster) -> bool:
     if state is None or state.stage is not Stage.TRAIN:
         return False
     return saves_on_demand(cluster.spec) and state.phase in {Phase.RUNNING, Phase.CHECKPOINTING}
-
-
-def _print(text: str) -> None:
-    print(text, file=sys.stderr)  # noqa: T201

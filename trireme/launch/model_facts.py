@@ -7,29 +7,13 @@ Tensors that are not contiguous have their strides after the group.
 
 from __future__ import annotations
 
-import json
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
-FILE = "model.json"
+FILE = "model.json"  # does not exist if the run was started with --no-check
 KINDS = {"param": "parameter", "buffer": "buffer"}
 
 Facts = dict[str, Any]
-
-
-def read(folder: Path) -> Facts | None:
-    """None: not known (the run was started with --no-check)."""
-    try:
-        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def write(folder: Path, facts: Facts | None) -> None:
-    if facts is not None:
-        (folder / FILE).write_text(json.dumps(facts), encoding="utf-8")
 
 
 def difference(then: Facts | None, now: Facts | None) -> str:

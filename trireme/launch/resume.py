@@ -12,7 +12,6 @@ unless the user asks for it.
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from dataclasses import dataclass
 from enum import Enum
@@ -25,8 +24,10 @@ from shared.checkpoints.stored import ELASTIC
 from shared.errors import Conflict
 from shared.records import JobSpec, Phase
 from trireme.launch import model_facts
+from trireme.launch.run_folder import read_json, write_json
 
-SPEC_FILE, SCRIPT_FILE, RESULT_FILE = "spec.json", "script.sha256", "result.json"
+SPEC_FILE, SCRIPT_FILE = "spec.json", "script.sha256"
+RESULT_FILE = "result.json"  # what --json prints; it exists once the run is over
 PREVIOUS = "previous"
 NOT_MOVED = ("lock", PREVIOUS)
 
@@ -65,21 +66,12 @@ def read_previous_run(folder: Path) -> PreviousRun:
         spec = JobSpec.model_validate_json((folder / SPEC_FILE).read_bytes())
     except (OSError, ValidationError):
         return PreviousRun()
-    result = read_result(folder)
+    result = read_json(folder / RESULT_FILE)
     if result is None and not (folder / "etcd").exists():
         return PreviousRun()
     script = folder / SCRIPT_FILE
     text = script.read_text(encoding="utf-8") if script.exists() else ""
-    return PreviousRun(spec, text, model_facts.read(folder), result)
-
-
-def read_result(folder: Path) -> dict[str, Any] | None:
-    """What `write_result` wrote when the job ended; None while it is unfinished."""
-    try:
-        result: dict[str, Any] = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return result
+    return PreviousRun(spec, text, read_json(folder / model_facts.FILE), result)
 
 
 def decide(
@@ -103,7 +95,8 @@ def decide(
         return Plan(Start.NEW, f"job {spec.job} failed before ({reason}); it starts from the beginning, {aside}")
     what = "is completed" if previous.phase else "is unfinished"
     choice = "use another name (--job NAME), the same values, or --fresh to start from the beginning"
-    if different := differences(old, spec):
+    changes = differences(old, spec)
+    if different := [change for change in changes if change[0] not in ELASTIC]:
         name, before, now = different[0]
         more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
         msg = f"job {spec.job} in {folder} {what} with {name} = {before!r}; now {name} = {now!r} is asked for{more}"
@@ -124,18 +117,15 @@ def decide(
         msg = f"job {spec.job} in {folder} is unfinished and its model has changed: {different_model}"
         hint = "its checkpoints hold the old model: restore the script, use another name (--job NAME), or --fresh to start from the beginning"
         raise Conflict(msg, hint=hint)
-    members = ", ".join(f"{getattr(old, n)} -> {getattr(spec, n)} {n}" for n in ELASTIC if _differ(old, spec, n))
+    members = ", ".join(f"{before} -> {now} {name}" for name, before, now in changes)
     note = f"; {Path(spec.script).name} has changed since the job began" if changed else ""
     return Plan(Start.RESUME, f"job {spec.job} is unfinished: it resumes{f' ({members})' if members else ''}{note}")
 
 
 def differences(old: JobSpec, new: JobSpec) -> list[tuple[str, Any, Any]]:
-    """(setting, old value, new value) of every change that an unfinished job does not allow."""
-    return [
-        (name, getattr(old, name), getattr(new, name))
-        for name in JobSpec.model_fields
-        if name not in ELASTIC and _differ(old, new, name)
-    ]
+    """(setting, old value, new value) of every change."""
+    values = [(name, getattr(old, name), getattr(new, name)) for name in JobSpec.model_fields]
+    return [(name, before, now) for name, before, now in values if before != now]
 
 
 def script_digest(script: Path) -> str:
@@ -156,16 +146,6 @@ def set_aside(folder: Path) -> None:
 
 
 def write_start(folder: Path, script: str, model: model_facts.Facts | None = None) -> None:
-    model_facts.write(folder, model)
+    if model is not None:
+        write_json(folder / model_facts.FILE, model)
     (folder / SCRIPT_FILE).write_text(script, encoding="utf-8")
-
-
-def write_result(folder: Path, document: dict[str, Any]) -> None:
-    """The run is over. The file appears complete or not at all."""
-    temporary = folder / f".{RESULT_FILE}"
-    temporary.write_text(json.dumps(document), encoding="utf-8")
-    temporary.replace(folder / RESULT_FILE)
-
-
-def _differ(old: JobSpec, new: JobSpec, name: str) -> bool:
-    return bool(getattr(old, name) != getattr(new, name))

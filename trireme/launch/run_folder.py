@@ -21,7 +21,7 @@ from trireme.settings import UsageError
 from trireme.validation import allowed_name
 
 DATA_DIR = Path(".trireme")
-RUN_FILE = "run.json"
+RUN_FILE = "run.json"  # what other commands need to find the run
 SOCKETS = "sockets"
 PREFIX = "trireme-"
 
@@ -55,11 +55,20 @@ def opened(data_dir: Path, job: str) -> Iterator[Path]:
         yield run_dir
 
 
-def write_run_file(run_dir: Path, facts: dict[str, Any]) -> None:
-    """What other commands need to find this run (`trireme status`)."""
-    temporary = run_dir / f".{RUN_FILE}"
-    temporary.write_text(json.dumps(facts), encoding="utf-8")
-    temporary.replace(run_dir / RUN_FILE)
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """The file appears complete or not at all."""
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(json.dumps(document), encoding="utf-8")
+    temporary.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """None: there is no such file, or no JSON object in it."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def read_run_file(data_dir: Path, job: str | None) -> dict[str, Any] | None:

@@ -66,9 +66,6 @@ class Client:
         """One page of events with a number above `after`. Waits up to `wait_s` seconds for the first one."""
         return await self._call("GET", "/v1/events", {"after": after, "wait_s": wait_s})
 
-    async def metrics(self) -> dict[str, Any]:
-        return await self._call("GET", "/v1/metrics")
-
     async def create_checkpoint(self, key: str, *, cause: str = "", limit_s: float = 600.0) -> dict[str, Any]:
         """Starts an operation (see `operation`); a repeated `key` gives the same operation."""
         return await self._call("POST", "/v1/checkpoints", key=key, body={"cause": cause, "limit_s": limit_s})
@@ -84,9 +81,6 @@ class Client:
     async def operation(self, operation_id: str, wait_s: float = 0.0) -> dict[str, Any]:
         """`state` is RUNNING (`reason`: what it waits for), DONE or FAILED. Waits up to `wait_s` seconds for the end."""
         return await self._call("GET", f"/v1/operations/{operation_id}", {"wait_s": wait_s})
-
-    async def version(self) -> dict[str, Any]:
-        return await self._call("GET", "/v1/version")
 
     async def _list(self, path: str, items: str, query: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         token = ""

@@ -83,8 +83,6 @@ class ProgressReporter:
                 self._screen.event(
                     f"{event.child}: its lease could not be revoked ({event.cause}); it expires by itself"
                 )
-            case _:
-                return
 
     async def run(self, connect: Connect) -> None:
         """Poll until cancelled."""

@@ -6,7 +6,7 @@ facts (Progress, events as sentences) -> Display.show / Display.event -> LiveDis
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from rich.console import Console, Group
@@ -73,26 +73,13 @@ class Progress:
 
 def progress_of(job: dict[str, Any], restarts: int) -> Progress:
     """From the master's job document."""
-    members, progress = job["members"], job["progress"]
-    return Progress(
-        phase=job["phase"],
-        stage=job["stage"],
-        epoch=progress["epoch"],
-        epochs=progress["epochs"],
-        step=progress.get("step"),
-        loss=progress.get("loss"),
-        records_done=progress["records_done"],
-        records_total=progress["records_total"],
-        records_per_s=progress.get("records_per_s"),
-        eta_s=progress.get("eta_s"),
-        trainers=members["trainers"],
-        trainers_desired=members["trainers_desired"],
-        pservers=members["pservers"],
-        pservers_desired=members["pservers_desired"],
-        restarts=restarts,
-        generation=job["generation"],
-        reason=job["reason"],
-    )
+    facts = {**job, **job["members"], **job["progress"], "restarts": restarts}
+    return Progress(**{field.name: facts[field.name] for field in fields(Progress) if field.name in facts})
+
+
+def say(text: str) -> None:
+    """A message for the user, on stderr."""
+    print(text, file=sys.stderr)  # noqa: T201
 
 
 def clock_text(seconds: float) -> str:

@@ -33,8 +33,8 @@ def ended(data_dir: Path, job: str, phase: Phase, time_s: int = 0) -> dict:
     result = JobResult(trained_records=15_000) if phase is Phase.COMPLETED else JobResult()
     state = JobState(phase=phase, reason="KeyError twice" if phase is Phase.FAILED else "", result=result)
     document = result_document(spec, state, counts, 1.0, folder)
-    resume.write_result(folder, document)
-    run_folder.write_run_file(folder, {"job": job, "url": NOBODY, "etcd": NOBODY})
+    run_folder.write_json(folder / resume.RESULT_FILE, document)
+    run_folder.write_json(folder / run_folder.RUN_FILE, {"job": job, "url": NOBODY, "etcd": NOBODY})
     os.utime(folder / run_folder.RUN_FILE, (time_s, time_s))
     return document
 

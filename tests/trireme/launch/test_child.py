@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from trireme.launch.child import Child, Exit
+from trireme.launch.child import Child, Exit, tail_of
 
 pytestmark = pytest.mark.processes
 
@@ -41,7 +41,7 @@ async def test_a_killed_child_tells_the_signal(tmp_path):
 async def test_a_child_that_ignores_sigterm_is_killed_after_the_grace(tmp_path):
     child = child_of(tmp_path, "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('up')\ntime.sleep(60)")
     await child.start()
-    while "up" not in child.tail():
+    while "up" not in tail_of(child.log):
         time.sleep(0.02)
     await child.end(grace_s=0.2)
     assert (await child.wait()).code == -signal.SIGKILL
@@ -49,10 +49,10 @@ async def test_a_child_that_ignores_sigterm_is_killed_after_the_grace(tmp_path):
 
 def test_the_tail_of_a_log_is_its_last_lines(tmp_path):
     child = child_of(tmp_path, "")
-    assert child.tail() == ""
+    assert tail_of(child.log) == ""
     child.log.parent.mkdir()
     child.log.write_text("\n".join(str(number) for number in range(10_000)))
-    assert child.tail(2) == "9998\n9999"
+    assert tail_of(child.log, 2) == "9998\n9999"
 
 
 def test_an_end_is_told_in_words():

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from trireme.launch.child import Child
+from trireme.launch.child import Child, tail_of
 from trireme.launch.processes import PYTHON_MODULE, Forked, ForkServer, inherited_environment
 
 pytestmark = [
@@ -109,12 +109,12 @@ async def test_members_are_forked_with_torch_already_there_and_show_who_they_are
             await child.start()
             assert is_forked(child)
             assert (await child.wait()).code == 2
-            assert "TRIREME_JOB" in child.tail()
+            assert "TRIREME_JOB" in tail_of(child.log)
         waiting = child_of(forks, tmp_path, "trainer-0", module)
         await waiting.start()
-        while not waiting.tail():
+        while not tail_of(waiting.log):
             await asyncio.sleep(0.01)
-        assert waiting.tail() == "True"
+        assert tail_of(waiting.log) == "True"
         assert shown(psutil.Process(waiting.pid)) == " ".join([*PYTHON_MODULE, module, "[trainer-0]"])
         waiting.send(signal.SIGKILL)
         assert str(await waiting.wait()) == "SIGKILL"
@@ -153,7 +153,7 @@ async def test_a_fork_server_killed_in_mid_start_costs_no_start(tmp_path, module
                     if forks.pid:
                         os.kill(forks.pid, signal.SIGKILL)
             assert (await child.wait()).code == 0
-            assert child.tail() == "one"
+            assert tail_of(child.log) == "one"
 
 
 async def test_what_differs_in_more_than_settings_of_ours_is_spawned(tmp_path, modules, monkeypatch):

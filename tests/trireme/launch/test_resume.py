@@ -11,6 +11,7 @@ from shared.records import JobSpec
 from shared.records.datasets import TextLines
 from trireme.launch import resume
 from trireme.launch.resume import Start
+from trireme.launch.run_folder import write_json
 
 
 def spec_of(**values) -> JobSpec:
@@ -23,7 +24,7 @@ def left(folder, spec, *, phase=None, script="digest"):
     (folder / "spec.json").write_bytes(spec.to_bytes())
     resume.write_start(folder, script)
     if phase:
-        resume.write_result(folder, {"phase": phase, "reason": "it was said"})
+        write_json(folder / resume.RESULT_FILE, {"phase": phase, "reason": "it was said"})
     return resume.read_previous_run(folder)
 
 

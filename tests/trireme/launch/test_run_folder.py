@@ -34,7 +34,7 @@ def test_the_last_run_is_found_without_its_name(tmp_path):
     assert run_folder.read_run_file(tmp_path, None) is None
     for time_s, job in enumerate(("old", "new")):
         (tmp_path / job).mkdir()
-        run_folder.write_run_file(tmp_path / job, {"job": job})
+        run_folder.write_json(tmp_path / job / run_folder.RUN_FILE, {"job": job})
         os.utime(tmp_path / job / run_folder.RUN_FILE, (time_s, time_s))
     assert run_folder.read_run_file(tmp_path, None) == {"job": "new"}
     assert run_folder.read_run_file(tmp_path, "old") == {"job": "old"}
