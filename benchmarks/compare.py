@@ -39,16 +39,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="trireme-compare-") as folder:
         older = Path(folder) / "older"
         git = ["git", "-C", str(ROOT), "worktree"]
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # half a worktree could not be removed
+        subprocess.run([*git, "add", "--quiet", "--detach", str(older), given.rev], check=True)
         try:
-            subprocess.run([*git, "add", "--quiet", "--detach", str(older), given.rev], check=True)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
             for turn in range(given.turns):
                 trees = (older, ROOT) if turn % 2 == 0 else (ROOT, older)
                 found = {tree: measured(tree, given.benchmark, given.arguments) for tree in trees}
                 turns.append((found[older], found[ROOT]))
                 print(f"turn {turn + 1} of {given.turns} is done", file=sys.stderr, flush=True)
         finally:
-            if older.exists():  # twice --force: git locks a worktree until it is complete
-                subprocess.run([*git, "remove", "--force", "--force", str(older)], check=True)
+            subprocess.run([*git, "remove", "--force", str(older)], check=True)
     return report(turns, given.rev, given.limit)
 
 
