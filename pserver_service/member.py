@@ -1,4 +1,4 @@
-"""One pserver as a member of its job, without HTTP: claims an index, holds it, writes checkpoints, takes part in roll-backs."""
+"""One pserver as a member of its job, without HTTP: claims an index, holds it, writes checkpoints, takes part in rollbacks."""
 
 from __future__ import annotations
 

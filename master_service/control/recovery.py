@@ -41,7 +41,7 @@ class Recovery:
         self._etcd, self._keys, self._writer, self._storage, self._metrics = etcd, keys, writer, storage, metrics
         self._manifest: Manifest | None = None
         self._storage_away = False
-        self._since: float | None = None  # when the roll-back or the absence began
+        self._since: float | None = None  # when the rollback or the absence began
 
     @property
     def _job(self) -> Job:

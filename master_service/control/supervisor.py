@@ -1,6 +1,6 @@
 """What the leader of a job does beside deciding on tasks: a master, or the trainer that sweeps a masterless job.
 
-members change -> membership (generation, lanes, phase) -> lost trainers' tasks go back, a roll-back advances (recovery.py)
+members change -> membership (generation, lanes, phase) -> lost trainers' tasks go back, a rollback advances (recovery.py)
 every second   -> tasks past their deadline -> requeued, discarded, or (lanes) their trainer evicted
 beside that    -> pauses for checkpoints (pause_runner.py), what was asked for (operation_runner.py)
 """

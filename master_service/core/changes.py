@@ -71,7 +71,7 @@ class DropDiscarded:
 
 @dataclass(frozen=True, slots=True)
 class NextEpoch:
-    """Training starts `epoch` (an earlier one after a roll-back): all cursors are 0, nothing is pending or requeued.
+    """Training starts `epoch` (an earlier one after a rollback): all cursors are 0, nothing is pending or requeued.
     The last change of its transaction."""
 
     epoch: int

@@ -2,7 +2,7 @@
 
     always:  one watch keeps the job current ─► acquire, complete, fail: decided here, written by compare-and-set
     lease ─► sweep/lock ─► open the job (spec, dataset counted, tasks/meta) ─► Supervisor: members, phases, late and lost
-             tasks, roll-backs ... lock or lease lost ─► candidate again; another trainer sweeps
+             tasks, rollbacks ... lock or lease lost ─► candidate again; another trainer sweeps
 
 A candidate that finds the sweeper's port closed revokes its lease, as master candidates do (election.py).
 """

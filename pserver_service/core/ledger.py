@@ -128,7 +128,7 @@ class Ledger:
     def loaded(cls, blocks: Sequence[tuple[SavedLedger, int]]) -> Ledger:
         """The ledger of these blocks, each given as (the part's ledger, its position there).
 
-        A task is closed if it is closed in all parts. Attempts start at 0: the generation fences pushes from before the roll-back.
+        A task is closed if it is closed in all parts. Attempts start at 0: the generation fences pushes from before the rollback.
         """
         ledger = cls(len(blocks))
         parts = list({id(saved): saved for saved, _ in blocks}.values())

@@ -1,4 +1,4 @@
-"""Roll-back at one pserver: the job goes back to a checkpoint, so the pserver drops its parameters and loads those of it.
+"""Rollback at one pserver: the job goes back to a checkpoint, so the pserver drops its parameters and loads those of it.
 
 ROLLING_BACK seen -> drop (NOT_READY, older pushes stale) -> load -> serve -> `restored` in ps/<index>
                                                             `-> cannot: `restored` says why; the master chooses another one
@@ -23,7 +23,7 @@ class _Superseded(CheckpointUnusable):
 
 
 class Rollback(StateFollower):
-    """Answers each roll-back once: it was loaded, or why it could not be."""
+    """Answers each rollback once: it was loaded, or why it could not be."""
 
     def is_due(self, state: JobState) -> bool:
         restored = self._own_index.record.restored

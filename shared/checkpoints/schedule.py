@@ -63,7 +63,7 @@ def kept_after(
     latest: CheckpointLatest | None, new: CheckpointRef, damaged: Collection[str], count: int
 ) -> tuple[CheckpointRef, ...]:
     """The checkpoints that are kept once `new` is the latest, newest first: of its history the last `count`, and the last
-    `count` that were asked for; then the last `count` outside its history, which roll-backs left. None of the damaged ones."""
+    `count` that were asked for; then the last `count` outside its history, which rollbacks left. None of the damaged ones."""
     kept = (new, *(ref for ref in (latest.kept if latest is not None else ()) if ref.uuid not in damaged))
     mine = history(kept, new.timeline, new.origin)
     left = [ref for ref in kept if ref not in mine]
@@ -72,5 +72,5 @@ def kept_after(
 
 
 def is_newer(ref: CheckpointRef, latest: CheckpointLatest | None) -> bool:
-    """Versions repeat after a roll-back, so the timeline counts first."""
+    """Versions repeat after a rollback, so the timeline counts first."""
     return latest is None or (ref.timeline, ref.step) > (latest.timeline, latest.step)

@@ -45,8 +45,8 @@ class JobResult(Record):
 
 
 class JobState(Record):
-    """`trainers`: of this generation, in order of arrival. `timeline`: generation of the last roll-back; versions repeat after a
-    roll-back, so parameters of another timeline must be dropped. `checkpoint`: uuid of the checkpoint the timeline starts from.
+    """`trainers`: of this generation, in order of arrival. `timeline`: generation of the last rollback; versions repeat after a
+    rollback, so parameters of another timeline must be dropped. `checkpoint`: uuid of the checkpoint the timeline starts from.
     Both change only together; `slots` too is written only in the transaction that begins a timeline. `damaged`: checkpoints
     that could not be loaded.
 

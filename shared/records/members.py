@@ -22,9 +22,9 @@ class MasterAddress(Record):
 
 
 class Restored(Record):
-    """A pserver's answer to a roll-back: it serves `checkpoint` in `timeline`, or cannot (`error` says why).
+    """A pserver's answer to a rollback: it serves `checkpoint` in `timeline`, or cannot (`error` says why).
 
-    `superseded`: the checkpoint is not kept any more, because a newer one became the latest before the roll-back began; it is not
+    `superseded`: the checkpoint is not kept any more, because a newer one became the latest before the rollback began; it is not
     damaged. `rejoined`: the pserver came back alone, the others went on. `positions`: for each task that was open at the
     checkpoint, the minibatches that all its `blocks` have (-1: all). `damaged`: what is wrong with newer checkpoints."""
 
@@ -39,7 +39,7 @@ class Restored(Record):
 
 
 class PserverMember(Record):
-    """`uds`: path of the UNIX socket beside `url`, or empty. `lease`: see MasterLock. `restored`: its answer to the last roll-back
+    """`uds`: path of the UNIX socket beside `url`, or empty. `lease`: see MasterLock. `restored`: its answer to the last rollback
     it took part in; a pserver without one holds parameters only if its key is older than `layout`. `copied`: the last paused
     checkpoint it has copied. `draining`: it was told to leave and first wants a checkpoint of this version or later.
     `trouble`: why it cannot write checkpoints now. `waits`: why it cannot load one now. `torn`: why its parameters cannot be

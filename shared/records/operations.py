@@ -26,7 +26,7 @@ class OperationState(StrEnum):
 class Operation(Record):
     """`checkpoint_id`, `step`: of the checkpoint (CREATE: once it is made). `cause`: who requested it, and why.
 
-    `attempt`: how often the checkpoint was requested (CREATE). `timeline`: of the roll-back it led to, 0 before (RESTORE).
+    `attempt`: how often the checkpoint was requested (CREATE). `timeline`: of the rollback it led to, 0 before (RESTORE).
     `limit_s`: how long it may take; a new master starts this time again. `error_code`: of shared.errors, when FAILED.
     """
 

@@ -26,7 +26,7 @@ class MessageHeader(Record):
 
 class InitHeader(MessageHeader):
     """First map of `POST /v1/init`; the initial values follow, each block as InitBlock + payload. `timeline`: the job's (0 before
-    any roll-back)."""
+    any rollback)."""
 
     mode: Mode
     lanes: int

@@ -136,7 +136,7 @@ async def rolled_back(cluster: LocalCluster, timeline: int) -> None:
     def goes_on(view) -> bool:
         return view.state is not None and view.state.timeline > timeline and view.state.phase is Phase.RUNNING
 
-    await cluster.directory.wait_for(goes_on, END_S, "a roll-back")
+    await cluster.directory.wait_for(goes_on, END_S, "a rollback")
 
 
 async def test_a_frozen_trainer_is_left_behind_and_changes_no_bit(tmp_path, undisturbed):

@@ -100,7 +100,7 @@ async def test_without_a_master_killed_sweepers_and_pservers_change_no_bit(tmp_p
         await a_checkpoint_on_demand_and_back_to_it(cluster)
         timeline = cluster.directory.state.timeline
         cluster.kill("pserver-1")
-        await cluster.directory.wait_for(lambda view: view.state.timeline > timeline, END_S, "the roll-back")
+        await cluster.directory.wait_for(lambda view: view.state.timeline > timeline, END_S, "the rollback")
         assert same_bits(await completed(cluster), undisturbed)
         await no_master_was_there(cluster)
 

@@ -1,4 +1,4 @@
-"""Roll-back and resume with real processes: whatever is killed, the trained model is the undisturbed run's, bit for bit."""
+"""Rollback and resume with real processes: whatever is killed, the trained model is the undisturbed run's, bit for bit."""
 
 from __future__ import annotations
 

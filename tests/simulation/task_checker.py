@@ -51,7 +51,7 @@ class TaskChecker:
             self._done.clear()
 
     def _goes_back(self, events: Sequence[dict[str, Any]]) -> bool:
-        """Whether another timeline begins, or the roll-back to it ends: queues are written in both."""
+        """Whether another timeline begins, or the rollback to it ends: queues are written in both."""
         for event in events:
             if event["kv"]["key"].decode() == self._keys.state and event.get("type") != "DELETE":
                 before, self._state = self._state, JobState.model_validate_json(event["kv"]["value"])

@@ -52,7 +52,7 @@ class Behind(Exception):
 class AsyncLoop:
     """`run` until there is nothing to train. It returns the task of another kind that the master gave instead, if any.
 
-    `initial`: the schedule's state before any step; after a roll-back the schedule starts there again."""
+    `initial`: the schedule's state before any step; after a rollback the schedule starts there again."""
 
     def __init__(
         self,

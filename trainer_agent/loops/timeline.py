@@ -1,4 +1,4 @@
-"""Work that belongs to one timeline of the job: a roll-back cancels it, wherever it waits.
+"""Work that belongs to one timeline of the job: a rollback cancels it, wherever it waits.
 
 on_timeline(directory, 7, work) ─► its result      state.timeline is not 7 any more ─► work cancelled, RolledBack
 """

@@ -180,7 +180,7 @@ def _seen_by_launcher(probe: JobProbe, before: Before, victims: Mapping[str, int
 
 
 async def _with_masterless_rollback(probe: JobProbe, receipt: Receipt, before: Before) -> Receipt:
-    """A masterless job has no roll-back events: the steps before and after tell what was replayed."""
+    """A masterless job has no rollback events: the steps before and after tell what was replayed."""
     step = await probe.checkpoint_step()
     if not probe.is_masterless or probe.state.timeline == before.state.timeline or step is None:
         return receipt

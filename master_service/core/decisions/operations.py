@@ -262,7 +262,7 @@ def _kept(members: Members) -> tuple[CheckpointRef, ...]:
 
 
 def abandoned(job: Job) -> set[str]:
-    """By uuid: checkpoints newer than one that the job was restored to. They are listed, but no roll-back chooses them."""
+    """By uuid: checkpoints newer than one that the job was restored to. They are listed, but no rollback chooses them."""
     state = job.state
     mine = {ref.uuid for ref in history(_kept(job.members), state.timeline, state.checkpoint)}
     return {ref.uuid for ref in _kept(job.members)} - mine

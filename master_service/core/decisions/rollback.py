@@ -1,4 +1,4 @@
-"""Roll-back after parameters were lost: to which checkpoint, when every pserver has loaded it, and where training continues.
+"""Rollback after parameters were lost: to which checkpoint, when every pserver has loaded it, and where training continues.
 
 RUNNING --parameters lost--> ROLLING_BACK(timeline, checkpoint) --every pserver has it, queue restored--> RUNNING
    |                            |    ^ cannot be used: the checkpoint before it, in a newer timeline
@@ -95,7 +95,7 @@ def survivors(spec: JobSpec, state: JobState, members: Members) -> list[PserverM
 
 
 def supervise(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members) -> Decision[None]:
-    """While pservers load: another checkpoint if one of them cannot, a new roll-back if the number of pservers changed."""
+    """While pservers load: another checkpoint if one of them cannot, a new rollback if the number of pservers changed."""
     if slots is not None and not slots_fit(slots, spec):
         return go_back(spec, state, slots, members, why_incomplete(spec, state, slots, members))
     for index in sorted(members.pservers):
@@ -124,7 +124,7 @@ def ref_of(latest: CheckpointLatest | None, uuid: str) -> CheckpointRef | None:
 def fall_back(
     spec: JobSpec, state: JobState, slots: SlotMap | None, latest: CheckpointLatest | None, error: str
 ) -> Decision[None]:
-    """The checkpoint of this roll-back cannot be used: take the one before it, or fail the job."""
+    """The checkpoint of this rollback cannot be used: take the one before it, or fail the job."""
     if state.phase is not Phase.ROLLING_BACK:
         return Decision(None)
     state = state.model_copy(update={"damaged": (*state.damaged, state.checkpoint)})

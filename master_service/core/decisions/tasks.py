@@ -197,7 +197,7 @@ def _taken(job: Job, task_id: str, report: CompleteTask, done: Decision[None]) -
 
 
 def _queue_of(job: Job, task_id: str, report: TaskProgress | CompleteTask | FailTask) -> TaskQueue:
-    """Attempts are counted from 1 again after a roll-back. Raises StaleAttempt for a report from before it, NotFound."""
+    """Attempts are counted from 1 again after a rollback. Raises StaleAttempt for a report from before it, NotFound."""
     queue = job.queue_of(task_id)
     if report.timeline is not None and report.timeline != job.state.timeline:
         msg = (

@@ -113,7 +113,7 @@ class TaskQueue:
             lost = sum(epoch == self.epochs - 1 for epoch, _ in self.discarded)
             return 0, 0, self.total - lost, lost
         gone = [put.task for (epoch, _), put in self.discarded.items() if epoch == self.epoch]
-        ahead = sum(task.index >= self.cursors.get(task.stream, 0) for task in gone)  # after a roll-back
+        ahead = sum(task.index >= self.cursors.get(task.stream, 0) for task in gone)  # after a rollback
         todo = self.total - self.dispatched + len(self.requeued) - ahead
         return todo, len(self.pending), self.total - todo - len(self.pending) - len(gone), len(gone)
 

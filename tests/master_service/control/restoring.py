@@ -62,7 +62,7 @@ async def rolling_back(master: Master, checkpoint: str) -> JobState:
         state = master.job.state
         return state.phase is Phase.ROLLING_BACK and state.checkpoint == checkpoint
 
-    await until(due, f"a roll-back to {checkpoint}")
+    await until(due, f"a rollback to {checkpoint}")
     return master.job.state
 
 

@@ -1,4 +1,4 @@
-"""A running master through a roll-back: restored pservers, damaged checkpoints, take-overs in the middle, other numbers."""
+"""A running master through a rollback: restored pservers, damaged checkpoints, take-overs in the middle, other numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Roll-backs as the master decides them: which checkpoint, the queue restored, and what happens to old reports."""
+"""Rollbacks as the master decides them: which checkpoint, the queue restored, and what happens to old reports."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ def test_without_the_timeline_what_is_saved_after_a_roll_back_never_becomes_the_
 
 
 async def pushed_from_before(storage):
-    """A trainer that has not heard of the roll-back pushes."""
+    """A trainer that has not heard of the rollback pushes."""
     cluster = PserverCluster(str(storage), pservers=1)
     await cluster.open()
     await cluster.train(0, 2)

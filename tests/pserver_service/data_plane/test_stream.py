@@ -60,7 +60,7 @@ async def test_a_refused_push_leaves_the_stream_to_the_other_calls(server):
 
 @streamed
 async def test_a_push_that_is_refused_and_cancelled_at_once_leaves_the_stream_to_the_next(server):
-    """As when a roll-back refuses it and another pserver's death ends the step."""
+    """As when a rollback refuses it and another pserver's death ends the step."""
     await server.initialise()
     await server.client.push(push_header(0, generation=5), gradients())
     connection = server.client.stream

@@ -62,7 +62,7 @@ def blocks_travel_at_once(monkeypatch):
 
 
 class RestoringCluster(TorchCluster):
-    """With parameter servers that write checkpoints and follow roll-backs."""
+    """With parameter servers that write checkpoints and follow rollbacks."""
 
     async def start(self, group):
         self.pservers = []

@@ -66,7 +66,7 @@ async def test_all_pushes_and_the_rest_add_up_to_all_gradients(compute, monkeypa
     for block, residual in compute.send_buffers.residuals.items():
         torch.testing.assert_close(totals[block] + residual.double(), gradients[block], rtol=0, atol=1e-6)
     assert any(residual.any() for residual in compute.send_buffers.residuals.values())
-    compute.restore(compute.initial_lane_zero())  # as after a roll-back
+    compute.restore(compute.initial_lane_zero())  # as after a rollback
     assert not any(residual.any() for residual in compute.send_buffers.residuals.values())
 
 
