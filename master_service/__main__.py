@@ -12,8 +12,6 @@ import socket
 import sys
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from master_service.api.app import make_app
 from master_service.api.server import Server
 from master_service.leadership.master import Master
@@ -24,7 +22,6 @@ from shared.records import Dispatch, JobSpec
 from shared.runtime import ids, service, telemetry
 
 START_S = 10.0
-USAGE = 2
 
 log = telemetry.logger("main")
 
@@ -36,13 +33,7 @@ def main() -> int:
         "TRIREME_ETCD, TRIREME_SPEC (JSON file, for the job's first master), TRIREME_HOST, TRIREME_PORT, "
         "TRIREME_ADVERTISE, TRIREME_NAME, TRIREME_TOKEN, TRIREME_MASTER_TTL_S, TRIREME_LOG_LEVEL.",
     ).parse_args()
-    try:
-        settings = Settings()
-    except ValidationError as error:
-        for item in error.errors():
-            name = "_".join(str(part) for part in ("TRIREME", *item["loc"])).upper()
-            print(f"{name}: {item['msg']}", file=sys.stderr)  # noqa: T201  there is no logger before settings
-        return USAGE
+    settings = Settings.from_environment()
     telemetry.configure(level=settings.log_level, service="master", member=settings.name)
     return service.run(lambda stopping: _serve(settings, stopping))
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from pserver_service.settings import Settings
 
 INDEX_LOST = 75
-CONFIGURATION = 2
 LEAVE_S = 5.0  # to release the index and to close connections
 
 
@@ -31,17 +30,10 @@ def main() -> int:
     )
     parser.parse_args()
 
-    from pydantic import ValidationError  # noqa: PLC0415  --help answers without loading torch
-
-    from pserver_service.settings import Settings  # noqa: PLC0415
+    from pserver_service.settings import Settings  # noqa: PLC0415  --help answers without loading torch
     from shared.runtime import service, telemetry  # noqa: PLC0415
 
-    try:
-        settings = Settings()
-    except ValidationError as error:
-        for item in error.errors():
-            sys.stderr.write(f"TRIREME_{'_'.join(map(str, item['loc'])).upper()}: {item['msg']}\n")
-        return CONFIGURATION
+    settings = Settings.from_environment()
     telemetry.configure(level=settings.log_level, service="pserver", job=settings.job)
     limit_s = settings.drain_seconds + LEAVE_S
     return service.run(lambda stopping: _serve(settings, stopping), drain_s=limit_s)
@@ -74,7 +66,7 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
         async with serving(app, settings.host, settings.port, uds) as listening:
             record = PserverMember(
                 index=-1,
-                url=f"http://{_advertised(settings)}:{listening.port}",
+                url=f"http://{settings.advertised}:{listening.port}",
                 incarnation=pserver.incarnation,
                 host=socket.gethostname(),
                 pid=os.getpid(),
@@ -90,13 +82,6 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     finally:
         background.close()
         await etcd.close()
-
-
-def _advertised(settings: Settings) -> str:
-    host = settings.advertise or settings.host
-    if host in {"0.0.0.0", "::"}:
-        host = socket.gethostname()
-    return f"[{host}]" if ":" in host else host
 
 
 if __name__ == "__main__":

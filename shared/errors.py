@@ -10,7 +10,10 @@ master, a msgpack map at the parameter servers); `from_code` turns it back into 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from typing import Any, ClassVar, TypeVar
+
+Leaf = TypeVar("Leaf", bound=BaseException)
 
 
 class TriremeError(Exception):
@@ -170,3 +173,12 @@ def from_map(error: dict[str, Any]) -> TriremeError:
     return kind(
         str(error.get("message", "")), hint=str(error.get("hint", "")), **(details if isinstance(details, dict) else {})
     )
+
+
+def leaves(group: BaseExceptionGroup[Leaf]) -> Iterator[Leaf]:
+    """The errors in a group and in the groups inside it."""
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from leaves(error)
+        else:
+            yield error

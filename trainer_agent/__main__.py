@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import sys
 
-CONFIGURATION = 2
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer_agent", description="One trainer of a Trireme job.")
@@ -33,16 +31,9 @@ def main() -> int:
 
 
 def _train() -> int:
-    from pydantic import ValidationError  # noqa: PLC0415
-
     from trainer_agent.settings import Settings  # noqa: PLC0415
 
-    try:
-        settings = Settings()
-    except ValidationError as error:
-        for item in error.errors():
-            sys.stderr.write(f"TRIREME_{'_'.join(map(str, item['loc'])).upper()}: {item['msg']}\n")
-        return CONFIGURATION
+    settings = Settings.from_environment()
     from shared.runtime import service, telemetry  # noqa: PLC0415  torch is loaded only for settings that make sense
     from trainer_agent.process import serve  # noqa: PLC0415
 

@@ -8,6 +8,7 @@ A simulation runs this class on a virtual loop with its own etcd, network and co
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from shared.errors import InvalidArgument, LayoutMismatch, UserCodeError
 from shared.etcd import Etcd
@@ -15,9 +16,10 @@ from shared.membership.directory import Directory
 from shared.records import JobSpec, Mode, Phase, Task, TrainerMember
 from shared.records.pauses import Paused
 from shared.runtime import clock, telemetry
-from trainer_agent.core.duties import Duty, next_duty
+from trainer_agent.core.duties import Duty
 from trainer_agent.data_plane.transfer import Connect, Transfer
 from trainer_agent.loops.asynchronous import AsyncLoop
+from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.evaluate_export import EvaluateExportLoop
 from trainer_agent.loops.sync import SyncLoop
 from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of
@@ -29,7 +31,7 @@ from trainer_agent.tasks.master import MasterPort, failure_of
 from trainer_agent.tasks.reports import Reports
 from trainer_agent.tasks.source import Offload, TaskSource
 from trainer_agent.waiting.retry import retry
-from trainer_agent.waiting.single_error import single_error
+from trainer_agent.waiting.single_error import SingleErrorGroup
 
 LOOK_S = 0.5
 FLUSH_S = 5.0
@@ -62,11 +64,14 @@ class Agent:
         self._compute, self._master, self._connect, self._stopping = compute, master, connect, stopping
         self._loop: SyncLoop | AsyncLoop | None = None
         self._active: SyncLoop | AsyncLoop | EvaluateExportLoop | None = None
-        self._source = TaskSource(spec, master, member.trainer, offload)
-        self._reports = Reports(master, member.trainer, self._held)
-        self._transfer = Transfer(directory, connect, compute, self._reports.suspect, spec.parameter_dtype)
+        self._reports = reports = Reports(master, member.trainer, self._held)
+        source = TaskSource(spec, master, member.trainer, offload)
+        transfer = Transfer(directory, connect, compute, reports.suspect, spec.parameter_dtype)
+        self._context = LoopContext(spec, etcd, directory, compute, transfer, source, reports, stopping)
         self._initial = compute.initial_lane_zero()
-        self._pauses = PauseResponder(etcd, directory, self._membership, self._position, self._flush)
+        self._pauses = PauseResponder(
+            etcd, directory, self._membership, self._position, partial(reports.flush, FLUSH_S)
+        )
 
     def __repr__(self) -> str:
         return f"<Agent {self._member.trainer} of {self._spec.job}>"
@@ -77,50 +82,42 @@ class Agent:
     def _position(self) -> Paused:
         return self._loop.position() if isinstance(self._loop, AsyncLoop) else Paused(uuid="")
 
-    async def _flush(self) -> None:
-        await self._reports.flush(FLUSH_S)
-
     async def run(self) -> int:
         """0: the job is complete, or asked to stop; 1: the job failed; LEASE_LOST: start this trainer again under a new name."""
         timeline = timeline_of(self._directory)
         await self._membership.register(self._directory.keys, self._spec.lease_ttl_s)
-        with single_error():
-            async with asyncio.TaskGroup() as group:
-                beside = [group.create_task(self._reports.run())]
-                if self._spec.mode is Mode.ASYNC:
-                    beside.append(group.create_task(self._pauses.run()))
-                work = group.create_task(self._work())
-                ends = {
-                    group.create_task(self._membership.hold()): LEASE_LOST,
-                    group.create_task(self._started_over(timeline)): LEASE_LOST,
-                    group.create_task(self._job_failed()): FAILED,
-                    group.create_task(self._job_completed()): OK,
-                    group.create_task(self._stopped()): OK,
-                }
-                try:
-                    await asyncio.wait([work, *ends], return_when=asyncio.FIRST_COMPLETED)
-                    code = next((code for task, code in ends.items() if task.done()), OK)
-                    if work.done() and not work.cancelled() and work.exception() is None:
-                        code = work.result()
-                    await self._membership.leave()
-                finally:
-                    for task in (*beside, work, *ends):
-                        task.cancel()
+        async with SingleErrorGroup() as group:
+            beside = [group.create_task(self._reports.run())]
+            if self._spec.mode is Mode.ASYNC:
+                beside.append(group.create_task(self._pauses.run()))
+            work = group.create_task(self._work())
+            ends = {
+                group.create_task(self._membership.hold()): LEASE_LOST,
+                group.create_task(self._started_over(timeline)): LEASE_LOST,
+                group.create_task(self._job_is(Phase.FAILED)): FAILED,
+                group.create_task(self._job_completed()): OK,
+                group.create_task(self._stopped()): OK,
+            }
+            try:
+                await asyncio.wait([work, *ends], return_when=asyncio.FIRST_COMPLETED)
+                code = next((code for task, code in ends.items() if task.done()), OK)
+                if work.done() and not work.cancelled() and work.exception() is None:
+                    code = work.result()
+                await self._membership.leave()
+            finally:
+                for task in (*beside, work, *ends):
+                    task.cancel()
         log.info("left", code=code)
         return code
 
     async def _work(self) -> int:
         try:
             await ensure_initialised(
-                self._spec,
-                self._directory,
-                self._etcd,
-                self._membership,
-                self._compute,
-                self._connect,
+                self._spec, self._directory, self._etcd, self._membership, self._compute, self._connect
             )
             while not self._stopping.is_set():
-                await self._wait_for_duty()
+                while self._duty() is Duty.WAIT and not self._stopping.is_set():
+                    await self._directory.changed(self._directory.revision, LOOK_S)
                 duty, timeline = self._duty(), timeline_of(self._directory)
                 acquired = None
                 if duty is Duty.TRAIN:
@@ -140,22 +137,16 @@ class Agent:
         return FAILED if state is not None and state.phase is Phase.FAILED else OK
 
     def _duty(self) -> Duty:
-        view = self._directory
-        return next_duty(view.state, view.lanes, self._member.trainer, self._spec.mode).duty
+        return self._context.duty().duty
 
-    async def _wait_for_duty(self) -> None:
-        while self._duty() is Duty.WAIT and not self._stopping.is_set():
-            await self._directory.changed(self._directory.revision, LOOK_S)
-
-    async def _job_failed(self) -> None:
-        """Ends when the job has failed: what this trainer waits for will not come."""
-        while self._directory.state is None or self._directory.state.phase is not Phase.FAILED:
+    async def _job_is(self, phase: Phase) -> None:
+        """Ends when the job is in this final phase: what this trainer waits for will not come."""
+        while self._directory.state is None or self._directory.state.phase is not phase:
             await self._directory.changed(self._directory.revision, LOOK_S)
 
     async def _job_completed(self) -> None:
         """Ends LEAVE_S after the job is complete: the masters may be gone, so nobody may answer the last reports."""
-        while self._directory.state is None or self._directory.state.phase is not Phase.COMPLETED:
-            await self._directory.changed(self._directory.revision, LOOK_S)
+        await self._job_is(Phase.COMPLETED)
         await asyncio.sleep(LEAVE_S)
 
     async def _started_over(self, timeline: int) -> None:
@@ -176,20 +167,16 @@ class Agent:
 
     async def _train(self) -> Task | None:
         """The task of another kind that ended an asynchronous training, if any."""
-        parts = (self._spec, self._directory, self._compute, self._transfer)
-        loop: SyncLoop | AsyncLoop
         if self._spec.mode is Mode.SYNC:
-            loop = SyncLoop(*parts, self._source, self._reports, self._stopping)
+            self._loop = SyncLoop(self._context)
         else:
-            loop = AsyncLoop(*parts, self._source, self._reports, self._stopping, self._pauses, self._initial)
-        self._active = self._loop = loop
-        return await loop.run()
+            self._loop = AsyncLoop(self._context, self._pauses, self._initial)
+        self._active = self._loop
+        return await self._loop.run()
 
     async def _evaluate_and_export(self, timeline: int, acquired: Task | None) -> None:
         """Evaluate and export. Returns early if the job went back to a checkpoint: there may be training to do again."""
-        self._active = loop = EvaluateExportLoop(
-            self._directory, self._etcd, self._compute, self._transfer, self._source, self._stopping
-        )
+        self._active = loop = EvaluateExportLoop(self._context)
         try:
             await on_timeline(self._directory, timeline, loop.run(acquired))
         except RolledBack as error:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 from aiohttp import web
@@ -31,7 +31,7 @@ from trainer_agent.script.user_module import load
 from trainer_agent.settings import Settings
 from trainer_agent.tasks.master import HttpMaster, MasterPort, failure_of
 from trainer_agent.waiting.retry import retry
-from trainer_agent.waiting.single_error import single_error
+from trainer_agent.waiting.single_error import SingleErrorGroup
 
 REPORT_S = 30.0
 READER_THREADS = 2
@@ -75,59 +75,52 @@ async def serve(
 
     `connect` opens the port for tasks and reports of jobs with that `dispatch`; other jobs are refused.
     """
+    trainer = ids.new_id(settings.name)
     async with AsyncExitStack() as stack:
         etcd = settings.connect()
         stack.push_async_callback(etcd.close)
         directory = Directory(etcd, Keys(settings.job, settings.root))
         client = await stack.enter_async_context(http.session(settings.token))
-        with single_error():
-            async with asyncio.TaskGroup() as group:
-                following = group.create_task(directory.run())
-                try:
-                    return await _run(settings, stopping, stack, etcd, directory, client, connect, dispatch)
-                finally:
-                    following.cancel()
+        group = await stack.enter_async_context(SingleErrorGroup())
+        stack.callback(group.create_task(directory.run()).cancel)
+        telemetry.configure(level=settings.log_level, service="trainer", job=settings.job, member=trainer)
+        port = await stack.enter_async_context(_health(settings.host, settings.port))
+        context = TrainerContext(trainer, f"http://{settings.advertised}:{port}", etcd, directory, client)
+        master = await stack.enter_async_context(connect(context))
+        await directory.wait_for(lambda view: view.spec is not None, settings.spec_wait_s, "the job's spec")
+        spec = directory.spec
+        assert spec is not None
+        if spec.dispatch is not dispatch:
+            raise InvalidArgument(_ANOTHER_DISPATCH[spec.dispatch].format(job=spec.job))
+        service.ready()  # what fails from here on is reported to the master
+        return await _train(settings, stopping, stack, context, spec, master)
 
 
-async def _run(
+async def _train(
     settings: Settings,
     stopping: asyncio.Event,
     stack: AsyncExitStack,
-    etcd: etcd_client.Etcd,
-    directory: Directory,
-    client: aiohttp.ClientSession,
-    connect: ConnectMaster,
-    dispatch: Dispatch,
+    context: TrainerContext,
+    spec: JobSpec,
+    master: MasterPort,
 ) -> int:
-    trainer = ids.new_id(settings.name)
-    telemetry.configure(level=settings.log_level, service="trainer", job=settings.job, member=trainer)
-    port = await stack.enter_async_context(_health(settings.host, settings.port))
-    url = f"http://{_advertised(settings)}:{port}"
-    master = await stack.enter_async_context(connect(TrainerContext(trainer, url, etcd, directory, client)))
-    await directory.wait_for(lambda view: view.spec is not None, settings.spec_wait_s, "the job's spec")
-    assert directory.spec is not None
-    spec = directory.spec
-    if spec.dispatch is not dispatch:
-        raise InvalidArgument(_ANOTHER_DISPATCH[spec.dispatch].format(job=spec.job))
-    service.ready()  # what fails from here on is reported to the master
     computing = stack.enter_context(ThreadPoolExecutor(1, "compute"))
     reading = stack.enter_context(ThreadPoolExecutor(READER_THREADS, "read"))
     try:
         shared = settings.transport in {"auto", "shm"}
         compute = await asyncio.get_running_loop().run_in_executor(computing, _build, spec, computing, shared)
     except CallerError as error:
-        await _report_start(master, trainer, error)
+        await _report_start(master, context.trainer, error)
         return FAILED
     log.info("model_built", compute=repr(compute))
     service.settled()
     member = TrainerMember(
-        trainer=trainer,
-        url=url,
-        incarnation=trainer,
+        trainer=context.trainer,
+        url=context.url,
+        incarnation=context.trainer,
         host=socket.gethostname(),
         pid=os.getpid(),
     )
-    pservers = await stack.enter_async_context(Connections(settings))
 
     async def offload(work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(reading, work, *arguments)
@@ -135,11 +128,11 @@ async def _run(
     agent = Agent(
         spec,
         member,
-        etcd=etcd,
-        directory=directory,
+        etcd=context.etcd,
+        directory=context.directory,
         compute=compute,
         master=master,
-        connect=pservers,
+        connect=await stack.enter_async_context(Connections(settings)),
         offload=offload,
         stopping=stopping,
     )
@@ -161,15 +154,12 @@ async def _report_start(master: MasterPort, trainer: str, error: TriremeError) -
         log.warning("failure_unreported", cause=str(unreported))
 
 
-class Connections:
+class Connections(AbstractAsyncContextManager["Connections"]):
     """A port to each incarnation of each pserver, opened when first asked for."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._open: dict[str, HttpPserver | StreamPserver] = {}
-
-    async def __aenter__(self) -> Self:
-        return self
+        self._open: dict[str, HttpPserver] = {}
 
     async def __aexit__(self, *_: object) -> None:
         for port in self._open.values():
@@ -180,7 +170,7 @@ class Connections:
             self._open[member.incarnation] = self._port(member)
         return self._open[member.incarnation]
 
-    def _port(self, member: PserverMember) -> HttpPserver | StreamPserver:
+    def _port(self, member: PserverMember) -> HttpPserver:
         token, stall_s, transport = self._settings.token, self._settings.stall_s, self._settings.transport
         if transport in {"tcp", "http"}:
             member = member.model_copy(update={"uds": ""})
@@ -212,10 +202,3 @@ async def _health(host: str, port: int) -> AsyncIterator[int]:
         yield runner.addresses[0][1]
     finally:
         await runner.cleanup()
-
-
-def _advertised(settings: Settings) -> str:
-    host = settings.advertise or settings.host
-    if host in {"0.0.0.0", "::"}:
-        host = socket.gethostname()
-    return f"[{host}]" if ":" in host else host

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from master_service.masterless.dispatcher import Dispatcher
 from master_service.settings import read_spec
@@ -22,8 +22,6 @@ from shared.records import Dispatch, JobSpec
 from shared.runtime import service, telemetry
 from trainer_agent import settings as trainer_settings
 from trainer_agent.tasks.master import MasterPort
-
-USAGE = 2
 
 
 class Settings(trainer_settings.Settings):
@@ -40,12 +38,7 @@ def main() -> int:
         "TRIREME_ETCD, TRIREME_SPEC (JSON file of the job), TRIREME_TOKEN, TRIREME_HOST, TRIREME_PORT, TRIREME_ADVERTISE, "
         "TRIREME_NAME, TRIREME_SWEEP_TTL_S, TRIREME_LOG_LEVEL.",
     ).parse_args()
-    try:
-        settings = Settings()
-    except ValidationError as error:
-        for item in error.errors():
-            sys.stderr.write(f"TRIREME_{'_'.join(map(str, item['loc'])).upper()}: {item['msg']}\n")
-        return USAGE
+    settings = Settings.from_environment()
     telemetry.configure(level=settings.log_level, service="trainer", job=settings.job)
     return service.run(lambda stopping: _serve(settings, stopping))
 

@@ -101,15 +101,9 @@ def _files(dataset: Dataset) -> list[str]:
     for url in dataset.urls:
         if isinstance(dataset, Custom) and not files.is_glob(url):
             chosen.append(url)
-            continue
-        with files.reading(url, "a place of files"):
-            found = files.expand(url)
-        if not found:
-            what = "matches no file" if files.is_glob(url) else "does not exist"
-            msg = f"{url} {what}"
+        else:
             hint = "check the path that dataset() returns (relative ones start at the working directory)"
-            raise DatasetError(msg, hint=hint, url=url)
-        chosen += found
+            chosen += files.expand_some(url, hint)
     return chosen
 
 
@@ -128,13 +122,11 @@ def _counter(dataset: Dataset, task_records: int) -> Counter:
 
 
 def _count_or_empty(file: str, count: Counter) -> TableFile:
-    """A file without any bytes has no records, whatever the format."""
     try:
         return count(file)
     except DatasetError:
-        with files.reading(file, "a file"):
-            if files.size(file) > 0:
-                raise
+        if not files.is_empty(file):
+            raise
         return TableFile(file, 0)
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import socket
+import sys
+from typing import Annotated, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from shared.etcd import Etcd, connect
+
+CONFIGURATION = 2  # exit code of a process whose settings cannot be used
 
 
 class MemberSettings(BaseSettings):
@@ -33,6 +37,24 @@ class MemberSettings(BaseSettings):
     @classmethod
     def _urls(cls, value: object) -> object:
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+    @classmethod
+    def from_environment(cls) -> Self:
+        """Names each variable that is wrong on standard error, and ends the process with CONFIGURATION."""
+        try:
+            return cls()
+        except ValidationError as error:
+            for item in error.errors():
+                sys.stderr.write(f"TRIREME_{'_'.join(map(str, item['loc'])).upper()}: {item['msg']}\n")
+        sys.exit(CONFIGURATION)
+
+    @property
+    def advertised(self) -> str:
+        """The host as part of a URL that peers use."""
+        host = self.advertise or self.host
+        if host in {"0.0.0.0", "::"}:
+            host = socket.gethostname()
+        return f"[{host}]" if ":" in host else host
 
     def connect(self) -> Etcd:
         """A client of the job's etcd; close it at the end."""

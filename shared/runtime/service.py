@@ -14,7 +14,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from shared.errors import TriremeError
+from shared.errors import TriremeError, leaves
 from shared.runtime import scheduling, telemetry
 
 DRAIN_SECONDS = 20.0
@@ -72,19 +72,12 @@ async def _guarded(main: Callable[[asyncio.Event], Awaitable[int]], drain_s: flo
         return 1
     except ExceptionGroup as group:
         expected, rest = group.split(TriremeError)
-        if rest is not None:
+        if rest is not None or expected is None:
             raise
-        for leaf in _leaves(expected):
+        for leaf in leaves(expected):
             _report(leaf)
         return 1
 
 
 def _report(error: TriremeError) -> None:
     log.error("stopped_by_error", code=error.code, message=error.message, hint=error.hint)
-
-
-def _leaves(group: ExceptionGroup[TriremeError] | None) -> list[TriremeError]:
-    found: list[TriremeError] = []
-    for error in group.exceptions if group else ():
-        found += _leaves(error) if isinstance(error, ExceptionGroup) else [error]
-    return found

@@ -66,6 +66,16 @@ def expand(url: str) -> list[str]:
     return [_rebuilt(url, filesystem, str(name)) for name in found]
 
 
+def expand_some(url: str, hint: str) -> list[str]:
+    """As `expand`. Raises DatasetError if the place cannot be listed and, with `hint`, if there is no file."""
+    with reading(url, "a place of files"):
+        found = expand(url)
+    if not found:
+        what = "matches no file" if is_glob(url) else "does not exist"
+        raise DatasetError(f"{url} {what}", hint=hint, url=url)
+    return found
+
+
 def _is_file(filesystem: Any, path: str) -> bool:
     """`isfile` of fsspec takes every error, missing credentials too, for a missing file."""
     try:
@@ -219,6 +229,12 @@ def reading(url: str, kind: str) -> Iterator[None]:
         raise DatasetError(
             msg, hint="check the file, its permissions and the reader that dataset() returns", url=url
         ) from error
+
+
+def is_empty(url: str) -> bool:
+    """Whether a file has no bytes at all: then it has no records, whatever the format. Raises DatasetError."""
+    with reading(url, "a file"):
+        return size(url) == 0
 
 
 @contextmanager

@@ -31,15 +31,11 @@ def checkpoint_asked(
     """
     if request is None:
         return None
-    if carried is not None and (carried.operation, carried.attempt, carried.generation) == (
-        request.operation,
-        request.attempt,
-        generation,
-    ):
-        return carried
-    return CheckpointAsked(
+    asked = CheckpointAsked(
         operation=request.operation, attempt=request.attempt, generation=generation, version=step + 2
     )
+    same = carried is not None and carried.model_copy(update={"version": asked.version}) == asked
+    return carried if same else asked
 
 
 def nodes_to_compute(missing: Sequence[int]) -> list[Interval]:

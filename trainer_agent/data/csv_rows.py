@@ -80,15 +80,8 @@ class CsvReader:
     def _column_types(self) -> dict[str, pa.DataType]:
         """For the whole dataset, from the first file that has records: so all trainers use the same types."""
         if self._types is None:
-            types: dict[str, pa.DataType] = {}
-            for url in self._dataset.urls:
-                for file in files.expand(url):
-                    types = self._types_in(file)
-                    if types:
-                        break
-                if types:
-                    break
-            self._types = types
+            found = (self._types_in(file) for url in self._dataset.urls for file in files.expand(url))
+            self._types = next(filter(None, found), {})
         return self._types
 
     def _types_in(self, file: str) -> dict[str, pa.DataType]:

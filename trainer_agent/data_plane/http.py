@@ -73,10 +73,11 @@ class HttpPserver:
         self.member = member
         self._token = token
         self._stall_s = stall_s
+        self._name = f"<HttpPserver {member.index} at {member.url}>"
         self.session: aiohttp.ClientSession | None = None
 
     def __repr__(self) -> str:
-        return f"<HttpPserver {self.member.index} at {self.member.url}>"
+        return self._name
 
     async def __aenter__(self) -> Self:
         return self
@@ -104,7 +105,7 @@ class HttpPserver:
             current = codec.read(PulledBlock, header)
             memory = sink(current).cast("B")
             if memory.nbytes != size:
-                msg = f"{self!r} sent {size} bytes for block {current.block}, whose place has {memory.nbytes}"
+                msg = f"{self._name} sent {size} bytes for block {current.block}, whose place has {memory.nbytes}"
                 raise BadFrame(msg)
             return memory
 
@@ -203,7 +204,7 @@ class HttpPserver:
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, TimeoutError):
                 raise
-            msg = f"{method} {path} at {self!r} failed: {type(error).__name__}: {error}"
+            msg = f"{method} {path} at {self._name} failed: {type(error).__name__}: {error}"
             raise PeerError(msg) from error
 
     def _session(self) -> aiohttp.ClientSession:
@@ -212,7 +213,7 @@ class HttpPserver:
         return self.session
 
     def _silent(self, path: str, seconds: float) -> DeadlineExceeded:
-        return DeadlineExceeded(f"{path} at {self!r}: nothing moved for {seconds:g} s")
+        return DeadlineExceeded(f"{path} at {self._name}: nothing moved for {seconds:g} s")
 
     @staticmethod
     async def _answer(response: aiohttp.ClientResponse, kind: type[Answer]) -> Answer:
@@ -222,7 +223,7 @@ class HttpPserver:
         try:
             return from_map(codec.decode(await _whole(response), ANSWER_BYTES))
         except BadFrame:
-            return PeerError(f"{self!r} answered {response.status} {response.reason}")
+            return PeerError(f"{self._name} answered {response.status} {response.reason}")
 
 
 def socket_of(member: PserverMember) -> str:

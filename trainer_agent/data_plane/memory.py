@@ -21,7 +21,7 @@ class TrainerMemory:
     def __init__(self, name: str) -> None:
         self.unreadable = False
         self._name = name
-        self._lender = Lender()
+        self.lender = Lender()
         self._borrower: Borrower | None = None
         self._lends = False
 
@@ -49,13 +49,6 @@ class TrainerMemory:
         """Where the pserver could read it, after it was offered the region; None: it has to be sent."""
         home = place_of(payload) if self._lends else None
         return home if home is not None and home[1] % ALIGNMENT_BYTES == 0 else None
-
-    def number(self, region: Region) -> int | None:
-        """None: the pserver was not offered it."""
-        return self._lender.number(region)
-
-    def offer(self, region: Region) -> Offers:
-        return self._lender.offers((region,))
 
     def lend_no_more(self, cause: TriremeError) -> None:
         log.info("gradients_not_shared", peer=self._name, cause=cause.message)

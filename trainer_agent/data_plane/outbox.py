@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Self
 
 from shared.lanes import Interval
 from shared.records.job_spec import Narrow
@@ -30,10 +29,7 @@ class Outbox:
 
     async def started(self) -> bool:
         """Wait for the first block; False if there will be none."""
-        while not self._items and not self._closed:
-            self._more.clear()
-            await self._more.wait()
-        return bool(self._items)
+        return await self.at(0) is not None
 
     def stream(self) -> AsyncIterator[tuple[PushBlock, memoryview]]:
         """All blocks, waiting for those to come.
@@ -43,27 +39,26 @@ class Outbox:
         """
         return _Stream(self)
 
-    async def at(self, number: int) -> tuple[PushBlock, memoryview]:
-        """Raises StopAsyncIteration if there are no more."""
+    async def at(self, number: int) -> tuple[PushBlock, memoryview] | None:
+        """Wait for a block, by its place in this outbox; None if there will be no such block."""
         while number >= len(self._items):
             if self._closed:
-                raise StopAsyncIteration
+                return None
             self._more.clear()
             await self._more.wait()
         return self._items[number]
 
 
-class _Stream:
+class _Stream(AsyncIterator[tuple[PushBlock, memoryview]]):
     """An outbox read from its start."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox, self._read = outbox, 0
 
-    def __aiter__(self) -> Self:
-        return self
-
     async def __anext__(self) -> tuple[PushBlock, memoryview]:
         found = await self._outbox.at(self._read)
+        if found is None:
+            raise StopAsyncIteration
         self._read += 1
         return found
 

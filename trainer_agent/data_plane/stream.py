@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import count
-from typing import Self
 
 from shared.errors import BadFrame, CallerError, DeadlineExceeded, NotReady, PeerError, TriremeError, from_map
 from shared.lanes import Interval
@@ -22,11 +21,6 @@ from shared.runtime import clock, telemetry
 from shared.wire import codec
 from shared.wire.lending import NOTHING, Offers, Place, place_in
 from shared.wire.messages import (
-    InitBlock,
-    InitHeader,
-    LedgerAnswer,
-    LedgerQuery,
-    PserverInfo,
     PulledBlock,
     PullEnd,
     PullRequest,
@@ -73,7 +67,7 @@ class TrainerStream(FrameStream):
         super().__init__(codec.Limits(payload_bytes=1 << 32, blocks=0, header_bytes=64 << 20))
         self._name = name
         self.calls: dict[int, _Call] = {}
-        self._waiters: list[asyncio.Future[None]] = []
+        self._writable = asyncio.Event()
         self._lost = asyncio.Event()
         self._into: _Call | None = None
         self._item: PulledBlock | None = None
@@ -98,7 +92,7 @@ class TrainerStream(FrameStream):
             yield number, call
         finally:
             if not call.answer.done() or call.answer.cancelled():
-                self._drop(PeerError(f"a {kind} at {self._name} was given up"))
+                self.fail(PeerError(f"a {kind} at {self._name} was given up"))
             if call.answer.done() and not call.answer.cancelled():
                 call.answer.exception()  # marks it as seen
             self.calls.pop(number, None)
@@ -107,16 +101,12 @@ class TrainerStream(FrameStream):
         """Wait until the transport refers to nothing that was sent, and it is the stream's turn. Raises DeadlineExceeded, and why the stream is over."""
         while (self.paused or self.rests) and self.usable:
             since = self.paused_at if self.paused else clock.monotonic()
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
+            self._writable.clear()
             try:
                 async with asyncio.timeout_at(since + limit_s):
-                    await waiter
+                    await self._writable.wait()
             except TimeoutError as error:
                 raise self._silent(limit_s) from error
-            finally:
-                if waiter in self._waiters:
-                    self._waiters.remove(waiter)
         if not self.usable:
             raise self.failure or PeerError(f"{self._name} closed the stream")
 
@@ -145,13 +135,13 @@ class TrainerStream(FrameStream):
         if home is None:
             return None
         region, offset = home
-        if self.memory.number(region) is None:
+        if self.memory.lender.number(region) is None:
             try:
-                await self._offer(self.memory.offer(region), limit_s)
+                await self._offer(self.memory.lender.offers((region,)), limit_s)
             except CallerError as error:
                 self.memory.lend_no_more(error)
                 return None
-        number = self.memory.number(region)
+        number = self.memory.lender.number(region)
         assert number is not None
         call.lent.add(region)
         return number, offset, payload.nbytes
@@ -248,9 +238,7 @@ class TrainerStream(FrameStream):
             raise BadFrame(msg)
 
     def on_writable(self) -> None:
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        self._writable.set()
 
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
@@ -269,9 +257,6 @@ class TrainerStream(FrameStream):
 
     def fail(self, error: TriremeError) -> None:
         """The pserver needs no reason: it hears that we are gone."""
-        self._drop(error)
-
-    def _drop(self, error: TriremeError) -> None:
         if self.failure is None and not self.closed:
             self.failure = error
             self.abort()
@@ -286,16 +271,14 @@ class TrainerStream(FrameStream):
         return DeadlineExceeded(f"{self._name}: nothing moved on the stream for {seconds:g} s")
 
 
-class StreamPserver:
+class StreamPserver(HttpPserver):
     """A PserverPort: pushes and pulls on the stream, over the UNIX socket if the member is on this host, else TCP; the rest,
     and everything if the pserver refuses to upgrade, as plain requests. Close it (`async with`).
 
     `share`: over a UNIX socket, each side reads payloads where the other has them, if both can."""
 
     def __init__(self, member: PserverMember, token: str = "", *, stall_s: float = 30.0, share: bool = True) -> None:
-        self.member = member
-        self.plain = HttpPserver(member, token, stall_s=stall_s)
-        self._token, self._stall_s = token, stall_s
+        super().__init__(member, token, stall_s=stall_s)
         self.stream: TrainerStream | None = None
         self._connecting = asyncio.Lock()
         self.refused = False
@@ -304,30 +287,15 @@ class StreamPserver:
     def __repr__(self) -> str:
         return f"<StreamPserver {self.member.index} at {self.member.url}: {self.stream!r}>"
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
     async def close(self) -> None:
         if self.stream is not None:
             await self.stream.close()
-        await self.plain.close()
-
-    async def init(self, header: InitHeader, blocks: AsyncIterator[tuple[InitBlock, memoryview]]) -> None:
-        await self.plain.init(header, blocks)
-
-    async def info(self) -> PserverInfo:
-        return await self.plain.info()
-
-    async def ledger(self, query: LedgerQuery) -> LedgerAnswer:
-        return await self.plain.ledger(query)
+        await super().close()
 
     async def push(self, header: PushHeader, blocks: AsyncIterator[tuple[PushBlock, memoryview]]) -> PushAnswer:
         stream = await self._connected()
         if stream is None:
-            return await self.plain.push(header, blocks)
+            return await super().push(header, blocks)
         with stream.call("push", header) as (number, call):
             try:
                 async with leave_when_done(call.answer):  # an answer before the end is a refusal: send no more
@@ -352,7 +320,7 @@ class StreamPserver:
     async def pull(self, request: PullRequest, sink: Sink, placed: Placed | None = None) -> PullEnd:
         stream = await self._connected()
         if stream is None:
-            return await self.plain.pull(request, sink, placed)
+            return await super().pull(request, sink, placed)
         with stream.call("pull", request, sink, placed) as (_, call):
             return codec.read(PullEnd, await stream.answered(call, self._stall_s + request.wait_s))
 

@@ -6,15 +6,15 @@ pull: blocks of one version, as pservers have them ──► staging vector; the
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 from shared.errors import BadFrame, Gone, InvalidArgument, NotReady, PeerError, StaleGeneration, TriremeError
 from shared.membership.directory import Directory
 from shared.records import PserverMember
 from shared.records.job_spec import Narrow, Transported
-from shared.records.layout import ELEMENT_BYTES, Layout
+from shared.records.layout import ELEMENT_BYTES
 from shared.records.step import StepRecord
 from shared.runtime import clock, telemetry
 from shared.wire.messages import LedgerAnswer, LedgerQuery, PserverInfo, PulledBlock, PullRequest, PushBlock, PushHeader
@@ -22,7 +22,9 @@ from trainer_agent.data_plane.http import PserverPort
 from trainer_agent.data_plane.outbox import Outbox
 from trainer_agent.data_plane.routing import Routes, route
 from trainer_agent.data_plane.verdicts import Verdict, verdict
+from trainer_agent.model.compute import Compute
 from trainer_agent.waiting.retry import Backoff
+from trainer_agent.waiting.single_error import SingleErrorGroup
 
 PULL_WAIT_S = 10.0
 REFRESH_S = 0.5
@@ -37,19 +39,6 @@ class _Unanswered(Exception):
     """A pserver gave no answer for too long."""
 
 
-class ParameterVectors(Protocol):
-    """The model's parameters as a transfer sees them; see trainer_agent.model.compute.Compute."""
-
-    @property
-    def layout(self) -> Layout: ...
-
-    def current(self, block: int) -> memoryview: ...
-
-    def staging(self, block: int) -> memoryview: ...
-
-    def widen(self, block: int, dtype: Narrow, payload: memoryview) -> None: ...
-
-
 class Transfer:
     """All parameter servers of the job, as one."""
 
@@ -57,7 +46,7 @@ class Transfer:
         self,
         directory: Directory,
         connect: Connect,
-        vectors: ParameterVectors,
+        vectors: Compute,
         suspect: Suspect,
         parameter_dtype: Transported = "float32",
     ) -> None:
@@ -66,9 +55,8 @@ class Transfer:
         self._silent_since: dict[int, float] = {}  # by pserver index: when its calls began to fail
         self._narrow: Narrow | None = None if parameter_dtype == "float32" else parameter_dtype
         self._narrowed = vectors.layout.payloads(parameter_dtype)
-        self._narrow_block: dict[
-            int, memoryview
-        ] = {}  # by pserver index: a block in its narrow dtype, before it is widened
+        # by pserver index: a block in its narrow dtype, before it is widened
+        self._narrow_block: dict[int, memoryview] = {}
 
     @property
     def routes(self) -> Routes:
@@ -159,6 +147,17 @@ class Transfer:
 
     # ------------------------------------------------------------ push
 
+    @asynccontextmanager
+    async def pushing(
+        self, header: PushHeader, outboxes: Mapping[int, Outbox], skip_after_s: float | None = None
+    ) -> AsyncIterator[dict[int, Verdict]]:
+        """Push to all parameter servers while the block of code fills the outboxes. After it, the dict has the verdict of each."""
+        verdicts: dict[int, Verdict] = {}
+        async with SingleErrorGroup() as group:
+            pushes = {i: group.create_task(self.push(i, header, box, skip_after_s)) for i, box in outboxes.items()}
+            yield verdicts
+        verdicts.update({index: push.result() for index, push in pushes.items()})
+
     async def push(self, index: int, header: PushHeader, outbox: Outbox, skip_after_s: float | None = None) -> Verdict:
         """ACKNOWLEDGED: every block. STALE, FENCED: the header's generation or attempt is over.
 
@@ -247,7 +246,7 @@ class Transfer:
         return skip_after_s is not None and clock.monotonic() - since >= skip_after_s
 
     async def _ask_all(self, ask: Callable[[int], Coroutine[Any, Any, T]]) -> list[T]:
-        async with asyncio.TaskGroup() as group:
+        async with SingleErrorGroup() as group:
             tasks = [group.create_task(ask(index)) for index in self.routes.blocks]
         return [task.result() for task in tasks]
 

@@ -16,24 +16,22 @@ from functools import partial
 
 from shared.errors import DeadlineExceeded, Gone, StaleGeneration, TriremeError, UserCodeError
 from shared.lanes import step_seed
-from shared.membership.directory import Directory
-from shared.records import JobSpec, Mode, StepMetrics, Task, TaskKind
+from shared.records import Mode, StepMetrics, Task, TaskKind
 from shared.records.pauses import Paused
 from shared.records.step import LaneZero
 from shared.runtime import telemetry
 from shared.wire.messages import LedgerQuery, PushHeader
-from trainer_agent.core.duties import Duty, next_duty
+from trainer_agent.core.duties import Duty
 from trainer_agent.data import minibatches_in
 from trainer_agent.data_plane.outbox import Outboxes
-from trainer_agent.data_plane.transfer import Transfer
 from trainer_agent.data_plane.verdicts import Verdict
+from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of
 from trainer_agent.membership.pause import PauseResponder
-from trainer_agent.model.compute import Compute, Records
-from trainer_agent.tasks.reports import Reports
-from trainer_agent.tasks.source import LoadedTask, TaskFailed, TaskSource, TrainingOver, outcome_of
+from trainer_agent.model.compute import Records
+from trainer_agent.tasks.source import LoadedTask, TaskFailed, TrainingOver, outcome_of
 from trainer_agent.waiting.retry import Backoff
-from trainer_agent.waiting.single_error import single_error
+from trainer_agent.waiting.single_error import SingleErrorGroup
 
 REFRESH_S = 0.5
 STEPS_AT_ONCE = 100
@@ -54,29 +52,14 @@ class AsyncLoop:
 
     `initial`: the schedule's state before any step; after a rollback the schedule starts there again."""
 
-    def __init__(
-        self,
-        spec: JobSpec,
-        directory: Directory,
-        compute: Compute,
-        transfer: Transfer,
-        source: TaskSource,
-        reports: Reports,
-        stopping: asyncio.Event,
-        pauses: PauseResponder,
-        initial: LaneZero,
-    ) -> None:
+    def __init__(self, context: LoopContext, pauses: PauseResponder, initial: LaneZero) -> None:
         self._pauses, self._initial = pauses, initial
-        self.timeline = timeline_of(directory)
-        self._spec, self._directory, self._compute, self._transfer = spec, directory, compute, transfer
-        self._dtypes = compute.layout.payloads(spec.gradient_dtype)
-        self._source, self._reports, self._stopping = source, reports, stopping
+        self._spec, self._directory, self._compute = context.spec, context.directory, context.compute
+        self._transfer, self._source, self._reports = context.transfer, context.source, context.reports
+        self._dtypes, self._stopping, self._duty = context.gradient_dtypes, context.stopping, context.duty
+        self.timeline = timeline_of(self._directory)
         self._next: asyncio.Task[LoadedTask | Task | TaskFailed | None] | None = None
         self._held: tuple[Task, int] | None = None
-        self._begun, self._options = -1, LaneZero(options=())
-        self._pulled, self._unpulled = False, 0
-        self._generation = 0  # of the current task's first push
-        self._skipped: dict[int, int] = {}  # of the current task: minibatches that a pserver missed, by its index
 
     def __repr__(self) -> str:
         return f"<AsyncLoop of {self._source.trainer}: {self._held[0].task_id if self._held else 'no task'}>"
@@ -106,26 +89,24 @@ class AsyncLoop:
         return self._held is not None
 
     async def run(self) -> Task | None:
-        with single_error():
-            async with asyncio.TaskGroup() as self._background:
-                while True:
-                    self.timeline = timeline_of(self._directory)
-                    try:
-                        with single_error():
-                            return await on_timeline(self._directory, self.timeline, self._tasks())
-                    except RolledBack as error:
-                        log.info("rolled_back", cause=str(error))
-                    finally:
-                        self._held = None
-                        if self._next is not None:
-                            self._next.cancel()
-                            self._next = None
+        async with SingleErrorGroup() as self._background:
+            while True:
+                self.timeline = timeline_of(self._directory)
+                try:
+                    return await on_timeline(self._directory, self.timeline, self._tasks())
+                except RolledBack as error:
+                    log.info("rolled_back", cause=str(error))
+                finally:
+                    self._held = None
+                    if self._next is not None:
+                        self._next.cancel()
+                        self._next = None
 
     async def _tasks(self) -> Task | None:
         """All tasks of one timeline of the job."""
         self._compute.restore(self._initial)
-        self._pulled = False
-        self._begun, self._options = -1, LaneZero(options=())
+        self._pulled, self._unpulled = False, 0
+        self._begun, self._options = -1, LaneZero(options=())  # the last push whose options are known
         await self._transfer.infos(self.timeline)
         await self._pull()
         while await self._may_go_on():
@@ -133,8 +114,7 @@ class AsyncLoop:
                 found = await self._fetched()
                 if isinstance(found, Task):
                     return found
-                with single_error():
-                    await self._train(found)
+                await self._train(found)
             except TrainingOver:
                 return None
             except StaleGeneration:
@@ -151,7 +131,7 @@ class AsyncLoop:
     async def _may_go_on(self) -> bool:
         """Between minibatches: waits while the job is paused. False if training is over or this trainer is asked to stop."""
         while not self._stopping.is_set():
-            duty = next_duty(self._directory.state, None, self._source.trainer, Mode.ASYNC).duty
+            duty = self._duty().duty
             if duty is not Duty.WAIT or self._pauses.lifted:
                 return duty in (Duty.TRAIN, Duty.WAIT)
             await self._directory.changed(self._directory.revision, REFRESH_S)
@@ -191,7 +171,8 @@ class AsyncLoop:
         """Raises TaskFailed, Superseded."""
         task, every = loaded.task, self._spec.push_every
         count = minibatches_in(len(loaded.shard), self._spec.minibatch_size)
-        self._generation, self._skipped = self._transfer.generation, {}
+        self._generation = self._transfer.generation  # of the task's first push
+        self._skipped: dict[int, int] = {}  # minibatches of the task that a pserver missed, by its index
         start = await self._resume_at(task, count) if task.attempt > 1 else 0
         while start < count:
             self._held = task, start
@@ -201,7 +182,7 @@ class AsyncLoop:
             if end == count and self._next is None:
                 self._next = self._background.create_task(self._ahead())
             try:
-                with self._pauses.pushing(), single_error():
+                with self._pauses.pushing():
                     await self._push_range(loaded, count, start, end)
             except Behind as error:
                 log.info("task_falls_back", task=task.task_id, minibatch=start, cause=str(error))
@@ -217,8 +198,7 @@ class AsyncLoop:
         """The lowest minibatch that some block still expects. A pserver without an answer is taken to miss all before it."""
         self._generation = self._transfer.generation
         query = LedgerQuery(epoch=task.epoch, task_id=task.task_id)
-        with single_error():
-            ledgers = await self._transfer.ledgers(query, self._spec.skip_after_seconds)
+        ledgers = await self._transfer.ledgers(query, self._spec.skip_after_seconds)
         start = min((count if ledger.closed else ledger.next for ledger in ledgers.values()), default=0)
         self._skipped = {index: start for index in self._transfer.routes.blocks if start and index not in ledgers}
         log.info("task_resumed", task=task.task_id, attempt=task.attempt, minibatch=start)
@@ -246,17 +226,10 @@ class AsyncLoop:
                 end=end,
                 minibatches=count,
             )
-            with single_error():
-                async with asyncio.TaskGroup() as group:
-                    skip_after_s = self._spec.skip_after_seconds
-                    pushes = {
-                        index: group.create_task(self._transfer.push(index, header, box, skip_after_s))
-                        for index, box in outboxes.items()
-                    }
-                    if not computed:
-                        loss_sum = await self._gradients(task, minibatches, outboxes)
-                        computed = True
-            verdicts = {index: push.result() for index, push in pushes.items()}
+            async with self._transfer.pushing(header, outboxes, self._spec.skip_after_seconds) as verdicts:
+                if not computed:
+                    loss_sum = await self._gradients(task, minibatches, outboxes)
+                    computed = True
             if Verdict.FENCED in verdicts.values():
                 raise Superseded(f"attempt {task.attempt} of task {task.task_id} was overtaken by another trainer")
             if Verdict.STALE not in verdicts.values():
@@ -310,9 +283,7 @@ class AsyncLoop:
     async def _newer_generation(self, generation: int) -> None:
         with contextlib.suppress(DeadlineExceeded):
             await self._directory.wait_for(
-                lambda view: view.state is not None and view.state.generation > generation,
-                REFRESH_S,
-                "a new generation",
+                lambda _: self._transfer.generation > generation, REFRESH_S, "a new generation"
             )
 
     async def _pull(self) -> None:
@@ -320,8 +291,7 @@ class AsyncLoop:
         backoff = Backoff("pulling parameters of the job's timeline")
         while True:
             try:
-                with single_error():
-                    await self._transfer.pull(None, self._spec.skip_after_seconds if self._pulled else None)
+                await self._transfer.pull(None, self._spec.skip_after_seconds if self._pulled else None)
                 break
             except Gone as error:  # our view of the job is older than the pserver's
                 await backoff.failed(error)

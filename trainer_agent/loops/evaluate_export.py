@@ -6,21 +6,15 @@ acquire ─► EVALUATE: sums over the task's minibatches      EXPORT: files, an
 
 from __future__ import annotations
 
-import asyncio
-
 from shared.errors import InvalidArgument, StaleGeneration, UserCodeError
-from shared.etcd import Etcd
 from shared.etcd.reading import must_read
-from shared.membership.directory import Directory
 from shared.records import CompleteTask, EvaluationSums, TakeNext, Task, TaskKind
 from shared.runtime import ids, telemetry
 from shared.storage import files
 from trainer_agent.data import minibatches_in
-from trainer_agent.data_plane.transfer import Transfer
-from trainer_agent.model.compute import Compute
-from trainer_agent.tasks.source import LoadedTask, TaskFailed, TaskSource
+from trainer_agent.loops.context import LoopContext
+from trainer_agent.tasks.source import LoadedTask, TaskFailed
 from trainer_agent.waiting.retry import retry
-from trainer_agent.waiting.single_error import single_error
 
 REFRESH_S = 0.5
 
@@ -30,17 +24,9 @@ log = telemetry.logger("evaluate_export")
 class EvaluateExportLoop:
     """`run` returns when the master has no more tasks for anybody, or when `stopping` is set."""
 
-    def __init__(
-        self,
-        directory: Directory,
-        etcd: Etcd,
-        compute: Compute,
-        transfer: Transfer,
-        source: TaskSource,
-        stopping: asyncio.Event,
-    ) -> None:
-        self._directory, self._etcd, self._compute = directory, etcd, compute
-        self._transfer, self._source, self._stopping = transfer, source, stopping
+    def __init__(self, context: LoopContext) -> None:
+        self._directory, self._etcd, self._compute = context.directory, context.etcd, context.compute
+        self._transfer, self._source, self._stopping = context.transfer, context.source, context.stopping
         self._pulled = False
         self.busy = False
 
@@ -50,7 +36,11 @@ class EvaluateExportLoop:
         while not self._stopping.is_set():
             if task is not None:
                 request = ids.new_id("task")
-                task = await self._do(task, request)
+                self.busy = True
+                try:
+                    task = await self._do(task, request)
+                finally:
+                    self.busy = False
                 continue
             try:
                 answer = await self._source.acquire(self._transfer.generation, request=request)
@@ -63,22 +53,12 @@ class EvaluateExportLoop:
 
     async def _do(self, task: Task, request: str) -> Task | None:
         """The next task, if the master gave one when this one was completed."""
-        self.busy = True
-        try:
-            return await self._work(task, request)
-        finally:
-            self.busy = False
-
-    async def _work(self, task: Task, request: str) -> Task | None:
         log.info("task_started", task=task.task_id, attempt=task.attempt)
         try:
             await self._pull_final()
             done = await (self._evaluate(task) if task.kind is TaskKind.EVALUATE else self._export(task))
-        except UserCodeError as error:
-            await self._source.fail(task, error)
-            return None
-        except TaskFailed as failed:
-            await self._source.fail(task, failed.error)
+        except (UserCodeError, TaskFailed) as error:
+            await self._source.fail(task, error.error if isinstance(error, TaskFailed) else error)
             return None
         more = task.kind is TaskKind.EVALUATE and not self._stopping.is_set()
         following = TakeNext(request=request, generation=self._transfer.generation) if more else None
@@ -86,8 +66,7 @@ class EvaluateExportLoop:
 
     async def _pull_final(self) -> None:
         if not self._pulled:
-            with single_error():
-                await self._transfer.pull(None, exact=True)
+            await self._transfer.pull(None, exact=True)
             self._compute.swap()
             self._pulled = True
 

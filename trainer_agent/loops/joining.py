@@ -7,23 +7,18 @@ the job went back to a checkpoint (another timeline) ─► forget parameters, p
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from shared.errors import Gone, StaleGeneration
-from shared.membership.directory import Directory
-from shared.records import Mode
 from shared.records.step import LaneZero, StepRecord
 from shared.runtime import telemetry
-from trainer_agent.core.duties import Duty, Next, next_duty
+from trainer_agent.core.duties import Duty
 from trainer_agent.core.steps import checkpoint_asked
-from trainer_agent.data_plane.transfer import Transfer
+from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of
-from trainer_agent.model.compute import Compute
 from trainer_agent.tasks.lane_reader import LaneReaders
-from trainer_agent.tasks.source import TaskFailed, TaskSource, TrainingOver
-from trainer_agent.waiting.single_error import single_error
+from trainer_agent.tasks.source import TaskFailed, TrainingOver
 
 REFRESH_S = 0.5
 
@@ -33,35 +28,23 @@ log = telemetry.logger("joining")
 class Joiner:
     """`timeline`: the one that the parameters in use belong to."""
 
-    def __init__(
-        self,
-        mode: Mode,
-        directory: Directory,
-        compute: Compute,
-        transfer: Transfer,
-        source: TaskSource,
-        readers: LaneReaders,
-        stopping: asyncio.Event,
-    ) -> None:
-        self._mode, self._directory, self._compute, self._transfer = mode, directory, compute, transfer
-        self._source, self._readers, self._stopping = source, readers, stopping
+    def __init__(self, context: LoopContext, readers: LaneReaders) -> None:
+        self._directory, self._compute, self._transfer = context.directory, context.compute, context.transfer
+        self._source, self._readers, self._stopping = context.source, readers, context.stopping
+        self._duty = context.duty
         self._version: StepRecord | None = None
         self._lane_zero: tuple[int, LaneZero] | None = None
-        self.trainer = source.trainer
-        self.timeline = timeline_of(directory)
+        self.timeline = timeline_of(self._directory)
 
     def __repr__(self) -> str:
-        return f"<Joiner of {self.trainer}: version {self._version.version if self._version else 'none'}>"
-
-    def duty(self) -> Next:
-        return next_duty(self._directory.state, self._directory.lanes, self.trainer, self._mode)
+        return f"<Joiner of {self._source.trainer}: version {self._version.version if self._version else 'none'}>"
 
     async def wait_for_lanes(self) -> bool:
         """Wait until this trainer has lanes; False if it has nothing to train any more. While it waits it is a spare, and
         forgets its parameters."""
         waiting_for = ""
         while not self._stopping.is_set():
-            duty = self.duty()
+            duty = self._duty()
             if duty.duty is not Duty.WAIT:
                 return duty.duty is Duty.TRAIN
             self._version = None
@@ -79,8 +62,7 @@ class Joiner:
             self.timeline, self._version, self._lane_zero = timeline, None, None
             self._readers.keep((0, 0))
         try:
-            with single_error():
-                await on_timeline(self._directory, timeline, steps())
+            await on_timeline(self._directory, timeline, steps())
         except RolledBack as error:
             log.info("rolled_back", cause=str(error))
         except Gone as error:
@@ -101,8 +83,7 @@ class Joiner:
         if self._version is not None:
             return self._version
         version = min(info.lowest for info in await self._transfer.infos(self.timeline))
-        with single_error():
-            record = found(await self._transfer.pull(version), version)
+        record = found(await self._transfer.pull(version), version)
         self._compute.swap()
         if record.lane_zero is not None:
             self._compute.restore(record.lane_zero)
@@ -115,7 +96,7 @@ class Joiner:
         if timeline_of(self._directory) != self.timeline:
             return False
         self._version = version
-        return not self._stopping.is_set() and self.duty().duty is Duty.TRAIN
+        return not self._stopping.is_set() and self._duty().duty is Duty.TRAIN
 
     def begin_step(self, version: StepRecord) -> LaneZero:
         """What lane 0's push says. The schedule advances once for a step, even if the step is begun several times."""

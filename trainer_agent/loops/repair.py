@@ -10,24 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
 from shared.errors import DeadlineExceeded, StaleGeneration, StepTorn
-from shared.membership.directory import Directory
 from shared.records import Mode, StepMetrics, Task
-from shared.records.job_spec import Narrow
 from shared.records.step import LanePosition, LaneZero
 from shared.runtime import telemetry
 from shared.wire.messages import PushHeader
 from trainer_agent.core.duties import Next
 from trainer_agent.data_plane.outbox import Outboxes
-from trainer_agent.data_plane.transfer import Transfer
+from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.joining import REFRESH_S, Joiner
 from trainer_agent.loops.timeline import RolledBack, timeline_of
 from trainer_agent.model.compute import LaneResult
 from trainer_agent.tasks.lane_reader import LaneReaders, Portion
-from trainer_agent.waiting.single_error import single_error
 
 SETTLE_S = 10.0
 TORN_S = 60.0
@@ -74,19 +71,12 @@ Push = Callable[[Step, PushHeader, LaneWork], Awaitable[bool]]
 
 
 class StepRepair:
-    """`push` computes what is not computed yet and pushes it; True if every block is acknowledged. `dtypes`: of each block."""
+    """`push` computes what is not computed yet and pushes it; True if every block is acknowledged."""
 
-    def __init__(
-        self,
-        directory: Directory,
-        transfer: Transfer,
-        readers: LaneReaders,
-        joiner: Joiner,
-        dtypes: Sequence[Narrow | None],
-        push: Push,
-    ) -> None:
-        self._directory, self._transfer, self._readers, self._joiner = directory, transfer, readers, joiner
-        self._dtypes, self._push = dtypes, push
+    def __init__(self, context: LoopContext, readers: LaneReaders, joiner: Joiner, push: Push) -> None:
+        self._directory, self._transfer, self._duty = context.directory, context.transfer, context.duty
+        self._readers, self._joiner, self._push = readers, joiner, push
+        self._trainer, self._dtypes = context.source.trainer, context.gradient_dtypes
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -107,7 +97,7 @@ class StepRepair:
         """Push this trainer's lanes of the step, again for each generation, until cancelled. Raises TaskFailed, RolledBack."""
         work: LaneWork | None = None
         while True:
-            duty = self._joiner.duty()
+            duty = self._duty()
             missing = [lane for lane in range(*duty.lanes) if lane not in step.shares]
             if missing:
                 self._idle.clear()
@@ -146,8 +136,7 @@ class StepRepair:
         lane_zero = header.lane_zero if 0 in skipped else None
         claim = header.model_copy(update={"claim": True, "positions": positions, "lane_zero": lane_zero})
         try:
-            with single_error():
-                await self._transfer.claim(claim)
+            await self._transfer.claim(claim)
         except StepTorn as error:
             log.warning("step_torn", step=header.step, cause=error.message)
             timeline = self._joiner.timeline
@@ -160,7 +149,7 @@ class StepRepair:
         return PushHeader(
             **{**self._transfer.envelope(), "generation": generation},
             mode=Mode.SYNC,
-            trainer=self._joiner.trainer,
+            trainer=self._trainer,
             step=step.number,
             positions=tuple(portion.after for portion in work.portions.values()),
             lane_zero=step.lane_zero if 0 in work.lanes else None,
@@ -169,4 +158,4 @@ class StepRepair:
     async def _other_duty(self, duty: Next, limit_s: float) -> None:
         """Wait until this trainer's duty is another one, at most `limit_s`: then lost pushes are sent again."""
         with contextlib.suppress(DeadlineExceeded):
-            await self._directory.wait_for(lambda _: self._joiner.duty() != duty, limit_s, "a new generation")
+            await self._directory.wait_for(lambda _: self._duty() != duty, limit_s, "a new generation")

@@ -15,21 +15,18 @@ from functools import partial
 
 from shared.errors import UserCodeError
 from shared.lanes import step_seed
-from shared.membership.directory import Directory
-from shared.records import JobSpec, Task
+from shared.records import Task
 from shared.records.step import StepRecord
 from shared.runtime import telemetry
 from shared.wire.messages import PushHeader
 from trainer_agent.core.steps import nodes_to_compute, positions_of_step
-from trainer_agent.data_plane.transfer import Transfer
 from trainer_agent.data_plane.verdicts import Verdict
+from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.joining import Joiner, found
 from trainer_agent.loops.repair import LaneWork, Step, StepRepair
-from trainer_agent.model.compute import Compute
 from trainer_agent.tasks.lane_reader import LaneReaders
-from trainer_agent.tasks.reports import Reports
-from trainer_agent.tasks.source import TaskFailed, TaskSource
-from trainer_agent.waiting.single_error import single_error
+from trainer_agent.tasks.source import TaskFailed
+from trainer_agent.waiting.single_error import SingleErrorGroup
 
 log = telemetry.logger("sync_loop")
 
@@ -37,22 +34,12 @@ log = telemetry.logger("sync_loop")
 class SyncLoop:
     """`run` until training is over, or until the next minibatch boundary once `stopping` is set."""
 
-    def __init__(
-        self,
-        spec: JobSpec,
-        directory: Directory,
-        compute: Compute,
-        transfer: Transfer,
-        source: TaskSource,
-        reports: Reports,
-        stopping: asyncio.Event,
-    ) -> None:
-        self._spec, self._compute, self._transfer = spec, compute, transfer
-        self._source, self._reports = source, reports
-        self._readers = LaneReaders(source, lambda: transfer.generation)
-        self._joiner = Joiner(spec.mode, directory, compute, transfer, source, self._readers, stopping)
-        dtypes = compute.layout.payloads(spec.gradient_dtype)
-        self._repair = StepRepair(directory, transfer, self._readers, self._joiner, dtypes, self._push)
+    def __init__(self, context: LoopContext) -> None:
+        self._spec, self._compute, self._transfer = context.spec, context.compute, context.transfer
+        self._source, self._reports = context.source, context.reports
+        self._readers = LaneReaders(context.source, lambda: context.transfer.generation)
+        self._joiner = Joiner(context, self._readers)
+        self._repair = StepRepair(context, self._readers, self._joiner, self._push)
 
     def __repr__(self) -> str:
         return f"<SyncLoop: {self._joiner!r}>"
@@ -71,11 +58,10 @@ class SyncLoop:
         return self._readers.held()
 
     async def run(self) -> None:
-        with single_error():
-            async with asyncio.TaskGroup() as self._prefetching:
-                while await self._joiner.wait_for_lanes() and await self._joiner.attempt(self._train):
-                    pass
-                self._readers.keep((0, 0))
+        async with SingleErrorGroup() as self._prefetching:
+            while await self._joiner.wait_for_lanes() and await self._joiner.attempt(self._train):
+                pass
+            self._readers.keep((0, 0))
 
     async def _train(self) -> None:
         version = await self._joiner.join()
@@ -100,12 +86,10 @@ class SyncLoop:
 
     async def _push(self, step: Step, header: PushHeader, work: LaneWork) -> bool:
         """Compute the lanes, and push each block as soon as it is finished. True if all blocks are acknowledged."""
-        with single_error():
-            async with asyncio.TaskGroup() as group:
-                pushes = [group.create_task(self._transfer.push(i, header, box)) for i, box in work.outboxes.items()]
-                if not work.computed:
-                    await self._compute_gradients(step, work)
-        return all(push.result() is Verdict.ACKNOWLEDGED for push in pushes)
+        async with self._transfer.pushing(header, work.outboxes) as verdicts:
+            if not work.computed:
+                await self._compute_gradients(step, work)
+        return set(verdicts.values()) <= {Verdict.ACKNOWLEDGED}
 
     async def _compute_gradients(self, step: Step, work: LaneWork) -> None:
         """Forward and backward of each lane's minibatch. A node is a group of lanes whose mean gradient is pushed as one."""

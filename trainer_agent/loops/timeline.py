@@ -5,12 +5,11 @@ on_timeline(directory, 7, work) ─► its result      state.timeline is not 7 a
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from shared.membership.directory import Directory
-from trainer_agent.waiting.single_error import single_error
+from trainer_agent.waiting.single_error import SingleErrorGroup
 
 LOOK_S = 0.5
 
@@ -28,11 +27,10 @@ def timeline_of(directory: Directory) -> int:
 async def on_timeline(directory: Directory, timeline: int, work: Coroutine[Any, Any, T]) -> T:
     """Raises RolledBack, also if the job left the timeline just when `work` ended, and what `work` raises."""
     try:
-        with single_error():
-            async with asyncio.TaskGroup() as group:
-                watching = group.create_task(_watch(directory, timeline))
-                result = await work
-                watching.cancel()
+        async with SingleErrorGroup() as group:
+            watching = group.create_task(_watch(directory, timeline))
+            result = await work
+            watching.cancel()
     finally:
         work.close()
     if timeline_of(directory) != timeline:

@@ -6,7 +6,6 @@ all others wait, and compare the layout with their own model
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 
 from shared.errors import LayoutMismatch, NotReady, PeerError, StaleGeneration, WrongOwner
@@ -23,7 +22,7 @@ from trainer_agent.data_plane.transfer import Connect
 from trainer_agent.membership.lease import Membership
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting.retry import Backoff
-from trainer_agent.waiting.single_error import single_error
+from trainer_agent.waiting.single_error import SingleErrorGroup
 
 LOOK_S = 0.5
 PATIENCE_S = 3600.0
@@ -105,10 +104,9 @@ async def _initialise(
         raise NotReady(f"{len(members)} of {directory.pservers_desired} parameter servers are registered")
     log.info("initialising", pservers=len(members), blocks=sum(1 for _ in compute.layout.blocks()))
     routes = route(compute.layout, directory.slots)
-    with single_error():
-        async with asyncio.TaskGroup() as group:
-            for member in members:
-                group.create_task(_fill(spec, directory, member, compute, routes, connect))
+    async with SingleErrorGroup() as group:
+        for member in members:
+            group.create_task(_fill(spec, directory, member, compute, routes, connect))
     # both keys in one transaction, so that a repetition on a stale view cannot replace a published layout
     same = [Compare.create(key, "==", kv.create_revision) for key, (kv, _) in found.items()]
     mine = [Compare.value(keys.init_lock, "==", trainer.encode()), Compare.create(keys.layout, "==", 0)]

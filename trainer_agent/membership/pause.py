@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 
 from shared.errors import PeerError
 from shared.etcd import Etcd, LeaseLost
@@ -100,14 +100,9 @@ class PauseResponder:
             elif self._all_acknowledged.is_set():
                 answered = await self._write_answer(saving)
             else:
-                await self._wait_for_pushes()
-
-    async def _wait_for_pushes(self) -> None:
-        try:
-            async with asyncio.timeout(LOOK_S):
-                await self._all_acknowledged.wait()
-        except TimeoutError:
-            pass
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_S):
+                        await self._all_acknowledged.wait()
 
     async def _write_answer(self, saving: Saving) -> str:
         """The checkpoint that was answered, "" if the answer was not written."""

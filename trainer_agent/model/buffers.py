@@ -17,20 +17,17 @@ class LiveBuffers:
     """The module's buffers that are in the plan; a module may replace a buffer by a new tensor at any time."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
-        self._places = plan.buffers
-        self._homes: list[tuple[nn.Module, str]] = []
-        for place in plan.buffers:
-            path, _, name = place.name.rpartition(".")
-            self._homes.append((model.get_submodule(path), name))
+        split = [(place, *place.name.rpartition(".")) for place in plan.buffers]
+        self._homes = [(place, model.get_submodule(path), name) for place, path, _, name in split]
 
     def load(self, vector: Vector) -> None:
         """Buffers of `vector` into the modules."""
         with torch.no_grad():
-            for place, (module, name) in zip(self._places, self._homes, strict=True):
+            for place, module, name in self._homes:
                 module.get_buffer(name).copy_(vector.view(place))
 
     def store(self, vector: Vector) -> None:
         """The modules' buffers into `vector`."""
         with torch.no_grad():
-            for place, (module, name) in zip(self._places, self._homes, strict=True):
+            for place, module, name in self._homes:
                 vector.view(place).copy_(module.get_buffer(name))

@@ -209,21 +209,17 @@ class _Builder:
     """Segments in the order of their first member, and how far each is filled."""
 
     def __init__(self) -> None:
-        self._numbers: dict[Segment, int] = {}
-        self._filled: list[int] = []
+        self._filled: dict[Segment, int] = {}
 
     def place(self, name: str, tensor: torch.Tensor, kind: Segment) -> Place:
-        number = self._numbers.setdefault(kind, len(self._numbers))
-        if number == len(self._filled):
-            self._filled.append(0)
         grain = ALIGNMENT_BYTES // ELEMENT_BYTES[kind.dtype]
-        first = -(-self._filled[number] // grain) * grain
-        self._filled[number] = first + tensor.numel()
+        first = -(-self._filled.get(kind, 0) // grain) * grain
+        self._filled[kind] = first + tensor.numel()
+        number = list(self._filled).index(kind)
         return Place(name, number, first, tuple(tensor.shape), dense_stride(tensor), tensor.numel())
 
     def segments(self) -> tuple[Segment, ...]:
-        kinds = zip(self._numbers, self._filled, strict=True)
-        return tuple(kind.model_copy(update={"elements": filled}) for kind, filled in kinds)
+        return tuple(kind.model_copy(update={"elements": filled}) for kind, filled in self._filled.items())
 
 
 def _dtype(name: str, tensor: torch.Tensor) -> str:

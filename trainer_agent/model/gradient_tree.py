@@ -88,20 +88,18 @@ class GradientTree:
     def forget(self) -> None:
         """All slots may be overwritten. Slots that no recent step needed are freed."""
         if self._send_buffers is not None:
-            self._send_buffers.forget_copies()
+            self._send_buffers.drain(bool)  # copies of a minibatch that failed
         self._entries, self._results = [], {}
         self._steps += 1
         if self._steps == WATCHED_STEPS:
-            self._drop(self._needed or len(self.slots))
+            kept = self._needed or len(self.slots)
+            for slot in range(kept, len(self.slots)):
+                self._memory.pop(slot, None)
+                if self._send_buffers is not None:
+                    self._send_buffers.drop(slot)
+            del self.slots[kept:]
             self._steps = self._needed = 0
         self._free = list(reversed(range(len(self.slots))))
-
-    def _drop(self, first: int) -> None:
-        for slot in range(first, len(self.slots)):
-            self._memory.pop(slot, None)
-            if self._send_buffers is not None:
-                self._send_buffers.drop(slot)
-        del self.slots[first:]
 
     def contribution(self, node: Interval, block: int) -> memoryview:
         """Bytes of a finished block (none where the node is empty)."""

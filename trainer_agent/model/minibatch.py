@@ -83,7 +83,7 @@ class MinibatchRunner:
     ) -> None:
         self._user, self._model, self._plan, self._parameters = user, model, plan, parameters
         self._device, self._clip_norm = parameters[0].device, clip_norm
-        self._buffers = LiveBuffers(model, plan)
+        self.buffers = LiveBuffers(model, plan)
         self._views: weakref.WeakKeyDictionary[Vector, list[torch.Tensor]] = weakref.WeakKeyDictionary()
         self.gradient_views: list[torch.Tensor] = []  # by parameter: where this backward's gradients belong
         self._finish: Callable[[int], object] = bool
@@ -112,7 +112,7 @@ class MinibatchRunner:
         overlaps = finish is not None and self._may_overlap
         self._finish, self._missing = finish or bool, list(self._members) if overlaps else None
         self._bind(gradients)
-        self._buffers.load(current)
+        self.buffers.load(current)
         seed_everything(seed)
         self._model.train()
         loss = self._checked(self._guard.call("loss", self._model, self._batch(records)))
@@ -125,12 +125,12 @@ class MinibatchRunner:
                 view.zero_()
         if self._clip_norm is not None:
             nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
-        self._buffers.store(gradients)
+        self.buffers.store(gradients)
         return float(loss.item()) * len(records)
 
     def evaluate(self, records: Records, current: Vector) -> dict[str, float]:
         """Sums over the minibatch, in evaluation mode."""
-        self._buffers.load(current)
+        self.buffers.load(current)
         self._model.eval()
         with torch.no_grad():
             batch = self._batch(records)
@@ -147,10 +147,6 @@ class MinibatchRunner:
         if not self._user.has("evaluate") and sums.get("records"):
             return {"loss": sums["loss"] / sums["records"]}
         return dict(sums)
-
-    def load_buffers(self, current: Vector) -> None:
-        """The module's buffers get the values of `current`."""
-        self._buffers.load(current)
 
     # ------------------------------------------------------------ the batch and the loss
 

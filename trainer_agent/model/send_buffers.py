@@ -71,15 +71,11 @@ class SendBuffers:
             self._copies.append((block, copied))
 
     def drain(self, announce: Callable[[int], object]) -> None:
-        """On a GPU: announce each block when its copy is done."""
+        """On a GPU: announce each block when its copy is done. Only then may the slots be overwritten."""
         for block, copied in self._copies:
             copied.synchronize()
             announce(block)
         self._copies.clear()
-
-    def forget_copies(self) -> None:
-        """Wait for copies of a minibatch that failed, and announce none: then their memory may be overwritten."""
-        self.drain(bool)
 
     def clear_residuals(self) -> None:
         """What was left out belongs to parameters that are no longer in use."""

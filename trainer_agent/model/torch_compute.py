@@ -131,8 +131,7 @@ class TorchCompute:
         return optimizers.lane_zero(self.optimizer, self._scheduler, options)
 
     def initial_lane_zero(self) -> LaneZero:
-        options = optimizers.numeric_options(self.optimizer)
-        return optimizers.lane_zero(self.optimizer, self._scheduler, options)
+        return optimizers.lane_zero(self.optimizer, self._scheduler, optimizers.numeric_options(self.optimizer))
 
     def restore(self, lane_zero: LaneZero) -> None:
         optimizers.restore(self.optimizer, self._scheduler, lane_zero)
@@ -196,7 +195,7 @@ class TorchCompute:
         return await self._in_thread(self.minibatch.metrics, sums)
 
     async def export(self, directory: str) -> dict[str, str]:
-        self.minibatch.load_buffers(self._current)
+        self.minibatch.buffers.load(self._current)
         return await self._in_thread(write_model, self.model, directory)
 
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:

@@ -12,16 +12,15 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from shared.errors import InvalidArgument, TriremeError, UserCodeError
 from shared.records import JobSpec
 from shared.records.datasets import Dataset
-from trainer_agent.model.compute import Records
 from trainer_agent.script.sample_records import first_records
 from trainer_agent.script.user_module import UserModule, load
 
@@ -40,10 +39,8 @@ def inspect_script(script: str, *, check: bool, settings: list[str]) -> int:
 def _answer(script: str, check: bool, settings: list[str]) -> tuple[int, dict[str, Any]]:
     try:
         return 0, _inspect(script, check, dict(_assignment(item) for item in settings))
-    except UserCodeError as error:
-        return USER_CODE, {"error": error.to_map()}
     except TriremeError as error:
-        return USAGE, {"error": error.to_map()}
+        return USER_CODE if isinstance(error, UserCodeError) else USAGE, {"error": error.to_map()}
 
 
 def _inspect(script: str, check: bool, settings: dict[str, str]) -> dict[str, Any]:
@@ -52,8 +49,8 @@ def _inspect(script: str, check: bool, settings: dict[str, str]) -> dict[str, An
     evaluation = user.dataset("evaluation_dataset") if user.has("evaluation_dataset") else None
     found: dict[str, Any] = {
         "config": user.config,
-        "dataset": _plain(dataset),
-        "evaluation_dataset": _plain(evaluation) if evaluation is not None else None,
+        "dataset": dataset.model_dump(mode="json"),
+        "evaluation_dataset": evaluation.model_dump(mode="json") if evaluation is not None else None,
     }
     return {**found, **_try(user, dataset, evaluation, {**user.config, **settings})} if check else found
 
@@ -66,28 +63,23 @@ def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, setting
     with ThreadPoolExecutor(1, "compute") as executor:
         compute = executor.submit(TorchCompute, user, spec, executor).result()
         minibatch = first_records(dataset, spec.minibatch_size)
-        asyncio.run(_forward_and_backward(compute, minibatch))
+        compute.begin_step()
+        with _doing("the first minibatch"):
+            asyncio.run(compute.gradient((0, 1), 0, 0, minibatch, lambda _block: None))
         if evaluation is not None:
             held_out = first_records(evaluation, spec.minibatch_size)
-            asyncio.run(_evaluate(compute, held_out))
+            with _doing("the first minibatch of the evaluation"):
+                asyncio.run(compute.metrics(asyncio.run(compute.evaluate(held_out))))
     tensors = tensors_of(compute.model, groups_of(compute.optimizer))
-    return {"model": {"tensors": tensors, "optimizer": _plain(compute.layout.optimizer)}}
+    return {"model": {"tensors": tensors, "optimizer": compute.layout.optimizer.model_dump(mode="json")}}
 
 
-async def _forward_and_backward(compute: Any, minibatch: Records) -> None:
-    compute.begin_step()
+@contextlib.contextmanager
+def _doing(task: str) -> Iterator[None]:
     try:
-        await compute.gradient((0, 1), 0, 0, minibatch, lambda _block: None)
+        yield
     except UserCodeError as error:
-        error.details["task"] = "the first minibatch"
-        raise
-
-
-async def _evaluate(compute: Any, minibatch: Records) -> None:
-    try:
-        await compute.metrics(await compute.evaluate(minibatch))
-    except UserCodeError as error:
-        error.details["task"] = "the first minibatch of the evaluation"
+        error.details["task"] = task
         raise
 
 
@@ -117,8 +109,3 @@ def _assignment(text: str) -> tuple[str, str]:
     if not equals:
         raise InvalidArgument(f"--set {text}", hint="write --set name=value")
     return name.strip().replace("-", "_"), value.strip()
-
-
-def _plain(record: BaseModel) -> dict[str, Any]:
-    plain: dict[str, Any] = record.model_dump(mode="json")
-    return plain

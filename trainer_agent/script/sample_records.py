@@ -19,7 +19,8 @@ def first_records(dataset: Dataset, count: int) -> Records:
         try:
             shard = _start_of(reader, file, count)
         except DatasetError as error:
-            if error.details.get("records") != 0 and not _is_empty(dataset, file):
+            custom = isinstance(dataset, Custom)
+            if error.details.get("records") != 0 and (custom or not files.is_empty(file)):
                 problem = problem or error
             continue
         return shard.minibatch(np.arange(len(shard), dtype=np.int64))
@@ -28,28 +29,12 @@ def first_records(dataset: Dataset, count: int) -> Records:
     )
 
 
-def _is_empty(dataset: Dataset, file: str) -> bool:
-    """A file without any bytes has no records, whatever the format."""
-    if isinstance(dataset, Custom):
-        return False
-    with files.reading(file, "a file"):
-        return files.size(file) == 0
-
-
 def _files(dataset: Dataset) -> list[str]:
     chosen: list[str] = []
     for url in dataset.urls:
-        found = [url] if isinstance(dataset, Custom) and not files.is_glob(url) else _expanded(url)
-        if not found:
-            what = "matches no file" if files.is_glob(url) else "does not exist"
-            raise DatasetError(f"{url} {what}", hint="check the path that dataset() returns", url=url)
-        chosen += found
+        as_it_is = isinstance(dataset, Custom) and not files.is_glob(url)
+        chosen += [url] if as_it_is else files.expand_some(url, "check the path that dataset() returns")
     return chosen
-
-
-def _expanded(url: str) -> list[str]:
-    with files.reading(url, "a place of files"):
-        return files.expand(url)
 
 
 def _start_of(reader: Reader, file: str, count: int) -> Shard:

@@ -78,13 +78,7 @@ class UserModule:
     def error_of(self, error: BaseException) -> UserCodeError:
         """`error` as UserCodeError, with the traceback cut down to the frames below the script's folder. If there are none, it
         has the frames of libraries, never ours."""
-        message = _message(error)
-        return UserCodeError(
-            f"{type(error).__name__}: {message}",
-            error_type=type(error).__name__,
-            error_message=message,
-            traceback="".join(_trimmed(error, self.path.parent)),
-        )
+        return _user_code_error(error, _message(error), self.path.parent)
 
 
 def load(script: str | Path) -> UserModule:
@@ -106,12 +100,7 @@ def load(script: str | Path) -> UserModule:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise UserCodeError(
-            f"{path.name} cannot be loaded: {type(error).__name__}: {error}",
-            error_type=type(error).__name__,
-            error_message=str(error),
-            traceback="".join(_trimmed(error, path.parent)),
-        ) from error
+        raise _user_code_error(error, str(error), path.parent, f"{path.name} cannot be loaded: ") from error
     return UserModule(path, module)
 
 
@@ -146,6 +135,15 @@ def _config(path: Path, config: Any) -> dict[str, Any]:
     if not isinstance(config, Mapping) or not all(isinstance(key, str) for key in config):
         raise InvalidArgument(f"config in {path} is {type(config).__name__}", hint="use trireme.Config(...) or a dict")
     return dict(config)
+
+
+def _user_code_error(error: BaseException, message: str, folder: Path, prefix: str = "") -> UserCodeError:
+    return UserCodeError(
+        f"{prefix}{type(error).__name__}: {message}",
+        error_type=type(error).__name__,
+        error_message=message,
+        traceback="".join(_trimmed(error, folder)),
+    )
 
 
 def _message(error: BaseException) -> str:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 from shared.errors import TriremeError
 from shared.lanes import Interval
-from shared.records import Task, TaskAnswer
+from shared.records import Task
 from shared.records.step import LanePosition
 from trainer_agent.model.compute import Records
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TaskSource, TrainingOver, outcome_of
-from trainer_agent.waiting.single_error import single_error
+from trainer_agent.waiting.single_error import SingleErrorGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,22 +99,16 @@ class LaneReader:
             self._next = None
             if ahead is not None:
                 return ahead
-        answer = await self._source.acquire(self._generation(), self._lane, position.epoch, position.index)
-        return await self._load(answer, position)
+        return await self._acquire(position)
 
-    async def _load(self, answer: TaskAnswer, position: LanePosition) -> LoadedTask | LanePosition:
+    async def _acquire(self, position: LanePosition) -> LoadedTask | LanePosition:
+        answer = await self._source.acquire(self._generation(), self._lane, position.epoch, position.index)
         match answer.answer:
             case "task":
                 assert answer.task is not None
                 return LoadedTask(answer.task, await self._source.read(answer.task))
             case "skip":
-                return position.model_copy(
-                    update={
-                        "index": position.index + 1,
-                        "offset": 0,
-                        "exhausted": position.index + 1 >= answer.stream_length,
-                    }
-                )
+                return _after_task(position, answer.stream_length)
             case "end":
                 raise TrainingOver
             case _:
@@ -123,8 +117,7 @@ class LaneReader:
     async def _ahead(self, position: LanePosition) -> LoadedTask | None:
         """None if anything fails: then `at` asks again, and gets the error."""
         try:
-            answer = await self._source.acquire(self._generation(), self._lane, position.epoch, position.index)
-            found = await self._load(answer, position)
+            found = await self._acquire(position)
         except (TriremeError, TaskFailed, TrainingOver):
             return None
         return found if isinstance(found, LoadedTask) else None
@@ -136,11 +129,16 @@ class LaneReader:
         offset = position.offset + len(records)
         finishes = offset >= len(loaded.shard)
         if finishes:
-            over = position.index + 1 >= loaded.task.stream_length
-            after = position.model_copy(update={"index": position.index + 1, "offset": 0, "exhausted": over})
+            after = _after_task(position, loaded.task.stream_length)
         else:
             after = position.model_copy(update={"offset": offset})
         return Portion(before, after, records, loaded.task, finishes, position.index != before.index)
+
+
+def _after_task(position: LanePosition, stream_length: int) -> LanePosition:
+    """Where the lane stands behind the task at `position`."""
+    index = position.index + 1
+    return position.model_copy(update={"index": index, "offset": 0, "exhausted": index >= stream_length})
 
 
 def _due(loaded: LoadedTask | None, position: LanePosition) -> LoadedTask | None:
@@ -175,11 +173,10 @@ class LaneReaders:
         portions = {lane: portion for lane, portion in at_hand.items() if portion is not None}
         if len(portions) == len(lanes):
             return portions
-        with single_error():
-            async with asyncio.TaskGroup() as group:
-                reading = {
-                    lane: group.create_task(self[lane].at(positions[lane])) for lane in lanes if lane not in portions
-                }
+        async with SingleErrorGroup() as group:
+            reading = {
+                lane: group.create_task(self[lane].at(positions[lane])) for lane in lanes if lane not in portions
+            }
         return {lane: portions.get(lane) or reading[lane].result() for lane in lanes}
 
     def keep(self, lanes: Interval) -> None:

@@ -98,10 +98,8 @@ class Reports:
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._send_completions())
-            group.create_task(self._send_metrics())
-            group.create_task(self._send_progress())
-            group.create_task(self._send_suspects())
+            for send in (self._send_completions, self._send_metrics, self._send_progress, self._send_suspects):
+                group.create_task(send())
 
     async def flush(self, limit_s: float) -> None:
         """Wait until the master has accepted all reports, at most `limit_s`."""

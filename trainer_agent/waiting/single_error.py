@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import TracebackType
 
-from shared.errors import Gone, PeerError, TriremeError, UserCodeError
+from shared.errors import Gone, PeerError, TriremeError, UserCodeError, leaves
 
-_RANK = (UserCodeError, Gone, TriremeError)
+
+class SingleErrorGroup(asyncio.TaskGroup):
+    """A TaskGroup that raises the most serious error of its tasks instead of an ExceptionGroup."""
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with single_error():
+            await super().__aexit__(kind, error, trace)
 
 
 @contextmanager
@@ -16,23 +26,9 @@ def single_error() -> Iterator[None]:
     try:
         yield
     except BaseExceptionGroup as group:
-        raise _most_serious(list(_leaves(group))) from group
+        raise max(leaves(group), key=_seriousness) from group
 
 
-def _most_serious(errors: list[BaseException]) -> BaseException:
-    for error in errors:
-        if not isinstance(error, TriremeError):
-            return error
-    for kind in _RANK:
-        for error in errors:
-            if isinstance(error, kind) and not (kind is TriremeError and isinstance(error, PeerError)):
-                return error
-    return errors[0]
-
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(error)
-        else:
-            yield error
+def _seriousness(error: BaseException) -> tuple[bool, ...]:
+    known = isinstance(error, TriremeError)
+    return not known, isinstance(error, UserCodeError), isinstance(error, Gone), not isinstance(error, PeerError)

@@ -1,0 +1,39 @@
+"""What the loops of one trainer work with."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from shared.etcd import Etcd
+from shared.membership.directory import Directory
+from shared.records import JobSpec
+from shared.records.job_spec import Narrow
+from trainer_agent.core.duties import Next, next_duty
+from trainer_agent.data_plane.transfer import Transfer
+from trainer_agent.model.compute import Compute
+from trainer_agent.tasks.reports import Reports
+from trainer_agent.tasks.source import TaskSource
+
+
+@dataclass(frozen=True, slots=True)
+class LoopContext:
+    """`stopping`: this trainer is asked to stop."""
+
+    spec: JobSpec
+    etcd: Etcd
+    directory: Directory
+    compute: Compute
+    transfer: Transfer
+    source: TaskSource
+    reports: Reports
+    stopping: asyncio.Event
+
+    @property
+    def gradient_dtypes(self) -> list[Narrow | None]:
+        """By block: the narrower dtype in which its gradients travel, if any."""
+        return self.compute.layout.payloads(self.spec.gradient_dtype)
+
+    def duty(self) -> Next:
+        """What this trainer has to do now."""
+        return next_duty(self.directory.state, self.directory.lanes, self.source.trainer, self.spec.mode)
