@@ -204,8 +204,7 @@ class HttpPserver:
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, TimeoutError):
                 raise
-            msg = f"{method} {path} at {self._name} failed: {type(error).__name__}: {error}"
-            raise PeerError(msg) from error
+            raise PeerError(f"{method} {path} at {self._name} failed: {type(error).__name__}: {error}") from error
 
     def _session(self) -> aiohttp.ClientSession:
         if self.session is None:
@@ -238,8 +237,7 @@ async def _whole(response: aiohttp.ClientResponse) -> bytes:
     async for chunk in response.content.iter_any():
         body += chunk
         if len(body) > ANSWER_BYTES:
-            msg = f"an answer of more than {ANSWER_BYTES} bytes from {response.url}"
-            raise TooLarge(msg)
+            raise TooLarge(f"an answer of more than {ANSWER_BYTES} bytes from {response.url}")
     return bytes(body)
 
 

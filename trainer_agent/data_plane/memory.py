@@ -58,8 +58,7 @@ class TrainerMemory:
 
     def _known(self) -> Borrower:
         if self._borrower is None:
-            msg = f"{self._name} referred to its memory, which it does not share"
-            raise BadFrame(msg)
+            raise BadFrame(f"{self._name} referred to its memory, which it does not share")
         return self._borrower
 
     def _learn(self, borrower: Borrower, offers: Offers) -> None:

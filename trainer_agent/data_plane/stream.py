@@ -178,16 +178,14 @@ class TrainerStream(FrameStream):
     def prepare(self, header: codec.Fields) -> tuple[int, PulledBlock, Place | None]:
         number, at = header.pop("id", None), place_in(header)
         if not isinstance(number, int):
-            msg = f"{self._name} sent a block whose id is {number!r}: expected that of a pull"
-            raise BadFrame(msg)
+            raise BadFrame(f"{self._name} sent a block whose id is {number!r}: expected that of a pull")
         return number, codec.read(PulledBlock, header), at
 
     def place(self, header: tuple[int, PulledBlock, Place | None], size: int) -> memoryview | None:
         number, item, at = header
         call = self.calls.get(number)
         if call is None or call.sink is None:
-            msg = f"{self._name} sent a block that was not asked for"
-            raise BadFrame(msg)
+            raise BadFrame(f"{self._name} sent a block that was not asked for")
         lent = self.memory.payload(at, size) if at is not None else None
         size = size if lent is None else lent.nbytes
         try:
@@ -234,8 +232,7 @@ class TrainerStream(FrameStream):
         elif fields.get("end") is True and isinstance(message := fields.get("message"), dict):
             call.answer.set_result(message)
         else:
-            msg = f"{self._name} sent a map that is neither an end nor an error"
-            raise BadFrame(msg)
+            raise BadFrame(f"{self._name} sent a map that is neither an end nor an error")
 
     def on_writable(self) -> None:
         self._writable.set()
