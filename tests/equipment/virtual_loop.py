@@ -205,7 +205,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             if handle._cancelled:
                 continue
             process = handle._context.get(_process)
-            if process is not None and (process.dead or process.frozen):
+            if process is not None and process.stopped:
                 process.held.append(handle)
             else:
                 handle._run()
