@@ -23,8 +23,15 @@ from tests.simulation.reference import final_parameters
 from tests.simulation.run import Outcome, simulate
 
 ROOT = Path(__file__).parents[2]
-CHUNK, CHUNKS = 10, 14
-SEEDS = [range(first * CHUNK, (first + 1) * CHUNK) for first in range(CHUNKS)]
+CHUNK, CHUNKS, CHUNKS_OF_EACH_RUN = 10, 14, 8
+
+
+def chunk(number: int):
+    """The first 80 seeds play in every run of the tests, the others with `pytest -m soak tests/simulation`."""
+    seeds = range(number * CHUNK, (number + 1) * CHUNK)
+    marks = [pytest.mark.soak] if number >= CHUNKS_OF_EACH_RUN else []
+    return pytest.param(seeds, marks=marks, id=f"{seeds.start}-{seeds.stop - 1}")
+
 
 # seeds that found something once, and what it was
 REGRESSIONS = {
@@ -38,9 +45,6 @@ REGRESSIONS = {
 }
 
 
-MASTERLESS = [range(first * CHUNK, (first + 1) * CHUNK) for first in range(3)]
-
-
 MASTERLESS_REGRESSIONS = {
     (Mode.ASYNC, 17): "a task was closed between a parameter server's return and the count of what it lacks",
     (Mode.SYNC, 50): "a lease that could not be revoked in a process that was cancelled left an error nobody asked for",
@@ -51,14 +55,14 @@ def kept(outcome: Outcome) -> None:
     assert not outcome.violations, f"\n  {outcome}"
 
 
-@pytest.mark.parametrize("seeds", SEEDS, ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+@pytest.mark.parametrize("seeds", [chunk(number) for number in range(CHUNKS)])
 @pytest.mark.parametrize("mode", list(Mode))
 def test_every_promise_is_kept_whatever_fails(mode, seeds):
     for seed in seeds:
         kept(simulate(seed, mode))
 
 
-@pytest.mark.parametrize("seeds", MASTERLESS, ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+@pytest.mark.parametrize("seeds", [chunk(number) for number in range(3)])
 @pytest.mark.parametrize("mode", list(Mode))
 def test_every_promise_is_kept_without_a_master(mode, seeds):
     for seed in seeds:
