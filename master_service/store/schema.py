@@ -27,6 +27,7 @@ from master_service.core.changes import (
     PutRequeued,
 )
 from master_service.core.state.job import Job
+from master_service.store.batch import merge
 from shared.errors import Conflict
 from shared.etcd import Delete, Etcd, KeyValue, Put, WatchEvent
 from shared.etcd.reading import must_read, read_record, understood
@@ -52,12 +53,7 @@ def operations(keys: Keys, job: Job, changes: Iterable[Change]) -> list[Put | De
     """The fewest operations that have the effect of `changes` in order. No key is written twice."""
     by_key: dict[str, Put | Delete] = {}
     for change in changes:
-        for operation in _operations(keys, job, change):
-            if isinstance(operation, Delete) and operation.end is not None:
-                for key in [key for key in by_key if operation.key <= key < operation.end]:
-                    del by_key[key]
-            by_key.pop(operation.key, None)
-            by_key[operation.key] = operation
+        merge(by_key, _operations(keys, job, change))
     return list(by_key.values())
 
 

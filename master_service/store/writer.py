@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from master_service.core.changes import Change, Decision, Event, NextEpoch
+from master_service.core.changes import Decision, Event, NextEpoch
 from master_service.core.state.job import Job
+from master_service.store.batch import Batch, check_fits
 from master_service.store.schema import operations
 from shared.errors import NotLeader, NotReady, TriremeError
 from shared.etcd import Compare, Delete, Etcd, Get, Lease, Put, TxnResult
@@ -29,7 +30,6 @@ from shared.etcd.fenced_write import FencedWrite
 from shared.keys import Keys
 from shared.runtime import clock, ids, telemetry
 
-MAX_CHANGES = 100
 MAX_WAITING = 10_000
 ATTEMPT_S = 2.0
 PAUSE_S = 0.1
@@ -96,8 +96,9 @@ class GroupCommit(ABC):
     async def decide(self, decision: Callable[[Job, float], Decision[A]], lock: HeldLock | None = None) -> A:
         """The decision's answer, once its changes are in etcd. `lock`: commit only while that lock is held.
 
-        Raises what the decision raises; NotLeader if the term ends before (the outcome is then unknown); NotReady if too many
-        wait. The decision may be called again after a lost race, so it must not have side effects.
+        Raises what the decision raises; TooLarge if no transaction takes its changes; NotLeader if the term ends before (the
+        outcome is then unknown); NotReady if too many wait. The decision may be called again after a lost race, so it must not
+        have side effects.
         """
         if self._over is not None:
             raise self._over
@@ -131,37 +132,40 @@ class GroupCommit(ABC):
 
     def _decide_waiting(self, job: Job) -> Group:
         """In place: waiting decisions that fit into one transaction are taken on `job` and applied to it."""
-        now, group, changes = clock.monotonic(), Group(), list[Change]()
+        now, group, batch = clock.monotonic(), Group(), Batch()
         sealed, lock = False, self._waiting[0].lock
         while self._waiting and not sealed and self._waiting[0].lock is lock:
             entry = self._waiting[0]
             if entry.future.done():  # the caller has gone
                 self._waiting.popleft()
                 continue
-            decision, error = self._decided(entry, job, now)
-            if changes and len(changes) + len(decision.changes) > MAX_CHANGES:
+            decision, writes, error = self._decided(entry, job, now)
+            if not batch.takes(writes):
                 break
             self._taken.append(self._waiting.popleft())
             group.outcomes.append((entry.future, decision.answer, error))
-            changes += decision.changes
+            batch.add(writes)
             group.events += decision.events
             sealed = NextEpoch in map(type, decision.changes)
-            if sealed:  # translated before the job moves on to the next epoch
-                group.writes = operations(self._keys, job, changes)
             for change in decision.changes:
                 job.apply(change, now)
-        if changes and not sealed:
-            group.writes = operations(self._keys, job, changes)
+        group.writes = batch.writes
         return group
 
-    def _decided(self, entry: _Waiting, job: Job, now: float) -> tuple[Decision[Any], Exception | None]:
+    def _decided(
+        self, entry: _Waiting, job: Job, now: float
+    ) -> tuple[Decision[Any], Sequence[Put | Delete], Exception | None]:
+        """The decision and what it writes. One that fails, or that no transaction takes, changes nothing."""
         try:
-            return entry.decide(job, now), None
+            decision = entry.decide(job, now)
+            writes = operations(self._keys, job, decision.changes) if decision.changes else ()
+            check_fits(writes)
         except TriremeError as error:
-            return Decision(None), error
+            return Decision(None), (), error
         except Exception as error:  # a bug in one decision must not end the term; its caller gets INTERNAL
             log.exception("decision_failed", job=repr(job))
-            return Decision(None), error
+            return Decision(None), (), error
+        return decision, writes, None
 
     def _answer(self, group: Group) -> None:
         self._on_events(group.events)

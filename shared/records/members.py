@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from shared.records.pauses import Paused, Torn
-from shared.records.record import Record
+from shared.records.record import Message, Record
 
 
 class MasterLock(Record):
@@ -30,12 +30,12 @@ class Restored(Record):
 
     timeline: int
     checkpoint: str
-    error: str = ""
+    error: Message = ""
     superseded: bool = False
     rejoined: bool = False
     positions: dict[str, int] = Field(default_factory=dict)
     blocks: int = 0
-    damaged: str = ""
+    damaged: Message = ""
 
 
 class PserverMember(Record):
@@ -55,8 +55,8 @@ class PserverMember(Record):
     restored: Restored | None = None
     copied: str = ""
     draining: int | None = None
-    trouble: str = ""
-    waits: str = ""
+    trouble: Message = ""
+    waits: Message = ""
     torn: Torn | None = None
 
 

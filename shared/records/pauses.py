@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from shared.records.record import Record
+from shared.records.record import Message, Record
 
 
 class Saving(Record):
@@ -74,4 +74,4 @@ class Torn(Record):
     """A step of `timeline` mixes data of a discarded task with data that replaced it. The job goes back to a checkpoint."""
 
     timeline: int
-    cause: str
+    cause: Message

@@ -1,8 +1,14 @@
-"""The base of every record that crosses REST, etcd or the data plane."""
+"""The base of every record that crosses REST, etcd or the data plane; texts in records, which are bounded as they enter."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from functools import partial
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+MESSAGE_CHARACTERS = 4000
+TRACEBACK_CHARACTERS = 16_000
 
 
 class Record(BaseModel):
@@ -12,3 +18,17 @@ class Record(BaseModel):
 
     def to_bytes(self) -> bytes:
         return self.model_dump_json(exclude_none=True).encode()
+
+
+def shortened(text: str, limit: int) -> str:
+    """`text` if it has at most `limit` characters; else its beginning and its end, and how much is left out between them."""
+    if len(text) <= limit:
+        return text
+    half = (limit - 60) // 2
+    return f"{text[:half]} [... {len(text) - 2 * half} characters are left out ...] {text[-half:]}"
+
+
+Id = Annotated[str, Field(max_length=200)]
+Name = Annotated[str, AfterValidator(partial(shortened, limit=200))]
+Message = Annotated[str, AfterValidator(partial(shortened, limit=MESSAGE_CHARACTERS))]
+Traceback = Annotated[str, AfterValidator(partial(shortened, limit=TRACEBACK_CHARACTERS))]

@@ -7,17 +7,18 @@ from typing import Literal
 
 from pydantic import Field
 
-from shared.records.record import Record
+from shared.records.record import Id, Message, Name, Record, Traceback
 
 
 class UserFailure(Record):
-    """An exception of the user's module. `task`: where it happened, as text (`task 7 (file.parquet rows 0-511)`)."""
+    """An exception of the user's module. `task`: where it happened, as text (`task 7 (file.parquet rows 0-511)`). Texts that are
+    too long are cut, and say so."""
 
-    error_type: str
-    message: str
-    traceback: str = ""
-    task: str = ""
-    trainer: str = ""
+    error_type: Name
+    message: Message
+    traceback: Traceback = ""
+    task: Message = ""
+    trainer: Name = ""
 
 
 class TaskKind(StrEnum):
@@ -52,8 +53,8 @@ class AcquireTask(Record):
     of the lane; the request also states that every earlier task of that lane is committed, and that *all* lanes have
     committed the epochs before `epoch`."""
 
-    trainer: str
-    request: str
+    trainer: Id
+    request: Id
     generation: int
     stream: int | None = None
     epoch: int = 0
@@ -86,7 +87,7 @@ class TakeNext(Record):
     """Take the next task of the shared stream together with the end of a task: one request, one transaction. As in AcquireTask,
     a repeated `request` gets the same pending task, here and in acquireTask."""
 
-    request: str
+    request: Id
     generation: int
 
 

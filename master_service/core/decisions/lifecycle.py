@@ -11,6 +11,7 @@ from master_service.core.changes import Change, Decision, Event, Fields, NextEpo
 from master_service.core.state.job import FailureBudget, Job
 from shared.records import CompleteTask, JobResult, JobSpec, JobState, Phase, Stage, UserFailure
 from shared.records.queue import FailureCounts, error_digest
+from shared.records.record import MESSAGE_CHARACTERS, shortened
 
 REMEMBERED_ERRORS = 64
 
@@ -29,6 +30,7 @@ def fail(state: JobState, reason: str, failure: UserFailure | None = None) -> De
     """The job has failed. A job that has ended already stays as it is."""
     if state.phase.final:
         return Decision(None)
+    reason = shortened(reason, MESSAGE_CHARACTERS)
     failed = state.model_copy(update={"phase": Phase.FAILED, "reason": reason, "failure": failure})
     fields: Fields = {"reason": reason}
     if failure:

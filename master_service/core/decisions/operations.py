@@ -19,9 +19,12 @@ from shared.errors import CheckpointUnusable, Conflict, DeadlineExceeded, NotFou
 from shared.records import JobState, Mode, Phase, Stage
 from shared.records.checkpoints import CheckpointRef, history
 from shared.records.operations import Operation, OperationKind, OperationState, saves_on_demand
+from shared.records.record import MESSAGE_CHARACTERS, shortened
 
 ASK_AGAIN_S = 30.0  # after 30, 90, 210, ... seconds: lane 0 may have changed its owner, and the request was missed
 DRAIN_LIMIT_S = 60.0
+MAX_VERIFICATIONS = 16  # that run or wait; their files are read one after the other
+AT_ONCE = 40  # operations in one transaction
 
 
 # -------------------------------------------------------------------- asking
@@ -47,6 +50,9 @@ def ask(job: Job, asked: Operation) -> Decision[Operation]:
                 raise Conflict(msg, hint="wait for its end", operation=running.operation_id)
             return _begin(job, asked, "restore_asked", f"back to step {asked.step}, once its files are found good")
         case OperationKind.VERIFY_CHECKPOINT:
+            if (waiting := len(job.operations.running(asked.kind))) >= MAX_VERIFICATIONS:
+                msg = f"{waiting} verifications run or wait already, at most {MAX_VERIFICATIONS} are taken"
+                raise Conflict(msg, hint="wait until one of them has ended")
             return _begin(job, asked, "verify_asked", f"verify step {asked.step}")
 
 
@@ -100,9 +106,11 @@ def mark_begun(job: Job, step: int) -> Decision[None]:
 
 
 def advance(job: Job, stamp: str) -> Decision[None]:
-    """What the members, the newest checkpoint and the job's state mean for running operations."""
+    """What the members, the newest checkpoint and the job's state mean for running operations, AT_ONCE changes at most."""
     decision: Decision[None] = Decision(None)
     for operation in job.operations.running():
+        if len(decision.changes) >= AT_ONCE:
+            break
         match operation.kind:
             case OperationKind.CREATE_CHECKPOINT:
                 decision += _advance_creation(job, operation, stamp)
@@ -114,9 +122,11 @@ def advance(job: Job, stamp: str) -> Decision[None]:
 
 
 def tick(job: Job, now: float, stamp: str) -> Decision[None]:
-    """Operations past their limit fail; requests without an effect are repeated."""
+    """Operations past their limit fail; requests without an effect are repeated. AT_ONCE changes at most."""
     decision: Decision[None] = Decision(None)
     for operation in job.operations.running():
+        if len(decision.changes) >= AT_ONCE:
+            break
         spent_s = now - job.operations.since[operation.operation_id]
         if spent_s > operation.limit_s:
             reason = f"not done within {operation.limit_s:g} s: it waited for {waits_for(job, operation)}"
@@ -239,11 +249,13 @@ def _check_possible(job: Job, what: str) -> None:
 def _begin(job: Job, asked: Operation, event: str, what: str) -> Decision[Operation]:
     ended = [operation for operation in job.operations.records.values() if not operation.running]
     ended.sort(key=lambda operation: job.operations.since[operation.operation_id])
-    dropped: list[Change] = [DropOperation(old.operation_id) for old in ended[: max(0, len(ended) + 1 - KEPT)]]
+    surplus = min(AT_ONCE, max(0, len(ended) + 1 - KEPT))
+    dropped: list[Change] = [DropOperation(old.operation_id) for old in ended[:surplus]]
     return Decision(asked, (asked, *dropped), (Event(event, f"{asked.cause}: {what}", _fields(asked)),))
 
 
 def _end(operation: Operation, state: OperationState, reason: str, stamp: str, *, code: str = "") -> Decision[None]:
+    reason = shortened(reason, MESSAGE_CHARACTERS)
     ended = operation.model_copy(update={"state": state, "reason": reason, "error_code": code, "end_time": stamp})
     name = "operation_done" if state is OperationState.DONE else "operation_failed"
     message = f"{operation.kind.value.lower().replace('_', ' ')}: {reason}"

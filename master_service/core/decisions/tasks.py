@@ -12,7 +12,7 @@ from master_service.core.changes import Decision, DropPending, Event, Fields, Pu
 from master_service.core.decisions import lifecycle, pserver_return
 from master_service.core.queue.task_queue import WAIT_S, Closing, TaskQueue
 from master_service.core.state.job import Job
-from shared.errors import InvalidArgument, StaleAttempt, StaleGeneration, TriremeError
+from shared.errors import InvalidArgument, StaleAttempt, StaleGeneration, TooLarge, TriremeError
 from shared.records import (
     AcquireTask,
     Completed,
@@ -30,8 +30,11 @@ from shared.records import (
     UserFailure,
 )
 from shared.records.pauses import Losses
+from shared.records.record import shortened
 
 REQUEUES_AT_ONCE = 40
+CAUSE_CHARACTERS = 1000
+MAX_SUMS_BYTES = 200 * 1024
 
 
 def acquire(job: Job, ask: AcquireTask) -> Decision[TaskAnswer]:
@@ -80,7 +83,7 @@ def report_progress(job: Job, task_id: str, report: TaskProgress) -> TaskQueue:
 
 
 def complete(job: Job, task_id: str, report: CompleteTask) -> Decision[None]:
-    """Raises StaleAttempt, NotFound, NotReady. Sums and exports are written in the transaction that ends the task: never twice."""
+    """Raises StaleAttempt, NotFound, NotReady, TooLarge. Sums and exports are written in the transaction that ends the task: never twice."""
     queue = _queue_of(job, task_id, report)
     closing = queue.finish(task_id, report.attempt, report.trainer, report.epoch)
     if not closing.changes:
@@ -94,14 +97,14 @@ def complete(job: Job, task_id: str, report: CompleteTask) -> Decision[None]:
         sums = dict(job.sums.sums)
         for name, value in report.sums.items():
             sums[name] = sums.get(name, 0.0) + value
-        changes = (*changes, EvaluationSums(sums=sums, finished=job.sums.finished + 1))
+        changes = (*changes, _bounded(EvaluationSums(sums=sums, finished=job.sums.finished + 1)))
     return Decision(None, changes) + lifecycle.advance_stage(job, changes, last=closing.last, report=report)
 
 
 def fail_task(job: Job, task_id: str, report: FailTask) -> Decision[UserFailure | None]:
     """Raises StaleAttempt, NotFound. Answers the failure unless it was reported before; it also counts against the job's budget."""
     queue = _queue_of(job, task_id, report)
-    cause = f"{report.failure.error_type}: {report.failure.message}"
+    cause = shortened(f"{report.failure.error_type}: {report.failure.message}", CAUSE_CHARACTERS)
     closing = queue.fail(task_id, report.attempt, report.trainer, cause, report.epoch)
     if not closing.changes:
         return Decision(None)
@@ -194,6 +197,14 @@ def _taken(job: Job, task_id: str, report: CompleteTask, done: Decision[None]) -
     except TriremeError:
         return nothing
     return Decision(found.answer.task, found.changes, found.events)
+
+
+def _bounded(sums: EvaluationSums) -> EvaluationSums:
+    """Raises TooLarge."""
+    if (size := len(sums.to_bytes())) > MAX_SUMS_BYTES:
+        msg = f"the evaluation has {len(sums.sums)} sums of {size} bytes, at most {MAX_SUMS_BYTES} bytes are taken"
+        raise TooLarge(msg, hint="return the same few names, and short ones, for every minibatch")
+    return sums
 
 
 def _queue_of(job: Job, task_id: str, report: TaskProgress | CompleteTask | FailTask) -> TaskQueue:

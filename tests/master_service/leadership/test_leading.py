@@ -9,7 +9,7 @@ import pytest
 from master_service.core.decisions import lifecycle
 from master_service.leadership.election import run_under_lease
 from master_service.leadership.master import Master
-from master_service.store import writer
+from master_service.store.batch import MAX_OPERATIONS
 from master_service.store.writer import MasterWriter
 from shared.errors import NotLeader, StateUnreadable
 from shared.etcd import Compare, Etcd
@@ -219,7 +219,7 @@ def test_transitions_that_wait_for_etcd_share_the_next_transaction() -> None:
             tasks = await asyncio.gather(*(take(cluster, master) for _ in range(90)))
             assert len({task.task_id for task in tasks}) == 90
             dispatches = master.term.writer.commits - before
-            assert dispatches <= 1 + -(-90 * 2 // (writer.MAX_CHANGES - 1))
+            assert dispatches <= 1 + -(-90 * 2 // (MAX_OPERATIONS - 1))
             await asyncio.gather(*(master.complete_task(task.task_id, done(task)) for task in tasks))
             assert master.job.training.counts == (110, 0, 90, 0)
 
