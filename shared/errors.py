@@ -151,6 +151,12 @@ class NotLeader(PeerError):
     code = "NOT_LEADER"
 
 
+class StorageUnreachable(PeerError):
+    """The job's storage does not answer; what it holds is not known to be lost."""
+
+    code = "STORAGE_UNREACHABLE"
+
+
 class DeadlineExceeded(PeerError):
     """A wait reached its time limit; the message says what it waited for."""
 

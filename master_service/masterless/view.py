@@ -25,7 +25,7 @@ from master_service.core.state.operations import Operations
 from master_service.storage.job_storage import JobStorage
 from master_service.store import schema
 from master_service.store.members_watch import MembersWatch
-from shared.errors import DatasetError, NotFound, NotReady
+from shared.errors import DatasetError, NotFound, NotReady, StorageUnreachable
 from shared.etcd import Etcd, KeyValue, WatchBatch, WatchEvent
 from shared.etcd.reading import must_read, read_record
 from shared.keys import Keys
@@ -207,7 +207,7 @@ class WatchedJob:
                 table = await storage.load_table(known.digest)
                 evaluation = await storage.load_table(known.evaluation_digest) if known.evaluation_digest else None
                 self._counted = table, evaluation
-            except (DatasetError, NotFound) as error:
+            except (DatasetError, NotFound, StorageUnreachable) as error:
                 self._obstacle = error.message
                 log.warning("file_table_unreadable", cause=error.message)
                 await asyncio.sleep(ids.jitter(PAUSE_S))

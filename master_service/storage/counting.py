@@ -2,7 +2,7 @@
 
     urls --expand--> files --count each (threads)--> FileTable --save--> {storage}/dataset-<digest>.json --load-->
 
-Everything here blocks. Every error is a DatasetError that names the URL and what to do.
+Everything here blocks. Every error names the URL and what to do.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from master_service.core.queue.file_table import FileTable, TableFile
 from shared.datasets import npy
 from shared.datasets.custom_reader import load_custom
 from shared.datasets.line_scan import Lines, RecordScanner, chunks, data_start, refuse_compressed
-from shared.errors import DatasetError, TriremeError
+from shared.errors import DatasetError, NotFound, StorageUnreachable, TriremeError
 from shared.records.datasets import Bytes, Csv, Custom, Dataset, Npy, Parquet
 from shared.storage import files
 
 THREADS = 8
+_MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 Counter = Callable[[str], TableFile]
 Progress = Callable[[int, int], None]
@@ -77,11 +78,19 @@ def save(table: FileTable, storage_url: str) -> str:
 
 
 def load(storage_url: str, digest: str) -> FileTable:
-    """The table `save` wrote. Raises DatasetError if it is missing or is not the one that `digest` names."""
+    """The table `save` wrote. Raises NotFound if it is missing, DatasetError if it is not the one that `digest` names: count again.
+    StorageUnreachable: the storage does not say, or refuses access."""
     url = _table_url(storage_url, digest)
-    hint = "every master needs the same storage; a table that is lost is counted again by a new job"
+    hint = "every master needs the same storage; the dataset is counted again"
+    try:
+        content = files.read_bytes(url)
+    except _MISSING as error:
+        raise NotFound(f"the file table {url} does not exist (any more)", hint=hint, url=url) from error
+    except OSError as error:
+        msg = f"the file table {url} cannot be read now: {error}"
+        raise StorageUnreachable(msg, hint="make the job's storage reachable; it is tried again", url=url) from error
     with files.reading(url, "a file table"):
-        table = FileTable.from_map(json.loads(files.read_bytes(url)), digest)
+        table = FileTable.from_map(json.loads(content), digest)
         found = digest_of(table)
         if found != digest:
             raise DatasetError(f"{url} has the digest {found[:12]}, not {digest[:12]}", hint=hint, url=url)

@@ -25,7 +25,8 @@ class JobStorage(Protocol):
         ...
 
     async def load_table(self, digest: str) -> FileTable:
-        """The table that `count` saved. Raises NotFound if it is not there any more."""
+        """The table that `count` saved. Raises NotFound if it is not there any more, DatasetError if it is damaged;
+        StorageUnreachable if the storage does not say: it may be there."""
         ...
 
     async def read_manifest(self, ref: CheckpointRef) -> Manifest:

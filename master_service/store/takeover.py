@@ -16,7 +16,7 @@ from master_service.storage.job_storage import JobStorage
 from master_service.store import schema
 from master_service.store.writer import HeldLock, LockLost
 from shared.checkpoints.stored import ELASTIC
-from shared.errors import Conflict, DatasetError, NotFound, PeerError
+from shared.errors import Conflict, DatasetError, NotFound, PeerError, StorageUnreachable
 from shared.etcd import Compare, Etcd, Get, KeyValue, Put, TxnResult
 from shared.etcd.fenced_write import FencedWrite
 from shared.etcd.reading import must_read
@@ -46,6 +46,7 @@ async def take_over(
     """Write `first` under the lock (a master's address), read every key, restore the job.
 
     Raises LockLost; NotFound without a spec; StateUnreadable; Conflict if `spec` is not the job's or the dataset has changed.
+    StorageUnreachable: nothing is decided, and the next candidate tries again, perhaps with a better way to the storage.
     If the dataset cannot be read the job fails, and its state tells the user why; that is not raised.
     """
     commit_revision = await _write(etcd, keys, lock, first)
@@ -159,12 +160,19 @@ async def _open_job(meta: KeyValue | None, spec: JobSpec, storage: JobStorage) -
 
 
 async def _table(storage: JobStorage, source: Dataset, task_records: int, digest: str) -> FileTable:
+    """`digest`: of a job that has begun; a table that is lost is counted again then. Raises DatasetError, StorageUnreachable."""
     if digest:
         try:
             return await storage.load_table(digest)
-        except NotFound as error:
+        except (NotFound, DatasetError) as error:
             log.warning("file_table_missing", digest=digest, cause=error.message)
-    table = await storage.count(source, task_records)
+    try:
+        table = await storage.count(source, task_records)
+    except DatasetError as error:
+        cause = error.__cause__
+        if digest and isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError | NotADirectoryError):
+            raise StorageUnreachable(error.message, hint="make the dataset reachable; it is tried again") from error
+        raise
     if not table.tasks:
         urls = ", ".join(source.urls)
         raise DatasetError(f"the dataset has no records: {urls}", hint="check the path or glob")

@@ -14,7 +14,7 @@ import pytest
 from master_service.core.queue.file_table import TableFile
 from master_service.storage.counting import count_records, load, save
 from master_service.storage.job_storage import FileStorage
-from shared.errors import DatasetError
+from shared.errors import DatasetError, NotFound
 from shared.records import JobSpec
 from shared.records.datasets import Bytes, Csv, Custom, JsonLines, Npy, Parquet, TextLines
 from trainer_agent.script.sample_records import first_records
@@ -171,7 +171,7 @@ def test_a_table_that_was_changed_is_refused_with_both_digests(tmp_path):
 
 
 def test_a_table_that_is_missing_or_damaged_is_refused_with_its_url(tmp_path):
-    with pytest.raises(DatasetError, match=r"dataset-00.json does not exist"):
+    with pytest.raises(NotFound, match=r"dataset-00.json does not exist"):
         load(str(tmp_path), "00")
     (tmp_path / "dataset-00.json").write_text("{")
     with pytest.raises(DatasetError, match=r"dataset-00.json cannot be read as a file table"):
