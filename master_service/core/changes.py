@@ -11,7 +11,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from shared.records import DiscardedTask, EvaluationSums, JobState, LaneMap, PendingTask, RequeuedTask, SlotMap
+from shared.records import (
+    DiscardedTask,
+    EvaluationSums,
+    JobState,
+    LaneMap,
+    PendingTask,
+    RequeuedTask,
+    SlotMap,
+    TaskKind,
+)
 from shared.records.checkpoints import CheckpointCut
 from shared.records.operations import Operation
 from shared.records.pauses import Losses, Pause
@@ -78,6 +87,14 @@ class NextEpoch:
 
 
 @dataclass(frozen=True, slots=True)
+class RestartQueue:
+    """Evaluation or export starts anew: nothing of it is given out, done or discarded. Like NextEpoch it takes any number of tasks
+    with few operations; no later change of its transaction is about that queue."""
+
+    kind: TaskKind
+
+
+@dataclass(frozen=True, slots=True)
 class ForgetParameters:
     """Layout and init_ps/done are deleted: a trainer initialises the parameters again."""
 
@@ -127,6 +144,7 @@ Change = (
     | PutDiscarded
     | DropDiscarded
     | NextEpoch
+    | RestartQueue
     | ForgetParameters
     | PutPause
     | DropPause

@@ -25,6 +25,7 @@ from master_service.core.changes import (
     PutPause,
     PutPending,
     PutRequeued,
+    RestartQueue,
 )
 from master_service.core.state.job import Job
 from master_service.store.batch import merge
@@ -87,6 +88,10 @@ def _operations(keys: Keys, job: Job, change: Change) -> tuple[Put | Delete, ...
             return (Delete(keys.operation(operation_id)),)
         case ForgetParameters():
             return (Delete(keys.layout), Delete(keys.init_done))
+        case RestartQueue(kind):
+            name = kind.lower()  # "." follows "-"
+            ranges = [Delete(of(f"{name}-"), of(f"{name}.")) for of in (keys.pending, keys.requeued, keys.discarded)]
+            return (Delete(keys.cursor(name)), *ranges)
         case NextEpoch(epoch):
             meta = job.meta.model_copy(update={"epoch": epoch})
             return (*(Delete(of("0"), of(":")) for of in (keys.cursor, keys.pending, keys.requeued)), Put(keys.task_meta, meta.to_bytes()))  # fmt: skip

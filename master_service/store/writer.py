@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from master_service.core.changes import Decision, Event, NextEpoch
+from master_service.core.changes import Decision, Event, NextEpoch, RestartQueue
 from master_service.core.state.job import Job
 from master_service.store.batch import Batch, check_fits
 from master_service.store.schema import operations
@@ -146,7 +146,7 @@ class GroupCommit(ABC):
             group.outcomes.append((entry.future, decision.answer, error))
             batch.add(writes)
             group.events += decision.events
-            sealed = NextEpoch in map(type, decision.changes)
+            sealed = any(isinstance(change, NextEpoch | RestartQueue) for change in decision.changes)
             for change in decision.changes:
                 job.apply(change, now)
         group.writes = batch.writes

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from master_service.core.changes import (
     Change,
     DropDiscarded,
-    DropPending,
-    DropRequeued,
     PutCursor,
     PutDiscarded,
     PutRequeued,
+    RestartQueue,
 )
 from master_service.core.queue.task_queue import TaskQueue, requeued_task
 from master_service.core.state.job import Job
@@ -158,21 +157,13 @@ def _restore_others(job: Job, *, again: bool) -> Iterator[Change]:
     """The other queues: they start over if training goes on (`again`), else only their pending tasks are put back."""
     for kind, queue in job.queues.items():
         if kind is not TaskKind.TRAIN:
-            yield from _restart(queue) if again else _put_back(queue)
+            touched = queue.dispatched or queue.pending or queue.requeued or queue.discarded
+            if again and touched:
+                yield RestartQueue(kind)
+            elif not again:
+                yield from _put_back(queue)
     if again and job.sums != EvaluationSums():
         yield EvaluationSums()
-
-
-def _restart(queue: TaskQueue) -> Iterator[Change]:
-    for task_id in queue.pending:
-        yield DropPending(task_id)
-    for task_id in queue.requeued:
-        yield DropRequeued(task_id)
-    for epoch, task_id in queue.discarded:
-        yield DropDiscarded(task_id, epoch)
-    for name, cursor in queue.cursors.items():
-        if cursor:
-            yield PutCursor(name, 0)
 
 
 def _put_back(queue: TaskQueue) -> Iterator[Change]:

@@ -8,13 +8,14 @@ RUNNING --parameters lost--> ROLLING_BACK(timeline, checkpoint) --every pserver 
 
 from __future__ import annotations
 
-from master_service.core.changes import Change, Decision, Event, Fields, ForgetParameters, NextEpoch
+from master_service.core.changes import Change, Decision, Event, Fields, ForgetParameters, NextEpoch, RestartQueue
 from master_service.core.decisions.lane_placement import new_lanes
 from master_service.core.decisions.lifecycle import fail, next_stage
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
-from shared.records import JobSpec, JobState, Mode, Phase, PserverMember, SlotMap, Stage
+from shared.records import EvaluationSums, JobSpec, JobState, Mode, Phase, PserverMember, SlotMap, Stage, TaskKind
 from shared.records.checkpoints import CheckpointLatest, CheckpointRef, history
+from shared.records.pauses import Losses
 from shared.slots import spread
 
 _NO_ABSENCE: dict[str, object] = {"saving": None, "absent": (), "mended": 0, "mends": {}}
@@ -80,7 +81,9 @@ def go_back(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Memb
             **_NO_ABSENCE,
         }
     )
-    changes = (restarted, ForgetParameters(), *_new_slots(spec, slots), NextEpoch(0))
+    others = [TaskKind.EXPORT, *([TaskKind.EVALUATE] if spec.evaluation_dataset else [])]
+    emptied: list[Change] = [*map(RestartQueue, others), EvaluationSums(), Losses()]
+    changes = (restarted, ForgetParameters(), *_new_slots(spec, slots), *emptied, NextEpoch(0))
     return Decision(None, changes, (Event("started_over", restarted.reason, {"cause": cause}),))
 
 

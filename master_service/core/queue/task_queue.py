@@ -24,6 +24,7 @@ from master_service.core.changes import (
     PutDiscarded,
     PutPending,
     PutRequeued,
+    RestartQueue,
 )
 from master_service.core.queue.deadlines import Deadlines
 from master_service.core.queue.epoch_order import Streams
@@ -293,6 +294,9 @@ class TaskQueue:
                 self.repeats.asks.clear()
                 self.epoch, self.dispatched = epoch, 0
                 self.cursors, self.pending, self.requeued = {}, {}, {}
+            case RestartQueue():
+                self.repeats, self.dispatched = Repeats(requests=self.repeats.requests), 0
+                self.cursors, self.pending, self.requeued, self.discarded = {}, {}, {}, {}
             case _:
                 msg = f"{change!r} is no change of a task queue"
                 raise TypeError(msg)
@@ -387,11 +391,5 @@ class TaskQueue:
 
 
 def requeued_task(held: PendingTask, failures: int, cause: str) -> RequeuedTask:
-    return RequeuedTask(
-        attempts=held.attempt,
-        failures=failures,
-        cause=cause,
-        stream=held.stream,
-        epoch=held.epoch,
-        index=held.index,
-    )
+    stream, epoch, index = held.stream, held.epoch, held.index
+    return RequeuedTask(attempts=held.attempt, failures=failures, cause=cause, stream=stream, epoch=epoch, index=index)

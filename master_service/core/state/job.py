@@ -16,6 +16,7 @@ from master_service.core.changes import (
     PutCut,
     PutPause,
     PutPending,
+    RestartQueue,
 )
 from master_service.core.queue.deadlines import Deadlines
 from master_service.core.queue.epoch_order import Streams
@@ -155,6 +156,8 @@ class Job:
                 self.operations.apply(change, now)
             case ForgetParameters():
                 self.members = replace(self.members, layout_revision=0, init_done=False)
+            case RestartQueue(kind):
+                self.queues[kind].apply(change, now)
             case NextEpoch(epoch):
                 self.meta = self.meta.model_copy(update={"epoch": epoch})
                 self.training.apply(change, now)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
+from master_service.leadership.master import Master
 from shared.errors import CheckpointUnusable
 from shared.etcd import Etcd
-from shared.records import Phase
+from shared.records import EvaluationSums, FailTask, Phase, Stage, TaskKind, UserFailure
+from shared.records.datasets import TextLines
 from shared.records.step import LanePosition
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
-from tests.master_service.cluster import KEYS, MasterCluster, done, leading, running, take
+from tests.master_service.cluster import KEYS, MasterCluster, Storage, done, leading, running, take
 from tests.master_service.control.restoring import checkpoint, names, rolling_back, spec
 
 
@@ -203,3 +205,37 @@ def test_without_a_checkpoint_all_pservers_leave_and_the_job_starts_over() -> No
             assert master.job.state.timeline == 2
 
     run_virtually(main)
+
+
+def test_a_job_that_starts_over_forgets_its_evaluation() -> None:
+    async def main() -> None:
+        cluster = MasterCluster(spec(evaluation_dataset=TextLines("test.txt")), Storage(4))
+        async with running(cluster, "t1", "t2") as master:
+            for index in range(2):
+                for lane in range(2):
+                    trainer = f"t{lane + 1}"
+                    task = await take(cluster, master, trainer, stream=lane, index=index)
+                    await master.complete_task(task.task_id, done(task, trainer, timeline=task.timeline))
+            await until(lambda: master.job.state.stage is Stage.EVALUATE, "the evaluation")
+            first = await take(cluster, master)
+            await master.complete_task(first.task_id, done(first, sums={"seen": 10.0}))
+            await take(cluster, master)
+            refused = await take(cluster, master, "t2")
+            report = FailTask(trainer="t2", attempt=1, failure=UserFailure(error_type="ValueError", message="no"))
+            await master.fail_task(refused.task_id, report)
+            await cluster.lose("pserver-1")
+            await until(lambda: master.job.state.phase is Phase.WAITING, "the job to begin again")
+            forgotten(master)
+        async with leading(cluster.master("m2")) as second:
+            forgotten(second)
+            found = await cluster.etcd.range(KEYS.tasks, prefix=True)
+            assert [kv.key for kv in found.kvs if "evaluate" in kv.key] == []
+
+    run_virtually(main)
+
+
+def forgotten(master: Master) -> None:
+    queue = master.job.queues[TaskKind.EVALUATE]
+    assert (queue.counts, queue.cursors, queue.pending, queue.requeued) == ((4, 0, 0, 0), {}, {}, {})
+    assert list(queue.violations()) == []
+    assert master.job.sums == EvaluationSums()
