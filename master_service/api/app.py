@@ -32,7 +32,7 @@ def make_api(master: Master, *, token: str = "") -> FastAPI:
 
     async def authorised(request: Request) -> None:
         given = request.headers.get("authorization", "")
-        if token and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+        if token and not hmac.compare_digest(given.encode("latin-1"), f"Bearer {token}".encode()):
             what = "another bearer token than the job's" if given else "no bearer token"
             raise Unauthorized(f"the request has {what}", hint="give the job's token in TRIREME_TOKEN")
 

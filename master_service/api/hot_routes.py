@@ -15,8 +15,9 @@ from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from master_service.api.limits import read_body, replayed
 from master_service.api.problems import CONTENT_TYPE, problem_of, problem_of_bug, request_id_of
 from master_service.api.resources import Empty, Problem
 from master_service.api.routes.dependencies import answered
@@ -56,13 +57,13 @@ class DirectTaskLeases:
         if serve is None:
             await self._app(scope, receive, send)
             return
-        messages = [await receive()]
-        while messages[-1].get("more_body"):
-            messages.append(await receive())
+        body = await read_body(receive)
+        if body is None:
+            return
         try:
-            call = serve(b"".join([message.get("body", b"") for message in messages]))
+            call = serve(body)
         except (ValidationError, _Unusual):
-            await self._app(scope, _again(messages, receive), send)
+            await self._app(scope, replayed(body, receive), send)
             return
         request_id = request_id_of(headers)
         try:
@@ -76,11 +77,11 @@ class DirectTaskLeases:
         status, content_type = 200, "application/json"
         if isinstance(answer, Problem):
             status, content_type = answer.status, CONTENT_TYPE
-        body = answer.__pydantic_serializer__.to_json(answer)
-        head = [(b"content-length", b"%d" % len(body)), (b"content-type", content_type.encode())]
+        content = answer.__pydantic_serializer__.to_json(answer)
+        head = [(b"content-length", b"%d" % len(content)), (b"content-type", content_type.encode())]
         head.append((b"x-request-id", request_id.encode()))
         await send({"type": "http.response.start", "status": status, "headers": head})
-        await send({"type": "http.response.body", "body": body})
+        await send({"type": "http.response.body", "body": content})
 
     def _route(self, scope: Scope, headers: dict[bytes, bytes]) -> Served | None:
         """What serves the request; None: FastAPI."""
@@ -111,14 +112,3 @@ class DirectTaskLeases:
 
     def _report(self, task_id: str, kind: type[Record], report: Reporting, body: bytes) -> Awaitable[Record | None]:
         return report(task_id, kind.model_validate_json(body))
-
-
-def _again(messages: list[Message], receive: Receive) -> Receive:
-    """The messages that were received already, then the rest."""
-    left = iter(messages)
-
-    async def replay() -> Message:
-        message = next(left, None)
-        return message if message is not None else await receive()
-
-    return replay

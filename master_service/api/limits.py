@@ -1,8 +1,10 @@
-"""Limits of requests: the size of the body, and text that can be encoded again. Also the id of each request, and bugs as problems."""
+"""Limits of requests: the body's size, end and depth, and text that can be encoded again. Also the id of each request, and bugs
+as problems."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
@@ -13,6 +15,7 @@ from shared.errors import TooLarge
 from shared.runtime import telemetry
 
 MAX_BODY_BYTES = 1 << 20
+DEPTH = 100
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 log = telemetry.logger("rest")
@@ -31,16 +34,7 @@ class Bounded:
             return
         headers = dict(scope["headers"])
         request_id = scope["request_id"] = problems.request_id_of(headers)
-        seen, started = bytearray(), False
-
-        async def bounded_receive() -> Message:
-            message = await receive()
-            seen.extend(message.get("body", b""))
-            if len(seen) > MAX_BODY_BYTES:  # sent without a length: the connection is closed
-                return {"type": "http.disconnect"}
-            if message["type"] == "http.request" and not message.get("more_body"):
-                _check_text(seen)
-            return message
+        started = False
 
         async def named_send(message: Message) -> None:
             nonlocal started
@@ -49,13 +43,20 @@ class Bounded:
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
-        announced = headers.get(b"content-length", b"0")
-        if announced.isdigit() and int(announced) > MAX_BODY_BYTES:
-            response = problems.problem_response(problems.problem_of(_too_large(int(announced)), request_id))
+        try:
+            announced = headers.get(b"content-length", b"0")
+            if announced.isdigit() and int(announced) > MAX_BODY_BYTES:
+                raise _too_large(int(announced))
+            body = await read_body(receive)
+        except TooLarge as error:
+            problem = problems.problem_of(error, request_id)
+            response = problems.problem_response(problem, {"Connection": "close"})  # the rest of the body is not read
             await response(scope, receive, named_send)
             return
+        if body is None:
+            return
         try:
-            await self._app(scope, bounded_receive, named_send)
+            await self._app(scope, replayed(body, receive, _check_text), named_send)
         except Exception:  # a bug: the master goes on, the caller gets a problem
             log.exception("request_failed", request_id=request_id, path=scope["path"])
             if started:
@@ -64,8 +65,46 @@ class Bounded:
             await response(scope, receive, named_send)
 
 
-def _check_text(body: bytearray) -> None:
-    """Raises HTTPException for a lone surrogate: Python's JSON takes it, but it cannot be encoded again, for etcd say."""
+async def read_body(receive: Receive) -> bytes | None:
+    """The whole body; None if the connection was closed before its end: then nobody waits for an answer. Raises TooLarge."""
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        body += message.get("body", b"")
+        if len(body) > MAX_BODY_BYTES:
+            raise _too_large(len(body))
+        if not message.get("more_body"):
+            return bytes(body)
+
+
+def replayed(body: bytes, receive: Receive, check: Callable[[bytes], None] | None = None) -> Receive:
+    """Gives a body that was read already, after `check(body)`; then what comes next."""
+    read = False
+
+    async def replay() -> Message:
+        nonlocal read
+        if read:
+            return await receive()
+        read = True
+        if check is not None:
+            check(body)
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+def _check_text(body: bytes) -> None:
+    """Raises HTTPException for JSON that is nested too deep; and for a lone surrogate: Python's JSON takes it, but it cannot be
+    encoded again, for etcd say."""
+    if max(body.count(b"["), body.count(b"{")) >= DEPTH:
+        try:
+            from_json(body)
+        except ValueError as error:
+            if "recursion limit" in str(error):
+                msg = f"the body's JSON is nested too deep: {error}; send at most {DEPTH} levels"
+                raise HTTPException(422, msg) from error
     if SURROGATE.search(body):
         try:
             from_json(body)

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import httpx
+import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from master_service.api.app import make_api, make_app
@@ -175,3 +176,48 @@ async def test_a_bug_behind_the_direct_routes_is_a_problem_too(monkeypatch: Any)
         bugs = [(await answers(make(master, token="secret"), calls))[0] for make in (make_app, make_api)]
         assert bugs[0] == bugs[1]
         assert (bugs[0][0], json.loads(bugs[0][2])["code"]) == (500, "INTERNAL")
+
+
+@pytest.mark.parametrize("path", [TASK, f"{TASK}/0/complete", "/v1/metric-batches"])
+async def test_a_request_whose_connection_closes_before_its_end_costs_nothing_more(path: str) -> None:
+    """Nobody waits for its answer, so no route sees it, and nothing is decided on half of a body."""
+    whole = json.dumps(ask("r1")).encode()
+    for body in (whole, whole[:10]):
+        _, _, _, headers = post(path, body)
+        raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        raw.append((b"content-length", b"500"))
+        messages = [{"type": "http.request", "body": body, "more_body": True}, {"type": "http.disconnect"}]
+        left, sent = iter(messages), list[Any]()
+
+        async def receive(left: Any = left) -> Any:
+            return next(left)
+
+        async def send(message: Any, sent: list[Any] = sent) -> None:
+            sent.append(message)
+
+        scope: dict[str, Any] = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "method": "POST",
+            "path": path, "raw_path": path.encode(), "query_string": b"", "headers": raw, "root_path": "",
+            "client": ("c", 1), "server": ("s", 2),
+        }  # fmt: skip
+        async with running(MasterCluster(spec_of()), "t1") as master:
+            await make_app(master, token="secret")(scope, receive, send)
+            assert sent == []
+            assert not master.job.training.pending
+
+
+DEEP = [
+    b"[" * 5000 + b"]" * 5000,
+    json.dumps(ask("deep"))[:-1].encode() + b', "unknown": ' + b"[" * 300 + b"]" * 300 + b"}",
+    json.dumps(ask("deep"))[:-1].encode() + b', "unknown": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"}",
+]
+
+
+@pytest.mark.parametrize("path", [TASK, f"{TASK}/0/complete", "/v1/metric-batches", "/v1/members/t1/failures"])
+async def test_json_that_is_nested_too_deep_is_refused_alike_on_every_path(path: str) -> None:
+    calls = [post(path, body) for body in DEEP]
+    async with running(MasterCluster(spec_of()), "t1") as master:
+        for status, _, body in await answers(make_app(master, token="secret"), calls):
+            problem = json.loads(body)
+            assert (status, problem["code"]) == (422, "INVALID_ARGUMENT"), problem
+            assert "nested too deep" in problem["detail"]

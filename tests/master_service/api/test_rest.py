@@ -186,6 +186,17 @@ async def test_a_wrong_method_names_all_that_are_possible() -> None:
         assert (await client.put("/v1/task-leases")).headers["allow"] == "POST"
 
 
+@pytest.mark.parametrize("path", ["/v1/job", "/v1/task-leases"])
+async def test_a_token_that_is_no_ascii_text_is_compared_as_any_other(path: str) -> None:
+    async with running(MasterCluster(spec_of()), "t1") as master:
+        for token, given, status in [("secret", "gehéim", 401), ("gehéim", "gehéim", 200), ("gehéim", "secret", 401)]:
+            async with client_of(master, token) as client:
+                headers = {"Authorization": f"Bearer {given}".encode()}
+                body = {"json": ask()} if path == "/v1/task-leases" else {}
+                response = await client.request("POST" if body else "GET", path, headers=headers, **body)
+                assert response.status_code == status, (token, given)
+
+
 async def test_a_bug_is_a_problem_without_a_stack_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     async with api_of() as (_, _, client):
         monkeypatch.setattr("master_service.api.render.job", lambda _: 1 / 0)
@@ -210,8 +221,9 @@ async def test_bodies_beyond_the_bound_are_refused() -> None:
             for _ in range(MAX_BODY_BYTES // 65536 + 2):
                 yield b" " * 65536
 
-        response = await client.post("/v1/task-leases", content=unannounced())
-        assert response.status_code >= 400
+        for path in ("/v1/task-leases", "/v1/metric-batches"):
+            problem = check_problem(await client.post(path, content=unannounced()), 413, "TOO_LARGE")
+            assert f"at most {MAX_BODY_BYTES} are taken" in problem["detail"]
 
 
 async def test_the_token_guards_everything_but_health() -> None:
