@@ -1,18 +1,26 @@
 """Serves the REST application: uvicorn, without its signal handlers (shared.runtime.service has them), one write an answer.
 
 uvicorn writes head and body of an answer apart, and uvloop passes each to the kernel at once: twice the system calls, and the
-client wakes up twice. `OneWrite` joins the writes of one turn of the event loop.
+client wakes up twice. `Connection` joins the writes of one turn of the event loop.
+
+Connections are bounded: by the time that a request may take to arrive, by the bytes of its head, by their number for each peer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
+from collections import Counter
 from collections.abc import Generator
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
+
+from shared.runtime import telemetry
 
 try:
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as HttpProtocol
@@ -20,15 +28,32 @@ except ImportError:  # no httptools on this platform
     from uvicorn.protocols.http.h11_impl import H11Protocol as HttpProtocol  # type: ignore[assignment]
 
 CLOSING_S = 2
+PER_PEER = 4096  # and at most half of the files that the process may open: etcd needs some
+COUNTS_HEADS = hasattr(HttpProtocol, "on_headers_complete")  # h11 has a limit of its own
+TOO_LARGE_HEAD = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+_NOTHING = object()
+
+log = telemetry.logger("server")
+
+
+@dataclass(slots=True)
+class Connections:
+    """Their limits, and how many each peer has. A connection is cut if a request (the first one counts from the start of the
+    connection) has not arrived after one to two times `request_s`. A peer is an address: many trainers may share one."""
+
+    request_s: float = 10.0
+    head_bytes: int = 64 * 1024
+    per_peer: int = field(default_factory=lambda: min(PER_PEER, _open_files() // 2))
+    by_peer: Counter[str] = field(default_factory=Counter)
 
 
 class Server(uvicorn.Server):
     """`serve(sockets)` until `should_exit`."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, connections: Connections | None = None) -> None:
         config = uvicorn.Config(
             app,
-            http=OneWrite,
+            http=partial(Connection, connections or Connections()),  # type: ignore[arg-type]
             log_config=None,
             access_log=False,
             proxy_headers=False,
@@ -43,11 +68,70 @@ class Server(uvicorn.Server):
         yield
 
 
-class OneWrite(HttpProtocol):
-    """uvicorn's protocol over a transport that joins writes."""
+class Connection(HttpProtocol):
+    """uvicorn's protocol with limits, over a transport that joins writes."""
+
+    def __init__(self, connections: Connections, **options: Any) -> None:
+        super().__init__(**options)
+        self._limits = connections
+        self._head_bytes = 0
+        self._peer: str | None = None  # once it was accepted
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        limits, address = self._limits, transport.get_extra_info("peername")
+        peer = str(address[0]) if address else ""
+        if limits.by_peer[peer] >= limits.per_peer:
+            log.warning("connection_refused", peer=peer, cause=f"it has {limits.per_peer} connections already")
+            transport.abort()
+            return
+        self._peer = peer
+        limits.by_peer[peer] += 1
         super().connection_made(_Joining(transport))  # type: ignore[arg-type]
+        self.loop.call_later(limits.request_s, self._look, None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._peer is None:
+            return
+        by_peer = self._limits.by_peer
+        by_peer[self._peer] -= 1
+        if not by_peer[self._peer]:
+            del by_peer[self._peer]
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self._head_bytes > self._limits.head_bytes and COUNTS_HEADS and not self.transport.is_closing():
+            self.transport.write(TOO_LARGE_HEAD)
+            self.transport.close()
+
+    def on_headers_complete(self) -> None:
+        self._head_bytes = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
+
+    def _look(self, before: object) -> None:
+        """Every `request_s`: cut the connection if it has been waiting for the rest of the same request since the last time."""
+        if self.transport.is_closing():
+            return
+        cycle = self.cycle
+        if cycle is None or (cycle.response_complete and self.timeout_keep_alive_task is None):
+            arriving: object = cycle  # a head, after the request before
+        else:
+            arriving = cycle if cycle.more_body and not cycle.response_complete else _NOTHING
+        if arriving is before and arriving is not _NOTHING:
+            self.transport.abort()
+            return
+        self.loop.call_later(self._limits.request_s, self._look, arriving)
+
+
+def _open_files() -> int:
+    """How many files this process may open."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 2 * PER_PEER if limit == resource.RLIM_INFINITY else limit
 
 
 class _Joining:

@@ -1,0 +1,94 @@
+"""The master's server on a real socket: connections that send nothing, half a request, too large a head, or are too many."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+
+import pytest
+
+from master_service.api.app import make_app
+from master_service.api.server import Connections, Server
+from tests.equipment.waiting import until
+from tests.master_service.cluster import MasterCluster, running, spec_of
+
+HEALTH = b"GET /healthz HTTP/1.1\r\nhost: m\r\n\r\n"
+HALF_HEAD = b"GET /healthz HTTP/1.1\r\nhost: m\r\nx-mo"
+HALF_BODY = b"POST /v1/task-leases HTTP/1.1\r\nhost: m\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n{"
+CUT_S = 5.0
+
+
+@asynccontextmanager
+async def serving(connections: Connections) -> AsyncIterator[int]:
+    """The port."""
+    async with running(MasterCluster(spec_of()), "t1") as master:
+        server = Server(make_app(master), connections)
+        with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+            port: int = listener.getsockname()[1]
+            task = asyncio.ensure_future(server.serve(sockets=[listener]))
+            try:
+                await until(lambda: server.started, "the server to start", 10)
+                yield port
+            finally:
+                server.should_exit = True
+                await task
+        assert connections.by_peer == {}
+
+
+async def rest_of(port: int, *sent: bytes) -> bytes:
+    """What comes until the server closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        async with asyncio.timeout(CUT_S):
+            for number, part in enumerate(sent):
+                writer.write(part)
+                if number + 1 < len(sent):
+                    await reader.readuntil(b'"}')
+            try:
+                return await reader.read()
+            except ConnectionResetError:
+                return b""
+    except TimeoutError:
+        raise AssertionError(f"the connection is open {CUT_S} s after {sent!r}") from None
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize("sent", [(b"",), (HALF_HEAD,), (HALF_BODY,), (HEALTH, HALF_HEAD), (HEALTH, HALF_BODY)])
+async def test_a_connection_without_a_whole_request_is_cut(sent: tuple[bytes, ...]) -> None:
+    async with serving(Connections(request_s=0.2)) as port:
+        assert await rest_of(port, *sent) == b""
+
+
+async def test_a_long_poll_outlives_the_limit_of_a_request() -> None:
+    poll = b"GET /v1/events?after=100000&wait_s=1 HTTP/1.1\r\nhost: m\r\nconnection: close\r\n\r\n"
+    async with serving(Connections(request_s=0.2)) as port:
+        assert b"200 OK" in await rest_of(port, poll)
+
+
+async def test_a_head_beyond_the_bound_is_refused() -> None:
+    head = b"GET /healthz HTTP/1.1\r\nhost: m\r\nx-long: "
+    async with serving(Connections(head_bytes=4096)) as port:
+        assert b" 431 " in await rest_of(port, head + b"x" * 5000)
+        body = (
+            b"POST /v1/task-leases HTTP/1.1\r\nhost: m\r\nconnection: close\r\ncontent-length: 20000\r\n\r\n"
+            + b" " * 20000
+        )
+        answer = await rest_of(port, body)
+        assert answer.startswith(b"HTTP/1.1 4")
+        assert b" 431 " not in answer
+
+
+async def test_a_peer_has_a_bounded_number_of_connections() -> None:
+    async with serving(Connections(per_peer=3)) as port:
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        try:
+            for reader, writer in held:
+                writer.write(HEALTH)
+                assert b"200 OK" in await reader.readuntil(b'"}')
+            assert await rest_of(port, HEALTH) == b""
+        finally:
+            for _, writer in held:
+                writer.close()
