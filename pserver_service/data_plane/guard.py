@@ -42,7 +42,7 @@ def guard(token: str) -> Any:
 
 def _authorize(request: web.Request, token: str) -> None:
     given = request.headers.get("Authorization", "")
-    if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+    if not hmac.compare_digest(given.encode(errors="surrogateescape"), f"Bearer {token}".encode()):
         what = "a wrong token" if given else "no token"
         msg = f"{request.path} needs the job's bearer token, {what} was given; set TRIREME_TOKEN"
         raise Unauthorized(msg)

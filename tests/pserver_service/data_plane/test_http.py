@@ -71,6 +71,17 @@ async def test_without_the_token_nothing_is_answered(server, token):
             await client.push(push_header(0), gradients())
 
 
+async def test_a_token_that_is_no_text_is_a_wrong_token(server):
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+    writer.write(b"GET /v1/info HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xe9\xff\r\nConnection: close\r\n\r\n")
+    try:
+        async with asyncio.timeout(5):
+            answer = await reader.read()
+    finally:
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 401 "), answer
+
+
 async def test_a_body_that_ends_early_keeps_whole_blocks_and_nothing_else(server):
     values = await server.initialise()
     whole = len(plain_push(count=1, end=False))
