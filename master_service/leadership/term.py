@@ -13,7 +13,7 @@ from master_service.core.state.job import Job
 from master_service.core.state.members import Members
 from master_service.store.members_watch import MembersWatch
 from master_service.store.takeover import Takeover
-from master_service.store.writer import HeldLock, MasterWriter
+from master_service.store.writer import HeldLock, LeaderWriter, MasterWriter
 
 
 class Term:
@@ -29,7 +29,7 @@ class Term:
             master.etcd, master.keys, start.job, lock, commit_revision=start.commit_revision, on_events=self._on_events
         )
         self.storage = master.storage(start.job.spec)
-        self._supervisor = Supervisor(master, self.writer, lock.lease, self.storage)
+        self._supervisor = Supervisor(master, LeaderWriter(self.writer), lock.lease, self.storage)
         self.operations = self._supervisor.operations
 
     async def run(self) -> None:

@@ -22,9 +22,9 @@ from master_service.core.decisions.membership import storage_events
 from master_service.core.state.members import Members
 from master_service.leadership.election import campaign, run_under_lease
 from master_service.masterless.view import WatchedJob
-from master_service.masterless.writer import SharedWriter, SweeperWriter
+from master_service.masterless.writer import SharedWriter
 from master_service.store.takeover import take_over
-from master_service.store.writer import HeldLock
+from master_service.store.writer import HeldLock, LeaderWriter
 from shared.errors import PeerError
 from shared.etcd import Lease, LeaseLost
 from shared.records import MasterLock, MetricBatch, TaskProgress
@@ -106,7 +106,7 @@ class Dispatcher(TaskService):
         for queue in self.view.job.queues.values():
             queue.grant_again(clock.monotonic())
         storage = self.storage(start.job.spec)
-        self._supervisor = Supervisor(self, SweeperWriter(self._writer, lock), lease, storage)
+        self._supervisor = Supervisor(self, LeaderWriter(self._writer, lock), lease, storage)
         self.events.begin_term(term)
         self.events.add([Event("sweeper_elected", f"{self.name} sweeps in term {term}", {"term": term})])
         self._announced = Members()

@@ -15,10 +15,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from master_service.core.changes import Decision, Event
+from master_service.core.changes import Event
 from master_service.core.state.job import Job
 from master_service.masterless.view import WatchedJob
-from master_service.store.writer import ATTEMPT_S, PAUSE_S, A, Group, GroupCommit, HeldLock, LockLost
+from master_service.store.writer import ATTEMPT_S, PAUSE_S, Group, GroupCommit, HeldLock, LockLost
 from shared.errors import PeerError
 from shared.etcd import Compare, Delete, Etcd, Get, Put, TxnResult
 from shared.etcd.fenced_write import FencedWrite
@@ -117,17 +117,3 @@ class SharedWriter(GroupCommit):
         self.losses += 1
         self._lost_in_a_row += 1
         return False
-
-
-class SweeperWriter:
-    """Writes as the holder of a lock: a master_service.store.writer.Writer."""
-
-    def __init__(self, writer: SharedWriter, lock: HeldLock) -> None:
-        self._writer, self._lock = writer, lock
-
-    @property
-    def job(self) -> Job:
-        return self._writer.job
-
-    async def decide(self, decision: Callable[[Job, float], Decision[A]]) -> A:
-        return await self._writer.decide(decision, self._lock)

@@ -93,18 +93,27 @@ class GroupCommit(ABC):
         self._wake = asyncio.Event()
         self._over: TriremeError | None = None
 
-    async def decide(self, decision: Callable[[Job, float], Decision[A]], lock: HeldLock | None = None) -> A:
-        """The decision's answer, once its changes are in etcd. `lock`: commit only while that lock is held.
+    @property
+    @abstractmethod
+    def job(self) -> Job:
+        """To read."""
+
+    async def decide(self, decision: Callable[[Job, float], Decision[A]]) -> A:
+        """For requests. The decision's answer, once its changes are in etcd.
 
         Raises what the decision raises; TooLarge if no transaction takes its changes; NotLeader if the term ends before (the
         outcome is then unknown); NotReady if too many wait. The decision may be called again after a lost race, so it must not
         have side effects.
         """
-        if self._over is not None:
-            raise self._over
-        if len(self._waiting) >= MAX_WAITING:
+        if self._over is None and len(self._waiting) >= MAX_WAITING:
             msg = f"{MAX_WAITING} requests wait for etcd already; ask again later"
             raise NotReady(msg)
+        return await self.decide_as_leader(decision)
+
+    async def decide_as_leader(self, decision: Callable[[Job, float], Decision[A]], lock: HeldLock | None = None) -> A:
+        """As `decide`, however many requests wait. `lock`: commit only while that lock is held."""
+        if self._over is not None:
+            raise self._over
         future: asyncio.Future[A] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Waiting(decision, future, lock))
         self._wake.set()
@@ -178,6 +187,21 @@ class GroupCommit(ABC):
                 future.set_exception(error)
 
 
+class LeaderWriter:
+    """A Writer for the leader's own decisions, which are few: they are taken also when too many requests wait. With `lock` they
+    are written only while that lock is held."""
+
+    def __init__(self, writer: GroupCommit, lock: HeldLock | None = None) -> None:
+        self._writer, self._lock = writer, lock
+
+    @property
+    def job(self) -> Job:
+        return self._writer.job
+
+    async def decide(self, decision: Callable[[Job, float], Decision[A]]) -> A:
+        return await self._writer.decide_as_leader(decision, self._lock)
+
+
 @dataclass(slots=True, eq=False)
 class _Commit:
     """A group whose transaction is under way: `name` is what it writes to `tasks/commit`, `fence` what it compares."""
@@ -202,10 +226,14 @@ class MasterWriter(GroupCommit):
         on_events: Callable[[Sequence[Event]], None],
     ) -> None:
         super().__init__(keys, on_events)
-        self.job = job
+        self._job = job
         self._etcd, self._lock, self._commit_revision = etcd, lock, commit_revision
         self._under_way: deque[_Commit] = deque()
         self._last = b""
+
+    @property
+    def job(self) -> Job:
+        return self._job
 
     @property
     def under_way(self) -> int:
@@ -233,7 +261,7 @@ class MasterWriter(GroupCommit):
             self._wake.clear()
             await self._wake.wait()
             return
-        group = self._decide_waiting(self.job)
+        group = self._decide_waiting(self._job)
         self._taken.clear()
         commit = _Commit(ids.new_id("commit").encode(), self.fence(self._last), group)
         if group.writes:
