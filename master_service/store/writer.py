@@ -204,12 +204,14 @@ class LeaderWriter:
 
 @dataclass(slots=True, eq=False)
 class _Commit:
-    """A group whose transaction is under way: `name` is what it writes to `tasks/commit`, `fence` what it compares."""
+    """A group whose transaction is under way: `name` is what it writes to `tasks/commit`, `fence` what it compares. `followed` by
+    those who read what it decided, and want to know that etcd has it."""
 
     name: bytes
     fence: Sequence[Compare]
     group: Group
     landed: asyncio.Event = field(default_factory=asyncio.Event)
+    followed: list[asyncio.Future[None]] = field(default_factory=list)
 
 
 class MasterWriter(GroupCommit):
@@ -240,6 +242,15 @@ class MasterWriter(GroupCommit):
         """Transactions that were sent and are not answered yet."""
         return len(self._under_way)
 
+    async def settled(self) -> None:
+        """Until etcd has all that `job` shows now. Raises NotLeader if the term ends before."""
+        if self._over is not None:
+            raise self._over
+        if self._under_way:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._under_way[-1].followed.append(future)
+            await future
+
     def fence(self, after: bytes) -> list[Compare]:
         """What a write of this master depends on; `after`: the name of its write before, if there was one."""
         commit = self._keys.commit
@@ -252,7 +263,7 @@ class MasterWriter(GroupCommit):
                 await super().run()
         finally:
             for commit in self._under_way:
-                for future, _, _ in commit.group.outcomes:
+                for future in (*(future for future, _, _ in commit.group.outcomes), *commit.followed):
                     if not future.done() and self._over is not None:
                         future.set_exception(self._over)
 
@@ -288,6 +299,9 @@ class MasterWriter(GroupCommit):
         commit.landed.set()
         self._wake.set()
         self._answer(commit.group)
+        for future in commit.followed:
+            if not future.done():
+                future.set_result(None)
 
     async def _land(self, commit: _Commit, before: _Commit | None) -> None:
         """Until it has landed, once. Raises LockLost."""

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Depends, Header, Request, Response
 
 from master_service.api import render
 from master_service.api.resources import CheckpointDetails, CheckpointPage, CreateCheckpoint
-from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, WaitS, answered
+from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, WaitS, answered, committed
 from master_service.leadership.master import Master
 from shared.records.operations import Operation
 
@@ -36,7 +36,9 @@ class _Asking:
     async def begin(self, call: Awaitable[Operation]) -> Operation:
         begun = await answered(call)
         self.response.headers["Location"] = f"/v1/operations/{begun.operation_id}"
-        return await self.master.term.operations.wait(begun.operation_id, self.wait_s)
+        operations = self.master.term.operations
+        await operations.wait(begun.operation_id, self.wait_s)
+        return await committed(self.master, lambda: operations.get(begun.operation_id))
 
 
 async def _asking(
@@ -59,7 +61,7 @@ async def create_checkpoint(master: MasterOf, asking: Asking, asked: CreateCheck
 @router.get("", operation_id="listCheckpoints")
 async def list_checkpoints(master: MasterOf, page_size: PageSize = 100, page_token: PageToken = "") -> CheckpointPage:
     """Checkpoints that are kept, the newest of the job's present history first."""
-    return render.checkpoints(master.job, page_size, page_token)
+    return await committed(master, lambda: render.checkpoints(master.job, page_size, page_token))
 
 
 @router.get("/{checkpoint_id}", operation_id="getCheckpoint")

@@ -1,9 +1,9 @@
-"""What every route needs: the master, and the parameters of pages."""
+"""What every route needs: the master, its state as etcd has it, and the parameters of pages."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Annotated, TypeVar
 
 from fastapi import Depends, Query, Request
@@ -29,6 +29,15 @@ async def answered(call: Awaitable[T]) -> T:
     except TimeoutError as error:
         msg = f"the master got no answer from etcd within {ANSWER_S:g} s; ask again"
         raise DeadlineExceeded(msg) from error
+
+
+async def committed(master: Master, view: Callable[[], T]) -> T:
+    """What `view` shows now, once etcd has all of it: another master would show it, too. Raises what `view` raises; NotLeader if
+    the term ends before; DeadlineExceeded."""
+    writer = master.term.writer
+    shown = view()
+    await answered(writer.settled())
+    return shown
 
 
 MasterOf = Annotated[Master, Depends(_master)]

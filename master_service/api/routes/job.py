@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query
 
 from master_service.api import render
 from master_service.api.resources import Empty, EventPage, JobView, MasterView, MetricPage
-from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken
+from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, committed
 from shared.records import MetricBatch
 
 router = APIRouter(prefix="/v1")
@@ -17,7 +17,7 @@ router = APIRouter(prefix="/v1")
 @router.get("/job", operation_id="getJob", tags=["job"])
 async def get_job(master: MasterOf) -> JobView:
     leader = MasterView(master_id=master.name, url=master.url, term=master.term.number)
-    return render.job(master.job, master.metrics, leader)
+    return await committed(master, lambda: render.job(master.job, master.metrics, leader))
 
 
 @router.get("/events", operation_id="listEvents", tags=["events"])

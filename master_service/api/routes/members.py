@@ -6,7 +6,7 @@ from fastapi import APIRouter
 
 from master_service.api import render
 from master_service.api.resources import Empty, MemberPage, MemberView, SuspectAnswer
-from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, answered
+from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, answered, committed
 from shared.records import UserFailure
 
 router = APIRouter(prefix="/v1/members", tags=["members"])
@@ -14,12 +14,12 @@ router = APIRouter(prefix="/v1/members", tags=["members"])
 
 @router.get("", operation_id="listMembers")
 async def list_members(master: MasterOf, page_size: PageSize = 100, page_token: PageToken = "") -> MemberPage:
-    return render.members(master.job, page_size, page_token)
+    return await committed(master, lambda: render.members(master.job, page_size, page_token))
 
 
 @router.get("/{member_id}", operation_id="getMember")
 async def get_member(master: MasterOf, member_id: str) -> MemberView:
-    return render.member_view(master.job, master.find_members(member_id)[0])
+    return await committed(master, lambda: render.member_view(master.job, master.find_members(member_id)[0]))
 
 
 @router.post("/{member_id}/suspect", operation_id="reportSuspect")

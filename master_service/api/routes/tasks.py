@@ -9,7 +9,7 @@ from pydantic import BeforeValidator
 
 from master_service.api import render
 from master_service.api.resources import TaskPage, TaskView
-from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken
+from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, committed
 from shared.records import TaskKind, TaskSummary
 
 router = APIRouter(prefix="/v1", tags=["tasks"])
@@ -31,15 +31,15 @@ async def list_tasks(
     page_token: PageToken = "",
 ) -> TaskPage:
     """Tasks of the current epoch (DISCARDED: of all). A page may be short and still have a next one."""
-    return render.tasks(master.job, kind, state, page_size, page_token)
+    return await committed(master, lambda: render.tasks(master.job, kind, state, page_size, page_token))
 
 
 @router.get("/tasks/{task_id}", operation_id="getTask")
 async def get_task(master: MasterOf, task_id: str) -> TaskView:
-    return render.task(master.job, task_id)
+    return await committed(master, lambda: render.task(master.job, task_id))
 
 
 @router.get("/task-summary", operation_id="getTaskSummary")
 async def get_task_summary(master: MasterOf) -> TaskSummary:
     """Counts of the current stage."""
-    return master.job.summary()
+    return await committed(master, lambda: master.job.summary())
