@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from master_service.control.evictions import Evictions
 from master_service.core.changes import Change, Decision, Event, NextEpoch
 from master_service.core.decisions import pserver_return, queue_restore, rollback
 from master_service.core.decisions.lifecycle import fail
@@ -37,8 +38,17 @@ log = telemetry.logger("recovery")
 class Recovery:
     """Of one term. `advance` after each change of the members or the state: it does what can be done now."""
 
-    def __init__(self, etcd: Etcd, keys: Keys, writer: Writer, storage: JobStorage, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        etcd: Etcd,
+        keys: Keys,
+        writer: Writer,
+        storage: JobStorage,
+        metrics: Metrics,
+        evictions: Evictions,
+    ) -> None:
         self._etcd, self._keys, self._writer, self._storage, self._metrics = etcd, keys, writer, storage, metrics
+        self._evictions = evictions
         self._manifest: Manifest | None = None
         self._storage_away = False
         self._since: float | None = None  # when the rollback or the absence began
@@ -105,8 +115,7 @@ class Recovery:
             error = unusable.message
         if cut is None and await self._ref_of(member) is None:
             cause = f"checkpoint {restored.checkpoint} was replaced by a newer one while it loaded; it loads again"
-            log.warning("pserver_evicted", pserver=member.index, cause=cause)
-            await self._etcd.revoke(member.lease)
+            await self._evictions.end(member, cause)
             return
 
         def count(job: Job, _now: float) -> Decision[bool]:
@@ -135,14 +144,13 @@ class Recovery:
         return next((ref for ref in kept if restored is not None and ref.uuid == restored.checkpoint), None)
 
     async def _evict_survivors(self) -> None:
-        """Without any checkpoint, pservers that still hold parameters have to leave: their leases are revoked."""
+        """Without any checkpoint, pservers that still hold parameters have to leave."""
         job = self._job
         leaving = rollback.survivors(job.spec, job.state, job.members)
         if not leaving or await self._etcd.get(self._keys.latest) is not None:
             return
         for member in leaving:
-            log.warning("pserver_evicted", pserver=member.index, cause="parameters are lost, no checkpoint exists yet")
-            await self._etcd.revoke(member.lease)
+            await self._evictions.end(member, "parameters are lost, no checkpoint exists yet")
 
     async def _read(self, state: JobState) -> Manifest | None:
         """The manifest of the checkpoint. None if it cannot be used; then another checkpoint is chosen, or the job fails."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 
+from master_service.control.evictions import Evictions
 from master_service.control.operation_runner import OperationRunner
 from master_service.control.pause_runner import PauseRunner
 from master_service.control.recovery import Recovery
@@ -17,9 +18,8 @@ from master_service.core.changes import Decision
 from master_service.core.decisions import membership, tasks
 from master_service.core.state.job import Job
 from master_service.storage.job_storage import JobStorage
-from master_service.store.writer import Writer
+from master_service.store.writer import HeldLock, Writer
 from shared.errors import NotLeader, PeerError
-from shared.etcd import Lease
 from shared.runtime import clock, ids, telemetry
 
 SWEEP_S = 1.0
@@ -31,12 +31,14 @@ log = telemetry.logger("supervisor")
 class Supervisor:
     """Of one term. `members_changed` after each change of `writer.job.members`."""
 
-    def __init__(self, service: TaskService, writer: Writer, lease: Lease, storage: JobStorage) -> None:
+    def __init__(self, service: TaskService, writer: Writer, lock: HeldLock, storage: JobStorage) -> None:
+        etcd, keys = service.etcd, service.keys
         self.operations = OperationRunner(writer, storage, service.events)
-        self._etcd, self._writer = service.etcd, writer
+        self.evictions = Evictions(etcd, keys, lock)
+        self._writer = writer
         self._changed = asyncio.Event()
-        self._recovery = Recovery(service.etcd, service.keys, writer, storage, service.metrics)
-        self._pauses = PauseRunner(service.keys, writer, lease, on_end=self._changed.set)
+        self._recovery = Recovery(etcd, keys, writer, storage, service.metrics, self.evictions)
+        self._pauses = PauseRunner(keys, writer, lock.lease, on_end=self._changed.set)
 
     async def run(self) -> None:
         """Until the writer's term ends (raises NotLeader in an ExceptionGroup) or cancelled."""
@@ -53,12 +55,10 @@ class Supervisor:
         self.operations.look_again()
 
     async def _evict(self, trainer: str, reason: str) -> None:
-        """End a trainer's membership: its lease is revoked, and the watch sees its key vanish."""
+        """End a trainer's membership: the watch sees its key vanish."""
         member = self._writer.job.members.trainers.get(trainer)
-        if member is None or not member.lease:
-            return
-        log.warning("trainer_evicted", trainer=trainer, cause=reason)
-        await self._etcd.revoke(member.lease)
+        if member is not None:
+            await self.evictions.end(member, reason)
 
     async def _reconcile_members(self) -> None:
         while True:

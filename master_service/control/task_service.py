@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass, field
 
 from master_service.control.events import EventRing
+from master_service.control.evictions import Evictions
 from master_service.core.changes import Event, Fields
 from master_service.core.decisions import tasks
 from master_service.core.decisions.lifecycle import count_failure
@@ -59,6 +60,11 @@ class TaskService(ABC):
         """Raises NotLeader, NotReady."""
 
     @property
+    @abstractmethod
+    def evictions(self) -> Evictions:
+        """Raises NotLeader, NotReady."""
+
+    @property
     def job(self) -> Job:
         """To read. Raises NotLeader, NotReady."""
         return self.writer.job
@@ -106,9 +112,9 @@ class TaskService(ABC):
     # ---------------------------------------------------------------- members
 
     async def report_suspect(self, member_id: str) -> bool:
-        """Probe a member that is suspected dead (or all of that name), and revoke its lease if nothing listens at its url.
+        """Probe a member that is suspected dead (or all of that name), and end its registration if nothing listens at its url.
 
-        Answers whether one was dead. A member that listens, or does not answer, keeps its lease. Raises NotFound.
+        Answers whether one was dead. A member that listens, or does not answer, stays. Raises NotFound.
         """
         dead = False
         for suspect in self.find_members(member_id):
@@ -119,10 +125,10 @@ class TaskService(ABC):
                 refused = await self.probe(suspect.url)
             finally:
                 self._probing.discard(suspect.url)
-            if refused and suspect.lease:
-                message = f"{member_id} refuses connections at {suspect.url}: its lease is revoked"
+            cause = f"{member_id} refuses connections at {suspect.url}"
+            if refused and await self.evictions.end(suspect, cause):
+                message = f"{cause}: it is dead"
                 self.events.add([Event("member_dead", message, {"member": member_id, "url": suspect.url})])
-                await self.etcd.revoke(suspect.lease)
                 dead = True
         return dead
 

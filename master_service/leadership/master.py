@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
+from master_service.control.evictions import Evictions
 from master_service.control.task_service import TaskService
 from master_service.core.changes import Event
 from master_service.leadership.election import campaign, run_under_lease
@@ -87,3 +88,7 @@ class Master(TaskService):
     @property
     def writer(self) -> Writer:
         return self.term.writer
+
+    @property
+    def evictions(self) -> Evictions:
+        return self.term.evictions

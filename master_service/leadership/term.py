@@ -29,8 +29,9 @@ class Term:
             master.etcd, master.keys, start.job, lock, commit_revision=start.commit_revision, on_events=self._on_events
         )
         self.storage = master.storage(start.job.spec)
-        self._supervisor = Supervisor(master, LeaderWriter(self.writer), lock.lease, self.storage)
+        self._supervisor = Supervisor(master, LeaderWriter(self.writer), lock, self.storage)
         self.operations = self._supervisor.operations
+        self.evictions = self._supervisor.evictions
 
     async def run(self) -> None:
         """Until the lock is lost (raises LockLost in an ExceptionGroup) or cancelled."""

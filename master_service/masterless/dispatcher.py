@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from master_service.control.evictions import Evictions
 from master_service.control.supervisor import Supervisor
 from master_service.control.task_service import TaskService
 from master_service.core.changes import Event
@@ -61,6 +62,10 @@ class Dispatcher(TaskService):
         return self._writer
 
     @property
+    def evictions(self) -> Evictions:
+        return self._supervisor.evictions if self._supervisor is not None else Evictions(self.etcd, self.keys, None)
+
+    @property
     def sweeps(self) -> bool:
         """Whether this trainer believes that it holds the sweep lock, with the job open."""
         return self._supervisor is not None and self._lease is not None and self._lease.alive
@@ -106,7 +111,7 @@ class Dispatcher(TaskService):
         for queue in self.view.job.queues.values():
             queue.grant_again(clock.monotonic())
         storage = self.storage(start.job.spec)
-        self._supervisor = Supervisor(self, LeaderWriter(self._writer, lock), lease, storage)
+        self._supervisor = Supervisor(self, LeaderWriter(self._writer, lock), lock, storage)
         self.events.begin_term(term)
         self.events.add([Event("sweeper_elected", f"{self.name} sweeps in term {term}", {"term": term})])
         self._announced = Members()

@@ -111,11 +111,11 @@ class Etcd:
 
     async def grant(self, ttl_s: float, *, timeout_s: float = TIMEOUT_S) -> Lease:
         """A new lease of at least 2 s (etcd's minimum); run its `keep_alive()`."""
-        sent = clock.monotonic()
+        sent = clock.since_boot()
 
         async def attempt(limit_s: float) -> Body:
             nonlocal sent
-            sent = clock.monotonic()
+            sent = clock.since_boot()
             return await self.transport.call(GRANT, {"TTL": math.ceil(ttl_s)}, min(limit_s, ttl_s / 4))
 
         # a lost answer leaves a lease that nobody renews: it expires

@@ -3,7 +3,8 @@
     granted --keep_alive: renewed every TTL/3--> alive ... no renewal until the deadline, or etcd says it is gone --> lost
 
 The deadline is the time *before* the last successful renewal was sent + TTL - margin, so it lies before any moment at
-which etcd may give the role to another process. A lost lease stays lost: a new role needs a new lease.
+which etcd may give the role to another process. A lost lease stays lost: a new role needs a new lease. Time during which the
+machine is suspended counts, as it does in etcd on another machine.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ class Lease:
     @property
     def alive(self) -> bool:
         """Whether the holder may still act on it, by the local clock."""
-        return not self.lost.is_set() and clock.monotonic() < self._deadline
+        return not self.lost.is_set() and clock.since_boot() < self._deadline
 
     @property
     def remaining_s(self) -> float:
-        return 0.0 if self.lost.is_set() else max(0.0, self._deadline - clock.monotonic())
+        return 0.0 if self.lost.is_set() else max(0.0, self._deadline - clock.since_boot())
 
     def check(self) -> None:
         """Raises LeaseLost unless alive: call it right before acting on the role."""
@@ -63,10 +64,10 @@ class Lease:
         attempt_s = min(ATTEMPT_LIMIT_S, self.ttl_s / 4)
         due = self._sent + self.ttl_s / 3
         while not self.lost.is_set():
-            await self._wait(due - clock.monotonic())
+            await self._wait(due - clock.since_boot())
             if self.lost.is_set():
                 return
-            sent = clock.monotonic()
+            sent = clock.since_boot()
             try:
                 answer = await self._transport.call(KEEP_ALIVE, {"ID": self.id}, attempt_s)
             except LeaseLost as error:
@@ -74,11 +75,11 @@ class Lease:
                 return
             except TriremeError as error:
                 log.warning("renewal_failed", lease=f"{self.id:x}", cause=str(error), remaining_s=self.remaining_s)
-                due = clock.monotonic() + ids.jitter(min(0.5, self.ttl_s / 10))
+                due = clock.since_boot() + ids.jitter(min(0.5, self.ttl_s / 10))
                 continue
             except Exception:
                 log.exception("renewal_failed", lease=f"{self.id:x}", remaining_s=self.remaining_s)
-                due = clock.monotonic() + ids.jitter(min(0.5, self.ttl_s / 10))
+                due = clock.since_boot() + ids.jitter(min(0.5, self.ttl_s / 10))
                 continue
             ttl_s = answer.get("TTL", 0)
             if ttl_s <= 0:
@@ -103,17 +104,21 @@ class Lease:
         self._sent = sent
         self._deadline = sent + ttl_s * (1 - MARGIN)
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_at(self._deadline, self._on_deadline)
+            self._set_timer()
 
     def _on_deadline(self) -> None:
         """The timer is set once and moved only when it fires, so renewals cost nothing."""
         self._timer = None
         if self.lost.is_set():
             return
-        if clock.monotonic() < self._deadline:
-            self._timer = asyncio.get_running_loop().call_at(self._deadline, self._on_deadline)
+        if clock.since_boot() < self._deadline:
+            self._set_timer()
         else:
             self._lose(f"no renewal succeeded within {self.ttl_s * (1 - MARGIN):g} s")
+
+    def _set_timer(self) -> None:
+        at = self._deadline - clock.suspended_s()
+        self._timer = asyncio.get_running_loop().call_at(at, self._on_deadline)
 
     def _lose(self, cause: str) -> None:
         if not self.lost.is_set():

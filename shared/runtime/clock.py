@@ -16,6 +16,25 @@ def monotonic() -> float:
         return time.monotonic()
 
 
+def since_boot() -> float:
+    """As `monotonic`, but the time that the machine was suspended counts: for leases, which run out meanwhile."""
+    return monotonic() + suspended_s()
+
+
+def suspended_s() -> float:
+    """For how long the machine was suspended since this process began, to a tenth of a second; 0 where no clock tells."""
+    return round(_asleep() - _ASLEEP_BEFORE, 1)
+
+
+def _asleep() -> float:
+    if not hasattr(time, "CLOCK_BOOTTIME"):
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - time.clock_gettime(time.CLOCK_MONOTONIC)
+
+
+_ASLEEP_BEFORE = _asleep()
+
+
 def thread_seconds() -> float:
     """Processor time of the calling thread; only differences mean anything."""
     return time.thread_time()

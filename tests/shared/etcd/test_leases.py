@@ -6,9 +6,11 @@ import asyncio
 
 import pytest
 
-from shared.etcd import Compare, LeaseLost, Put
+from shared.etcd import Compare, Etcd, LeaseLost, Put
 from shared.etcd.transport import GRANT, KEEP_ALIVE
 from shared.runtime import clock
+from tests.equipment.etcd.simulated import SimulatedEtcd
+from tests.equipment.virtual_loop import run_virtually
 from tests.shared.etcd.worlds import everywhere
 
 
@@ -154,6 +156,22 @@ async def test_a_holder_fences_itself_while_etcd_is_frozen_and_before_the_lease_
         while await etcd.get(breakable.key) is not None:
             await asyncio.sleep(0.05)
     assert not lease.alive, "lost is for ever"
+
+
+def test_a_holder_that_slept_through_its_ttl_with_its_machine_knows_it_at_once(monkeypatch):
+    async def main() -> None:
+        etcd = Etcd(SimulatedEtcd().transport("holder"))
+        lease = await etcd.grant(60)
+        assert lease.alive
+        slept = clock.suspended_s() + 61.0
+        monkeypatch.setattr(clock, "suspended_s", lambda: slept)
+        assert (lease.alive, lease.remaining_s) == (False, 0.0)
+        async with asyncio.timeout(60):
+            await lease.lost.wait()
+        later = await etcd.grant(60)
+        assert 50 < later.remaining_s <= 60
+
+    run_virtually(main)
 
 
 @everywhere
