@@ -49,6 +49,8 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
         raise InvalidArgument(msg) from error
     listener.setblocking(False)
     host = settings.advertise or settings.host
+    if host in {"0.0.0.0", "::"}:
+        host = socket.gethostname()
     url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
     etcd = settings.connect()
     master = Master(etcd, Keys(settings.job, settings.root), name=name, url=url, spec=spec, ttl_s=settings.master_ttl_s)

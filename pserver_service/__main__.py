@@ -53,6 +53,7 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     from shared.records import PserverMember  # noqa: PLC0415
     from shared.runtime import ids, service  # noqa: PLC0415
     from shared.runtime.light_torch import optimizers_without_compiler  # noqa: PLC0415
+    from shared.runtime.network import own_network  # noqa: PLC0415
     from shared.wire.region_allocator import RegionAllocator  # noqa: PLC0415
 
     torch.set_num_threads(settings.threads)
@@ -70,6 +71,7 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
                 incarnation=pserver.incarnation,
                 host=socket.gethostname(),
                 pid=os.getpid(),
+                network=own_network(),
                 uds=listening.uds,
             )
             directory = Directory(etcd, Keys(settings.job, settings.root))

@@ -23,6 +23,7 @@ from shared.keys import Keys
 from shared.membership.directory import Directory
 from shared.records import Dispatch, JobSpec, PserverMember, TrainerMember
 from shared.runtime import http, ids, malloc, service, telemetry
+from shared.runtime.network import own_network
 from trainer_agent.agent import FAILED, Agent
 from trainer_agent.data_plane.http import HttpPserver, PserverPort, socket_of
 from trainer_agent.data_plane.stream import StreamPserver
@@ -120,6 +121,7 @@ async def _train(
         incarnation=context.trainer,
         host=socket.gethostname(),
         pid=os.getpid(),
+        network=own_network(),
     )
 
     async def offload(work: Callable[..., T], *arguments: Any) -> T:

@@ -33,13 +33,14 @@ from shared.records import (
     UserFailure,
 )
 from shared.runtime import clock, http
+from shared.runtime.network import own_network, tells
 
 Probe = Callable[[str], Awaitable[bool]]
 
 
 @dataclass(eq=False, repr=False)
 class TaskService(ABC):
-    """`spec` is needed for a job's first leader only. `probe(url)`: whether nothing listens there."""
+    """`spec` is needed for a job's first leader only. `probe(url)`: whether nothing listens there. `network`: of this process."""
 
     etcd: Etcd
     keys: Keys
@@ -50,6 +51,7 @@ class TaskService(ABC):
     ttl_s: float = 3.0
     storage: Callable[[JobSpec], JobStorage] = FileStorage
     probe: Probe = http.refuses_connections
+    network: str = field(default_factory=own_network)
     events: EventRing = field(init=False, default_factory=EventRing)
     metrics: Metrics = field(init=False, default_factory=Metrics)
     _probing: set[str] = field(init=False, default_factory=set)
@@ -114,11 +116,12 @@ class TaskService(ABC):
     async def report_suspect(self, member_id: str) -> bool:
         """Probe a member that is suspected dead (or all of that name), and end its registration if nothing listens at its url.
 
-        Answers whether one was dead. A member that listens, or does not answer, stays. Raises NotFound.
+        Answers whether one was dead. A member that listens, or does not answer, stays; so does one whose url is a loopback
+        address of another machine or container. Raises NotFound.
         """
         dead = False
         for suspect in self.find_members(member_id):
-            if suspect.url in self._probing:
+            if suspect.url in self._probing or not tells(suspect.url, suspect.network, self.network):
                 continue
             self._probing.add(suspect.url)
             try:

@@ -1,6 +1,7 @@
 """Election of the leader: a candidate campaigns for the lock under a lease, and works while the lease lives.
 
-A candidate that finds the holder's port closed revokes the holder's lease, so that a restart need not wait for the TTL.
+A candidate that finds the holder's port closed revokes the holder's lease, so that a restart need not wait for the TTL. At a
+loopback address only a candidate of the same network can find that.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from shared.etcd.lock import acquire
 from shared.etcd.reading import read_record
 from shared.records import MasterLock
 from shared.runtime import telemetry
+from shared.runtime.network import tells
 
 PROBE_EVERY_S = 0.5
 REVOKE_S = 3.0
@@ -82,7 +84,7 @@ async def campaign(
     async def revoke_the_dead() -> None:
         while True:
             for holder in seen:
-                if holder.lease and await probe(holder.url):
+                if holder.lease and tells(holder.url, holder.network, me.network) and await probe(holder.url):
                     log.info("holder_is_dead", holder=holder.master, url=holder.url)
                     await etcd.revoke(holder.lease)
             await asyncio.sleep(PROBE_EVERY_S)

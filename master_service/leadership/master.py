@@ -55,7 +55,7 @@ class Master(TaskService):
             self.current_term, self._leading = None, False
 
     async def _lead(self, lease: Lease) -> None:
-        me = MasterLock(master=self.name, url=self.url, lease=lease.id)
+        me = MasterLock(master=self.name, url=self.url, lease=lease.id, network=self.network)
         term = await campaign(self.etcd, self.keys.master_lock, me, lease, self.probe, self._note_leader)
         self._leading, self._leader = True, self.url
         lock = HeldLock(self.keys.master_lock, term, lease)

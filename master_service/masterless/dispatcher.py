@@ -100,7 +100,7 @@ class Dispatcher(TaskService):
         self._lease = lease
         if self.spec is None:
             await self.view.until(lambda view: view.spec is not None, "the job's spec (TRIREME_SPEC at some trainer)")
-        me = MasterLock(master=self.name, url=self.url, lease=lease.id)
+        me = MasterLock(master=self.name, url=self.url, lease=lease.id, network=self.network)
         term = await campaign(self.etcd, self.keys.sweep_lock, me, lease, self.probe, lambda _: None)
         lock = HeldLock(self.keys.sweep_lock, term, lease)
         start = await take_over(self.etcd, self.keys, lock, self.spec, self.storage)

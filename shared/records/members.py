@@ -9,11 +9,13 @@ from shared.records.record import Message, Record
 
 
 class MasterLock(Record):
-    """`lease`: a peer that has proved this process dead can revoke it."""
+    """`lease`: a peer that has proved this process dead can revoke it. `network`: where a loopback address in `url` means this
+    process (shared/runtime/network.py)."""
 
     master: str
     url: str
     lease: int = 0
+    network: str = ""
 
 
 class MasterAddress(Record):
@@ -39,9 +41,9 @@ class Restored(Record):
 
 
 class PserverMember(Record):
-    """`uds`: path of the UNIX socket beside `url`, or empty. `lease`: see MasterLock. `restored`: its answer to the last rollback
-    it took part in; a pserver without one holds parameters only if its key is older than `layout`. `copied`: the last paused
-    checkpoint it has copied. `draining`: it was told to leave and first wants a checkpoint of this version or later.
+    """`uds`: path of the UNIX socket beside `url`, or empty. `lease`, `network`: see MasterLock. `restored`: its answer to the last
+    rollback it took part in; a pserver without one holds parameters only if its key is older than `layout`. `copied`: the last
+    paused checkpoint it has copied. `draining`: it was told to leave and first wants a checkpoint of this version or later.
     `trouble`: why it cannot write checkpoints now. `waits`: why it cannot load one now. `torn`: why its parameters cannot be
     used."""
 
@@ -51,6 +53,7 @@ class PserverMember(Record):
     host: str
     pid: int
     lease: int = 0
+    network: str = ""
     uds: str = ""
     restored: Restored | None = None
     copied: str = ""
@@ -61,7 +64,7 @@ class PserverMember(Record):
 
 
 class TrainerMember(Record):
-    """`url` answers /healthz, which tells a dead trainer from a slow one. `paused`: see Paused."""
+    """`url` answers /healthz, which tells a dead trainer from a slow one. `lease`, `network`: see MasterLock. `paused`: see Paused."""
 
     trainer: str
     url: str
@@ -69,4 +72,5 @@ class TrainerMember(Record):
     host: str
     pid: int
     lease: int = 0
+    network: str = ""
     paused: Paused | None = None
