@@ -19,6 +19,7 @@ from master_service.core.decisions.lifecycle import fail
 from master_service.core.state.job import Job
 from master_service.core.state.metrics import Metrics
 from master_service.storage.job_storage import JobStorage
+from master_service.store.leader_writer import read_checkpoints
 from master_service.store.writer import Writer
 from shared.errors import CheckpointUnusable, PeerError
 from shared.etcd import Etcd, Get
@@ -157,6 +158,8 @@ class Recovery:
         if self._manifest is not None and self._manifest.uuid == state.checkpoint:
             return self._manifest
         ref = rollback.ref_of(self._job.members.latest, state.checkpoint)
+        if ref is None:  # the watch may be late
+            ref = rollback.ref_of((await read_checkpoints(self._etcd, self._keys)).latest, state.checkpoint)
         error = f"checkpoint {state.checkpoint} is not among those kept"
         try:
             if ref is not None:

@@ -126,6 +126,13 @@ class DropCut:
 
 
 @dataclass(frozen=True, slots=True)
+class RequireLatest:
+    """Changes nothing: the transaction is refused if `checkpoints/latest` was written after that revision (0: if it exists)."""
+
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
 class DropOperation:
     """It ended, and newer ones that ended take its place."""
 
@@ -150,6 +157,7 @@ Change = (
     | DropPause
     | PutCut
     | DropCut
+    | RequireLatest
     | DropOperation
 )
 

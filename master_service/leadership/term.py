@@ -11,9 +11,10 @@ from master_service.core.changes import Event
 from master_service.core.decisions.membership import storage_events
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
+from master_service.store.leader_writer import LeaderWriter
 from master_service.store.members_watch import MembersWatch
 from master_service.store.takeover import Takeover
-from master_service.store.writer import HeldLock, LeaderWriter, MasterWriter
+from master_service.store.writer import HeldLock, MasterWriter
 
 
 class Term:
@@ -29,7 +30,7 @@ class Term:
             master.etcd, master.keys, start.job, lock, commit_revision=start.commit_revision, on_events=self._on_events
         )
         self.storage = master.storage(start.job.spec)
-        self._supervisor = Supervisor(master, LeaderWriter(self.writer), lock, self.storage)
+        self._supervisor = Supervisor(master, LeaderWriter(master.etcd, master.keys, self.writer), lock, self.storage)
         self.operations = self._supervisor.operations
         self.evictions = self._supervisor.evictions
 

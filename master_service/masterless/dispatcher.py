@@ -24,8 +24,9 @@ from master_service.core.state.members import Members
 from master_service.leadership.election import campaign, run_under_lease
 from master_service.masterless.view import WatchedJob
 from master_service.masterless.writer import SharedWriter
+from master_service.store.leader_writer import LeaderWriter
 from master_service.store.takeover import take_over
-from master_service.store.writer import HeldLock, LeaderWriter
+from master_service.store.writer import HeldLock
 from shared.errors import PeerError
 from shared.etcd import Lease, LeaseLost
 from shared.records import MasterLock, MetricBatch, TaskProgress
@@ -110,8 +111,8 @@ class Dispatcher(TaskService):
             return
         for queue in self.view.job.queues.values():
             queue.grant_again(clock.monotonic())
-        storage = self.storage(start.job.spec)
-        self._supervisor = Supervisor(self, LeaderWriter(self._writer, lock), lock, storage)
+        writer = LeaderWriter(self.etcd, self.keys, self._writer, lock)
+        self._supervisor = Supervisor(self, writer, lock, self.storage(start.job.spec))
         self.events.begin_term(term)
         self.events.add([Event("sweeper_elected", f"{self.name} sweeps in term {term}", {"term": term})])
         self._announced = Members()

@@ -20,7 +20,7 @@ from master_service.core.state.job import Job
 from master_service.masterless.view import WatchedJob
 from master_service.store.writer import ATTEMPT_S, PAUSE_S, Group, GroupCommit, HeldLock, LockLost
 from shared.errors import PeerError
-from shared.etcd import Compare, Delete, Etcd, Get, Put, TxnResult
+from shared.etcd import Compare, Etcd, Get, Put, TxnResult
 from shared.etcd.fenced_write import FencedWrite
 from shared.keys import Keys
 from shared.runtime import ids, telemetry
@@ -54,7 +54,7 @@ class SharedWriter(GroupCommit):
         try:
             draft = self._view.hold()
             group = self._decide_waiting(draft)
-            done = await (self._commit(draft, group.writes, lock) if group.writes else self._confirm(group))
+            done = await (self._commit(draft, group, lock) if group.writes else self._confirm(group))
         except PeerError as error:
             self._refuse(error, lock)
             return
@@ -88,7 +88,7 @@ class SharedWriter(GroupCommit):
                 entry.future.set_exception(error)
         self._taken.clear()
 
-    async def _commit(self, draft: Job, writes: Sequence[Put | Delete], lock: HeldLock | None) -> bool:
+    async def _commit(self, draft: Job, group: Group, lock: HeldLock | None) -> bool:
         """Whether it landed; then the draft is the job. False: another writer committed first. Raises LockLost."""
         name, known = ids.new_id("commit").encode(), self._view.commit_revision
 
@@ -101,13 +101,13 @@ class SharedWriter(GroupCommit):
             marker = found.range(0).first
             at = marker.mod_revision if marker else 0
             if at == known:
-                raise LockLost("the sweep lock is lost; another trainer sweeps now")
+                raise LockLost("the sweep lock is lost, or a checkpoint became the newest meanwhile; the next sweeper decides")
             await self._view.reached(at)
             revision, successor = self._view.successor(known) or (0, b"")
             return revision if successor == name else 0
 
-        writes, reads = [*writes, Put(self._keys.commit, name)], [Get(self._keys.commit)]
-        write = FencedWrite(self._etcd, self.fence(lock), writes, reads, landed, ATTEMPT_S)
+        writes, reads = [*group.writes, Put(self._keys.commit, name)], [Get(self._keys.commit)]
+        write = FencedWrite(self._etcd, [*self.fence(lock), *group.fence], writes, reads, landed, ATTEMPT_S)
         outcome = await write.until_answered(check, PAUSE_S)
         if isinstance(outcome, int):
             self._view.landed(draft, outcome)

@@ -53,6 +53,7 @@ class MembersWatch:
             layout_revision=layout.create_revision if layout else 0,
             init_done=keys.init_done in self._kvs,
             latest=read_record(CheckpointLatest, latest.key, latest.value) if latest else None,
+            latest_revision=latest.mod_revision if latest else 0,
             own={each.pserver: each for _, each in self._read(OwnCheckpoints, keys.own_prefix)},
         )
 

@@ -25,12 +25,13 @@ from master_service.core.changes import (
     PutPause,
     PutPending,
     PutRequeued,
+    RequireLatest,
     RestartQueue,
 )
 from master_service.core.state.job import Job
 from master_service.store.batch import merge
 from shared.errors import Conflict
-from shared.etcd import Delete, Etcd, KeyValue, Put, WatchEvent
+from shared.etcd import Compare, Delete, Etcd, KeyValue, Put, WatchEvent
 from shared.etcd.reading import must_read, read_record, understood
 from shared.keys import Keys
 from shared.records import (
@@ -58,6 +59,11 @@ def operations(keys: Keys, job: Job, changes: Iterable[Change]) -> list[Put | De
     return list(by_key.values())
 
 
+def compares(keys: Keys, changes: Iterable[Change]) -> list[Compare]:
+    """What the transaction of `changes` depends on, beside its chain."""
+    return [Compare.mod(keys.latest, "==", change.revision) for change in changes if isinstance(change, RequireLatest)]
+
+
 def _operations(keys: Keys, job: Job, change: Change) -> tuple[Put | Delete, ...]:
     match change:
         case PutCursor(stream, position):
@@ -74,6 +80,8 @@ def _operations(keys: Keys, job: Job, change: Change) -> tuple[Put | Delete, ...
             return (Put(keys.checkpoint_cut(uuid), cut.to_bytes()),)
         case DropCut(uuid):
             return (Delete(keys.checkpoint_cut(uuid)),)
+        case RequireLatest():
+            return ()
         case PutRequeued(task_id, back):
             return (Put(keys.requeued(task_id), back.to_bytes()),)
         case DropRequeued(task_id):

@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 from master_service.core.changes import Decision, Event, NextEpoch, RestartQueue
 from master_service.core.state.job import Job
 from master_service.store.batch import Batch, check_fits
-from master_service.store.schema import operations
+from master_service.store.schema import compares, operations
 from shared.errors import NotLeader, NotReady, TriremeError
 from shared.etcd import Compare, Delete, Etcd, Get, Lease, Put, TxnResult
 from shared.etcd.fenced_write import FencedWrite
@@ -78,6 +78,7 @@ class Group:
     """Decisions taken together: one transaction."""
 
     writes: Sequence[Put | Delete] = ()
+    fence: list[Compare] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     outcomes: list[tuple[asyncio.Future[Any], Any, Exception | None]] = field(default_factory=list)
 
@@ -154,6 +155,7 @@ class GroupCommit(ABC):
             self._taken.append(self._waiting.popleft())
             group.outcomes.append((entry.future, decision.answer, error))
             batch.add(writes)
+            group.fence += compares(self._keys, decision.changes)
             group.events += decision.events
             sealed = any(isinstance(change, NextEpoch | RestartQueue) for change in decision.changes)
             for change in decision.changes:
@@ -185,21 +187,6 @@ class GroupCommit(ABC):
                 future.set_result(answer)
             else:
                 future.set_exception(error)
-
-
-class LeaderWriter:
-    """A Writer for the leader's own decisions, which are few: they are taken also when too many requests wait. With `lock` they
-    are written only while that lock is held."""
-
-    def __init__(self, writer: GroupCommit, lock: HeldLock | None = None) -> None:
-        self._writer, self._lock = writer, lock
-
-    @property
-    def job(self) -> Job:
-        return self._writer.job
-
-    async def decide(self, decision: Callable[[Job, float], Decision[A]]) -> A:
-        return await self._writer.decide_as_leader(decision, self._lock)
 
 
 @dataclass(slots=True, eq=False)
@@ -274,7 +261,8 @@ class MasterWriter(GroupCommit):
             return
         group = self._decide_waiting(self._job)
         self._taken.clear()
-        commit = _Commit(ids.new_id("commit").encode(), self.fence(self._last), group)
+        fence = [*self.fence(self._last), *group.fence]
+        commit = _Commit(ids.new_id("commit").encode(), fence, group)
         if group.writes:
             self._last = commit.name
         before = self._under_way[-1] if self._under_way else None
@@ -316,9 +304,11 @@ class MasterWriter(GroupCommit):
         )
         while not isinstance(outcome := await write.until_answered(self._check_lease, PAUSE_S), int):
             holder = outcome.range(0).first
-            if before is None or holder is None or holder.create_revision != self._lock.term:
+            if holder is None or holder.create_revision != self._lock.term:
                 who = holder.value.decode() if holder else "nobody"
                 raise LockLost(f"the master lock of term {self._lock.term} is lost; {who} holds it now")
+            if before is None:
+                raise LockLost(f"what term {self._lock.term} decided on has changed in etcd; the next term decides anew")
             await before.landed.wait()  # this one arrived first, and was refused only for that
             before = None
 

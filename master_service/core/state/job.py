@@ -16,6 +16,7 @@ from master_service.core.changes import (
     PutCut,
     PutPause,
     PutPending,
+    RequireLatest,
     RestartQueue,
 )
 from master_service.core.queue.deadlines import Deadlines
@@ -150,7 +151,7 @@ class Job:
                 self.budget.counts = change
             case Losses():
                 self.losses = change
-            case PutPause() | DropPause() | PutCut() | DropCut():
+            case PutPause() | DropPause() | PutCut() | DropCut() | RequireLatest():
                 pass
             case Operation() | DropOperation():
                 self.operations.apply(change, now)

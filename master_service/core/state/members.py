@@ -12,7 +12,7 @@ from shared.records.checkpoints import CheckpointLatest, OwnCheckpoints
 @dataclass(frozen=True, slots=True)
 class Members:
     """Trainers in order of arrival. The revisions are those at which etcd created each `ps/<index>` and `layout` (0: not there).
-    `latest`: the newest checkpoint; `own`: independent checkpoints, by pserver."""
+    `latest`: the newest checkpoint, written at `latest_revision`; `own`: independent checkpoints, by pserver."""
 
     trainers: Mapping[str, TrainerMember] = field(default_factory=dict)
     pservers: Mapping[int, PserverMember] = field(default_factory=dict)
@@ -20,6 +20,7 @@ class Members:
     layout_revision: int = 0
     init_done: bool = False
     latest: CheckpointLatest | None = None
+    latest_revision: int = 0
     own: Mapping[int, OwnCheckpoints] = field(default_factory=dict)
 
     def __repr__(self) -> str:

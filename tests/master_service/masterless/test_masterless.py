@@ -10,7 +10,8 @@ from master_service.core.changes import Decision
 from master_service.core.decisions import lifecycle
 from master_service.masterless.dispatcher import REMEMBERED_S, Dispatcher
 from master_service.masterless.writer import SharedWriter
-from master_service.store.writer import HeldLock, LeaderWriter
+from master_service.store.leader_writer import LeaderWriter
+from master_service.store.writer import HeldLock
 from shared.errors import DatasetError, NotLeader, NotReady, StaleAttempt, StateUnreadable
 from shared.etcd import Compare, Etcd
 from shared.records import (
@@ -232,7 +233,7 @@ def test_a_late_write_of_a_former_sweeper_is_refused(fenced, monkeypatch) -> Non
             one = dispatchers["t1"]
             lock = await cluster.etcd.get(KEYS.sweep_lock)
             lease = await Etcd(cluster.simulated.transport("t1")).grant(60)
-            deposed = LeaderWriter(one.writer, HeldLock(KEYS.sweep_lock, lock.create_revision - 1, lease))
+            deposed = LeaderWriter(cluster.etcd, KEYS, one.writer, HeldLock(KEYS.sweep_lock, lock.create_revision - 1, lease))
             late = asyncio.ensure_future(deposed.decide(lambda job, _: lifecycle.fail(job.state, "a late decision")))
             await asyncio.wait([late])
             state = JobState.model_validate_json((await cluster.etcd.get(KEYS.state)).value)
@@ -252,7 +253,7 @@ def test_a_held_lock_whose_lease_is_over_writes_nothing() -> None:
             lease = await cluster.etcd.grant(2)
             await asyncio.sleep(3)
             with pytest.raises(NotLeader):
-                await LeaderWriter(one.writer, HeldLock(KEYS.sweep_lock, lock.create_revision, lease)).decide(
+                await LeaderWriter(cluster.etcd, KEYS, one.writer, HeldLock(KEYS.sweep_lock, lock.create_revision, lease)).decide(
                     lambda job, _: lifecycle.fail(job.state, "late")
                 )
             assert one.job.state.phase is Phase.RUNNING
