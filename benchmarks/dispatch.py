@@ -103,7 +103,7 @@ class Job:
             self._stack.push_async_callback(self._end, name)
             await self._start(name, folder)
         client = await self._stack.enter_async_context(http.session(TOKEN))
-        self.port = HttpMaster(self.directory, client)
+        self.port = HttpMaster(self.directory, client, etcd)
         await self._register(etcd)
         await self.directory.wait_for(lambda view: view.master is not None, START_S, "a master")
         return self

@@ -110,7 +110,7 @@ async def child(dispatch: Dispatch, url: str, folder: str, name: str, seconds: f
         directory = Directory(etcd, KEYS)
         following = asyncio.ensure_future(directory.run())
         async with session("") as client:
-            pairs, waits = await work(HttpMaster(directory, client), name, seconds, requests)
+            pairs, waits = await work(HttpMaster(directory, client, etcd), name, seconds, requests)
         following.cancel()
     waits.sort()
     middle, late = (waits[int(len(waits) * q)] for q in (0.5, 0.99))

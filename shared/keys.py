@@ -10,6 +10,7 @@
     ps_desired              int             -          master                        lock
     ps/<index>              PserverMember   pserver's  pserver                       create = 0, own create_revision
     trainers/<id>           TrainerMember   trainer's  trainer                       create = 0
+    starting/<id>           text            trainer's  trainer                       none: a trainer that fails before it is registered
     slots lanes             SlotMap LaneMap -          master                        lock
     layout                  Layout          -          initialising trainer          create = 0
     init_ps/lock|done       text            trainer|-  initialising trainer          create = 0
@@ -109,6 +110,10 @@ class Keys:
 
     def trainer(self, trainer_id: str) -> str:
         return self._of("trainers", trainer_id)
+
+    def starting(self, trainer_id: str) -> str:
+        """Written by a trainer that reports a failure without being registered: it shows that it belongs to the job."""
+        return self._of("starting", trainer_id)
 
     def is_trainer(self, key: str) -> bool:
         """Whether `key` is a `trainers/<id>`, not `pause`, which has the same prefix."""

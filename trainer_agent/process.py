@@ -60,7 +60,7 @@ class TrainerContext:
 @asynccontextmanager
 async def connect_master(context: TrainerContext) -> AsyncIterator[MasterPort]:
     """The MasterPort of a job with a master."""
-    yield HttpMaster(context.directory, context.client)
+    yield HttpMaster(context.directory, context.client, context.etcd)
 
 
 ConnectMaster = Callable[[TrainerContext], AbstractAsyncContextManager[MasterPort]]

@@ -11,6 +11,7 @@ from master_service.control.evictions import Evictions
 from master_service.core.changes import Event, Fields
 from master_service.core.decisions import tasks
 from master_service.core.decisions.lifecycle import count_failure
+from master_service.core.decisions.reports import check_failure, check_metrics, check_trainer
 from master_service.core.state.job import Job
 from master_service.core.state.metrics import Metrics
 from master_service.storage.job_storage import FileStorage, JobStorage
@@ -104,12 +105,21 @@ class TaskService(ABC):
         await self.writer.decide(lambda job, _: tasks.fail_task(job, task_id, report))
 
     async def report_failure(self, member_id: str, failure: UserFailure) -> None:
-        """The user's code failed outside a task (building the model, say)."""
+        """The user's code failed outside a task (building the model, say). Raises NotFound unless that trainer is registered, or
+        has said in etcd that it is starting; InvalidArgument."""
         writer = self.writer
-        named = failure.model_copy(update={"trainer": failure.trainer or member_id})
+        check_failure(member_id, failure)
+        if not await self._is_starting(member_id):
+            check_trainer(writer.job, member_id)
+        named = failure.model_copy(update={"trainer": member_id})
         fields: Fields = {"member": member_id, "error_type": failure.error_type}
         self.events.add([Event("user_failure", f"{member_id}: {failure.error_type}: {failure.message}", fields)])
         await writer.decide(lambda job, _: count_failure(job.budget, job.state, named, in_task=False))
+
+    async def _is_starting(self, member_id: str) -> bool:
+        """Whether that trainer has said in etcd that it is there, without being registered (yet, or any more)."""
+        registered = member_id in self.job.members.trainers
+        return not registered and await self.etcd.get(self.keys.starting(member_id)) is not None
 
     # ---------------------------------------------------------------- members
 
@@ -154,7 +164,8 @@ class TaskService(ABC):
     # ---------------------------------------------------------------- metrics
 
     async def report_metrics(self, batch: MetricBatch) -> None:
-        """In memory of the leader only."""
+        """In memory of the leader only. Raises NotFound, InvalidArgument."""
+        check_metrics(self.job, batch)
         if batch.steps:
             self.job.budget.started = True
         self.metrics.add(batch, clock.monotonic())

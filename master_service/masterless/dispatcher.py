@@ -156,6 +156,9 @@ class Dispatcher(TaskService):
             )
         )
 
+    async def _is_starting(self, member_id: str) -> bool:
+        return member_id == self.name or await super()._is_starting(member_id)
+
     def _holds(self, task: HeldTask) -> bool:
         held = self.job.queue_of(task.task_id).pending.get(task.task_id)
         return held is not None and (held.record.trainer, held.record.attempt) == (self.name, task.attempt)

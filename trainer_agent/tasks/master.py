@@ -7,7 +7,8 @@ from urllib.parse import quote
 
 import aiohttp
 
-from shared.errors import NotLeader, TriremeError
+from shared.errors import NotFound, NotLeader, TriremeError
+from shared.etcd import Etcd
 from shared.membership.directory import Directory
 from shared.records import (
     AcquireTask,
@@ -23,6 +24,7 @@ from shared.records import (
 from shared.runtime.http import call_json
 
 TIMEOUT_S = 10.0
+STARTING_S = 30.0
 
 
 class MasterPort(Protocol):
@@ -40,8 +42,8 @@ class MasterPort(Protocol):
 class HttpMaster:
     """Over REST, at the leader that the directory names or that a standby names in its answer."""
 
-    def __init__(self, directory: Directory, client: aiohttp.ClientSession) -> None:
-        self._directory, self._client = directory, client
+    def __init__(self, directory: Directory, client: aiohttp.ClientSession, etcd: Etcd) -> None:
+        self._directory, self._client, self._etcd = directory, client, etcd
 
     async def acquire_task(self, ask: AcquireTask) -> TaskAnswer:
         answer = await self._post("/v1/task-leases", ask, {"Idempotency-Key": ask.request})
@@ -63,7 +65,14 @@ class HttpMaster:
         await self._post(f"/v1/members/{quote(member_id)}/suspect", None)
 
     async def report_failure(self, member_id: str, failure: UserFailure) -> None:
-        await self._post(f"/v1/members/{quote(member_id)}/failures", failure)
+        """A trainer that is not registered (yet, or any more) shows by a key in etcd that it belongs to the job."""
+        path = f"/v1/members/{quote(member_id)}/failures"
+        try:
+            await self._post(path, failure)
+        except NotFound:
+            lease = await self._etcd.grant(STARTING_S)
+            await self._etcd.put(self._directory.keys.starting(member_id), b"failed", lease.id)
+            await self._post(path, failure)
 
     async def _post(self, path: str, record: Record | None, headers: dict[str, str] | None = None) -> Any:
         master = self._directory.master

@@ -69,12 +69,12 @@ def test_a_job_whose_first_checkpoint_was_just_finished_goes_back_to_it_and_does
 def test_an_asynchronous_job_whose_first_checkpoint_was_just_finished_does_not_fail(kind: str) -> None:
     async def main() -> None:
         cluster = LateCluster(spec_of(checkpoint_kind=kind, pservers=2, mode=Mode.ASYNC))
-        async with running(cluster) as master:
+        async with running(cluster, "t1") as master:
             if kind == "coordinated":
                 await checkpoint(cluster, 1)
             else:
                 ref = CheckpointRef(uuid="own-1", step=1, timeline=0, manifest="m")
-                own = OwnCheckpoints(pserver=0, kept=(ref,))
+                own = OwnCheckpoints(pserver=0, incarnation="i", timestamp="", checksum="", kept=(ref,))
                 await cluster.etcd.put(KEYS.own_checkpoints(0), own.to_bytes())
             await cluster.lose("pserver-0")
             await until(lambda: master.job.state.absent or master.job.state.phase.final, "the loss to be seen")
@@ -99,7 +99,7 @@ def test_a_checkpoint_that_is_finished_between_reading_and_writing_refuses_the_e
         cluster = MasterCluster(spec())
         async with running(cluster, "t1") as master:
             await checkpoint(cluster, 40)
-            with pytest.raises(NotLeader, match="has changed in etcd"):
+            with pytest.raises(NotLeader):
                 await master.writer.decide(
                     lambda job, _: lifecycle.fail(job.state, "too early") + Decision(None, (RequireLatest(0),))
                 )

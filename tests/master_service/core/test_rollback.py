@@ -303,7 +303,7 @@ def test_training_that_was_over_stays_over_and_what_follows_is_not_undone() -> N
     early = [LanePosition(lane=0, epoch=0, index=1)]
     land(job, Decision(None, (NextEpoch(queue_restore.epoch_at(early)),)), 2.0)
     land(job, Decision(None, queue_restore.restore_to_positions(job, early)), 2.0)
-    assert (queue.cursors, queue.requeued, job.training.cursors) == ({"evaluate": 0}, {}, {"0": 1})
+    assert (queue.cursors, queue.requeued, job.training.cursors) == ({}, {}, {"0": 1})
     assert rollback.stage_at(job.spec, Stage.EXPORT, queue_restore.epoch_at(early)) is Stage.TRAIN
 
 

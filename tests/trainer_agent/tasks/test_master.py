@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+from contextlib import closing
+
 import pytest
 
-from shared.errors import UserCodeError
-from shared.records import UserFailure
+from master_service.api.app import make_app
+from master_service.api.server import Server
+from shared.errors import NotFound, UserCodeError
+from shared.membership.directory import Directory
+from shared.records import MasterAddress, UserFailure
+from shared.runtime import http
+from tests.equipment.waiting import until
+from tests.master_service.cluster import KEYS, MasterCluster, running, spec_of
 from tests.trainer_agent.scripts import write_script
 from trainer_agent.script.user_module import load
-from trainer_agent.tasks.master import failure_of
+from trainer_agent.tasks.master import HttpMaster, failure_of
 
 
 def test_a_failure_says_what_happened_where_and_to_whom(tmp_path):
@@ -23,3 +33,25 @@ def test_a_failure_says_what_happened_where_and_to_whom(tmp_path):
         task="task 7 (x.npy records 0-15)",
         trainer="trainer-1",
     )
+
+
+async def test_a_trainer_that_fails_before_it_is_registered_is_believed() -> None:
+    """Its model cannot be built, say. The same report by somebody without a way to etcd is refused."""
+    failure = UserFailure(error_type="ValueError", message="no such file")
+    cluster = MasterCluster(spec_of(max_user_failures=2))
+    async with running(cluster, "t1") as master:
+        with pytest.raises(NotFound, match="no trainer t9 is registered in job j"):
+            await master.report_failure("t9", failure)
+        server, directory = Server(make_app(master)), Directory(cluster.etcd_of("t9"), KEYS)
+        with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+            serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+            following = asyncio.ensure_future(directory.run())
+            address = MasterAddress(url=f"http://127.0.0.1:{listener.getsockname()[1]}", term=master.term.number)
+            await cluster.etcd.put(KEYS.master_address, address.to_bytes())
+            await until(lambda: directory.master == address and server.started, "the master's address", 10)
+            async with http.session() as client:
+                await HttpMaster(directory, client, cluster.etcd_of("t9")).report_failure("t9", failure)
+            assert master.job.budget.counts.total == 1
+            server.should_exit = True
+            await serving
+            following.cancel()

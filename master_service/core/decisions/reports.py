@@ -1,0 +1,50 @@
+"""Whether a report can be true: who sends it, and the numbers in it. Reports are no tasks, so no attempt fences them."""
+
+from __future__ import annotations
+
+import math
+
+from master_service.core.state.job import Job
+from shared.errors import InvalidArgument, NotFound
+from shared.records import MetricBatch, StepMetrics, UserFailure
+
+
+def check_metrics(job: Job, batch: MetricBatch) -> None:
+    """Raises NotFound unless a trainer of the job sends it; InvalidArgument for a step that the job cannot have."""
+    check_trainer(job, batch.trainer)
+    for share in batch.steps:
+        if wrong := _impossible(job, share):
+            raise InvalidArgument(f"{batch.trainer} reports step {share.step} of epoch {share.epoch}: {wrong}")
+
+
+def check_failure(member_id: str, failure: UserFailure) -> None:
+    """Raises InvalidArgument for a failure without a name, or of another trainer than the one that reports it."""
+    if failure.trainer not in ("", member_id):
+        raise InvalidArgument(f"{member_id} reports a failure of {failure.trainer}; each trainer reports its own")
+    if not failure.error_type.strip():
+        raise InvalidArgument(f"{member_id} reports a failure without error_type; name the exception")
+
+
+def check_trainer(job: Job, member_id: str) -> None:
+    """Raises NotFound."""
+    if member_id not in job.members.trainers and member_id not in job.state.trainers:
+        raise NotFound(f"no trainer {member_id} is registered in job {job.spec.job}; only trainers report what they trained")
+
+
+def most_steps(job: Job) -> int:
+    """No step of the job has a higher number: every task of the longest stream, in every epoch."""
+    streams, spec = job.training.streams, job.spec
+    longest = max(streams.length(number) for number in range(streams.count))
+    return spec.epochs * longest * -(-spec.task_records // spec.minibatch_size)
+
+
+def _impossible(job: Job, share: StepMetrics) -> str:
+    """Why the job cannot have such a step, or ""."""
+    records, most = job.training.streams.records, most_steps(job)
+    if not 0 <= share.step <= most:
+        return f"the job has at most {most} steps"
+    if not 0 <= share.epoch <= job.training.epoch:
+        return f"epoch {job.training.epoch} is under way"
+    if not 0 <= share.records <= records:
+        return f"it has {share.records} records, an epoch has {records}"
+    return "" if math.isfinite(share.loss_sum) else f"its loss_sum is {share.loss_sum}"
