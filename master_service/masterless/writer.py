@@ -101,7 +101,9 @@ class SharedWriter(GroupCommit):
             marker = found.range(0).first
             at = marker.mod_revision if marker else 0
             if at == known:
-                raise LockLost("the sweep lock is lost, or a checkpoint became the newest meanwhile; the next sweeper decides")
+                raise LockLost(
+                    "the sweep lock is lost, or a checkpoint became the newest meanwhile; the next sweeper decides"
+                )
             await self._view.reached(at)
             revision, successor = self._view.successor(known) or (0, b"")
             return revision if successor == name else 0

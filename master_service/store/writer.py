@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from master_service.core.changes import Decision, Event, NextEpoch, RestartQueue
+from master_service.core.changes import Decision, Event, Fields, NextEpoch, RestartQueue
 from master_service.core.state.job import Job
 from master_service.store.batch import Batch, check_fits
 from master_service.store.schema import compares, operations
-from shared.errors import NotLeader, NotReady, TriremeError
-from shared.etcd import Compare, Delete, Etcd, Get, Lease, Put, TxnResult
+from shared.errors import NotLeader, NotReady, PeerError, TriremeError
+from shared.etcd import Compare, Delete, Etcd, Get, Lease, NoSpace, Put, TxnResult
 from shared.etcd.fenced_write import FencedWrite
 from shared.keys import Keys
 from shared.runtime import clock, ids, telemetry
@@ -219,6 +219,7 @@ class MasterWriter(GroupCommit):
         self._etcd, self._lock, self._commit_revision = etcd, lock, commit_revision
         self._under_way: deque[_Commit] = deque()
         self._last = b""
+        self._no_space: NoSpace | None = None
 
     @property
     def job(self) -> Job:
@@ -230,9 +231,11 @@ class MasterWriter(GroupCommit):
         return len(self._under_way)
 
     async def settled(self) -> None:
-        """Until etcd has all that `job` shows now. Raises NotLeader if the term ends before."""
+        """Until etcd has all that `job` shows now. Raises NotLeader if the term ends before, NoSpace while etcd takes no writes."""
         if self._over is not None:
             raise self._over
+        if self._no_space is not None:
+            raise self._no_space
         if self._under_way:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._under_way[-1].followed.append(future)
@@ -301,16 +304,38 @@ class MasterWriter(GroupCommit):
             partial(self._landed_at, commit),
             ATTEMPT_S,
             read_apart=True,
+            on_error=self._unanswered,
         )
         while not isinstance(outcome := await write.until_answered(self._check_lease, PAUSE_S), int):
+            self._answered()
             holder = outcome.range(0).first
             if holder is None or holder.create_revision != self._lock.term:
                 who = holder.value.decode() if holder else "nobody"
                 raise LockLost(f"the master lock of term {self._lock.term} is lost; {who} holds it now")
             if before is None:
-                raise LockLost(f"what term {self._lock.term} decided on has changed in etcd; the next term decides anew")
+                raise LockLost(
+                    f"what term {self._lock.term} decided on has changed in etcd; the next term decides anew"
+                )
             await before.landed.wait()  # this one arrived first, and was refused only for that
             before = None
+        self._answered()
+
+    def _unanswered(self, error: PeerError) -> None:
+        """Told once while etcd is out of space: nothing that is decided can be written, whoever leads."""
+        if not isinstance(error, NoSpace):
+            log.warning("write_unanswered", cause=str(error))
+            return
+        if self._no_space is None:
+            fields: Fields = {"hint": error.hint}
+            self._on_events([Event("etcd_out_of_space", f"{error.message}; {error.hint}", fields)])
+        self._no_space = error
+        for future in (future for commit in self._under_way for future in commit.followed if not future.done()):
+            future.set_exception(error)
+
+    def _answered(self) -> None:
+        if self._no_space is not None:
+            self._no_space = None
+            self._on_events([Event("etcd_has_space_again", "etcd takes writes again")])
 
     def _check_lease(self) -> None:
         if not self._lock.lease.alive:

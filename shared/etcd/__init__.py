@@ -18,7 +18,7 @@ from shared.etcd.errors import (
 )
 from shared.etcd.lease import Lease
 from shared.etcd.operations import Compare, Delete, Get, Operation, Put
-from shared.etcd.results import KeyValue, TxnResult, WatchBatch, WatchEvent
+from shared.etcd.results import KeyValue, Space, TxnResult, WatchBatch, WatchEvent
 
 __all__ = [
     "Compacted",
@@ -36,6 +36,7 @@ __all__ = [
     "OutcomeUnknown",
     "Put",
     "Retryable",
+    "Space",
     "TxnResult",
     "Unauthenticated",
     "WatchBatch",

@@ -21,8 +21,8 @@ from shared.etcd.backoff import pauses
 from shared.etcd.errors import LeaseLost, OutcomeUnknown, Retryable, WentBack
 from shared.etcd.lease import Lease
 from shared.etcd.operations import Compare, Delete, Get, Operation, Put, check_size, interval, txn_body
-from shared.etcd.results import KeyValue, RangeResult, TxnResult, WatchBatch
-from shared.etcd.transport import COMPACT, DELETE, GRANT, PUT, RANGE, REVOKE, TIME_TO_LIVE, TXN, Body, Transport
+from shared.etcd.results import KeyValue, RangeResult, Space, TxnResult, WatchBatch
+from shared.etcd.transport import COMPACT, DELETE, GRANT, PUT, RANGE, REVOKE, STATUS, TIME_TO_LIVE, TXN, Body, Transport
 from shared.etcd.watch import watch
 from shared.runtime import clock
 
@@ -102,6 +102,12 @@ class Etcd:
             return (await self.range(key, count_only=True)).revision
 
         return watch(self.transport, read, current, (first, last), start_revision)
+
+    async def space(self, *, timeout_s: float = TIMEOUT_S) -> Space:
+        """How much the asked member has stored, and whether etcd takes no more writes for lack of space."""
+        answer = await self._call(STATUS, {}, timeout_s, "space")
+        alarms = [str(alarm) for alarm in answer.get("errors", ())]
+        return Space(answer.get("dbSize", 0), full=any("NOSPACE" in alarm for alarm in alarms))
 
     async def compact(self, revision: int, *, timeout_s: float = TIMEOUT_S) -> None:
         """Delete the history before `revision`. Raises Compacted if that was done already."""

@@ -34,6 +34,8 @@ TERM_TIMEOUT_S = 10.0
 PORT_ATTEMPTS = 5
 GOGC = "400"  # its heap is small: with the default of 100 Go collects garbage many times a second
 LOG_BYTES = 4 << 20
+COMPACTION_RETENTION = "1m"  # up to twice as much history is kept; a watch that is later starts from a new snapshot
+QUOTA_BYTES = 8 << 30  # etcd's default is 2 GiB
 
 log = telemetry.logger("etcd.embedded")
 
@@ -70,7 +72,8 @@ def wheel_binary() -> Path | None:
 class EmbeddedEtcd:
     """It can be started and stopped many times; `url` stays. Use `async with`, or call `stop` at the end.
 
-    `unsafe_no_fsync`: faster on slow disks, may lose acknowledged writes if the *machine* dies.
+    `unsafe_no_fsync`: faster on slow disks, may lose acknowledged writes if the *machine* dies. `quota_bytes`: when it has stored
+    so much it takes no more writes.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class EmbeddedEtcd:
         binary: Path | None = None,
         log_path: Path | None = None,
         unsafe_no_fsync: bool = False,
+        quota_bytes: int = QUOTA_BYTES,
     ) -> None:
         self.data_dir = Path(data_dir)
         self.binary = binary
@@ -87,6 +91,7 @@ class EmbeddedEtcd:
         self.client_port = 0
         self.peer_port = 0
         self._unsafe_no_fsync = unsafe_no_fsync
+        self._quota_bytes = quota_bytes
         self._process: asyncio.subprocess.Process | None = None
         self._claim: IO[bytes] | None = None
 
@@ -205,7 +210,8 @@ class EmbeddedEtcd:
             *("--initial-advertise-peer-urls", peer),
             *("--initial-cluster", f"trireme={peer}"),
             *("--auto-compaction-mode", "periodic"),
-            *("--auto-compaction-retention", "10m"),
+            *("--auto-compaction-retention", COMPACTION_RETENTION),
+            *("--quota-backend-bytes", str(self._quota_bytes)),
             *("--log-level", "error"),
             *("--logger", "zap"),
             *flags,

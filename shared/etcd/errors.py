@@ -28,6 +28,11 @@ class NoSpace(PeerError):
 
     code, status = "ETCD_NO_SPACE", 507
 
+    @classmethod
+    def told(cls, where: str) -> Self:
+        """By an answer from `where`."""
+        return cls(f"etcd is out of space, it takes no writes until its operator frees some ({where})", hint=FREE_SPACE)
+
 
 class Compacted(CallerError):
     """The revision was compacted away; `details['compact_revision']` is the oldest one kept (0 if unknown). Read the current state."""
@@ -76,6 +81,10 @@ class Fatal(CallerError):
     code, status = "ETCD_FATAL", 500
 
 
+FREE_SPACE = (
+    "free space: `etcdctl compact REVISION` (the newest: `etcdctl endpoint status`), `etcdctl defrag`, then `etcdctl alarm "
+    "disarm`; give it more with --quota-backend-bytes, and keep less with --auto-compaction-retention=1m. Training goes on by itself then"
+)
 _CANCELLED, _UNKNOWN, _DEADLINE, _NOT_FOUND, _RESOURCE_EXHAUSTED = 1, 2, 4, 5, 8
 _ABORTED, _INTERNAL, _UNAVAILABLE, _UNAUTHENTICATED = 10, 13, 14, 16
 _TRANSIENT = {_CANCELLED, _UNKNOWN, _DEADLINE, _RESOURCE_EXHAUSTED, _ABORTED, _INTERNAL, _UNAVAILABLE}
@@ -110,7 +119,7 @@ def of_answer(document: Any, status: int, *, where: str, write: bool) -> Trireme
     lowered = text.lower()
     for part, kind in _BY_MESSAGE:
         if part in lowered:
-            return kind(message)
+            return NoSpace.told(message) if kind is NoSpace else kind(message)
     if code == _UNAUTHENTICATED:
         return Unauthenticated(message)
     if code in _TRANSIENT or status >= 500:

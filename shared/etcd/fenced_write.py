@@ -27,7 +27,7 @@ log = telemetry.logger("etcd.fenced_write")
 class FencedWrite:
     """`landed(what `reads` found)` answers the revision at which an earlier attempt landed, or 0.
 
-    `reads` are part of the transaction, taken when it is refused; with `read_apart` they are a second one after a refusal, so
+    `on_error` is told why there is no answer yet; without it the log is. `reads` are part of the transaction, taken when it is refused; with `read_apart` they are a second one after a refusal, so
     that the write itself stays as small as it can be.
     """
 
@@ -38,6 +38,7 @@ class FencedWrite:
     landed: Callable[[TxnResult], Awaitable[int]]
     timeout_s: float = TIMEOUT_S
     read_apart: bool = False
+    on_error: Callable[[PeerError], None] | None = None
 
     async def attempt(self) -> int | TxnResult:
         """The revision at which it landed, or what was read. Raises OutcomeUnknown, Retryable: attempt it again."""
@@ -50,7 +51,10 @@ class FencedWrite:
             try:
                 result = await self._send()
             except PeerError as error:
-                log.warning("write_unanswered", cause=str(error))
+                if self.on_error is not None:
+                    self.on_error(error)
+                else:
+                    log.warning("write_unanswered", cause=str(error))
                 await asyncio.sleep(ids.jitter(pause_s))
                 continue
             return await self._outcome(result)

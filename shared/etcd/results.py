@@ -89,6 +89,14 @@ def _op_result(response: Body, revision: int) -> RangeResult | int | None:
 
 
 @dataclass(frozen=True, slots=True)
+class Space:
+    """`full`: etcd has used up its quota and takes no writes (its alarm NOSPACE)."""
+
+    used_bytes: int
+    full: bool
+
+
+@dataclass(frozen=True, slots=True)
 class WatchEvent:
     """A delete's `kv` has only `key` and `mod_revision`."""
 

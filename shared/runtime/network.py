@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import socket
 from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-NETWORK = "/proc/self/ns/net"
+NETWORK = Path("/proc/self/ns/net")
 
 
 @cache
 def own_network() -> str:
     """The same text in every process that shares this one's loopback addresses: of one machine, and there of one container."""
     try:
-        return f"{BOOT_ID.read_text().strip()}/{os.stat(NETWORK).st_ino}"
+        return f"{BOOT_ID.read_text().strip()}/{NETWORK.stat().st_ino}"
     except OSError:  # not Linux: no containers that share a name
         return socket.gethostname()
 

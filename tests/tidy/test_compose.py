@@ -8,6 +8,8 @@ from pathlib import Path
 
 import yaml
 
+from shared.etcd.embedded import COMPACTION_RETENTION, QUOTA_BYTES
+
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
@@ -24,6 +26,12 @@ def test_services_wait_until_what_they_need_is_healthy_or_done():
         for needed, condition in service.get("depends_on", {}).items():
             wanted = "service_completed_successfully" if needed == "spec" else "service_healthy"
             assert condition == {"condition": wanted}, f"{name} waits for {needed}"
+
+
+def test_etcd_keeps_as_much_and_as_long_as_the_embedded_one():
+    command = COMPOSE["services"]["etcd"]["command"]
+    assert f"--auto-compaction-retention={COMPACTION_RETENTION}" in command
+    assert f"--quota-backend-bytes={QUOTA_BYTES}" in command
 
 
 def test_members_can_be_scaled():

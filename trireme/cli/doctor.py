@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import platform
@@ -11,8 +12,10 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from shared.errors import TriremeError
+from shared.errors import PeerError, TriremeError
+from shared.etcd import NoSpace, Space
 from shared.etcd.embedded import READY_TIMEOUT_S, find_binary
+from shared.membership.settings import MemberSettings
 from shared.records import JobSpec
 from trireme.cli.version import version_of
 from trireme.launch import run_folder
@@ -21,6 +24,7 @@ from trireme.launch.run_folder import DATA_DIR
 
 LATE_EXPIRY_S = 0.5  # etcd may revoke an expired lease this late
 MASTER_TTL_S = 3.0
+ANSWER_S = 3.0
 
 
 def examine(data_dir: Path | None, *, as_json: bool) -> int:
@@ -29,6 +33,7 @@ def examine(data_dir: Path | None, *, as_json: bool) -> int:
         "python": lambda: f"{platform.python_version()} on {platform.platform(terse=True)}, {os.cpu_count()} cores",
         "torch": lambda: _installed("torch"),
         "etcd": _etcd,
+        "space": lambda: _space(data_dir or DATA_DIR),
         "ports": _ports,
         "data": lambda: _data(data_dir or DATA_DIR),
     }
@@ -51,7 +56,7 @@ def _find(check: Callable[[], str]) -> tuple[bool, str]:
     try:
         return True, check()
     except TriremeError as error:
-        return False, error.message
+        return False, f"{error.message}; {error.hint}" if error.hint else error.message
     except (OSError, subprocess.SubprocessError) as error:
         return False, f"{type(error).__name__}: {error}"
 
@@ -67,6 +72,34 @@ def _etcd() -> str:
     binary = find_binary()
     output = subprocess.run([str(binary), "--version"], capture_output=True, text=True, timeout=20, check=True)  # noqa: S603
     return f"{output.stdout.splitlines()[0].removeprefix('etcd Version: ')} at {binary}"
+
+
+def _space(data_dir: Path) -> str:
+    """Of the etcd in TRIREME_ETCD, else of the run that started last. Raises NoSpace."""
+    facts = None if os.environ.get("TRIREME_ETCD") else run_folder.read_run_file(data_dir, None)
+    if facts is None and not os.environ.get("TRIREME_ETCD"):
+        return f"{data_dir} holds no run, and TRIREME_ETCD names no etcd to ask"
+    settings = MemberSettings(job="doctor")
+    if facts is not None:
+        settings = settings.model_copy(update={"etcd": (str(facts["etcd"]),)})
+    where = ", ".join(settings.etcd)
+    try:
+        space = asyncio.run(_asked(settings))
+    except PeerError:
+        if facts is None:
+            raise
+        return f"the etcd of job {facts['job']} does not run"
+    if space.full:
+        raise NoSpace.told(where)
+    return f"etcd at {where} has stored {space.used_bytes / (1 << 20):.0f} MiB"
+
+
+async def _asked(settings: MemberSettings) -> Space:
+    etcd = settings.connect()
+    try:
+        return await etcd.space(timeout_s=ANSWER_S)
+    finally:
+        await etcd.close()
 
 
 def _ports() -> str:

@@ -25,6 +25,8 @@ SHOWN_EVENTS = {
     "checkpoint_unusable",
     "checkpoint_failed",
     "storage_away",
+    "etcd_out_of_space",
+    "etcd_has_space_again",
     "checkpoint_works_again",
     "started_over",
     "pserver_lost",

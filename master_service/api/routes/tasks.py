@@ -42,4 +42,4 @@ async def get_task(master: MasterOf, task_id: str) -> TaskView:
 @router.get("/task-summary", operation_id="getTaskSummary")
 async def get_task_summary(master: MasterOf) -> TaskSummary:
     """Counts of the current stage."""
-    return await committed(master, lambda: master.job.summary())
+    return await committed(master, master.job.summary)

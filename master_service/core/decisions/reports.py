@@ -28,7 +28,9 @@ def check_failure(member_id: str, failure: UserFailure) -> None:
 def check_trainer(job: Job, member_id: str) -> None:
     """Raises NotFound."""
     if member_id not in job.members.trainers and member_id not in job.state.trainers:
-        raise NotFound(f"no trainer {member_id} is registered in job {job.spec.job}; only trainers report what they trained")
+        raise NotFound(
+            f"no trainer {member_id} is registered in job {job.spec.job}; only trainers report what they trained"
+        )
 
 
 def most_steps(job: Job) -> int:

@@ -233,7 +233,9 @@ def test_a_late_write_of_a_former_sweeper_is_refused(fenced, monkeypatch) -> Non
             one = dispatchers["t1"]
             lock = await cluster.etcd.get(KEYS.sweep_lock)
             lease = await Etcd(cluster.simulated.transport("t1")).grant(60)
-            deposed = LeaderWriter(cluster.etcd, KEYS, one.writer, HeldLock(KEYS.sweep_lock, lock.create_revision - 1, lease))
+            deposed = LeaderWriter(
+                cluster.etcd, KEYS, one.writer, HeldLock(KEYS.sweep_lock, lock.create_revision - 1, lease)
+            )
             late = asyncio.ensure_future(deposed.decide(lambda job, _: lifecycle.fail(job.state, "a late decision")))
             await asyncio.wait([late])
             state = JobState.model_validate_json((await cluster.etcd.get(KEYS.state)).value)
@@ -253,9 +255,9 @@ def test_a_held_lock_whose_lease_is_over_writes_nothing() -> None:
             lease = await cluster.etcd.grant(2)
             await asyncio.sleep(3)
             with pytest.raises(NotLeader):
-                await LeaderWriter(cluster.etcd, KEYS, one.writer, HeldLock(KEYS.sweep_lock, lock.create_revision, lease)).decide(
-                    lambda job, _: lifecycle.fail(job.state, "late")
-                )
+                await LeaderWriter(
+                    cluster.etcd, KEYS, one.writer, HeldLock(KEYS.sweep_lock, lock.create_revision, lease)
+                ).decide(lambda job, _: lifecycle.fail(job.state, "late"))
             assert one.job.state.phase is Phase.RUNNING
 
     run_virtually(main)
