@@ -73,7 +73,7 @@ class OperationRunner:
             limit_s=limit_s,
             create_time=clock.timestamp(),
         )
-        begun = await self._writer.decide(lambda job, _: operations.ask(job, asked))
+        begun = await self._writer.decide(lambda job, _: operations.ask(job, asked, keyed=bool(key)))
         self.look_again()
         return self.get(begun.operation_id)
 

@@ -1,6 +1,7 @@
 """What the leader of a job does beside deciding on tasks: a master, or the trainer that sweeps a masterless job.
 
-members change -> membership (generation, lanes, phase) -> lost trainers' tasks go back, a rollback advances (recovery.py)
+members change -> membership (generation, lanes, phase) -> lost trainers' tasks go back
+               `-> a rollback advances (recovery.py); members join meanwhile, however slow the storage is
 every second   -> tasks past their deadline -> requeued, discarded, or (lanes) their trainer evicted
 beside that    -> pauses for checkpoints (pause_runner.py), what was asked for (operation_runner.py)
 """
@@ -36,7 +37,7 @@ class Supervisor:
         self.operations = OperationRunner(writer, storage, service.events)
         self.evictions = Evictions(etcd, keys, lock)
         self._writer = writer
-        self._changed = asyncio.Event()
+        self._changed, self._recoverable = asyncio.Event(), asyncio.Event()
         self._recovery = Recovery(etcd, keys, writer, storage, service.metrics, self.evictions)
         self._pauses = PauseRunner(keys, writer, lock.lease, on_end=self._changed.set)
 
@@ -45,6 +46,7 @@ class Supervisor:
         self._changed.set()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._reconcile_members())
+            group.create_task(self._recover())
             group.create_task(self._sweep())
             group.create_task(self._pauses.run())
             group.create_task(self.operations.run())
@@ -70,6 +72,13 @@ class Supervisor:
                 self._changed.set()  # a new phase may need more
             while await self._writer.decide(lambda job, _: tasks.put_back_lost(job)):
                 pass
+            self._recoverable.set()
+
+    async def _recover(self) -> None:
+        """Beside the members: reading a manifest may take long."""
+        while True:
+            await self._recoverable.wait()
+            self._recoverable.clear()
             try:
                 if await self._recovery.advance():
                     self._changed.set()

@@ -30,8 +30,8 @@ from master_service.core.changes import (
 )
 from master_service.core.state.job import Job
 from master_service.store.batch import merge
-from shared.errors import Conflict
-from shared.etcd import Compare, Delete, Etcd, KeyValue, Put, WatchEvent
+from shared.errors import Conflict, NotReady
+from shared.etcd import Compacted, Compare, Delete, Etcd, KeyValue, Put, WatchEvent
 from shared.etcd.reading import must_read, read_record, understood
 from shared.keys import Keys
 from shared.records import (
@@ -47,8 +47,12 @@ from shared.records import (
 from shared.records.operations import CheckpointRequest, Operation, OperationKind
 from shared.records.pauses import Losses
 from shared.records.queue import FailureCounts
+from shared.runtime import telemetry
 
 PAGE = 500
+READS = 5
+
+log = telemetry.logger("schema")
 
 
 def operations(keys: Keys, job: Job, changes: Iterable[Change]) -> list[Put | Delete]:
@@ -123,7 +127,7 @@ def _places(keys: Keys) -> dict[type[JobRecord], str]:
 def _request(keys: Keys, operation: Operation) -> tuple[Put | Delete, ...]:
     """The key that tells the members that a checkpoint is wanted: it is there while a CREATE_CHECKPOINT is running. At most one
     operation writes it at a time."""
-    if operation.kind is not OperationKind.CREATE_CHECKPOINT:
+    if operation.kind is not OperationKind.CREATE_CHECKPOINT or operation.joined:
         return ()
     if not operation.running:
         return (Delete(keys.checkpoint_request),)
@@ -132,7 +136,17 @@ def _request(keys: Keys, operation: Operation) -> tuple[Put | Delete, ...]:
 
 
 async def read_all(etcd: Etcd, keys: Keys) -> tuple[dict[str, KeyValue], int]:
-    """Every key of the job as of one revision, in pages, and that revision."""
+    """Every key of the job as of one revision, in pages, and that revision. Raises PeerError."""
+    for _ in range(READS):
+        try:
+            return await _read_pages(etcd, keys)
+        except Compacted as error:  # its history was deleted between two pages
+            log.warning("reading_begins_again", cause=error.message)
+    raise NotReady(f"etcd deleted the history of job {keys.job} {READS} times while it was read; try again")
+
+
+async def _read_pages(etcd: Etcd, keys: Keys) -> tuple[dict[str, KeyValue], int]:
+    """Raises Compacted."""
     found: dict[str, KeyValue] = {}
     first, end, revision = keys.prefix, keys.prefix[:-1] + "0", 0  # "0" follows "/"
     while True:

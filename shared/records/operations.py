@@ -27,6 +27,7 @@ class Operation(Record):
     """`checkpoint_id`, `step`: of the checkpoint (CREATE: once it is made). `cause`: who requested it, and why.
 
     `attempt`: how often the checkpoint was requested (CREATE). `timeline`: of the rollback it led to, 0 before (RESTORE).
+    `joined`: the operation that makes the same checkpoint, and whose end is this one's, too (CREATE).
     `limit_s`: how long it may take; a new master starts this time again. `error_code`: of shared.errors, when FAILED.
     """
 
@@ -40,6 +41,7 @@ class Operation(Record):
     step: int | None = None
     attempt: int = 1
     timeline: int = 0
+    joined: str = ""
     limit_s: float
     create_time: str = ""
     end_time: str = ""

@@ -23,37 +23,40 @@ from shared.records.record import MESSAGE_CHARACTERS, shortened
 
 ASK_AGAIN_S = 30.0  # after 30, 90, 210, ... seconds: lane 0 may have changed its owner, and the request was missed
 DRAIN_LIMIT_S = 60.0
-MAX_VERIFICATIONS = 16  # that run or wait; their files are read one after the other
+MAX_RUNNING = 16  # of a kind; the files of verifications are read one after the other
 AT_ONCE = 40  # operations in one transaction
 
 
 # -------------------------------------------------------------------- asking
 
 
-def ask(job: Job, asked: Operation) -> Decision[Operation]:
-    """Answers the operation: the one that the same key began before, or (CREATE) the one that is running already, whose
-    checkpoint is not made yet. Raises NotFound, Conflict."""
+def ask(job: Job, asked: Operation, *, keyed: bool = False) -> Decision[Operation]:
+    """Answers the operation: the one that the same key began before. (CREATE) If one is running already, its checkpoint is not
+    made yet: that one answers, or with a key of its own (`keyed`) one that joins it, so that the same key finds it again.
+    Raises NotFound, Conflict."""
     if (known := _known(job, asked)) is not None:
         return Decision(known)
     if asked.kind is not OperationKind.CREATE_CHECKPOINT:
         asked = asked.model_copy(update={"step": find_checkpoint(job, asked.checkpoint_id).step})
+    waiting = len(job.operations.running(asked.kind))
     match asked.kind:
         case OperationKind.CREATE_CHECKPOINT:
             _check_possible(job, "a checkpoint")
-            for running in job.operations.running(asked.kind):
-                return Decision(running)
-            return _begin(job, asked, "checkpoint_asked", "a checkpoint of one of the next steps")
+            for making in job.operations.making():
+                return _join(job, asked, making, waiting) if keyed else Decision(making)
+            return _begin(job, asked, _asked_event(asked, "checkpoint_asked", "a checkpoint of one of the next steps"))
         case OperationKind.RESTORE_CHECKPOINT:
             _check_possible(job, "going back to a checkpoint")
             for running in job.operations.running(asked.kind):
                 msg = f"the job is about to go back to step {running.step} already ({running.operation_id})"
                 raise Conflict(msg, hint="wait for its end", operation=running.operation_id)
-            return _begin(job, asked, "restore_asked", f"back to step {asked.step}, once its files are found good")
+            what = f"back to step {asked.step}, once its files are found good"
+            return _begin(job, asked, _asked_event(asked, "restore_asked", what))
         case OperationKind.VERIFY_CHECKPOINT:
-            if (waiting := len(job.operations.running(asked.kind))) >= MAX_VERIFICATIONS:
-                msg = f"{waiting} verifications run or wait already, at most {MAX_VERIFICATIONS} are taken"
+            if waiting >= MAX_RUNNING:
+                msg = f"{waiting} verifications run or wait already, at most {MAX_RUNNING} are taken"
                 raise Conflict(msg, hint="wait until one of them has ended")
-            return _begin(job, asked, "verify_asked", f"verify step {asked.step}")
+            return _begin(job, asked, _asked_event(asked, "verify_asked", f"verify step {asked.step}"))
 
 
 def ask_for_draining(job: Job, stamp: str) -> Decision[None]:
@@ -95,8 +98,7 @@ def not_begun(job: Job) -> list[Operation]:
     """Asynchronous: checkpoints that were asked for and have no pause yet."""
     if job.spec.mode is Mode.SYNC:
         return []
-    asked = job.operations.running(OperationKind.CREATE_CHECKPOINT)
-    return [operation for operation in asked if operation.step is None]
+    return [operation for operation in job.operations.making() if operation.step is None]
 
 
 def mark_begun(job: Job, step: int) -> Decision[None]:
@@ -124,6 +126,7 @@ def advance(job: Job, stamp: str) -> Decision[None]:
 def tick(job: Job, now: float, stamp: str) -> Decision[None]:
     """Operations past their limit fail; requests without an effect are repeated. AT_ONCE changes at most."""
     decision: Decision[None] = Decision(None)
+    making = job.operations.making()
     for operation in job.operations.running():
         if len(decision.changes) >= AT_ONCE:
             break
@@ -131,7 +134,7 @@ def tick(job: Job, now: float, stamp: str) -> Decision[None]:
         if spent_s > operation.limit_s:
             reason = f"not done within {operation.limit_s:g} s: it waited for {waits_for(job, operation)}"
             decision += _end(operation, OperationState.FAILED, reason, stamp, code=DeadlineExceeded.code)
-        elif operation.kind is OperationKind.CREATE_CHECKPOINT and spent_s > ASK_AGAIN_S * (2**operation.attempt - 1):
+        elif operation in making and spent_s > ASK_AGAIN_S * (2**operation.attempt - 1):
             again = operation.model_copy(update={"attempt": operation.attempt + 1, "step": None})
             message = f"still no checkpoint {spent_s:.0f} s after it was asked for: asked again"
             decision += Decision(None, (again,), (Event("checkpoint_asked", message, _fields(again)),))
@@ -180,6 +183,8 @@ def waits_for(job: Job, operation: Operation) -> str:
 
 def _advance_creation(job: Job, operation: Operation, stamp: str) -> Decision[None]:
     latest, state = job.members.latest, job.state
+    if operation.joined:
+        return _advance_joined(job, operation, stamp)
     if latest is not None:
         is_here = latest.timeline == state.timeline or latest.uuid == state.checkpoint
         paused = is_here and operation.step is not None and latest.step >= operation.step
@@ -191,6 +196,18 @@ def _advance_creation(job: Job, operation: Operation, stamp: str) -> Decision[No
         reason = f"the job is {state.phase} before the checkpoint was there"
         return _end(operation, OperationState.FAILED, reason, stamp, code=Conflict.code)
     return Decision(None)
+
+
+def _advance_joined(job: Job, operation: Operation, stamp: str) -> Decision[None]:
+    """It ends as the operation that makes the checkpoint has ended."""
+    maker = job.operations.records.get(operation.joined)
+    if maker is None:
+        reason = f"{operation.joined} made the checkpoint and is forgotten; see `trireme checkpoint list`"
+        return _end(operation, OperationState.FAILED, reason, stamp, code=NotFound.code)
+    if maker.running:
+        return Decision(None)
+    made = operation.model_copy(update={"checkpoint_id": maker.checkpoint_id, "step": maker.step})
+    return _end(made, maker.state, maker.reason, stamp, code=maker.error_code)
 
 
 def _advance_restoration(state: JobState, operation: Operation, stamp: str) -> Decision[None]:
@@ -246,12 +263,24 @@ def _check_possible(job: Job, what: str) -> None:
         raise Conflict(msg, hint="fix the cause and start the job again")
 
 
-def _begin(job: Job, asked: Operation, event: str, what: str) -> Decision[Operation]:
+def _join(job: Job, asked: Operation, making: Operation, waiting: int) -> Decision[Operation]:
+    """Raises Conflict if too many wait."""
+    if waiting >= MAX_RUNNING:
+        msg = f"{waiting} requests wait for the checkpoint that {making.operation_id} makes, at most {MAX_RUNNING} are taken"
+        raise Conflict(msg, hint="wait for that operation", operation=making.operation_id)
+    return _begin(job, asked.model_copy(update={"joined": making.operation_id}))
+
+
+def _asked_event(asked: Operation, name: str, what: str) -> Event:
+    return Event(name, f"{asked.cause}: {what}", _fields(asked))
+
+
+def _begin(job: Job, asked: Operation, *events: Event) -> Decision[Operation]:
     ended = [operation for operation in job.operations.records.values() if not operation.running]
     ended.sort(key=lambda operation: job.operations.since[operation.operation_id])
     surplus = min(AT_ONCE, max(0, len(ended) + 1 - KEPT))
     dropped: list[Change] = [DropOperation(old.operation_id) for old in ended[:surplus]]
-    return Decision(asked, (asked, *dropped), (Event(event, f"{asked.cause}: {what}", _fields(asked)),))
+    return Decision(asked, (asked, *dropped), events)
 
 
 def _end(operation: Operation, state: OperationState, reason: str, stamp: str, *, code: str = "") -> Decision[None]:

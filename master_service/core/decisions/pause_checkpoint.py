@@ -15,7 +15,6 @@ from master_service.core.state.job import Job
 from master_service.core.state.members import Members
 from shared.records import JobSpec, JobState, Mode, Phase
 from shared.records.checkpoints import CheckpointCut
-from shared.records.operations import OperationKind
 from shared.records.pauses import Pause, Saving
 
 
@@ -34,7 +33,7 @@ def begin(job: Job, uuid: str, lease: int, cause: str) -> Decision[Saving | None
     if not can_begin(job):
         return Decision(None)
     state = job.state
-    asked = job.operations.running(OperationKind.CREATE_CHECKPOINT)
+    asked = job.operations.making()
     saving = Saving(uuid=uuid, step=state.saved + 1, operation=asked[0].operation_id if asked else "")
     reason = f"checkpoint {saving.step} is taken: {cause}"
     update = {"phase": Phase.CHECKPOINTING, "saving": saving, "saved": saving.step, "reason": reason}

@@ -34,6 +34,10 @@ class Operations:
         found.sort(key=lambda operation: self.since[operation.operation_id])
         return [operation for operation in found if kind in (None, operation.kind)]
 
+    def making(self) -> list[Operation]:
+        """Those that checkpoints are made for, without those that joined one. Oldest first."""
+        return [operation for operation in self.running(OperationKind.CREATE_CHECKPOINT) if not operation.joined]
+
     def find(self, operation_id: str) -> Operation:
         """Raises NotFound."""
         found = self.records.get(operation_id)

@@ -56,7 +56,10 @@ def test_a_checkpoint_on_demand_is_done_when_one_that_carries_it_is_the_latest()
             assert begun.reason.startswith("waiting for the next step but one")
             assert await request_of(cluster) == CheckpointRequest(operation=begun.operation_id, attempt=1)
             assert (await create(master)).operation_id == begun.operation_id
-            assert (await create(master, "another key")).operation_id == begun.operation_id
+            assert (await create(master, "")).operation_id == begun.operation_id
+            another = await create(master, "another key")
+            assert another.operation_id != begun.operation_id
+            assert await request_of(cluster) == CheckpointRequest(operation=begun.operation_id, attempt=1)
             await commit(cluster, 40)  # by schedule: it was under way before
             waited = await master.term.operations.wait(begun.operation_id, 5.0)
             assert waited.running
@@ -65,7 +68,28 @@ def test_a_checkpoint_on_demand_is_done_when_one_that_carries_it_is_the_latest()
             assert (done.state, done.checkpoint_id, done.step) == (DONE, "at-42", 42)
             assert await request_of(cluster) is None
             assert (await create(master)).state is DONE
-            assert names(master).count("checkpoint_asked") == names(master).count("operation_done") == 1
+            joined = await ended(master, another)
+            assert (joined.state, joined.checkpoint_id, joined.step) == (DONE, "at-42", 42)
+            assert (await create(master, "another key")).operation_id == another.operation_id
+            assert await request_of(cluster) is None
+            assert (names(master).count("checkpoint_asked"), names(master).count("operation_done")) == (1, 2)
+
+    run_virtually(main)
+
+
+def test_requests_that_join_a_checkpoint_outlive_their_master_and_fail_with_it() -> None:
+    async def main() -> None:
+        cluster = MasterCluster(spec())
+        async with running(cluster, "t1") as first:
+            begun, joined = await create(first, limit_s=20.0), await create(first, "k2")
+            with pytest.raises(Conflict, match="at most 16 are taken"):
+                for number in range(20):
+                    await create(first, f"more-{number}")
+        async with leading(cluster.master("m2")) as second:
+            assert (await ended(second, begun)).state is FAILED
+            assert (await ended(second, joined)).error_code == "DEADLINE_EXCEEDED"
+            assert (await create(second, "k2")).operation_id == joined.operation_id
+            assert await request_of(cluster) is None
 
     run_virtually(main)
 

@@ -9,11 +9,11 @@ from master_service.control.pause_runner import PAUSE_LIMIT_S
 from master_service.core.decisions import queue_restore
 from master_service.leadership.master import Master
 from shared.records import JobState, Mode, Phase, PserverMember, Restored, TaskMeta, TrainerMember
-from shared.records.checkpoints import CheckpointCut
+from shared.records.checkpoints import CheckpointCut, CheckpointRef, Manifest
 from shared.records.pauses import Paused
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
-from tests.master_service.cluster import KEYS, MasterCluster, done, leading, running, spec_of, take
+from tests.master_service.cluster import KEYS, MasterCluster, Storage, done, leading, running, spec_of, take
 from tests.master_service.control.restoring import checkpoint
 
 
@@ -184,6 +184,44 @@ def test_a_pserver_that_loaded_a_checkpoint_that_is_deleted_loads_again() -> Non
                 update={"queue": {"meta": meta}, "mode": Mode.ASYNC}
             )
             await cluster.add_pserver(1, restored=Restored(timeline=0, checkpoint="at-2", rejoined=True, blocks=3))
+            await until(lambda: master.job.state.absent == (), "the return")
+
+    run_virtually(main)
+
+
+class SlowStorage(Storage):
+    """Reads a manifest once `gate` is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+
+    async def read_manifest(self, ref: CheckpointRef) -> Manifest:
+        await self.gate.wait()
+        return await super().read_manifest(ref)
+
+
+def test_members_join_and_leave_while_a_slow_storage_is_read() -> None:
+    async def main() -> None:
+        storage = SlowStorage()
+        cluster = MasterCluster(spec(), storage)
+        async with running(cluster, "t1") as master:
+            await checkpoint(cluster, 1)
+            await until(lambda: master.job.members.latest, "the checkpoint to be seen")
+            manifest = storage.manifests["at-1"]
+            assert not isinstance(manifest, Exception)
+            meta = TaskMeta(epoch=0, digest="d", seed=0, tasks=10).to_bytes().decode()
+            storage.manifests["at-1"] = manifest.model_copy(update={"queue": {"meta": meta}, "mode": Mode.ASYNC})
+            await cluster.lose("pserver-1")
+            await until(lambda: master.job.state.absent == (1,), "the loss")
+            await cluster.add_pserver(1, restored=Restored(timeline=0, checkpoint="at-1", rejoined=True, blocks=3))
+            await asyncio.sleep(0.5)
+            await cluster.add_trainer("t2")
+            await until(lambda: master.job.state.trainers == ("t1", "t2"), "t2 to join", 2)
+            await cluster.lose("t1")
+            await until(lambda: master.job.state.trainers == ("t2",), "t1 to leave", 2)
+            assert master.job.state.absent == (1,)
+            storage.gate.set()
             await until(lambda: master.job.state.absent == (), "the return")
 
     run_virtually(main)

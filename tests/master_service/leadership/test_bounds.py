@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from master_service.core.changes import Decision
-from master_service.core.decisions.operations import MAX_VERIFICATIONS
+from master_service.core.decisions.operations import MAX_RUNNING
 from shared.errors import Conflict, TooLarge
 from shared.records import FailTask, Phase, Stage, UserFailure
 from shared.records.checkpoints import CheckpointRef
@@ -71,9 +71,9 @@ def test_verifications_are_bounded_in_number_and_all_end_in_the_same_term() -> N
             for number in range(180):
                 with contextlib.suppress(Conflict):
                     begun.append(await master.term.operations.verify_checkpoint(f"k{number}", "a test", "at-40"))
-            with pytest.raises(Conflict, match=f"{MAX_VERIFICATIONS} verifications run or wait already"):
+            with pytest.raises(Conflict, match=f"{MAX_RUNNING} verifications run or wait already"):
                 await master.term.operations.verify_checkpoint("one more", "a test", "at-40")
-            assert len(begun) == MAX_VERIFICATIONS
+            assert len(begun) == MAX_RUNNING
             await asyncio.sleep(595)
             await until(lambda: not master.job.operations.running(), "the limits of all operations", 60)
             assert master.term.number == term

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from master_service.core.decisions import lifecycle
 from master_service.leadership.election import run_under_lease
 from master_service.leadership.master import Master
+from master_service.store import schema
 from master_service.store.batch import MAX_OPERATIONS
 from master_service.store.writer import MasterWriter
-from shared.errors import NotLeader, StateUnreadable
+from shared.errors import NotLeader, NotReady, StateUnreadable
 from shared.etcd import Compare, Etcd
+from shared.etcd.results import RangeResult
 from shared.records import MasterAddress, Mode, Phase, Stage, UserFailure
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
@@ -153,6 +156,39 @@ def test_a_job_that_cannot_be_read_is_refused(key: str) -> None:
         await cluster.etcd.put(key, b"7 or so")
         with pytest.raises(StateUnreadable, match=f"{key} in etcd cannot be understood: b'7 or so'"):
             await cluster.master("m2").run(asyncio.Event())
+
+    run_virtually(main)
+
+
+class CompactingEtcd(Etcd):
+    """Its history is deleted after the first page of each of the first `times` readings."""
+
+    times = 3
+
+    async def range(self, *args: Any, **options: Any) -> RangeResult:
+        page = await super().range(*args, **options)
+        if page.more and not options.get("revision") and self.times:
+            self.times -= 1
+            await self.put("/elsewhere", b"x")
+            await self.compact(page.revision + 1)
+        return page
+
+
+def test_history_that_is_deleted_between_two_pages_begins_the_reading_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schema, "PAGE", 3)
+
+    async def main() -> None:
+        cluster = MasterCluster(spec_of())
+        async with running(cluster, "t1") as first:
+            held = await take(cluster, first)
+        etcd = CompactingEtcd(cluster.simulated.transport("m2"))
+        found, revision = await schema.read_all(etcd, KEYS)
+        assert etcd.times == 0
+        assert KEYS.pending(held.task_id) in found
+        assert max(kv.mod_revision for kv in found.values()) <= revision
+        etcd.times = 100
+        with pytest.raises(NotReady, match="deleted the history of job j 5 times"):
+            await schema.read_all(etcd, KEYS)
 
     run_virtually(main)
 
