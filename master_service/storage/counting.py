@@ -18,6 +18,7 @@ from pathlib import PurePosixPath
 import numpy as np
 
 from master_service.core.queue.file_table import FileTable, TableFile
+from master_service.storage.partial_counts import Counter, PartialCounts
 from shared.datasets import npy
 from shared.datasets.custom_reader import load_custom
 from shared.datasets.line_scan import Lines, RecordScanner, chunks, data_start, refuse_compressed
@@ -28,24 +29,31 @@ from shared.storage import files
 THREADS = 8
 _MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
-Counter = Callable[[str], TableFile]
 Progress = Callable[[int, int], None]
 
 
-def count_records(dataset: Dataset, task_records: int, progress: Progress | None = None) -> FileTable:
-    """The file table of a dataset; `progress(files counted, files)` is called in the calling thread.
+def count_records(
+    dataset: Dataset, task_records: int, progress: Progress | None = None, partial: PartialCounts | None = None
+) -> FileTable:
+    """The file table of a dataset; `progress(files counted, files)` is called in the calling thread. With `partial` it goes on
+    where an earlier count was stopped, and can be stopped itself.
 
-    Raises DatasetError if no file matches, one cannot be read, or there is no record at all.
+    Raises DatasetError if no file matches, one cannot be read, or there is no record at all; CountingStopped.
     """
     files = _files(dataset)
     if isinstance(dataset, Npy):
         _check_names(dataset, files)
-    count = _counter(dataset, task_records)
+    check = partial.check if partial is not None else lambda: None
+    count = _counter(dataset, task_records, check)
+    if partial is not None:
+        partial.load()
     counted: list[TableFile] = []
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="count") as pool:
         try:
-            for file in pool.map(count, files):
+            for file in pool.map(_kept(partial, count), files):
                 counted.append(file)
+                if partial is not None:
+                    partial.keep()
                 if progress is not None:
                     progress(len(counted), len(files))
         except BaseException:
@@ -116,7 +124,12 @@ def _files(dataset: Dataset) -> list[str]:
     return chosen
 
 
-def _counter(dataset: Dataset, task_records: int) -> Counter:
+def _kept(partial: PartialCounts | None, count: Counter) -> Counter:
+    return count if partial is None else lambda url: partial.counted(url, count)
+
+
+def _counter(dataset: Dataset, task_records: int, check: Callable[[], None]) -> Counter:
+    """`check` is called often, and raises when counting shall stop."""
     match dataset:
         case Parquet():
             return lambda file: _count_or_empty(file, _count_parquet)
@@ -127,7 +140,7 @@ def _counter(dataset: Dataset, task_records: int) -> Counter:
         case Custom():
             return _custom_counter(dataset)
         case _:
-            return lambda file: _count_lines(file, dataset, task_records)
+            return lambda file: _count_lines(file, dataset, task_records, check)
 
 
 def _count_or_empty(file: str, count: Counter) -> TableFile:
@@ -151,13 +164,14 @@ def _count_bytes(file: str, dataset: Bytes) -> TableFile:
         return TableFile(file, max(0, (files.size(file) - dataset.overlap) // dataset.record_bytes))
 
 
-def _count_lines(file: str, dataset: Lines, task_records: int) -> TableFile:
+def _count_lines(file: str, dataset: Lines, task_records: int, check: Callable[[], None]) -> TableFile:
     refuse_compressed(file)
     records, offsets = 0, []
     with files.reading(file, dataset.kind), files.open_read(file) as source:
         scanner = RecordScanner(dataset, file, data_start(source))
         header = isinstance(dataset, Csv) and dataset.column_names is None
         for chunk in chunks(source):
+            check()
             starts, _ = scanner.feed(chunk)
             if header and len(starts):
                 starts, header = starts[1:], False

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from master_service.core.queue.file_table import FileTable
 from master_service.storage import counting
+from master_service.storage.partial_counts import CountingStopped, PartialCounts
 from shared.checkpoints import stored
 from shared.datasets.custom_reader import find_beside
 from shared.records import JobSpec
@@ -47,9 +48,23 @@ class FileStorage:
     async def count(self, source: Dataset, task_records: int) -> FileTable:
         if isinstance(source, Custom):
             find_beside(self._script)
-        table = await asyncio.to_thread(counting.count_records, source, task_records)
-        await asyncio.to_thread(counting.save, table, self._storage)
+        partial = PartialCounts(self._storage, source, task_records)
+        try:
+            table = await asyncio.to_thread(self._counted, source, task_records, partial)
+        finally:
+            partial.stop.set()  # a cancelled caller: the thread ends at the next chunk, and keeps what it has
         log.info("dataset_counted", table=repr(table))
+        return table
+
+    def _counted(self, source: Dataset, task_records: int, partial: PartialCounts) -> FileTable:
+        """Blocks. Raises DatasetError, CountingStopped."""
+        try:
+            table = counting.count_records(source, task_records, None, partial)
+        except CountingStopped:
+            partial.keep(now=True)
+            raise
+        counting.save(table, self._storage)
+        partial.remove()
         return table
 
     async def load_table(self, digest: str) -> FileTable:

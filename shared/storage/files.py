@@ -97,6 +97,18 @@ def size(url: str) -> int:
         return int(filesystem.size(path))
 
 
+def stamp(url: str) -> str:
+    """Changes whenever the file is written again; "" if the storage cannot say, or the file is not there."""
+    try:
+        filesystem, path = _resolve(url)
+        with _explaining(url):
+            found = filesystem.info(path)
+    except (OSError, InvalidArgument):
+        return ""
+    changed = next((str(found[name]) for name in ("ETag", "mtime", "LastModified", "created") if found.get(name)), "")
+    return f"{found.get('size')} {changed}" if changed else ""
+
+
 @contextmanager
 def open_read(url: str) -> Iterator[BinaryIO]:
     """The file, seekable, for reading. Raises OSError, InvalidArgument."""

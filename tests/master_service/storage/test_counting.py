@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import sys
+import time
+from pathlib import Path
 
 import fsspec
 import numpy as np
@@ -14,9 +17,12 @@ import pytest
 from master_service.core.queue.file_table import TableFile
 from master_service.storage.counting import count_records, load, save
 from master_service.storage.job_storage import FileStorage
+from master_service.storage.partial_counts import CountingStopped, PartialCounts
 from shared.errors import DatasetError, NotFound
 from shared.records import JobSpec
 from shared.records.datasets import Bytes, Csv, Custom, JsonLines, Npy, Parquet, TextLines
+from shared.storage import files
+from tests.equipment.waiting import until
 from trainer_agent.script.sample_records import first_records
 
 
@@ -206,3 +212,59 @@ def test_a_file_without_bytes_has_no_records_in_any_format(tmp_path, kind):
     both = kind(str(empty), str(full))
     assert [(file.path, file.records) for file in count_records(both, 4).files] == [(str(empty), 0), (str(full), 2)]
     assert len(first_records(both, 4)) == 2
+
+
+@pytest.mark.parametrize("storage", ["{}/storage", "memory://partial/job"])
+def test_counting_that_was_stopped_goes_on_with_what_is_unchanged(tmp_path, storage):
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.txt").write_text("1\n2\n3\n")
+    dataset, place = TextLines(str(tmp_path / "*.txt")), storage.format(tmp_path)
+    whole = count_records(dataset, 2)
+    first = PartialCounts(place, dataset, 2)
+    for name in ("a", "b"):
+        first.counted(str(tmp_path / f"{name}.txt"), lambda url: TableFile(url, 3, (0, 4)))
+    first.stop.set()
+    with pytest.raises(CountingStopped):
+        count_records(dataset, 2, None, first)
+    first.keep(now=True)
+    (tmp_path / "b.txt").write_text("1\n2\n3\n4\n")
+    second = PartialCounts(place, dataset, 2)
+    second.load()
+    counted = list[str]()
+
+    def count(url: str) -> TableFile:
+        counted.append(Path(url).name)
+        return TableFile(url, 1)
+
+    found = [second.counted(file.path, count).records for file in whole.files]
+    assert (counted, found) == (["b.txt", "c.txt"], [3, 1, 1])
+    table = count_records(dataset, 2, None, PartialCounts(place, dataset, 2))
+    assert [file.records for file in table.files] == [3, 4, 3]
+    assert PartialCounts(place, dataset, 3).counted(whole.files[0].path, count).records == 1, "of another task size"
+
+
+async def test_a_master_that_is_stopped_while_it_counts_ends_soon_and_keeps_its_counts(tmp_path, monkeypatch):
+    for number in range(40):
+        (tmp_path / f"{number:02}.txt").write_text("1\n2\n3\n")
+    stamp = files.stamp
+
+    def slow(url: str) -> str:
+        time.sleep(0.1)
+        return stamp(url)
+
+    monkeypatch.setattr(files, "stamp", slow)
+    dataset, place = TextLines(str(tmp_path / "*.txt")), str(tmp_path / "storage")
+    spec = JobSpec.model_validate({"job": "j", "script": "s.py", "storage": place, "dataset": dataset})
+    counting = asyncio.ensure_future(FileStorage(spec).count(dataset, 2))
+    await asyncio.sleep(0.5)
+    counting.cancel()
+    await asyncio.wait([counting])
+
+    def kept() -> list[Path]:
+        return list((tmp_path / "storage").glob("counting-*.json"))
+
+    await until(kept, "what was counted to be kept", 2)
+    monkeypatch.setattr(files, "stamp", stamp)
+    table = await FileStorage(spec).count(dataset, 2)
+    assert (len(table.files), table.records) == (40, 120)
+    assert kept() == []
