@@ -8,6 +8,7 @@ There are no locks: a block changes between two awaits, and a pull that sends it
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -17,7 +18,7 @@ from pserver_service.core.store import Store
 from shared.blocks.buffers import Allocate, Buffer, BufferPool
 from shared.checkpoints.schedule import Schedule
 from shared.errors import BadFrame, InvalidArgument, LayoutMismatch, NotReady, StaleGeneration, StepTorn, WrongOwner
-from shared.records import Mode
+from shared.records import JobState, Mode
 from shared.records.layout import ELEMENT_BYTES
 from shared.records.pauses import Torn
 from shared.records.step import StepRecord
@@ -45,6 +46,7 @@ class Pserver(BlockServer):
     """`index` and `schedule` (of checkpoints; None: none) are set once the index is claimed. `max_wait_s` limits how long a
     pull may wait for blocks. `in_doubt`: whether the index may belong to another process by now; no call is answered then.
     `snapshot_ready` is set when `store.take_snapshot()` has one. `timeline` and `checkpoint`: of the parameters, see JobState.
+    `job_state`: the job's state as etcd has it, set with the index; it says who may push and how far the fence may rise.
     `allocate`: where the memory of blocks comes from. `on_torn` is called when the parameters are lost."""
 
     def __init__(
@@ -67,6 +69,7 @@ class Pserver(BlockServer):
         self.checkpoint_error = ""
         self.on_torn: Callable[[Torn], None] = lambda _: None
         self.in_doubt: Callable[[], bool] = lambda: False
+        self.job_state: Callable[[], JobState | None] = lambda: None
         self._max_wait_s = max_wait_s
         self._allocate = allocate
 
@@ -207,6 +210,7 @@ class Pserver(BlockServer):
     def begin_push(self, header: PushHeader) -> OpenPush:
         """Raises as `push`."""
         store = self._ready(header)
+        self._check_pusher(header)
         self._fence(header)
         try:
             push = self.open_push(store, header)
@@ -219,7 +223,6 @@ class Pserver(BlockServer):
     def begin_pull(self, request: PullRequest, arrived: Callable[[], None]) -> OpenPull | PullEnd:
         """Raises as `pull`."""
         self._check(request)
-        self.generation = max(self.generation, request.generation)
         store = self.store
         if store is None:
             return PullEnd(code="NOT_READY", message=self._not_ready().message)
@@ -254,7 +257,24 @@ class Pserver(BlockServer):
         if self.is_stale(header.generation):
             msg = f"generation {header.generation} is stale: pserver {self.index} has seen {self.generation}; read the lanes again"
             raise StaleGeneration(msg, generation=self.generation)
-        self.generation = header.generation
+        state = self.job_state()
+        known = header.generation if state is None else state.generation
+        self.generation = max(self.generation, min(header.generation, known))
+
+    def _check_pusher(self, header: PushHeader) -> None:
+        """Only members push, and only in generations that etcd has: one frame of anybody else could fence them all."""
+        state = self.job_state()
+        if state is None:
+            return
+        if header.generation > state.generation:
+            msg = (
+                f"generation {header.generation} of trainer {header.trainer[:80]!r} is ahead of {state.generation}, the newest that "
+                f"pserver {self.index} has read from etcd: push again"
+            )
+            raise NotReady(msg)
+        if header.trainer not in state.trainers:
+            msg = f"trainer {header.trainer[:80]!r} is no member in generation {state.generation}: register, and read the lanes again"
+            raise StaleGeneration(msg, generation=state.generation)
 
     def _check(self, header: MessageHeader) -> None:
         if header.protocol != PROTOCOL_VERSION:
@@ -300,7 +320,12 @@ class Pserver(BlockServer):
         if request.version is not None and store.mode is Mode.ASYNC:
             msg = f"version {request.version} was asked for in async mode, where blocks have no common version: ask for None"
             raise InvalidArgument(msg)
-        foreign = next((number for number in request.blocks if number not in store.blocks), None)
-        if foreign is not None:
-            msg = f"block {foreign} is not at pserver {self.index}: read the slot map again"
-            raise WrongOwner(msg, block=foreign)
+        wanted = set(request.blocks)
+        if foreign := wanted - store.blocks.keys():
+            block = min(foreign)
+            msg = f"block {block} is not at pserver {self.index}: read the slot map again"
+            raise WrongOwner(msg, block=block)
+        if len(wanted) < len(request.blocks):
+            twice = min(block for block, times in Counter(request.blocks).items() if times > 1)
+            msg = f"block {twice} is named twice in one pull: name each block once"
+            raise InvalidArgument(msg, block=twice)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from shared.records import Mode, Record
 from shared.records.job_spec import Narrow
 from shared.records.layout import Layout
@@ -91,12 +93,12 @@ class PushAnswer(Record):
 
 
 class PullRequest(MessageHeader):
-    """`version` None: the current one. `wait_s`: longest wait for blocks that have not reached the version. `dtype`: float32
+    """`version` None: the current one. `blocks`: each once. `wait_s`: longest wait for blocks that have not reached the version. `dtype`: float32
     parameters are cast to it."""
 
     version: int | None = None
     blocks: tuple[int, ...]
-    wait_s: float = 0.0
+    wait_s: float = Field(default=0.0, allow_inf_nan=False)
     dtype: Narrow | None = None
 
 

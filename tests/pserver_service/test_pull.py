@@ -130,6 +130,12 @@ async def test_a_block_that_comes_in_the_moment_the_wait_runs_out_is_sent(pserve
     assert (set(blocks), end.code) == ({0}, "OK")
 
 
+async def test_a_block_that_is_named_twice_is_not_sent_twice(pserver):
+    with pytest.raises(InvalidArgument, match="block 0 is named twice in one pull: name each block once"):
+        await pulled(pserver, pull_request(0, [2, 0, 1, 2, 0]))
+    assert not pserver.pulls
+
+
 async def test_the_wait_of_a_pull_is_capped():
     pserver, _ = await initialised(LAYOUT, max_wait_s=0.02)
     async with asyncio.timeout(5):

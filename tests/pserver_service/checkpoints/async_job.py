@@ -24,7 +24,7 @@ def push_of(task, start, end, minibatches=4, **fields):
             "job": parts.JOB,
             "generation": 1,
             "mode": Mode.ASYNC,
-            "trainer": "t",
+            "trainer": parts.TRAINER,
             "task_id": str(task),
             "attempt": 1,
             "start": start,
@@ -59,7 +59,7 @@ async def opened(storage, **spec):
 async def push(cluster, task, start):
     answers = []
     for node in cluster.nodes.values():
-        if node.process.dead or node.pserver.store is None:
+        if node.process.dead or node.pserver.store is None or not await cluster.informed(node):
             continue
         gradients = parts.gradient(cluster.layout, start, task)
         items = [(PushBlock(block=n, count=1), parts.bytes_view(gradients[n])) for n in node.pserver.store.blocks]

@@ -80,7 +80,7 @@ class PserverCluster(Cluster):
         self.storage = storage
         self.layout = layout or parts.layout_of()
         self.slots = parts.slot_map(pservers)
-        self.state = JobState(phase=Phase.RUNNING, generation=1)
+        self.state = JobState(phase=Phase.RUNNING, generation=1, trainers=(parts.TRAINER,))
         self.nodes: dict[int, Node] = {}
         self.every: list[Node] = []
         CLUSTERS.append(self)
@@ -172,7 +172,23 @@ class PserverCluster(Cluster):
                         await self.push(node, step, lane, asked)
             await asyncio.sleep(0.001)
 
+    async def informed(self, node: Node) -> bool:
+        """Wait until the node has read the job's generation, as a trainer does whose pushes are ahead of it. False: it died or froze."""
+        generation, directory, process = self.state.generation, node.directory, node.process
+
+        def is_informed() -> bool:
+            return directory.state is not None and directory.state.generation >= generation
+
+        def is_out() -> bool:
+            return process.dead or process.frozen
+
+        await until(lambda: is_out() or is_informed(), f"{node.pserver!r} reads generation {generation}")
+        return not is_out()
+
     async def push(self, node: Node, step: int, lane: int, asked: CheckpointAsked | None = None) -> Any:
+        """None if the node died or froze before it could take it."""
+        if not await self.informed(node):
+            return None
         gradients = parts.gradient(self.layout, step, lane)
         header: PushHeader = parts.push_header(step, lane, generation=self.state.generation)
         if asked is not None and header.lane_zero is not None:

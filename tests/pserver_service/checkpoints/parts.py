@@ -21,6 +21,7 @@ from shared.wire.messages import InitHeader, PushBlock, PushHeader
 
 JOB = "ctr"
 LANES = 2
+TRAINER = "t"  # the only member that trains
 OPTIMIZERS = {
     "SGD": OptimizerSpec(name="SGD", defaults={"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}, groups=({},)),
     "plain SGD": OptimizerSpec(name="SGD", defaults={"lr": 0.1}, groups=({},)),
@@ -97,7 +98,7 @@ def push_header(step: int, lane: int, **fields) -> PushHeader:
             "job": JOB,
             "generation": 1,
             "mode": Mode.SYNC,
-            "trainer": "t",
+            "trainer": TRAINER,
             "step": step,
             "positions": (positions(step + 1)[lane],),
             "lane_zero": LaneZero(options=options, scheduler={"last_epoch": step}) if lane == 0 else None,

@@ -17,13 +17,13 @@ import pytest
 
 from pserver_service.__main__ import INDEX_LOST
 from shared.checkpoints import stored
-from shared.errors import PeerError
+from shared.errors import NotReady, PeerError
 from shared.etcd import Etcd, Put, connect
 from shared.keys import Keys
 from shared.records import JobSpec, JobState, Phase, PserverMember
 from shared.records.checkpoints import CheckpointLatest
 from shared.storage.files import TEMPORARY
-from shared.wire.messages import InitBlock, PushBlock
+from shared.wire.messages import InitBlock, PushAnswer, PushBlock, PushHeader
 from tests.equipment.etcd.real import embedded_etcd
 from tests.pserver_service.checkpoints import parts
 from tests.pserver_service.checkpoints.cluster import stream
@@ -44,7 +44,7 @@ class Job:
 
     def __init__(self, etcd: Etcd, url: str, storage: str) -> None:
         self.etcd, self.url, self.storage = etcd, url, storage
-        self.state = JobState(phase=Phase.RUNNING, generation=1)
+        self.state = JobState(phase=Phase.RUNNING, generation=1, trainers=(parts.TRAINER,))
         self.processes: list[asyncio.subprocess.Process] = []
 
     async def start(self, count: int) -> None:
@@ -161,8 +161,19 @@ class Job:
                     for n in numbers
                 ]
                 header = parts.push_header(step, lane, generation=generation)
-                applied += (await pserver.push(header, stream(items))).applied
+                applied += (await self._answer(pserver, header, items)).applied
         return applied
+
+    async def _answer(self, pserver: HttpPserver, header: PushHeader, items: list) -> PushAnswer:
+        """Again while the parameter server has not read the generation from etcd yet."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                try:
+                    return await pserver.push(header, stream(items))
+                except NotReady as error:
+                    if "ahead of" not in error.message:
+                        raise
+                await asyncio.sleep(0.02)
 
     async def train(self, first: int) -> None:
         """Until somebody is gone."""

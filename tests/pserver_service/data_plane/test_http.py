@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import socket
 
 import aiohttp
@@ -153,6 +154,21 @@ async def test_pull_and_ledger_bodies_are_checked(server):
             assert status in {400, 413}
     status, [error] = await server.raw("/v1/pull", codec.encode(pull_request(0, [99])))
     assert (status, error["code"]) == (421, "WRONG_OWNER")
+    status, [error] = await server.raw("/v1/pull", codec.encode(pull_request(0, [1, 0, 1])))
+    assert (status, error["code"]) == (400, "INVALID_ARGUMENT")
+    assert "block 1 is named twice" in error["message"]
+
+
+@pytest.mark.parametrize("wait_s", [math.nan, math.inf, -math.inf])
+async def test_a_pull_waits_a_finite_time(server, wait_s):
+    """Without a limit nobody would ever free it."""
+    await server.initialise()
+    status, [error] = await server.raw(
+        "/v1/pull", msgpack.packb({**pull_request(1, [0]).model_dump(), "wait_s": wait_s})
+    )
+    assert (status, error["code"]) == (400, "BAD_FRAME")
+    assert "wait_s" in error["message"]
+    assert not server.pserver.pulls
 
 
 async def test_unknown_paths_and_methods_are_errors_of_the_same_kind(server):

@@ -1,6 +1,7 @@
 """What ends an upgraded stream, on both event loops: what is malformed, silent, cut or slow; and what is given back."""
 
 import asyncio
+import math
 
 import pytest
 import torch
@@ -26,6 +27,11 @@ LONG_S = (
     3 * STALL_S
 )  # where something has to happen before the server's patience ends: a virtual machine may halt for a second
 
+
+def pulling(**fields):
+    return codec.encode({"id": 1, "call": "pull", "message": codec.plain(pull_request(1, [0])) | fields})
+
+
 BAD = [
     (b"GET / HTTP/1.1\r\n\r\n", "BAD_FRAME"),
     (b"\xc1", "BAD_FRAME"),
@@ -33,6 +39,7 @@ BAD = [
     (codec.encode({"id": 1, "call": "dance", "message": {}}), "BAD_FRAME"),
     (codec.encode({"id": 1, "call": "push", "message": {"step": "x"}}), "BAD_FRAME"),
     (codec.encode({"id": 1, "call": "pull", "message": {"blocks": "x"}}), "BAD_FRAME"),
+    (pulling(wait_s=math.nan), "BAD_FRAME"),
     (codec.encode({"id": 1, "end": True}), "BAD_FRAME"),
     (block(9), "BAD_FRAME"),
     (opening(1) + opening(1), "BAD_FRAME"),
