@@ -27,6 +27,11 @@ class Outbox:
         self._closed = True
         self._more.set()
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether all blocks are there; before, backward goes on."""
+        return self._closed
+
     async def started(self) -> bool:
         """Wait for the first block; False if there will be none."""
         return await self.at(0) is not None

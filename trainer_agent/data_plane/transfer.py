@@ -186,6 +186,8 @@ class Transfer:
                     return found
             if self.generation > header.generation:
                 return Verdict.STALE
+            if not outbox.is_closed:
+                backoff.waited(problem)  # the gradients of a large model may take longer than any time limit
             await backoff.failed(problem)
 
     async def claim(self, header: PushHeader) -> None:

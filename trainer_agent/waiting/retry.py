@@ -23,7 +23,8 @@ def backoff_s(failures: int) -> float:
 
 
 class Backoff:
-    """For one operation: `await failed(error)` after each failure. It sleeps, and raises DeadlineExceeded after `limit_s`."""
+    """For one operation: `await failed(error)` after each failure. It sleeps, and raises DeadlineExceeded once failures have
+    followed each other for `limit_s`."""
 
     def __init__(self, what: str, limit_s: float = LIMIT_S) -> None:
         self._what, self._limit_s = what, limit_s
@@ -32,24 +33,31 @@ class Backoff:
     def reset(self) -> None:
         """There was progress: the next failure counts as the first."""
         self._failures = 0
-        self._since = self._noticed = clock.monotonic()
+        self._failing_since: float | None = None
+        self._began = self._noticed = clock.monotonic()
 
     async def failed(self, error: object) -> None:
-        self._failures += 1
-        self.waited(error)
-        await asyncio.sleep(ids.jitter(backoff_s(self._failures)))
-
-    def waited(self, error: object) -> None:
-        """The peer itself made us wait: no pause is needed, but the limit counts. Raises DeadlineExceeded."""
         now = clock.monotonic()
-        if now - self._since > self._limit_s:
+        self._failures += 1
+        if self._failing_since is None:
+            self._failing_since = now
+        if now - self._failing_since > self._limit_s:
             raise DeadlineExceeded(
-                f"gave up after {now - self._since:.0f} s: {self._what}; the last answer: {error}",
+                f"gave up after {now - self._failing_since:.0f} s: {self._what}; the last answer: {error}",
                 hint="is that process alive and reachable from here?",
             )
+        self._notice(error, now)
+        await asyncio.sleep(ids.jitter(backoff_s(self._failures)))
+
+    def waited(self, cause: object) -> None:
+        """Somebody is still computing what is waited for. That may take any time, so the limit starts again."""
+        self._failing_since = None
+        self._notice(cause, clock.monotonic())
+
+    def _notice(self, cause: object, now: float) -> None:
         if now - self._noticed > NOTICE_S:
             self._noticed = now
-            log.warning("still_trying", what=self._what, seconds=round(now - self._since), cause=str(error))
+            log.warning("still_trying", what=self._what, seconds=round(now - self._began), cause=str(cause))
 
 
 async def retry(call: Callable[[], Awaitable[T]], what: str, limit_s: float = LIMIT_S) -> T:

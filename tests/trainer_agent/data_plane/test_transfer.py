@@ -1,13 +1,18 @@
-"""Pushes that are tried again, while whatever sent the last one is still about to hear of its end."""
+"""Pushes and pulls that are tried again: while whatever sent the last one is still about to hear of its end, and for how long."""
 
 from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
 
-from shared.errors import PeerError
-from shared.records import Mode
-from shared.wire.messages import PushAnswer, PushBlock, PushHeader
+import pytest
+
+from shared.errors import DeadlineExceeded, PeerError
+from shared.records import Mode, SlotMap
+from shared.records.step import StepRecord
+from shared.runtime import clock
+from shared.wire.messages import PulledBlock, PullEnd, PushAnswer, PushBlock, PushHeader
+from tests.trainer_agent.virtual_time import virtually
 from trainer_agent.data_plane.outbox import Outbox
 from trainer_agent.data_plane.transfer import Transfer
 from trainer_agent.data_plane.verdicts import Verdict
@@ -54,3 +59,94 @@ async def test_a_push_that_failed_while_its_sender_waits_for_a_block_is_tried_ag
     assert [item.block for item, _ in port.calls[1]] == [0, 1]
     assert [item.block for item, _ in late] == [1]
     assert suspected == [("ps-0", "it is gone")]
+
+
+class Vectors:
+    """One block in one segment."""
+
+    def __init__(self):
+        self.layout = SimpleNamespace(payloads=lambda _: {}, blocks=lambda: [SimpleNamespace(number=0)], slot_count=1)
+        self.block = memoryview(bytearray(4))
+
+    def staging(self, _):
+        return self.block
+
+
+def transfer_to(port):
+    async def changed(*_):
+        await asyncio.sleep(0.1)
+
+    directory = SimpleNamespace(
+        keys=SimpleNamespace(job="j"),
+        master=None,
+        pservers={0: SimpleNamespace(incarnation="ps-0")},
+        slots=SlotMap(version=1, owners=(0,)),
+        state=SimpleNamespace(generation=1),
+        revision=1,
+        changed=changed,
+    )
+    return Transfer(directory, lambda _: port, Vectors(), lambda *_: None)
+
+
+class SlowVersion:
+    """Has the version an hour after it was first asked for."""
+
+    def __init__(self):
+        self.there = None
+
+    async def pull(self, request, sink, done):
+        self.there = clock.monotonic() + 3600 if self.there is None else self.there
+        if clock.monotonic() < self.there:
+            await asyncio.sleep(request.wait_s)
+            return PullEnd(code="TOO_EARLY", message="1 blocks have not reached version 1")
+        sink(PulledBlock(block=0))
+        done(PulledBlock(block=0))
+        return PullEnd(code="OK", record=StepRecord(version=1, positions=()))
+
+
+def test_a_pull_waits_for_a_version_as_long_as_the_others_compute_it():
+    record = virtually(lambda: transfer_to(SlowVersion()).pull(1))
+    assert record.version == 1
+
+
+class BreaksOff:
+    """Breaks off three times after `after_s`, as a parameter server that got no block for long; then it answers."""
+
+    def __init__(self, after_s):
+        self.after_s, self.calls = after_s, 0
+
+    async def push(self, _, blocks):
+        self.calls += 1
+        if self.calls <= 3:
+            await asyncio.sleep(self.after_s)
+            raise PeerError("no block of a push came")
+        return PushAnswer(applied=len([each async for each in blocks]), generation=1)
+
+
+def test_a_push_has_no_time_limit_while_its_step_is_computed():
+    async def scenario():
+        port, outbox = BreaksOff(900), Outbox()
+        outbox.add(PushBlock(block=0, lanes=(0, 1), count=1), memoryview(b"1234"))
+        pushing = asyncio.create_task(transfer_to(port).push(0, HEADER, outbox))
+        await asyncio.sleep(3600)
+        outbox.close()
+        return await pushing
+
+    assert virtually(scenario) is Verdict.ACKNOWLEDGED
+
+
+def test_a_push_that_nobody_takes_ends_with_what_was_tried():
+    async def scenario():
+        class Gone:
+            async def push(self, *_):
+                raise PeerError("nobody there")
+
+        outbox = Outbox()
+        outbox.add(PushBlock(block=0, lanes=(0, 1), count=1), memoryview(b"1234"))
+        outbox.close()
+        return await transfer_to(Gone()).push(0, HEADER, outbox)
+
+    with pytest.raises(
+        DeadlineExceeded, match=r"gave up after 60\d s: pushing step 0 to pserver 0; the last answer: nobody there"
+    ):
+        virtually(scenario)
