@@ -12,7 +12,6 @@ from pserver_service.drain import Drain
 from pserver_service.recovery.rejoin import Rejoin
 from pserver_service.recovery.rollback import Rollback
 from shared.checkpoints.schedule import Schedule
-from shared.records import JobState
 
 
 class Member:
@@ -46,7 +45,7 @@ class Member:
         """Returns when the index is lost or not wanted any more. Raises DeadlineExceeded: none was free for `claim_wait_s`."""
         self._pserver.index = await self._own_index.claim_lowest(claim_wait_s)
         self._pserver.in_doubt = lambda: self._own_index.in_doubt
-        self._pserver.job_state = lambda: self._directory.state or JobState()
+        self._pserver.directory = self._directory
         self._pserver.on_torn = lambda torn: self._own_index.set(torn=torn)
         assert self._directory.spec is not None
         self._pserver.schedule = Schedule.of(self._directory.spec)

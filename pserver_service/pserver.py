@@ -18,6 +18,7 @@ from pserver_service.core.store import Store
 from shared.blocks.buffers import Allocate, Buffer, BufferPool
 from shared.checkpoints.schedule import Schedule
 from shared.errors import BadFrame, InvalidArgument, LayoutMismatch, NotReady, StaleGeneration, StepTorn, WrongOwner
+from shared.membership.directory import Directory
 from shared.records import JobState, Mode
 from shared.records.layout import ELEMENT_BYTES
 from shared.records.pauses import Torn
@@ -46,7 +47,7 @@ class Pserver(BlockServer):
     """`index` and `schedule` (of checkpoints; None: none) are set once the index is claimed. `max_wait_s` limits how long a
     pull may wait for blocks. `in_doubt`: whether the index may belong to another process by now; no call is answered then.
     `snapshot_ready` is set when `store.take_snapshot()` has one. `timeline` and `checkpoint`: of the parameters, see JobState.
-    `job_state`: the job's state as etcd has it, set with the index; it says who may push and how far the fence may rise.
+    `directory`: the job as etcd has it, set with the index; it says who may push, and how far fence and term may rise.
     `allocate`: where the memory of blocks comes from. `on_torn` is called when the parameters are lost."""
 
     def __init__(
@@ -69,7 +70,7 @@ class Pserver(BlockServer):
         self.checkpoint_error = ""
         self.on_torn: Callable[[Torn], None] = lambda _: None
         self.in_doubt: Callable[[], bool] = lambda: False
-        self.job_state: Callable[[], JobState | None] = lambda: None
+        self.directory: Directory | None = None
         self._max_wait_s = max_wait_s
         self._allocate = allocate
 
@@ -257,15 +258,14 @@ class Pserver(BlockServer):
         if self.is_stale(header.generation):
             msg = f"generation {header.generation} is stale: pserver {self.index} has seen {self.generation}; read the lanes again"
             raise StaleGeneration(msg, generation=self.generation)
-        state = self.job_state()
-        known = header.generation if state is None else state.generation
+        known = header.generation if self.directory is None else _state(self.directory).generation
         self.generation = max(self.generation, min(header.generation, known))
 
     def _check_pusher(self, header: PushHeader) -> None:
         """Only members push, and only in generations that etcd has: one frame of anybody else could fence them all."""
-        state = self.job_state()
-        if state is None:
+        if self.directory is None:
             return
+        state = _state(self.directory)
         if header.generation > state.generation:
             msg = (
                 f"generation {header.generation} of trainer {header.trainer[:80]!r} is ahead of {state.generation}, the newest that "
@@ -286,7 +286,7 @@ class Pserver(BlockServer):
         if self.in_doubt():
             msg = f"pserver {self.index} ({self.incarnation}) slept longer than its lease and asks etcd whether its index is still its own; ask again"
             raise NotReady(msg)
-        self.term = max(self.term, header.term)
+        self.term = max(self.term, header.term if self.directory is None else min(header.term, _term(self.directory)))
 
     def _ready(self, header: MessageHeader) -> Store:
         self._check(header)
@@ -329,3 +329,11 @@ class Pserver(BlockServer):
             twice = min(block for block, times in Counter(request.blocks).items() if times > 1)
             msg = f"block {twice} is named twice in one pull: name each block once"
             raise InvalidArgument(msg, block=twice)
+
+
+def _state(directory: Directory) -> JobState:
+    return directory.state or JobState()
+
+
+def _term(directory: Directory) -> int:
+    return directory.master.term if directory.master is not None else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shared.errors import NotReady, StaleGeneration
+from shared.records import MasterAddress
 from shared.records.step import StepRecord
 from shared.wire.messages import PullRequest, PushBlock
 from tests.equipment.waiting import until
@@ -70,6 +71,21 @@ def test_a_pull_fences_nobody(tmp_path):
         _, end = await pulled(node.pserver, PullRequest(job=parts.JOB, generation=BEYOND, version=0, blocks=blocks))
         assert end.code == "OK"
         await everybody_pushes(cluster, node)
+
+    fenced(scenario, tmp_path)
+
+
+def test_no_frame_raises_the_term_above_the_masters(tmp_path):
+    async def scenario(cluster, node):
+        blocks = tuple(node.pserver.store.blocks)
+        request = PullRequest(job=parts.JOB, generation=1, term=BEYOND, version=0, blocks=blocks)
+        for term, expected in ((None, 0), (7, 7), (None, 7)):
+            if term is not None:
+                await cluster.etcd.put(cluster.keys.master_address, MasterAddress(url="http://m", term=term).to_bytes())
+                await until(lambda: node.directory.master is not None, "it knows the master")
+            await pulled(node.pserver, request)
+            await push(cluster, node, term=BEYOND)
+            assert (await node.pserver.info()).term == expected
 
     fenced(scenario, tmp_path)
 
