@@ -33,6 +33,7 @@ class Config:
     push_every: int | None = None
     pull_every: int | None = None
     clip_norm: float | None = None
+    on_nonfinite: str | None = None
     threads_per_trainer: int | None = None
     device: str | None = None
     shuffle: bool | None = None

@@ -28,6 +28,7 @@ from shared.records.datasets import Dataset
 from shared.runtime import clock
 from trainer_agent.data import Minibatch, default_collate, minibatch_indices, minibatches_in, open_dataset
 from trainer_agent.model.export import write_model
+from trainer_agent.model.finite import NonFiniteError, check_gradients, check_loss
 from trainer_agent.model.flat import trained_parameters
 from trainer_agent.model.minibatch import BackwardGuard, on_device, seed_everything
 from trainer_agent.model.optimizer_spec import checked_scheduler
@@ -112,38 +113,59 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     model = checked_model(user.call("model")).to(device)
     optimizer = user.call("optimizer", model)
     scheduler = checked_scheduler(user.call("scheduler", optimizer)) if user.has("scheduler") else None
-    trained, guard = list(trained_parameters(model, optimizer).values()), BackwardGuard(user)
+    trained, guard = trained_parameters(model, optimizer), BackwardGuard(user)
     hooks = [
         parameter.register_post_accumulate_grad_hook(guard.permit)  # type: ignore[no-untyped-call]
-        for parameter in trained
+        for parameter in trained.values()
     ]
     result = PlainResult(model, optimizer)
     progress = _ProgressLines(spec, table.records, report)
     for epoch in range(spec.epochs):
-        loss_sum, records = 0.0, 0
+        loss_sum, records, trained_records = 0.0, 0, 0
         for minibatch in epoch_minibatches(spec, table, epoch):
             seed_everything(step_seed(spec.seed, result.steps, 0))
             model.train()
             optimizer.zero_grad()
+            buffers = [buffer.clone() for buffer in model.buffers()] if spec.on_nonfinite == "skip" else []
             loss = guard.call("loss", model, _batch(user, minibatch, device))
             guard.run(loss)
-            if spec.clip_norm is not None:
-                nn.utils.clip_grad_norm_(trained, spec.clip_norm)
-            user.guard(optimizer.step)
+            if (error := _nonfinite(spec, loss, trained)) is None:
+                if spec.clip_norm is not None:
+                    nn.utils.clip_grad_norm_(trained.values(), spec.clip_norm)
+                user.guard(optimizer.step)
+                loss_sum += loss.item() * len(minibatch)
+                trained_records += len(minibatch)
+            elif spec.on_nonfinite == "skip":
+                report(f"step {result.steps} is left out: {error}")
+                for buffer, before in zip(model.buffers(), buffers, strict=True):
+                    buffer.copy_(before)
+            else:
+                raise user.error_of(error)
             if scheduler is not None:
                 user.guard(scheduler.step)
-            loss_sum += loss.item() * len(minibatch)
             records += len(minibatch)
             result.steps += 1
-            progress.update(epoch, result.steps, records, loss_sum / records)
-        result.records += records
-        result.losses.append(loss_sum / records)
+            progress.update(epoch, result.steps, records, loss_sum / max(trained_records, 1))
+        result.records += trained_records
+        result.losses.append(loss_sum / max(trained_records, 1))
         progress.update(epoch, result.steps, records, result.losses[-1], final=True)
     for hook in hooks:
         hook.remove()  # the model is the caller's now
     if spec.evaluation_dataset is not None:
         result.metrics = _evaluate(user, spec, spec.evaluation_dataset, model, device)
     return result
+
+
+def _nonfinite(spec: JobSpec, loss: torch.Tensor, trained: Mapping[str, nn.Parameter]) -> NonFiniteError | None:
+    """What is not finite in this minibatch, if the job minds."""
+    if spec.on_nonfinite == "ignore":
+        return None
+    try:
+        check_loss(loss.item())
+        check_gradients({name: p.grad for name, p in trained.items() if p.grad is not None})
+    except NonFiniteError as error:
+        return error
+    return None
 
 
 def epoch_minibatches(spec: JobSpec, table: FileTable, epoch: int) -> Iterator[Minibatch]:

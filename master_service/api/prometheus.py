@@ -37,6 +37,9 @@ class _Collector:
         yield GaugeMetricFamily("trireme_epoch", "epoch under way", value=job.training.current)
         yield GaugeMetricFamily("trireme_step", "highest step reported", value=metrics.step)
         yield CounterMetricFamily("trireme_trained_records", "records reported as trained", value=metrics.records)
+        yield CounterMetricFamily(
+            "trireme_skipped_records", "records left out: their loss or gradient was not finite", value=metrics.skipped
+        )
         yield GaugeMetricFamily("trireme_records_per_second", "over 15 s", value=metrics.rate(clock.monotonic()))
         phase = GaugeMetricFamily("trireme_phase", "1 for the job's phase and stage", labels=["phase", "stage"])
         phase.add_metric([str(job.state.phase), str(job.state.stage)], 1)

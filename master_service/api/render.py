@@ -219,7 +219,9 @@ def metrics(kept: Metrics, metric: str, page_size: int, page_token: str) -> Metr
     after = _offset(page_token) if page_token else -1
     numbers = sorted(number for number in series if number > after)
     page, more = _page(numbers, 0, page_size)
-    points = tuple(MetricPoint(number=n, loss=series[n].loss, records=series[n].records) for n in page)
+    points = tuple(
+        MetricPoint(number=n, loss=series[n].loss, records=series[n].records, skipped=series[n].skipped) for n in page
+    )
     return MetricPage(metric=metric, points=points, next_page_token=str(page[-1]) if more else "")
 
 

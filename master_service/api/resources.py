@@ -170,11 +170,13 @@ class EventPage(Record):
 
 
 class MetricPoint(Record):
-    """One step (or epoch): mean loss over its records."""
+    """One step (or epoch): mean loss over its records. `skipped`: records left out, because their loss or gradient was not
+    finite (`on_nonfinite: skip`)."""
 
     number: int
     loss: float | None
     records: int
+    skipped: int = 0
 
 
 class MetricPage(Record):

@@ -15,8 +15,8 @@ from pserver_service.context import PserverContext
 from shared.checkpoints import writer
 from shared.checkpoints.async_cut import Cut, GivenUp, cut_at
 from shared.checkpoints.commit import PendingCheckpoint
-from shared.checkpoints.storage_problem import ADVICE
-from shared.errors import PeerError
+from shared.checkpoints.storage_problem import advice_for
+from shared.errors import InvalidArgument, PeerError
 from shared.etcd import Compare, LeaseLost, Put
 from shared.etcd.reading import read_record
 from shared.records import JobSpec, Mode
@@ -64,7 +64,7 @@ class Independent:
                 await asyncio.sleep(ids.jitter(RETRY_S))
             except Exception as error:
                 self._failed(spec, error)
-                if not isinstance(error, OSError):
+                if not isinstance(error, OSError | InvalidArgument):
                     log.exception("checkpoint_failed", index=self._pserver.index)
                 last = begin
 
@@ -155,5 +155,6 @@ class Independent:
     def _failed(self, spec: JobSpec, error: Exception) -> None:
         place = files.join(spec.storage, "checkpoints")
         index = self._pserver.index
-        self._pserver.checkpoint_error = f"pserver {index} cannot write its checkpoint below {place}: {error}; {ADVICE}"
+        what = f"pserver {index} cannot write its checkpoint below {place}: {error}"
+        self._pserver.checkpoint_error = f"{what}; {advice_for(error)}"
         log.error("checkpoint_failed", message=self._pserver.checkpoint_error)

@@ -17,7 +17,7 @@ from shared.checkpoints import stored, writer
 from shared.checkpoints.async_cut import GivenUp, read_cut
 from shared.checkpoints.background import Offload
 from shared.checkpoints.commit import Committer, PendingCheckpoint
-from shared.checkpoints.storage_problem import ADVICE, StorageProblem
+from shared.checkpoints.storage_problem import StorageProblem, advice_for
 from shared.errors import InvalidArgument, PeerError
 from shared.etcd import Delete, LeaseLost, Operation, Put
 from shared.records.checkpoints import CheckpointPart, CheckpointStarted
@@ -40,7 +40,8 @@ async def write_part(
         context.keys.job, pending.uuid, version, pending.timeline, index, pending.layout.digest
     )
     url = files.join(stored.folder(context.spec.storage, pending.uuid), pending.file)
-    summary = await offload(writer.write_part, url, lambda: metadata | ledger_metadata(snapshot), snapshot)
+    finite = writer.parameters_of(pending.layout) if context.spec.on_nonfinite != "ignore" else ()
+    summary = await offload(writer.write_part, url, lambda: metadata | ledger_metadata(snapshot), snapshot, finite)
     return CheckpointPart(
         step=version,
         timeline=pending.timeline,
@@ -185,4 +186,4 @@ class Checkpointer:
     def _message(self, step: int, error: Exception) -> str:
         place = files.join(self._context.spec.storage, "checkpoints")
         what = f"its part of the checkpoint of step {step}"
-        return f"pserver {self._pserver.index} cannot write {what} below {place}: {error}; {ADVICE}"
+        return f"pserver {self._pserver.index} cannot write {what} below {place}: {error}; {advice_for(error)}"

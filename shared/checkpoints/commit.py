@@ -20,7 +20,7 @@ from shared.checkpoints.async_cut import Cut, GivenUp
 from shared.checkpoints.background import Offload
 from shared.checkpoints.part_owner import PartOwner
 from shared.checkpoints.schedule import is_final, is_newer, kept_after
-from shared.checkpoints.storage_problem import ADVICE, StorageProblem
+from shared.checkpoints.storage_problem import StorageProblem, advice_for
 from shared.checkpoints.view import CheckpointView
 from shared.errors import InvalidArgument, PeerError
 from shared.etcd import Compare, Delete, Etcd, Get, KeyValue, LeaseLost, OutcomeUnknown, Put
@@ -196,7 +196,7 @@ class Committer:
 
     def _message(self, pending: PendingCheckpoint, error: Exception) -> str:
         step = pending.record.version
-        return f"the checkpoint of step {step} is written and cannot be committed: {error}; {ADVICE}"
+        return f"the checkpoint of step {step} is written and cannot be committed: {error}; {advice_for(error)}"
 
     def _forget_old(self) -> None:
         latest = self.seen.latest

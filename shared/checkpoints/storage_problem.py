@@ -8,11 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shared.checkpoints.part_owner import PartOwner
+from shared.errors import InvalidArgument
 from shared.runtime import telemetry
 
-ADVICE = "training goes on and the checkpoints before it stay; make room or give the job a storage that can be written"
 
 log = telemetry.logger("checkpoints.storage")
+
+
+def advice_for(error: Exception) -> str:
+    """What to do about a checkpoint that could not be written because of `error`."""
+    given = error.hint if isinstance(error, InvalidArgument) else ""
+    remedy = given or "make room or give the job a storage that can be written"
+    return f"training goes on and the checkpoints before it stay; {remedy}"
 
 
 class StorageProblem:

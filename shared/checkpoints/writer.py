@@ -5,24 +5,54 @@ Snapshot -> pserver-<i>.<token>.safetensors        Manifest -> manifest-<md5>.js
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+import torch
 
 from shared.blocks.snapshot import Snapshot
 from shared.checkpoints import stored
+from shared.errors import InvalidArgument
 from shared.records.checkpoints import Manifest
+from shared.records.layout import Layout
 from shared.storage import files, tensor_file
 from shared.storage.tensor_file import Entry, Summary
 
 
 def write_part(
-    url: str, metadata: Callable[[], Mapping[str, str]], snapshot: Snapshot, *, rest: Callable[[], None] = lambda: None
+    url: str,
+    metadata: Callable[[], Mapping[str, str]],
+    snapshot: Snapshot,
+    finite: Collection[str] = (),
+    *,
+    rest: Callable[[], None] = lambda: None,
 ) -> Summary:
-    """All tensors of a snapshot; `metadata` may be slow to make; `rest` is called between chunks. Raises OSError."""
+    """All tensors of a snapshot; `metadata` may be slow to make; `rest` is called between chunks. Raises OSError; InvalidArgument
+    if a tensor named in `finite` is not: such a checkpoint must not take the place of a good one."""
     tensors = []
+    for name in finite:
+        if name in snapshot.tensors:
+            _check_finite(name, snapshot.tensors[name].buffer.tensor)
+            rest()
     for name, saved in snapshot.tensors.items():
         dtype = str(saved.buffer.tensor.dtype).removeprefix("torch.")
         tensors.append((Entry(name, dtype, saved.shape), saved.buffer.view))
     return tensor_file.write(url, metadata(), tensors, rest)
+
+
+def parameters_of(layout: Layout) -> list[str]:
+    """Names of the tensors of parameters in the snapshots of that layout."""
+    return [f"block.{block.number}" for block in layout.blocks() if layout.segments[block.segment].kind == "param"]
+
+
+def _check_finite(name: str, values: torch.Tensor) -> None:
+    bad = 0 if math.isfinite(values.sum().item()) else int((~values.isfinite()).sum())
+    if bad:
+        msg = f"{bad} of {values.numel()} parameters in {name} are NaN or infinite"
+        hint = (
+            "go back to the checkpoint before, with a lower learning rate; on_nonfinite = ignore saves such parameters"
+        )
+        raise InvalidArgument(msg, hint=hint)
 
 
 def part_metadata(job: str, uuid: str, version: int, timeline: int, index: int, digest: str) -> dict[str, str]:

@@ -30,7 +30,8 @@ class JobSpec(Record):
     """The user's settings; written once. Durations in seconds, sizes in bytes.
 
     `gradient_dtype`, `parameter_dtype`: dtypes in which float32 gradients and parameters are sent. `error_feedback` (asynchronous
-    only; None: on whenever gradients are cast): the rounding error of a cast is added to the next push."""
+    only; None: on whenever gradients are cast): the rounding error of a cast is added to the next push. `on_nonfinite`: what
+    a loss or gradient that is NaN or infinite does: the job fails, the minibatch is left out, or it is trained all the same."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -52,6 +53,7 @@ class JobSpec(Record):
     push_every: int = Field(default=1, ge=1)
     pull_every: int = Field(default=1, ge=1)
     clip_norm: float | None = Field(default=None, gt=0)
+    on_nonfinite: Literal["fail", "skip", "ignore"] = "fail"
     threads_per_trainer: int = Field(default=1, ge=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     shuffle: bool = True

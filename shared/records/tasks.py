@@ -11,14 +11,15 @@ from shared.records.record import Id, Message, Name, Record, Traceback
 
 
 class UserFailure(Record):
-    """An exception of the user's module. `task`: where it happened, as text (`task 7 (file.parquet rows 0-511)`). Texts that are
-    too long are cut, and say so."""
+    """An exception of the user's module. `task`: where it happened, as text (`task 7 (file.parquet rows 0-511)`). `fatal`: it
+    ends the job at once, whatever failures the job may still have. Texts that are too long are cut, and say so."""
 
     error_type: Name
     message: Message
     traceback: Traceback = ""
     task: Message = ""
     trainer: Name = ""
+    fatal: bool = False
 
 
 class TaskKind(StrEnum):
@@ -146,12 +147,14 @@ class TrainerProgress(Record):
 
 
 class StepMetrics(Record):
-    """One trainer's share of a step (sync) or of some minibatches (async): sum of loss x records."""
+    """One trainer's share of a step (sync) or of some minibatches (async): sum of loss x records. `skipped`: records left out
+    because a loss or gradient was not finite."""
 
     step: int
     epoch: int
     loss_sum: float
     records: int
+    skipped: int = 0
 
 
 class MetricBatch(Record):

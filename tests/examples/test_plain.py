@@ -16,6 +16,9 @@ from master_service.core.queue.epoch_order import EpochOrder
 from master_service.storage.counting import count_records
 from shared.errors import DatasetError, InvalidArgument, UserCodeError
 from shared.lanes import step_seed
+from tests.trainer_agent.cluster import trained
+from tests.trainer_agent.loops.test_nonfinite import script_with
+from tests.trainer_agent.scripts import differing, spec_for
 from trainer_agent.data import minibatch_indices
 from trainer_agent.script.user_module import load
 from trireme.plain import epoch_minibatches, plain_spec, run, train
@@ -112,6 +115,28 @@ def test_settings_come_from_flags_then_the_environment_then_the_script(tmp_path,
     monkeypatch.setenv("TRIREME_EPOCHS", "7")
     spec = plain_spec(user, {"epochs": 3})
     assert (spec.epochs, spec.seed, spec.global_batch_size, spec.lanes, spec.minibatch_size) == (3, 8, 8, 1, 8)
+
+
+def test_a_loss_that_is_not_finite_ends_it_or_is_left_out(tmp_path):
+    path = script(tmp_path)
+    y = np.load(tmp_path / "y.npy")
+    y[7] = np.nan
+    np.save(tmp_path / "y.npy", y)
+    user, said = load(path), []
+    with pytest.raises(UserCodeError, match="NonFiniteError: the loss is nan; lower the learning rate"):
+        run(user, plain_spec(user, {}))
+    result = run(user, plain_spec(user, {"on_nonfinite": "skip"}), report=said.append)
+    assert [line.partition(";")[0].partition(": ")[2] for line in said if "left out" in line] == ["the loss is nan"] * 2
+    assert 2 * (RECORDS - 8) <= result.records <= 2 * (RECORDS - 4)
+    assert all(bool(value.isfinite().all()) for value in result.model.state_dict().values())
+    ignored = run(user, plain_spec(user, {"on_nonfinite": "ignore"}))
+    assert not all(bool(value.isfinite().all()) for value in ignored.model.state_dict().values())
+
+
+async def test_what_is_left_out_is_the_same_as_in_a_cluster(tmp_path):
+    spec = spec_for(script_with(tmp_path, "gradient"), shuffle=False, lanes=1, epochs=2, on_nonfinite="skip")
+    exported = await trained(spec)
+    assert differing(exported, run(load(spec.script), spec).model.state_dict()) == []
 
 
 def test_the_users_collate_gets_records(tmp_path):

@@ -157,6 +157,9 @@ class TinyCompute:
                 finished(block)
         return LaneResult(float(sum(names)), len(names))
 
+    def samples(self, node: Interval) -> int:
+        return sum(self._lanes[lane][1] for lane in range(*node))
+
     def contribution(self, node: Interval, block: int) -> memoryview:
         dtype, own = self._payloads[block], self._view(self._nodes[node], block)
         if dtype is None:

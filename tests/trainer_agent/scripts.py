@@ -79,8 +79,8 @@ def spec_for(script: Path, **values: Any) -> JobSpec:
     return JobSpec(**chosen)
 
 
-def train_plainly(script: Path, spec: JobSpec) -> dict[str, torch.Tensor]:
-    """The state_dict after an ordinary loop over the minibatches of lane 0 of one lane."""
+def train_plainly(script: Path, spec: JobSpec, steps: int | None = None) -> dict[str, torch.Tensor]:
+    """The state_dict after an ordinary loop over the minibatches of lane 0 of one lane; after `steps` of them, if that is given."""
     assert spec.lanes == 1
     user = load(script)
     torch.set_num_threads(1)
@@ -96,6 +96,8 @@ def train_plainly(script: Path, spec: JobSpec) -> dict[str, torch.Tensor]:
             first = task * spec.task_records
             count = min(spec.task_records, RECORDS - first)
             for number in range(minibatches_in(count, spec.minibatch_size)):
+                if step == steps:
+                    return dict(model.state_dict())
                 chosen = first + minibatch_indices(
                     spec.seed, epoch, task, count, spec.minibatch_size, number, shuffle=spec.shuffle
                 )

@@ -75,12 +75,14 @@ class Outboxes(dict[int, Outbox]):
         super().__init__((index, Outbox()) for index in routes.blocks)
         self._owners, self._dtypes = routes.owners, dtypes
 
-    def adder(self, lanes: Interval, count: int, contribution: Callable[[int], memoryview]) -> Callable[[int], None]:
-        """A function that adds a finished block of `lanes`, which have `count` records together."""
+    def adder(
+        self, lanes: Interval, samples: Callable[[], int], contribution: Callable[[int], memoryview]
+    ) -> Callable[[int], None]:
+        """A function that adds a finished block of `lanes`, which have `samples()` records together."""
         owners, dtypes = self._owners, self._dtypes
 
         def add(block: int) -> None:
-            item = PushBlock.model_construct(block=block, lanes=lanes, count=count, dtype=dtypes[block])
+            item = PushBlock.model_construct(block=block, lanes=lanes, count=samples(), dtype=dtypes[block])
             self[owners[block]].add(item, contribution(block))
 
         return add

@@ -16,7 +16,7 @@ from functools import partial
 
 from shared.errors import DeadlineExceeded, Gone, StaleGeneration, TriremeError, UserCodeError
 from shared.lanes import step_seed
-from shared.records import Mode, StepMetrics, Task, TaskKind
+from shared.records import Mode, Task, TaskKind
 from shared.records.pauses import Paused
 from shared.records.step import LaneZero
 from shared.runtime import telemetry
@@ -28,7 +28,7 @@ from trainer_agent.data_plane.verdicts import Verdict
 from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of
 from trainer_agent.membership.pause import PauseResponder
-from trainer_agent.model.compute import Records
+from trainer_agent.model.compute import LaneResult, Records, metrics_of
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TrainingOver, outcome_of
 from trainer_agent.waiting.retry import Backoff
 from trainer_agent.waiting.single_error import SingleErrorGroup
@@ -125,7 +125,7 @@ class AsyncLoop:
             except TaskFailed as failed:
                 self._held = None
                 log.warning("task_failed", task=failed.task.task_id, cause=str(failed.error))
-                await self._source.fail(failed.task, failed.error)
+                await self._source.fail(failed.task, failed.error, failed.place)
         return None
 
     async def _may_go_on(self) -> bool:
@@ -212,7 +212,7 @@ class AsyncLoop:
         number = self._push_number(task, count, start)
         options = await self._options_of(number)
         outboxes = Outboxes(self._transfer.routes, self._dtypes)
-        computed, loss_sum = False, 0.0
+        results: list[LaneResult] = []
         while True:
             header = PushHeader(
                 **self._transfer.envelope(),
@@ -227,9 +227,8 @@ class AsyncLoop:
                 minibatches=count,
             )
             async with self._transfer.pushing(header, outboxes, self._spec.skip_after_seconds) as verdicts:
-                if not computed:
-                    loss_sum = await self._gradients(task, minibatches, outboxes)
-                    computed = True
+                if not results:
+                    results = await self._gradients(task, minibatches, outboxes)
             if Verdict.FENCED in verdicts.values():
                 raise Superseded(f"attempt {task.attempt} of task {task.task_id} was overtaken by another trainer")
             if Verdict.STALE not in verdicts.values():
@@ -240,29 +239,31 @@ class AsyncLoop:
         for index, found in verdicts.items():
             if found is Verdict.SKIPPED:
                 self._skipped[index] = self._skipped.get(index, 0) + end - start
-        records = sum(len(minibatch) for minibatch in minibatches.values())
-        self._reports.share(StepMetrics(step=number, epoch=task.epoch, loss_sum=loss_sum, records=records))
+        self._reports.share(metrics_of(results, number, task.epoch))
         self._unpulled += end - start
         if self._unpulled >= self._spec.pull_every:
             await self._pull()
 
-    async def _gradients(self, task: Task, minibatches: Mapping[int, Records], outboxes: Outboxes) -> float:
-        """The weighted mean over the minibatches, block by block into the outboxes; the sum of the losses."""
+    async def _gradients(
+        self, task: Task, minibatches: Mapping[int, Records], outboxes: Outboxes
+    ) -> list[LaneResult]:
+        """The weighted mean over the minibatches, block by block into the outboxes."""
         self._compute.forget_nodes()
         node = min(minibatches), max(minibatches) + 1
-        count = sum(len(minibatch) for minibatch in minibatches.values())
-        finished = outboxes.adder((0, 1), count, partial(self._compute.contribution, node))
-        loss_sum = 0.0
+        samples = partial(self._compute.samples, node)
+        finished = outboxes.adder((0, 1), samples, partial(self._compute.contribution, node))
+        results: list[LaneResult] = []
         base = step_seed(self._spec.seed, task.epoch, int(task.task_id))
         for number, records in minibatches.items():
             seed = step_seed(base, number, 0)
             try:
-                result = await self._compute.gradient(node, number, seed, records, finished)
+                results.append(await self._compute.gradient(node, number, seed, records, finished))
             except UserCodeError as error:
-                raise TaskFailed(task, error) from error
-            loss_sum += result.loss_sum
+                raise TaskFailed(task, error, f"minibatch {number}") from error
+            if skipped := results[-1].skipped:
+                log.warning("minibatch_skipped", task=task.task_id, minibatch=number, records=skipped)
         outboxes.close()
-        return loss_sum
+        return results
 
     def _push_number(self, task: Task, count: int, start: int) -> int:
         """The number of this push if one trainer did all of the training in order; the schedule goes by it."""

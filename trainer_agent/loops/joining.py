@@ -73,7 +73,7 @@ class Joiner:
         except TaskFailed as failed:
             log.warning("task_failed", task=failed.task.task_id, attempt=failed.task.attempt, cause=str(failed.error))
             self._readers.drop(failed.task)
-            await self._source.fail(failed.task, failed.error)
+            await self._source.fail(failed.task, failed.error, failed.place)
         except TrainingOver:
             return False
         return True

@@ -23,7 +23,7 @@ from trainer_agent.data_plane.outbox import Outboxes
 from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.joining import REFRESH_S, Joiner
 from trainer_agent.loops.timeline import RolledBack, timeline_of
-from trainer_agent.model.compute import LaneResult
+from trainer_agent.model.compute import LaneResult, metrics_of
 from trainer_agent.tasks.lane_reader import LaneReaders, Portion
 
 SETTLE_S = 10.0
@@ -44,12 +44,8 @@ class Step:
 
     def metrics(self) -> StepMetrics | None:
         """This trainer's share of the loss, if it had any records."""
-        results = [result for _, result in self.shares.values()]
-        records = sum(result.records for result in results)
-        if not records:
-            return None
-        loss_sum = sum(result.loss_sum for result in results)
-        return StepMetrics(step=self.number, epoch=self.positions[0].epoch, loss_sum=loss_sum, records=records)
+        share = metrics_of([result for _, result in self.shares.values()], self.number, self.positions[0].epoch)
+        return share if share.records or share.skipped else None
 
     def finished_tasks(self) -> list[Task]:
         """The tasks whose last records were in this step."""

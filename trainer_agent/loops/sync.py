@@ -95,8 +95,8 @@ class SyncLoop:
         """Forward and backward of each lane's minibatch. A node is a group of lanes whose mean gradient is pushed as one."""
         self._compute.forget_nodes()
         for node in nodes_to_compute(work.lanes):
-            count = sum(len(work.portions[lane].records or ()) for lane in range(*node))
-            finished = work.outboxes.adder(node, count, partial(self._compute.contribution, node))
+            samples = partial(self._compute.samples, node)
+            finished = work.outboxes.adder(node, samples, partial(self._compute.contribution, node))
             for lane in range(*node):
                 portion, seed = work.portions[lane], step_seed(self._spec.seed, step.number, lane)
                 try:
@@ -104,7 +104,9 @@ class SyncLoop:
                 except UserCodeError as error:
                     if portion.task is None:
                         raise
-                    raise TaskFailed(portion.task, error) from error
+                    raise TaskFailed(portion.task, error, f"step {step.number}, lane {lane}") from error
+                if skipped := work.results[lane].skipped:
+                    log.warning("minibatch_skipped", step=step.number, lane=lane, records=skipped)
         work.outboxes.close()
         work.computed = True
         for lane, portion in work.portions.items():

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from shared.lanes import Interval
+from shared.records import StepMetrics
 from shared.records.job_spec import Narrow
 from shared.records.layout import Layout
 from shared.records.step import LaneZero
@@ -22,10 +23,23 @@ Records = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class LaneResult:
-    """Of one minibatch: loss x records, and the number of records."""
+    """Of one minibatch: loss x records, and the number of records. `skipped`: records that were left out, because the loss or a
+    gradient was not finite."""
 
     loss_sum: float
     records: int
+    skipped: int = 0
+
+
+def metrics_of(results: Sequence[LaneResult], step: int, epoch: int) -> StepMetrics:
+    """The sums of these minibatches."""
+    return StepMetrics(
+        step=step,
+        epoch=epoch,
+        loss_sum=sum(result.loss_sum for result in results),
+        records=sum(result.records for result in results),
+        skipped=sum(result.skipped for result in results),
+    )
 
 
 class Compute(Protocol):
@@ -73,6 +87,9 @@ class Compute(Protocol):
 
     def contribution(self, node: Interval, block: int) -> memoryview:
         """Bytes of a finished block of a node, readable until `forget_nodes`; may be empty if no lane had records."""
+
+    def samples(self, node: Interval) -> int:
+        """How many records the mean of a node with a finished block is of."""
 
     def forget_nodes(self) -> None:
         """All contributions may be overwritten: their pushes are over, or the step is computed again."""

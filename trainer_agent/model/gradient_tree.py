@@ -18,6 +18,7 @@ import torch
 from shared.blocks.narrow import DTYPES, round_to
 from shared.lanes import Interval, combine
 from shared.records.job_spec import Narrow
+from trainer_agent.model.finite import is_finite
 from trainer_agent.model.flat import Plan, Vector
 from trainer_agent.model.send_buffers import SendBuffers, overflow
 
@@ -37,7 +38,8 @@ class GradientTree:
     """The nodes of one step. `open` ... `finish(block)` ... `close` around a node's last lane, `add` for the lanes before.
 
     `send_buffers`: for finished blocks that are not sent from the slot they were computed in. `rounded`: the dtype that each
-    block is rounded to at every node. `shared`: see Vector. `add`, `finish` and `close` raise OverflowError if a value does
+    block is rounded to at every node. `finite`: a last lane whose gradients are not finite is noticed as its blocks finish;
+    then the node is `broken`, and no more of it is announced. `shared`: see Vector. `add`, `finish` and `close` raise OverflowError if a value does
     not fit the dtype.
     """
 
@@ -48,9 +50,13 @@ class GradientTree:
         send_buffers: SendBuffers | None = None,
         rounded: Sequence[Narrow | None] = (),
         *,
+        finite: bool = False,
         shared: bool = False,
     ) -> None:
         self._plan, self._device, self._send_buffers = plan, device, send_buffers
+        self._checked = [finite and plan.layout.segments[block.segment].kind == "param" for block in plan.blocks]
+        self._sums: list[torch.Tensor] = []
+        self.broken = False
         self._shared = shared and send_buffers is None
         self._rounded = rounded if any(rounded) else [None] * len(plan.blocks)
         self._rounds = any(rounded)
@@ -60,6 +66,7 @@ class GradientTree:
         self._memory: dict[int, list[memoryview]] = {}
         self._entries: list[Entry] = []
         self._results: dict[Interval, int | None] = {}
+        self._samples: dict[Interval, int] = {}
         self._fold: list[Entry] = []
         self._done: list[bool] = []
         self._announce: Callable[[int], object] = bool
@@ -89,7 +96,7 @@ class GradientTree:
         """All slots may be overwritten. Slots that no recent step needed are freed."""
         if self._send_buffers is not None:
             self._send_buffers.drain(bool)  # copies of a minibatch that failed
-        self._entries, self._results = [], {}
+        self._entries, self._results, self._samples = [], {}, {}
         self._steps += 1
         if self._steps == WATCHED_STEPS:
             kept = self._needed or len(self.slots)
@@ -100,6 +107,9 @@ class GradientTree:
             del self.slots[kept:]
             self._steps = self._needed = 0
         self._free = list(reversed(range(len(self.slots))))
+
+    def samples(self, node: Interval) -> int:
+        return self._samples[node]
 
     def contribution(self, node: Interval, block: int) -> memoryview:
         """Bytes of a finished block (none where the node is empty)."""
@@ -132,6 +142,8 @@ class GradientTree:
         """The node's last lane starts: choose the slot of the result (that of the leftmost subtree with data)."""
         self._fold = [*self._entries, last]
         self._results[node] = next((entry.slot for entry in self._fold if entry.count), None)
+        self._samples[node] = sum(entry.count for entry in self._fold)
+        self._sums, self.broken = [], False
         self._result, self._announce = self._results[node], announce
         self._done = [False] * len(self._plan.blocks)
 
@@ -144,6 +156,10 @@ class GradientTree:
         *lefts, right = self._fold
         total, count = self.slots[right.slot].blocks[block] if right.slot is not None else None, right.count
         with torch.no_grad():
+            if total is not None and self._checked[block] and not self._seems_finite(total):
+                self.broken = True
+            if self.broken:
+                return
             self.round_node(block, total)
             for left in reversed(lefts):
                 mine = self.slots[left.slot].blocks[block] if left.slot is not None else None
@@ -159,10 +175,32 @@ class GradientTree:
         for block, done in enumerate(self._done):
             if not done:
                 self.finish(block)
+        if self._sums:
+            self.broken = not is_finite(torch.stack(self._sums)) and self._has_values_that_are_not_finite()
         if self._send_buffers is not None:
-            self._send_buffers.drain(self._announce)
+            self._send_buffers.drain(bool if self.broken else self._announce)
         self._free += [e.slot for e in reversed(self._fold) if e.slot is not None and e.slot != self._result]
         self._entries, self._fold, self._announce = [], [], bool
+
+    def _seems_finite(self, values: torch.Tensor) -> bool:
+        """On a GPU `close` looks at the sum: here it would have to be waited for."""
+        if self._device.type == "cpu":
+            return is_finite(values)
+        self._sums.append(values.sum(dtype=torch.float32))
+        return True
+
+    def _has_values_that_are_not_finite(self) -> bool:
+        slot = self._fold[-1].slot
+        return slot is not None and not self.is_finite(slot)
+
+    def is_finite(self, slot: int) -> bool:
+        """Whether all gradients in a slot are."""
+        segments = zip(self._plan.layout.segments, self.slots[slot].segments, strict=True)
+        return all(is_finite(values) for segment, values in segments if segment.kind == "param")
+
+    def free(self, slot: int) -> None:
+        """A slot that is in no entry."""
+        self._free.append(slot)
 
     def _round_all(self, entry: Entry) -> None:
         if self._rounds and entry.slot is not None:

@@ -23,6 +23,7 @@ from shared.errors import DatasetError, UserCodeError
 from trainer_agent.data.collate import default_collate
 from trainer_agent.model.buffers import LiveBuffers
 from trainer_agent.model.compute import Records
+from trainer_agent.model.finite import check_gradients, check_loss
 from trainer_agent.model.flat import Plan, Vector
 
 
@@ -36,7 +37,7 @@ class UserCode(Protocol):
 
     def guard(self, code: Callable[..., Any], *arguments: Any) -> Any: ...
 
-    def error_of(self, error: BaseException) -> UserCodeError: ...
+    def error_of(self, error: BaseException, *, fatal: bool = False) -> UserCodeError: ...
 
 
 OWN_BACKWARD = (
@@ -76,13 +77,20 @@ class BackwardGuard:
 
 
 class MinibatchRunner:
-    """Runs in one thread. `parameters`: those of `plan`, in its order."""
+    """Runs in one thread. `parameters`: those of `plan`, in its order. `finite`: losses and norms that are not are refused."""
 
     def __init__(
-        self, user: UserCode, model: nn.Module, plan: Plan, parameters: list[nn.Parameter], clip_norm: float | None
+        self,
+        user: UserCode,
+        model: nn.Module,
+        plan: Plan,
+        parameters: list[nn.Parameter],
+        clip_norm: float | None,
+        *,
+        finite: bool = True,
     ) -> None:
         self._user, self._model, self._plan, self._parameters = user, model, plan, parameters
-        self._device, self._clip_norm = parameters[0].device, clip_norm
+        self._device, self._clip_norm, self._finite = parameters[0].device, clip_norm, finite
         self.buffers = LiveBuffers(model, plan)
         self._views: weakref.WeakKeyDictionary[Vector, list[torch.Tensor]] = weakref.WeakKeyDictionary()
         self.gradient_views: list[torch.Tensor] = []  # by parameter: where this backward's gradients belong
@@ -108,6 +116,7 @@ class MinibatchRunner:
         written to `gradients`; the result is loss x records.
 
         `finish(block)` is called while backward runs, for each block whose gradients are all there, if that can be known.
+        Raises NonFiniteError.
         """
         overlaps = finish is not None and self._may_overlap
         self._finish, self._missing = finish or bool, list(self._members) if overlaps else None
@@ -116,6 +125,8 @@ class MinibatchRunner:
         seed_everything(seed)
         self._model.train()
         loss = self._checked(self._guard.call("loss", self._model, self._batch(records)))
+        on_cpu = self._device.type == "cpu"
+        value = self._value(loss) if on_cpu else None  # on a GPU it would wait for forward
         self._made = [0] * len(self._parameters)
         self._guard.run(loss)
         self._check_made()
@@ -123,10 +134,11 @@ class MinibatchRunner:
         for view, made in zip(self.gradient_views, self._made, strict=True):
             if not made:
                 view.zero_()
+        value = self._value(loss) if value is None else value
         if self._clip_norm is not None:
-            nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
+            self._clip(self._clip_norm)
         self.buffers.store(gradients)
-        return float(loss.item()) * len(records)
+        return value * len(records)
 
     def evaluate(self, records: Records, current: Vector) -> dict[str, float]:
         """Sums over the minibatch, in evaluation mode."""
@@ -148,6 +160,11 @@ class MinibatchRunner:
             return {"loss": sums["loss"] / sums["records"]}
         return dict(sums)
 
+    def check_gradients(self) -> None:
+        """Of the last backward. Raises NonFiniteError, which names a parameter."""
+        names = (place.name for place in self._plan.parameters)
+        check_gradients(dict(zip(names, self.gradient_views, strict=True)))
+
     # ------------------------------------------------------------ the batch and the loss
 
     def _batch(self, records: Records) -> Any:
@@ -168,6 +185,19 @@ class MinibatchRunner:
             found = "a scalar that does not depend on the parameters"
         message = f"loss(model, batch) returned {found}; return the minibatch's mean loss, a scalar with a gradient"
         raise self._user.error_of(TypeError(message))
+
+    def _value(self, loss: torch.Tensor) -> float:
+        value = float(loss.item())
+        if self._finite:
+            check_loss(value)
+        return value
+
+    def _clip(self, limit: float) -> None:
+        """As nn.utils.clip_grad_norm_."""
+        norm = nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+        if self._finite and not torch.isfinite(norm):
+            self.check_gradients()
+        nn.utils.clip_grads_with_norm_(self._parameters, limit, norm)
 
     def _numbers(self, what: str, found: Any) -> dict[str, float]:
         if not isinstance(found, Mapping):

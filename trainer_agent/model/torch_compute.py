@@ -29,6 +29,7 @@ from shared.runtime.light_torch import optimizers_without_compiler
 from trainer_agent.model import optimizer_spec as optimizers
 from trainer_agent.model.compute import LaneResult, Records
 from trainer_agent.model.export import write_model
+from trainer_agent.model.finite import NonFiniteError
 from trainer_agent.model.flat import Plan, Vector, bytes_of, plan
 from trainer_agent.model.gradient_tree import Entry, GradientTree
 from trainer_agent.model.minibatch import MinibatchRunner, UserCode
@@ -63,8 +64,19 @@ class TorchCompute:
                 self.plan, self._device, spec.gradient_dtype, feedback=feedback, shared=shared
             )
         rounded = payloads if spec.mode is Mode.SYNC else ()
-        self.tree = GradientTree(self.plan, self._device, self.send_buffers, rounded, shared=shared)
-        self.minibatch = MinibatchRunner(user, self.model, self.plan, self._parameters, spec.clip_norm)
+        self._finite, self._skips = spec.on_nonfinite != "ignore", spec.on_nonfinite == "skip"
+        self._sums_blocks = self._finite and spec.clip_norm is None  # to clip, the norm of all gradients is computed
+        self.tree = GradientTree(
+            self.plan,
+            self._device,
+            self.send_buffers,
+            rounded,
+            finite=self._sums_blocks and not self._skips,
+            shared=shared,
+        )
+        self.minibatch = MinibatchRunner(
+            user, self.model, self.plan, self._parameters, spec.clip_norm, finite=self._finite
+        )
         self.initial_lane_zero()
 
     def __repr__(self) -> str:
@@ -166,6 +178,9 @@ class TorchCompute:
     def contribution(self, node: Interval, block: int) -> memoryview:
         return self.tree.contribution(node, block)
 
+    def samples(self, node: Interval) -> int:
+        return self.tree.samples(node)
+
     def forget_nodes(self) -> None:
         self.tree.forget()
 
@@ -174,17 +189,40 @@ class TorchCompute:
     ) -> LaneResult:
         entry = Entry(1, len(records), self.tree.take()) if records else Entry(1, 0, None)
         last = lane == node[1] - 1
-        if last:
+        overlaps = last and not self._skips  # what is announced cannot be left out any more
+        if overlaps:
             self.tree.open(node, entry, announce)
-        loss_sum = 0.0
-        if records and entry.slot is not None:
-            gradients, finish = self.tree.vector(entry.slot), self.tree.finish if last else None
-            loss_sum = self.minibatch.backward(records, seed, self._current, gradients, finish)
-        if last:
-            self._user.guard(self.tree.close)
-        else:
+        loss_sum, skipped = 0.0, 0
+        try:
+            if records and entry.slot is not None:
+                loss_sum = self._backward(entry.slot, records, seed, overlaps=overlaps)
+            if overlaps:
+                self._close(entry)
+        except NonFiniteError as error:
+            if not self._skips or entry.slot is None:
+                raise self._user.error_of(error, fatal=True) from error
+            self.tree.free(entry.slot)
+            entry, loss_sum, skipped = Entry(1, 0, None), 0.0, entry.count
+        if last and not overlaps:
+            self.tree.open(node, entry, announce)
+            self._close(entry)
+        elif not last:
             self._user.guard(self.tree.add, entry)
-        return LaneResult(loss_sum, entry.count)
+        return LaneResult(loss_sum, entry.count, skipped)
+
+    def _backward(self, slot: int, records: Records, seed: int, *, overlaps: bool) -> float:
+        """Raises NonFiniteError."""
+        finish = self.tree.finish if overlaps else None
+        loss_sum = self.minibatch.backward(records, seed, self._current, self.tree.vector(slot), finish)
+        if not overlaps and self._sums_blocks and not self.tree.is_finite(slot):
+            self.minibatch.check_gradients()
+        return loss_sum
+
+    def _close(self, last: Entry) -> None:
+        """Raises NonFiniteError."""
+        self._user.guard(self.tree.close)
+        if self.tree.broken and last.slot is not None:
+            self.minibatch.check_gradients()
 
     # ------------------------------------------------------------ after training
 

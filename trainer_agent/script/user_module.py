@@ -75,10 +75,10 @@ class UserModule:
             )
         return cast("Dataset", found)
 
-    def error_of(self, error: BaseException) -> UserCodeError:
+    def error_of(self, error: BaseException, *, fatal: bool = False) -> UserCodeError:
         """`error` as UserCodeError, with the traceback cut down to the frames below the script's folder. If there are none, it
-        has the frames of libraries, never ours."""
-        return _user_code_error(error, _message(error), self.path.parent)
+        has the frames of libraries, never ours. `fatal`: see UserFailure."""
+        return _user_code_error(error, _message(error), self.path.parent, fatal=fatal)
 
 
 def load(script: str | Path) -> UserModule:
@@ -137,12 +137,15 @@ def _config(path: Path, config: Any) -> dict[str, Any]:
     return dict(config)
 
 
-def _user_code_error(error: BaseException, message: str, folder: Path, prefix: str = "") -> UserCodeError:
+def _user_code_error(
+    error: BaseException, message: str, folder: Path, prefix: str = "", *, fatal: bool = False
+) -> UserCodeError:
     return UserCodeError(
         f"{prefix}{type(error).__name__}: {message}",
         error_type=type(error).__name__,
         error_message=message,
         traceback="".join(_trimmed(error, folder)),
+        fatal=fatal,
     )
 
 

@@ -96,4 +96,5 @@ def failure_of(error: TriremeError, *, task: str = "", trainer: str = "") -> Use
         traceback=str(error.details.get("traceback", "")),
         task=task,
         trainer=trainer,
+        fatal=bool(error.details.get("fatal")),
     )

@@ -41,7 +41,11 @@ class MetricBuffer:
             self.since = now
         known = self.steps.get(share.step)
         if known:
-            summed = {"loss_sum": known.loss_sum + share.loss_sum, "records": known.records + share.records}
+            summed = {
+                "loss_sum": known.loss_sum + share.loss_sum,
+                "records": known.records + share.records,
+                "skipped": known.skipped + share.skipped,
+            }
             share = share.model_copy(update=summed)
         self.steps[share.step] = share
         if len(self.steps) > KEPT_STEPS:

@@ -33,11 +33,11 @@ class TrainingOver(Exception):
 
 
 class TaskFailed(Exception):
-    """A task's records could not be read, or the user's code failed on them."""
+    """A task's records could not be read, or the user's code failed on them. `place`: which of them, as text."""
 
-    def __init__(self, task: Task, error: TriremeError) -> None:
+    def __init__(self, task: Task, error: TriremeError, place: str = "") -> None:
         super().__init__(f"task {task.task_id} attempt {task.attempt}: {error}")
-        self.task, self.error = task, error
+        self.task, self.error, self.place = task, error, place
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +127,10 @@ class TaskSource:
             log.info("report_refused", task=task.task_id, cause=error.message)
             return None
 
-    async def fail(self, task: Task, error: TriremeError) -> None:
+    async def fail(self, task: Task, error: TriremeError, place: str = "") -> None:
         """This attempt failed. The master decides whether the task is tried again, discarded, or the job fails."""
-        failure = failure_of(error, task=described(task), trainer=self.trainer)
+        where = ", ".join(filter(None, (described(task), place)))
+        failure = failure_of(error, task=where, trainer=self.trainer)
         failed = FailTask(
             trainer=self.trainer, attempt=task.attempt, failure=failure, epoch=task.epoch, timeline=task.timeline
         )

@@ -43,7 +43,11 @@ def count_failure(budget: FailureBudget, state: JobState, failure: UserFailure, 
 
     Before the first committed step, the same error twice ends the job: it would fail every time. After that step a failure
     inside a task does not count here: the task is discarded when its own failures are spent. One outside tasks always counts.
+    A fatal one ends the job at once.
     """
+    if failure.fatal:
+        where = f" in {failure.task}" if failure.task else ""
+        return fail(state, f"{failure.error_type}{where}: {failure.message}", failure)
     if state.phase.final or (in_task and budget.started):
         return Decision(None)
     before = budget.counts

@@ -14,10 +14,11 @@ WINDOW_S = 15.0
 
 @dataclass(slots=True)
 class Sums:
-    """`loss_sum`: of loss x records."""
+    """`loss_sum`: of loss x records. `skipped`: records left out, see StepMetrics."""
 
     loss_sum: float = 0.0
     records: int = 0
+    skipped: int = 0
 
     @property
     def loss(self) -> float | None:
@@ -31,6 +32,7 @@ class Metrics:
     recent: deque[tuple[float, int]] = field(default_factory=deque)
     step: int = 0
     records: int = 0
+    skipped: int = 0
 
     def add(self, batch: MetricBatch, now: float) -> None:
         """In place. Reports of several trainers about one step add up. A step that is reported again after a death counts again."""
@@ -42,7 +44,9 @@ class Metrics:
             ):
                 sums.loss_sum += share.loss_sum
                 sums.records += share.records
+                sums.skipped += share.skipped
             records += share.records
+            self.skipped += share.skipped
             self.step = max(self.step, share.step)
         self.records += records
         self.recent.append((now, records))

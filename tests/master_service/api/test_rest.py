@@ -73,7 +73,7 @@ async def test_the_job_tells_state_progress_and_members() -> None:
         page = (await client.get("/v1/metrics?page_size=2")).json()
         assert [point["number"] for point in page["points"]] == [1, 2]
         rest = (await client.get(f"/v1/metrics?page_size=2&page_token={page['next_page_token']}")).json()
-        assert rest["points"] == [{"number": 3, "loss": 0.5, "records": 8}]
+        assert rest["points"] == [{"number": 3, "loss": 0.5, "records": 8, "skipped": 0}]
         assert rest["next_page_token"] == ""
 
 
