@@ -13,8 +13,9 @@ import torch
 
 from pserver_service.core.optimizers import BlockOptimizer, Options
 from shared.blocks.accumulator import Accumulator
+from shared.blocks.buffer_mean import combine_buffers
 from shared.blocks.buffers import Buffer, BufferPool
-from shared.lanes import Interval
+from shared.lanes import Interval, combine
 from shared.records.job_spec import Narrow
 from shared.records.layout import Block
 
@@ -45,11 +46,17 @@ class BlockState:
         self.previous: Buffer | None = None
         self.updates = 0
         self._pool = pool
-        self.tree = Accumulator(pool, lanes, place.dtype, place.elements)
         self._optimizer = optimizer
+        mean = combine if optimizer is not None else combine_buffers
+        self.tree = Accumulator(pool, lanes, place.dtype, place.elements, mean)
 
     def __repr__(self) -> str:
         return f"<BlockState {self.place.number} version {self.version}: {self.tree!r}>"
+
+    @property
+    def is_buffer(self) -> bool:
+        """Whether it is no parameter: no optimizer steps it."""
+        return self._optimizer is None
 
     @property
     def narrows(self) -> bool:
@@ -110,12 +117,15 @@ class BlockState:
         return Verdict.TOO_EARLY if version > self.version else Verdict.GONE
 
     def update(self, value: torch.Tensor | None, options: Options) -> None:
-        """Asynchronous: apply a gradient (or take over a buffer segment's value) at once; in place if nobody reads the values."""
+        """Asynchronous: apply a gradient at once; in place if nobody reads the values. A buffer takes over the value, or adds it
+        if it holds integers."""
         if value is not None and self._optimizer is not None and self.current.references == 1:
             self.current.forget_narrowed()
             self._optimizer.step(self.current.tensor, value, options)
             self.updates += 1
         else:
+            if value is not None and self.is_buffer and not value.is_floating_point():
+                value = self.current.tensor + value
             replaced, self.current = self.current, self._stepped(value, options)
             replaced.release()
         self.version += 1

@@ -161,9 +161,11 @@ class Store:
         if state is None:
             return Verdict.LAYOUT_MISMATCH if self.geometry.block(item.block) is None else Verdict.WRONG_OWNER
         place = state.place
-        empty = item.count == 0 and payload.nbytes == 0
-        if item.count < 0 or not (empty or fits(state, item, payload.nbytes)):
+        if item.count < 0 or not fits(state, item, payload.nbytes):
             return Verdict.LAYOUT_MISMATCH
+        if item.count and not payload.nbytes:  # a buffer that forward left as it was
+            unchanged = state.current.tensor if self.mode is Mode.SYNC else None
+            return self._taken(push, state, item, unchanged, None, lent=True)
         if item.dtype is not None and item.count:
             widened = self.pool.take(place.dtype, place.elements)
             widened.tensor.copy_(tensor_over(payload, item.dtype))
@@ -183,7 +185,7 @@ class Store:
         if state is None:
             return "the layout has no such block"
         place = state.place
-        if item.count < 0 or ((size or item.count) and not fits(state, item, size)):
+        if item.count < 0 or not fits(state, item, size):
             also = " or, cast, bfloat16 or float16" if state.narrows else ""
             return f"{size} bytes of {item.dtype or place.dtype}: expected {place.elements} elements of {place.dtype}{also}"
         return f"{item.dtype or place.dtype} in lanes {item.lanes} of {self.lanes}: expected a node of the tree, and one dtype in a step"
@@ -322,7 +324,10 @@ class Store:
 
 
 def fits(state: BlockState, item: PushBlock, size: int) -> bool:
-    """Whether a payload of `size` bytes is the whole block, in its own dtype or in one that it may be sent in."""
+    """Whether a payload of `size` bytes is the whole block, in its own dtype or in one that it may be sent in; or nothing, because
+    there is no data or, in a buffer, no change."""
+    if not size and (not item.count or (state.is_buffer and item.dtype is None)):
+        return True
     if item.dtype is None:
         return size == state.place.bytes
     return state.narrows and size == state.place.elements * ELEMENT_BYTES[item.dtype]

@@ -9,7 +9,9 @@ If gradients are sent in a narrower dtype, every node is rounded to it where it 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -34,9 +36,12 @@ class Node:
 
 
 class Accumulator:
-    """The nodes of one block's next step that wait for their siblings."""
+    """The nodes of one block's next step that wait for their siblings. `mean`: combines two of them, as shared.lanes.combine."""
 
-    def __init__(self, pool: BufferPool, lanes: int, dtype: str, elements: int) -> None:
+    def __init__(
+        self, pool: BufferPool, lanes: int, dtype: str, elements: int, mean: Callable[..., tuple[Any, int]] = combine
+    ) -> None:
+        self._mean = mean
         self.nodes: dict[Interval, Node] = {}
         self._pool = pool
         self._root = (0, lanes)
@@ -103,13 +108,13 @@ class Accumulator:
             assert written.value is not None
             assert reader.value is not None
             # a + b is b + a
-            written.value, written.count = combine(written.value, left.count, reader.value, right.count)
+            written.value, written.count = self._mean(written.value, left.count, reader.value, right.count)
             return self._rounded(written)
         if reader.lent:
             self._own(reader)
         assert left.value is not None
         assert right.value is not None
-        value, count = combine(left.value, left.count, right.value, right.count)
+        value, count = self._mean(left.value, left.count, right.value, right.count)
         kept, given_up = (left, right) if value is left.value else (right, left)
         given_up.release()
         return self._rounded(Node(value, count, kept.buffer))

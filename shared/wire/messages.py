@@ -65,7 +65,8 @@ class PushHeader(MessageHeader):
 
 class PushBlock(Record):
     """`lanes` [first, last) and `count` samples of this node of the tree (sync); async leaves lanes at (0, 1). `dtype`: of the
-    payload, if it is not the block's own."""
+    payload, if it is not the block's own. An empty payload: no samples or, in a block of buffers, no change by these samples.
+    The payload of an integer buffer is its value (sync) or what is added to it (async)."""
 
     block: int
     lanes: tuple[int, int] = (0, 1)

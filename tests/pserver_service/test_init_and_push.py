@@ -16,6 +16,7 @@ from tests.pserver_service.jobs import (
     LAYOUT,
     ONES,
     PLAIN,
+    async_header,
     check_invariants,
     init_header,
     initialised,
@@ -248,6 +249,40 @@ async def test_buffers_are_means_over_lanes_and_integers_those_of_lane_zero():
     assert torch.equal(pserver.store.blocks[0].current.tensor, mean)
     assert torch.equal(pserver.store.blocks[1].current.tensor, whole[0])
     check_invariants(pserver)
+
+
+async def test_a_buffer_without_payload_is_unchanged_and_counts_with_its_value():
+    pserver, values = await initialised(layout_of(Segment(kind="buffer", dtype="float32", elements=8)))
+    other = torch.randn(8)
+    for lane in range(4):
+        given = (PushBlock(block=0, lanes=(lane, lane + 1), count=4), b"") if lane else item(0, other, (0, 1), 2)
+        answer = await pserver.push(push_header(0, lanes=[lane]), stream(given))
+        assert answer.applied == 1
+    left, _ = combine(other.clone(), 2, values[0].clone(), 4)
+    expected, _ = combine(left, 6, values[0].clone(), 8)
+    assert torch.equal(pserver.store.blocks[0].current.tensor, expected)
+    unchanged = (PushBlock(block=0, lanes=(0, 4), count=7), b"")
+    assert (await pserver.push(push_header(1), stream(unchanged))).applied == 1
+    assert torch.equal(pserver.store.blocks[0].current.tensor, expected)
+    check_invariants(pserver)
+
+
+async def test_a_parameter_without_payload_is_refused(pserver):
+    answer = await pserver.push(push_header(0), stream((PushBlock(block=0, lanes=(0, 4), count=3), b"")))
+    assert [(refusal.code, refusal.block) for refusal in answer.refused] == [("LAYOUT_MISMATCH", 0)]
+
+
+async def test_integer_buffers_of_asynchronous_jobs_are_added_to():
+    segments = [Segment(kind="buffer", dtype=dtype, elements=4) for dtype in ("float32", "int64")]
+    pserver, values = await initialised(layout_of(*segments), mode=Mode.ASYNC)
+    floats = torch.randn(4)
+    for start in range(3):
+        items = [item(0, floats, (0, 1)), item(1, torch.full((4,), 2), (0, 1))]
+        assert (await pserver.push(async_header(0, start, start + 1, 3), stream(*items))).applied == 2
+    nothing = [(PushBlock(block=number, count=5), b"") for number in range(2)]
+    assert (await pserver.push(async_header(1, 0, 1, 1), stream(*nothing))).applied == 2
+    assert torch.equal(pserver.store.blocks[0].current.tensor, floats)
+    assert torch.equal(pserver.store.blocks[1].current.tensor, values[1] + 6)
 
 
 async def test_read_only_payloads_are_left_as_they_are(pserver):

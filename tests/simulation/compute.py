@@ -5,7 +5,8 @@ Each block of parameters is [one element per record | mixed elements]:
   training with plain SGD it says how often r was applied to *this* block;
 - the mixed elements' gradient depends on every parameter, the records and the random seed, so that a mixture of
   versions, a lost or a doubled contribution changes bits everywhere.
-A segment of buffers follows the rule for buffers (mean over lanes), a segment of integers lane 0's.
+A segment of buffers follows the rule for buffers (mean over lanes), a segment of integers lane 0's. In asynchronous mode each
+integer counts the records of every minibatch that was applied.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shared.blocks.buffer_mean import add_changes, combine_buffers
 from shared.blocks.narrow import DTYPES
 from shared.lanes import Interval, combine
 from shared.records import Mode
@@ -33,6 +35,7 @@ RECORD_SLOTS = 48
 BLOCK_ELEMENTS = 64
 BLOCK_BYTES = 4 * BLOCK_ELEMENTS
 PARAM_BLOCKS = 5
+INTEGERS, INTEGER_BLOCK = 8, PARAM_BLOCKS + 1
 RATE = 0.25
 """A power of two, so that counting by records is exact enough to read."""
 
@@ -47,7 +50,7 @@ def layout(mode: Mode) -> Layout:
             Segment(kind="param", dtype="float32", elements=3 * BLOCK_ELEMENTS, group=0),
             Segment(kind="param", dtype="float32", elements=2 * BLOCK_ELEMENTS, group=1),
             Segment(kind="buffer", dtype="float32", elements=24),
-            Segment(kind="buffer", dtype="int64", elements=8),
+            Segment(kind="buffer", dtype="int64", elements=INTEGERS),
         ),
         block_bytes=BLOCK_BYTES,
         digest=hashlib.sha256(b"simulated").hexdigest(),
@@ -86,7 +89,7 @@ class TinyCompute:
     def __init__(
         self, mode: Mode, trace: Trace, rng: random.Random, speed: Speed, travels_as: Transported = "float32"
     ) -> None:
-        self._layout = layout(mode)
+        self._mode, self._layout = mode, layout(mode)
         self._travels_as = travels_as
         self._payloads = self._layout.payloads(travels_as)
         self._sent: dict[tuple[Interval, int], torch.Tensor] = {}
@@ -143,12 +146,16 @@ class TinyCompute:
         self, node: Interval, lane: int, seed: int, records: Records | None, finished: Callable[[int], None]
     ) -> LaneResult:
         names = tuple(int(record["name"]) for record in records) if records else ()
-        self._lanes[lane] = (gradients(self._vectors[0], seed, names), len(names))
+        found = gradients(self._vectors[0], seed, names)
+        if self._mode is Mode.ASYNC:  # what was added to the integers
+            found[3] = found[3] - self._vectors[0][3] if names else found[3]
+        self._lanes[lane] = (found, len(names))
         await asyncio.sleep(self._speed.draw(self._rng) if names else 0.001)
         if names:
             self._trace.gradients.append((seed, names))
         if lane == node[1] - 1:
-            self._nodes[node] = mean_over(node, self._lanes, self._travels_as)
+            integers = add_changes if self._mode is Mode.ASYNC else combine
+            self._nodes[node] = mean_over(node, self._lanes, self._travels_as, integers)
             order = [block.number for block in self._blocks]
             self._rng.shuffle(order)
             for block in order:
@@ -227,6 +234,7 @@ def mean_over(
     node: Interval,
     lanes: Mapping[int, tuple[list[np.ndarray[Any, Any]], int]],
     travels_as: Transported = "float32",
+    integers: Callable[..., tuple[torch.Tensor, int]] = combine,
 ) -> list[np.ndarray[Any, Any]]:
     """The canonical tree over lanes [first, last) of (gradients, count), rounded at every node."""
 
@@ -237,7 +245,8 @@ def mean_over(
         middle = (first + last) // 2
         left, left_count = tree(first, middle)
         right, right_count = tree(middle, last)
-        pairs = [combine(a, left_count, b, right_count) for a, b in zip(left, right, strict=True)]
+        kinds = (combine, combine, combine_buffers, integers)
+        pairs = [mean(a, left_count, b, right_count) for mean, a, b in zip(kinds, left, right, strict=True)]
         means = rounded([vector.numpy() for vector, _ in pairs], travels_as)
         return [torch.from_numpy(mean) for mean in means], left_count + right_count
 

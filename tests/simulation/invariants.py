@@ -11,7 +11,7 @@ import numpy as np
 from shared.records import EvaluationSums, JobResult, Mode, Phase, TaskMeta
 from shared.records.pauses import Losses
 from tests.simulation.cluster import SimulatedCluster, described
-from tests.simulation.compute import RECORD_SLOTS, applied_of, param_blocks
+from tests.simulation.compute import INTEGER_BLOCK, INTEGERS, RECORD_SLOTS, applied_of, param_blocks
 from tests.simulation.plans import Job
 from tests.simulation.reference import final_parameters, task_minibatches, tasks_of
 
@@ -81,6 +81,19 @@ def _parameters(cluster: SimulatedCluster) -> Iterator[str]:
         if wrong:
             shown = {r: (round(float(applied[r]), 3), round(expected[r], 3)) for r in wrong[:4]}
             yield f"block {block.number}: records were not applied once an epoch (record: got, expected) {shown}"
+    yield from _counters(cluster, final, owners, lossy)
+
+
+def _counters(
+    cluster: SimulatedCluster, final: bytes, owners: dict[int, int], lossy: dict[int, tuple[int, int]]
+) -> Iterator[str]:
+    """The last block, of integers, has counted every record of every epoch."""
+    counted = np.frombuffer(final[-8 * INTEGERS :], np.int64) - np.arange(INTEGERS)
+    expected = cluster.plan.job.epochs * sum(cluster.plan.job.files)
+    whose = owners.get(INTEGER_BLOCK)
+    may_lack = whose in lossy or (whose is None and bool(lossy))
+    if len(set(counted.tolist())) != 1 or not (counted[0] == expected or (may_lack and counted[0] < expected)):
+        yield f"the integers of block {INTEGER_BLOCK} counted {counted.tolist()} records, expected {expected}"
 
 
 def _lossy(cluster: SimulatedCluster) -> dict[int, tuple[int, int]]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shared.blocks.buffer_mean import add_changes, bits_of, combine_buffers
 from shared.blocks.narrow import DTYPES, round_to
 from shared.lanes import Interval, combine
 from shared.records.job_spec import Narrow
@@ -39,7 +40,7 @@ class GradientTree:
 
     `send_buffers`: for finished blocks that are not sent from the slot they were computed in. `rounded`: the dtype that each
     block is rounded to at every node. `finite`: a last lane whose gradients are not finite is noticed as its blocks finish;
-    then the node is `broken`, and no more of it is announced. `shared`: see Vector. `add`, `finish` and `close` raise OverflowError if a value does
+    then the node is `broken`, and no more of it is announced. `counts`: see LiveBuffers. `shared`: see Vector. `add`, `finish` and `close` raise OverflowError if a value does
     not fit the dtype.
     """
 
@@ -51,10 +52,17 @@ class GradientTree:
         rounded: Sequence[Narrow | None] = (),
         *,
         finite: bool = False,
+        counts: bool = False,
         shared: bool = False,
     ) -> None:
+        segments = plan.layout.segments
+        self._means = [combine if s.kind == "param" else add_changes if counts else combine_buffers for s in segments]
+        self._buffer_blocks = [block for block in plan.blocks if segments[block.segment].kind == "buffer"]
+        self._counts = counts
+        self._unchanged: dict[int, set[int]] = {}  # by slot: blocks of buffers that forward left as they were
+        self._unsent: dict[Interval, set[int]] = {}
         self._plan, self._device, self._send_buffers = plan, device, send_buffers
-        self._checked = [finite and plan.layout.segments[block.segment].kind == "param" for block in plan.blocks]
+        self._checked = [finite and segments[block.segment].kind == "param" for block in plan.blocks]
         self._sums: list[torch.Tensor] = []
         self.broken = False
         self._shared = shared and send_buffers is None
@@ -81,6 +89,7 @@ class GradientTree:
             self.slots.append(self._vector())
             self._free.append(len(self.slots) - 1)
         slot = self._free.pop()
+        self._unchanged[slot] = set()
         self._needed = max(self._needed, slot + 1)
         if self.slots[slot].lost:
             self.slots[slot] = self._vector()
@@ -96,7 +105,7 @@ class GradientTree:
         """All slots may be overwritten. Slots that no recent step needed are freed."""
         if self._send_buffers is not None:
             self._send_buffers.drain(bool)  # copies of a minibatch that failed
-        self._entries, self._results, self._samples = [], {}, {}
+        self._entries, self._results, self._samples, self._unsent = [], {}, {}, {}
         self._steps += 1
         if self._steps == WATCHED_STEPS:
             kept = self._needed or len(self.slots)
@@ -114,7 +123,7 @@ class GradientTree:
     def contribution(self, node: Interval, block: int) -> memoryview:
         """Bytes of a finished block (none where the node is empty)."""
         slot = self._results[node]
-        if slot is None:
+        if slot is None or block in self._unsent[node]:
             return memoryview(b"")
         if self._send_buffers is not None:
             return self._send_buffers.memory(slot)[block]
@@ -129,9 +138,11 @@ class GradientTree:
         while len(self._entries) > 1 and self._entries[-1].lanes == self._entries[-2].lanes:
             right, left = self._entries.pop(), self._entries.pop()
             if left.slot is not None and right.slot is not None:
+                xs, ys = self.slots[left.slot].segments, self.slots[right.slot].segments
                 with torch.no_grad():
-                    for x, y in zip(self.slots[left.slot].segments, self.slots[right.slot].segments, strict=True):
-                        combine(x, left.count, y, right.count)
+                    for mean, x, y in zip(self._means, xs, ys, strict=True):
+                        mean(x, left.count, y, right.count)
+                self._unchanged[left.slot] &= self._unchanged[right.slot]
                 self._free.append(right.slot)
             slot = left.slot if left.slot is not None else right.slot
             both = Entry(left.lanes + right.lanes, left.count + right.count, slot)
@@ -143,8 +154,9 @@ class GradientTree:
         self._fold = [*self._entries, last]
         self._results[node] = next((entry.slot for entry in self._fold if entry.count), None)
         self._samples[node] = sum(entry.count for entry in self._fold)
+        self._unsent[node] = set()
         self._sums, self.broken = [], False
-        self._result, self._announce = self._results[node], announce
+        self._node, self._result, self._announce = node, self._results[node], announce
         self._done = [False] * len(self._plan.blocks)
 
     def finish(self, block: int) -> None:
@@ -154,16 +166,21 @@ class GradientTree:
             self._announce(block)
             return
         *lefts, right = self._fold
+        mean = self._means[self._plan.blocks[block].segment]
         total, count = self.slots[right.slot].blocks[block] if right.slot is not None else None, right.count
         with torch.no_grad():
             if total is not None and self._checked[block] and not self._seems_finite(total):
                 self.broken = True
             if self.broken:
                 return
+            if self._is_unchanged(block):
+                self._unsent[self._node].add(block)
+                self._announce(block)
+                return
             self.round_node(block, total)
             for left in reversed(lefts):
                 mine = self.slots[left.slot].blocks[block] if left.slot is not None else None
-                total, count = combine(mine, left.count, total, count)
+                total, count = mean(mine, left.count, total, count)
                 self.round_node(block, total)
         if self._send_buffers is None:
             self._announce(block)
@@ -197,6 +214,24 @@ class GradientTree:
         """Whether all gradients in a slot are."""
         segments = zip(self._plan.layout.segments, self.slots[slot].segments, strict=True)
         return all(is_finite(values) for segment, values in segments if segment.kind == "param")
+
+    def note_unchanged(self, slot: int, loaded: Vector) -> None:
+        """A lane's forward is over and its buffers are in the slot; they were loaded from `loaded`."""
+        after, before = self.slots[slot].blocks, loaded.blocks
+        self._unchanged[slot] = {
+            block.number
+            for block in self._buffer_blocks
+            if (
+                not after[block.number].any()
+                if self._counts and block.dtype == "int64"
+                else torch.equal(bits_of(after[block.number]), bits_of(before[block.number]))
+            )
+        }
+
+    def _is_unchanged(self, block: int) -> bool:
+        """In every lane of the open node that has data."""
+        slots = [entry.slot for entry in self._fold if entry.slot is not None]
+        return all(block in self._unchanged[slot] for slot in slots)
 
     def free(self, slot: int) -> None:
         """A slot that is in no entry."""

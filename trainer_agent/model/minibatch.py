@@ -77,7 +77,8 @@ class BackwardGuard:
 
 
 class MinibatchRunner:
-    """Runs in one thread. `parameters`: those of `plan`, in its order. `finite`: losses and norms that are not are refused."""
+    """Runs in one thread. `parameters`: those of `plan`, in its order. `finite`: losses and norms that are not are refused.
+    `counts`: see LiveBuffers."""
 
     def __init__(
         self,
@@ -88,10 +89,11 @@ class MinibatchRunner:
         clip_norm: float | None,
         *,
         finite: bool = True,
+        counts: bool = False,
     ) -> None:
         self._user, self._model, self._plan, self._parameters = user, model, plan, parameters
         self._device, self._clip_norm, self._finite = parameters[0].device, clip_norm, finite
-        self.buffers = LiveBuffers(model, plan)
+        self.buffers = LiveBuffers(model, plan, counts=counts)
         self._views: weakref.WeakKeyDictionary[Vector, list[torch.Tensor]] = weakref.WeakKeyDictionary()
         self.gradient_views: list[torch.Tensor] = []  # by parameter: where this backward's gradients belong
         self._finish: Callable[[int], object] = bool
@@ -137,7 +139,7 @@ class MinibatchRunner:
         value = self._value(loss) if value is None else value
         if self._clip_norm is not None:
             self._clip(self._clip_norm)
-        self.buffers.store(gradients)
+        self.buffers.store(gradients, current)
         return value * len(records)
 
     def evaluate(self, records: Records, current: Vector) -> dict[str, float]:

@@ -72,10 +72,17 @@ class TorchCompute:
             self.send_buffers,
             rounded,
             finite=self._sums_blocks and not self._skips,
+            counts=spec.mode is Mode.ASYNC,
             shared=shared,
         )
         self.minibatch = MinibatchRunner(
-            user, self.model, self.plan, self._parameters, spec.clip_norm, finite=self._finite
+            user,
+            self.model,
+            self.plan,
+            self._parameters,
+            spec.clip_norm,
+            finite=self._finite,
+            counts=spec.mode is Mode.ASYNC,
         )
         self.initial_lane_zero()
 
@@ -214,6 +221,7 @@ class TorchCompute:
         """Raises NonFiniteError."""
         finish = self.tree.finish if overlaps else None
         loss_sum = self.minibatch.backward(records, seed, self._current, self.tree.vector(slot), finish)
+        self.tree.note_unchanged(slot, self._current)
         if not overlaps and self._sums_blocks and not self.tree.is_finite(slot):
             self.minibatch.check_gradients()
         return loss_sum
