@@ -6,7 +6,7 @@ import torch
 
 from shared.lanes import combine
 
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits_of(values: torch.Tensor) -> torch.Tensor:
@@ -27,9 +27,7 @@ def combine_buffers(
     return mean, total
 
 
-def add_changes(
-    left: torch.Tensor, left_count: int, right: torch.Tensor, right_count: int
-) -> tuple[torch.Tensor, int]:
+def add_changes(left: torch.Tensor, left_count: int, right: torch.Tensor, right_count: int) -> tuple[torch.Tensor, int]:
     """As `combine_buffers`, for the changes of integer buffers in asynchronous mode: they add up."""
     if left_count and right_count and not left.is_floating_point():
         return left.add_(right), left_count + right_count

@@ -11,7 +11,6 @@ from shared.checkpoints.part_owner import PartOwner
 from shared.errors import InvalidArgument
 from shared.runtime import telemetry
 
-
 log = telemetry.logger("checkpoints.storage")
 
 

@@ -244,9 +244,7 @@ class AsyncLoop:
         if self._unpulled >= self._spec.pull_every:
             await self._pull()
 
-    async def _gradients(
-        self, task: Task, minibatches: Mapping[int, Records], outboxes: Outboxes
-    ) -> list[LaneResult]:
+    async def _gradients(self, task: Task, minibatches: Mapping[int, Records], outboxes: Outboxes) -> list[LaneResult]:
         """The weighted mean over the minibatches, block by block into the outboxes."""
         self._compute.forget_nodes()
         node = min(minibatches), max(minibatches) + 1

@@ -25,6 +25,7 @@ from trainer_agent.model.buffers import LiveBuffers
 from trainer_agent.model.compute import Records
 from trainer_agent.model.finite import check_gradients, check_loss
 from trainer_agent.model.flat import Plan, Vector
+from trainer_agent.model.unshared_state import UnsharedState
 
 
 class UserCode(Protocol):
@@ -93,6 +94,7 @@ class MinibatchRunner:
     ) -> None:
         self._user, self._model, self._plan, self._parameters = user, model, plan, parameters
         self._device, self._clip_norm, self._finite = parameters[0].device, clip_norm, finite
+        self._unshared = UnsharedState(model, plan)
         self.buffers = LiveBuffers(model, plan, counts=counts)
         self._views: weakref.WeakKeyDictionary[Vector, list[torch.Tensor]] = weakref.WeakKeyDictionary()
         self.gradient_views: list[torch.Tensor] = []  # by parameter: where this backward's gradients belong
@@ -126,7 +128,11 @@ class MinibatchRunner:
         self.buffers.load(current)
         seed_everything(seed)
         self._model.train()
-        loss = self._checked(self._guard.call("loss", self._model, self._batch(records)))
+        batch = self._batch(records)
+        self._unshared.begin()
+        loss = self._checked(self._guard.call("loss", self._model, batch))
+        if problem := self._unshared.change():
+            raise self._user.error_of(RuntimeError(problem), fatal=True)
         on_cpu = self._device.type == "cpu"
         value = self._value(loss) if on_cpu else None  # on a GPU it would wait for forward
         self._made = [0] * len(self._parameters)

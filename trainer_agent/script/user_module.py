@@ -163,7 +163,7 @@ def _trimmed(error: BaseException, folder: Path) -> list[str]:
     ]
     users = [frame for frame in frames if _is_below(frame.filename, folder)]
     lines = traceback.format_exception_only(type(error), error)
-    if isinstance(error, TriremeError):
+    if type(error).__module__.partition(".")[0] in _OURS:
         lines = [f"{type(error).__name__}: {_message(error)}\n"]
     if not frames or (isinstance(error, SyntaxError) and not users):  # the message of a SyntaxError has the place
         return lines

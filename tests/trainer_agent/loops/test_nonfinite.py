@@ -91,7 +91,9 @@ async def test_skipped_minibatches_change_nothing_and_any_number_of_trainers_agr
     script = script_with(tmp_path, kind)
     found = []
     for trainers in (1, 2):
-        spec = spec_for(script, **COMMON, on_nonfinite="skip", clip_norm=clip_norm, storage=str(tmp_path / f"{trainers}"))
+        spec = spec_for(
+            script, **COMMON, on_nonfinite="skip", clip_norm=clip_norm, storage=str(tmp_path / f"{trainers}")
+        )
         async with cluster(spec, trainers) as made:
             state = await made.ended()
             assert state.phase is Phase.COMPLETED, state

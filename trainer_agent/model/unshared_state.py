@@ -1,0 +1,86 @@
+"""State that forward changes and trainers do not share: noticed, so that it can be refused.
+
+    parameters                                        only the optimizer, at the parameter servers, changes them
+    buffers that are neither floating-point nor int64  constants of the model
+
+If forward changed them, the result would depend on which trainer computed which minibatch. Most changes show in torch's counter of
+in-place operations or in the address. Those through `.data` show in a digest, which is computed for some minibatches only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shared.blocks.buffer_mean import bits_of
+from trainer_agent.model.flat import Plan
+
+FIRST_LOOKS, LOOK_EVERY = 3, 64  # minibatches whose digests are compared
+
+PARAMETER = (
+    "loss(model, batch) changed the parameter {name}; only the optimizer may change parameters, because trainers do not share "
+    "other changes (nn.Embedding does it with max_norm: leave that out)"
+)
+FROZEN = (
+    "loss(model, batch) changed the parameter {name}, which the optimizer does not hold; trainers do not share such changes: "
+    "make it a floating-point buffer (register_buffer), which they share"
+)
+BUFFER = (
+    "loss(model, batch) changed the buffer {name} of {dtype}; trainers share floating-point and int64 buffers only: use one of "
+    "these, or a plain attribute if it only keeps what can be computed again"
+)
+
+
+class UnsharedState:
+    """`begin` before a forward pass; `change` after it says what was changed."""
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self._trained = {place.name for place in plan.parameters}
+        self._parameters = list(model.named_parameters())
+        shared = {place.name for place in plan.buffers}
+        self._constants = {name: buffer.clone() for name, buffer in model.named_buffers() if name not in shared}
+        self._model = model
+        self._seen = dict.fromkeys(self._constants, (-1, -1))
+        self._minibatches = 0
+        self._before: list[tuple[int, int]] = []
+        self._digests: list[int] = []
+
+    def begin(self) -> None:
+        looks = self._minibatches < FIRST_LOOKS or self._minibatches % LOOK_EVERY == 0
+        self._minibatches += 1
+        self._before = self._marks()
+        self._digests = [digest(parameter) for _, parameter in self._parameters] if looks else []
+
+    def change(self) -> str:
+        """A message, or "" if nothing was changed."""
+        for (name, _), before, after in zip(self._parameters, self._before, self._marks(), strict=True):
+            if before != after:
+                return self._of_parameter(name)
+        for (name, parameter), before_digest in zip(self._parameters, self._digests, strict=False):
+            if digest(parameter) != before_digest:
+                return self._of_parameter(name)
+        for name, constant in self._constants.items():
+            buffer = self._model.get_buffer(name)
+            mark = id(buffer), _writes(buffer)
+            if mark == self._seen[name] and not self._digests:
+                continue
+            if buffer.dtype != constant.dtype or not torch.equal(buffer, constant):
+                return BUFFER.format(name=name, dtype=constant.dtype)
+            self._seen[name] = mark
+        return ""
+
+    def _marks(self) -> list[tuple[int, int]]:
+        return [(_writes(parameter), parameter.data_ptr()) for _, parameter in self._parameters]
+
+    def _of_parameter(self, name: str) -> str:
+        return (PARAMETER if name in self._trained else FROZEN).format(name=name)
+
+
+def _writes(values: torch.Tensor) -> int:
+    """How often it was written in place."""
+    return values._version  # noqa: SLF001  torch has no public name for it
+
+
+def digest(values: torch.Tensor) -> int:
+    """The sum of the bits as integers."""
+    return int(bits_of(values.detach()).sum(dtype=torch.int64))
