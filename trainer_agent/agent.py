@@ -112,9 +112,10 @@ class Agent:
 
     async def _work(self) -> int:
         try:
-            await ensure_initialised(
+            if not await ensure_initialised(
                 self._spec, self._directory, self._etcd, self._membership, self._compute, self._connect
-            )
+            ):
+                return LEASE_LOST
             while not self._stopping.is_set():
                 while self._duty() is Duty.WAIT and not self._stopping.is_set():
                     await self._directory.changed(self._directory.revision, LOOK_S)

@@ -27,6 +27,7 @@ from shared.runtime.network import own_network
 from trainer_agent.agent import FAILED, Agent
 from trainer_agent.data_plane.http import HttpPserver, PserverPort, socket_of
 from trainer_agent.data_plane.stream import StreamPserver
+from trainer_agent.membership.initialise import followed
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.user_module import load
 from trainer_agent.settings import Settings
@@ -105,6 +106,7 @@ async def _train(
     spec: JobSpec,
     master: MasterPort,
 ) -> int:
+    spec = followed(spec, context.directory.layout)
     computing = stack.enter_context(ThreadPoolExecutor(1, "compute"))
     reading = stack.enter_context(ThreadPoolExecutor(READER_THREADS, "read"))
     try:

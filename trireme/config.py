@@ -36,6 +36,7 @@ class Config:
     on_nonfinite: str | None = None
     threads_per_trainer: int | None = None
     device: str | None = None
+    deterministic: bool | None = None
     shuffle: bool | None = None
     lease_ttl_s: float | None = None
     task_timeout_floor_s: float | None = None

@@ -108,7 +108,7 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
         raise InvalidArgument(f"plain training has one lane, the spec has {spec.lanes}", hint="set lanes=1")
     torch.set_num_threads(spec.threads_per_trainer)
     table = count_records(spec.dataset, spec.task_records)
-    device = device_of(spec.device)
+    device = device_of(spec.device, deterministic=spec.deterministic)
     torch.manual_seed(spec.seed)
     model = checked_model(user.call("model")).to(device)
     optimizer = user.call("optimizer", model)

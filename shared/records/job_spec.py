@@ -31,7 +31,9 @@ class JobSpec(Record):
 
     `gradient_dtype`, `parameter_dtype`: dtypes in which float32 gradients and parameters are sent. `error_feedback` (asynchronous
     only; None: on whenever gradients are cast): the rounding error of a cast is added to the next push. `on_nonfinite`: what
-    a loss or gradient that is NaN or infinite does: the job fails, the minibatch is left out, or it is trained all the same."""
+    a loss or gradient that is NaN or infinite does: the job fails, the minibatch is left out, or it is trained all the same. `device` auto: that of the
+    trainer that initialises the parameters. `deterministic`: synchronous trainers on GPUs use kernels that give the same bits
+    each time."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -56,6 +58,7 @@ class JobSpec(Record):
     on_nonfinite: Literal["fail", "skip", "ignore"] = "fail"
     threads_per_trainer: int = Field(default=1, ge=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    deterministic: bool = True
     shuffle: bool = True
     storage: str
     lease_ttl_s: float = Field(default=5.0, ge=2.0)

@@ -46,13 +46,15 @@ class OptimizerSpec(Record):
 
 
 class Layout(Record):
-    """`digest`: SHA-256 over names, shapes, dtypes and memory formats of all parameters and buffers, in order."""
+    """`digest`: SHA-256 over names, shapes, dtypes and memory formats of all parameters and buffers, in order. `device`: the kind
+    of device (cpu, cuda) of the trainer that initialised the parameters; "" if it is not known."""
 
     segments: tuple[Segment, ...]
     block_bytes: int
     digest: str
     optimizer: OptimizerSpec
     slot_count: int = 1024
+    device: str = ""
 
     @property
     def offsets(self) -> tuple[int, ...]:

@@ -32,13 +32,14 @@ log = telemetry.logger("initialise")
 
 async def ensure_initialised(
     spec: JobSpec, directory: Directory, etcd: Etcd, membership: Membership, compute: Compute, connect: Connect
-) -> None:
-    """Returns when the parameter servers hold parameters of this model. Raises LayoutMismatch."""
+) -> bool:
+    """Returns when the parameter servers hold parameters of this model. False: the device was chosen here (`auto`), and the trainer
+    that initialised them has another kind: start again with that one. Raises LayoutMismatch."""
     trainer = membership.record.trainer
     backoff = Backoff("waiting for the parameters to be initialised", PATIENCE_S)
     while not directory.init_done or directory.layout is None:
         if directory.state is not None and directory.state.phase.final:
-            return
+            return True
         try:
             if _all_there(directory) and await _lock(directory, etcd, membership.lease_id, trainer):
                 await _initialise(spec, directory, etcd, trainer, compute, connect)
@@ -46,6 +47,25 @@ async def ensure_initialised(
             await backoff.failed(error)
         await directory.changed(directory.revision, LOOK_S)
     check_layout(compute.layout, directory.layout)
+    mine, job = compute.layout.device, directory.layout.device
+    if spec.mode is Mode.ASYNC or not job or mine == job:
+        return True
+    if spec.device == "auto":
+        log.info("device_chosen", mine=mine, job=job)
+        return False
+    raise LayoutMismatch(
+        f"this trainer computes on {mine}, the job was initialised on {job}: the bits of a synchronous job depend on the kind of device",
+        hint=f"start its trainers with device auto or {job}, or start a new job",
+        mine=mine,
+        job=job,
+    )
+
+
+def followed(spec: JobSpec, layout: Layout | None) -> JobSpec:
+    """With the job's kind of device for `auto`, if it is known already."""
+    if spec.device != "auto" or spec.mode is Mode.ASYNC or layout is None or not layout.device:
+        return spec
+    return spec.model_copy(update={"device": layout.device})
 
 
 def check_layout(mine: Layout, job: Layout) -> None:

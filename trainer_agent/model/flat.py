@@ -125,7 +125,9 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return array.data
 
 
-def plan(model: nn.Module, optimizer: torch.optim.Optimizer, block_bytes: int, slot_count: int) -> Plan:
+def plan(
+    model: nn.Module, optimizer: torch.optim.Optimizer, block_bytes: int, slot_count: int, device: str = ""
+) -> Plan:
     """The layout of `model` under `optimizer`. Raises InvalidArgument for what cannot be laid out.
 
     Constants stay in the trainer: parameters without gradient or optimizer group, and buffers that are neither
@@ -160,6 +162,7 @@ def plan(model: nn.Module, optimizer: torch.optim.Optimizer, block_bytes: int, s
         digest=digest(model, group_of),
         optimizer=spec,
         slot_count=slot_count,
+        device=device,
     )
     return Plan(layout, tuple(parameter_places), tuple(buffer_places))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -56,7 +57,9 @@ class GradientTree:
         shared: bool = False,
     ) -> None:
         segments = plan.layout.segments
-        self._means = [combine if s.kind == "param" else add_changes if counts else combine_buffers for s in segments]
+        self._means: list[Callable[..., tuple[Any, int]]] = [
+            combine if s.kind == "param" else add_changes if counts else combine_buffers for s in segments
+        ]
         self._buffer_blocks = [block for block in plan.blocks if segments[block.segment].kind == "buffer"]
         self._counts = counts
         self._unchanged: dict[int, set[int]] = {}  # by slot: blocks of buffers that forward left as they were

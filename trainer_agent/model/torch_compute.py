@@ -10,6 +10,7 @@ through page-locked host memory.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from functools import partial
@@ -46,12 +47,12 @@ class TorchCompute:
     def __init__(self, user: UserCode, spec: JobSpec, executor: Executor, *, shared: bool = False) -> None:
         torch.set_num_threads(spec.threads_per_trainer)
         self._user, self._executor = user, executor
-        self._device = device_of(spec.device)
+        self._device = device_of(spec.device, deterministic=spec.mode is Mode.SYNC and spec.deterministic)
         torch.manual_seed(spec.seed)
         self.model = checked_model(user.call("model")).to(self._device)
         optimizers_without_compiler()
         self.optimizer = user.call("optimizer", self.model)
-        self.plan: Plan = plan(self.model, self.optimizer, spec.block_bytes, spec.slot_count)
+        self.plan: Plan = plan(self.model, self.optimizer, spec.block_bytes, spec.slot_count, self._device.type)
         scheduler = user.call("scheduler", self.optimizer) if user.has("scheduler") else None
         self._scheduler = optimizers.checked_scheduler(scheduler)
         vars(self.optimizer)["_opt_called"] = True  # the servers step; without it schedulers warn about their order
@@ -254,14 +255,28 @@ class TorchCompute:
             raise
 
 
-def device_of(name: str) -> torch.device:
-    """Raises InvalidArgument for `cuda` on a machine without a GPU. On a GPU, cuDNN is set to deterministic kernels."""
+def device_of(name: str, *, deterministic: bool) -> torch.device:
+    """Raises InvalidArgument for `cuda` on a machine without a GPU. `deterministic`: see `use_deterministic_kernels`."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise InvalidArgument("device is cuda, but torch finds no GPU", hint="use device auto or cpu")
+        raise InvalidArgument(
+            "device is cuda, but torch finds no GPU",
+            hint="use device auto or cpu; a job that was initialised on a GPU needs one in every trainer",
+        )
     if name == "cpu" or not torch.cuda.is_available():
         return HOST
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    if deterministic:
+        use_deterministic_kernels()
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def use_deterministic_kernels() -> None:
+    """In this process, for CUDA: cuDNN, cuBLAS, and the scatters and index backwards that otherwise add in any order. What has no
+    such kernel raises RuntimeError. Call it before the GPU is first used."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    torch.use_deterministic_algorithms(True)
+    settings: Any = torch.utils.deterministic
+    settings.fill_uninitialized_memory = False  # only a help to find errors, and it costs time
 
 
 def checked_model(model: Any) -> nn.Module:

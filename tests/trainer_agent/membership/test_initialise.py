@@ -8,9 +8,11 @@ import pytest
 
 from shared.errors import LayoutMismatch
 from shared.records import Phase
+from shared.records.layout import Layout, OptimizerSpec
 from tests.trainer_agent.cluster import cluster, trained
 from tests.trainer_agent.scripts import differing, spec_for, write_script
-from trainer_agent.membership.initialise import check_layout
+from trainer_agent.agent import LEASE_LOST, OK
+from trainer_agent.membership.initialise import check_layout, followed
 
 
 async def test_a_trainer_with_another_model_is_turned_away_and_the_job_goes_on(tmp_path):
@@ -42,6 +44,50 @@ def test_a_layout_mismatch_says_what_differs(tmp_path):
     assert f"digest {mine.digest[:12]}, the job has {theirs.digest[:12]}" in raised.value.message
     assert "the job has 19 float32 param" in raised.value.message
     assert "block_bytes (256, the job has 512)" in raised.value.message
+
+
+async def on_another_device(made, outcome_of):
+    """A trainer on a CPU comes to a job that was initialised on a GPU."""
+    await made.version(1)
+    layout = made.directory.layout.model_copy(update={"device": "cuda"})
+    await made.etcd.put(made.keys.layout, layout.to_bytes())
+    await made.directory.wait_for(lambda view: view.layout.device == "cuda", 5, "the layout")
+    made.add_trainer(outcome_of)
+    return await asyncio.wait_for(made.running[outcome_of], 20)
+
+
+@pytest.mark.parametrize(("mode", "device"), [("sync", "auto"), ("sync", "cpu"), ("async", "cpu")])
+async def test_a_synchronous_job_has_one_kind_of_device(tmp_path, mode, device):
+    spec = spec_for(write_script(tmp_path), mode=mode, device=device, lanes=2, epochs=8, max_user_failures=9)
+    async with cluster(spec, 1) as made:
+        assert made.computes["trainer-0-x"].layout.device == "cpu"
+        outcome = await on_another_device(made, "late-x")
+        assert (await made.ended()).phase is Phase.COMPLETED
+    if mode == "async":
+        assert outcome == OK
+    elif device == "auto":
+        assert outcome == LEASE_LOST
+    else:
+        assert isinstance(outcome, LayoutMismatch)
+        assert outcome.message.startswith("this trainer computes on cpu, the job was initialised on cuda: ")
+        assert outcome.hint == "start its trainers with device auto or cuda, or start a new job"
+
+
+def test_auto_follows_the_device_of_the_job(tmp_path):
+    spec = spec_for(write_script(tmp_path))
+    layout = Layout(
+        segments=(),
+        block_bytes=256,
+        digest="",
+        optimizer=OptimizerSpec(name="SGD", defaults={}, groups=()),
+        device="cuda",
+    )
+    assert followed(spec, None) == spec
+    assert followed(spec, layout).device == "cuda"
+    assert followed(spec, layout.model_copy(update={"device": ""})).device == "auto"
+    for values in ({"device": "cpu"}, {"mode": "async"}):
+        other = spec_for(write_script(tmp_path), **values)
+        assert followed(other, layout) == other
 
 
 async def test_initialising_is_finished_by_another_trainer_when_the_first_one_dies_in_it(tmp_path):

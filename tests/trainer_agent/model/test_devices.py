@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from shared.blocks.buffers import BufferPool
 from tests.equipment.gpu_arithmetic import GpuArithmetic
 from trainer_agent.model.gradient_tree import Entry, GradientTree
 from trainer_agent.model.send_buffers import HOST
+from trainer_agent.model.torch_compute import device_of, use_deterministic_kernels
 
 LANES = 4
 COUNTS = [(4, 4, 4, 4), (4, 4, 4, 3), (5, 3, 7, 1), (0, 6, 5, 2)]
@@ -85,3 +88,25 @@ def test_the_emulation_divides_as_a_gpu_does():
         values.lerp(values, 0.3)
     with GpuArithmetic(), pytest.raises(AssertionError, match="may be a fused multiply-add"):
         values.add(values, alpha=0.3)
+
+
+def test_deterministic_kernels_are_torchs_own(monkeypatch):
+    """No GPU is needed to see the settings; what they do on one is torch's promise."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        use_deterministic_kernels()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark) == (True, False)
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before
+        torch.utils.deterministic.fill_uninitialized_memory = filled
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+def test_a_cpu_stays_as_it_was():
+    assert device_of("cpu", deterministic=True) == HOST
+    assert not torch.are_deterministic_algorithms_enabled()
