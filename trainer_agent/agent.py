@@ -30,6 +30,7 @@ from trainer_agent.model.compute import Compute
 from trainer_agent.tasks.master import MasterPort, failure_of
 from trainer_agent.tasks.reports import Reports
 from trainer_agent.tasks.source import Offload, TaskSource
+from trainer_agent.waiting.end_tasks import end_tasks
 from trainer_agent.waiting.retry import retry
 from trainer_agent.waiting.single_error import SingleErrorGroup
 
@@ -105,8 +106,7 @@ class Agent:
                     code = work.result()
                 await self._membership.leave()
             finally:
-                for task in (*beside, work, *ends):
-                    task.cancel()
+                await end_tasks((*beside, work, *ends))
         log.info("left", code=code)
         return code
 
