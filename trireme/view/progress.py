@@ -39,7 +39,6 @@ class Progress:
     pservers: int = 0
     pservers_desired: int = 0
     restarts: int = 0
-    generation: int = 0
     reason: str = ""
 
     @property
@@ -64,10 +63,10 @@ class Progress:
         return "  ".join(parts)
 
     def members(self) -> str:
-        """`trainers 2/2  pservers 2/2  restarts 0  generation 3`."""
+        """`trainers 2/2  pservers 2/2  restarts 0`."""
         return (
             f"trainers {self.trainers}/{self.trainers_desired}  pservers {self.pservers}/{self.pservers_desired}  "
-            f"restarts {self.restarts}  generation {self.generation}"
+            f"restarts {self.restarts}"
         )
 
 

@@ -49,7 +49,7 @@ def result_document(spec: JobSpec, state: JobState, counts: Counts, seconds: flo
             "list": [{name: task[name] for name in FACTS} for task in counts.discarded[:LISTED]],
         },
         "losses": result.losses.model_dump(),
-        "generations": state.generation,
+        "generation": state.generation,
         "restarts": dict(counts.restarts),
         "exports": result.exports,
         "failure": state.failure.model_dump() if state.failure else None,
@@ -60,11 +60,11 @@ def result_document(spec: JobSpec, state: JobState, counts: Counts, seconds: flo
 def summary_text(document: Mapping[str, Any]) -> str:
     """The summary for the user, one fact a line."""
     restarts = ", ".join(f"{name} {count}" for name, count in document["restarts"].items()) or "none"
-    discarded, generations = document["discarded"], document["generations"]
+    discarded = document["discarded"]
     rows = [
         ("job", f"{document['job']} {document['phase']} after {document['seconds']:.1f} s ({document['mode']})"),
         ("records", f"{document['records']:,} in {_epochs(document)} epochs"),
-        ("restarts", f"{restarts}; {generations} generation{'s' * (generations != 1)} of members"),
+        ("restarts", restarts),
         *[(name, number(value)) for name, value in document["metrics"].items()],
         *[(f"model ({kind})", path) for kind, path in document["exports"].items()],
     ]

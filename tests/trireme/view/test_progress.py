@@ -28,7 +28,6 @@ RUNNING = Progress(
     pservers=2,
     pservers_desired=2,
     restarts=1,
-    generation=3,
 )
 SPEC = JobSpec.model_validate(
     {"job": "ctr", "script": "s", "storage": "d", "dataset": {"kind": "csv", "urls": ["x"]}, "epochs": 2}
@@ -37,7 +36,7 @@ SPEC = JobSpec.model_validate(
 
 def test_a_running_job_in_one_line():
     assert RUNNING.training() == "epoch 2/5  step 140  loss 0.3123  5,120 records/s  ETA 1:12"
-    assert RUNNING.members() == "trainers 1/2  pservers 2/2  restarts 1  generation 3"
+    assert RUNNING.members() == "trainers 1/2  pservers 2/2  restarts 1"
 
 
 def test_what_is_not_known_yet_is_left_out():
@@ -86,7 +85,7 @@ def test_the_summary_tells_metrics_restarts_and_where_the_model_is():
         "job                  ctr COMPLETED after 23.7 s (sync)",
         "training loss        0.25 (mean of the last epoch)",
         "records              17,256 in 2 epochs",
-        "restarts             trainer-1 2; 4 generations of members",
+        "restarts             trainer-1 2",
         "accuracy             0.9861",
         "model (safetensors)  /m.safetensors",
     ]
