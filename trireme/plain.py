@@ -113,6 +113,7 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     model = checked_model(user.call("model")).to(device)
     optimizer = user.call("optimizer", model)
     scheduler = checked_scheduler(user.call("scheduler", optimizer)) if user.has("scheduler") else None
+    vars(optimizer)["_opt_called"] = True  # a first step that is left out is no mistake in the order of calls
     trained, guard = trained_parameters(model, optimizer), BackwardGuard(user)
     hooks = [
         parameter.register_post_accumulate_grad_hook(guard.permit)  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ class AwayFileSystem(MemoryFileSystem):
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
-        return str(super()._strip_protocol(path.removeprefix("away://")))
+        return "/" + path.removeprefix("away://").strip("/")
 
     def open(self, *args: Any, **kwargs: Any) -> Any:
         self._answer()
