@@ -50,8 +50,9 @@ pytest: $(STAMP) ## the tests (without those marked soak)
 	@echo "==> pytest on $(PYTEST_WORKERS) processes"
 	@$(BIN)/python -m pytest -q -m 'not soak' -n $(PYTEST_WORKERS) --dist worksteal
 
-soak: $(STAMP) ## kill and freeze a job's processes at random, compare every bit: make soak [SEED=7] [FAULTS=30] [TRANSPORT=shm]
-	@$(BIN)/python -m tests.soak --faults $(FAULTS) $(if $(SEED),--seed $(SEED)) $(if $(TRANSPORT),--transport $(TRANSPORT))
+soak: $(STAMP) ## break a job in all ways, compare every bit: make soak [SEED="1 2"] [FAULTS=30] [TRANSPORT="tcp shm"] [MODE=async] [KINDS="cut-etcd kill-two"]
+	@$(BIN)/python -m tests.soak --faults $(FAULTS) $(if $(SEED),--seed $(SEED)) $(if $(TRANSPORT),--transport $(TRANSPORT)) \
+		$(if $(MODE),--mode $(MODE)) $(if $(KINDS),--kinds $(KINDS))
 
 format: $(STAMP) ## rewrite the sources in the house format
 	@$(BIN)/ruff check --quiet --fix . && $(BIN)/ruff format --quiet .

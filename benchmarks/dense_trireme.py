@@ -7,6 +7,7 @@ import gc
 import socket
 import threading
 import time
+from collections.abc import Sequence
 
 from benchmarks.baselines import LR, Remote, gradient_of, is_right, optimizer_options
 from benchmarks.measurements import TRAINER_MIB, LoopLag, Memory
@@ -83,8 +84,9 @@ class Trainer:
 
     def setup(self, mib: int, optimizer: str, ports: list[int], block_kib: int) -> None:
         from shared.records.layout import Layout, OptimizerSpec, Segment
+        from trainer_agent.model.devices import HOST
         from trainer_agent.model.flat import Plan, Vector
-        from trainer_agent.model.send_buffers import HOST, SendBuffers
+        from trainer_agent.model.send_buffers import SendBuffers
 
         self._parameters = self._gradient = self._into = self._out = self._send_buffers = (
             None  # those of the setup before
@@ -257,9 +259,9 @@ class Trireme:
         self._windows.append((start, time.monotonic()))
         return took
 
-    def forget_rounds(self) -> None:
-        """Lags of the rounds so far do not count: the first ones touch new memory."""
-        self._windows = []
+    def keep_rounds(self, numbers: Sequence[int]) -> None:
+        """Lags of the other rounds so far do not count: the first ones touch new memory, others were disturbed."""
+        self._windows = [self._windows[number] for number in numbers]
 
     def calls(self, count: int) -> list[float]:
         """Seconds that each of so many almost empty calls took."""

@@ -1,4 +1,5 @@
-"""What a process says of itself while it is measured: how late its event loop is, and how much memory it takes."""
+"""What a process says of itself while it is measured: how late its event loop is, and how much memory it takes; and what the
+whole machine does meanwhile."""
 
 from __future__ import annotations
 
@@ -6,12 +7,14 @@ import asyncio
 import contextlib
 import ctypes
 import math
+import os
 import statistics
 import time
 from pathlib import Path
 
 PERIOD_S = 0.002
 MIB = 1 << 20
+TICK_MS = 1000 / os.sysconf("SC_CLK_TCK")
 TRAINER_MIB = 24  # of a trainer, whatever the model: records read ahead, connections, threads
 
 
@@ -48,6 +51,14 @@ def p99_and_max(values: list[float]) -> tuple[float, float]:
     if len(values) < 2:
         return (max(values, default=0.0),) * 2
     return statistics.quantiles(values, n=100, method="inclusive")[98], max(values)
+
+
+def machine_ms() -> float:
+    """Processor time that the whole machine has taken so far, by anybody."""
+    user, nice, system, _idle, _waiting, interrupts, soft, stolen, *_ = (
+        int(ticks) for ticks in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    )
+    return (user + nice + system + interrupts + soft + stolen) * TICK_MS
 
 
 class Memory:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from benchmarks.measured_member import FILE
-from benchmarks.measurements import p99_and_max
+from benchmarks.measurements import TICK_MS, machine_ms, p99_and_max
 from shared.records.job_spec import JobSpec
-from shared.runtime import clock
+from shared.runtime import clock, malloc
 from trainer_agent.data_plane.http import HttpPserver
 from trainer_agent.script import user_module
 from trireme.launch.cluster import LocalCluster
@@ -32,7 +32,6 @@ SETTLE_S = 0.3  # after going on: caches, timers that ran out meanwhile
 LOOK_S = 0.005
 PROBED = ("trainer_agent", "pserver_service")
 LEASE_S = 600.0  # members must outlive the time in which others are measured
-TICK_MS = 1000 / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +56,12 @@ class Inside:
 
 @dataclass
 class TorchRow:
-    """`ranks` processes of benchmarks.torch_steps."""
+    """`ranks` processes of benchmarks.torch_steps. `tuned`: as fast as they can be; else torch's defaults."""
 
     script: Path
     batch: int
     ranks: int
+    tuned: bool
     folder: Path
     _processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
@@ -73,7 +73,11 @@ class TorchRow:
             options["store"] = self.folder / "store"
             given = [text for name, value in options.items() for text in (f"--{name}", str(value))]
             command = [sys.executable, "-m", "benchmarks.torch_steps", str(self.script), *given]
-            self._processes.append(subprocess.Popen(command))
+            environment = {**os.environ}
+            if self.tuned:
+                command.append("--tuned")
+                environment |= malloc.tunables(environment)
+            self._processes.append(subprocess.Popen(command, env=environment))
         async with asyncio.timeout(START_S):
             while len(self._times()) < WARM_UP_STEPS:
                 await asyncio.sleep(LOOK_S)
@@ -244,7 +248,7 @@ class Usage:
     def __init__(self, pids: Mapping[str, Sequence[int]]) -> None:
         self.now = clock.monotonic()
         self.roles = {role: sum(map(_of_process, each)) for role, each in pids.items()}
-        self.machine = _of_machine()
+        self.machine = machine_ms()
 
     def since(self, before: Self) -> Self:
         self.now -= before.now
@@ -260,13 +264,6 @@ class Usage:
 def _of_process(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) * TICK_MS
-
-
-def _of_machine() -> float:
-    user, nice, system, _idle, _waiting, interrupts, soft, stolen, *_ = (
-        int(ticks) for ticks in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-    )
-    return (user + nice + system + interrupts + soft + stolen) * TICK_MS
 
 
 def activations_mib(script: Path, batch: int) -> float:

@@ -1,11 +1,12 @@
-"""Training steps per second: plain PyTorch, DDP over gloo, and ours, on real models at the same global batch.
+"""Training steps per second: plain PyTorch, DDP over gloo (tuned, and by default), and ours, on real models at the same global batch.
 
     python -m benchmarks.steps [--models charlm,mlp] [--rows plain,ddp,...] [--rounds 9] [--seconds 3] [--bind]
                                [--markdown | --json]
 
 Every row trains the same script in processes of its own, one torch thread each. All rows of a model are started once and
 stopped (SIGSTOP); a round lets one after the other go on for a while, so rows of one round share the machine's mood and
-ratios are taken round by round. An asynchronous step is a global batch of records applied at the parameter servers, so all
+ratios are taken round by round. Plain PyTorch and `ddp` run at their best (torch_steps.TUNED, and glibc's tunables as ours
+have them), `ddp0` with torch's defaults; ratios are against the faster one. An asynchronous step is a global batch of records applied at the parameter servers, so all
 rows count the same records. `CPU ms`: processor time of a step, in all trainers (or ranks), parameter servers, and the
 rest (etcd, master). `others' cores`: what everybody else on the machine took meanwhile; ratios mean little if that is much.
 --bind gives the trainers (or ranks) of each row a core each, where the kernel would pack them.
@@ -28,7 +29,7 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,12 +46,13 @@ STATE = {"charlm": 2, "mlp": 1}  # of the optimizer, in parameters
 TITLES = {
     "plain": "plain PyTorch, 1 process",
     "ddp": "DDP over gloo, 2 ranks",
+    "ddp0": "DDP over gloo, 2 ranks, as torch is by default",
     "sync1": "ours, sync, 2 trainers, 1 pserver",
     "sync2": "ours, sync, 2 trainers, 2 pservers",
     "async1": "ours, async, 2 trainers, 1 pserver",
     "async2": "ours, async, 2 trainers, 2 pservers",
 }
-BASES = ("plain", "ddp")
+RANKS = {"plain": 1, "ddp": 2, "ddp0": 2}
 
 
 @dataclass
@@ -66,8 +68,8 @@ class Measured:
 
 def row_of(name: str, model: str, folder: Path) -> Row:
     script, batch = SCRIPTS[model], BATCHES[model]
-    if name in BASES:
-        return TorchRow(script, batch, BASES.index(name) + 1, folder)
+    if name in RANKS:
+        return TorchRow(script, batch, RANKS[name], name != "ddp0", folder)
     return OurRow(script, batch, name[:-1], int(name[-1]), folder)
 
 
@@ -104,7 +106,7 @@ async def measure(
 
 def bounds(name: str, model: str) -> dict[str, float]:
     """What one process may take above its start, in MiB (docs/performance.md). Two trainers, one lane each."""
-    if name in BASES:
+    if name in RANKS:
         return {}
     sync = name.startswith("sync")
     user = user_module.load(SCRIPTS[model])
@@ -132,13 +134,18 @@ HEAD_INSIDE = (
 )
 
 
+def fastest(rates: Mapping[str, Sequence[float]], names: Sequence[str]) -> str:
+    """ "" if none of them was measured."""
+    return max((name for name in names if name in rates), key=lambda name: statistics.median(rates[name]), default="")
+
+
 def table(rows: Sequence[Measured]) -> str:
     rates = {row.row: [window.steps_per_s for window in row.windows] for row in rows}
+    bases = [fastest(rates, [name for name, ranks in RANKS.items() if ranks == each]) for each in (1, 2)]
     lines = []
     for row in rows:
         ratios = [
-            spread([a / b for a, b in zip(rates[row.row], rates[base], strict=True)]) if base in rates else ""
-            for base in BASES
+            spread([a / b for a, b in zip(rates[row.row], rates[base], strict=True)]) if base else "" for base in bases
         ]
         cpu = [
             f"{statistics.median(window.cpu_ms[role] for window in row.windows):.0f}" for role in row.windows[0].cpu_ms

@@ -1,10 +1,11 @@
 """Plain PyTorch, and DistributedDataParallel over gloo, training a user's script; steps.py starts one of these per rank.
 
-    python -m benchmarks.torch_steps SCRIPT --batch 256 --ranks 2 --rank 0 --store FILE --steps FILE
+    python -m benchmarks.torch_steps SCRIPT --batch 256 --ranks 2 --rank 0 --store FILE --steps FILE [--tuned]
     python -m benchmarks.torch_steps SCRIPT --batch 256 --activations
 
 The batches lie in memory before the first step: reading costs these rows nothing. Trains until it is killed; rank 0 writes
-the time after each step into a file. With --activations a few steps' forward and backward only: prints the bytes that the
+the time after each step into a file. --tuned: DDP with the options that make it fastest here, and memory as our trainers get it
+(the parent sets malloc.TUNABLES); without, as torch is by default. With --activations a few steps' forward and backward only: prints the bytes that the
 process took, at the highest, beyond its parameters and their gradients.
 """
 
@@ -21,7 +22,7 @@ from torch import nn
 
 from benchmarks.measurements import Memory
 from master_service.storage.counting import count_records
-from shared.runtime import clock
+from shared.runtime import clock, malloc
 from trainer_agent.data import default_collate
 from trainer_agent.script import user_module
 from trainer_agent.script.user_module import UserModule
@@ -29,6 +30,7 @@ from trireme.plain import epoch_minibatches, plain_spec
 
 BATCHES = 16
 FEW = 5
+TUNED = {"gradient_as_bucket_view": True, "static_graph": True, "bucket_cap_mb": 8}
 
 
 def batches_of(user: UserModule, batch: int, rank: int, ranks: int) -> list[Any]:
@@ -41,13 +43,14 @@ def batches_of(user: UserModule, batch: int, rank: int, ranks: int) -> list[Any]
     ]
 
 
-def train(user: UserModule, batches: list[Any], ranks: int, steps: Path | None) -> None:
+def train(user: UserModule, batches: list[Any], ranks: int, steps: Path | None, *, tuned: bool) -> None:
     """Never returns."""
     torch.manual_seed(1)
     model: nn.Module = user.call("model")
     optimizer = user.call("optimizer", model)
     scheduler = user.call("scheduler", optimizer) if user.has("scheduler") else None
-    wrapped = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
+    options: dict[str, Any] = TUNED if tuned else {}
+    wrapped = nn.parallel.DistributedDataParallel(model, **options) if ranks > 1 else model
     with (steps or Path("/dev/null")).open("w", buffering=1) as file:
         for number in count():
             optimizer.zero_grad()
@@ -75,9 +78,12 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--store", default="")
     parser.add_argument("--steps", type=Path)
+    parser.add_argument("--tuned", action="store_true")
     parser.add_argument("--activations", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.tuned:
+        malloc.give_back()
     user = user_module.load(given.script)
     batches = batches_of(user, given.batch, given.rank, given.ranks)
     if given.activations:
@@ -86,7 +92,7 @@ def main() -> None:
     if given.ranks > 1:
         store = dist.FileStore(given.store, given.ranks)
         dist.init_process_group("gloo", store=store, rank=given.rank, world_size=given.ranks)
-    train(user, batches, given.ranks, given.steps if given.rank == 0 else None)
+    train(user, batches, given.ranks, given.steps if given.rank == 0 else None, tuned=given.tuned)
 
 
 if __name__ == "__main__":

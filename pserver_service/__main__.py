@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pserver_service.settings import Settings
 
-INDEX_LOST = 75
 LEAVE_S = 5.0  # to release the index and to close connections
 
 
@@ -45,7 +44,7 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     from pserver_service.context import PserverContext  # noqa: PLC0415
     from pserver_service.data_plane.server import make_app, serving, socket_path  # noqa: PLC0415
     from pserver_service.member import Member  # noqa: PLC0415
-    from pserver_service.membership.index import OwnIndex  # noqa: PLC0415
+    from pserver_service.membership.index import OwnIndex, own_number  # noqa: PLC0415
     from pserver_service.pserver import Pserver  # noqa: PLC0415
     from shared.checkpoints.background import Background  # noqa: PLC0415
     from shared.keys import Keys  # noqa: PLC0415
@@ -75,12 +74,12 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
                 uds=listening.uds,
             )
             directory = Directory(etcd, Keys(settings.job, settings.root))
-            own_index = OwnIndex(etcd, directory, record)
+            own_index = OwnIndex(etcd, directory, record, own_number(settings.name))
             member = Member(PserverContext(etcd, directory, pserver, own_index, background))
             service.ready()
             service.settled()
             left = await member.serve(stopping, settings.claim_wait_s, settings.drain_seconds)
-            return 0 if left else INDEX_LOST
+            return 0 if left else service.LEASE_LOST
     finally:
         background.close()
         await etcd.close()

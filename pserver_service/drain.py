@@ -67,7 +67,7 @@ class Drain:
         if view.master is None and view.spec.dispatch is Dispatch.MASTER:
             return False
         runs = view.state.phase in {Phase.RUNNING, Phase.CHECKPOINTING} and view.state.stage is Stage.TRAIN
-        return runs and bool(view.state.trainers) and saves_on_demand(view.spec)
+        return runs and bool(view.trainers.names) and saves_on_demand(view.spec)
 
     def _is_saved(self, version: int) -> bool:
         latest = self._checkpointer.committer.seen.latest

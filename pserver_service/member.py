@@ -43,8 +43,9 @@ class Member:
 
     async def run(self, claim_wait_s: float) -> None:
         """Returns when the index is lost or not wanted any more. Raises DeadlineExceeded: none was free for `claim_wait_s`."""
-        self._pserver.index = await self._own_index.claim_lowest(claim_wait_s)
+        self._pserver.index = await self._own_index.claim_index(claim_wait_s)
         self._pserver.in_doubt = lambda: self._own_index.in_doubt
+        self._own_index.fits = self._pserver.fits
         self._pserver.directory = self._directory
         self._pserver.on_torn = lambda torn: self._own_index.set(torn=torn)
         assert self._directory.spec is not None

@@ -86,7 +86,7 @@ class Pserver(BlockServer):
         """
         self._check(header)
         if header.pserver != self.index:
-            msg = f"initial blocks for pserver {header.pserver} came to pserver {self.index}: read the addresses again"
+            msg = f"initial blocks for pserver-{header.pserver} came to pserver-{self.index}: read the addresses again"
             raise WrongOwner(msg)
         if self._is_same(header):
             return
@@ -119,12 +119,16 @@ class Pserver(BlockServer):
     def tear(self, cause: str) -> None:
         """A step here can never be whole, so the parameters are lost: `on_torn` tells the master."""
         log.error("step_torn", index=self.index, timeline=self.timeline, cause=cause)
-        self.on_torn(Torn(timeline=self.timeline, cause=f"pserver {self.index}: {cause}"))
+        self.on_torn(Torn(timeline=self.timeline, cause=f"pserver-{self.index}: {cause}"))
 
     def restore(self, store: Store, timeline: int, checkpoint: str) -> None:
         """Serve what was loaded."""
         self.store, self.timeline, self.checkpoint = store, timeline, checkpoint
         log.info("restored", index=self.index, timeline=timeline, checkpoint=checkpoint, store=repr(store))
+
+    def fits(self, state: JobState) -> bool:
+        """Whether it holds parameters of the state's timeline, or none."""
+        return self.store is None or self.timeline == state.timeline
 
     def copy_now(self, record: StepRecord, generation: int) -> None:
         """Asynchronous: copy everything for a checkpoint. Pushes of lower generations are stale from now on."""
@@ -256,7 +260,7 @@ class Pserver(BlockServer):
 
     def _fence(self, header: MessageHeader) -> None:
         if self.is_stale(header.generation):
-            msg = f"generation {header.generation} is stale: pserver {self.index} has seen {self.generation}; read the lanes again"
+            msg = f"generation {header.generation} is stale: pserver-{self.index} has seen {self.generation}; read the lanes again"
             raise StaleGeneration(msg, generation=self.generation)
         known = header.generation if self.directory is None else _state(self.directory).generation
         self.generation = max(self.generation, min(header.generation, known))
@@ -269,10 +273,10 @@ class Pserver(BlockServer):
         if header.generation > state.generation:
             msg = (
                 f"generation {header.generation} of trainer {header.trainer[:80]!r} is ahead of {state.generation}, the newest that "
-                f"pserver {self.index} has read from etcd: push again"
+                f"pserver-{self.index} has read from etcd: push again"
             )
             raise NotReady(msg)
-        if header.trainer not in state.trainers:
+        if header.trainer not in self.directory.trainers:
             msg = f"trainer {header.trainer[:80]!r} is no member in generation {state.generation}: register, and read the lanes again"
             raise StaleGeneration(msg, generation=state.generation)
 
@@ -284,7 +288,7 @@ class Pserver(BlockServer):
             msg = f"message of job {header.job!r} at a pserver of job {self.job!r}: check TRIREME_JOB"
             raise LayoutMismatch(msg)
         if self.in_doubt():
-            msg = f"pserver {self.index} ({self.incarnation}) slept longer than its lease and asks etcd whether its index is still its own; ask again"
+            msg = f"the lease of pserver-{self.index} ({self.incarnation}) may have run out: it waits until etcd says whether the index is still its own; ask again"
             raise NotReady(msg)
         self.term = max(self.term, header.term if self.directory is None else min(header.term, _term(self.directory)))
 
@@ -299,7 +303,7 @@ class Pserver(BlockServer):
         return self.store
 
     def _not_ready(self) -> NotReady:
-        return NotReady(f"pserver {self.index} ({self.incarnation}) has no parameters yet: wait for init_ps/done")
+        return NotReady(f"pserver-{self.index} ({self.incarnation}) has no parameters yet: wait for init_ps/done")
 
     def _is_same(self, header: InitHeader) -> bool:
         """Whether these parameters are loaded already."""
@@ -323,7 +327,7 @@ class Pserver(BlockServer):
         wanted = set(request.blocks)
         if foreign := wanted - store.blocks.keys():
             block = min(foreign)
-            msg = f"block {block} is not at pserver {self.index}: read the slot map again"
+            msg = f"block {block} is not at pserver-{self.index}: read the slot map again"
             raise WrongOwner(msg, block=block)
         if len(wanted) < len(request.blocks):
             twice = min(block for block, times in Counter(request.blocks).items() if times > 1)

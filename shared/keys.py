@@ -11,7 +11,9 @@
     ps/<index>              PserverMember   pserver's  pserver                       create = 0, own create_revision
     trainers/<id>           TrainerMember   trainer's  trainer                       create = 0
     starting/<id>           text            trainer's  trainer                       none: a trainer that fails before it is registered
-    slots lanes             SlotMap LaneMap -          master                        lock
+    slots                   SlotMap        -           master                        lock
+    generation/trainers     TrainerList    -           master                        lock; members read it once
+    job/trainers            TrainersChange -           master                        lock; members follow it: what changed in the list
     layout                  Layout          -          initialising trainer          create = 0
     init_ps/lock|done       text            trainer|-  initialising trainer          create = 0
     sweep/lock              MasterLock      sweeper's  trainers (masterless)         create = 0; its create_revision is the term
@@ -83,7 +85,10 @@ class Keys:
     latest_files = _Key("checkpoints/latest/files/")  # the positions of the trainers' readers at `latest`
     own_prefix = _Key("checkpoints/pservers/")  # all independent checkpoints
     slots = _Key("slots")
-    lanes = _Key("lanes")
+    trainer_list = _Key(
+        "generation/trainers"
+    )  # outside of `directory`, so that it is not sent to every member at each change
+    trainers_change = _Key("job/trainers")
     layout = _Key("layout")
     init_lock = _Key("init_ps/lock")
     init_done = _Key("init_ps/done")

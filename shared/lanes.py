@@ -30,6 +30,12 @@ def aligned_intervals(first: int, last: int) -> list[Interval]:
     return nodes
 
 
+def share_of(lanes: int, owners: int, place: int) -> Interval:
+    """[first, last) of the owner at `place`, where `owners` share all lanes as evenly as they can."""
+    share, extra = divmod(lanes, owners)
+    return place * share + min(place, extra), (place + 1) * share + min(place + 1, extra)
+
+
 def sibling(node: Interval) -> Interval:
     """The node that `node` is combined with."""
     first, last = node

@@ -1,5 +1,5 @@
 """The longest tests begin first, so that no process of `pytest -n` is left with one at the end. Files in memory:// are
-gone after each test."""
+gone after each test, and logs go where they went before it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import fsspec
 import pytest
+import structlog
 
 FIRST = ("tests/soak/", "tests/end_to_end/", "tests/simulation/", "tests/pserver_service/checkpoints/")
 
@@ -24,3 +25,11 @@ def empty_memory_filesystem() -> Iterator[None]:
     memory = fsspec.filesystem("memory")
     memory.store.clear()
     memory.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture(autouse=True)
+def logs_as_before() -> Iterator[None]:
+    """A command that a test calls sends them to the captured stderr, which is closed after the test."""
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)

@@ -16,6 +16,7 @@ from shared.membership.directory import Directory
 from shared.records import JobSpec, Mode, Phase, Task, TrainerMember
 from shared.records.pauses import Paused
 from shared.runtime import clock, telemetry
+from shared.runtime.service import LEASE_LOST
 from trainer_agent.core.duties import Duty
 from trainer_agent.data_plane.transfer import Connect, Transfer
 from trainer_agent.loops.asynchronous import AsyncLoop
@@ -39,7 +40,7 @@ FLUSH_S = 5.0
 LEAVE_S = 10.0
 BUSY_LOOK_S = 0.02
 
-OK, FAILED, LEASE_LOST = 0, 1, 75
+OK, FAILED = 0, 1
 
 log = telemetry.logger("agent")
 
@@ -67,7 +68,9 @@ class Agent:
         self._active: SyncLoop | AsyncLoop | EvaluateExportLoop | None = None
         self._reports = reports = Reports(master, member.trainer, self._held)
         source = TaskSource(spec, master, member.trainer, offload)
-        transfer = Transfer(directory, connect, compute, reports.suspect, spec.parameter_dtype)
+        transfer = Transfer(
+            directory, connect, compute, reports.suspect, spec.parameter_dtype, self._membership.certain
+        )
         self._context = LoopContext(spec, etcd, directory, compute, transfer, source, reports, stopping)
         self._initial = compute.initial_lane_zero()
         self._pauses = PauseResponder(

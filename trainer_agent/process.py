@@ -26,8 +26,10 @@ from shared.runtime import http, ids, malloc, service, telemetry
 from shared.runtime.network import own_network
 from trainer_agent.agent import FAILED, Agent
 from trainer_agent.data_plane.http import HttpPserver, PserverPort, socket_of
+from trainer_agent.data_plane.silence import call_limit_s
 from trainer_agent.data_plane.stream import StreamPserver
 from trainer_agent.membership.initialise import followed
+from trainer_agent.model.devices import number_of
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.user_module import load
 from trainer_agent.settings import Settings
@@ -111,7 +113,9 @@ async def _train(
     reading = stack.enter_context(ThreadPoolExecutor(READER_THREADS, "read"))
     try:
         shared = settings.transport in {"auto", "shm"}
-        compute = await asyncio.get_running_loop().run_in_executor(computing, _build, spec, computing, shared)
+        compute = await asyncio.get_running_loop().run_in_executor(
+            computing, _build, spec, computing, shared, number_of(settings.name)
+        )
     except CallerError as error:
         await _report_start(master, context.trainer, error)
         return FAILED
@@ -136,16 +140,16 @@ async def _train(
         directory=context.directory,
         compute=compute,
         master=master,
-        connect=await stack.enter_async_context(Connections(settings)),
+        connect=await stack.enter_async_context(Connections(settings, call_limit_s(spec, settings.stall_s))),
         offload=offload,
         stopping=stopping,
     )
     return await agent.run()
 
 
-def _build(spec: JobSpec, executor: ThreadPoolExecutor, shared: bool) -> TorchCompute:
+def _build(spec: JobSpec, executor: ThreadPoolExecutor, shared: bool, number: int) -> TorchCompute:
     malloc.give_back()
-    return TorchCompute(load(spec.script), spec, executor, shared=shared)
+    return TorchCompute(load(spec.script), spec, executor, shared=shared, number=number)
 
 
 async def _report_start(master: MasterPort, trainer: str, error: TriremeError) -> None:
@@ -161,8 +165,8 @@ async def _report_start(master: MasterPort, trainer: str, error: TriremeError) -
 class Connections(AbstractAsyncContextManager["Connections"]):
     """A port to each incarnation of each pserver, opened when first asked for."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, settings: Settings, stall_s: float) -> None:
+        self._settings, self._stall_s = settings, stall_s
         self._open: dict[str, HttpPserver] = {}
 
     async def __aexit__(self, *_: object) -> None:
@@ -175,12 +179,12 @@ class Connections(AbstractAsyncContextManager["Connections"]):
         return self._open[member.incarnation]
 
     def _port(self, member: PserverMember) -> HttpPserver:
-        token, stall_s, transport = self._settings.token, self._settings.stall_s, self._settings.transport
+        token, stall_s, transport = self._settings.token, self._stall_s, self._settings.transport
         if transport in {"tcp", "http"}:
             member = member.model_copy(update={"uds": ""})
         elif transport != "auto" and not socket_of(member):
             raise InvalidArgument(
-                f"TRIREME_TRANSPORT is {transport}, but pserver {member.index} on {member.host} has no UNIX socket that is open "
+                f"TRIREME_TRANSPORT is {transport}, but pserver-{member.index} on {member.host} has no UNIX socket that is open "
                 f"to this process on {socket.gethostname()}",
                 hint="use auto, or give the parameter server a TRIREME_UDS that both can reach",
             )

@@ -26,7 +26,7 @@ class Config:
     lanes: int | None = None
     seed: int | None = None
     trainers: int | None = None
-    pservers: int | None = None
+    pservers: int | str | None = None
     records_per_task: int | None = None
     block_bytes: int | None = None
     slot_count: int | None = None
@@ -39,6 +39,7 @@ class Config:
     deterministic: bool | None = None
     shuffle: bool | None = None
     lease_ttl_s: float | None = None
+    join_window_s: float | None = None
     task_timeout_floor_s: float | None = None
     task_timeout_ceiling_s: float | None = None
     max_task_failures: int | None = None
@@ -47,6 +48,7 @@ class Config:
     checkpoint_every_steps: int | None = None
     checkpoint_every_epochs: int | None = None
     keep_checkpoints: int | None = None
+    checkpoint_checksum: str | None = None
     checkpoint_every_seconds: float | None = None
     checkpoint_kind: str | None = None
     skip_after_seconds: float | None = None

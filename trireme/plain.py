@@ -27,12 +27,13 @@ from shared.records import JobSpec
 from shared.records.datasets import Dataset
 from shared.runtime import clock
 from trainer_agent.data import Minibatch, default_collate, minibatch_indices, minibatches_in, open_dataset
+from trainer_agent.model.devices import device_of
 from trainer_agent.model.export import write_model
 from trainer_agent.model.finite import NonFiniteError, check_gradients, check_loss
 from trainer_agent.model.flat import trained_parameters
 from trainer_agent.model.minibatch import BackwardGuard, on_device, seed_everything
 from trainer_agent.model.optimizer_spec import checked_scheduler
-from trainer_agent.model.torch_compute import checked_model, device_of
+from trainer_agent.model.torch_compute import checked_model
 from trainer_agent.script.user_module import UserModule
 from trireme import settings
 
@@ -115,8 +116,16 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     scheduler = checked_scheduler(user.call("scheduler", optimizer)) if user.has("scheduler") else None
     vars(optimizer)["_opt_called"] = True  # a first step that is left out is no mistake in the order of calls
     trained, guard = trained_parameters(model, optimizer), BackwardGuard(user)
+
+    def on_gradient(parameter: torch.Tensor) -> None:
+        guard.permit()
+        if (
+            parameter.grad is not None and parameter.grad.is_sparse
+        ):  # as a trainer does: to clip and to step any optimizer
+            parameter.grad = parameter.grad.to_dense()
+
     hooks = [
-        parameter.register_post_accumulate_grad_hook(guard.permit)  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
         for parameter in trained.values()
     ]
     result = PlainResult(model, optimizer)

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from shared.errors import InvalidArgument
 from shared.records import JobSpec
 from trireme.config import Config
-from trireme.validation import allowed_name, field_problems, problems_of
+from trireme.validation import allowed_name, field_problems, problems_of, without_auto
 
 SETTINGS = tuple(field.name for field in fields(Config))
 LAUNCHER_SETTINGS = ("data_dir", "port", "standbys", "spare_pservers", "storage")
@@ -122,7 +122,7 @@ def job_spec(settings: Mapping[str, Setting], **fixed: Any) -> JobSpec:
     """The validated spec. `fixed`: fields that are not settings (script, datasets, storage). Raises UsageError."""
     values = {name: setting.value for name, setting in settings.items() if name in SETTINGS}
     try:
-        return JobSpec.model_validate({**values, **fixed})
+        return JobSpec.model_validate({**without_auto(values), **fixed})
     except ValidationError as error:
         origins = {name: setting.origin for name, setting in settings.items()}
         raise UsageError("; ".join(problems_of(error, origins))) from error

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from shared.records import JobSpec
 
+AUTO = "auto"
 _PLACEHOLDERS = {"job": "job", "script": "-", "storage": "-", "dataset": {"kind": "text_lines", "urls": ("-",)}}
 
 
@@ -22,9 +23,15 @@ def allowed_name(name: str) -> str:
     return _NOT_IN_NAMES.sub("-", name.lower()).strip("-")[:63].rstrip("-") or name
 
 
+def without_auto(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of settings without those that are found out later: `pservers = "auto"` (trireme.launch.pserver_count)."""
+    return {name: value for name, value in values.items() if (name, value) != ("pservers", AUTO)}
+
+
 def field_problems(values: Mapping[str, Any], origins: Mapping[str, str] = MappingProxyType({})) -> list[str]:
     """What is wrong with single fields, whatever values the others get (the command line may still change them)."""
     problems: list[str] = []
+    values = without_auto(values)
     if "job" in values:
         values = {**values, "job": allowed_name(str(values["job"]))}
     alone = {"mode": values["mode"]} if "mode" in values else {}

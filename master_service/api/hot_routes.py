@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from master_service.api.limits import read_body, replayed
 from master_service.api.problems import CONTENT_TYPE, problem_of, problem_of_bug, request_id_of
 from master_service.api.resources import Empty, Problem
-from master_service.api.routes.dependencies import answered
+from master_service.api.routes.dependencies import answered, unless_gone
 from master_service.leadership.master import Master
 from shared.errors import TriremeError
 from shared.records import AcquireTask, CompleteTask, FailTask, Record, TaskProgress
@@ -35,7 +35,7 @@ class _Unusual(Exception):
     """FastAPI shall handle this request."""
 
 
-Served = Callable[[bytes], Awaitable[Record | None]]
+Served = Callable[[bytes, Receive], Awaitable[Record | None]]
 Reporting = Callable[[str, Any], Awaitable[Record | None]]
 
 
@@ -61,13 +61,13 @@ class DirectTaskLeases:
         if body is None:
             return
         try:
-            call = serve(body)
+            call = serve(body, receive)
         except (ValidationError, _Unusual):
             await self._app(scope, replayed(body, receive), send)
             return
         request_id = request_id_of(headers)
         try:
-            report = await answered(call)
+            report = await call
             answer: Record = report or Empty()
         except TriremeError as error:
             answer = problem_of(error, request_id)
@@ -104,11 +104,14 @@ class DirectTaskLeases:
 
     # ------------------------------------------------------------ each raises ValidationError or _Unusual before it awaits
 
-    def _acquire(self, idempotency_key: bytes | None, body: bytes) -> Awaitable[Record | None]:
+    def _acquire(self, idempotency_key: bytes | None, body: bytes, receive: Receive) -> Awaitable[Record | None]:
         ask = AcquireTask.model_validate_json(body)
         if idempotency_key is not None and (len(ask.request) > 200 or idempotency_key != ask.request.encode("utf-8")):
             raise _Unusual
-        return self._master.acquire_task(ask)
+        call = answered(self._master.acquire_task(ask), ask.wait_s)
+        return unless_gone(call, receive) if ask.wait_s else call
 
-    def _report(self, task_id: str, kind: type[Record], report: Reporting, body: bytes) -> Awaitable[Record | None]:
-        return report(task_id, kind.model_validate_json(body))
+    def _report(
+        self, task_id: str, kind: type[Record], report: Reporting, body: bytes, _: Receive
+    ) -> Awaitable[Record | None]:
+        return answered(report(task_id, kind.model_validate_json(body)))

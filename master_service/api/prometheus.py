@@ -35,12 +35,21 @@ class _Collector:
         yield GaugeMetricFamily("trireme_trainers", "registered trainers", value=len(job.members.trainers))
         yield GaugeMetricFamily("trireme_pservers", "registered pservers", value=len(job.members.pservers))
         yield GaugeMetricFamily("trireme_epoch", "epoch under way", value=job.training.current)
-        yield GaugeMetricFamily("trireme_step", "highest step reported", value=metrics.step)
+        yield GaugeMetricFamily("trireme_step", "steps done", value=metrics.step or 0)
         yield CounterMetricFamily("trireme_trained_records", "records reported as trained", value=metrics.records)
         yield CounterMetricFamily(
             "trireme_skipped_records", "records left out: their loss or gradient was not finite", value=metrics.skipped
         )
         yield GaugeMetricFamily("trireme_records_per_second", "over 15 s", value=metrics.rate(clock.monotonic()))
+        missed = GaugeMetricFamily(
+            "trireme_missed_minibatches",
+            "asynchronous: of closed tasks, never applied at that parameter server",
+            labels=["pserver", "cause"],
+        )
+        for cause, counts in (("lost", job.losses.lost), ("skipped", job.losses.skipped)):
+            for index, count in counts.items():
+                missed.add_metric([index, cause], count)
+        yield missed
         phase = GaugeMetricFamily("trireme_phase", "1 for the job's phase and stage", labels=["phase", "stage"])
         phase.add_metric([str(job.state.phase), str(job.state.stage)], 1)
         yield phase

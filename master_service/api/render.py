@@ -26,7 +26,7 @@ from master_service.core.state.job import Job
 from master_service.core.state.metrics import Metrics
 from master_service.leadership.master import Master
 from shared.errors import InvalidArgument, NotFound
-from shared.records import DiscardedTask, Mode, PserverMember, RequeuedTask, Stage, TaskKind, TrainerMember
+from shared.records import DiscardedTask, Mode, Phase, PserverMember, RequeuedTask, Stage, TaskKind, TrainerMember
 from shared.records.checkpoints import CheckpointRef
 from shared.runtime import clock
 
@@ -35,17 +35,20 @@ SCANNED_AT_ONCE = 10_000
 T = TypeVar("T")
 
 
-def job(job: Job, metrics: Metrics, master: MasterView) -> JobView:
+def job(job: Job, metrics: Metrics, master: MasterView, stalled: str = "") -> JobView:
+    """`stalled`: for whom it waits, empty if it makes progress."""
     spec, state, now = job.spec, job.state, clock.monotonic()
+    phase, reason = _standing(job)
     return JobView(
         job=spec.job,
-        phase=state.phase,
+        phase=phase,
         stage=state.stage,
         mode=spec.mode,
         generation=state.generation,
-        reason=state.reason,
+        reason=reason,
         failure=state.failure,
-        progress=_progress(job, metrics, now),
+        stalled=stalled,
+        progress=_progress(job, metrics, now, stalled=bool(stalled)),
         members=MemberCounts(
             trainers=len(job.members.trainers),
             trainers_desired=spec.trainers,
@@ -59,7 +62,16 @@ def job(job: Job, metrics: Metrics, master: MasterView) -> JobView:
     )
 
 
-def _progress(job: Job, metrics: Metrics, now: float) -> JobProgress:
+def _standing(job: Job) -> tuple[Phase, str]:
+    """Phase and reason. A job that has nobody to train or to serve waits, whatever it was doing."""
+    state, members = job.state, job.members
+    if state.phase is not Phase.RUNNING or (members.trainers and members.pservers):
+        return state.phase, state.reason
+    missing = "a trainer" if members.pservers else "the parameter servers"
+    return Phase.WAITING, f"waiting for {missing}"
+
+
+def _progress(job: Job, metrics: Metrics, now: float, *, stalled: bool) -> JobProgress:
     training, spec = job.training, job.spec
     per_epoch = training.streams.records
     _, _, done, discarded = training.counts
@@ -70,13 +82,13 @@ def _progress(job: Job, metrics: Metrics, now: float) -> JobProgress:
     )
     before = training.current * per_epoch
     records_done = min(before + closed + open_records, spec.epochs * per_epoch)
-    rate = metrics.rate(now) if job.state.stage is Stage.TRAIN else 0.0
+    rate = metrics.rate(now) if job.state.stage is Stage.TRAIN and not stalled else 0.0
     left = spec.epochs * per_epoch - records_done
     last = next(reversed(metrics.epochs.values()), None)
     return JobProgress(
         epoch=training.current,
         epochs=spec.epochs,
-        step=metrics.step if metrics.steps else None,
+        step=metrics.step,
         loss=last.loss if last else None,
         records_done=records_done,
         records_total=spec.epochs * per_epoch,
@@ -149,13 +161,27 @@ def members(job: Job, page_size: int, page_token: str) -> MemberPage:
     pservers = [job.members.pservers[index] for index in sorted(job.members.pservers)]
     everyone: list[PserverMember | TrainerMember] = [*pservers, *job.members.trainers.values()]
     page, token = _page(everyone, _offset(page_token), page_size)
-    return MemberPage(members=tuple(member_view(job, member) for member in page), next_page_token=token)
+    tasks_of: dict[str, list[str]] = {}
+    for queue in job.queues.values():
+        for task_id, held in queue.pending.items():
+            tasks_of.setdefault(held.record.trainer, []).append(task_id)
+    views = tuple(_member_view(job, member, tasks_of.get(_name_of(member), ())) for member in page)
+    return MemberPage(members=views, next_page_token=token)
 
 
 def member_view(job: Job, member: TrainerMember | PserverMember) -> MemberView:
+    held = [task_id for queue in job.queues.values() for task_id in queue.held_by(_name_of(member))]
+    return _member_view(job, member, held)
+
+
+def _name_of(member: TrainerMember | PserverMember) -> str:
+    return member.trainer if isinstance(member, TrainerMember) else f"pserver-{member.index}"
+
+
+def _member_view(job: Job, member: TrainerMember | PserverMember, held: Sequence[str]) -> MemberView:
     if isinstance(member, PserverMember):
         return MemberView(
-            member_id=f"pserver-{member.index}",
+            member_id=_name_of(member),
             kind="pserver",
             url=member.url,
             incarnation=member.incarnation,
@@ -163,8 +189,7 @@ def member_view(job: Job, member: TrainerMember | PserverMember) -> MemberView:
             pid=member.pid,
             index=member.index,
         )
-    lanes = job.lanes.of(member.trainer) if job.lanes and job.spec.mode is Mode.SYNC else None
-    held = [task_id for queue in job.queues.values() for task_id in queue.held_by(member.trainer)]
+    lanes = job.trainers.lanes_of(member.trainer) if job.spec.mode is Mode.SYNC else None
     return MemberView(
         member_id=member.trainer,
         kind="trainer",

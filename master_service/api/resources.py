@@ -38,7 +38,7 @@ class Problem(Record):
 
 
 class JobProgress(Record):
-    """`records_*` over all epochs. `loss`: mean of the current (or last) epoch. Null where not known yet."""
+    """`step`: how many steps are done. `records_*` over all epochs. `loss`: mean of the current (or last) epoch. Null where not known yet."""
 
     epoch: int
     epochs: int
@@ -64,7 +64,8 @@ class MasterView(Record):
 
 
 class JobView(Record):
-    """`losses`: by parameter server, minibatches that its blocks never got."""
+    """`losses`: by parameter server, minibatches that its blocks never got. `stalled`: for whom a job waits that makes no progress,
+    else empty."""
 
     job: str
     phase: Phase
@@ -72,6 +73,7 @@ class JobView(Record):
     mode: Mode
     generation: int
     reason: str
+    stalled: str = ""
     failure: UserFailure | None = None
     progress: JobProgress
     members: MemberCounts

@@ -23,10 +23,12 @@ log = telemetry.logger("evictions")
 
 
 class Evictions:
-    """`lock` None: of a trainer of a masterless job that does not sweep; it ends only members that it knows to be dead."""
+    """`lock` None: of a trainer of a masterless job that does not sweep; it ends only members that it knows to be dead. `ended`: names
+    of members whose registration was ended."""
 
     def __init__(self, etcd: Etcd, keys: Keys, lock: HeldLock | None) -> None:
         self._etcd, self._keys, self._lock = etcd, keys, lock
+        self.ended: set[str] = set()
 
     async def end(self, member: TrainerMember | PserverMember, cause: str) -> bool:
         """Whether that registration is over now. Raises LockLost; DeadlineExceeded if etcd does not answer."""
@@ -43,6 +45,7 @@ class Evictions:
         check = partial(self._check, name, clock.monotonic() + LIMIT_S)
         if not isinstance(await write.until_answered(check, PAUSE_S), int):
             return False
+        self.ended.add(name)
         log.warning("member_evicted", evicted=name, cause=cause)
         try:
             await self._etcd.revoke(member.lease)

@@ -1,7 +1,9 @@
 """When the checkpoints of an asynchronous job are taken, and the steps of each pause.
 
 due: the first one, every so many seconds, an epoch is over, training is over, one was asked for (decisions/operations.py)
-pause -> all paused -> cut -> all copied -> finish          too slow, or begun by another master: given up
+pause -> all paused, or ANSWER_S are over -> cut -> all copied -> finish      too slow, or begun by another master: given up
+
+So what a parameter server loses that dies is bounded: `seconds_between`, and the time in which the checkpoint is written.
 """
 
 from __future__ import annotations
@@ -18,14 +20,22 @@ from shared.checkpoints import stored
 from shared.etcd import Lease
 from shared.keys import Keys
 from shared.records import Phase, Stage
+from shared.records.members import pserver_names
 from shared.records.pauses import Saving
 from shared.runtime import clock, telemetry
 
 LOOK_S = 0.25
-PAUSE_LIMIT_S = 60.0  # a minibatch may take long; then copying takes as long as memory does
+ANSWER_S = 1.0  # trainers that have not paused by then are left out of the pause
+COPY_LIMIT_S = 60.0  # copying takes as long as memory does
 SHARE = 9.0  # of checkpoints nobody asked for: after a pause, training runs at least so many times as long
 
 log = telemetry.logger("pause_runner")
+
+
+def seconds_between(every_s: float, copy_s: float = 0.0) -> float:
+    """How far two checkpoints are apart at most, if no parameter server fails in between. `copy_s`: to copy one in memory."""
+    pause_s = ANSWER_S + LOOK_S + copy_s
+    return max(every_s, (1 + SHARE) * pause_s) + pause_s + LOOK_S
 
 
 class PauseRunner:
@@ -118,22 +128,22 @@ class PauseRunner:
         job = self._job
         if self._begun is None or self._begun.uuid != under_way.uuid:
             self._owed = "one was given up"
-            await self._end(lambda job, _: pause_checkpoint.give_up(job.state, "the master that began it is gone"))
+            await self._end(
+                lambda job, _: pause_checkpoint.give_up(
+                    job.state, job.trainers, job.members, "the master that began it is gone"
+                )
+            )
             return
         spent = clock.monotonic() - self._since
-        waiting: list[object]
         if not under_way.cut:
-            waiting = [*pause_checkpoint.still_training(job.state, job.members)]
-            what = f"{waiting} did not pause"
-        else:
-            waiting = [*pause_checkpoint.still_copying(job.state, job.members)]
-            what = f"pservers {waiting} did not copy"
-        if waiting and spent > PAUSE_LIMIT_S * (1 + under_way.cut):
-            await self._end(lambda job, _: pause_checkpoint.give_up(job.state, f"{what} within {PAUSE_LIMIT_S:g} s"))
-        elif not waiting and not under_way.cut:
-            await self._writer.decide(lambda job, _: pause_checkpoint.cut(job))
-            self._changed.set()
-        elif not waiting and await self._end(lambda job, _: pause_checkpoint.finish(job, spent)):
+            late = spent >= ANSWER_S
+            if await self._writer.decide(lambda job, _: pause_checkpoint.cut(job, without_late=late)):
+                self._changed.set()
+        elif waiting := pause_checkpoint.still_copying(job.state, job.members):
+            if spent > COPY_LIMIT_S:
+                why = f"{pserver_names(waiting)} did not copy within {COPY_LIMIT_S:g} s"
+                await self._end(lambda job, _: pause_checkpoint.give_up(job.state, job.trainers, job.members, why))
+        elif await self._end(lambda job, _: pause_checkpoint.finish(job, spent)):
             self._owed = ""
 
     async def _end(self, decision: Callable[[Job, float], Decision[bool]]) -> bool:

@@ -25,8 +25,9 @@ from shared.errors import CheckpointUnusable, PeerError
 from shared.etcd import Etcd, Get
 from shared.etcd.reading import read_record
 from shared.keys import Keys
-from shared.records import JobState, Mode, Phase, PserverMember
+from shared.records import FailureCause, JobState, Mode, Phase, PserverMember
 from shared.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest, OwnCheckpoints
+from shared.records.members import pserver_names
 from shared.runtime import clock, ids, telemetry
 
 STORAGE_TRIES = 4
@@ -69,6 +70,8 @@ class Recovery:
             self._since = clock.monotonic()
         if state.phase is not Phase.ROLLING_BACK:
             return await self._record_returns()
+        if not state.checkpoint:
+            return False  # to the start: rollback.supervise does the rest
         manifest = await self._read(state)
         if manifest is None:
             return True
@@ -90,9 +93,11 @@ class Recovery:
                 return Decision(None)
             there = [job.members.pservers[index] for index in missing if index in job.members.pservers]
             why = "".join(f" ({member.waits})" for member in there if member.waits)
+            names = pserver_names(missing)
             return fail(
                 state,
-                f"pservers {missing} did not come back within recovery_timeout_s {limit_s:g}{why}; start the job again",
+                f"{names} did not come back within recovery_timeout_s {limit_s:g}{why}",
+                FailureCause.STORAGE if why else FailureCause.MEMBERS,
             )
 
         await self._writer.decide(late)
@@ -111,7 +116,7 @@ class Recovery:
         cut, error = None, ""
         try:
             if (ref := await self._ref_of(member)) is not None:
-                cut = queue_restore.read_cut((await self._read_manifest(ref)).queue)
+                cut = queue_restore.cut_in(await self._read_manifest(ref), self._job.slots)
         except CheckpointUnusable as unusable:
             error = unusable.message
         if cut is None and await self._ref_of(member) is None:
@@ -123,7 +128,9 @@ class Recovery:
             if job.state.timeline != state.timeline:
                 return Decision(False)
             if cut is None:
-                return Decision(False) + fail(job.state, f"what pserver {member.index} lost cannot be counted: {error}")
+                return Decision(False) + fail(
+                    job.state, f"what pserver-{member.index} lost cannot be counted: {error}", FailureCause.STORAGE
+                )
             key = str(member.index)
             before = cut.losses.lost.get(key, 0), cut.losses.skipped.get(key, 0)
             lost = queue_restore.missed_minibatches(job, cut, restored.positions) if restored.blocks else 0
@@ -217,7 +224,7 @@ class Recovery:
     async def _restore_queue(self, state: JobState, manifest: Manifest) -> bool:
         """The queue as it was at the checkpoint, in parts; then RUNNING in one transaction. No task is given out before that."""
         step, positions = manifest.step, manifest.record.positions
-        cut = queue_restore.read_cut(manifest.queue) if self._job.spec.mode is Mode.ASYNC else None
+        cut = queue_restore.cut_in(manifest, self._job.slots) if self._job.spec.mode is Mode.ASYNC else None
         if cut is not None:
             epoch, records = cut.epoch, queue_restore.records_since_cut(self._job, cut)
         else:

@@ -1,6 +1,7 @@
 """What the leader of a job does beside deciding on tasks: a master, or the trainer that sweeps a masterless job.
 
-members change -> membership (generation, lanes, phase) -> lost trainers' tasks go back
+members change -> membership (generation, lanes, phase) -> lost trainers' tasks go back     joins: within a window, together
+               |  etcd was silent: who is missing has the time of a lease to come back, before anything follows from it
                `-> a rollback advances (recovery.py); members join meanwhile, however slow the storage is
 every second   -> tasks past their deadline -> requeued, discarded, or (lanes) their trainer evicted
 beside that    -> pauses for checkpoints (pause_runner.py), what was asked for (operation_runner.py)
@@ -9,22 +10,26 @@ beside that    -> pauses for checkpoints (pause_runner.py), what was asked for (
 from __future__ import annotations
 
 import asyncio
+import math
+from contextlib import suppress
 
 from master_service.control.evictions import Evictions
 from master_service.control.operation_runner import OperationRunner
 from master_service.control.pause_runner import PauseRunner
 from master_service.control.recovery import Recovery
 from master_service.control.task_service import TaskService
-from master_service.core.changes import Decision
+from master_service.core.changes import Decision, Event
 from master_service.core.decisions import membership, tasks
 from master_service.core.state.job import Job
 from master_service.storage.job_storage import JobStorage
 from master_service.store.writer import HeldLock, Writer
 from shared.errors import NotLeader, PeerError
+from shared.membership.own_key import RETURN_S
 from shared.runtime import clock, ids, telemetry
 
 SWEEP_S = 1.0
 PAUSE_S = 0.5
+SHORTEST_WAIT_S = 0.01
 
 log = telemetry.logger("supervisor")
 
@@ -36,8 +41,10 @@ class Supervisor:
         etcd, keys = service.etcd, service.keys
         self.operations = OperationRunner(writer, storage, service.events)
         self.evictions = Evictions(etcd, keys, lock)
-        self._writer = writer
+        self._writer, self._etcd, self._events = writer, etcd, service.events
+        self._awaited = -math.inf  # the silence of etcd whose members were awaited last
         self._changed, self._recoverable = asyncio.Event(), asyncio.Event()
+        self._window_ends = 0.0
         self._recovery = Recovery(etcd, keys, writer, storage, service.metrics, self.evictions)
         self._pauses = PauseRunner(keys, writer, lock.lease, on_end=self._changed.set)
 
@@ -66,13 +73,51 @@ class Supervisor:
         while True:
             await self._changed.wait()
             self._changed.clear()
+            await self._gather_joins()
+            if await self._members_may_return():
+                continue
             before = self._writer.job.state
             await self._writer.decide(_reconcile)
             if self._writer.job.state != before:
                 self._changed.set()  # a new phase may need more
             while await self._writer.decide(lambda job, _: tasks.put_back_lost(job)):
                 pass
+            job = self._writer.job
+            self.evictions.ended.intersection_update(membership.missing(job.spec, job.trainers, job.members))
             self._recoverable.set()
+
+    async def _gather_joins(self) -> None:
+        """Many join at once: those who come within `join_window_s` after a join make one generation. Who comes in a quiet time does
+        not wait, nor does anything else: a death, a return, a rollback."""
+        while True:
+            job, now = self._writer.job, clock.monotonic()
+            if not membership.only_joins(job.state, job.trainers, _reconcile(job, now)):
+                return
+            if now >= self._window_ends:
+                self._window_ends = now + job.spec.join_window_s
+                return
+            await self._news(self._window_ends - now)
+            self._changed.clear()
+
+    async def _members_may_return(self) -> bool:
+        """Leases ran out while etcd was silent: whether members may still come back. Then it has waited for news of them."""
+        job, silent_at = self._writer.job, self._etcd.silent_at
+        away = set(membership.missing(job.spec, job.trainers, job.members)) - self.evictions.ended
+        left_s = silent_at + max(job.spec.lease_ttl_s, RETURN_S) - clock.since_boot()
+        if not away or left_s <= 0 or job.state.phase.final:
+            return False
+        if self._awaited != silent_at:
+            message = f"etcd was silent: {', '.join(sorted(away)[:4])} may come back within {left_s:.1f} s"
+            self._events.add([Event("members_awaited", message, {"members": len(away)})])
+        self._awaited = silent_at
+        await self._news(max(SHORTEST_WAIT_S, left_s))
+        self._changed.set()
+        return True
+
+    async def _news(self, limit_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._changed.wait()
 
     async def _recover(self) -> None:
         """Beside the members: reading a manifest may take long."""
@@ -103,4 +148,4 @@ class Supervisor:
 
 
 def _reconcile(job: Job, _now: float) -> Decision[None]:
-    return membership.reconcile(job.spec, job.state, job.lanes, job.slots, job.members)
+    return membership.reconcile(job.spec, job.state, job.trainers, job.slots, job.members)

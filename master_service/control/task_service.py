@@ -148,6 +148,8 @@ class TaskService(ABC):
     def find_members(self, member_id: str) -> list[TrainerMember | PserverMember]:
         """By id (`trainer-0-9f2c51ab03de`, `pserver-1`, a pserver's incarnation) or by the name before it. Raises NotFound."""
         members = self.job.members
+        if (trainer := members.trainers.get(member_id)) is not None:
+            return [trainer]
         found: list[TrainerMember | PserverMember] = [
             m for m in members.trainers.values() if m.trainer == member_id or m.trainer.rpartition("-")[0] == member_id
         ]

@@ -15,11 +15,11 @@ from shared.records import (
     DiscardedTask,
     EvaluationSums,
     JobState,
-    LaneMap,
     PendingTask,
     RequeuedTask,
     SlotMap,
     TaskKind,
+    TrainerList,
 )
 from shared.records.checkpoints import CheckpointCut
 from shared.records.operations import Operation
@@ -139,7 +139,7 @@ class DropOperation:
     operation_id: str
 
 
-JobRecord = JobState | LaneMap | SlotMap | FailureCounts | EvaluationSums | Losses
+JobRecord = JobState | TrainerList | SlotMap | FailureCounts | EvaluationSums | Losses
 Change = (
     JobRecord
     | Operation

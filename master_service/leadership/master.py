@@ -17,8 +17,8 @@ from master_service.store.takeover import take_over
 from master_service.store.writer import HeldLock, Writer
 from shared.errors import NotLeader, NotReady, PeerError
 from shared.etcd import Lease, LeaseLost, Put
-from shared.records import MasterAddress, MasterLock
-from shared.runtime import ids, telemetry
+from shared.records import AcquireTask, MasterAddress, MasterLock, TaskAnswer
+from shared.runtime import clock, ids, telemetry
 
 PAUSE_S = 0.5
 
@@ -68,6 +68,26 @@ class Master(TaskService):
 
     def _note_leader(self, holder: MasterLock) -> None:
         self._leader = holder.url
+
+    # ---------------------------------------------------------------- waiting for a task
+
+    async def acquire_task(self, ask: AcquireTask) -> TaskAnswer:
+        """As TaskService does; if there is no task, the answer comes when there may be one, at most `ask.wait_s` later."""
+        deadline = clock.monotonic() + ask.wait_s
+        woken = False
+        while True:
+            asks = self.term.asks
+            changes = asks.changes
+            try:
+                answer = await super().acquire_task(ask)
+            except BaseException:
+                if woken:
+                    asks.freed(1)
+                raise
+            left_s = deadline - clock.monotonic()
+            if answer.answer != "wait" or left_s <= 0:
+                return answer
+            woken = await asks.next(changes, left_s)
 
     # ---------------------------------------------------------------- state
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from master_service.control.stall import StallWatch
 from master_service.control.supervisor import Supervisor
 from master_service.control.task_service import TaskService
-from master_service.core.changes import Event
+from master_service.control.waiting_asks import WaitingAsks
+from master_service.core.changes import Change, Event
 from master_service.core.decisions.membership import storage_events
+from master_service.core.decisions.tasks import freed_by
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
 from master_service.store.leader_writer import LeaderWriter
@@ -24,28 +27,46 @@ class Term:
         self.number = lock.term
         self.lease = lock.lease
         self.job: Job = start.job
+        self.asks = WaitingAsks()
         self._start, self._events = start, master.events
         self._watch = MembersWatch(master.etcd, master.keys, self._on_members)
         self.writer = MasterWriter(
-            master.etcd, master.keys, start.job, lock, commit_revision=start.commit_revision, on_events=self._on_events
+            master.etcd,
+            master.keys,
+            start.job,
+            lock,
+            commit_revision=start.commit_revision,
+            on_events=self._on_events,
+            on_changes=self._on_changes,
         )
         self.storage = master.storage(start.job.spec)
         self._supervisor = Supervisor(master, LeaderWriter(master.etcd, master.keys, self.writer), lock, self.storage)
         self.operations = self._supervisor.operations
         self.evictions = self._supervisor.evictions
+        self.stall = StallWatch(master.etcd)
 
     async def run(self) -> None:
         """Until the lock is lost (raises LockLost in an ExceptionGroup) or cancelled."""
         self._on_members(self._watch.start(self._start.found.values()))
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self.writer.run())
-            group.create_task(self._watch.run(self._start.revision + 1))
-            group.create_task(self._supervisor.run())
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self.writer.run())
+                group.create_task(self._watch.run(self._start.revision + 1))
+                group.create_task(self._supervisor.run())
+        finally:
+            self.asks.changed()  # they learn that the term is over
 
     def _on_members(self, members: Members) -> None:
         self._events.add(storage_events(self.job.members, members))
         self.job.members = members
         self._supervisor.members_changed()
+
+    def _on_changes(self, changes: Sequence[Change]) -> None:
+        freed = freed_by(changes)
+        if freed is None:
+            self.asks.changed()
+        elif freed:
+            self.asks.freed(freed)
 
     def _on_events(self, events: Sequence[Event]) -> None:
         self._events.add(events)

@@ -146,6 +146,9 @@ class WatchedJob:
             moved = self._members.take(batch, *self._range)
             if batch.reset:
                 self._reopen({kv.key: kv for kv in batch.kvs})
+                for kv in batch.kvs:
+                    if kv.key.startswith(self._keys.progresses):
+                        self._take_progress(kv.key, kv.value)
             for event in batch.events:
                 self._take(event)
             if self._job is not None and (moved or batch.reset):
@@ -156,7 +159,7 @@ class WatchedJob:
         """One write. Those of this process are in the job already if they landed with a draft."""
         key, revision = event.kv.key, event.kv.mod_revision
         if key.startswith(self._keys.progresses):
-            self._take_progress(event)
+            self._take_progress(key, event.kv.value if event.type == "put" else None)
         elif key == self._keys.spec and event.type == "put":
             self._take_spec(event.kv)
         elif self._job is not None and revision > self._through:
@@ -170,12 +173,12 @@ class WatchedJob:
         if self._job is not None:
             self._job.spec = self.spec
 
-    def _take_progress(self, event: WatchEvent) -> None:
-        trainer = self._keys.name_of(event.kv.key)
-        if event.type == "delete":
+    def _take_progress(self, key: str, value: bytes | None) -> None:
+        """`value` None: the key is gone."""
+        trainer = self._keys.name_of(key)
+        report = read_record(TrainerProgress, key, value)
+        if value is None:
             self.progress.pop(trainer, None)
-            return
-        report = read_record(TrainerProgress, event.kv.key, event.kv.value)
         if report is None:
             return
         self.progress[trainer] = report

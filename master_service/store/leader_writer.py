@@ -77,6 +77,11 @@ class LeaderWriter:
 def is_irreversible(decision: Decision[object]) -> bool:
     """Whether it ends the job, or starts it over: no checkpoint is used after it."""
     return any(
-        isinstance(change, ForgetParameters) or (isinstance(change, JobState) and change.phase is Phase.FAILED)
+        isinstance(change, ForgetParameters) or (isinstance(change, JobState) and _gives_up(change))
         for change in decision.changes
     )
+
+
+def _gives_up(state: JobState) -> bool:
+    """FAILED, or all pservers drop their parameters and load nothing."""
+    return state.phase is Phase.FAILED or (state.phase is Phase.ROLLING_BACK and not state.checkpoint)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TypeVar
 
 from master_service.core.state.members import Members
 from shared.etcd import Etcd, KeyValue, WatchBatch
-from shared.etcd.reading import read_record
+from shared.etcd.reading import read_number, read_record
 from shared.keys import Keys
-from shared.records import PserverMember, Record, TrainerMember
+from shared.records import PserverMember, TrainerMember
 from shared.records.checkpoints import CheckpointLatest, OwnCheckpoints
 
-R = TypeVar("R", bound=Record)
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class MembersWatch:
@@ -23,6 +25,7 @@ class MembersWatch:
     def __init__(self, etcd: Etcd, keys: Keys, on_change: Callable[[Members], None]) -> None:
         self._etcd, self._keys, self._on_change = etcd, keys, on_change
         self._kvs: dict[str, KeyValue] = {}
+        self._members = Members()
         self._ranges = (
             (keys.trainers, keys.trainers[:-1] + "0"),
             keys.directory(),
@@ -32,8 +35,8 @@ class MembersWatch:
 
     def start(self, found: Iterable[KeyValue]) -> Members:
         """Start from a first reading."""
-        self._kvs = {kv.key: kv for kv in found if self._is_watched(kv.key)}
-        return self.members()
+        self._read_again({kv.key: kv for kv in found if self._is_watched(kv.key)})
+        return self._members
 
     async def run(self, start_revision: int) -> None:
         """Watch all ranges from `start_revision` on, until cancelled."""
@@ -42,48 +45,75 @@ class MembersWatch:
                 group.create_task(self._watch(first, end, start_revision))
 
     def members(self) -> Members:
-        keys = self._keys
-        trainers = self._read(TrainerMember, keys.trainers)
-        pservers = self._read(PserverMember, keys.pservers)
-        layout, latest = self._kvs.get(keys.layout), self._kvs.get(keys.latest)
-        return Members(
-            trainers={m.trainer: m for _, m in sorted(trainers, key=lambda found: found[0])},
-            pservers={m.index: m for _, m in pservers},
-            pserver_revisions={m.index: revision for revision, m in pservers},
-            layout_revision=layout.create_revision if layout else 0,
-            init_done=keys.init_done in self._kvs,
-            latest=read_record(CheckpointLatest, latest.key, latest.value) if latest else None,
-            latest_revision=latest.mod_revision if latest else 0,
-            own={each.pserver: each for _, each in self._read(OwnCheckpoints, keys.own_prefix)},
-        )
-
-    def _read(self, kind: type[R], prefix: str) -> list[tuple[int, R]]:
-        """(create_revision, record) of the keys with that prefix."""
-        found = [(kv, read_record(kind, key, kv.value)) for key, kv in self._kvs.items() if key.startswith(prefix)]
-        return [(kv.create_revision, record) for kv, record in found if record is not None]
+        return self._members
 
     async def _watch(self, first: str, end: str, start_revision: int) -> None:
         async with aclosing(self._etcd.watch(first, end, start_revision=start_revision)) as batches:
             async for batch in batches:
                 if self.take(batch, first, end):
-                    self._on_change(self.members())
+                    self._on_change(self._members)
 
     def take(self, batch: WatchBatch, first: str, end: str) -> bool:
         """Take a batch of the watch of [first, end). Answers whether a watched key changed."""
-        before = dict(self._kvs)
+        before = self._kvs
         if batch.reset:
-            self._kvs = {key: kv for key, kv in self._kvs.items() if not first <= key < end}
-            self._kvs.update((kv.key, kv) for kv in batch.kvs if self._is_watched(kv.key))
+            others = {key: kv for key, kv in before.items() if not first <= key < end}
+            self._read_again(others | {kv.key: kv for kv in batch.kvs if self._is_watched(kv.key)})
+            return self._kvs != before
+        changed = False
         for event in batch.events:
-            if not self._is_watched(event.kv.key):
-                continue
-            if event.type == "put":
-                self._kvs[event.kv.key] = event.kv
-            else:
-                self._kvs.pop(event.kv.key, None)
-        return self._kvs != before
+            kv = event.kv if event.type == "put" else None
+            if self._is_watched(event.kv.key) and before.get(event.kv.key) != kv:
+                self._set(event.kv.key, kv)
+                changed = True
+        return changed
+
+    def _read_again(self, kvs: dict[str, KeyValue]) -> None:
+        self._kvs, self._members = {}, Members()
+        for key, kv in sorted(kvs.items(), key=lambda item: item[1].create_revision):
+            self._set(key, kv)
+
+    def _set(self, key: str, kv: KeyValue | None) -> None:
+        """In place: one key has this value now, None: it is gone. Only its own value is read, however many members there are."""
+        keys, before, value = self._keys, self._members, kv.value if kv else None
+        if kv is None:
+            self._kvs.pop(key, None)
+        else:
+            self._kvs[key] = kv
+        update: dict[str, object]
+        if key.startswith(keys.pservers):
+            pserver, index = read_record(PserverMember, key, value), read_number(key, keys.name_of(key).encode())
+            revision = kv.create_revision if kv and pserver else None
+            update = {
+                "pservers": _with(before.pservers, index, pserver),
+                "pserver_revisions": _with(before.pserver_revisions, index, revision),
+            }
+        elif key.startswith(keys.own_prefix):
+            own = read_record(OwnCheckpoints, key, value)
+            update = {"own": _with(before.own, read_number(key, keys.name_of(key).encode()), own)}
+        elif key == keys.latest:
+            update = {"latest": read_record(CheckpointLatest, key, value)}
+            update["latest_revision"] = kv.mod_revision if kv else 0
+        elif key == keys.layout:
+            update = {"layout_revision": kv.create_revision if kv else 0}
+        elif key == keys.init_done:
+            update = {"init_done": kv is not None}
+        else:
+            trainer = read_record(TrainerMember, key, value)
+            update = {"trainers": _with(before.trainers, keys.name_of(key), trainer)}
+        self._members = replace(before, **update)  # type: ignore[arg-type]
 
     def _is_watched(self, key: str) -> bool:
         keys = self._keys
         others = key in (keys.layout, keys.init_done, keys.latest)
         return keys.is_trainer(key) or others or key.startswith((keys.pservers, keys.own_prefix))
+
+
+def _with(before: Mapping[K, V], key: K | None, value: V | None) -> dict[K, V]:
+    """A copy; what is new comes last. A `value` of None is left out; a `key` that cannot be read is ignored."""
+    found = dict(before)
+    if key is not None and value is None:
+        found.pop(key, None)
+    elif key is not None and value is not None:
+        found[key] = value
+    return found

@@ -38,11 +38,11 @@ from shared.records import (
     DiscardedTask,
     EvaluationSums,
     JobState,
-    LaneMap,
     PendingTask,
     RequeuedTask,
     SlotMap,
     TaskMeta,
+    TrainerList,
 )
 from shared.records.operations import CheckpointRequest, Operation, OperationKind
 from shared.records.pauses import Losses
@@ -55,8 +55,8 @@ READS = 5
 log = telemetry.logger("schema")
 
 
-def operations(keys: Keys, job: Job, changes: Iterable[Change]) -> list[Put | Delete]:
-    """The fewest operations that have the effect of `changes` in order. No key is written twice."""
+def operations(keys: Keys, job: Job | None, changes: Iterable[Change]) -> list[Put | Delete]:
+    """The fewest operations that have the effect of `changes` in order. No key is written twice. Only NextEpoch needs the job."""
     by_key: dict[str, Put | Delete] = {}
     for change in changes:
         merge(by_key, _operations(keys, job, change))
@@ -68,7 +68,7 @@ def compares(keys: Keys, changes: Iterable[Change]) -> list[Compare]:
     return [Compare.mod(keys.latest, "==", change.revision) for change in changes if isinstance(change, RequireLatest)]
 
 
-def _operations(keys: Keys, job: Job, change: Change) -> tuple[Put | Delete, ...]:
+def _operations(keys: Keys, job: Job | None, change: Change) -> tuple[Put | Delete, ...]:
     match change:
         case PutCursor(stream, position):
             return (Put(keys.cursor(stream), str(position).encode()),)
@@ -94,6 +94,10 @@ def _operations(keys: Keys, job: Job, change: Change) -> tuple[Put | Delete, ...
             return (Put(keys.discarded(f"{task_id}@{lost.epoch}"), lost.to_bytes()),)
         case DropDiscarded(task_id, epoch):
             return (Delete(keys.discarded(f"{task_id}@{epoch}")),)
+        case TrainerList():
+            before = job.trainers if job is not None else TrainerList()
+            difference = Put(keys.trainers_change, before.change_to(change).to_bytes())
+            return (Put(keys.trainer_list, change.to_bytes()), difference)
         case Operation():
             return (Put(keys.operation(change.operation_id), change.to_bytes()), *_request(keys, change))
         case DropOperation(operation_id):
@@ -105,6 +109,7 @@ def _operations(keys: Keys, job: Job, change: Change) -> tuple[Put | Delete, ...
             ranges = [Delete(of(f"{name}-"), of(f"{name}.")) for of in (keys.pending, keys.requeued, keys.discarded)]
             return (Delete(keys.cursor(name)), *ranges)
         case NextEpoch(epoch):
+            assert job is not None
             meta = job.meta.model_copy(update={"epoch": epoch})
             return (*(Delete(of("0"), of(":")) for of in (keys.cursor, keys.pending, keys.requeued)), Put(keys.task_meta, meta.to_bytes()))  # fmt: skip
         case _:
@@ -116,7 +121,7 @@ def _places(keys: Keys) -> dict[type[JobRecord], str]:
     """Of the records that the job has once."""
     return {
         JobState: keys.state,
-        LaneMap: keys.lanes,
+        TrainerList: keys.trainer_list,
         SlotMap: keys.slots,
         FailureCounts: keys.failures,
         EvaluationSums: keys.evaluation,

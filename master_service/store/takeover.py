@@ -21,7 +21,7 @@ from shared.etcd import Compare, Etcd, Get, KeyValue, Put, TxnResult
 from shared.etcd.fenced_write import FencedWrite
 from shared.etcd.reading import must_read
 from shared.keys import Keys
-from shared.records import JobSpec, JobState, TaskMeta, UserFailure
+from shared.records import FailureCause, JobSpec, JobState, TaskMeta, UserFailure
 from shared.records.datasets import Dataset
 from shared.runtime import clock, ids, telemetry
 
@@ -67,7 +67,7 @@ async def take_over(
         job.state = must_read(JobState, keys.state, found[keys.state].value)
         where = "counting the dataset's records"
         failure = UserFailure(error_type=type(unreadable).__name__, message=unreadable.message, task=where)
-        for change in fail(job.state, unreadable.message, failure).changes:
+        for change in fail(job.state, unreadable.message, FailureCause.DATASET, failure).changes:
             job.apply(change, clock.monotonic())
         opening = [Put(keys.state, job.state.to_bytes())]
     if opening:

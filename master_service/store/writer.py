@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from master_service.core.changes import Decision, Event, Fields, NextEpoch, RestartQueue
+from master_service.core.changes import Change, Decision, Event, Fields, NextEpoch, RestartQueue
 from master_service.core.state.job import Job
 from master_service.store.batch import Batch, check_fits
 from master_service.store.schema import compares, operations
@@ -79,6 +79,7 @@ class Group:
 
     writes: Sequence[Put | Delete] = ()
     fence: list[Compare] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     outcomes: list[tuple[asyncio.Future[Any], Any, Exception | None]] = field(default_factory=list)
 
@@ -156,6 +157,7 @@ class GroupCommit(ABC):
             group.outcomes.append((entry.future, decision.answer, error))
             batch.add(writes)
             group.fence += compares(self._keys, decision.changes)
+            group.changes += decision.changes
             group.events += decision.events
             sealed = any(isinstance(change, NextEpoch | RestartQueue) for change in decision.changes)
             for change in decision.changes:
@@ -213,8 +215,10 @@ class MasterWriter(GroupCommit):
         *,
         commit_revision: int,
         on_events: Callable[[Sequence[Event]], None],
+        on_changes: Callable[[Sequence[Change]], None],
     ) -> None:
         super().__init__(keys, on_events)
+        self._on_changes = on_changes
         self._job = job
         self._etcd, self._lock, self._commit_revision = etcd, lock, commit_revision
         self._under_way: deque[_Commit] = deque()
@@ -290,6 +294,7 @@ class MasterWriter(GroupCommit):
         commit.landed.set()
         self._wake.set()
         self._answer(commit.group)
+        self._on_changes(commit.group.changes)
         for future in commit.followed:
             if not future.done():
                 future.set_result(None)

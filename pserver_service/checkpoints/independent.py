@@ -127,7 +127,7 @@ class Independent:
         key = self._keys.own_checkpoints(self._pserver.index)
         proofs = [self._own_index.held, Compare.mod(key, "==", revision)]
         if not (await self._etcd.txn(proofs, [Put(key, own.to_bytes())])).succeeded:
-            raise GivenUp(f"pserver {self._pserver.index} is another process now, or its key has moved")
+            raise GivenUp(f"pserver-{self._pserver.index} is another process now, or its key has moved")
         self._pserver.checkpoint_error = ""
         seconds = round(clock.monotonic() - begin, 3)
         log.info("checkpoint_saved", index=self._pserver.index, number=number, bytes=part.bytes, seconds=seconds)
@@ -155,6 +155,6 @@ class Independent:
     def _failed(self, spec: JobSpec, error: Exception) -> None:
         place = files.join(spec.storage, "checkpoints")
         index = self._pserver.index
-        what = f"pserver {index} cannot write its checkpoint below {place}: {error}"
+        what = f"pserver-{index} cannot write its checkpoint below {place}: {error}"
         self._pserver.checkpoint_error = f"{what}; {advice_for(error)}"
         log.error("checkpoint_failed", message=self._pserver.checkpoint_error)

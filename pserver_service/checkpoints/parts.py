@@ -18,7 +18,7 @@ from shared.checkpoints.async_cut import GivenUp, read_cut
 from shared.checkpoints.background import Offload
 from shared.checkpoints.commit import Committer, PendingCheckpoint
 from shared.checkpoints.storage_problem import StorageProblem, advice_for
-from shared.errors import InvalidArgument, PeerError
+from shared.errors import InvalidArgument, NotReady, PeerError
 from shared.etcd import Delete, LeaseLost, Operation, Put
 from shared.records.checkpoints import CheckpointPart, CheckpointStarted
 from shared.runtime import clock, ids, telemetry
@@ -41,7 +41,8 @@ async def write_part(
     )
     url = files.join(stored.folder(context.spec.storage, pending.uuid), pending.file)
     finite = writer.parameters_of(pending.layout) if context.spec.on_nonfinite != "ignore" else ()
-    summary = await offload(writer.write_part, url, lambda: metadata | ledger_metadata(snapshot), snapshot, finite)
+    content = url, lambda: metadata | ledger_metadata(snapshot), snapshot, finite, context.spec.checkpoint_checksum
+    summary = await offload(writer.write_part, *content)
     return CheckpointPart(
         step=version,
         timeline=pending.timeline,
@@ -161,10 +162,18 @@ class Checkpointer:
 
     async def _fenced(self, timeline: int, operations: Callable[[], Sequence[Operation]]) -> None:
         """Write if the index is still held; again while etcd is away. Raises GivenUp, PeerError."""
+
+        async def write() -> bool:
+            await self._own_index.certain()
+            held = self._own_index.held
+            written = (await self._etcd.txn([held], operations())).succeeded
+            if not written and (self._own_index.in_doubt or self._own_index.held != held):
+                raise NotReady("the lease ran out meanwhile; the key is created again")
+            return written
+
         # the same values again, so a write of unknown outcome may be repeated
-        done = await self._while_away(timeline, lambda: self._etcd.txn([self._own_index.held], operations()))
-        if not done.succeeded:
-            raise GivenUp(f"pserver {self._pserver.index} is another process now")
+        if not await self._while_away(timeline, write):
+            raise GivenUp(f"pserver-{self._pserver.index} is another process now")
 
     async def _while_away(self, timeline: int, call: Callable[[], Awaitable[T]]) -> T:
         """`await call()`, again while etcd is away. Raises GivenUp, PeerError."""
@@ -186,4 +195,4 @@ class Checkpointer:
     def _message(self, step: int, error: Exception) -> str:
         place = files.join(self._context.spec.storage, "checkpoints")
         what = f"its part of the checkpoint of step {step}"
-        return f"pserver {self._pserver.index} cannot write {what} below {place}: {error}; {advice_for(error)}"
+        return f"pserver-{self._pserver.index} cannot write {what} below {place}: {error}; {advice_for(error)}"

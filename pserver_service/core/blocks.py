@@ -2,6 +2,9 @@
 
     version s --push of step s--> tree --[0, lanes) whole--> previous = current, current = stepped, version s + 1
 
+A step writes into the buffer of the version before, if nobody reads that: a block has exactly two, so the headers that say
+where its values lie come again every second version and are recognised (shared.wire.codec).
+
 Pull of version v: `current` or `previous`; above TOO_EARLY; below GONE.
 """
 
@@ -91,8 +94,7 @@ class BlockState:
             whole.release()
             if own is not None:
                 own.release()
-            if self.previous is not None:
-                self.previous.release()
+            self._drop_previous()
             self.previous, self.current = self.current, stepped
             self.previous.forget_narrowed()
             self.version += 1
@@ -138,10 +140,23 @@ class BlockState:
         """The next values, in a buffer with a reference of its own; the current ones if there is no data."""
         if value is None:
             return self.current.retain()
-        values = self._pool.take(self.place.dtype, self.place.elements)
+        values = self._other_buffer()
         if self._optimizer is None:
             values.tensor.copy_(value)
         else:
             self._optimizer.step_into(values.tensor, self.current.tensor, value, options)
             self.updates += 1
         return values
+
+    def _other_buffer(self) -> Buffer:
+        """For the next values: that of the version before, which the step makes unavailable, or another one."""
+        if self.previous is not None and self.previous.references == 1:
+            taken, self.previous = self.previous, None
+            taken.forget_narrowed()
+            return taken
+        return self._pool.take(self.place.dtype, self.place.elements)
+
+    def _drop_previous(self) -> None:
+        if self.previous is not None:
+            self.previous.release()
+            self.previous = None

@@ -4,7 +4,8 @@ lines of Python for each block and, where the kernel can write elsewhere, withou
     direct_step(optimizer) -> a function of (out, values, gradient, state), or None: use torch.optim
 
 `out` becomes `values` stepped with `gradient`. `values` and `gradient` stay as they are; `state` is changed in place.
-Kernels and their order are those of torch.optim.sgd and torch.optim.adam (single-tensor and fused, version 2.13).
+Kernels and their order are those of torch.optim.sgd and torch.optim.adam (single-tensor and fused, versions 2.6 to 2.15;
+before 2.7 AdamW was no Adam, and no option told them apart).
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ def direct_step(optimizer: torch.optim.Optimizer) -> DirectStep | None:
     match optimizer:
         case torch.optim.SGD() if not any(map(options.get, extras_of_sgd)):
             return partial(_sgd, options)
-        case torch.optim.Adam() if not any(map(options.get, _EXTRAS_OF_ADAM)):
-            return partial(_fused_adam if options["fused"] else _adam, options)
+        case torch.optim.Adam() | torch.optim.AdamW() if not any(map(options.get, _EXTRAS_OF_ADAM)):
+            decoupled = isinstance(optimizer, torch.optim.AdamW) or options.get("decoupled_weight_decay", False)
+            return partial(_fused_adam if options["fused"] else _adam, options, decoupled)
     return None
 
 
@@ -53,12 +55,17 @@ def _sgd(
 
 
 def _fused_adam(
-    options: Mapping[str, Any], out: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor, state: State
+    options: Mapping[str, Any],
+    decoupled: bool,
+    out: torch.Tensor,
+    values: torch.Tensor,
+    gradient: torch.Tensor,
+    state: State,
 ) -> None:
     out.copy_(values)
     state["step"].add_(1)
     beta1, beta2 = options["betas"]
-    kernel: Any = torch._fused_adamw_ if options["decoupled_weight_decay"] else torch._fused_adam_
+    kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
     kernel(
         [out],
         [gradient],
@@ -77,12 +84,17 @@ def _fused_adam(
 
 
 def _adam(
-    options: Mapping[str, Any], out: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor, state: State
+    options: Mapping[str, Any],
+    decoupled: bool,
+    out: torch.Tensor,
+    values: torch.Tensor,
+    gradient: torch.Tensor,
+    state: State,
 ) -> None:
     rate, (beta1, beta2), decay = options["lr"], options["betas"], options["weight_decay"]
     mean, square = state["exp_avg"], state["exp_avg_sq"]
     step = state["step"].add_(1).item()
-    if decay and options["decoupled_weight_decay"]:
+    if decay and decoupled:
         values = values.mul(1 - rate * decay)
     elif decay:
         gradient = gradient.add(values, alpha=decay)

@@ -1,42 +1,61 @@
 """The index of a pserver: `ps/<index>` in etcd, under a lease.
 
-    wait for ps_desired and a free index --> claim (create = 0) --> hold ... key gone or another's --> lost: stop serving, exit
+    wait for ps_desired and a free index, its own if it can be --> claim (create = 0) --> hold ... revoked or another's --> lost: stop serving, exit
                                                                       `---- fewer are desired --> release it, exit
 
-When the lease is over by the local clock, the pserver answers no call until it has asked etcd: it may have slept while another
-process took its index. While etcd is away it goes on serving: pushes are fenced by generation, and nobody can take an index.
+When the lease is over by the local clock, the pserver answers no call until it has asked etcd: another process may have its index.
+If the lease ran out and nobody has the index, it takes it again with its parameters, unless the job has left their timeline.
+While etcd is down (connections are refused) it goes on serving: nobody can take an index. While etcd is silent leases run out
+without their holders' fault: who waits for a free index leaves it to its holder for a while then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 
-from shared.errors import DeadlineExceeded
-from shared.etcd import Etcd
+from shared.errors import DeadlineExceeded, PeerError
+from shared.etcd import Compare, Etcd, Refused
+from shared.etcd.reading import must_read
 from shared.membership.directory import Directory
-from shared.membership.own_key import OwnKey
-from shared.records import PserverMember
+from shared.membership.own_key import RETURN_S, OwnKey
+from shared.records import JobState, PserverMember
 from shared.runtime import clock, telemetry
 
 PAUSE_S = 0.5
 LOOK_S = 5.0
+ASK_S, ASK_LIMIT_S = 0.5, 0.5  # shorter together than the shortest lease: no silence that ends one is missed
 
 log = telemetry.logger("pserver.index")
 
 
-def lowest_free(desired: int, taken: Mapping[int, PserverMember]) -> int | None:
-    return next((index for index in range(desired) if index not in taken), None)
+_OWN = re.compile(r"-(\d+)$")
+
+
+def own_number(name: str) -> int | None:
+    """The index that a process is called after: 1 of `pserver-1`."""
+    found = _OWN.search(name)
+    return int(found[1]) if found else None
+
+
+def free_index(desired: int, taken: Mapping[int, PserverMember], own: int | None = None) -> int | None:
+    """`own` if it is free, so that a process and its index have one name; else the lowest."""
+    free = [index for index in range(desired) if index not in taken]
+    return own if own in free else next(iter(free), None)
 
 
 class OwnIndex(OwnKey[PserverMember]):
-    """The pserver's own key; the index is filled in by `claim_lowest`. Run `directory` beside it."""
+    """The pserver's own key; the index is filled in by `claim_index`, if it can be by `own`. Run `directory` beside it. `fits`:
+    whether what this process holds is of the job's state."""
 
-    def __init__(self, etcd: Etcd, directory: Directory, record: PserverMember) -> None:
+    def __init__(self, etcd: Etcd, directory: Directory, record: PserverMember, own: int | None = None) -> None:
         super().__init__(etcd, record)
-        self._directory = directory
+        self._directory, self._own = directory, own
+        self.fits: Callable[[JobState], bool] = lambda _: True
 
-    async def claim_lowest(self, wait_s: float) -> int:
-        """Claim the lowest free index. Raises DeadlineExceeded after `wait_s`."""
+    async def claim_index(self, wait_s: float) -> int:
+        """Claim a free index (`free_index`). Raises DeadlineExceeded after `wait_s`."""
         deadline = clock.monotonic() + wait_s
         while True:
             await self._directory.wait_for(
@@ -44,24 +63,55 @@ class OwnIndex(OwnKey[PserverMember]):
                 deadline - clock.monotonic(),
                 "job/spec and ps_desired",
             )
-            desired = self._directory.pservers_desired or 0
-            await self._directory.wait_for(
-                lambda seen: lowest_free(seen.pservers_desired or 0, seen.pservers) is not None,
-                deadline - clock.monotonic(),
-                f"a free place among {desired} pservers",
-            )
-            index = lowest_free(self._directory.pservers_desired or 0, self._directory.pservers)
-            if index is not None and await self._claim_index(index):
+            index = await self._free_place(deadline)
+            if await self._claim(index):
                 log.info("index_claimed", index=index, url=self.record.url, uds=self.record.uds)
                 return index
             await self._directory.changed(self._directory.revision, PAUSE_S)
             if clock.monotonic() >= deadline:
+                desired = self._directory.pservers_desired
                 msg = f"waited {wait_s:g} s for a free place among {desired} pservers: others were faster each time"
                 raise DeadlineExceeded(msg)
 
-    async def _claim_index(self, index: int) -> bool:
+    async def _free_place(self, deadline: float) -> int:
+        """Wait for an index that is free and will stay so: after a silence of etcd its holder may come back. Raises
+        DeadlineExceeded."""
+        silent_at = -math.inf
+        began = clock.monotonic()
+        while True:
+            seen = self._directory
+            assert seen.spec is not None
+            revision, index = seen.revision, free_index(seen.pservers_desired or 0, seen.pservers, self._own)
+            left_s = silent_at + max(seen.spec.lease_ttl_s, RETURN_S) - clock.since_boot()
+            if index is not None and left_s <= 0:
+                return index
+            if clock.monotonic() >= deadline:
+                msg = f"waited {deadline - began:.0f} s for a free place among {seen.pservers_desired} pservers"
+                raise DeadlineExceeded(msg)
+            if await self._is_silent():
+                silent_at = clock.since_boot()
+            await seen.changed(revision, min(ASK_S, max(0.0, deadline - clock.monotonic())))
+
+    async def _is_silent(self) -> bool:
+        try:
+            await self._etcd.get(self._directory.keys.pservers_desired, timeout_s=ASK_LIMIT_S)
+        except Refused:  # it is down, and no lease runs out
+            return False
+        except PeerError:
+            return True
+        return False
+
+    async def _claim(self, index: int) -> bool:
         assert self._directory.spec is not None
         return await self.claim(self._directory.keys.pserver(index), self._directory.spec.lease_ttl_s, index=index)
+
+    async def _place_is_kept(self) -> Sequence[Compare] | None:
+        key = self._directory.keys.state
+        found = await self._etcd.get(key)
+        if found is None or not self.fits(must_read(JobState, key, found.value)):
+            return None
+        self.record = self.record.model_copy(update={"since": self._claimed})
+        return [self._is_free(), Compare.mod(key, "==", found.mod_revision)]
 
     async def unwanted(self) -> None:
         """Returns when the job does not want this index any more: it was started again with fewer parameter servers, after this

@@ -52,7 +52,7 @@ async def load_checkpoint(context: PserverContext, ref: CheckpointRef) -> tuple[
             msg = f"the storage is not reached: {away}"
             if not context.own_index.record.waits:  # written once, for people to read
                 context.own_index.set(
-                    waits=f"pserver {pserver.index} waits to load checkpoint {ref.uuid} (step {ref.step}): {msg}"
+                    waits=f"pserver-{pserver.index} waits to load checkpoint {ref.uuid} (step {ref.step}): {msg}"
                 )
             raise PeerError(msg) from away
         except Exception as error:

@@ -1,17 +1,18 @@
 """Asynchronous: this pserver replaces one that died while the others go on. It loads its newest checkpoint and serves.
 
-index claimed, job initialised, no parameters -> newest usable checkpoint -> serve -> `restored` in ps/<index>
+index claimed, job initialised, no parameters -> newest usable checkpoint -> `restored` in ps/<index> -> counted -> serve
                                                     `-> none left: `restored` says why, and the master fails the job
 
 Its ledger is older than the others'. Trainers whose pushes come too early resume where it stands. What it lacks of closed
-tasks is lost; the master counts that from `restored`.
+tasks is lost; the master counts that from `restored`. It takes no push before that: a task that a push to it finished would be
+counted as lost.
 """
 
 from __future__ import annotations
 
 import asyncio
 
-from pserver_service.context import StateFollower
+from pserver_service.context import LOOK_S, StateFollower
 from pserver_service.core.store import Store
 from pserver_service.recovery.load import PAUSE_S, kept_checkpoints, load_checkpoint
 from shared.errors import CheckpointUnusable, PeerError
@@ -39,18 +40,27 @@ class Rejoin(StateFollower):
             try:
                 store, restored = await self._load(state.timeline)
             except CheckpointUnusable as error:
-                restored = Restored(timeline=state.timeline, checkpoint="", error=error.message, rejoined=True)
+                lost = Restored(timeline=state.timeline, checkpoint="", error=error.message, rejoined=True)
+                self._own_index.set(restored=lost, waits="")
+                return
             except PeerError as error:
                 log.warning("rejoin_delayed", index=self._pserver.index, cause=str(error))
                 await asyncio.sleep(ids.jitter(PAUSE_S))
                 continue
-            else:
-                if not self._is_current(state):
-                    return
-                self._pserver.generation = max(self._pserver.generation, state.generation)
-                self._pserver.restore(store, state.timeline, restored.checkpoint)
+            if not self._is_current(state):
+                return
             self._own_index.set(restored=restored, waits="")
+            await self._serve(state, store, restored)
             return
+
+    async def _serve(self, state: JobState, store: Store, restored: Restored) -> None:
+        """Once what is lacking is on record. The master limits how long a job waits for its parameters."""
+        while (now := self._directory.state) is not None and self._is_current(state):
+            if now.mends.get(str(self._pserver.index)) == self._pserver.incarnation:
+                self._pserver.generation = max(self._pserver.generation, now.generation)
+                self._pserver.restore(store, state.timeline, restored.checkpoint)
+                return
+            await self._directory.changed(self._directory.revision, LOOK_S)
 
     async def _load(self, timeline: int) -> tuple[Store, Restored]:
         """The newest usable checkpoint, and what to say of it. Raises CheckpointUnusable if there is none, PeerError."""
@@ -73,7 +83,7 @@ class Rejoin(StateFollower):
                 damaged="; ".join(damaged),
             )
         found = f"{len(damaged)} cannot be used: {'; '.join(damaged)}" if damaged else "there is none yet"
-        raise CheckpointUnusable(f"no checkpoint of pserver {self._pserver.index} is left: {found}")
+        raise CheckpointUnusable(f"no checkpoint of pserver-{self._pserver.index} is left: {found}")
 
     def _is_current(self, state: JobState) -> bool:
         now = self._directory.state

@@ -1,6 +1,6 @@
 """Rollback at one pserver: the job goes back to a checkpoint, so the pserver drops its parameters and loads those of it.
 
-ROLLING_BACK seen -> drop (NOT_READY, older pushes stale) -> load -> serve -> `restored` in ps/<index>
+ROLLING_BACK seen -> drop (NOT_READY, older pushes stale) -> load (nothing if the job starts over) -> serve -> `restored` in ps/<index>
                                                             `-> cannot: `restored` says why; the master chooses another one
 """
 
@@ -34,6 +34,9 @@ class Rollback(StateFollower):
         log.info("rolling_back", index=self._pserver.index, timeline=state.timeline, checkpoint=state.checkpoint)
         self._pserver.drop(state.generation)
         restored = Restored(timeline=state.timeline, checkpoint=state.checkpoint)
+        if not state.checkpoint:  # training starts over
+            self._own_index.set(restored=restored, waits="")
+            return
         while self._is_current(state):
             try:
                 store, _ = await load_checkpoint(self.context, await self._kept(state.checkpoint))

@@ -54,7 +54,7 @@ def load_store(
     ledgers: dict[int, tuple[SavedLedger, int]] = {}
     for owner, blocks in sorted(_wanted(manifest, store, index, slots).items()):
         if owner not in parts:
-            stored.unusable(ref, f"it lacks part of pserver {owner}")
+            stored.unusable(ref, f"it lacks part of pserver-{owner}")
         summary = _load_part(storage_url, ref, parts[owner], blocks, store)
         if manifest.mode is Mode.ASYNC:
             ledgers |= _ledger(ref, summary)

@@ -17,8 +17,8 @@ _FLOAT16_END = 65520.0  # the first value that is not rounded down to the larges
 def cast_into(narrow: torch.Tensor, values: torch.Tensor) -> None:
     """`narrow` = `values`, of the same shape. Infinite and NaN stay so. Raises OverflowError for values beyond float16."""
     if narrow.dtype == torch.float16:
-        low, high = torch.aminmax(values)
-        largest = max(-float(low), float(high))
+        low, high = torch.stack(torch.aminmax(values)).tolist()  # a GPU is waited for once
+        largest = max(-low, high)
         if _FLOAT16_END <= largest < math.inf:
             msg = f"{largest:g} does not fit float16, which ends at 65504"
             raise OverflowError(msg)

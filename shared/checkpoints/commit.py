@@ -32,6 +32,7 @@ from shared.membership.own_key import OwnKey
 from shared.records import JobSpec, JobState, Mode, Phase, SlotMap
 from shared.records.checkpoints import CheckpointLatest, CheckpointPart, CheckpointPlace, CheckpointRef, Manifest
 from shared.records.layout import Layout
+from shared.records.members import pserver_names
 from shared.records.step import StepRecord
 from shared.runtime import clock, telemetry
 from shared.storage import files
@@ -315,7 +316,7 @@ class Committer:
         if view.state.timeline != pending.timeline or view.state.phase is Phase.ROLLING_BACK:
             return f"the job left timeline {pending.timeline}"
         missing = [index for index in stored.writers(pending.layout, pending.slots) if index not in view.parts]
-        return f"checkpoint {pending.uuid} lacks the parts of pservers {missing}" if missing else ""
+        return f"checkpoint {pending.uuid} lacks the parts of {pserver_names(missing)}" if missing else ""
 
     def proofs(self, view: _View, lock: Compare) -> list[Compare]:
         """Compares that hold as long as nothing has changed since `view`."""

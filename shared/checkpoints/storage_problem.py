@@ -31,7 +31,7 @@ class StorageProblem:
         self._current: dict[str, str] = {}
 
     def __repr__(self) -> str:
-        return f"<StorageProblem of pserver {self._owner.index}: {self._current or 'none'}>"
+        return f"<StorageProblem of pserver-{self._owner.index}: {self._current or 'none'}>"
 
     def begin(self, what: str, message: str) -> None:
         if what in self._current:

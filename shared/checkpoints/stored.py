@@ -129,10 +129,16 @@ def read_part(
     Raises CheckpointUnusable: missing, truncated, changed, or not of this checkpoint; OSError: the storage failed.
     """
     url = files.join(folder(storage_url, ref.uuid), part.file)
+    checksum = part.checksum.partition(":")[0]
+    if checksum not in tensor_file.CHECKSUMS:
+        known = ", ".join(tensor_file.CHECKSUMS)
+        unusable(
+            ref, f"{url} was written with a checksum {checksum!r}, which this version does not know (it knows {known})"
+        )
     try:
         if (size := files.size(url)) != part.bytes:
             unusable(ref, f"{url} has {size} bytes, {part.bytes} were written")
-        found = tensor_file.read(url, sink)
+        found = tensor_file.read(url, sink, checksum)
     except (*_DEFINITE, InvalidArgument, BadFrame) as error:
         unusable(ref, f"{url} cannot be read: {error}", error)
     if not is_intact(found, part):

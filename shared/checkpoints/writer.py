@@ -24,10 +24,11 @@ def write_part(
     metadata: Callable[[], Mapping[str, str]],
     snapshot: Snapshot,
     finite: Collection[str] = (),
+    checksum: str = tensor_file.DEFAULT_CHECKSUM,
     *,
     rest: Callable[[], None] = lambda: None,
 ) -> Summary:
-    """All tensors of a snapshot; `metadata` may be slow to make; `rest` is called between chunks. Raises OSError; InvalidArgument
+    """All tensors of a snapshot; `metadata` may be slow to make; `rest` is called between chunks; `checksum`: its name. Raises OSError; InvalidArgument
     if a tensor named in `finite` is not: such a checkpoint must not take the place of a good one."""
     tensors = []
     for name in finite:
@@ -37,7 +38,7 @@ def write_part(
     for name, saved in snapshot.tensors.items():
         dtype = str(saved.buffer.tensor.dtype).removeprefix("torch.")
         tensors.append((Entry(name, dtype, saved.shape), saved.buffer.view))
-    return tensor_file.write(url, metadata(), tensors, rest)
+    return tensor_file.write(url, metadata(), tensors, rest, checksum)
 
 
 def parameters_of(layout: Layout) -> list[str]:

@@ -18,7 +18,7 @@ from contextlib import suppress
 
 from shared.errors import PeerError
 from shared.etcd.backoff import pauses
-from shared.etcd.errors import LeaseLost, OutcomeUnknown, Retryable, WentBack
+from shared.etcd.errors import LeaseLost, OutcomeUnknown, Refused, Retryable, WentBack
 from shared.etcd.lease import Lease
 from shared.etcd.operations import Compare, Delete, Get, Operation, Put, check_size, interval, txn_body
 from shared.etcd.results import KeyValue, RangeResult, Space, TxnResult, WatchBatch
@@ -32,10 +32,15 @@ LINEARIZABLE = {RANGE, PUT, DELETE, TXN}
 
 
 class Etcd:
-    """All calls raise the errors of shared.etcd.errors; `timeout_s` bounds all attempts of a call together."""
+    """All calls raise the errors of shared.etcd.errors; `timeout_s` bounds all attempts of a call together.
+
+    `silent_at`: when etcd last left the grant or the renewal of a lease of this process unanswered (seconds since boot). Leases of
+    other processes may have run out at that time without their fault.
+    """
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
+        self.silent_at = -math.inf
         self._revision = 0  # the highest in any answer
 
     # ------------------------------------------------------------ keys
@@ -122,11 +127,19 @@ class Etcd:
         async def attempt(limit_s: float) -> Body:
             nonlocal sent
             sent = clock.since_boot()
-            return await self.transport.call(GRANT, {"TTL": math.ceil(ttl_s)}, min(limit_s, ttl_s / 4))
+            try:
+                return await self.transport.call(GRANT, {"TTL": math.ceil(ttl_s)}, min(limit_s, ttl_s / 4))
+            except (Retryable, OutcomeUnknown) as error:
+                if not isinstance(error, Refused):
+                    self._note_silence()
+                raise
 
         # a lost answer leaves a lease that nobody renews: it expires
         answer = await _until_deadline(attempt, timeout_s, "lease/grant", (Retryable, OutcomeUnknown))
-        return Lease(self.transport, self.revoke, answer["ID"], answer["TTL"], sent)
+        return Lease(self.transport, self.revoke, answer["ID"], answer["TTL"], sent, self._note_silence)
+
+    def _note_silence(self) -> None:
+        self.silent_at = clock.since_boot()
 
     async def revoke(self, lease_id: int, *, timeout_s: float = TIMEOUT_S) -> None:
         """Delete the lease and its keys; a lease that is gone already is no error."""

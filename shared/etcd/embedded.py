@@ -93,6 +93,7 @@ class EmbeddedEtcd:
         self._unsafe_no_fsync = unsafe_no_fsync
         self._quota_bytes = quota_bytes
         self._process: asyncio.subprocess.Process | None = None
+        self._log_start = 0
         self._claim: IO[bytes] | None = None
 
     def __repr__(self) -> str:
@@ -179,6 +180,15 @@ class EmbeddedEtcd:
             with suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
+    def last_words(self) -> str:
+        """The end of what it has written to its log since its last start."""
+        if not self.log_path.exists():
+            return "it wrote nothing"
+        with self.log_path.open("rb") as written:
+            written.seek(max(self._log_start, self.log_path.stat().st_size - 2000))
+            text = written.read().decode("utf-8", "replace").strip()
+        return text or "it wrote nothing"
+
     # ------------------------------------------------------------ inside
 
     def _claim_data(self) -> None:
@@ -243,22 +253,14 @@ class EmbeddedEtcd:
         try:
             while clock.monotonic() < deadline:
                 if not self.running:
-                    return (
-                        f"etcd ({self.binary}) ended with code {await self.wait()} before it served: {self._log_end()}"
-                    )
+                    return f"etcd ({self.binary}) ended with code {await self.wait()} before it served: {self.last_words()}"
                 with suppress(TriremeError):
                     await client.get("/", timeout_s=0.5)
                     return None
                 await asyncio.sleep(0.02)
         finally:
             await client.close()
-        return f"etcd ({self.binary}) did not serve at {self.url} within {timeout_s:g} s: {self._log_end()}"
-
-    def _log_end(self) -> str:
-        with self.log_path.open("rb") as written:
-            written.seek(max(self._log_start, self.log_path.stat().st_size - 2000))
-            text = written.read().decode("utf-8", "replace").strip()
-        return text or "it wrote nothing"
+        return f"etcd ({self.binary}) did not serve at {self.url} within {timeout_s:g} s: {self.last_words()}"
 
 
 def free_ports(count: int) -> tuple[int, ...]:

@@ -17,6 +17,10 @@ class Retryable(PeerError):
     code = "ETCD_UNAVAILABLE"
 
 
+class Refused(Retryable):
+    """Nobody listens at any endpoint: etcd is down. No lease runs out meanwhile; an etcd that starts gives each its full TTL again."""
+
+
 class OutcomeUnknown(PeerError):
     """A write was sent and its answer was lost: it may be applied already, later, or never. Read back, never repeat blindly."""
 

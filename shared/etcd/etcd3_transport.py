@@ -5,6 +5,7 @@ holders, or fail with current versions of aiohttp. Sessions, TLS, log-in, time l
 
     call -> endpoint in use --cannot connect--> next endpoint, at once
                             --any other failure--> error; the next call goes to the next endpoint
+    stream -> messages ... quiet for QUIET_S --the endpoint answers something else--> only quiet, or --nothing at all--> broken
 An answer with another cluster_id, or with a lower raft_term than seen before, is rejected.
 """
 
@@ -13,10 +14,11 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import socket
 import ssl
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -25,14 +27,17 @@ from etcd3.aio_client import AioClient
 
 from shared.errors import InvalidArgument, TriremeError
 from shared.etcd import codec
-from shared.etcd.errors import Fatal, Retryable, Unauthenticated, of_answer, unanswered
-from shared.etcd.transport import AUTHENTICATE, Body, is_write
-from shared.runtime import telemetry
+from shared.etcd.errors import Fatal, Refused, Retryable, Unauthenticated, of_answer, unanswered
+from shared.etcd.transport import AUTHENTICATE, STATUS, Body, is_write
+from shared.runtime import clock, telemetry
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 CONNECT_TIMEOUT_S = 1.0
+QUIET_S = 3.0  # of a stream; then somebody asks whether the endpoint answers at all
+PROBE_S = 1.0
+KEEPALIVE_S = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}  # the last one is a number of tries
 MAX_MESSAGE_BYTES = 64 << 20
 LARGE_BODY_BYTES = 1 << 19
 HEADERS = {"Grpc-Metadata-Hasleader": "true", "Content-Type": "application/json"}
@@ -56,11 +61,19 @@ class RawClient(AioClient):  # type: ignore[misc]  # etcd3-py is untyped
         self.session = session
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Endpoint:
+    """`heard_at`: when it last sent anything; `silent`: since then it has left a probe unanswered."""
+
     url: str
     unary: RawClient
     streams: RawClient
+    heard_at: float = 0.0
+    silent: bool = False
+    probing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def heard(self) -> None:
+        self.heard_at, self.silent = clock.monotonic(), False
 
 
 class Etcd3Transport:
@@ -81,6 +94,7 @@ class Etcd3Transport:
         self.current = 0
         self._cluster_id = 0
         self._raft_term = 0
+        self._quiet_told = False
         self._closed = False
 
     def __repr__(self) -> str:
@@ -108,14 +122,18 @@ class Etcd3Transport:
             raise unanswered(f"{where} gave no answer within {timeout_s:.3g} s", write=write) from None
 
     async def stream(self, method: str, body: Body) -> AsyncGenerator[Body, None]:
-        await self._log_in(None)
         index, endpoint = self._in_use()
         where = f"etcd {method} at {endpoint.url}"
         try:
-            async with _posted(endpoint.streams, method, codec.encode(body), self.token) as response:
-                if response.status >= 400:
-                    raise await _refusal(response, where, write=False)
-                async for line in _lines(response):
+            async with AsyncExitStack() as stack:
+                async with asyncio.timeout(QUIET_S):
+                    await self._log_in(None)
+                    posted = _posted(endpoint.streams, method, codec.encode(body), self.token)
+                    response = await stack.enter_async_context(posted)
+                    if response.status >= 400:
+                        raise await _refusal(response, where, write=False)
+                _notice_dead_peer(response)
+                async for line in _lines(response, lambda: self._check_quiet(endpoint), endpoint.heard):
                     yield self._checked_answer(_unwrapped(codec.decode(line), where, write=False), where, write=False)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             self._move_on(index)
@@ -141,6 +159,7 @@ class Etcd3Transport:
         """Ask the current endpoint; if it cannot be connected to, ask the next."""
         data = codec.encode(body)
         failure: Exception | None = None
+        down = True
         for _ in self.urls:
             index, endpoint = self._in_use()
             where = f"etcd {method} at {endpoint.url}"
@@ -149,10 +168,12 @@ class Etcd3Transport:
                     if response.status >= 400:
                         raise await _refusal(response, where, write=write)
                     document = codec.decode(await response.read())
+                    endpoint.heard()
                 return self._checked_answer(_unwrapped(document, where, write=write), where, write=write)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 self._move_on(index)
                 failure = error
+                down &= isinstance(getattr(error, "os_error", None), ConnectionRefusedError)
             except (aiohttp.ClientError, OSError, ValueError) as error:
                 self._move_on(index)
                 raise unanswered(f"{where} broke off: {type(error).__name__}: {error}", write=write) from error
@@ -162,7 +183,26 @@ class Etcd3Transport:
                 if error.retryable:
                     self._move_on(index)
                 raise
-        raise Retryable(f"cannot connect to etcd at {', '.join(self.urls)}: {failure}") from failure
+        kind = Refused if down else Retryable
+        raise kind(f"cannot connect to etcd at {', '.join(self.urls)}: {failure}") from failure
+
+    async def _check_quiet(self, endpoint: _Endpoint) -> None:
+        """A stream was quiet for QUIET_S. Raises Retryable if its endpoint sends nothing else either: one probe tells all streams."""
+        async with endpoint.probing:
+            if not endpoint.silent and clock.monotonic() - endpoint.heard_at >= QUIET_S:
+                try:
+                    async with asyncio.timeout(PROBE_S), _posted(endpoint.unary, STATUS, b"{}", self.token) as response:
+                        await response.read()
+                    endpoint.heard()
+                except (aiohttp.ClientError, OSError):  # TimeoutError is one
+                    endpoint.silent = True
+        if endpoint.silent:
+            raise Retryable(
+                f"etcd at {endpoint.url} is silent: nothing for {QUIET_S:g} s, and no answer within {PROBE_S:g} s"
+            )
+        if not self._quiet_told:
+            self._quiet_told = True
+            log.info("watches_are_quiet", etcd=endpoint.url, checked_every_s=QUIET_S)
 
     def _in_use(self) -> tuple[int, _Endpoint]:
         if self._closed:
@@ -221,10 +261,34 @@ async def _posted(
         yield response
 
 
-async def _lines(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
+def _notice_dead_peer(response: aiohttp.ClientResponse) -> None:
+    """A connection whose other end is gone without a word breaks within seconds, also if other connections to etcd work."""
+    connection = response.connection
+    peer = connection.transport.get_extra_info("socket") if connection and connection.transport else None
+    if peer is not None:
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE_S.items():
+            if hasattr(socket, name):
+                peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+async def _lines(
+    response: aiohttp.ClientResponse, on_quiet: Callable[[], Awaitable[None]], on_data: Callable[[], None]
+) -> AsyncGenerator[bytes, None]:
     """The lines of a stream, whatever their length (up to MAX_MESSAGE_BYTES): aiohttp's own lines end at 512 KiB."""
     buffer = bytearray()
-    async for chunk in response.content.iter_any():
+    while True:
+        try:
+            async with asyncio.timeout(QUIET_S) as limit:
+                chunk = await response.content.readany()
+        except TimeoutError:
+            if not limit.expired():  # the connection's own end, not ours
+                raise
+            await on_quiet()
+            continue
+        if not chunk:
+            break
+        on_data()
         searched = len(buffer)
         buffer += chunk
         while (end := buffer.find(b"\n", searched)) >= 0:

@@ -18,7 +18,9 @@ from shared.errors import PeerError
 from shared.etcd.client import TIMEOUT_S, Etcd
 from shared.etcd.operations import Compare, Delete, Get, Put
 from shared.etcd.results import TxnResult
-from shared.runtime import ids, telemetry
+from shared.runtime import clock, ids, telemetry
+
+NOTICE_S = 10.0
 
 log = telemetry.logger("etcd.fenced_write")
 
@@ -27,7 +29,7 @@ log = telemetry.logger("etcd.fenced_write")
 class FencedWrite:
     """`landed(what `reads` found)` answers the revision at which an earlier attempt landed, or 0.
 
-    `on_error` is told why there is no answer yet; without it the log is. `reads` are part of the transaction, taken when it is refused; with `read_apart` they are a second one after a refusal, so
+    `on_error` is told why there is no answer yet; without it the log is, at first and then every NOTICE_S. `reads` are part of the transaction, taken when it is refused; with `read_apart` they are a second one after a refusal, so
     that the write itself stays as small as it can be.
     """
 
@@ -46,17 +48,22 @@ class FencedWrite:
 
     async def until_answered(self, check: Callable[[], None], pause_s: float) -> int | TxnResult:
         """As `attempt`, repeated until there is an answer. `check` raises when it must not be sent any more."""
+        failures, noticed = 0, float("-inf")
         while True:
             check()
             try:
                 result = await self._send()
             except PeerError as error:
+                failures += 1
                 if self.on_error is not None:
                     self.on_error(error)
-                else:
-                    log.warning("write_unanswered", cause=str(error))
+                elif clock.monotonic() - noticed >= NOTICE_S:
+                    noticed = clock.monotonic()
+                    log.warning("write_unanswered", cause=str(error), attempts=failures)
                 await asyncio.sleep(ids.jitter(pause_s))
                 continue
+            if failures and self.on_error is None:
+                log.info("write_answered", attempts=failures + 1)
             return await self._outcome(result)
 
     async def _send(self) -> TxnResult:

@@ -4,7 +4,7 @@
 
 The deadline is the time *before* the last successful renewal was sent + TTL - margin, so it lies before any moment at
 which etcd may give the role to another process. A lost lease stays lost: a new role needs a new lease. Time during which the
-machine is suspended counts, as it does in etcd on another machine.
+machine is suspended counts, as it does in etcd on another machine. `revoked`: etcd ended it before its time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from shared.errors import TriremeError
-from shared.etcd.errors import LeaseLost
+from shared.etcd.errors import LeaseLost, Refused
 from shared.etcd.transport import KEEP_ALIVE, Transport
 from shared.runtime import clock, ids, telemetry
 
@@ -25,14 +25,23 @@ log = telemetry.logger("etcd.lease")
 
 
 class Lease:
-    """Made by `Etcd.grant`. Run `keep_alive()` in a TaskGroup; end the role when `lost` is set."""
+    """Made by `Etcd.grant`. Run `keep_alive()` in a TaskGroup; end the role when `lost` is set. `on_silence` is called when a renewal
+    was left unanswered."""
 
     def __init__(
-        self, transport: Transport, revoke: Callable[[int], Awaitable[None]], lease_id: int, ttl_s: float, sent: float
+        self,
+        transport: Transport,
+        revoke: Callable[[int], Awaitable[None]],
+        lease_id: int,
+        ttl_s: float,
+        sent: float,
+        on_silence: Callable[[], None],
     ) -> None:
         self.id = lease_id
         self.ttl_s = ttl_s
         self.lost = asyncio.Event()
+        self.revoked = False
+        self._on_silence = on_silence
         self._transport = transport
         self._revoke = revoke
         self._sent = sent
@@ -71,9 +80,12 @@ class Lease:
             try:
                 answer = await self._transport.call(KEEP_ALIVE, {"ID": self.id}, attempt_s)
             except LeaseLost as error:
+                self._note_revoked()
                 self._lose(f"etcd does not know it: {error}")
                 return
             except TriremeError as error:
+                if not isinstance(error, Refused):
+                    self._on_silence()
                 log.warning("renewal_failed", lease=f"{self.id:x}", cause=str(error), remaining_s=self.remaining_s)
                 due = clock.since_boot() + ids.jitter(min(0.5, self.ttl_s / 10))
                 continue
@@ -83,6 +95,7 @@ class Lease:
                 continue
             ttl_s = answer.get("TTL", 0)
             if ttl_s <= 0:
+                self._note_revoked()
                 self._lose("etcd did not renew it: it expired or was revoked")
             elif not self.lost.is_set():
                 self._renewed(sent, ttl_s)
@@ -114,11 +127,16 @@ class Lease:
         if clock.since_boot() < self._deadline:
             self._set_timer()
         else:
+            self._on_silence()
             self._lose(f"no renewal succeeded within {self.ttl_s * (1 - MARGIN):g} s")
 
     def _set_timer(self) -> None:
         at = self._deadline - clock.suspended_s()
         self._timer = asyncio.get_running_loop().call_at(at, self._on_deadline)
+
+    def _note_revoked(self) -> None:
+        """etcd does not have it, although it is not over by the local clock."""
+        self.revoked = self.alive
 
     def _lose(self, cause: str) -> None:
         if not self.lost.is_set():

@@ -25,7 +25,8 @@ class Transport(Protocol):
         ...
 
     def stream(self, method: str, body: Body) -> AsyncGenerator[Body, None]:
-        """The messages of a server stream until it breaks (Retryable) or ends. Close it (`contextlib.aclosing`)."""
+        """The messages of a server stream until it ends or breaks (Retryable): also when it is quiet and etcd answers nothing else
+        either. Close it (`contextlib.aclosing`)."""
         ...
 
     async def close(self) -> None: ...

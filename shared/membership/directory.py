@@ -1,9 +1,11 @@
-"""A member's view of its job: spec, state, lanes, slots, layout, pservers, master, kept current by one etcd watch.
+"""A member's view of its job: spec, state, trainers, slots, layout, pservers, master, kept current by one etcd watch.
 
     run(): snapshot -> events -> ... for ever; an outage of etcd only makes the view stale
     wait_for(predicate): wait here until the job is in a certain state
 
 Reading never waits. A stale view is safe: generation and term fence what members do.
+The list of trainers is long in a large job, and changes often while it starts. So it is read once, and then only changes of it
+are followed; if one is missing (two in one transaction, history that was compacted), the list is read again.
 """
 
 from __future__ import annotations
@@ -12,14 +14,18 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
 
-from shared.errors import DeadlineExceeded
-from shared.etcd import Etcd, KeyValue, WatchEvent
+from shared.errors import DeadlineExceeded, PeerError
+from shared.etcd import Compacted, Etcd, KeyValue, WatchBatch, WatchEvent
 from shared.etcd.reading import read_number, read_record
 from shared.keys import Keys
-from shared.records import JobSpec, JobState, LaneMap, MasterAddress, PserverMember, SlotMap
+from shared.records import JobSpec, JobState, MasterAddress, PserverMember, SlotMap, TrainerList, TrainersChange
 from shared.records.layout import Layout
 from shared.records.operations import CheckpointRequest
-from shared.runtime import clock
+from shared.runtime import clock, ids, telemetry
+
+PAUSE_S = 0.5
+
+log = telemetry.logger("directory")
 
 
 class Directory:
@@ -29,7 +35,7 @@ class Directory:
         self.keys = keys
         self.spec: JobSpec | None = None
         self.state: JobState | None = None
-        self.lanes: LaneMap | None = None
+        self.trainers = TrainerList()
         self.slots: SlotMap | None = None
         self.layout: Layout | None = None
         self.master: MasterAddress | None = None
@@ -51,16 +57,26 @@ class Directory:
     async def run(self) -> None:
         """Follow etcd until cancelled."""
         first, end = self.keys.directory()
-        async with aclosing(self._etcd.watch(first, end)) as batches:
-            async for batch in batches:
-                if batch.reset:
-                    self._replace(batch.kvs)
-                else:
-                    for event in batch.events:
-                        self._apply(event)
-                self.revision = batch.revision
-                self._changed.set()
-                self._changed = asyncio.Event()
+        while True:
+            try:
+                async with aclosing(self._etcd.watch(first, end)) as batches:
+                    async for batch in batches:
+                        await self._take(batch)
+            except Compacted as error:
+                log.warning("list_compacted", cause=error.message)
+                await asyncio.sleep(ids.jitter(PAUSE_S))
+
+    async def _take(self, batch: WatchBatch) -> None:
+        """All that is written together becomes visible together. Raises Compacted."""
+        trainers = await self._trainers_at(batch)
+        if batch.reset:
+            self._replace(batch.kvs)
+        else:
+            for event in batch.events:
+                self._apply(event)
+        self.trainers, self.revision = trainers, batch.revision
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def changed(self, after_revision: int, timeout_s: float) -> bool:
         """Wait until the view is newer than `after_revision`; False if it is not after `timeout_s`."""
@@ -84,10 +100,37 @@ class Directory:
                 msg = f"waited {timeout_s:g} s for {what}; the job is {self!r}"
                 raise DeadlineExceeded(msg, hint="is the master alive, and etcd reachable?")
 
+    # ------------------------------------------------------------ the list of trainers
+
+    async def _trainers_at(self, batch: WatchBatch) -> TrainerList:
+        """The list at the batch's revision; read from etcd only if what is known and what changed do not tell. Raises Compacted."""
+        key = self.keys.trainers_change
+        kvs = batch.kvs if batch.reset else [event.kv for event in batch.events if event.type == "put"]
+        changes = [change for kv in kvs if kv.key == key and (change := read_record(TrainersChange, key, kv.value))]
+        if batch.reset and not changes:
+            return TrainerList()
+        found: TrainerList | None = self.trainers
+        for change in changes:
+            found = found.changed(change) if found else None
+        return found or await self._read_list(batch.revision)
+
+    async def _read_list(self, revision: int) -> TrainerList:
+        """Raises Compacted if that revision is too old."""
+        key = self.keys.trainer_list
+        while True:
+            try:
+                found = (await self._etcd.range(key, revision=revision)).first
+                return (read_record(TrainerList, key, found.value) if found else None) or TrainerList()
+            except Compacted:
+                raise
+            except PeerError as error:
+                log.warning("list_unread", cause=error.message)
+                await asyncio.sleep(ids.jitter(PAUSE_S))
+
     # ------------------------------------------------------------ keys
 
     def _replace(self, kvs: Sequence[KeyValue]) -> None:
-        self.spec = self.state = self.lanes = self.slots = self.layout = self.master = self.pservers_desired = None
+        self.spec = self.state = self.slots = self.layout = self.master = self.pservers_desired = None
         self.checkpoint_request = None
         self.pservers = {}
         self.init_done = False
@@ -104,8 +147,6 @@ class Directory:
                 self.spec = read_record(JobSpec, key, value)
             case keys.state:
                 self.state = read_record(JobState, key, value)
-            case keys.lanes:
-                self.lanes = read_record(LaneMap, key, value)
             case keys.slots:
                 self.slots = read_record(SlotMap, key, value)
             case keys.layout:

@@ -1,26 +1,33 @@
 """One leased key that only this process writes, kept equal to a wanted record.
 
-    claim (create = 0) ─► hold: renew the lease, write what was `set` ─► key gone or another's: lost
+    claim (create = 0) ─► hold: renew the lease, write what was `set` ─► revoked, or another's: lost
+                           └─ lease over by the local clock ─► in doubt: ask etcd, until it answers
+                                mine ─► new lease   gone, nobody has the place ─► created again   another's ─► lost
 
-When the lease is over by the local clock, `hold` asks etcd: a key that is still there gets a new lease, a key that is gone
-or another process's is lost. While etcd does not answer, `hold` asks again.
+Who is in doubt does nothing that only a holder may do, and keeps what it has. Where etcd refuses connections it is down: then
+nobody can take the key, and its holder goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
-from shared.errors import PeerError, TriremeError
-from shared.etcd import Compare, Etcd, KeyValue, Lease, LeaseLost, OutcomeUnknown, Put
+from shared.errors import DeadlineExceeded, PeerError, TriremeError
+from shared.etcd import Compare, Etcd, KeyValue, Lease, LeaseLost, OutcomeUnknown, Put, Refused
 from shared.etcd.reading import read_record
 from shared.records import PserverMember, TrainerMember
 from shared.runtime import clock, ids, telemetry
 
 OUTAGE_S = 24 * 3600.0  # how long etcd may be away before the key counts as lost
 PAUSE_S = 0.5
-LOOK_ATTEMPT_S = 1.0  # of one look after the lease is over: a pserver serves nobody meanwhile
+LOOK_ATTEMPT_S = 1.0  # of one look after the lease is over
+LOOK_AGAIN_S = 0.05
 RELEASE_S = 2.0
+RETURN_S = (
+    5.0  # after a silence of etcd whoever lost its lease needs so long at least to come back, however short leases are
+)
 
 R = TypeVar("R", PserverMember, TrainerMember)
 log = telemetry.logger("own_key")
@@ -34,9 +41,10 @@ class OwnKey(Generic[R]):
         self.record: R = record
         self._etcd = etcd
         self._lease: Lease | None = None
-        self._created = 0
-        self._etcd_away = False
-        self._released = False
+        self._created = self._claimed = 0  # revisions at which etcd created the key: now, and by `claim`
+        self._etcd_down = False
+        self._told_away = False
+        self._released = self._lost = False
         self._changed = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -51,8 +59,20 @@ class OwnKey(Generic[R]):
 
     @property
     def in_doubt(self) -> bool:
-        """The lease is over by the local clock, and etcd was not yet asked whether the key is still this process's."""
-        return self._lease is not None and not self._lease.alive and not self._etcd_away
+        """The lease is over by the local clock, and etcd has not said yet whether the key is still this process's. Not while etcd is
+        down: nobody else can have it then."""
+        return self._lease is not None and not self._lease.alive and not self._etcd_down
+
+    async def certain(self) -> bool:
+        """Wait until the key is not in doubt; answers whether it was. Raises DeadlineExceeded after OUTAGE_S."""
+        waited = self.in_doubt
+        deadline = clock.monotonic() + OUTAGE_S
+        while self.in_doubt:
+            if clock.monotonic() > deadline:
+                msg = f"etcd has not said for {OUTAGE_S:g} s whether {self.key} is still this process's"
+                raise DeadlineExceeded(msg, hint="is etcd reachable from here?")
+            await asyncio.sleep(LOOK_AGAIN_S)
+        return waited
 
     @property
     def held(self) -> Compare:
@@ -75,18 +95,18 @@ class OwnKey(Generic[R]):
             await lease.revoke()
             return False
         self.record = self.record.model_copy(update=fields)
-        self.key, self._lease, self._created = key, lease, revision
+        self.key, self._lease, self._created, self._claimed = key, lease, revision, revision
         return True
 
     async def hold(self) -> None:
         """Keep the key and its value; returns when it is lost or released. Run it in a TaskGroup."""
         async with asyncio.TaskGroup() as group:
             writing = group.create_task(self._keep_value())
-            lease = self._lease
-            while lease is not None:
-                await lease.keep_alive()
-                lease = None if self._released else await self._renew_lease()
-                self._etcd_away = self._etcd_away and lease is None
+            while not self._lost:
+                over = self.lease
+                await over.keep_alive()
+                self._lost = self._released or not await self._renew_lease(over)
+                self._told_away = False
             writing.cancel()
         if not self._released:
             log.error("key_lost", key=self.key, incarnation=self.record.incarnation)
@@ -134,40 +154,66 @@ class OwnKey(Generic[R]):
                 self._changed.set()
 
     async def _write_record(self) -> bool:
-        while True:
+        """False: the key is lost. While that is in doubt it waits."""
+        while not self._lost:
             found = await self._etcd.get(self.key)
-            if found is None or not self._is_mine(found):
+            if found is not None and self._is_mine(found):
+                if await self._put(self.lease, self._unchanged(found)):
+                    return True
+            elif self.lease.alive or found is not None:
                 return False
-            if await self._replace(found, self.lease):
-                return True
+            else:
+                await asyncio.sleep(ids.jitter(LOOK_AGAIN_S))
+        return False
 
-    async def _renew_lease(self) -> Lease | None:
-        """A new lease under the key if it is still this process's, None if it is not."""
+    async def _renew_lease(self, over: Lease) -> bool:
+        """A new lease under the key if it is still this process's, or nobody's because the old one ran out. False: it is lost."""
         deadline = clock.monotonic() + OUTAGE_S
-        while clock.monotonic() < deadline:
+        while clock.monotonic() < deadline and not self._released:
             try:
                 found = await self._etcd.get(self.key, timeout_s=LOOK_ATTEMPT_S)
-                if found is None or not self._is_mine(found):
-                    return None
-                lease = await self._etcd.grant(self.lease.ttl_s)
-                if await self._replace(found, lease):
-                    log.info("lease_replaced", key=self.key, lease=f"{lease.id:x}")
+                self._etcd_down = False
+                proofs = await self._proofs(found, over)
+                if proofs is None:
+                    return False
+                lease = await self._etcd.grant(over.ttl_s)
+                if (revision := await self._put(lease, proofs)) > 0:
+                    self._created = found.create_revision if found is not None else revision
                     self.record, self._lease = self.record.model_copy(update={"lease": lease.id}), lease
-                    return lease
+                    log.info("lease_replaced", key=self.key, lease=f"{lease.id:x}", created_again=found is None)
+                    return True
+                await asyncio.sleep(ids.jitter(LOOK_AGAIN_S))
             except (PeerError, LeaseLost) as error:
-                self._etcd_away = True
-                log.warning("etcd_away", key=self.key, cause=str(error))
+                self._etcd_down = isinstance(error, Refused)
+                (log.debug if self._told_away else log.warning)("etcd_away", key=self.key, cause=str(error))
+                self._told_away = True
                 await asyncio.sleep(ids.jitter(PAUSE_S))
-        return None
+        return False
 
-    async def _replace(self, found: KeyValue, lease: Lease) -> bool:
-        """Write the record over `found`; False if the key has changed since."""
-        value = self.record.model_copy(update={"lease": lease.id}).to_bytes()
+    async def _proofs(self, found: KeyValue | None, over: Lease) -> Sequence[Compare] | None:
+        """What has to hold when this process writes its key with a new lease. None: it may not."""
+        if found is not None:
+            return self._unchanged(found) if self._is_mine(found) else None
+        return None if over.revoked else await self._place_is_kept()
+
+    async def _place_is_kept(self) -> Sequence[Compare] | None:
+        """The lease ran out and nobody has the key: what has to hold for this process to create it again. None: it may not."""
+        return [self._is_free()]
+
+    def _is_free(self) -> Compare:
+        return Compare.create(self.key, "==", 0)
+
+    def _unchanged(self, found: KeyValue) -> Sequence[Compare]:
         # mod, not create: an attempt without an answer that arrives late would put an old value and an old lease back
-        same = Compare.mod(self.key, "==", found.mod_revision)
-        return (await self._etcd.txn([same], [Put(self.key, value, lease.id)])).succeeded
+        return [Compare.mod(self.key, "==", found.mod_revision)]
+
+    async def _put(self, lease: Lease, proofs: Sequence[Compare]) -> int:
+        """The revision at which the record was written with that lease; 0: a proof failed."""
+        value = self.record.model_copy(update={"lease": lease.id}).to_bytes()
+        done = await self._etcd.txn(proofs, [Put(self.key, value, lease.id)])
+        return done.revision if done.succeeded else 0
 
     def _is_mine(self, found: KeyValue) -> bool:
+        """Nobody else writes this incarnation."""
         record = read_record(type(self.record), found.key, found.value)
-        mine = record is not None and record.incarnation == self.record.incarnation
-        return mine and found.create_revision == self._created
+        return record is not None and record.incarnation == self.record.incarnation

@@ -3,8 +3,8 @@
 The records of checkpoints, layout, steps, operations and trainers' progress are imported from their own modules.
 """
 
-from shared.records.assignments import LaneInterval, LaneMap, SlotMap
-from shared.records.job import JobResult, JobState, Phase, Stage, TaskSummary
+from shared.records.assignments import SlotMap, TrainerList, TrainersChange
+from shared.records.job import FailureCause, JobResult, JobState, Phase, Stage, TaskSummary
 from shared.records.job_spec import Dispatch, JobSpec, Mode
 from shared.records.members import MasterAddress, MasterLock, PserverMember, Restored, TrainerMember
 from shared.records.queue import DiscardedTask, EvaluationSums, PendingTask, RequeuedTask, TaskMeta
@@ -32,11 +32,10 @@ __all__ = [
     "Dispatch",
     "EvaluationSums",
     "FailTask",
+    "FailureCause",
     "JobResult",
     "JobSpec",
     "JobState",
-    "LaneInterval",
-    "LaneMap",
     "MasterAddress",
     "MasterLock",
     "MetricBatch",
@@ -57,6 +56,8 @@ __all__ = [
     "TaskMeta",
     "TaskProgress",
     "TaskSummary",
+    "TrainerList",
     "TrainerMember",
+    "TrainersChange",
     "UserFailure",
 ]

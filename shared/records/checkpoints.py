@@ -17,6 +17,11 @@ from shared.records.record import Record
 from shared.records.step import StepRecord
 
 
+def saved_point(mode: Mode, step: int) -> str:
+    """For people: `step 40`; `checkpoint 3` of an asynchronous job, which has no common step."""
+    return f"{'step' if mode is Mode.SYNC else 'checkpoint'} {step}"
+
+
 class CheckpointPlace(Record):
     """The checkpoint of the job that a key belongs to."""
 
@@ -42,7 +47,8 @@ class CheckpointCut(CheckpointPlace):
 
 
 class CheckpointPart(CheckpointPlace):
-    """A part that is written. `file`: its name in the checkpoint's folder."""
+    """A part that is written. `file`: its name in the checkpoint's folder. `checksum`: of all its bytes, with the checksum's name
+    before it (`xxh3-128:…`, `md5:…`, `sha256:…`), which readers compare."""
 
     pserver: int
     incarnation: str

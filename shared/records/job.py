@@ -33,6 +33,16 @@ class Stage(StrEnum):
     DONE = "DONE"
 
 
+class FailureCause(StrEnum):
+    """Why a job failed. SCRIPT: the user's code, or what it computes. DATASET: it cannot be read. STORAGE: checkpoints cannot be
+    read, or the model cannot be written. MEMBERS: members did not come back in time."""
+
+    SCRIPT = "SCRIPT"
+    DATASET = "DATASET"
+    STORAGE = "STORAGE"
+    MEMBERS = "MEMBERS"
+
+
 class JobResult(Record):
     """Filled at the end of a job: metrics of the evaluation, paths of the exported model, counts, lost updates."""
 
@@ -45,10 +55,10 @@ class JobResult(Record):
 
 
 class JobState(Record):
-    """`trainers`: of this generation, in order of arrival. `timeline`: generation of the last rollback; versions repeat after a
+    """Who trains is in a TrainerList, written in the same transaction. `timeline`: generation of the last rollback; versions repeat after a
     rollback, so parameters of another timeline must be dropped. `checkpoint`: uuid of the checkpoint the timeline starts from.
     Both change only together; `slots` too is written only in the transaction that begins a timeline. `damaged`: checkpoints
-    that could not be loaded.
+    that could not be loaded. `failure`, `cause`: of a FAILED job.
 
     Asynchronous: `saving` while CHECKPOINTING; `saved`: number of checkpoints begun. `absent`: parameter servers that the job
     waits for. `mended`: generation in which the last absent one was back. `mends`: index -> incarnation of those that came back."""
@@ -58,8 +68,8 @@ class JobState(Record):
     generation: int = 0
     reason: str = ""
     failure: UserFailure | None = None
+    cause: FailureCause | None = None
     result: JobResult = Field(default_factory=JobResult)
-    trainers: tuple[str, ...] = ()
     timeline: int = 0
     checkpoint: str = ""
     damaged: tuple[str, ...] = ()

@@ -31,8 +31,9 @@ class JobSpec(Record):
 
     `gradient_dtype`, `parameter_dtype`: dtypes in which float32 gradients and parameters are sent. `error_feedback` (asynchronous
     only; None: on whenever gradients are cast): the rounding error of a cast is added to the next push. `on_nonfinite`: what
-    a loss or gradient that is NaN or infinite does: the job fails, the minibatch is left out, or it is trained all the same. `device` auto: that of the
-    trainer that initialises the parameters. `deterministic`: synchronous trainers on GPUs use kernels that give the same bits
+    a loss or gradient that is NaN or infinite does: the job fails, the minibatch is left out, or it is trained all the same.
+    `device` auto: that of the trainer that initialises the parameters. `join_window_s`: members that join a running job within
+    it after a change make one generation. `deterministic`: synchronous trainers on GPUs use kernels that give the same bits
     each time."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -62,6 +63,7 @@ class JobSpec(Record):
     shuffle: bool = True
     storage: str
     lease_ttl_s: float = Field(default=5.0, ge=2.0)
+    join_window_s: float = Field(default=0.2, ge=0, le=10)
     task_timeout_floor_s: float = Field(default=30.0, gt=0)
     task_timeout_ceiling_s: float = Field(default=1200.0, gt=0)
     max_task_failures: int = Field(default=3, ge=1)
@@ -70,6 +72,7 @@ class JobSpec(Record):
     checkpoint_every_steps: int | None = Field(default=None, ge=1)
     checkpoint_every_epochs: int | None = Field(default=1, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1, le=100)
+    checkpoint_checksum: Literal["xxh3-128", "md5", "sha256"] = "xxh3-128"
     checkpoint_every_seconds: float | None = Field(default=60.0, gt=0)
     checkpoint_kind: Literal["coordinated", "independent"] = "coordinated"
     skip_after_seconds: float | None = Field(default=None, ge=0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pydantic import Field
 
 from shared.records.pauses import Paused, Torn
@@ -45,7 +47,7 @@ class PserverMember(Record):
     rollback it took part in; a pserver without one holds parameters only if its key is older than `layout`. `copied`: the last
     paused checkpoint it has copied. `draining`: it was told to leave and first wants a checkpoint of this version or later.
     `trouble`: why it cannot write checkpoints now. `waits`: why it cannot load one now. `torn`: why its parameters cannot be
-    used."""
+    used. `since`: the revision at which etcd first created the key, if this process had to create it again after its lease ran out."""
 
     index: int
     url: str
@@ -61,6 +63,12 @@ class PserverMember(Record):
     trouble: Message = ""
     waits: Message = ""
     torn: Torn | None = None
+    since: int = 0
+
+
+def pserver_names(indices: Iterable[int]) -> str:
+    """For people: `pserver-0, pserver-2`."""
+    return ", ".join(f"pserver-{index}" for index in indices)
 
 
 class TrainerMember(Record):

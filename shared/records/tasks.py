@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -52,7 +52,7 @@ class Task(Record):
 class AcquireTask(Record):
     """`stream`: a lane (sync training), or None for any task that is due. In sync mode `epoch` and `index` name the wanted task
     of the lane; the request also states that every earlier task of that lane is committed, and that *all* lanes have
-    committed the epochs before `epoch`."""
+    committed the epochs before `epoch`. `wait_s`: if there is no task now, the answer may come so much later."""
 
     trainer: Id
     request: Id
@@ -60,6 +60,7 @@ class AcquireTask(Record):
     stream: int | None = None
     epoch: int = 0
     index: int = 0
+    wait_s: float = Field(default=0.0, ge=0, le=30)
 
 
 class TaskAnswer(Record):
@@ -92,6 +93,12 @@ class TakeNext(Record):
     generation: int
 
 
+Skipped = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[0-9]{1,3}$")], Annotated[int, Field(ge=0, le=1 << 40)]], Field(max_length=128)
+]
+"""By index of a parameter server; as many as a job may have."""
+
+
 class CompleteTask(Record):
     """`sums`: of an EVALUATE task, or the result of the user's `metrics(sums)` (EXPORT). `exports`: files by kind.
 
@@ -106,7 +113,7 @@ class CompleteTask(Record):
     epoch: int | None = None
     timeline: int | None = None
     generation: int | None = None
-    skipped: dict[str, int] = Field(default_factory=dict)
+    skipped: Skipped = Field(default_factory=dict)
     next: TakeNext | None = None
 
 

@@ -18,7 +18,7 @@ from shared.errors import TriremeError, leaves
 from shared.runtime import scheduling, telemetry
 
 DRAIN_SECONDS = 20.0
-INTERRUPTED = 130
+LEASE_LOST, INTERRUPTED = 75, 130  # exit codes; 75: the process lost its place in the job, start it again
 READY_FILE = "TRIREME_READY_FILE"
 
 log = telemetry.logger("service")
@@ -26,6 +26,7 @@ log = telemetry.logger("service")
 
 def run(main: Callable[[asyncio.Event], Awaitable[int]], drain_s: float = DRAIN_SECONDS) -> int:
     """Run a service to its end and return the process exit code. A TriremeError is logged as one line."""
+    telemetry.unfailing_output()
     scheduling.serve_soon()
     try:
         import uvloop  # noqa: PLC0415  not on every platform

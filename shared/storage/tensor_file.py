@@ -7,11 +7,13 @@ The format is that of the safetensors library: each can read the other's files. 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from xxhash import xxh3_128
 
@@ -24,6 +26,23 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 CHUNK_BYTES = 1 << 20
 _LENGTH_BYTES = 8
+
+
+class Checksum(Protocol):
+    """Of all bytes that went through `update`."""
+
+    def update(self, data: memoryview, /) -> None: ...
+
+    def hexdigest(self) -> str: ...
+
+
+DEFAULT_CHECKSUM = "xxh3-128"
+# XXH3 finds damage, which is what checksums are for here, and costs next to nothing; the others are for those who must have them
+CHECKSUMS: Mapping[str, Callable[[], Checksum]] = {
+    DEFAULT_CHECKSUM: xxh3_128,
+    "md5": partial(hashlib.md5, usedforsecurity=False),
+    "sha256": hashlib.sha256,
+}
 
 Sink = Callable[["Entry"], memoryview | None]
 
@@ -47,7 +66,7 @@ class Entry:
 class Summary:
     """Facts about a file that was completely written or read."""
 
-    checksum: str  # of all bytes: "xxh3-128:" and 32 hexadecimal digits
+    checksum: str  # of all bytes: its name in CHECKSUMS, ":" and hexadecimal digits
     bytes: int
     metadata: Mapping[str, str]
 
@@ -57,25 +76,26 @@ def write(
     metadata: Mapping[str, str],
     tensors: Sequence[tuple[Entry, memoryview]],
     rest: Callable[[], None] = lambda: None,
+    checksum: str = DEFAULT_CHECKSUM,
 ) -> Summary:
     """Write all or nothing under `url`. Wide elements come first, so that each lies at a multiple of its size. `rest` is called after
-    each chunk; an exception it raises ends the writing. Raises OSError."""
+    each chunk; an exception it raises ends the writing. `checksum`: a name in CHECKSUMS. Raises OSError."""
     ordered = sorted(tensors, key=lambda item: -ITEM_BYTES[item[0].dtype])
     head = _header(metadata, [entry for entry, _ in ordered])
     pieces = [memoryview(head), *(view for _, view in ordered)]
-    checksum = xxh3_128()
+    digest = CHECKSUMS[checksum]()
     with files.write_atomic(url) as file:
         for piece in pieces:
             for start in range(0, piece.nbytes, CHUNK_BYTES):
                 part = piece[start : start + CHUNK_BYTES]
-                checksum.update(part)  # this also loads it into the processor's cache
+                digest.update(part)  # this also loads it into the processor's cache
                 file.write(part)
                 rest()
-    return Summary(_named(checksum), sum(piece.nbytes for piece in pieces), metadata)
+    return Summary(f"{checksum}:{digest.hexdigest()}", sum(piece.nbytes for piece in pieces), metadata)
 
 
-def read(url: str, sink: Sink) -> Summary:
-    """Read the whole file once. Each tensor goes into the memory that `sink` returns; None skips it.
+def read(url: str, sink: Sink, checksum: str = DEFAULT_CHECKSUM) -> Summary:
+    """Read the whole file once. Each tensor goes into the memory that `sink` returns; None skips it. `checksum`: see `write`.
 
     Raises BadFrame for a file of another format, OSError. Use the memory's content only if the checksum is right.
     """
@@ -83,9 +103,9 @@ def read(url: str, sink: Sink) -> Summary:
     with files.open_read(url) as file:
         metadata, entries, size = _read_header(file, head.append)
         size += sum(entry.bytes for entry in entries)
-        checksum = xxh3_128()
+        digest = CHECKSUMS[checksum]()
         for piece in head:
-            checksum.update(piece)
+            digest.update(piece)
         scratch = memoryview(bytearray(CHUNK_BYTES))
         for entry in entries:
             place = sink(entry)
@@ -93,14 +113,10 @@ def read(url: str, sink: Sink) -> Summary:
                 count = min(CHUNK_BYTES, entry.bytes - start)
                 piece = scratch[:count] if place is None else place[start : start + count]
                 _fill(file, piece, f"tensor {entry.name!r}")
-                checksum.update(piece)
+                digest.update(piece)
         if file.read(1):
             raise BadFrame(f"{url} goes on after its last tensor, at byte {size}")
-        return Summary(_named(checksum), size, metadata)
-
-
-def _named(checksum: xxh3_128) -> str:
-    return f"xxh3-128:{checksum.hexdigest()}"
+        return Summary(f"{checksum}:{digest.hexdigest()}", size, metadata)
 
 
 def _header(metadata: Mapping[str, str], entries: Sequence[Entry]) -> bytes:

@@ -99,14 +99,15 @@ def wait_for(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
     pytest.fail(f"ended without {pattern!r}: {''.join(seen)}")
 
 
-def wait_for_step(trireme: Command, step: int) -> int:
+def wait_for_step(trireme: Command, step: int, data_dir: Path | None = None) -> int:
     """Until the master has heard of `step`; asked as `trireme status` does."""
 
     async def reached() -> int:
         async with asyncio.timeout(60):
             while True:
                 with contextlib.suppress(TriremeError):
-                    async with open_client(queries.job_address("script", trireme.folder / ".trireme", None)) as client:
+                    place = data_dir or trireme.folder / ".trireme"
+                    async with open_client(queries.job_address("script", place, None)) as client:
                         while (at := (await client.job())["progress"].get("step") or 0) < step:
                             await asyncio.sleep(0.05)
                         return int(at)

@@ -66,7 +66,7 @@ async def cluster_of(spec: JobSpec, folder: Path, **options):
             spec,
             folder / "run",
             forks=fork_server_for(frozenset(inherited_environment().items())),
-            on_event=lambda event: deaths.update([event.child] if event.what == "died" else []),
+            on_event=lambda event: deaths.update([event.child] if event.what in ("died", "lost_lease") else []),
             **options,
         )
         cluster.deaths = deaths

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+from contextlib import contextmanager
 
 import pytest
 
@@ -15,6 +18,7 @@ from trainer_agent.data_plane.http import HttpPserver
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
 MINIBATCHES = EPOCHS * RECORDS // 8
+SHORT = 16 * RECORDS // 8
 
 
 def async_spec(folder, **changes):
@@ -63,6 +67,50 @@ async def test_a_killed_parameter_server_comes_back_from_a_checkpoint_and_its_lo
         for number, (lowest, highest) in (await applied(cluster)).items():
             lost = losses.lost.get(str(number), 0)
             assert (lowest + lost, highest + lost) == (MINIBATCHES, MINIBATCHES)
+
+
+@contextmanager
+def frozen(pid):
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+async def test_a_frozen_parameter_server_is_skipped_and_what_it_missed_is_on_record(tmp_path):
+    """Its lease outlives the freeze, and no connection breaks: only its silence tells."""
+    once = {"checkpoint_every_seconds": None, "checkpoint_every_epochs": None}
+    spec = async_spec(tmp_path, skip_after_seconds=0.5, lease_ttl_s=60.0, epochs=16, **once)
+    async with cluster_of(spec, tmp_path) as cluster:
+        await reach_checkpoint(cluster, 1)
+        await reach_step(cluster, SHORT // 10)
+        pid = cluster.children["pserver-1"].pid
+        index = next(member.index for member in cluster.directory.pservers.values() if member.pid == pid)
+        with frozen(pid):
+            async with asyncio.timeout(50.0):  # a stream says after 30 s that nothing moves, and again 30 s later
+                await reach_step(cluster, SHORT // 2)
+        state = await cluster.wait(END_S)
+        assert state.phase is Phase.COMPLETED, state
+        losses = state.result.losses
+        assert losses.lost == {}
+        assert 0 < losses.skipped.get(str(index), 0) < SHORT
+        found = await applied(cluster)
+        for number, (lowest, highest) in found.items():
+            assert highest <= SHORT <= lowest + losses.skipped.get(str(number), 0)
+        assert found[index][1] > SHORT // 4, "it goes on when it is back"
+
+
+async def test_checkpoints_go_on_while_a_trainer_is_frozen(tmp_path):
+    async with cluster_of(async_spec(tmp_path, lease_ttl_s=60.0, epochs=16), tmp_path) as cluster:
+        await reach_checkpoint(cluster, 1)
+        with frozen(cluster.children["trainer-1"].pid):
+            async with asyncio.timeout(40.0):  # a pause that waits is given up after 60 s
+                await reach_checkpoint(cluster, cluster.directory.state.saved + 1)
+        state = await cluster.wait(END_S)
+        assert state.phase is Phase.COMPLETED, state
+        assert (state.result.losses.lost, state.result.losses.skipped) == ({}, {})
+        assert await applied(cluster) == dict.fromkeys(range(2), (SHORT, SHORT))
 
 
 async def test_after_everything_was_killed_an_asynchronous_job_goes_on_with_other_numbers_and_loses_nothing(tmp_path):

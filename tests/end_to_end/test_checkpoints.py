@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
 def test_a_jobs_checkpoints_are_good_and_an_export_is_the_model_that_plain_pytorch_trains(trireme, tmp_path):
     script = write_script(tmp_path)
-    settings = ("--lanes", 1, "--set", "keep_checkpoints=3")
+    settings = ("--lanes", 1, "--set", "keep_checkpoints=3", "--set", "checkpoint_checksum=md5")
     done = trireme.run("run", script, "--trainers", 1, "--pservers", 2, "--json", *settings)
     assert done.code == 0, done.err
 
@@ -30,6 +30,8 @@ def test_a_jobs_checkpoints_are_good_and_an_export_is_the_model_that_plain_pytor
     assert len(steps) > 1
     assert set(steps) <= {0, 12, 24}  # both epochs and the beginning; the job may end before the last one is committed
     folder = Path(answer["storage"]) / "checkpoints"
+    manifest = next(folder.glob("*/manifest-*.json"))
+    assert all(part["checksum"].startswith("md5:") for part in json.loads(manifest.read_bytes())["parts"])
     assert {path.name for path in folder.iterdir()} >= {row["checkpoint"] for row in answer["checkpoints"]}
 
     exported = trireme.run("export", "--out", tmp_path / "out", "--json")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from asyncio.subprocess import PIPE, STDOUT
 
@@ -103,6 +104,15 @@ async def test_without_a_master_killed_sweepers_and_pservers_change_no_bit(tmp_p
         await cluster.directory.wait_for(lambda view: view.state.timeline > timeline, END_S, "the rollback")
         assert same_bits(await completed(cluster), undisturbed)
         await no_master_was_there(cluster)
+
+
+async def test_the_only_trainer_of_a_masterless_job_stays_frozen_and_is_replaced(tmp_path, undisturbed):
+    spec = spec_of(tmp_path, dispatch="etcd", lease_ttl_s=2.0, trainers=1, pservers=1)
+    async with cluster_of(spec, tmp_path) as cluster:
+        await reach_step(cluster, 20)
+        cluster.kill("trainer-0", signal.SIGSTOP)
+        assert same_bits(await completed(cluster), undisturbed)
+        assert cluster.deaths == {"trainer-0": 1}
 
 
 def test_the_commands_know_what_a_masterless_job_has_and_what_it_lacks(tmp_path):

@@ -53,7 +53,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 def test_a_pserver_killed_in_mid_training_costs_no_bit(trireme, tmp_path, undisturbed):
     """With `trireme chaos kill` from a second terminal; its receipt shows how the job recovered."""
     process = trireme.start("run", script_in(tmp_path), *SETTINGS, "--pservers", 2, "--json")
-    wait_for(process, "generation 1")
+    wait_for(process, "^trainer-[01] joined")
     at = wait_for_step(trireme, 15)
     killed = trireme.run("chaos", "kill", "pserver-1", "--json")
     assert killed.code == 0, killed.err
@@ -76,7 +76,7 @@ def test_chaos_says_what_it_could_kill_and_ctrl_c_only_interrupts(trireme, tmp_p
     nothing = trireme.run("chaos", "kill", "--random")
     assert (nothing.code, nothing.out) == (3, "")
     process = trireme.start("run", script_in(tmp_path), "--epochs", 100_000, "--no-check")
-    wait_for(process, "generation 1")
+    wait_for(process, "^trainer-[01] joined")
     wait_for_step(trireme, 1)
     unknown = trireme.run("chaos", "kill", "pserver-7")
     assert unknown.code == 3
@@ -102,7 +102,7 @@ def test_after_everything_was_killed_the_same_command_goes_on(trireme, tmp_path,
     before, after = 2, 1
     script = script_in(tmp_path)
     process = trireme.start("run", script, *SETTINGS, "--pservers", before, "--json")
-    wait_for(process, "generation 1")
+    wait_for(process, "^trainer-[01] joined")
     at = wait_for_step(trireme, 15)
     everybody = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
     assert any("etcd" in victim.name() for victim in everybody)
@@ -136,7 +136,7 @@ def test_saved_gone_back_and_interrupted_with_three_one_and_four_parameter_serve
     script = script_in(tmp_path)
     settings = ("--epochs", EPOCHS, "--trainers", 1, "--no-check", "--set", "checkpoint_every_epochs=1000", "--json")
     process = trireme.start("run", script, *settings, "--pservers", 3)
-    wait_for(process, "generation 1")
+    wait_for(process, "^trainer-[01] joined")
     at = wait_for_step(trireme, 5)
     created = trireme.run("checkpoint", "create", "--json")
     assert created.code == 0, created.err

@@ -149,7 +149,7 @@ def test_status_tasks_and_members_ask_the_running_job(trireme, tmp_path):
         trireme.end_of(process)
     gone = trireme.run("status")
     assert gone.code == 6
-    assert "cannot be reached" in gone.err
+    assert "does not run now" in gone.err
 
 
 def test_a_job_that_was_never_started_is_not_found(trireme):

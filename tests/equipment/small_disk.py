@@ -1,9 +1,10 @@
-"""A real file system of a few hundred KiB, for what only a full or a read-only disk shows."""
+"""A real file system of a small size, for what only a full or a read-only disk shows."""
 
 from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,15 +17,21 @@ def mount(*arguments: str) -> None:
         pytest.skip(f"mount {' '.join(arguments)}: {done.stderr.strip() or 'not permitted'}")
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
+@contextmanager
+def disk_of(folder: Path, size: str) -> Iterator[Path]:
+    """The new `folder` as a disk of that size (as of mount: `512k`)."""
     folder.mkdir()
-    mount("-t", "tmpfs", "-o", "size=512k", "tmpfs", str(folder))
+    mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder))
     try:
         yield folder
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True, timeout=20)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    with disk_of(tmp_path / "disk", "512k") as folder:
+        yield folder
 
 
 def fill(folder: Path) -> Path:

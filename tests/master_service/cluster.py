@@ -9,6 +9,7 @@ from typing import Any
 
 from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.leadership.master import Master
+from shared.etcd import KeyValue
 from shared.keys import Keys
 from shared.records import (
     AcquireTask,
@@ -123,8 +124,12 @@ class MasterCluster(Cluster):
         found = await self.etcd.get(key)
         assert found is not None
         said = Restored(timeline=state.timeline, checkpoint=state.checkpoint, error=error)
-        member = PserverMember.model_validate_json(found.value).model_copy(update={"restored": said})
+        member = self.pserver_in(found).model_copy(update={"restored": said})
         await self.etcd.put(key, member.to_bytes(), found.lease)
+
+    @staticmethod
+    def pserver_in(found: KeyValue) -> PserverMember:
+        return PserverMember.model_validate_json(found.value)
 
     async def lose(self, member: str) -> None:
         await self.etcd.revoke(self.leases.pop(member))
@@ -166,7 +171,7 @@ async def running(cluster: MasterCluster, *trainers: str) -> AsyncIterator[Maste
     """A master of a job that is RUNNING with these trainers."""
     async with leading(cluster.master()) as master:
         await cluster.initialise(*trainers)
-        await until(lambda: set(master.job.state.trainers) == set(trainers), "the job to run")
+        await until(lambda: set(master.job.trainers.names) == set(trainers), "the job to run")
         yield master
         term = master.current_term  # `master.job` would refuse once a busy machine let the lease run out
         for queue in term.job.queues.values() if term else ():

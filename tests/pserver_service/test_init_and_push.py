@@ -41,7 +41,7 @@ __all__ = ["pserver"]
 async def test_before_init_everything_is_not_ready():
     pserver = Pserver(JOB, "ps-1", index=0)
     assert not (await pserver.info()).ready
-    with pytest.raises(NotReady, match=r"pserver 0 \(ps-1\) has no parameters yet"):
+    with pytest.raises(NotReady, match=r"pserver-0 \(ps-1\) has no parameters yet"):
         await pserver.push(*whole_step(0))
     with pytest.raises(NotReady):
         await pserver.ledger(LedgerQuery(epoch=0, task_id="1"))
@@ -131,7 +131,7 @@ async def test_messages_of_another_job_index_or_protocol_are_refused(pserver):
         await pulled(pserver, pull_request(0, [0], job="other"))
     with pytest.raises(BadFrame, match="protocol 9: this pserver speaks 1"):
         await pserver.push(*whole_step(0, protocol=9))
-    with pytest.raises(WrongOwner, match="initial blocks for pserver 1 came to pserver 0"):
+    with pytest.raises(WrongOwner, match="initial blocks for pserver-1 came to pserver-0"):
         await pserver.init(init_header(LAYOUT, pserver=1), stream())
     with pytest.raises(LayoutMismatch, match="push in async mode"):
         await pserver.push(*whole_step(0, mode=Mode.ASYNC))
@@ -142,7 +142,7 @@ async def test_messages_of_another_job_index_or_protocol_are_refused(pserver):
 
 async def test_a_push_of_an_older_generation_is_refused(pserver):
     await pserver.push(*whole_step(0, generation=3))
-    with pytest.raises(StaleGeneration, match="generation 2 is stale: pserver 0 has seen 3; read the lanes again"):
+    with pytest.raises(StaleGeneration, match="generation 2 is stale: pserver-0 has seen 3; read the lanes again"):
         await pserver.push(*whole_step(1, generation=2))
     assert (await pserver.info()).highest == 1
 
@@ -186,7 +186,7 @@ async def test_a_block_of_another_pserver_is_refused():
     await pserver.init(init_header(LAYOUT), stream((InitBlock(block=1), payload_of(ONES))))
     answer = await pserver.push(*whole_step(0, 0, 1))
     assert (answer.applied, [refusal.code for refusal in answer.refused]) == (1, ["WRONG_OWNER"])
-    with pytest.raises(WrongOwner, match="block 2 is not at pserver 0"):
+    with pytest.raises(WrongOwner, match="block 2 is not at pserver-0"):
         await pulled(pserver, pull_request(0, [1, 2]))
 
 

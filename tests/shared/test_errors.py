@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 
 from shared.errors import CallerError, PeerError, StaleAttempt, TriremeError, WrongOwner, from_map, subclasses
@@ -19,6 +21,7 @@ def test_an_error_survives_the_wire() -> None:
 
 
 def test_every_code_names_one_class() -> None:
+    importlib.import_module("trireme.cli.exit_codes")  # which knows the errors of all packages
     for code, kind in subclasses(TriremeError).items():
         assert type(from_map(kind("x").to_map())) is kind
         assert kind.code == code

@@ -43,7 +43,8 @@ class CheckedEtcd(SimulatedEtcd):
                 keys.tasks,
                 keys.state,
                 keys.spec,
-                keys.lanes,
+                keys.trainer_list,
+                keys.trainers_change,
                 keys.slots,
                 keys.pservers_desired,
                 keys.master_address,
@@ -97,7 +98,7 @@ class CheckedEtcd(SimulatedEtcd):
         if key != self.keys.state:
             return (key.startswith(self.keys.tasks) and key != self.keys.task_meta) or self._closes_epoch(key, kv)
         new, old = JobState.model_validate_json(kv["value"]), self.state
-        return (new.generation, new.timeline, new.trainers) == (old.generation, old.timeline, old.trainers)
+        return (new.generation, new.timeline) == (old.generation, old.timeline)
 
     def _closes_epoch(self, key: str, kv: dict[str, Any]) -> bool:
         return key == self.keys.task_meta and kv["version"] > 1

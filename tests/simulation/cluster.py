@@ -309,8 +309,7 @@ class SimulatedCluster(Cluster):
                 process.thaw()
             self.simulated.mend(process.name)
         self.network.mend_all()
-        if self.simulated.stopped:
-            self.simulated.start()
+        (self.simulated.start if self.simulated.stopped else self.simulated.thaw)()
         self.set_conditions(STEADY)
 
     async def wait_for_trainers_to_leave(self) -> None:

@@ -28,6 +28,7 @@ class FaultKind(StrEnum):
     HAND_OVER = "terminate master"
     FREEZE_PSERVER = "freeze pserver"
     RESTART_ETCD = "restart etcd"
+    SILENCE_ETCD = "silence etcd"
     RESTART_ALL = "kill everything, go on with other members"
     KILL_EVERYBODY = "kill everybody"
 
@@ -244,7 +245,9 @@ def _restarts(rng: random.Random, plan: Plan) -> list[Fault]:
 
 def _kinds(rng: random.Random, mode: Mode, dispatch: Dispatch) -> list[FaultKind]:
     """Some runs concentrate on two kinds."""
-    apart = {FaultKind.RESTART_ALL} if mode is Mode.ASYNC else {FaultKind.RESTART_ALL, FaultKind.KILL_EVERYBODY}
+    apart = {FaultKind.RESTART_ALL, FaultKind.SILENCE_ETCD}
+    if mode is Mode.SYNC:
+        apart.add(FaultKind.KILL_EVERYBODY)
     kinds = [kind for kind in FaultKind if kind not in apart]
     if dispatch is Dispatch.ETCD:
         kinds = [kind for kind in kinds if kind.victim != "master" or kind is FaultKind.RESTART_ETCD]
@@ -274,5 +277,5 @@ def _fault(rng: random.Random, kind: FaultKind, window_s: float, mode: Mode) -> 
         case FaultKind.FREEZE_PSERVER:
             longer = [8.0, 15.0] if mode is Mode.SYNC else []  # than its lease: the job rolls back
             return Fault(at, kind, pick, rng.choice([0.2, 1.0, *longer]))
-        case FaultKind.RESTART_ETCD:
+        case FaultKind.RESTART_ETCD | FaultKind.SILENCE_ETCD:
             return Fault(at, kind, pick, rng.choice([0.3, 1.5, 8.0]))

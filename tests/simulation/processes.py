@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from master_service.masterless.dispatcher import Dispatcher
-from pserver_service.__main__ import INDEX_LOST
 from pserver_service.core.blocks import Verdict
 from pserver_service.core.calls import OpenPush
 from pserver_service.core.store import Store
@@ -17,11 +16,13 @@ from shared.blocks.buffers import Buffer
 from shared.membership.directory import Directory
 from shared.records import Dispatch, TrainerMember
 from shared.runtime import ids
+from shared.runtime.service import LEASE_LOST
 from shared.wire.messages import PushBlock, PushHeader
-from tests.equipment.cluster.network_ports import SimulatedMaster, SimulatedPserver
+from tests.equipment.cluster.network_ports import STALL_S, SimulatedMaster, SimulatedPserver
 from tests.simulation.cluster import Main, Node, SimulatedCluster
 from tests.simulation.compute import Speed, TinyCompute
 from trainer_agent.agent import Agent
+from trainer_agent.data_plane.silence import call_limit_s
 
 DRAIN_S = 10.0
 MAX_VIOLATIONS = 1000
@@ -75,7 +76,7 @@ async def pserver(cluster: SimulatedCluster, node: Node) -> int:
     node.service = service
     cluster.network.listen(node.url, node.process, service)
     process = cluster.make_pserver(service, node.url, cluster.etcd_of(node.process.name), at_once)
-    return 0 if await process.member.serve(node.stopping, 300.0, DRAIN_S) else INDEX_LOST
+    return 0 if await process.member.serve(node.stopping, 300.0, DRAIN_S) else LEASE_LOST
 
 
 async def trainer(cluster: SimulatedCluster, node: Node) -> int:
@@ -92,6 +93,7 @@ async def trainer(cluster: SimulatedCluster, node: Node) -> int:
             group.create_task(node.dispatcher.run(left))
         await directory.wait_for(lambda view: view.spec is not None, 600.0, "the job's spec")
         assert directory.spec is not None
+        stall_s = call_limit_s(directory.spec, STALL_S)
         agent = Agent(
             directory.spec,
             TrainerMember(trainer=name, url=node.url, incarnation=name, host="simulated", pid=1),
@@ -101,7 +103,7 @@ async def trainer(cluster: SimulatedCluster, node: Node) -> int:
                 cluster.plan.job.mode, cluster.trace, cluster.rng, _speed(cluster), cluster.plan.job.travels_as
             ),
             master=node.dispatcher or SimulatedMaster(cluster.network, directory),
-            connect=lambda member: SimulatedPserver(cluster.network, member, cluster.check_versions),
+            connect=lambda member: SimulatedPserver(cluster.network, member, cluster.check_versions, stall_s),
             offload=at_once,
             stopping=node.stopping,
         )

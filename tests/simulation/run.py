@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shared.records import Dispatch, Mode
 from shared.records.operations import Operation
+from shared.records.pauses import Losses
 from tests.equipment import logs
 from tests.equipment.cluster.network import STEADY
 from tests.equipment.virtual_loop import Process, VirtualLoop, run
@@ -23,7 +24,8 @@ MAX_CALLBACKS = 1_500_000
 
 @dataclass
 class Outcome:
-    """`violations`: rules that were broken. `digest`: the whole history, the same for the same seed."""
+    """`violations`: rules that were broken. `digest`: the whole history, the same for the same seed. `timeline`: 0, or of the last
+    rollback. `started`: processes, again after a death counts."""
 
     plan: Plan
     violations: list[str]
@@ -32,7 +34,10 @@ class Outcome:
     callbacks: int
     counts: dict[str, int]
     injected: int
+    timeline: int
+    started: int
     operations: tuple[Operation, ...] = ()
+    losses: Losses = field(default_factory=Losses)
 
     def __str__(self) -> str:
         mode = self.plan.job.mode.value
@@ -72,7 +77,10 @@ def simulate(
         cluster.ended_callbacks,
         cluster.network.counts,
         cluster.injected,
+        cluster.state.timeline,
+        sum(node.incarnations for node in cluster.nodes.values()),
         tuple(found for found in map(cluster.operation, cluster.accepted) if found is not None),
+        cluster.state.result.losses if cluster.state.result is not None else Losses(),
     )
 
 
@@ -135,6 +143,8 @@ async def _inject(cluster: SimulatedCluster, fault: Fault) -> None:
             cluster.start(f"trainer-{sum(node.kind == 'trainer' for node in cluster.nodes.values())}", "trainer")
         case FaultKind.RESTART_ETCD:
             await _restart_etcd(cluster, fault)
+        case FaultKind.SILENCE_ETCD:
+            await _silence_etcd(cluster, fault)
         case FaultKind.RESTART_ALL:
             if operator_requests.may_lose_pserver(cluster):
                 pservers, trainers = fault.members
@@ -229,3 +239,15 @@ async def _restart_etcd(cluster: SimulatedCluster, fault: Fault) -> None:
     if cluster.simulated.stopped:
         cluster.say("start etcd")
         cluster.simulated.start()
+
+
+async def _silence_etcd(cluster: SimulatedCluster, fault: Fault) -> None:
+    """SIGSTOP, or packets that are dropped: connections stay open, and nothing answers."""
+    if cluster.simulated.stopped or cluster.simulated.frozen:
+        return
+    cluster.say(f"silence etcd for {fault.lasts_s:g} s")
+    cluster.simulated.freeze()
+    await asyncio.sleep(fault.lasts_s or 0.0)
+    if cluster.simulated.frozen:
+        cluster.say("etcd answers again")
+        cluster.simulated.thaw()

@@ -14,7 +14,15 @@ from tests.simulation.plans import plan_of
 from tests.simulation.run import simulate
 
 FOREIGN = (
-    *("foreign", "job/foreign", "lanes/foreign", "master/foreign", "sweep/foreign", "init_ps/foreign"),
+    *(
+        "foreign",
+        "job/foreign",
+        "generation/foreign",
+        "job/trainers/foreign",
+        "master/foreign",
+        "sweep/foreign",
+        "init_ps/foreign",
+    ),
     *("ps/foreign", "ps/7", "trainers/foreign", "trainers/foreign/0"),
     *("operations/foreign", "tasks/foreign", "tasks/foreign/0", "tasks/progress/foreign", "tasks/progress/0"),
     *("checkpoints/foreign", "checkpoints/foreign/0", "checkpoints/foreign/begun", "checkpoints/foreign/cut"),

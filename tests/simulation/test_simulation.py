@@ -6,19 +6,24 @@ A failure prints its seed, what was broken, and the command that plays it again 
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from master_service.control.pause_runner import seconds_between
 from shared.records import Dispatch, Mode
 from shared.records.operations import OperationState
 from tests.equipment.cluster.network import STEADY
+from tests.simulation.cluster import MASTER_TTL_S
+from tests.simulation.compute import Speed
 from tests.simulation.operator_requests import RequestKind
-from tests.simulation.plans import JOBS, plan_of
+from tests.simulation.plans import JOBS, Fault, FaultKind, Peer, plan_of
 from tests.simulation.reference import final_parameters
 from tests.simulation.run import Outcome, simulate
 
@@ -72,6 +77,77 @@ def test_every_promise_is_kept_without_a_master(mode, seeds):
 @pytest.mark.parametrize(("mode", "seed"), MASTERLESS_REGRESSIONS)
 def test_what_was_mended_without_a_master_stays_mended(mode, seed):
     kept(simulate(seed, mode, dispatch=Dispatch.ETCD))
+
+
+@pytest.mark.parametrize("seed", [51, 127])
+def test_what_a_returned_parameter_server_lacks_is_counted_exactly_while_trainers_see_etcd_late(seed):
+    """A task that was finished by pushes to it was counted as lost: who closed the task did not know yet that it was back."""
+    rng, faults = random.Random(seed), []
+    for at_s in (3.0, 6.5, 10.0):
+        killed_s = at_s + rng.random() * 2
+        faults.append(Fault(killed_s, FaultKind.KILL_PSERVER, rng.random(), 0.1, noticed=True))
+        faults.append(Fault(killed_s + rng.uniform(0.0, 0.2), FaultKind.CUT_TRAINER, 0.0, 0.5, peer=Peer.ETCD))
+    plan = replace(
+        plan_of(seed, Mode.ASYNC, Dispatch.ETCD),
+        faults=tuple(faults),
+        requests=(),
+        independent=False,
+        trainers=3,
+        pservers=2,
+        checkpoint_every_s=1.0,
+        skip_after_s=None,
+    )
+    kept(simulate(seed, Mode.ASYNC, plan=plan, dispatch=Dispatch.ETCD))
+
+
+@pytest.mark.parametrize("dispatch", list(Dispatch))
+def test_a_frozen_parameter_server_is_skipped_and_its_ledger_tells_what_it_missed(dispatch):
+    skipped = 0
+    for seed in range(3):
+        plan = plan_of(seed, Mode.ASYNC, dispatch)
+        plan = replace(
+            plan,
+            job=replace(plan.job, files=(7, 1, 16, 5), task_records=4, minibatch=2, epochs=6),
+            speed=Speed(0.1, 0.2),
+            conditions=STEADY,
+            trainers=2,
+            pservers=2,
+            checkpoint_every_s=None,
+            skip_after_s=0.5,
+            independent=False,
+            faults=(Fault(4.0, FaultKind.FREEZE_PSERVER, 0.0, 3.5),),
+            requests=(),
+        )
+        outcome = simulate(seed, Mode.ASYNC, plan=plan, dispatch=dispatch)
+        kept(outcome)
+        assert not outcome.losses.lost
+        skipped += sum(outcome.losses.skipped.values())
+    assert skipped > 10, "training went on without it, and what it missed was counted"
+
+
+@pytest.mark.parametrize("dispatch", list(Dispatch))
+def test_a_frozen_trainer_does_not_stretch_the_time_between_two_checkpoints(dispatch):
+    """What a parameter server loses that dies is what was trained in that time."""
+    lines: list[str] = []
+    plan = plan_of(0, Mode.ASYNC, dispatch)
+    plan = replace(
+        plan,
+        job=replace(plan.job, files=(7, 1, 16, 5), task_records=4, minibatch=2, epochs=3),
+        speed=Speed(0.5, 0.8),
+        conditions=STEADY,
+        trainers=2,
+        pservers=2,
+        checkpoint_every_s=4.0,
+        skip_after_s=None,
+        independent=False,
+        faults=(Fault(5.0, FaultKind.FREEZE_TRAINER, 0.9, 15.0),),
+        requests=(),
+    )
+    kept(simulate(0, Mode.ASYNC, lines.append, plan=plan, dispatch=dispatch))
+    copied = [float(line.split()[0]) for line in lines if " checkpoint_copied " in line]
+    assert len(copied) > 4
+    takeover_s = MASTER_TTL_S if dispatch is Dispatch.ETCD else 0.0  # the frozen one may be the sweeper
+    assert max(later - earlier for earlier, later in pairwise(copied)) <= seconds_between(4.0) + takeover_s, copied
 
 
 @pytest.mark.parametrize(("mode", "seed"), REGRESSIONS)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import trireme
-from shared.records import Mode
+from shared.records import JobSpec, Mode
+from shared.storage.tensor_file import CHECKSUMS
 from trireme.config import ConfigError
 from trireme.settings import (
     UsageError,
@@ -91,6 +93,10 @@ def test_a_config_tells_only_what_it_sets():
         ({"lanes": 6}, "lanes must be a power of two, got 6; use 4 or 8"),
         ({"epochs": 0}, "epochs = 0: input should be greater than or equal to 1"),
         ({"mode": "fast"}, "mode = 'fast': input should be 'sync' or 'async'"),
+        (
+            {"checkpoint_checksum": "crc32"},
+            "checkpoint_checksum = 'crc32': input should be 'xxh3-128', 'md5' or 'sha256'",
+        ),
     ],
 )
 def test_a_config_refuses_what_can_never_be(fields, message):
@@ -105,3 +111,7 @@ def test_a_config_refuses_what_can_never_be(fields, message):
 )
 def test_a_job_is_named_after_its_script(script, name):
     assert job_name(Path(script)) == name
+
+
+def test_a_job_may_choose_each_checksum_that_parts_can_have():
+    assert get_args(JobSpec.model_fields["checkpoint_checksum"].annotation) == tuple(CHECKSUMS)

@@ -1,6 +1,6 @@
 """What a trainer has to do now.
 
-job state and lanes from etcd ──next_duty──► WAIT | TRAIN (generation, lanes) | FINISH | LEAVE
+job state and trainers from etcd ──next_duty──► WAIT | TRAIN (generation, lanes) | FINISH | LEAVE
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from shared.lanes import Interval
-from shared.records import JobState, LaneMap, Mode, Phase, Stage
+from shared.records import JobState, Mode, Phase, Stage, TrainerList
 
 
 class Duty(Enum):
@@ -29,8 +29,8 @@ class Next:
     lanes: Interval = (0, 0)
 
 
-def next_duty(state: JobState | None, lanes: LaneMap | None, trainer: str, mode: Mode) -> Next:
-    """WAIT also for a spare without lanes, and while state and lanes are of different generations."""
+def next_duty(state: JobState | None, trainers: TrainerList, trainer: str, mode: Mode) -> Next:
+    """WAIT also for a spare without lanes, and while state and trainers are of different generations."""
     if state is None:
         return Next(Duty.WAIT, "the master to publish the job's state")
     if state.phase.final:
@@ -40,12 +40,12 @@ def next_duty(state: JobState | None, lanes: LaneMap | None, trainer: str, mode:
     if state.stage is not Stage.TRAIN:
         return Next(Duty.FINISH, f"the job is at {state.stage}", state.generation)
     if mode is Mode.ASYNC:
-        if trainer in state.trainers:
+        if trainer in trainers:
             return Next(Duty.TRAIN, "", state.generation)
         return Next(Duty.WAIT, "the master to count this trainer in")
-    if lanes is None or lanes.generation != state.generation:
+    if trainers.generation != state.generation:
         return Next(Duty.WAIT, f"the lanes of generation {state.generation}")
-    mine = lanes.of(trainer)
+    mine = trainers.lanes_of(trainer)
     if mine[0] == mine[1]:
         return Next(Duty.WAIT, "a lane (this trainer is a hot spare)", state.generation)
     return Next(Duty.TRAIN, "", state.generation, mine)

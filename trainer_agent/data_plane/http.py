@@ -110,7 +110,7 @@ class HttpPserver:
             return memory
 
         decoder = codec.Decoder(codec.Limits(payload_bytes=1 << 32, blocks=len(request.blocks)), place)
-        limit_s = self._stall_s + request.wait_s
+        limit_s = self._stall_s + waits_s(request)
         end: codec.Fields = {}
         try:
             async with (
@@ -212,7 +212,7 @@ class HttpPserver:
         return self.session
 
     def _silent(self, path: str, seconds: float) -> DeadlineExceeded:
-        return DeadlineExceeded(f"{path} at {self._name}: nothing moved for {seconds:g} s")
+        return DeadlineExceeded(f"{path} at {self._name}: nothing moved for {seconds:g} s", silent_s=seconds)
 
     @staticmethod
     async def _answer(response: aiohttp.ClientResponse, kind: type[Answer]) -> Answer:
@@ -223,6 +223,11 @@ class HttpPserver:
             return from_map(codec.decode(await _whole(response), ANSWER_BYTES))
         except BadFrame:
             return PeerError(f"{self._name} answered {response.status} {response.reason}")
+
+
+def waits_s(request: PullRequest) -> float:
+    """How long the pserver may wait before it sends the first block: a pull of what is there does not wait."""
+    return 0.0 if request.version is None else request.wait_s
 
 
 def socket_of(member: PserverMember) -> str:

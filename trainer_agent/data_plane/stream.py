@@ -31,7 +31,7 @@ from shared.wire.messages import (
 from shared.wire.shared_memory import Region, peer_of
 from shared.wire.stream import HEADS, FrameStream
 from shared.wire.upgrade import UpgradeRefused, upgrade
-from trainer_agent.data_plane.http import HttpPserver, Placed, Sink, socket_of
+from trainer_agent.data_plane.http import HttpPserver, Placed, Sink, socket_of, waits_s
 from trainer_agent.data_plane.memory import TrainerMemory
 from trainer_agent.waiting.leave_when_done import leave_when_done
 
@@ -265,7 +265,7 @@ class TrainerStream(FrameStream):
             call.answer.set_exception(error)
 
     def _silent(self, seconds: float) -> DeadlineExceeded:
-        return DeadlineExceeded(f"{self._name}: nothing moved on the stream for {seconds:g} s")
+        return DeadlineExceeded(f"{self._name}: nothing moved on the stream for {seconds:g} s", silent_s=seconds)
 
 
 class StreamPserver(HttpPserver):
@@ -319,7 +319,7 @@ class StreamPserver(HttpPserver):
         if stream is None:
             return await super().pull(request, sink, placed)
         with stream.call("pull", request, sink, placed) as (_, call):
-            return codec.read(PullEnd, await stream.answered(call, self._stall_s + request.wait_s))
+            return codec.read(PullEnd, await stream.answered(call, self._stall_s + waits_s(request)))
 
     async def _connected(self) -> TrainerStream | None:
         """None: plain requests are what this pserver understands. Raises PeerError."""
@@ -335,7 +335,7 @@ class StreamPserver(HttpPserver):
             return self.stream
 
     async def _opened(self) -> TrainerStream | None:
-        name = f"pserver {self.member.index} at {self.member.url}"
+        name = f"pserver-{self.member.index} at {self.member.url}"
         uds = socket_of(self.member)
         make, limit_s = partial(TrainerStream, name), min(CONNECT_S, self._stall_s)
         self._share = self._share and bool(uds) and not (self.stream is not None and self.stream.memory.unreadable)

@@ -2,25 +2,38 @@
 
 push: blocks from the outbox of a pserver, as backward finishes them ──► ACKNOWLEDGED, STALE, ...
 pull: blocks of one version, as pservers have them ──► staging vector; the version's StepRecord, or Gone
+
+A trainer whose lease may have run out asks nothing until etcd says that it is still a member.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from shared.errors import BadFrame, Gone, InvalidArgument, NotReady, PeerError, StaleGeneration, TriremeError
+from shared.errors import (
+    BadFrame,
+    DeadlineExceeded,
+    Gone,
+    InvalidArgument,
+    NotReady,
+    PeerError,
+    StaleGeneration,
+    TriremeError,
+)
 from shared.membership.directory import Directory
 from shared.records import PserverMember
 from shared.records.job_spec import Narrow, Transported
 from shared.records.layout import ELEMENT_BYTES
 from shared.records.step import StepRecord
-from shared.runtime import clock, telemetry
+from shared.runtime import telemetry
 from shared.wire.messages import LedgerAnswer, LedgerQuery, PserverInfo, PulledBlock, PullRequest, PushBlock, PushHeader
 from trainer_agent.data_plane.http import PserverPort
 from trainer_agent.data_plane.outbox import Outbox
 from trainer_agent.data_plane.routing import Routes, route
+from trainer_agent.data_plane.silence import ASK_S, Silence
 from trainer_agent.data_plane.verdicts import Verdict, verdict
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting.retry import Backoff
@@ -28,6 +41,7 @@ from trainer_agent.waiting.single_error import SingleErrorGroup
 
 PULL_WAIT_S = 10.0
 REFRESH_S = 0.5
+OWN_LEASE = "etcd did not say whether this trainer is still a member"
 
 T = TypeVar("T")
 Connect = Callable[[PserverMember], PserverPort]
@@ -39,8 +53,13 @@ class _Unanswered(Exception):
     """A pserver gave no answer for too long."""
 
 
+async def _at_once() -> bool:
+    """Nothing to wait for."""
+    return False
+
+
 class Transfer:
-    """All parameter servers of the job, as one."""
+    """All parameter servers of the job, as one. `certain` is awaited before each call: until this trainer is surely a member."""
 
     def __init__(
         self,
@@ -49,10 +68,12 @@ class Transfer:
         vectors: Compute,
         suspect: Suspect,
         parameter_dtype: Transported = "float32",
+        certain: Callable[[], Awaitable[bool]] = _at_once,
     ) -> None:
         self._directory, self._connect, self._vectors, self._suspect = directory, connect, vectors, suspect
+        self._certain = certain
         self._routes: Routes | None = None
-        self._silent_since: dict[int, float] = {}  # by pserver index: when its calls began to fail
+        self._silence = Silence()
         self._narrow: Narrow | None = None if parameter_dtype == "float32" else parameter_dtype
         self._narrowed = vectors.layout.payloads(parameter_dtype)
         # by pserver index: a block in its narrow dtype, before it is widened
@@ -96,13 +117,13 @@ class Transfer:
     ) -> StepRecord | None:
         missing = dict.fromkeys(self.routes.blocks[index])
         record: StepRecord | None = None
-        backoff = Backoff(f"pulling {'parameters' if version is None else f'version {version}'} from pserver {index}")
+        backoff = Backoff(f"pulling {'parameters' if version is None else f'version {version}'} from pserver-{index}")
 
         def place(item: PulledBlock) -> memoryview:
             expected = self._narrowed[item.block] if narrow is not None else None
             if item.dtype != expected:
                 raise BadFrame(
-                    f"block {item.block} came from pserver {index} as {item.dtype or 'it is'}, {expected or 'as it is'} was asked "
+                    f"block {item.block} came from pserver-{index} as {item.dtype or 'it is'}, {expected or 'as it is'} was asked "
                     "for; run the same version everywhere"
                 )
             whole = self._vectors.staging(item.block)
@@ -120,17 +141,21 @@ class Transfer:
         while missing:
             before = len(missing)
             wanted = {"version": version, "blocks": tuple(missing), "wait_s": PULL_WAIT_S, "dtype": narrow}
+            if await self._certain():
+                backoff.waited(OWN_LEASE)
+            if await self._is_silent(index, skip_after_s):
+                self._keep_current(missing)
+                return record
             try:
                 end = await self._port(index).pull(PullRequest(**self.envelope(), **wanted), place, placed)
             except (PeerError, StaleGeneration) as error:
-                if self._gave_no_answer(index, skip_after_s):
-                    for block in missing:
-                        self._vectors.staging(block)[:] = self._vectors.current(block)
+                if isinstance(error, PeerError) and self._silence.failed(index, error, skip_after_s):
+                    self._keep_current(missing)
                     return record
                 await self._suspect_peer(index, error)
                 await backoff.failed(error)
                 continue
-            self._silent_since.pop(index, None)
+            self._silence.answered(index)
             record = end.record or record
             if len(missing) < before:
                 backoff.reset()
@@ -144,6 +169,10 @@ class Transfer:
                 case "NOT_READY" | "OK" if missing:
                     await backoff.failed(end.message or f"{len(missing)} blocks did not come")
         return record
+
+    def _keep_current(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._vectors.staging(block)[:] = self._vectors.current(block)
 
     # ------------------------------------------------------------ push
 
@@ -166,22 +195,26 @@ class Transfer:
         """
         if not await outbox.started():
             return Verdict.ACKNOWLEDGED
-        backoff = Backoff(f"pushing step {header.step} to pserver {index}")
+        backoff = Backoff(f"pushing step {header.step} to pserver-{index}")
         while True:
+            if await self._certain():
+                backoff.waited(OWN_LEASE)
+            if await self._is_silent(index, skip_after_s):
+                return Verdict.SKIPPED
             try:
                 answer = await self._port(index).push(header, outbox.stream())
             except StaleGeneration:
                 return Verdict.STALE
             except PeerError as error:
-                if self._gave_no_answer(index, skip_after_s):
+                if self._silence.failed(index, error, skip_after_s):
                     return Verdict.SKIPPED
                 await self._suspect_peer(index, error)
                 problem: object = error
             else:
-                self._silent_since.pop(index, None)
+                self._silence.answered(index)
                 found, problem = verdict(answer, header.mode)
                 if found is Verdict.BROKEN:
-                    raise TriremeError(f"pserver {index} refused a push of step {header.step}: {problem}")
+                    raise TriremeError(f"pserver-{index} refused a push of step {header.step}: {problem}")
                 if found is not Verdict.AGAIN:
                     return found
             if self.generation > header.generation:
@@ -203,9 +236,9 @@ class Transfer:
         async def ready(port: PserverPort) -> PserverInfo:
             info = await port.info()
             if not info.ready:
-                raise NotReady(f"pserver {info.index} has no parameters yet")
+                raise NotReady(f"pserver-{info.index} has no parameters yet")
             if info.timeline != timeline:
-                raise NotReady(f"pserver {info.index} has parameters of timeline {info.timeline}, not of {timeline}")
+                raise NotReady(f"pserver-{info.index} has parameters of timeline {info.timeline}, not of {timeline}")
             return info
 
         return await self._ask_all(lambda index: self._ask(index, ready))
@@ -227,25 +260,40 @@ class Transfer:
         question: Callable[[PserverPort], Coroutine[Any, Any, T]],
         skip_after_s: float | None = None,
     ) -> T:
-        backoff = Backoff(f"an answer from pserver {index}")
+        backoff = Backoff(f"an answer from pserver-{index}")
         while True:
+            if await self._certain():
+                backoff.waited(OWN_LEASE)
+            if await self._is_silent(index, skip_after_s):
+                raise _Unanswered
             try:
                 answer = await question(self._port(index))
             except PeerError as error:
-                if self._gave_no_answer(index, skip_after_s):
+                if self._silence.failed(index, error, skip_after_s):
                     raise _Unanswered from error
                 await self._suspect_peer(index, error)
                 await backoff.failed(error)
             else:
-                self._silent_since.pop(index, None)
+                self._silence.answered(index)
                 return answer
 
     # ------------------------------------------------------------ peers
 
-    def _gave_no_answer(self, index: int, skip_after_s: float | None) -> bool:
-        """After a failure of that pserver: whether it has given no answer for `skip_after_s`."""
-        since = self._silent_since.setdefault(index, clock.monotonic())
-        return skip_after_s is not None and clock.monotonic() - since >= skip_after_s
+    async def _is_silent(self, index: int, skip_after_s: float | None) -> bool:
+        """Whether that pserver is left out. Now and then it is asked whether it has parameters and answers again."""
+        if skip_after_s is None or not self._silence.holds(index):
+            return False
+        if not self._silence.is_due(index):
+            return True
+        try:
+            async with asyncio.timeout(ASK_S):
+                if not (await self._port(index).info()).ready:
+                    raise NotReady(f"pserver-{index} has no parameters yet")
+        except (PeerError, TimeoutError) as error:
+            known = error if isinstance(error, PeerError) else DeadlineExceeded(f"no answer within {ASK_S:g} s")
+            return self._silence.failed(index, known, skip_after_s)
+        self._silence.answered(index)
+        return False
 
     async def _ask_all(self, ask: Callable[[int], Coroutine[Any, Any, T]]) -> list[T]:
         async with SingleErrorGroup() as group:
@@ -255,7 +303,7 @@ class Transfer:
     def _port(self, index: int) -> PserverPort:
         member = self._directory.pservers.get(index)
         if member is None:
-            raise NotReady(f"pserver {index} is not registered")
+            raise NotReady(f"pserver-{index} is not registered")
         return self._connect(member)
 
     async def _suspect_peer(self, index: int, error: TriremeError) -> None:

@@ -4,7 +4,7 @@
 
 A push always covers minibatches [k n, (k + 1) n) of its task, in every attempt, and the ledger of each block applies each
 minibatch exactly once. A pserver that came back from a checkpoint expects earlier minibatches: the task resumes at its lowest
-ledger entry again. A pserver that gives no answer may be skipped; the minibatches it missed are reported with the task.
+ledger entry again. A pserver that gives no answer may be skipped while others answer; what it missed is reported with the task.
 """
 
 from __future__ import annotations
@@ -213,6 +213,7 @@ class AsyncLoop:
         options = await self._options_of(number)
         outboxes = Outboxes(self._transfer.routes, self._dtypes)
         results: list[LaneResult] = []
+        backoff = Backoff("an answer of any parameter server")
         while True:
             header = PushHeader(
                 **self._transfer.envelope(),
@@ -231,9 +232,12 @@ class AsyncLoop:
                     results = await self._gradients(task, minibatches, outboxes)
             if Verdict.FENCED in verdicts.values():
                 raise Superseded(f"attempt {task.attempt} of task {task.task_id} was overtaken by another trainer")
-            if Verdict.STALE not in verdicts.values():
+            if set(verdicts.values()) == {Verdict.SKIPPED}:
+                await backoff.failed("none has taken the push")  # nothing would be trained; waiting loses nothing
+            elif Verdict.STALE not in verdicts.values():
                 break
-            await self._newer_generation(header.generation)
+            else:
+                await self._newer_generation(header.generation)
         if behind := [index for index, found in verdicts.items() if found is Verdict.BEHIND]:
             raise Behind(f"pservers {behind} expect earlier minibatches than {start}")
         for index, found in verdicts.items():

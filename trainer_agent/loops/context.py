@@ -36,4 +36,4 @@ class LoopContext:
 
     def duty(self) -> Next:
         """What this trainer has to do now."""
-        return next_duty(self.directory.state, self.directory.lanes, self.source.trainer, self.spec.mode)
+        return next_duty(self.directory.state, self.directory.trainers, self.source.trainer, self.spec.mode)

@@ -6,7 +6,7 @@ acquire ─► EVALUATE: sums over the task's minibatches      EXPORT: files, an
 
 from __future__ import annotations
 
-from shared.errors import InvalidArgument, StaleGeneration, UserCodeError
+from shared.errors import InvalidArgument, StaleGeneration, StorageUnreachable, UserCodeError
 from shared.etcd.reading import must_read
 from shared.records import CompleteTask, EvaluationSums, TakeNext, Task, TaskKind
 from shared.runtime import ids, telemetry
@@ -88,5 +88,6 @@ class EvaluateExportLoop:
             exports = await self._compute.export(place)
         except (OSError, InvalidArgument) as error:
             message = f"the model cannot be written to {place}: {error}"
-            raise TaskFailed(task, InvalidArgument(message)) from error
+            kind = StorageUnreachable if isinstance(error, OSError) else InvalidArgument
+            raise TaskFailed(task, kind(message)) from error
         return self._source.completion(task, exports=exports, sums=await self._compute.metrics(sums) if sums else {})

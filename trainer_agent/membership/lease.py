@@ -1,8 +1,9 @@
 """A trainer's registration: `trainers/<id>` in etcd, under a lease.
 
-    register (create = 0) ─► hold ... key gone ─► lost: exit, come back under a new name
+    register (create = 0) ─► hold ... revoked ─► lost: exit, come back under a new name
 
-While etcd is away the lease ends by the local clock, but training goes on: what a trainer does is fenced by generation.
+If etcd is silent for longer than the lease, the trainer waits before its next push or pull (`certain`). Its key is its own: it is
+created again if the lease ran out meanwhile. While etcd is down (connections are refused) training goes on.
 """
 
 from __future__ import annotations

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -70,8 +72,8 @@ class Plan:
 
 
 class Vector:
-    """One flat vector of the whole layout: a zeroed tensor per segment, in the dtype in which the segment is sent as `dtype`.
-    `shared`: in memory that parameter servers on this host may read, if the host has such memory."""
+    """One flat vector of the whole layout: a zeroed tensor per segment, in the dtype in which the segment is sent as `dtype`. They lie
+    end to end in `flat` (uint8). `shared`: in memory that parameter servers on this host may read, if the host has such memory."""
 
     def __init__(
         self,
@@ -82,21 +84,41 @@ class Vector:
         dtype: Transported = "float32",
         shared: bool = False,
     ) -> None:
+        self._plan = plan
         dtypes = [DTYPES[s.travels_as(dtype) or s.dtype] for s in plan.layout.segments]
-        self._region = _region(plan.layout.vector_bytes) if shared else None
-        self.segments = [
-            torch.zeros(s.elements, dtype=dtypes[number], device=device, pin_memory=pinned)
+        sizes = [s.elements * dtype.itemsize for s, dtype in zip(plan.layout.segments, dtypes, strict=True)]
+        aligned = (-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes)
+        offsets = list(accumulate(aligned, initial=0))[:-1]
+        end = offsets[-1] + sizes[-1]
+        self._region = _region(end) if shared else None
+        self.flat = (
+            torch.zeros(end, dtype=torch.uint8, device=device, pin_memory=pinned)
             if self._region is None
-            else torch.frombuffer(self._region, dtype=dtypes[number], count=s.elements, offset=offset)
-            for number, (s, offset) in enumerate(zip(plan.layout.segments, plan.layout.offsets, strict=True))
+            else torch.frombuffer(self._region, dtype=torch.uint8, count=end)
+        )
+        self.segments = [
+            self.flat[offset : offset + size].view(dtype)
+            for offset, size, dtype in zip(offsets, sizes, dtypes, strict=True)
         ]
         self.blocks = [self.segments[b.segment][b.first : b.first + b.elements] for b in plan.blocks]
 
     def view(self, place: Place) -> torch.Tensor:
-        return self.segments[place.segment].as_strided(place.shape, place.stride, place.first)
+        elements = self.segments[place.segment][place.first : place.first + place.elements]
+        return elements.as_strided(place.shape, place.stride)
 
     def views(self, places: tuple[Place, ...]) -> list[torch.Tensor]:
         return [self.view(place) for place in places]
+
+    def parts(self, place: Place, values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """For each block of `place`: its number, the place's elements there, and those of `values`, which have the place's shape and
+        strides; 1-d views."""
+        flat, done = values.as_strided((place.elements,), (1,)), 0
+        for number in self._plan.blocks_of(place):
+            block = self._plan.blocks[number]
+            first = max(place.first, block.first)
+            count = min(place.first + place.elements, block.first + block.elements) - first
+            yield number, self.segments[place.segment][first : first + count], flat[done : done + count]
+            done += count
 
     def memory(self) -> list[memoryview]:
         """Bytes of each block (of a vector in host memory)."""

@@ -20,7 +20,7 @@ from shared.blocks.buffer_mean import add_changes, bits_of, combine_buffers
 from shared.blocks.narrow import DTYPES, round_to
 from shared.lanes import Interval, combine
 from shared.records.job_spec import Narrow
-from trainer_agent.model.finite import is_finite
+from trainer_agent.model.finite import all_finite, is_finite
 from trainer_agent.model.flat import Plan, Vector
 from trainer_agent.model.send_buffers import SendBuffers, overflow
 
@@ -37,12 +37,14 @@ class Entry:
 
 
 class GradientTree:
-    """The nodes of one step. `open` ... `finish(block)` ... `close` around a node's last lane, `add` for the lanes before.
+    """The nodes of one step. `open` ... `finish(block)` ... `close` around a node's last lane, `look(slot, block)` ... `add` for the
+    lanes before.
 
     `send_buffers`: for finished blocks that are not sent from the slot they were computed in. `rounded`: the dtype that each
-    block is rounded to at every node. `finite`: a last lane whose gradients are not finite is noticed as its blocks finish;
-    then the node is `broken`, and no more of it is announced. `counts`: see LiveBuffers. `shared`: see Vector. `add`, `finish` and `close` raise OverflowError if a value does
-    not fit the dtype.
+    block is rounded to at every node. `whole`: the vectors are a GPU's, which is not waited for block by block: `close` does all
+    for whole segments, and sends the vector in one copy. `finite`: gradients of a lane that are not finite are noticed as its
+    blocks finish; then the lane is `broken`, and no more of its node is announced. `counts`: see LiveBuffers. `shared`: see
+    Vector. `add`, `finish` and `close` raise OverflowError if a value does not fit the dtype.
     """
 
     def __init__(
@@ -52,25 +54,33 @@ class GradientTree:
         send_buffers: SendBuffers | None = None,
         rounded: Sequence[Narrow | None] = (),
         *,
+        whole: bool = False,
         finite: bool = False,
         counts: bool = False,
         shared: bool = False,
     ) -> None:
         segments = plan.layout.segments
+        self._whole = whole
+        # the pieces that are combined: blocks, or whole segments
+        piece_segments = list(range(len(segments))) if whole else [block.segment for block in plan.blocks]
         self._means: list[Callable[..., tuple[Any, int]]] = [
             combine if s.kind == "param" else add_changes if counts else combine_buffers for s in segments
         ]
+        self._piece_means = [self._means[number] for number in piece_segments]
         self._buffer_blocks = [block for block in plan.blocks if segments[block.segment].kind == "buffer"]
         self._counts = counts
         self._unchanged: dict[int, set[int]] = {}  # by slot: blocks of buffers that forward left as they were
         self._unsent: dict[Interval, set[int]] = {}
         self._plan, self._device, self._send_buffers = plan, device, send_buffers
-        self._checked = [finite and segments[block.segment].kind == "param" for block in plan.blocks]
-        self._sums: list[torch.Tensor] = []
+        self._checked = [
+            piece for piece, number in enumerate(piece_segments) if finite and segments[number].kind == "param"
+        ]
+        self._unlooked: set[int] = set()  # such pieces of this lane that were not looked at
         self.broken = False
         self._shared = shared and send_buffers is None
-        self._rounded = rounded if any(rounded) else [None] * len(plan.blocks)
         self._rounds = any(rounded)
+        by_segment = {block.segment: dtype for block, dtype in zip(plan.blocks, rounded, strict=False)}
+        self._rounded = [by_segment.get(number) for number in piece_segments]
         self._scratch: dict[str, torch.Tensor] = {}
         self.slots: list[Vector] = []
         self._free: list[int] = []
@@ -93,6 +103,7 @@ class GradientTree:
             self._free.append(len(self.slots) - 1)
         slot = self._free.pop()
         self._unchanged[slot] = set()
+        self._unlooked, self.broken = set(self._checked), False
         self._needed = max(self._needed, slot + 1)
         if self.slots[slot].lost:
             self.slots[slot] = self._vector()
@@ -106,8 +117,6 @@ class GradientTree:
 
     def forget(self) -> None:
         """All slots may be overwritten. Slots that no recent step needed are freed."""
-        if self._send_buffers is not None:
-            self._send_buffers.drain(bool)  # copies of a minibatch that failed
         self._entries, self._results, self._samples, self._unsent = [], {}, {}, {}
         self._steps += 1
         if self._steps == WATCHED_STEPS:
@@ -158,7 +167,7 @@ class GradientTree:
         self._results[node] = next((entry.slot for entry in self._fold if entry.count), None)
         self._samples[node] = sum(entry.count for entry in self._fold)
         self._unsent[node] = set()
-        self._sums, self.broken = [], False
+        self.broken = False
         self._node, self._result, self._announce = node, self._results[node], announce
         self._done = [False] * len(self._plan.blocks)
 
@@ -168,23 +177,15 @@ class GradientTree:
         if self._result is None:
             self._announce(block)
             return
-        *lefts, right = self._fold
-        mean = self._means[self._plan.blocks[block].segment]
-        total, count = self.slots[right.slot].blocks[block] if right.slot is not None else None, right.count
-        with torch.no_grad():
-            if total is not None and self._checked[block] and not self._seems_finite(total):
-                self.broken = True
-            if self.broken:
-                return
-            if self._is_unchanged(block):
-                self._unsent[self._node].add(block)
-                self._announce(block)
-                return
-            self.round_node(block, total)
-            for left in reversed(lefts):
-                mine = self.slots[left.slot].blocks[block] if left.slot is not None else None
-                total, count = mean(mine, left.count, total, count)
-                self.round_node(block, total)
+        if (slot := self._fold[-1].slot) is not None:
+            self.look(slot, block)
+        if self.broken:
+            return
+        if self._is_unchanged(block):
+            self._unsent[self._node].add(block)
+            self._announce(block)
+            return
+        self._combine(block)
         if self._send_buffers is None:
             self._announce(block)
         else:
@@ -192,44 +193,69 @@ class GradientTree:
 
     def close(self) -> None:
         """Finish what is left (parameters without gradient, buffers); the slots of the other subtrees become free."""
+        if (slot := self._fold[-1].slot) is not None:
+            self.is_finite(slot)
+        if self._whole and self._result is not None and not self.broken:
+            self._finish_all(self._result)
         for block, done in enumerate(self._done):
             if not done:
                 self.finish(block)
-        if self._sums:
-            self.broken = not is_finite(torch.stack(self._sums)) and self._has_values_that_are_not_finite()
-        if self._send_buffers is not None:
-            self._send_buffers.drain(bool if self.broken else self._announce)
         self._free += [e.slot for e in reversed(self._fold) if e.slot is not None and e.slot != self._result]
         self._entries, self._fold, self._announce = [], [], bool
 
-    def _seems_finite(self, values: torch.Tensor) -> bool:
-        """On a GPU `close` looks at the sum: here it would have to be waited for."""
-        if self._device.type == "cpu":
-            return is_finite(values)
-        self._sums.append(values.sum(dtype=torch.float32))
-        return True
+    def _finish_all(self, result: int) -> None:
+        """The vector of the node, in whole segments and one copy."""
+        assert self._send_buffers is not None
+        for piece in range(len(self._means)):
+            self._combine(piece)
+        self._send_buffers.put_all(result, self.slots[result])
+        self._unsent[self._node] = {block.number for block in self._buffer_blocks if self._is_unchanged(block.number)}
+        for block in self._plan.blocks:
+            self._announce(block.number)
+        self._done = [True] * len(self._done)
 
-    def _has_values_that_are_not_finite(self) -> bool:
-        slot = self._fold[-1].slot
-        return slot is not None and not self.is_finite(slot)
+    def _combine(self, piece: int) -> None:
+        """The node's values of a block, or of a segment: from the right, in place."""
+        *lefts, right = self._fold
+        total, count = self._pieces(right.slot)[piece] if right.slot is not None else None, right.count
+        with torch.no_grad():
+            self.round_node(piece, total)
+            for left in reversed(lefts):
+                mine = self._pieces(left.slot)[piece] if left.slot is not None else None
+                total, count = self._piece_means[piece](mine, left.count, total, count)
+                self.round_node(piece, total)
+
+    def _pieces(self, slot: int) -> list[torch.Tensor]:
+        return self.slots[slot].segments if self._whole else self.slots[slot].blocks
+
+    def look(self, slot: int, block: int) -> None:
+        """A block of the lane in `slot` is written (not for a GPU)."""
+        if block in self._unlooked and not self._whole:
+            self._unlooked.remove(block)
+            self.broken = self.broken or not is_finite(self.slots[slot].blocks[block])
 
     def is_finite(self, slot: int) -> bool:
-        """Whether all gradients in a slot are."""
-        segments = zip(self._plan.layout.segments, self.slots[slot].segments, strict=True)
-        return all(is_finite(values) for segment, values in segments if segment.kind == "param")
+        """Whether all gradients of the lane in `slot` are."""
+        pieces = self._pieces(slot)
+        self.broken = self.broken or not all_finite([pieces[number] for number in self._unlooked])
+        self._unlooked.clear()
+        return not self.broken
 
     def note_unchanged(self, slot: int, loaded: Vector) -> None:
         """A lane's forward is over and its buffers are in the slot; they were loaded from `loaded`."""
+        if not self._buffer_blocks:
+            return
         after, before = self.slots[slot].blocks, loaded.blocks
-        self._unchanged[slot] = {
-            block.number
-            for block in self._buffer_blocks
-            if (
-                not after[block.number].any()
+        changed = torch.stack(
+            [
+                after[block.number].any()
                 if self._counts and block.dtype == "int64"
-                else torch.equal(bits_of(after[block.number]), bits_of(before[block.number]))
-            )
-        }
+                else (bits_of(after[block.number]) != bits_of(before[block.number])).any()
+                for block in self._buffer_blocks
+            ]
+        )  # a GPU is waited for once
+        numbers = [block.number for block in self._buffer_blocks]
+        self._unchanged[slot] = {number for number, flag in zip(numbers, changed.tolist(), strict=True) if not flag}
 
     def _is_unchanged(self, block: int) -> bool:
         """In every lane of the open node that has data."""
@@ -242,17 +268,17 @@ class GradientTree:
 
     def _round_all(self, entry: Entry) -> None:
         if self._rounds and entry.slot is not None:
-            for block, values in enumerate(self.slots[entry.slot].blocks):
-                self.round_node(block, values)
+            for piece, values in enumerate(self._pieces(entry.slot)):
+                self.round_node(piece, values)
 
-    def round_node(self, block: int, values: torch.Tensor | None) -> None:
-        dtype = self._rounded[block]
+    def round_node(self, piece: int, values: torch.Tensor | None) -> None:
+        dtype = self._rounded[piece]
         if dtype is None or values is None:
             return
         if dtype not in self._scratch:
-            largest = max(block.elements for block in self._plan.blocks)
+            largest = max(part.elements for part in (self._plan.layout.segments if self._whole else self._plan.blocks))
             self._scratch[dtype] = torch.empty(largest, dtype=DTYPES[dtype], device=self._device)
         try:
             round_to(values, self._scratch[dtype][: values.numel()])
         except OverflowError as error:
-            raise overflow(block, error) from None
+            raise overflow(f"{'segment' if self._whole else 'block'} {piece}", error) from None

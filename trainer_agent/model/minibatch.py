@@ -98,6 +98,7 @@ class MinibatchRunner:
         self.buffers = LiveBuffers(model, plan, counts=counts)
         self._views: weakref.WeakKeyDictionary[Vector, list[torch.Tensor]] = weakref.WeakKeyDictionary()
         self.gradient_views: list[torch.Tensor] = []  # by parameter: where this backward's gradients belong
+        self._gradients: Vector
         self._finish: Callable[[int], object] = bool
         self._missing: list[int] | None = None  # by block: gradients not made yet; None: not counted in this backward
         self._may_overlap = False
@@ -119,7 +120,8 @@ class MinibatchRunner:
         """Forward and backward from the parameters and buffers in `current`. The gradients and the changed buffers are
         written to `gradients`; the result is loss x records.
 
-        `finish(block)` is called while backward runs, for each block whose gradients are all there, if that can be known.
+        `finish(block)` is called while backward runs, for each block whose gradients are all there, if that can be known: right after
+        the block was written.
         Raises NonFiniteError.
         """
         overlaps = finish is not None and self._may_overlap
@@ -220,23 +222,35 @@ class MinibatchRunner:
     def _bind(self, gradients: Vector) -> None:
         if gradients not in self._views:
             self._views[gradients] = gradients.views(self._plan.parameters)
+        self._gradients = gradients
         self.gradient_views = self._views[gradients]
         for parameter in self._parameters:
             parameter.grad = None
 
     def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
         """The first gradient that autograd makes is copied to its view; later parts are added there. If `grad` were the view
-        from the start, autograd would add to zeros, which had to be written before."""
+        from the start, autograd would add to zeros, which had to be written before. A gradient of several blocks is copied and
+        finished block by block, while each is in the processor's cache."""
         self._guard.permit()
-        view = self.gradient_views[index]
-        if parameter.grad is not view:
-            assert parameter.grad is not None
-            view.copy_(parameter.grad.to_dense())
-            parameter.grad = view
+        view, made, blocks = self.gradient_views[index], parameter.grad, self._blocks_of[index]
+        assert made is not None
         self._made[index] += 1
-        if self._missing is None:
-            return
-        for block in self._blocks_of[index]:
+        if made is not view:
+            made = made.to_dense()
+            parameter.grad = view
+            if self._missing is not None and len(blocks) > 1 and made.stride() == view.stride():
+                place = self._plan.parameters[index]
+                for block, target, source in self._gradients.parts(place, made):
+                    target.copy_(source)
+                    self._count(block)
+                return
+            view.copy_(made)
+        for block in blocks:
+            self._count(block)
+
+    def _count(self, block: int) -> None:
+        """A gradient in the block is there."""
+        if self._missing is not None:
             self._missing[block] -= 1
             if self._missing[block] == 0:
                 self._finish(block)

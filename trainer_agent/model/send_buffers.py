@@ -1,10 +1,12 @@
 """Host memory for finished gradients that are not sent from the memory they were computed in: from a GPU, or cast.
 
-    GPU: block ─► page-locked host memory, on a CUDA stream beside backward ─► announced when the copy is done
     cast: block + residual ─► narrower dtype ─► announced        the new residual = block + residual - what is sent
+    GPU: the whole vector, cast there ─► one copy to page-locked host memory ─► all blocks announced
 
-Error feedback (Seide et al. 2014, Karimireddy et al. 2019): the residual of a block's cast is added to its next gradient,
-so nothing is lost for ever. The residual is kept by this trainer only: if it dies, at most one rounding error per element is lost.
+A copy for each block of a GPU's vector would cost a wait for each.
+
+Error feedback (Seide et al. 2014, Karimireddy et al. 2019): the residual of a block's cast is added to its next gradient, so
+nothing is lost for ever. The residual is kept by this trainer only: if it dies, at most one rounding error per element is lost.
 """
 
 from __future__ import annotations
@@ -13,11 +15,10 @@ from collections.abc import Callable
 
 import torch
 
-from shared.blocks.narrow import DTYPES, cast_into
-from shared.records.job_spec import Transported
+from shared.blocks.narrow import cast_into
+from shared.records.job_spec import Narrow, Transported
+from trainer_agent.model.devices import HOST
 from trainer_agent.model.flat import Plan, Vector
-
-HOST = torch.device("cpu")
 
 
 class SendBuffers:
@@ -30,15 +31,17 @@ class SendBuffers:
         self._shared = shared and device.type == "cpu"
         self._narrow = plan.layout.payloads(dtype)
         self.hosts: dict[int, tuple[Vector, list[memoryview]]] = {}
+        feeds = [feedback and segment.travels_as(dtype) is not None for segment in plan.layout.segments]
+        self._residuals = [
+            torch.zeros(segment.elements, device=device) if fed else None
+            for segment, fed in zip(plan.layout.segments, feeds, strict=True)
+        ]
         self.residuals = {
-            block.number: torch.zeros(block.elements, device=device)
+            block.number: residual[block.first : block.first + block.elements]
             for block in plan.blocks
-            if feedback and self._narrow[block.number]
+            if (residual := self._residuals[block.segment]) is not None
         }
-        self._stream: torch.cuda.Stream | None = None
-        if device.type != "cpu":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._copies: list[tuple[int, torch.cuda.Event]] = []
+        self._cast: Vector | None = None  # on a GPU: what is sent
 
     def __repr__(self) -> str:
         return f"<SendBuffers from {self._device} as {self._dtype}, {len(self.residuals)} blocks with feedback>"
@@ -56,56 +59,49 @@ class SendBuffers:
         self.hosts.pop(slot, None)
 
     def put(self, slot: int, block: int, values: torch.Tensor, announce: Callable[[int], object]) -> None:
-        """Take a finished block; `values` may change. It is announced at once, on a GPU by `drain`. Raises OverflowError."""
+        """Take a finished block in host memory, and announce it; `values` may change. Raises OverflowError."""
         out = self._host(slot)[0].blocks[block]
-        with torch.no_grad():
-            if self._stream is None:
-                self._write(out, block, values)
-                announce(block)
-                return
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            copied: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(self._stream):
-                self._write(out, block, values)
-                copied.record()
-            self._copies.append((block, copied))
+        self._write(out, values, self._narrow[block], self.residuals.get(block), f"block {block}")
+        announce(block)
 
-    def drain(self, announce: Callable[[int], object]) -> None:
-        """On a GPU: announce each block when its copy is done. Only then may the slots be overwritten."""
-        for block, copied in self._copies:
-            copied.synchronize()
-            announce(block)
-        self._copies.clear()
+    def put_all(self, slot: int, vector: Vector) -> None:
+        """Take a whole vector of a GPU, and wait for it; its values may change. Raises OverflowError."""
+        sent = vector
+        if any(self._narrow):
+            sent = self._cast = self._cast or Vector(self._plan, self._device, dtype=self._dtype)
+            for number, segment in enumerate(self._plan.layout.segments):
+                out, values, residual = sent.segments[number], vector.segments[number], self._residuals[number]
+                self._write(out, values, segment.travels_as(self._dtype), residual, f"segment {number}")
+        self._host(slot)[0].flat.copy_(sent.flat)
 
     def clear_residuals(self) -> None:
         """What was left out belongs to parameters that are no longer in use."""
         for residual in self.residuals.values():
             residual.zero_()
 
-    def _write(self, out: torch.Tensor, block: int, values: torch.Tensor) -> None:
-        dtype, residual = self._narrow[block], self.residuals.get(block)
-        if dtype is None:
-            out.copy_(values, non_blocking=True)
-            return
-        sent = out if self._stream is None else torch.empty_like(values, dtype=DTYPES[dtype])
-        if residual is not None:
-            values.add_(residual)
-        try:
-            cast_into(sent, values)
-        except OverflowError as error:
-            raise overflow(block, error) from None
-        if residual is not None:
-            torch.sub(values, residual.copy_(sent), out=residual)
-        if sent is not out:
-            out.copy_(sent, non_blocking=True)
+    @staticmethod
+    def _write(
+        out: torch.Tensor, values: torch.Tensor, dtype: Narrow | None, residual: torch.Tensor | None, where: str
+    ) -> None:
+        with torch.no_grad():
+            if dtype is None:
+                out.copy_(values)
+                return
+            if residual is not None:
+                values.add_(residual)
+            try:
+                cast_into(out, values)
+            except OverflowError as error:
+                raise overflow(where, error) from None
+            if residual is not None:
+                torch.sub(values, residual.copy_(out), out=residual)
 
     def _host(self, slot: int) -> tuple[Vector, list[memoryview]]:
         if slot not in self.hosts:
-            pinned = self._stream is not None
-            host = Vector(self._plan, HOST, pinned=pinned, dtype=self._dtype, shared=self._shared)
+            host = Vector(self._plan, HOST, pinned=self._device.type == "cuda", dtype=self._dtype, shared=self._shared)
             self.hosts[slot] = host, host.memory()
         return self.hosts[slot]
 
 
-def overflow(block: int, error: OverflowError) -> OverflowError:
-    return OverflowError(f"a gradient in block {block}: {error}; use gradient_dtype bfloat16, or scale the loss down")
+def overflow(where: str, error: OverflowError) -> OverflowError:
+    return OverflowError(f"a gradient in {where}: {error}; use gradient_dtype bfloat16, or scale the loss down")

@@ -3,15 +3,14 @@
     parameters   current <─swap─> staging          param.data is a view of the current one
     gradients    slots of the canonical tree       param.grad, once made, is a view of this backward's slot
 
-On a CPU the only copy is that of each gradient into its slot: pushes and pulls use the vectors themselves. On a GPU blocks go
-through page-locked host memory.
+On a CPU the only copy is that of each gradient into its slot: pushes and pulls use the vectors themselves. A GPU's vector is copied
+as a whole, once a step and direction, from and to page-locked host memory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from functools import partial
@@ -30,12 +29,13 @@ from shared.records.step import LaneZero
 from shared.runtime.light_torch import optimizers_without_compiler
 from trainer_agent.model import optimizer_spec as optimizers
 from trainer_agent.model.compute import LaneResult, Records
+from trainer_agent.model.devices import HOST, device_of, is_host
 from trainer_agent.model.export import write_model
 from trainer_agent.model.finite import NonFiniteError
 from trainer_agent.model.flat import Plan, Vector, bytes_of, plan
 from trainer_agent.model.gradient_tree import Entry, GradientTree
 from trainer_agent.model.minibatch import MinibatchRunner, UserCode
-from trainer_agent.model.send_buffers import HOST, SendBuffers
+from trainer_agent.model.send_buffers import SendBuffers
 
 T = TypeVar("T")
 ANNOUNCED_BYTES = 256 << 10  # finished blocks are announced when there are so many bytes of them, or no more will come
@@ -43,12 +43,18 @@ ANNOUNCED_BYTES = 256 << 10  # finished blocks are announced when there are so m
 
 class TorchCompute:
     """See trainer_agent.model.compute.Compute. `executor` runs one call at a time; building takes as long as model() does.
-    `shared`: gradients are in memory that parameter servers on this host can read."""
+    `shared`: gradients are in memory that parameter servers on this host can read. `number`: of the trainer on its host, which
+    chooses its GPU."""
 
-    def __init__(self, user: UserCode, spec: JobSpec, executor: Executor, *, shared: bool = False) -> None:
+    def __init__(
+        self, user: UserCode, spec: JobSpec, executor: Executor, *, shared: bool = False, number: int = 0
+    ) -> None:
         torch.set_num_threads(spec.threads_per_trainer)
         self._user, self._executor = user, executor
-        self._device = device_of(spec.device, deterministic=spec.mode is Mode.SYNC and spec.deterministic)
+        self._device = device_of(
+            spec.device, deterministic=spec.mode is Mode.SYNC and spec.deterministic, number=number
+        )
+        self._on_host = is_host(self._device)
         torch.manual_seed(spec.seed)
         self.model = checked_model(user.call("model")).to(self._device)
         optimizers_without_compiler()
@@ -60,20 +66,20 @@ class TorchCompute:
         self._bind_parameters()
         payloads = self.layout.payloads(spec.gradient_dtype)
         self.send_buffers: SendBuffers | None = None
-        if any(payloads) or self._device.type != "cpu":
+        if any(payloads) or not self._on_host:
             feedback = spec.feeds_errors_back
             self.send_buffers = SendBuffers(
                 self.plan, self._device, spec.gradient_dtype, feedback=feedback, shared=shared
             )
         rounded = payloads if spec.mode is Mode.SYNC else ()
         self._finite, self._skips = spec.on_nonfinite != "ignore", spec.on_nonfinite == "skip"
-        self._sums_blocks = self._finite and spec.clip_norm is None  # to clip, the norm of all gradients is computed
         self.tree = GradientTree(
             self.plan,
             self._device,
             self.send_buffers,
             rounded,
-            finite=self._sums_blocks and not self._skips,
+            whole=not self._on_host,
+            finite=self._finite and spec.clip_norm is None,  # to clip, the norm of all gradients is computed
             counts=spec.mode is Mode.ASYNC,
             shared=shared,
         )
@@ -108,12 +114,12 @@ class TorchCompute:
             for place in self.plan.buffers:
                 self._current.view(place).copy_(buffers[place.name])
         self._current_views = self._current.views(self.plan.parameters)
-        if self._device.type == "cpu":
+        if self._on_host:
             self._staging = Vector(self.plan, HOST)
             self._staging_views = self._staging.views(self.plan.parameters)
             self._current_memory = self._current.memory()
         else:
-            self._staging = Vector(self.plan, HOST, pinned=True)
+            self._staging = Vector(self.plan, HOST, pinned=self._device.type == "cuda")
         self._staging_memory = self._staging.memory()
         self._view_current()
 
@@ -122,7 +128,7 @@ class TorchCompute:
             tensor.data = view
 
     def current(self, block: int) -> memoryview:
-        if self._device.type == "cpu":
+        if self._on_host:
             return self._current_memory[block].toreadonly()
         return bytes_of(self._current.blocks[block].cpu()).toreadonly()
 
@@ -133,10 +139,8 @@ class TorchCompute:
         self._staging.blocks[block].copy_(torch.frombuffer(payload, dtype=DTYPES[dtype]))
 
     def swap(self) -> None:
-        if self._device.type != "cpu":
-            for target, source in zip(self._current.segments, self._staging.segments, strict=True):
-                target.copy_(source, non_blocking=True)
-            torch.cuda.current_stream(self._device).synchronize()
+        if not self._on_host:
+            self._current.flat.copy_(self._staging.flat)
             return
         self._current, self._staging = self._staging, self._current
         self._current_views, self._staging_views = self._staging_views, self._current_views
@@ -221,10 +225,12 @@ class TorchCompute:
 
     def _backward(self, slot: int, records: Records, seed: int, *, overlaps: bool) -> float:
         """Raises NonFiniteError."""
-        finish = self.tree.finish if overlaps else None
-        loss_sum = self.minibatch.backward(records, seed, self._current, self.tree.vector(slot), finish)
+        finish = self.tree.finish if overlaps else partial(self.tree.look, slot)
+        loss_sum = self.minibatch.backward(
+            records, seed, self._current, self.tree.vector(slot), finish if self._on_host else None
+        )
         self.tree.note_unchanged(slot, self._current)
-        if not overlaps and self._sums_blocks and not self.tree.is_finite(slot):
+        if not overlaps and not self.tree.is_finite(slot):
             self.minibatch.check_gradients()
         return loss_sum
 
@@ -256,30 +262,6 @@ class TorchCompute:
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([future])
             raise
-
-
-def device_of(name: str, *, deterministic: bool) -> torch.device:
-    """Raises InvalidArgument for `cuda` on a machine without a GPU. `deterministic`: see `use_deterministic_kernels`."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise InvalidArgument(
-            "device is cuda, but torch finds no GPU",
-            hint="use device auto or cpu; a job that was initialised on a GPU needs one in every trainer",
-        )
-    if name == "cpu" or not torch.cuda.is_available():
-        return HOST
-    if deterministic:
-        use_deterministic_kernels()
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def use_deterministic_kernels() -> None:
-    """In this process, for CUDA: cuDNN, cuBLAS, and the scatters and index backwards that otherwise add in any order. What has no
-    such kernel raises RuntimeError. Call it before the GPU is first used."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    torch.use_deterministic_algorithms(True)
-    settings: Any = torch.utils.deterministic
-    settings.fill_uninitialized_memory = False  # only a help to find errors, and it costs time
 
 
 def checked_model(model: Any) -> nn.Module:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shared.blocks.buffer_mean import bits_of
-from trainer_agent.model.flat import Plan
+from trainer_agent.model.flat import Plan, dense_stride
 
 FIRST_LOOKS, LOOK_EVERY = 3, 64  # minibatches whose digests are compared
 
@@ -49,15 +49,17 @@ class UnsharedState:
         looks = self._minibatches < FIRST_LOOKS or self._minibatches % LOOK_EVERY == 0
         self._minibatches += 1
         self._before = self._marks()
-        self._digests = [digest(parameter) for _, parameter in self._parameters] if looks else []
+        self._digests = self._look() if looks else []
 
     def change(self) -> str:
         """A message, or "" if nothing was changed."""
         for (name, _), before, after in zip(self._parameters, self._before, self._marks(), strict=True):
             if before != after:
                 return self._of_parameter(name)
-        for (name, parameter), before_digest in zip(self._parameters, self._digests, strict=False):
-            if digest(parameter) != before_digest:
+        for (name, _), old, new in zip(
+            self._parameters, self._digests, self._look() if self._digests else [], strict=False
+        ):
+            if old != new:
                 return self._of_parameter(name)
         for name, constant in self._constants.items():
             buffer = self._model.get_buffer(name)
@@ -72,6 +74,10 @@ class UnsharedState:
     def _marks(self) -> list[tuple[int, int]]:
         return [(_writes(parameter), parameter.data_ptr()) for _, parameter in self._parameters]
 
+    def _look(self) -> list[int]:
+        found = [digest(parameter) for _, parameter in self._parameters]
+        return [int(number) for number in torch.stack(found).tolist()] if found else []
+
     def _of_parameter(self, name: str) -> str:
         return (PARAMETER if name in self._trained else FROZEN).format(name=name)
 
@@ -81,6 +87,11 @@ def _writes(values: torch.Tensor) -> int:
     return values._version  # noqa: SLF001  torch has no public name for it
 
 
-def digest(values: torch.Tensor) -> int:
-    """The sum of the bits as integers."""
-    return int(bits_of(values.detach()).sum(dtype=torch.int64))
+def digest(values: torch.Tensor) -> torch.Tensor:
+    """The sum of the bits as integers modulo 2**64, an int64 scalar. In words of 64 bits if they fit: torch takes 25 times as long to
+    sum narrower ones."""
+    bits = bits_of(values.detach())
+    words = 8 // bits.itemsize
+    if bits.stride() == dense_stride(bits) and bits.numel() % words == 0 and bits.storage_offset() % words == 0:
+        bits = bits.as_strided((bits.numel(),), (1,)).view(torch.int64)
+    return bits.sum(dtype=torch.int64)

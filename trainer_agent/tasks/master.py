@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Coroutine
 from typing import Any, Protocol
 from urllib.parse import quote
 
@@ -15,6 +17,7 @@ from shared.records import (
     Completed,
     CompleteTask,
     FailTask,
+    MasterAddress,
     MetricBatch,
     Record,
     TaskAnswer,
@@ -25,6 +28,7 @@ from shared.runtime.http import call_json
 
 TIMEOUT_S = 10.0
 STARTING_S = 30.0
+LOOK_S = 5.0
 
 
 class MasterPort(Protocol):
@@ -46,8 +50,26 @@ class HttpMaster:
         self._directory, self._client, self._etcd = directory, client, etcd
 
     async def acquire_task(self, ask: AcquireTask) -> TaskAnswer:
-        answer = await self._post("/v1/task-leases", ask, {"Idempotency-Key": ask.request})
-        return TaskAnswer.model_validate(answer)
+        """It may wait at the leader: PeerError as soon as another one leads."""
+        call = self._post("/v1/task-leases", ask, {"Idempotency-Key": ask.request}, ask.wait_s)
+        return TaskAnswer.model_validate(await (self._while_it_leads(call) if ask.wait_s else call))
+
+    async def _while_it_leads(self, call: Coroutine[Any, Any, Any]) -> Any:
+        leader = self._directory.master
+        calling, leading = asyncio.ensure_future(call), asyncio.ensure_future(self._other_leader(leader))
+        try:
+            await asyncio.wait({calling, leading}, return_when=asyncio.FIRST_COMPLETED)
+            if calling.done():
+                return calling.result()
+            raise NotLeader("another master leads now, or none: ask again")
+        finally:
+            calling.cancel()
+            leading.cancel()
+            await asyncio.wait({calling, leading})
+
+    async def _other_leader(self, leader: MasterAddress | None) -> None:
+        while self._directory.master == leader:
+            await self._directory.changed(self._directory.revision, LOOK_S)
 
     async def report_progress(self, task_id: str, progress: TaskProgress) -> None:
         await self._post(f"/v1/task-leases/{quote(task_id)}/progress", progress)
@@ -74,18 +96,21 @@ class HttpMaster:
             await self._etcd.put(self._directory.keys.starting(member_id), b"failed", lease.id)
             await self._post(path, failure)
 
-    async def _post(self, path: str, record: Record | None, headers: dict[str, str] | None = None) -> Any:
+    async def _post(
+        self, path: str, record: Record | None, headers: dict[str, str] | None = None, longer_s: float = 0.0
+    ) -> Any:
         master = self._directory.master
         if master is None:
             raise NotLeader("no master has published its address")
         body = record.to_bytes() if record is not None else b"{}"
+        limit_s = TIMEOUT_S + longer_s
         try:
-            return await call_json(self._client, "POST", master.url + path, body, timeout_s=TIMEOUT_S, headers=headers)
+            return await call_json(self._client, "POST", master.url + path, body, timeout_s=limit_s, headers=headers)
         except NotLeader as error:
             leader = error.details.get("leader")
             if not isinstance(leader, str) or not leader or leader == master.url:
                 raise
-            return await call_json(self._client, "POST", leader + path, body, timeout_s=TIMEOUT_S, headers=headers)
+            return await call_json(self._client, "POST", leader + path, body, timeout_s=limit_s, headers=headers)
 
 
 def failure_of(error: TriremeError, *, task: str = "", trainer: str = "") -> UserFailure:

@@ -18,6 +18,8 @@ from trainer_agent.model.compute import Records
 from trainer_agent.tasks.master import MasterPort, failure_of
 from trainer_agent.waiting.retry import retry
 
+WAIT_S = 10.0  # the master answers as soon as there is a task
+
 T = TypeVar("T")
 log = telemetry.logger("tasks")
 
@@ -68,6 +70,7 @@ class TaskSource:
             stream=stream,
             epoch=epoch,
             index=index,
+            wait_s=WAIT_S,
         )
         what = f"a task for {'any trainer' if stream is None else f'lane {stream}'}"
         while True:

@@ -1,10 +1,12 @@
 """`trireme`: the command line. Data on stdout, everything else on stderr; this module loads neither torch nor pydantic.
 
-Exit codes: 0 ok, 1 job failed, 2 usage, 3 not found, 4 conflict, 5 auth, 6 unreachable, 7 wait timed out, 130 interrupted.
+Exit codes: 0 ok, 1 job failed, 2 usage, 3 not found, 4 conflict, 5 auth, 6 unreachable, 7 wait timed out, 8 disk full (resumable),
+130 interrupted.
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -54,7 +56,13 @@ def run(
         ),
     ] = None,
     trainers: Annotated[int | None, typer.Option(help="Number of trainers.", metavar="N")] = None,
-    pservers: Annotated[int | None, typer.Option(help="Number of parameter servers.", metavar="N")] = None,
+    pservers: Annotated[
+        str | None,
+        typer.Option(
+            help="Number of parameter servers. auto, the default: one for each 32 MiB of parameters, at most half of the cores.",
+            metavar="N|auto",
+        ),
+    ] = None,
     lanes: Annotated[
         int | None, typer.Option(help="Virtual workers of sync mode; a power of two.", metavar="N")
     ] = None,
@@ -114,10 +122,13 @@ def run(
     - An unfinished job resumes from its last checkpoint. The numbers of trainers and parameter servers may differ (with
     independent checkpoints only that of trainers); other settings must be the same.
     - A completed job is not trained again.
-    - A failed job starts from the beginning, as any job does with --fresh. The files of its last run are kept in
-    previous/ in the job's folder.
+    - A job that failed because members, its storage or its dataset were away resumes, too.
+    - A job whose script failed starts from the beginning, as any job does with --fresh. The files of its last run are kept
+    in previous/ in the job's folder.
     """
     given = dict(locals())
+    if script.is_file():  # said before the imports, which take a second
+        print(f"checking {script}", file=sys.stderr)  # noqa: T201
     from trireme.cli.run import RunRequest, run_command  # noqa: PLC0415
 
     flags = {name: value for name, value in given.items() if name not in _NOT_SETTINGS}

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from shared.errors import NotFound, TriremeError
-from shared.runtime import ids
+from shared.runtime import ids, telemetry
 from trireme.cli import exit_codes
 from trireme.cli.job_probe import JobProbe
 from trireme.cli.receipt import Receipt, measure, observe
@@ -25,6 +25,7 @@ from trireme.view.child_events import read_events
 
 def kill(name: str | None, job: str | None, data_dir: Path | None, *, at_random: bool, as_json: bool) -> int:
     """Returns the exit code."""
+    telemetry.configure(level="ERROR", json=False)
     try:
         folder, _ = run_folder.find_run(data_dir, job)
         receipt = asyncio.run(kill_one(folder, _victim(folder, name, at_random=at_random)))
@@ -55,7 +56,7 @@ def alive(folder: Path) -> dict[str, int]:
     for event in read_events(folder):
         if event["what"] in ("started", "restarted"):
             found[event["child"]] = event["pid"]
-        elif event["what"] in ("died", "given_up", "finished"):
+        elif event["what"] in ("died", "lost_lease", "given_up", "finished"):
             found.pop(event["child"], None)
     return {child: pid for child, pid in found.items() if _is_child(child, pid)}
 

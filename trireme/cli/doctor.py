@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from master_service.control.pause_runner import seconds_between
 from shared.errors import PeerError, TriremeError
 from shared.etcd import NoSpace, Space
 from shared.etcd.embedded import READY_TIMEOUT_S, find_binary
@@ -38,15 +39,19 @@ def examine(data_dir: Path | None, *, as_json: bool) -> int:
         "data": lambda: _data(data_dir or DATA_DIR),
     }
     findings = {name: _find(check) for name, check in checks.items()}
-    bounds = recovery_bounds()
+    bounds, losses = recovery_bounds(), loss_bounds()
     if as_json:
         shown = {name: {"ok": ok, "text": text} for name, (ok, text) in findings.items()}
-        print(json.dumps({"checks": shown, "recovery_bounds_s": bounds}))  # noqa: T201
+        print(json.dumps({"checks": shown, "recovery_bounds_s": bounds, "loss_bounds_s": losses}))  # noqa: T201
     else:
         for name, (ok, text) in findings.items():
             print(f"{'ok ' if ok else 'BAD'}  {name:<8} {text}")  # noqa: T201
         print("\nLongest time from the last fault until the job makes progress again (default settings):")  # noqa: T201
         for what, seconds in bounds.items():
+            print(f"  {seconds:5.1f} s  {what}")  # noqa: T201
+        print("\nAsynchronous: a parameter server that dies loses at most what was trained in this time")  # noqa: T201
+        print("(default settings, beside the time to copy and write one checkpoint):")  # noqa: T201
+        for what, seconds in losses.items():
             print(f"  {seconds:5.1f} s  {what}")  # noqa: T201
     return 0 if all(ok for ok, _ in findings.values()) else 1
 
@@ -126,4 +131,15 @@ def recovery_bounds() -> dict[str, float]:
         "both at once (the new master sees the trainer's lease expire)": max(lease_s, master_s),
         "etcd dies with them (it restarts, and leases get their full time again)": READY_TIMEOUT_S
         + max(lease_s, master_s),
+    }
+
+
+def loss_bounds() -> dict[str, float]:
+    """Seconds, from the default settings."""
+    every_s = float(JobSpec.model_fields["checkpoint_every_seconds"].default)
+    lease_s = float(JobSpec.model_fields["lease_ttl_s"].default) + LATE_EXPIRY_S
+    usual_s = seconds_between(every_s)
+    return {
+        "the others live, or trainers die or freeze (left out of a checkpoint after 1 s)": usual_s,
+        "another parameter server freezes while a checkpoint is copied (its lease expires)": usual_s + lease_s,
     }

@@ -19,11 +19,14 @@ from shared.errors import (
 )
 from shared.records import UserFailure
 from trireme.launch.child import ClusterError
+from trireme.launch.disk_space import DiskFull
 from trireme.view.report import failure_lines
 
-OK, JOB_FAILED, USAGE, NOT_FOUND, CONFLICT, AUTH, UNREACHABLE, TIMED_OUT, INTERRUPTED = 0, 1, 2, 3, 4, 5, 6, 7, 130
+OK, JOB_FAILED, USAGE, NOT_FOUND, CONFLICT, AUTH, UNREACHABLE, TIMED_OUT, DISK_FULL = range(9)
+INTERRUPTED = 130
 
 _CODES: tuple[tuple[type[TriremeError], int], ...] = (  # the first match counts
+    (DiskFull, DISK_FULL),
     (ClusterError, JOB_FAILED),
     (DatasetError, JOB_FAILED),
     (CheckpointUnusable, JOB_FAILED),

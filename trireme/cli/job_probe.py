@@ -57,6 +57,8 @@ class JobProbe:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._following.cancel()
+        if not isinstance(error, asyncio.CancelledError):
+            kind = error = traceback = None  # the group would wrap it; it leaves the block as it is
         try:
             await self._tasks.__aexit__(kind, error, traceback)
         finally:
@@ -68,6 +70,10 @@ class JobProbe:
     def state(self) -> JobState:
         """The last known one while etcd is away."""
         return self.directory.state or JobState()
+
+    @property
+    def mode(self) -> Mode:
+        return self.directory.spec.mode if self.directory.spec is not None else Mode.SYNC
 
     @property
     def is_masterless(self) -> bool:

@@ -15,23 +15,25 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from shared.errors import Conflict, TriremeError
+from shared.errors import Conflict, PeerError, TriremeError
 from shared.records import Phase
 from shared.runtime import telemetry
 from trireme.cli import exit_codes
 from trireme.launch import resume, run_folder
 from trireme.view.job_address import AnyClient, open_client
+from trireme.view.names import without_tokens
 from trireme.view.progress import progress_of
 from trireme.view.report import loss_rows, summary_text
 
 OPTIONS = "--data-dir or --url"
+PIPE_WIDTH = 10_000  # a pipe has no edge: nothing is cut or wrapped
 Show = Callable[..., Awaitable[dict[str, Any]]]
 
 
 def ask(show: Show, job: str | None, data_dir: Path | None, url: str | None, *, as_json: bool, **query: Any) -> int:
     """Run one query; returns the exit code."""
     telemetry.configure(level="ERROR", json=False)
-    console = None if as_json else Console(highlight=False)
+    console = None if as_json else Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
     try:
         result = _result_of(job, data_dir, url)
         if result is not None:
@@ -51,13 +53,19 @@ async def _ask(show: Show, url: str, console: Console | None, query: dict[str, A
 
 
 def job_address(job: str | None, data_dir: Path | None, url: str | None) -> str:
-    """The address as given, or from TRIREME_URL, or of a local run. Raises NotFound; Conflict if the job has ended."""
+    """The address as given, or from TRIREME_URL, or of a local run. Raises NotFound; Conflict if the job has ended, PeerError
+    if it was stopped."""
     if given := url or os.environ.get("TRIREME_URL"):
         return given
     folder, facts = run_folder.find_run(data_dir, job, OPTIONS)
     if result := run_folder.read_json(folder / resume.RESULT_FILE):
         msg = f"job {result['job']} is {result['phase']}: nobody runs that could do this"
         raise Conflict(msg, hint="`trireme checkpoint list` and `trireme export` work for jobs that ended")
+    if not run_folder.is_running(folder):
+        msg = f"job {facts['job']} does not run now, and it is unfinished"
+        raise PeerError(
+            msg, hint="the command that started it resumes it; `trireme checkpoint list` and `trireme export` work"
+        )
     return str(facts["url"])
 
 
@@ -76,13 +84,13 @@ async def show_status(client: AnyClient, console: Console | None) -> dict[str, A
     job = await client.job()
     if console:
         progress = progress_of(job, restarts=0)
-        console.print(f"{job['job']}  {job['phase']}  {progress.fraction:.0%}  {job['reason']}")
+        console.print(f"{job['job']}  {job['phase']}  {progress.fraction:.0%}  {without_tokens(job['reason'])}")
         console.print(progress.training())
         members = job["members"]
         console.print(
             f"trainers {members['trainers']}/{members['trainers_desired']}  "
             f"pservers {members['pservers']}/{members['pservers_desired']}  generation {job['generation']}  "
-            f"{'master' if job['spec']['dispatch'] == 'master' else 'sweeper'} {job['master']['master_id']} (term {job['master']['term']})"
+            f"{'master' if job['spec']['dispatch'] == 'master' else 'sweeper'} {without_tokens(job['master']['master_id'])} (term {job['master']['term']})"
         )
         for name, text in loss_rows(job["losses"]):
             console.print(f"{name}  {text}")
@@ -109,9 +117,7 @@ async def show_members(client: AnyClient, console: Console | None) -> dict[str, 
 
 def _ended_status(result: dict[str, Any], console: Console | None) -> dict[str, Any]:
     if console:
-        print(summary_text(result))  # noqa: T201
-        if result["phase"] != Phase.COMPLETED:
-            print(f"reason  {result['reason']}")  # noqa: T201
+        print(summary_text(result, reason=result["phase"] != Phase.COMPLETED))  # noqa: T201
     return result
 
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from shared.errors import DeadlineExceeded
-from shared.records import JobState
+from shared.records import JobState, Mode, Phase
 from shared.runtime import clock
 from trireme.cli.job_probe import SETTLE_S, JobProbe
 from trireme.view.child_events import read_events
+from trireme.view.names import without_tokens
 
 LIMIT_S = 120.0
 POLL_S = 0.02
@@ -27,7 +28,9 @@ MASTER_SIGNS = {"generation_changed", "rolling_back", "master_elected"}
 @dataclass(frozen=True, slots=True)
 class Receipt:
     """Seconds since the kill; None: not seen. `next_step_s` is also None if the job ended before its next step.
-    `next_task_s`: only for a killed master."""
+    `next_task_s`: only for a killed master. Steps are counted as in `trireme status`; the parameter servers of an asynchronous
+    job have no common count, so `next_step` and `rolled_back_to` are None there, and `next_step_s` is that of the next one anywhere.
+    `updates_lost`: minibatches that a parameter server lacks since it came back."""
 
     job: str
     killed: str
@@ -37,27 +40,29 @@ class Receipt:
     next_step: int | None = None
     next_step_s: float | None = None
     next_task_s: float | None = None
+    rolled_back: bool = False
     rolled_back_to: int | None = None
     records_replayed: int = 0
     records_lost: int = 0
+    updates_lost: Mapping[str, int] = field(default_factory=dict)
     phase: str = ""
 
     def text(self) -> str:
         noticed = f"{self.noticed_s:.2f} s later: {self.noticed}" if self.noticed_s is not None else self.noticed
-        step = (
-            f"{self.next_step_s:.2f} s (step {self.next_step})"
-            if self.next_step_s is not None
-            else "none: training is over"
-        )
+        step = f"{self.next_step_s:.2f} s" if self.next_step_s is not None else "none: training is over"
+        if self.next_step is not None:
+            step += f" (step {self.next_step})"
         replayed = f"{self.records_replayed:,}"
-        if self.rolled_back_to is not None:
-            replayed += f" (the job went back to step {self.rolled_back_to})"
+        if self.rolled_back:
+            where = "its newest checkpoint" if self.rolled_back_to is None else f"step {self.rolled_back_to}"
+            replayed += f" (the job went back to {where})"
         rows = [
             ("killed", f"{self.killed} (pid {self.pid}, SIGKILL) of job {self.job}"),
             ("noticed", noticed),
             ("next committed step", step),
             ("records replayed", replayed),
             ("records lost", f"{self.records_lost:,}"),
+            *[("updates lost", f"{name}: {count:,} minibatches") for name, count in self.updates_lost.items() if count],
             ("job", self.phase),
         ]
         if self.next_task_s is not None:
@@ -98,15 +103,20 @@ async def measure(probe: JobProbe, before: Before, victims: Mapping[str, int], *
         if dispatched is not None and not dispatched.done():
             dispatched.cancel()
     if step is not None:
-        receipt = replace(receipt, next_step=step[0], next_step_s=step[1])
+        receipt = replace(receipt, next_step=step[0] if probe.mode is Mode.SYNC else None, next_step_s=step[1])
     if dispatched is not None and not dispatched.cancelled():
         receipt = replace(receipt, next_task_s=dispatched.result())
     receipt = await _with_masterless_rollback(probe, await _with_signs(probe, receipt, before, victims), before)
     return replace(
         receipt,
         records_lost=max(0, await probe.discarded_records() - before.discarded),
-        phase=f"{probe.state.phase}: {probe.state.reason}",
+        phase=_phase_of(probe.state),
     )
+
+
+def _phase_of(state: JobState) -> str:
+    """`RUNNING`, else with the reason."""
+    return str(state.phase) if state.phase is Phase.RUNNING else without_tokens(f"{state.phase}: {state.reason}")
 
 
 def _is_same_stage(probe: JobProbe, before: Before) -> bool:
@@ -119,7 +129,8 @@ async def _next_step(probe: JobProbe, before: Before) -> tuple[int, float] | Non
     base, timeline = before.versions[1] if before.versions else None, before.state.timeline
     while (seconds := clock.monotonic() - before.since) < LIMIT_S:
         if probe.directory.state is not None and probe.state.timeline != timeline:
-            base, timeline = await probe.checkpoint_step(), probe.state.timeline
+            base = await probe.checkpoint_step() if probe.mode is Mode.SYNC else 0
+            timeline = probe.state.timeline
         versions = await probe.versions()
         if versions is not None and base is None:
             base = versions[0]
@@ -158,13 +169,17 @@ async def _with_signs(probe: JobProbe, receipt: Receipt, before: Before, victims
         if event["name"] == "member_dead":
             signs.append((seconds, "a peer suspected it and the master found its port closed"))
         elif event["name"] in MASTER_SIGNS and not event["message"].endswith("joined"):
-            signs.append((seconds, event["message"]))
+            signs.append((seconds, without_tokens(event["message"])))
         if event["name"] == "rolled_back":
             receipt = replace(
                 receipt,
-                rolled_back_to=int(event["fields"]["step"]),
+                rolled_back=True,
+                rolled_back_to=int(event["fields"]["step"]) if probe.mode is Mode.SYNC else None,
                 records_replayed=receipt.records_replayed + int(event["fields"]["records_replayed"]),
             )
+        if event["name"] == "pserver_back":
+            lost = {f"pserver-{event['fields']['pserver']}": int(event["fields"]["lost_minibatches"])}
+            receipt = replace(receipt, updates_lost={**receipt.updates_lost, **lost})
     if signs:
         seconds, how = min(signs)
         receipt = replace(receipt, noticed=how, noticed_s=round(max(0.0, seconds), 3))
@@ -175,7 +190,7 @@ def _seen_by_launcher(probe: JobProbe, before: Before, victims: Mapping[str, int
     return [
         (clock.seconds_between(before.stamp, line["time"]), "the launcher saw it exit")
         for line in read_events(probe.folder)
-        if line["what"] == "died" and victims.get(line["child"]) == line["pid"]
+        if line["what"] in ("died", "lost_lease") and victims.get(line["child"]) == line["pid"]
     ]
 
 
@@ -184,6 +199,8 @@ async def _with_masterless_rollback(probe: JobProbe, receipt: Receipt, before: B
     step = await probe.checkpoint_step()
     if not probe.is_masterless or probe.state.timeline == before.state.timeline or step is None:
         return receipt
+    if probe.mode is not Mode.SYNC:
+        return replace(receipt, rolled_back=True)
     steps = max(0, before.versions[1] - step) if before.versions else 0
     records = steps * probe.directory.spec.global_batch_size if probe.directory.spec else 0
-    return replace(receipt, rolled_back_to=step, records_replayed=records)
+    return replace(receipt, rolled_back=True, rolled_back_to=step, records_replayed=records)

@@ -10,16 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared.errors import TriremeError
-from shared.records import Dispatch, JobSpec, JobState, Phase
-from shared.runtime import clock, telemetry
+from shared.errors import PeerError, TriremeError
+from shared.records import Dispatch, FailureCause, JobSpec, JobState, Phase
+from shared.runtime import telemetry
 from trireme.cli import exit_codes
 from trireme.launch import resume, run_folder, run_storage
 from trireme.launch.cluster import HOST, LocalCluster
+from trireme.launch.disk_space import told_if_full
 from trireme.launch.interrupt import InterruptHandler, resume_command
 from trireme.launch.model_facts import Facts
 from trireme.launch.preflight import ScriptError, check_path, inspect
 from trireme.launch.processes import ForkServer
+from trireme.launch.pserver_count import cores, pservers_for
 from trireme.settings import (
     SETTINGS,
     Setting,
@@ -31,7 +33,8 @@ from trireme.settings import (
     merge,
     outside_script,
 )
-from trireme.validation import allowed_name
+from trireme.validation import AUTO, allowed_name
+from trireme.view.child_events import restarts_in
 from trireme.view.live_progress import ProgressReporter
 from trireme.view.progress import Display, display
 from trireme.view.report import failure_text, result_document, summary_text
@@ -79,6 +82,9 @@ async def _run(request: RunRequest) -> int:
         known = {name: setting.value for name, setting in outer.items() if name in SETTINGS}
         inspection = await inspect(request.script, known, check=request.check, start=forks.start)
         settings = merge([from_script(inspection.config)]) | outer
+        counted = settings.get("pservers", Setting(AUTO, "default")).value == AUTO
+        if counted:
+            settings["pservers"] = Setting(pservers_for(inspection.model, cores()), "pservers = auto")
         job = _job_of(settings, request.script)
         data_dir = Path(str(settings["data_dir"].value)) if "data_dir" in settings else run_folder.DATA_DIR
         base = str(settings["storage"].value) if "storage" in settings else None
@@ -96,10 +102,11 @@ async def _run(request: RunRequest) -> int:
         if request.dry_run:
             print(spec.model_dump_json(indent=2))  # noqa: T201
             return exit_codes.OK
-        with run_folder.opened(data_dir, job) as folder:
+        with run_folder.opened(data_dir, job) as folder, told_if_full(folder):
             previous, script = resume.read_previous_run(folder), resume.script_digest(request.script)
             last = run_storage.place_of(base, job, folder, previous.spec.storage if previous.spec else "")
-            resumed = spec.model_copy(update={"storage": last})
+            kept = {"pservers": previous.spec.pservers} if counted and previous.spec else {}
+            resumed = spec.model_copy(update={"storage": last, **kept})
             plan = resume.decide(previous, resumed, script, folder, fresh=request.fresh, model=inspection.model)
             if plan.sentence:
                 print(plan.sentence, file=sys.stderr)  # noqa: T201
@@ -125,11 +132,13 @@ def _job_of(settings: Mapping[str, Setting], script: Path) -> str:
 def _prepare(folder: Path, start: resume.Start, script: str, model: Facts | None) -> None:
     """Raises UsageError if files in the folder cannot be moved or written."""
     try:
-        if start is resume.Start.NEW:
-            resume.set_aside(folder)
-            resume.write_start(folder, script, model)
-        (folder / run_folder.RUN_FILE).unlink(missing_ok=True)
-        (folder / "logs").mkdir(exist_ok=True)
+        with told_if_full(folder):
+            if start is resume.Start.NEW:
+                resume.set_aside(folder)
+                resume.write_start(folder, script, model)
+            for name in (run_folder.RUN_FILE, resume.RESULT_FILE):
+                (folder / name).unlink(missing_ok=True)
+            (folder / "logs").mkdir(exist_ok=True)
     except OSError as error:
         msg = f"the files of the last run in {folder} cannot be moved: {error}; choose another --data-dir"
         raise UsageError(msg) from error
@@ -159,9 +168,9 @@ async def _train(
 ) -> int:
     """`extra`: how many standby processes of each kind to start."""
     screen = display()
-    started = clock.monotonic()
+    spent = run_folder.TimeSpent(folder)
     try:
-        reporter = ProgressReporter(spec, screen)
+        reporter = ProgressReporter(spec, screen, restarts_in(folder))
         cluster = LocalCluster(
             spec,
             folder,
@@ -174,18 +183,20 @@ async def _train(
         interrupt.cluster, interrupt.say = cluster, screen.event
         async with cluster:
             interrupt.ready = True
+            cluster.run_beside(spent.keep())
             state = await _run_to_the_end(cluster, reporter, folder, screen)
             counts = await reporter.last_counts(lambda: cluster.client(REQUEST_TIMEOUT_S))
-        seconds = clock.monotonic() - started
+            resumable = state.cause not in (None, FailureCause.SCRIPT) and await _is_saved(cluster)
     except asyncio.CancelledError:
         screen.event(f"job {spec.job} is unfinished; resume it with: {resume_command()}")
         raise
     finally:
+        spent.save()
         screen.close()
-    document = result_document(spec, state, counts, seconds, folder)
+    document = result_document(spec, state, counts, spent.seconds, folder, resumable=resumable)
     run_folder.write_json(folder / resume.RESULT_FILE, document)
     if state.phase is not Phase.COMPLETED:
-        print(failure_text(state, folder), file=sys.stderr)  # noqa: T201
+        print(failure_text(state, folder, resumable=resumable), file=sys.stderr)  # noqa: T201
     print(json.dumps(document) if as_json else summary_text(document))  # noqa: T201
     return exit_codes.OK if state.phase is Phase.COMPLETED else exit_codes.JOB_FAILED
 
@@ -194,8 +205,18 @@ async def _run_to_the_end(cluster: LocalCluster, reporter: ProgressReporter, fol
     who = f"no master, queue in {cluster.url}" if cluster.masterless else f"master {await cluster.master_url()}"
     cluster.run_beside(_publish(cluster, folder))
     screen.event(f"job {cluster.spec.job}: {who}, logs in {folder / 'logs'}")
-    cluster.run_beside(reporter.run(lambda: cluster.client(REQUEST_TIMEOUT_S)))
+    cluster.run_beside(
+        reporter.run(lambda: cluster.client(REQUEST_TIMEOUT_S), lambda: cluster.lost_leases.etcd_silent_s)
+    )
     return await cluster.wait()
+
+
+async def _is_saved(cluster: LocalCluster) -> bool:
+    """Whether there is a checkpoint to go on from; True if that cannot be found out."""
+    try:
+        return await cluster.saved_step() is not None
+    except PeerError:
+        return True
 
 
 async def _publish(cluster: LocalCluster, folder: Path) -> None:

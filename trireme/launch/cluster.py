@@ -18,21 +18,26 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
 
+from master_service.store.start_again import start_again
 from shared import etcd as etcd_client
 from shared.errors import DeadlineExceeded, TriremeError
 from shared.etcd import Fatal
 from shared.etcd.embedded import EmbeddedEtcd
+from shared.etcd.reading import must_read
 from shared.keys import Keys
 from shared.membership.directory import Directory
 from shared.records import Dispatch, JobSpec, JobState
+from shared.records.checkpoints import CheckpointLatest
 from shared.runtime import clock
 from shared.runtime.service import READY_FILE
 from trireme.launch.child import Child, ClusterError, Exit, tail_of
-from trireme.launch.orphan_leases import revoke_all_leases, revoke_leases_of
+from trireme.launch.disk_space import DiskFull, etcd_lacks_space, is_full
+from trireme.launch.leases import LostLeases, revoke_all_leases, revoke_leases_of
 from trireme.launch.processes import PYTHON_MODULE, ForkServer, inherited_environment
-from trireme.launch.restarts import RestartPolicy
+from trireme.launch.pserver_count import cores, threads_for
+from trireme.launch.restarts import RestartPolicy, death_event
 from trireme.launch.run_folder import sockets
-from trireme.view.child_events import ChildEvent, append_event
+from trireme.view.child_events import ChildEvent, EventFile
 from trireme.view.client import Client
 from trireme.view.job_address import AnyClient, masterless_address
 from trireme.view.masterless_client import MasterlessClient
@@ -82,11 +87,13 @@ class LocalCluster:
         self._own_forks = forks is None
         self._on_event = on_event
         self._keys = Keys(spec.job)
-        self._stopping = False
+        self.lost_leases = LostLeases(spec.lease_ttl_s)
+        self._events = EventFile(run_dir)
+        self._stopping = self._events_lost = False
         self._opened = contextlib.AsyncExitStack()
         self._tasks = asyncio.TaskGroup()
         self._running: list[asyncio.Task[None]] = []
-        self._final: asyncio.Future[JobState]
+        self.final: asyncio.Future[JobState]
         self._masterless_client: MasterlessClient | None = None
         self.masterless = spec.dispatch is Dispatch.ETCD
         self.etcd: etcd_client.Etcd
@@ -102,7 +109,7 @@ class LocalCluster:
         """The job's last state, COMPLETED or FAILED. Raises ClusterError if the job can never end, DeadlineExceeded."""
         try:
             async with asyncio.timeout(timeout_s):
-                return await asyncio.shield(self._final)
+                return await asyncio.shield(self.final)
         except TimeoutError as error:
             msg = f"job {self.spec.job} is not over after {timeout_s:g} s: {self.directory.state!r}"
             raise DeadlineExceeded(msg) from error
@@ -125,19 +132,28 @@ class LocalCluster:
 
     async def master_url(self, timeout_s: float = START_TIMEOUT_S) -> str:
         """Raises DeadlineExceeded if no master leads within `timeout_s`, ClusterError if the job can never end."""
-        waiting = asyncio.ensure_future(
-            self.directory.wait_for(lambda view: view.master is not None, timeout_s, "a master")
-        )
-        try:
-            either: list[asyncio.Future[Any]] = [waiting, self._final]
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if self._final.done() and not waiting.done():
-                self._final.result()
-            await waiting
-        finally:
-            waiting.cancel()
-        assert self.directory.master is not None
+        deadline = clock.monotonic() + timeout_s
+        while self.directory.master is None:  # also after the wait: it may be gone again by then
+            left_s = deadline - clock.monotonic()
+            waiting = asyncio.ensure_future(
+                self.directory.wait_for(lambda view: view.master is not None, left_s, "a master")
+            )
+            try:
+                either: list[asyncio.Future[Any]] = [waiting, self.final]
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                if self.final.done() and not waiting.done():
+                    self.final.result()
+                await waiting
+            finally:
+                waiting.cancel()
         return self.directory.master.url
+
+    async def saved_step(self) -> int | None:
+        """Of the newest checkpoint, 0 if only its number in the job is known; None if there is none. Raises PeerError."""
+        latest = await self.etcd.get(self._keys.latest)
+        if latest is not None:
+            return must_read(CheckpointLatest, latest.key, latest.value).step
+        return 0 if (await self.etcd.range(self._keys.own_prefix, prefix=True, keys_only=True)).kvs else None
 
     async def add_trainer(self) -> Child:
         return await self._add("trainer")
@@ -187,20 +203,26 @@ class LocalCluster:
 
     def _record(self, event: ChildEvent) -> None:
         """Into the run's folder for other commands, and to `on_event`."""
-        append_event(self.run_dir, event)
+        try:
+            self._events.append(event)
+        except OSError as error:  # a full disk; it is written once there is room
+            if not self._events_lost:
+                self._events_lost = True
+                self._on_event(ChildEvent("launcher", "unrecorded", str(error)))
         self._on_event(event)
 
     async def _supervise(self, child: Child) -> None:
         policy = RestartPolicy()
         while True:
             end = await child.wait()
+            silent_s = self.lost_leases.ended(end.pid)
             if self._stopping:
                 return
-            if end.code == 0 and await self._is_final():
+            if _is_final(self.directory.state) or (end.code == 0 and await self._is_final()):
                 self._record(ChildEvent(child.name, "finished", pid=end.pid))
                 return
             delay_s = policy.delay_s(end.code, end.lived_s, was_ready=child.was_ready)
-            self._record(ChildEvent(child.name, "died" if delay_s is not None else "given_up", str(end), end.pid))
+            self._record(death_event(child.name, end, silent_s, given_up=delay_s is None))
             await self._revoke_leases(child, end)
             if delay_s is None:
                 when = "right after its start" if child.was_ready else "before it was ready"
@@ -213,6 +235,15 @@ class LocalCluster:
             await child.start()
             self._record(ChildEvent(child.name, "restarted", str(end), child.pid))
 
+    async def _end_the_silent(self) -> None:
+        """Kill children that have lost their lease and do not end by themselves; they are started again as any other."""
+
+        def alive() -> dict[str, int]:
+            over = _is_final(self.directory.state)
+            return {name: child.pid for name, child in self.children.items() if child.alive and not over}
+
+        await self.lost_leases.follow(self.etcd, self._keys, alive, self.kill)
+
     async def _supervise_etcd(self) -> None:
         policy = RestartPolicy()
         while True:
@@ -223,7 +254,12 @@ class LocalCluster:
                 if self._stopping:
                     return
                 self._record(ChildEvent("etcd", "died", str(end), end.pid))
-                delay_s = policy.delay_s(end.code, end.lived_s)
+                # etcd may end of a full disk when there is room again: it notices at the next file of its log
+                full = end.code >= 0 and is_full(self.embedded.data_dir)
+                delay_s = None if full else policy.delay_s(end.code, end.lived_s)
+                if full or (delay_s is None and etcd_lacks_space(self.embedded)):
+                    self._end_with(DiskFull.under(self.run_dir, f"etcd ended ({end})"))
+                    return
                 if delay_s is None:
                     message = f"etcd ended again and again, the last time with {end}"
                     self._fail("etcd", message, self.embedded.log_path)
@@ -240,9 +276,13 @@ class LocalCluster:
         return _is_final(self.directory.state)
 
     def _fail(self, name: str, message: str, log: Path) -> None:
-        if not self._final.done():
-            details = {"child": name, "log": str(log), "tail": tail_of(log)}
-            self._final.set_exception(ClusterError(f"{message}; its log is {log}", **details))
+        details = {"child": name, "log": str(log), "tail": tail_of(log)}
+        self._end_with(ClusterError(f"{message}; its log is {log}", **details))
+
+    def _end_with(self, error: Exception) -> None:
+        """`wait` raises it, if nothing else has ended the job before."""
+        if not self.final.done():
+            self.final.set_exception(error)
 
     async def _revoke_leases(self, child: Child, end: Exit) -> None:
         """Of a child that died, so that no member waits until they expire. The launcher saw the death, so no master needs to
@@ -255,7 +295,7 @@ class LocalCluster:
     # ------------------------------------------------------------ start and stop
 
     async def __aenter__(self) -> Self:
-        self._final = asyncio.get_running_loop().create_future()
+        self.final = asyncio.get_running_loop().create_future()
         await self._tasks.__aenter__()
         try:
             await self._start()
@@ -274,21 +314,30 @@ class LocalCluster:
         if self._own_forks:
             self._opened.enter_context(self._forks)
         self._opened.push_async_callback(self.embedded.stop)
-        await self.embedded.start()
+        try:
+            await self.embedded.start()
+        except Fatal as error:
+            if etcd_lacks_space(self.embedded):
+                raise DiskFull.under(self.run_dir, "etcd cannot start") from error
+            raise
         self.etcd = etcd_client.connect([self.embedded.url])
         self._opened.push_async_callback(self.etcd.close)
         await revoke_all_leases(self.etcd, self._keys)
+        await start_again(self.etcd, self._keys)
         self._record(ChildEvent("etcd", "started", pid=self.embedded.pid or 0))
         self.directory = Directory(self.etcd, self._keys)
         self.run_beside(self._supervise_etcd())
         self.run_beside(self.directory.run())
         self.run_beside(self._follow_state())
+        self.run_beside(self._end_the_silent())
         if self.masterless:
             self._masterless_client = MasterlessClient(self.etcd, self._keys)
             self.run_beside(self._masterless_client.run())
         for index in range(0 if self.masterless else 1 + self._standbys):
             await self._add("master", {"TRIREME_PORT": str(self._port if index == 0 else 0)})
-        settings = {"TRIREME_UDS": str(self._opened.enter_context(sockets(self.run_dir)))}
+        threads = os.environ.get("TRIREME_THREADS") or str(threads_for(self.spec, cores()))
+        uds = str(self._opened.enter_context(sockets(self.run_dir)))
+        settings = {"TRIREME_UDS": uds, "TRIREME_THREADS": threads}
         if self._spare_pservers:
             settings["TRIREME_CLAIM_WAIT_S"] = str(SPARE_WAIT_S)
         for _ in range(self.spec.pservers + self._spare_pservers):
@@ -304,16 +353,17 @@ class LocalCluster:
         try:
             await work
         except Exception as error:  # noqa: BLE001  wait() raises it
-            if not self._final.done():
-                self._final.set_exception(error)
+            self._end_with(error)
 
     async def _follow_state(self) -> None:
         revision = 0
         while not _is_final(self.directory.state):
             await self.directory.changed(revision, FOLLOW_S)
             revision = self.directory.revision
-        if self.directory.state is not None and not self._final.done():
-            self._final.set_result(self.directory.state)
+            with contextlib.suppress(OSError):
+                self._events.write_waiting()
+        if self.directory.state is not None and not self.final.done():
+            self.final.set_result(self.directory.state)
 
     async def _end(self) -> None:
         """Stop everything. A caller that is cancelled meanwhile still waits: no child may be left running."""
@@ -332,8 +382,8 @@ class LocalCluster:
         """End all children in order: trainers, masters, parameter servers, etcd. Each kind takes at most GRACE_S
         (parameter servers PSERVER_GRACE_S)."""
         self._stopping = True
-        if not self._final.done() or self._final.exception() is None:  # reading it prevents a warning about it
-            self._final.cancel()
+        if not self.final.done() or self.final.exception() is None:  # reading it prevents a warning about it
+            self.final.cancel()
         for task in self._running:
             task.cancel()
         if self._running:

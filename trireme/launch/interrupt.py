@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from shared.errors import TriremeError
 from shared.records import Phase, Stage
+from shared.records.checkpoints import saved_point
 from shared.records.operations import saves_on_demand
 from shared.runtime import ids
 from trireme.launch.cluster import LocalCluster
@@ -66,7 +67,7 @@ class InterruptHandler:
                 done = await wait_for_operation(
                     lambda: cluster.client(MASTER_S), operation, CHECKPOINT_S, lambda _: None
                 )
-            self.say(f"saved step {done['step']}; stopping")
+            self.say(f"saved {saved_point(cluster.spec.mode, done['step'])}; stopping")
         except (TriremeError, TimeoutError) as error:
             cause = str(error) or f"not within {CHECKPOINT_S:g} s"
             self.say(f"no checkpoint was saved ({cause}); the job can resume from the one before; stopping")

@@ -7,13 +7,22 @@ Tensors that are not contiguous have their strides after the group.
 
 from __future__ import annotations
 
+import math
 from itertools import zip_longest
 from typing import Any
+
+from shared.records.layout import ELEMENT_BYTES
 
 FILE = "model.json"  # does not exist if the run was started with --no-check
 KINDS = {"param": "parameter", "buffer": "buffer"}
 
 Facts = dict[str, Any]
+
+
+def parameter_bytes(facts: Facts) -> int:
+    """Of the parameters that the optimizer steps, in bytes."""
+    trained = [tensor for tensor in facts["tensors"] if tensor[0] == "param" and tensor[4] >= 0]
+    return sum(math.prod(shape) * ELEMENT_BYTES[dtype.removeprefix("torch.")] for _, _, shape, dtype, *_ in trained)
 
 
 def difference(then: Facts | None, now: Facts | None) -> str:

@@ -1,7 +1,8 @@
-"""When a dead child is started again, and when it is given up.
+"""When a dead child is started again, when it is given up, and how its death is told.
 
 A child that was killed or told to stop from outside (SIGKILL, SIGTERM: preemption, out of memory, chaos) is always started
-again. A child that ends by itself right after its start MAX_EARLY_ENDS times is given up: one more start would not help.
+again. So is one that had started up and later lost its lease: its host froze or was cut off. A child that ends by itself right
+after its start MAX_EARLY_ENDS times is given up: one more start would not help.
 A child that was never ready is given up after MAX_FAILED_STARTS such ends: it cannot start here (a missing package, say).
 """
 
@@ -9,6 +10,10 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass
+
+from shared.runtime.service import LEASE_LOST
+from trireme.launch.child import Exit
+from trireme.view.child_events import ChildEvent
 
 EARLY_S = 30.0
 MAX_EARLY_ENDS = 5
@@ -33,7 +38,16 @@ class RestartPolicy:
         if lived_s >= EARLY_S:
             self.deaths = self.own_ends = 0
         self.deaths += 1
-        self.own_ends += code not in _FROM_OUTSIDE
+        self.own_ends += code not in _FROM_OUTSIDE and not (was_ready and code == LEASE_LOST)
         if self.own_ends >= (MAX_EARLY_ENDS if was_ready else MAX_FAILED_STARTS):
             return None
         return float(min(FIRST_DELAY_S * 2.0 ** (self.deaths - 1), MAX_DELAY_S))
+
+
+def death_event(name: str, end: Exit, silent_s: float | None, *, given_up: bool) -> ChildEvent:
+    """`silent_s`: since it last renewed its lease, if it had lost it."""
+    cause, what = str(end), "given_up" if given_up else "died"
+    if end.code == LEASE_LOST or (silent_s is not None and end.code == -signal.SIGKILL):
+        what = what if given_up else "lost_lease"
+        cause = f"frozen or cut off for {silent_s:.0f} s" if silent_s is not None else cause
+    return ChildEvent(name, what, cause, end.pid)

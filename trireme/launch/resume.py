@@ -2,7 +2,8 @@
 
 no earlier run      start
 unfinished          resume from the last checkpoint, if all settings but the number of members are the same
-FAILED              start from the beginning: the user has probably corrected what made it fail
+FAILED              its script was the cause, or nothing is saved: start from the beginning; the user has probably corrected it.
+                    else (members or storage were away): as unfinished
 COMPLETED           say so, train nothing
 --fresh             start from the beginning
 A start from the beginning moves all files of the earlier run to `previous/`, which keeps one run. Trained models are never deleted
@@ -49,8 +50,13 @@ class PreviousRun:
 
     @property
     def phase(self) -> Phase | None:
-        """COMPLETED or FAILED; None while unfinished."""
-        return Phase(self.result["phase"]) if self.result else None
+        """COMPLETED or FAILED; None while unfinished, also if it failed and can go on."""
+        return Phase(self.result["phase"]) if self.result and not self.resumable else None
+
+    @property
+    def resumable(self) -> bool:
+        """Whether it failed and goes on from its newest checkpoint."""
+        return bool(self.result and self.result.get("resumable"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +94,10 @@ def decide(
     aside = f"its earlier files are in {folder / PREVIOUS}"
     if old is None:
         return Plan(Start.NEW)
+    reason = previous.result["reason"] if previous.result else ""
     if fresh:
         return Plan(Start.NEW, f"job {spec.job} starts from the beginning; {aside}")
     if previous.phase is Phase.FAILED:
-        reason = previous.result["reason"] if previous.result else ""
         return Plan(Start.NEW, f"job {spec.job} failed before ({reason}); it starts from the beginning, {aside}")
     what = "is completed" if previous.phase else "is unfinished"
     choice = "use another name (--job NAME), the same values, or --fresh to start from the beginning"
@@ -119,7 +125,8 @@ def decide(
         raise Conflict(msg, hint=hint)
     members = ", ".join(f"{before} -> {now} {name}" for name, before, now in changes)
     note = f"; {Path(spec.script).name} has changed since the job began" if changed else ""
-    return Plan(Start.RESUME, f"job {spec.job} is unfinished: it resumes{f' ({members})' if members else ''}{note}")
+    what = f"failed before ({reason})" if previous.resumable else "is unfinished"
+    return Plan(Start.RESUME, f"job {spec.job} {what}: it resumes{f' ({members})' if members else ''}{note}")
 
 
 def differences(old: JobSpec, new: JobSpec) -> list[tuple[str, Any, Any]]:

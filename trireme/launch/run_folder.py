@@ -5,6 +5,7 @@ One run at a time: the launcher holds a flock on the lock file while it lives, s
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import json
@@ -17,11 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import NotFound
+from shared.runtime import clock
+from trireme.launch.disk_space import told_if_full
 from trireme.settings import UsageError
 from trireme.validation import allowed_name
 
 DATA_DIR = Path(".trireme")
 RUN_FILE = "run.json"  # what other commands need to find the run
+TIME_FILE = "time.json"
+KEEP_S = 2.0
 SOCKETS = "sockets"
 PREFIX = "trireme-"
 
@@ -49,10 +54,46 @@ def opened(data_dir: Path, job: str) -> Iterator[Path]:
                 "wait for its end, or run under another name: --job NAME"
             )
             raise UsageError(msg) from error
-        lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
+        with told_if_full(run_dir):
+            lock.truncate(0)
+            lock.write(f"{os.getpid()}\n")
+            lock.flush()
         yield run_dir
+
+
+def is_running(run_dir: Path) -> bool:
+    """Whether a launcher holds the lock of that folder; True if that cannot be found out."""
+    try:
+        with (run_dir / "lock").open("a+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+class TimeSpent:
+    """Seconds that the runs of a job took which resumed each other; the file is correct to KEEP_S if the launcher is killed."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path, self._since = run_dir / TIME_FILE, clock.monotonic()
+        self._before = float((read_json(self._path) or {}).get("seconds", 0.0))
+
+    @property
+    def seconds(self) -> float:
+        return self._before + clock.monotonic() - self._since
+
+    def save(self) -> None:
+        """A disk that is full costs seconds of the report, not the run."""
+        with contextlib.suppress(OSError):
+            write_json(self._path, {"seconds": round(self.seconds, 3)})
+
+    async def keep(self) -> None:
+        """Until cancelled."""
+        while True:
+            self.save()
+            await asyncio.sleep(KEEP_S)
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+from collections import Counter, deque
 from dataclasses import asdict, dataclass
+from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,8 @@ EVENTS_FILE = "children.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class ChildEvent:
-    """`what`: started, died, given_up (died, and is not started again), restarted, finished, lease_left. `cause`: how it ended."""
+    """`what`: started, died, lost_lease (ended because of that), given_up (died, and is not started again), restarted, finished,
+    lease_left, unrecorded (the file cannot be written). `cause`: how it ended."""
 
     child: str
     what: str
@@ -22,17 +26,54 @@ class ChildEvent:
     pid: int = 0
 
 
-def append_event(run_dir: Path, event: ChildEvent) -> None:
-    """Append one line to the file."""
-    line = json.dumps({"time": clock.timestamp(), **asdict(event)})
-    with (run_dir / EVENTS_FILE).open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
+class EventFile:
+    """Where one launcher writes. What a full disk does not take is kept, and written once there is room."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / EVENTS_FILE
+        self._waiting: deque[bytes] = deque()
+
+    def append(self, event: ChildEvent) -> None:
+        """Append one line. Raises OSError: it waits for the next `append` or `write_waiting`."""
+        self._waiting.append(json.dumps({"time": clock.timestamp(), **asdict(event)}).encode() + b"\n")
+        self.write_waiting()
+
+    def write_waiting(self) -> None:
+        """Raises OSError if there is still no room."""
+        if not self._waiting:
+            return
+        with self._path.open("a+b", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 1))
+            if file.read(1) not in (b"", b"\n"):  # of a line only a part was written
+                _write(file, b"\n")
+            while self._waiting:
+                _write(file, self._waiting[0])
+                self._waiting.popleft()
+
+
+def _write(file: RawIOBase, line: bytes) -> None:
+    while line:
+        line = line[file.write(line) or 0 :]
+
+
+def restarts_in(run_dir: Path) -> Counter[str]:
+    """How often each child was started again, in all runs of the job that resumed each other."""
+    return Counter(event["child"] for event in read_events(run_dir) if event["what"] == "restarted")
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
-    """All complete lines."""
+    """All complete lines; a launcher that was killed, or had no room, may have left a part of one."""
     try:
         text = (run_dir / EVENTS_FILE).read_text(encoding="utf-8")
     except FileNotFoundError:
         return []
-    return [json.loads(line) for line in text.split("\n")[:-1]]
+    return [event for line in text.split("\n")[:-1] if (event := _event_of(line)) is not None]
+
+
+def _event_of(line: str) -> dict[str, Any] | None:
+    try:
+        event: dict[str, Any] = json.loads(line)
+    except ValueError:
+        return None
+    return event

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from shared.errors import PeerError, TriremeError
@@ -12,10 +15,12 @@ from shared.records import JobSpec, Mode, Phase, Stage
 from shared.runtime import clock
 from trireme.view.child_events import ChildEvent
 from trireme.view.job_address import Connect
+from trireme.view.names import without_tokens
 from trireme.view.progress import Display, progress_of
 from trireme.view.report import Counts
 
 POLL_S = 0.5
+SILENT_S = 3.0  # a master that is started again takes less
 SHOWN_EVENTS = {
     "master_elected",
     "job_running",
@@ -39,12 +44,19 @@ SHOWN_EVENTS = {
 }
 
 
+# what the death of a process means, if others of its kind are there and if not
 CONSEQUENCES = {
-    ("trainer", Mode.SYNC): "other trainers take its lanes, no record is lost",
-    ("trainer", Mode.ASYNC): "other trainers continue its tasks where the ledgers stand",
-    ("pserver", Mode.ASYNC): "it returns with its newest checkpoint, the others go on",
-    ("master", Mode.SYNC): "trainers go on meanwhile",
-    ("master", Mode.ASYNC): "trainers go on meanwhile",
+    ("trainer", Mode.SYNC): (
+        "other trainers take its lanes, no record is lost",
+        "the job waits for it, no record is lost",
+    ),
+    ("trainer", Mode.ASYNC): ("other trainers continue its tasks where the ledgers stand", "the job waits for it"),
+    ("pserver", Mode.ASYNC): (
+        "it returns with its newest checkpoint, the others go on",
+        "the job goes back to a checkpoint",
+    ),
+    ("master", Mode.SYNC): ("trainers go on meanwhile", "trainers go on meanwhile"),
+    ("master", Mode.ASYNC): ("trainers go on meanwhile", "trainers go on meanwhile"),
 }
 
 
@@ -62,36 +74,58 @@ def too_few_tasks(spec: JobSpec, tasks: int) -> str:
 class ProgressReporter:
     """Shows progress and events on `screen`. `restarts`: by child. The last loss and step are kept for the summary."""
 
-    def __init__(self, spec: JobSpec, screen: Display) -> None:
+    def __init__(self, spec: JobSpec, screen: Display, restarts: Mapping[str, int] = MappingProxyType({})) -> None:
+        """`restarts`: before the job was resumed."""
         self._spec, self._mode = spec, spec.mode
         self._counted = False  # whether the tasks of an epoch are known
         self._polling = asyncio.Lock()
-        self.restarts: Counter[str] = Counter()
+        self.restarts = Counter(restarts)
+        self._alive: set[str] = set()
         self._screen = screen
         self._last: dict[str, Any] = {}
         self._after = 0
 
     def on_child(self, event: ChildEvent) -> None:
+        (self._alive.add if event.what in ("started", "restarted") else self._alive.discard)(event.child)
         match event.what:
-            case "died":
-                consequence = CONSEQUENCES.get((event.child.rpartition("-")[0], self._mode))
-                then = f"{consequence}; it is started again" if consequence else "it is started again"
-                self._screen.event(f"{event.child} died ({event.cause}, pid {event.pid}): {then}")
+            case "died" | "lost_lease":
+                what = "died" if event.what == "died" else "lost its lease"
+                then = "; ".join([*self._consequence(event.child), "it is started again"])
+                self._screen.event(f"{event.child} {what} ({event.cause}, pid {event.pid}): {then}")
             case "given_up":
                 self._screen.event(f"{event.child} died ({event.cause}, pid {event.pid}): it is not started again")
             case "restarted":
                 self.restarts[event.child] += 1
+            case "unrecorded":
+                self._screen.event(f"what happens to members is not recorded for other commands ({event.cause})")
             case "lease_left":
                 self._screen.event(
                     f"{event.child}: its lease could not be revoked ({event.cause}); it expires by itself"
                 )
 
-    async def run(self, connect: Connect) -> None:
-        """Poll until cancelled."""
+    def _consequence(self, child: str) -> list[str]:
+        kind = child.rpartition("-")[0]
+        with_others, alone = CONSEQUENCES.get((kind, self._mode), ("", ""))
+        others = any(name.startswith(f"{kind}-") for name in self._alive)
+        return [found] if (found := with_others if others else alone) else []
+
+    async def run(self, connect: Connect, etcd_silent_s: Callable[[], float] = lambda: 0.0) -> None:
+        """Poll until cancelled. `etcd_silent_s`: for how long etcd has not answered the launcher."""
+        answered = clock.monotonic()
         while True:
-            with contextlib.suppress(PeerError):  # no master now: a standby takes over, or it is started again
+            try:
                 await self.poll(connect)
+                answered = clock.monotonic()
+            except PeerError:  # no master now: a standby takes over, or it is started again
+                self._show_silence(clock.monotonic() - answered, etcd_silent_s())
             await asyncio.sleep(POLL_S)
+
+    def _show_silence(self, silent_s: float, etcd_silent_s: float) -> None:
+        if self._last and silent_s > SILENT_S:
+            who = ("etcd", etcd_silent_s) if etcd_silent_s else ("the master", silent_s)
+            progress = progress_of(self._last, self.restarts.total())
+            stalled = f"waiting for {who[0]}, silent for {who[1]:.0f} s"
+            self._screen.show(replace(progress, stalled=stalled, eta_s=None, records_per_s=None), clock.monotonic())
 
     async def last_counts(self, connect: Connect) -> Counts:
         """The counts for the summary, as far as the master still answers."""
@@ -102,10 +136,8 @@ class ProgressReporter:
             async with connect() as client:
                 discarded = [task async for task in client.tasks("DISCARDED")]
         progress = self._last.get("progress", {})
-        step = progress.get("step")
-        steps = step + 1 if step is not None and self._mode is Mode.SYNC else step  # steps are numbered from 0
         records, epochs = progress.get("records_done", 0), progress.get("epoch", 0)
-        return Counts(dict(self.restarts), progress.get("loss"), steps, records, epochs, discarded)
+        return Counts(dict(self.restarts), progress.get("loss"), progress.get("step"), records, epochs, discarded)
 
     async def poll(self, connect: Connect) -> None:
         """Ask once and show what changed. Raises TriremeError."""
@@ -121,7 +153,7 @@ class ProgressReporter:
             self._after = page["next_after"]  # last, so that a failed poll gets the same events again
         for event in page["events"]:
             if event["name"] in SHOWN_EVENTS or (event["name"] == "task_requeued" and "failures" in event["fields"]):
-                self._screen.event(event["message"])
+                self._screen.event(without_tokens(event["message"]))
         if not over:  # at the end the summary follows instead
             self._screen.show(progress_of(self._last, self.restarts.total()), clock.monotonic())
 

@@ -15,6 +15,7 @@ from master_service.api import render
 from master_service.api.resources import MasterView
 from master_service.control.events import EventRing
 from master_service.control.operation_runner import OperationRunner
+from master_service.control.stall import StallWatch
 from master_service.core.decisions import operations
 from master_service.core.state.metrics import WINDOW_S, Metrics, Sums
 from master_service.masterless.view import WatchedJob
@@ -45,6 +46,7 @@ class MasterlessClient:
         self._etcd, self._keys, self._storage = etcd, keys, storage
         self._view = WatchedJob(etcd, keys, storage, lambda: None)
         self._writer = SharedWriter(etcd, keys, self._view, lambda _: None)
+        self._stall = StallWatch(etcd)
         self._reported: JobState | None = None
         self._loss: tuple[int, Sums] = (0, Sums())
         self._step: int | None = None
@@ -71,13 +73,14 @@ class MasterlessClient:
     async def job(self) -> dict[str, Any]:
         """The document of a master's `GET /v1/job`; `master` is the trainer that sweeps."""
         job, now = self._view.job, clock.monotonic()
-        document = render.job(job, self._metrics(), await self._sweeper()).model_dump(mode="json")
+        stalled = await self._stall.look(job, sum(report.records for report in self._view.progress.values()))
+        document = render.job(job, self._metrics(), await self._sweeper(), stalled).model_dump(mode="json")
         progress = document["progress"]
         self._done.append((now, progress["records_done"]))
         while self._done[0][0] < now - WINDOW_S:
             self._done.popleft()
         seconds, records = now - self._done[0][0], progress["records_done"] - self._done[0][1]
-        if seconds > 0 and records > 0 and not Phase(document["phase"]).final:
+        if seconds > 0 and records > 0 and not stalled and not Phase(document["phase"]).final:
             progress["records_per_s"] = round(records / seconds, 3)
             left = progress["records_total"] - progress["records_done"]
             progress["eta_s"] = round(left * seconds / records, 3)
@@ -161,7 +164,7 @@ class MasterlessClient:
         sums = Sums(sum(report.loss_sum for report in of_epoch), sum(report.records for report in of_epoch))
         if sums.records and epoch >= self._loss[0]:
             self._loss = epoch, sums
-        steps = [report.step for report in reports if report.step is not None]
+        steps = [report.step + 1 for report in reports if report.step is not None]
         self._step = max(steps, default=self._step)
         metrics = Metrics()
         if self._step is not None:

@@ -15,6 +15,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from trireme.view.names import without_tokens
+
 LINE_EVERY_S = 5.0
 LINE_AT_MOST_EVERY_S = 1.0
 REFRESH_PER_SECOND = 4
@@ -22,7 +24,7 @@ REFRESH_PER_SECOND = 4
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The job at one moment. `records_*`: over all epochs. None: not known yet."""
+    """The job at one moment. `step`: how many are done. `records_*`: over all epochs. None: not known yet."""
 
     phase: str
     stage: str
@@ -40,17 +42,22 @@ class Progress:
     pservers_desired: int = 0
     restarts: int = 0
     reason: str = ""
+    stalled: str = ""
 
     @property
     def fraction(self) -> float:
         return min(1.0, self.records_done / self.records_total) if self.records_total else 0.0
 
     def training(self) -> str:
-        """`epoch 2/5  step 140  loss 0.312  5,120 records/s  ETA 0:12`."""
-        if self.phase == "WAITING":
-            return self.reason or "waiting for members"
+        """`epoch 2/5  step 140  loss 0.312  5,120 records/s  ETA 0:12`, or at the end `stalled: waiting for pserver-0`."""
+        stalled = f"  stalled: {without_tokens(self.stalled)}" if self.stalled else ""
+        return self._training() + stalled
+
+    def _training(self) -> str:
+        if self.phase in {"WAITING", "ROLLING_BACK"}:
+            return without_tokens(self.reason) or "waiting for members"
         if self.stage not in {"TRAIN", ""}:
-            return f"{self.stage.lower()}: {self.reason}" if self.reason else self.stage.lower()
+            return f"{self.stage.lower()}: {without_tokens(self.reason)}" if self.reason else self.stage.lower()
         parts = [f"epoch {min(self.epoch + 1, self.epochs)}/{self.epochs}"]
         if self.step is not None:
             parts.append(f"step {self.step}")

@@ -28,13 +28,18 @@ SHOWN = 5  # and in the summary
 FACTS = ("task_id", "kind", "epoch", "file", "first", "count", "failures", "cause")
 
 
-def result_document(spec: JobSpec, state: JobState, counts: Counts, seconds: float, folder: Path) -> dict[str, Any]:
-    """What --json prints; the summary is made from it."""
+def result_document(
+    spec: JobSpec, state: JobState, counts: Counts, seconds: float, folder: Path, *, resumable: bool = False
+) -> dict[str, Any]:
+    """What --json prints; the summary is made from it. `restarts` and `seconds` are those of all runs that resumed each other.
+    `resumable`: the same command goes on from the newest checkpoint of this failed job."""
     result, completed = state.result, state.phase is Phase.COMPLETED
     return {
         "job": spec.job,
         "phase": state.phase.value,
         "reason": state.reason,
+        "cause": state.cause.value if state.cause else None,
+        "resumable": resumable,
         "mode": spec.mode.value,
         "epochs": spec.epochs,
         "epochs_done": spec.epochs if completed else counts.epochs,
@@ -57,8 +62,8 @@ def result_document(spec: JobSpec, state: JobState, counts: Counts, seconds: flo
     }
 
 
-def summary_text(document: Mapping[str, Any]) -> str:
-    """The summary for the user, one fact a line."""
+def summary_text(document: Mapping[str, Any], *, reason: bool = False) -> str:
+    """The summary for the user, one fact a line; with the `reason` of its end."""
     restarts = ", ".join(f"{name} {count}" for name, count in document["restarts"].items()) or "none"
     discarded = document["discarded"]
     rows = [
@@ -76,6 +81,7 @@ def summary_text(document: Mapping[str, Any]) -> str:
         if discarded["tasks"] > SHOWN:
             rows.append(("", f"and {discarded['tasks'] - SHOWN} more: trireme run --json lists them"))
     rows += loss_rows(document["losses"])
+    rows += [("reason", document["reason"])] if reason else []
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
@@ -92,11 +98,11 @@ def _lost(task: Mapping[str, Any]) -> str:
 
 
 def loss_rows(losses: Mapping[str, Mapping[str, int]]) -> list[tuple[str, str]]:
-    """Updates that parameter servers never got, one row for each cause: `pserver 1: 12 minibatches`."""
+    """Updates that parameter servers never got, one row for each cause: `pserver-1: 12 minibatches`."""
     return [
         (
             f"updates {cause}",
-            ", ".join(f"pserver {index}: {count:,} minibatches" for index, count in losses[cause].items()),
+            ", ".join(f"pserver-{index}: {count:,} minibatches" for index, count in losses[cause].items()),
         )
         for cause in ("lost", "skipped")
         if losses.get(cause)
@@ -108,10 +114,16 @@ def number(value: float) -> str:
     return f"{value:.0f}" if float(value).is_integer() else f"{value:.4g}"
 
 
-def failure_text(state: JobState, folder: Path) -> str:
-    """The user's traceback with its task, then why the job failed."""
+def failure_text(state: JobState, folder: Path, *, resumable: bool = False) -> str:
+    """The user's traceback with its task, then why the job failed, and what the same command would do."""
     lines = failure_lines(state.failure) if state.failure else []
-    return "\n".join([*lines, f"error: job failed: {state.reason}", f"logs: {folder / 'logs'}"])
+    again = (
+        "it goes on from its newest checkpoint"
+        if resumable
+        else f"it starts from the beginning, and the files of this run move to {folder / 'previous'}"
+    )
+    lines += [f"error: job failed: {state.reason}", f"hint: started again with the same command, {again}"]
+    return "\n".join([*lines, f"logs: {folder / 'logs'}"])
 
 
 def failure_lines(failure: UserFailure) -> list[str]:

@@ -7,9 +7,10 @@ from collections.abc import Awaitable, Callable
 from typing import Annotated, TypeVar
 
 from fastapi import Depends, Query, Request
+from starlette.types import Receive
 
 from master_service.leadership.master import Master
-from shared.errors import DeadlineExceeded
+from shared.errors import DeadlineExceeded, PeerError
 
 ANSWER_S = 8.0
 
@@ -21,14 +22,29 @@ async def _master(request: Request) -> Master:  # not a plain function: those ru
     return master
 
 
-async def answered(call: Awaitable[T]) -> T:
+async def answered(call: Awaitable[T], longer_s: float = 0.0) -> T:
     """Raises DeadlineExceeded if etcd does not answer for too long. The same request, sent again, finds its result."""
     try:
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(ANSWER_S + longer_s):
             return await call
     except TimeoutError as error:
         msg = f"the master got no answer from etcd within {ANSWER_S:g} s; ask again"
         raise DeadlineExceeded(msg) from error
+
+
+async def unless_gone(call: Awaitable[T], receive: Receive) -> T:
+    """For requests that may wait: `call` is cancelled when the caller closes the connection, so that no task is given to nobody. Call it
+    when the body was received. Raises PeerError then."""
+    calling, leaving = asyncio.ensure_future(call), asyncio.ensure_future(receive())
+    try:
+        await asyncio.wait({calling, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not calling.done():
+            raise PeerError("the caller has closed the connection")
+        return calling.result()
+    finally:
+        calling.cancel()
+        leaving.cancel()
+        await asyncio.wait({calling, leaving})
 
 
 async def committed(master: Master, view: Callable[[], T]) -> T:

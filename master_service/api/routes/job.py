@@ -17,7 +17,8 @@ router = APIRouter(prefix="/v1")
 @router.get("/job", operation_id="getJob", tags=["job"])
 async def get_job(master: MasterOf) -> JobView:
     leader = MasterView(master_id=master.name, url=master.url, term=master.term.number)
-    return await committed(master, lambda: render.job(master.job, master.metrics, leader))
+    stalled = await master.term.stall.look(master.job, master.metrics.records)
+    return await committed(master, lambda: render.job(master.job, master.metrics, leader, stalled))
 
 
 @router.get("/events", operation_id="listEvents", tags=["events"])

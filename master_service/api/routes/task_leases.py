@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Header
+from fastapi import APIRouter, Header, Request
 
 from master_service.api.resources import Empty
-from master_service.api.routes.dependencies import MasterOf, answered
+from master_service.api.routes.dependencies import MasterOf, answered, unless_gone
 from shared.errors import InvalidArgument
 from shared.records import AcquireTask, Completed, CompleteTask, FailTask, TaskAnswer, TaskProgress
 
@@ -16,13 +16,18 @@ router = APIRouter(prefix="/v1/task-leases", tags=["task leases"])
 
 @router.post("", operation_id="acquireTask")
 async def acquire_task(
-    master: MasterOf, ask: AcquireTask, idempotency_key: Annotated[str | None, Header(max_length=200)] = None
+    master: MasterOf,
+    request: Request,
+    ask: AcquireTask,
+    idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
 ) -> TaskAnswer:
-    """A task, or why there is none. The same `request` (= Idempotency-Key) gets the same pending task again."""
+    """A task, or why there is none. The same `request` (= Idempotency-Key) gets the same pending task again. With `wait_s` the
+    answer comes when there is a task, at most so many seconds later."""
     if idempotency_key is not None and idempotency_key != ask.request:
         msg = f"Idempotency-Key {idempotency_key!r} and request {ask.request!r} differ; send the same id in both"
         raise InvalidArgument(msg)
-    return await answered(master.acquire_task(ask))
+    call = answered(master.acquire_task(ask), ask.wait_s)
+    return await (unless_gone(call, request.receive) if ask.wait_s else call)
 
 
 @router.post("/{task_id}/progress", operation_id="reportTaskProgress")

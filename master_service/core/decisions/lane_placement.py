@@ -1,72 +1,64 @@
-"""Which trainer computes which lanes: contiguous intervals that cover [0, lanes) and differ by at most one lane in size.
+"""Which trainer computes which lanes: the owners share all lanes evenly, in the order of the list.
 
 Few lanes change their owner, as far as that is cheap to find. With more trainers than lanes the last ones are hot spares; a
-spare takes the whole interval of an owner that is gone.
+spare takes the place of an owner that is gone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shared.records import JobSpec, LaneInterval, LaneMap, Mode
+from shared.lanes import share_of
+from shared.records import JobSpec, Mode, TrainerList
 
 CHEAP_OWNERS = 64
 
 
-def assign_lanes(lanes: int, before: Sequence[LaneInterval], trainers: Sequence[str]) -> tuple[LaneInterval, ...]:
-    """New owners. `trainers` in order of arrival; `before` may name trainers that are gone."""
-    return _intervals(lanes, _owners(lanes, before, trainers))
-
-
-def new_lanes(spec: JobSpec, before: LaneMap | None, generation: int, trainers: Sequence[str]) -> tuple[LaneMap, ...]:
-    """The lane map of a new generation. Asynchronous training has none."""
+def new_list(spec: JobSpec, before: TrainerList, generation: int, trainers: Sequence[str]) -> TrainerList:
+    """The list of a new generation. `trainers` in order of arrival; `before` may name trainers that are gone."""
     if spec.mode is not Mode.SYNC:
-        return ()
-    intervals = assign_lanes(spec.lanes, before.intervals if before else (), trainers)
-    return (LaneMap(generation=generation, lanes=spec.lanes, intervals=intervals),)
+        return TrainerList(generation=generation, names=tuple(trainers))
+    return TrainerList(generation=generation, lanes=spec.lanes, names=place(spec.lanes, before.names, trainers))
 
 
-def moved_lanes(before: Sequence[LaneInterval], after: Sequence[LaneInterval]) -> int:
+def place(lanes: int, before: Sequence[str], trainers: Sequence[str]) -> tuple[str, ...]:
+    """Owners in the order of their lanes: those before, spares in place of the ones that are gone, newcomers where the fewest lanes
+    move; then the spares that are left."""
+    alive, owned = set(trainers), before[:lanes]
+    owning = set(owned)
+    spare = [trainer for trainer in trainers if trainer not in owning]
+    taken = 0
+    owners: list[str] = []
+    for owner in owned:
+        if owner in alive:
+            owners.append(owner)
+        elif taken < len(spare):
+            owners.append(spare[taken])
+            taken += 1
+    for newcomer in spare[taken:]:
+        if len(owners) == lanes:
+            break
+        owners.insert(_cheapest_place(lanes, owned, owners, newcomer), newcomer)
+        taken += 1
+    return *owners, *spare[taken:]
+
+
+def moved_lanes(lanes: int, before: Sequence[str], after: Sequence[str]) -> int:
     """Lanes whose owner in `before` still has lanes in `after`, but not this one."""
-    kept = {interval.trainer: interval for interval in after}
+    kept = {owner: share_of(lanes, len(after), number) for number, owner in enumerate(after)}
     moved = 0
-    for old in before:
-        new = kept.get(old.trainer)
-        if new is not None:
-            moved += (old.last - old.first) - max(0, min(old.last, new.last) - max(old.first, new.first))
+    for number, owner in enumerate(before):
+        if owner in kept:
+            (first, last), (new_first, new_last) = share_of(lanes, len(before), number), kept[owner]
+            moved += (last - first) - max(0, min(last, new_last) - max(first, new_first))
     return moved
 
 
-def _owners(lanes: int, before: Sequence[LaneInterval], trainers: Sequence[str]) -> list[str]:
-    """The owners in lane order: those before; spares in place of the ones that are gone; newcomers where the fewest lanes move."""
-    alive = set(trainers)
-    had_lanes = {interval.trainer for interval in before}
-    spare = [trainer for trainer in trainers if trainer not in had_lanes]
-    owners: list[str] = []
-    for interval in before:
-        if interval.trainer in alive:
-            owners.append(interval.trainer)
-        elif spare:
-            owners.append(spare.pop(0))
-    for newcomer in spare:
-        if len(owners) == lanes:
-            break
-        owners.insert(_cheapest_place(lanes, before, owners, newcomer), newcomer)
-    return owners
-
-
-def _cheapest_place(lanes: int, before: Sequence[LaneInterval], owners: list[str], newcomer: str) -> int:
+def _cheapest_place(lanes: int, before: Sequence[str], owners: list[str], newcomer: str) -> int:
     if not before or len(owners) > CHEAP_OWNERS:
         return len(owners)
 
     def cost(place: int) -> tuple[int, int]:
-        trial = _intervals(lanes, [*owners[:place], newcomer, *owners[place:]])
-        return moved_lanes(before, trial), -place
+        return moved_lanes(lanes, before, [*owners[:place], newcomer, *owners[place:]]), -place
 
     return min(range(len(owners) + 1), key=cost)
-
-
-def _intervals(lanes: int, owners: Sequence[str]) -> tuple[LaneInterval, ...]:
-    share, extra = divmod(lanes, len(owners) or 1)
-    bounds = [k * share + min(k, extra) for k in range(len(owners) + 1)]
-    return tuple(LaneInterval(trainer=t, first=bounds[k], last=bounds[k + 1]) for k, t in enumerate(owners))

@@ -3,13 +3,27 @@
 WAITING --parameters initialised, a trainer there--> RUNNING: TRAIN -> EVALUATE -> EXPORT -> COMPLETED (DONE)
    |                                                    |
    +-------- too many user errors, pserver lost, too much discarded --------> FAILED
+                                                                                |
+   WAITING <--started again, if its script is not the cause: to the newest checkpoint
 """
 
 from __future__ import annotations
 
-from master_service.core.changes import Change, Decision, Event, Fields, NextEpoch
+from master_service.core.changes import Change, Decision, Event, Fields, NextEpoch, RestartQueue
 from master_service.core.state.job import FailureBudget, Job
-from shared.records import CompleteTask, JobResult, JobSpec, JobState, Phase, Stage, UserFailure
+from shared.errors import DatasetError, StorageUnreachable
+from shared.records import (
+    CompleteTask,
+    EvaluationSums,
+    FailureCause,
+    JobResult,
+    JobSpec,
+    JobState,
+    Phase,
+    Stage,
+    TaskKind,
+    UserFailure,
+)
 from shared.records.queue import FailureCounts, error_digest
 from shared.records.record import MESSAGE_CHARACTERS, shortened
 
@@ -26,13 +40,38 @@ def next_stage(spec: JobSpec, stage: Stage) -> Stage:
             return Stage.DONE
 
 
-def fail(state: JobState, reason: str, failure: UserFailure | None = None) -> Decision[None]:
+def cause_of(failure: UserFailure | None) -> FailureCause:
+    """None: no code raised, a trainer was silent."""
+    if failure is None:
+        return FailureCause.MEMBERS
+    causes = {DatasetError.code: FailureCause.DATASET, StorageUnreachable.code: FailureCause.STORAGE}
+    return causes.get(failure.error_type, FailureCause.SCRIPT)
+
+
+def start_again(state: JobState) -> Decision[bool]:
+    """The user starts a job that has failed again: it may go on, unless its script is the cause. It has no members now, so
+    it goes back to its newest checkpoint as soon as they are there."""
+    if state.phase is not Phase.FAILED or state.cause in (None, FailureCause.SCRIPT):
+        return Decision(False)
+    update = {"phase": Phase.WAITING, "cause": None, "failure": None, "damaged": (), "absent": ()}
+    again = state.model_copy(update={**update, "reason": f"started again after: {state.reason}"})
+    match state.stage:
+        case Stage.EVALUATE:
+            queues: tuple[Change, ...] = (RestartQueue(TaskKind.EVALUATE), EvaluationSums())
+        case Stage.EXPORT:
+            queues = (RestartQueue(TaskKind.EXPORT),)
+        case Stage.TRAIN | Stage.DONE:
+            queues = ()
+    return Decision(True, (again, *queues), (Event("started_again", again.reason, {}),))
+
+
+def fail(state: JobState, reason: str, cause: FailureCause, failure: UserFailure | None = None) -> Decision[None]:
     """The job has failed. A job that has ended already stays as it is."""
     if state.phase.final:
         return Decision(None)
     reason = shortened(reason, MESSAGE_CHARACTERS)
-    failed = state.model_copy(update={"phase": Phase.FAILED, "reason": reason, "failure": failure})
-    fields: Fields = {"reason": reason}
+    failed = state.model_copy(update={"phase": Phase.FAILED, "reason": reason, "cause": cause, "failure": failure})
+    fields: Fields = {"reason": reason, "cause": str(cause)}
     if failure:
         fields |= {"error_type": failure.error_type, "task": failure.task, "trainer": failure.trainer}
     return Decision(None, (failed,), (Event("job_failed", reason, fields),))
@@ -47,7 +86,7 @@ def count_failure(budget: FailureBudget, state: JobState, failure: UserFailure, 
     """
     if failure.fatal:
         where = f" in {failure.task}" if failure.task else ""
-        return fail(state, f"{failure.error_type}{where}: {failure.message}", failure)
+        return fail(state, f"{failure.error_type}{where}: {failure.message}", cause_of(failure), failure)
     if state.phase.final or (in_task and budget.started):
         return Decision(None)
     before = budget.counts
@@ -63,7 +102,7 @@ def count_failure(budget: FailureBudget, state: JobState, failure: UserFailure, 
         reason = f"{total} failures of the user's code (max_user_failures {budget.allowed}), the last: {what}"
     else:
         return counted
-    return counted + fail(state, reason, failure)
+    return counted + fail(state, reason, cause_of(failure), failure)
 
 
 def advance_stage(

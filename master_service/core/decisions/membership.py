@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from master_service.core.changes import Change, Decision, Event, Fields
 from master_service.core.decisions import pause_checkpoint, pserver_return, rollback
-from master_service.core.decisions.lane_placement import new_lanes
+from master_service.core.decisions.lane_placement import new_list
 from master_service.core.state.members import Members
-from shared.records import JobSpec, JobState, LaneMap, Mode, Phase, SlotMap
+from shared.records import JobSpec, JobState, Mode, Phase, SlotMap, TrainerList
 from shared.slots import spread
 
 
@@ -26,13 +26,20 @@ def storage_events(before: Members, now: Members) -> tuple[Event, ...]:
             events.append(Event("checkpoint_failed", member.trouble, {"pserver": index}))
         if known and not member.trouble:
             events.append(
-                Event("checkpoint_works_again", f"pserver {index} writes checkpoints again", {"pserver": index})
+                Event("checkpoint_works_again", f"pserver-{index} writes checkpoints again", {"pserver": index})
             )
     return tuple(events)
 
 
+def missing(spec: JobSpec, listed: TrainerList, members: Members) -> list[str]:
+    """Names of the members that the job counts on and etcd does not have."""
+    pservers = [f"pserver-{index}" for index in range(spec.pservers) if index not in members.pservers]
+    trainers = [trainer for trainer in listed.names if trainer not in members.trainers]
+    return (pservers if members.init_done else []) + trainers
+
+
 def reconcile(
-    spec: JobSpec, state: JobState, lanes: LaneMap | None, slots: SlotMap | None, members: Members
+    spec: JobSpec, state: JobState, trainers: TrainerList, slots: SlotMap | None, members: Members
 ) -> Decision[None]:
     """Bring the job in line with its members. Idempotent: applied once, the same members change nothing more."""
     if state.phase.final:
@@ -40,7 +47,7 @@ def reconcile(
     if state.phase is Phase.ROLLING_BACK:
         return rollback.supervise(spec, state, slots, members)
     if state.phase is Phase.CHECKPOINTING:
-        return pause_checkpoint.supervise(spec, state, members)
+        return pause_checkpoint.supervise(spec, state, trainers, members)
     if spec.mode is Mode.ASYNC:
         missed = pserver_return.handle_missing(spec, state, slots, members)
         if missed.changes:
@@ -57,9 +64,23 @@ def reconcile(
         obstacle = _obstacle(spec, members, missing)
         if obstacle:
             return Decision(None, changes) + _wait(state, obstacle, members)
-    elif set(now) == set(state.trainers):
+    elif set(now) == trainers.places.keys():
         return Decision(None, changes)
-    return Decision(None, changes) + _regroup(spec, state, lanes, now)
+    return Decision(None, changes) + _regroup(spec, state, trainers, now)
+
+
+def only_joins(state: JobState, trainers: TrainerList, decision: Decision[None]) -> bool:
+    """Whether `decision` only counts trainers in, or says what a waiting job waits for: nothing is lost if it is taken a little
+    later, together with what comes until then."""
+    found = [change for change in decision.changes if isinstance(change, JobState)]
+    if not found or any(not isinstance(change, JobState | TrainerList) for change in decision.changes):
+        return False
+    after = found[-1]
+    if after.phase is Phase.WAITING:
+        return after == state.model_copy(update={"reason": after.reason})
+    same = state.phase is after.phase is Phase.RUNNING and after.timeline == state.timeline
+    listed = [change for change in decision.changes if isinstance(change, TrainerList)]
+    return same and bool(trainers.names) and bool(listed) and listed[-1].places.keys() > trainers.places.keys()
 
 
 def _obstacle(spec: JobSpec, members: Members, missing: list[int]) -> str:
@@ -78,18 +99,17 @@ def _wait(state: JobState, reason: str, members: Members) -> Decision[None]:
     return Decision(None, (state.model_copy(update={"reason": reason}),), (event,))
 
 
-def _regroup(spec: JobSpec, state: JobState, lanes: LaneMap | None, trainers: tuple[str, ...]) -> Decision[None]:
+def _regroup(spec: JobSpec, state: JobState, before: TrainerList, now: tuple[str, ...]) -> Decision[None]:
     generation = state.generation + 1
-    joined = [t for t in trainers if t not in state.trainers]
-    left = [t for t in state.trainers if t not in trainers]
+    there = set(now)
+    joined = [t for t in now if t not in before]
+    left = [t for t in before.names if t not in there]
     parts = [f"{t} joined" for t in joined] + [f"{t} is gone" for t in left]
     reason = "; ".join(parts[:4]) + (f" and {len(parts) - 4} more" if len(parts) > 4 else "")
-    if not trainers:
+    if not now:
         reason += "; waiting for a trainer"
-    grown = state.model_copy(
-        update={"phase": Phase.RUNNING, "generation": generation, "reason": reason, "trainers": trainers}
-    )
-    changes: tuple[Change, ...] = (grown, *new_lanes(spec, lanes, generation, trainers))
+    grown = state.model_copy(update={"phase": Phase.RUNNING, "generation": generation, "reason": reason})
+    changes: tuple[Change, ...] = (new_list(spec, before, generation, now), grown)
     name = "generation_changed" if state.phase is Phase.RUNNING else "job_running"
-    fields: Fields = {"generation": generation, "trainers": len(trainers), "cause": reason}
-    return Decision(None, changes, (Event(name, f"generation {generation}: {reason}", fields),))
+    fields: Fields = {"generation": generation, "trainers": len(now), "cause": reason}
+    return Decision(None, changes, (Event(name, reason, fields),))

@@ -16,8 +16,8 @@ from master_service.core.state.job import Job
 from master_service.core.state.members import Members
 from master_service.core.state.operations import KEPT
 from shared.errors import CheckpointUnusable, Conflict, DeadlineExceeded, NotFound
-from shared.records import JobState, Mode, Phase, Stage
-from shared.records.checkpoints import CheckpointRef, history
+from shared.records import Mode, Phase, Stage
+from shared.records.checkpoints import CheckpointRef, history, saved_point
 from shared.records.operations import Operation, OperationKind, OperationState, saves_on_demand
 from shared.records.record import MESSAGE_CHARACTERS, shortened
 
@@ -48,15 +48,18 @@ def ask(job: Job, asked: Operation, *, keyed: bool = False) -> Decision[Operatio
         case OperationKind.RESTORE_CHECKPOINT:
             _check_possible(job, "going back to a checkpoint")
             for running in job.operations.running(asked.kind):
-                msg = f"the job is about to go back to step {running.step} already ({running.operation_id})"
+                place = saved_point(job.spec.mode, running.step or 0)
+                msg = f"the job is about to go back to {place} already ({running.operation_id})"
                 raise Conflict(msg, hint="wait for its end", operation=running.operation_id)
-            what = f"back to step {asked.step}, once its files are found good"
+            what = f"back to {saved_point(job.spec.mode, asked.step or 0)}, once its files are found good"
             return _begin(job, asked, _asked_event(asked, "restore_asked", what))
         case OperationKind.VERIFY_CHECKPOINT:
             if waiting >= MAX_RUNNING:
                 msg = f"{waiting} verifications run or wait already, at most {MAX_RUNNING} are taken"
                 raise Conflict(msg, hint="wait until one of them has ended")
-            return _begin(job, asked, _asked_event(asked, "verify_asked", f"verify step {asked.step}"))
+            return _begin(
+                job, asked, _asked_event(asked, "verify_asked", f"verify {saved_point(job.spec.mode, asked.step or 0)}")
+            )
 
 
 def ask_for_draining(job: Job, stamp: str) -> Decision[None]:
@@ -73,7 +76,7 @@ def ask_for_draining(job: Job, stamp: str) -> Decision[None]:
         asked = Operation(
             operation_id=operation_id,
             kind=OperationKind.CREATE_CHECKPOINT,
-            cause=f"pserver {index} is about to leave",
+            cause=f"pserver-{index} is about to leave",
             limit_s=DRAIN_LIMIT_S,
             create_time=stamp,
         )
@@ -85,7 +88,7 @@ def find_checkpoint(job: Job, checkpoint_id: str) -> CheckpointRef:
     """Raises NotFound, which lists the existing ids."""
     ref = rollback.ref_of(job.members.latest, checkpoint_id)
     if ref is None:
-        there = [f"{ref.uuid} (step {ref.step})" for ref in _kept(job.members)]
+        there = [f"{ref.uuid} ({saved_point(job.spec.mode, ref.step)})" for ref in _kept(job.members)]
         msg = f"job {job.spec.job} has no checkpoint {checkpoint_id}; there are: {', '.join(there) or 'none yet'}"
         raise NotFound(msg, checkpoints=[ref.uuid for ref in _kept(job.members)])
     return ref
@@ -117,7 +120,7 @@ def advance(job: Job, stamp: str) -> Decision[None]:
             case OperationKind.CREATE_CHECKPOINT:
                 decision += _advance_creation(job, operation, stamp)
             case OperationKind.RESTORE_CHECKPOINT:
-                decision += _advance_restoration(job.state, operation, stamp)
+                decision += _advance_restoration(job, operation, stamp)
             case OperationKind.VERIFY_CHECKPOINT:
                 pass
     return decision
@@ -154,7 +157,7 @@ def verified(job: Job, operation_id: str, error: CheckpointUnusable | None, stam
         return Decision(None)  # decided again after the pause
     ref = rollback.ref_of(job.members.latest, operation.checkpoint_id)
     if ref is None or job.state.phase.final:
-        return _advance_restoration(job.state, operation, stamp) if ref else _deleted(operation, stamp)
+        return _advance_restoration(job, operation, stamp) if ref else _deleted(operation, stamp)
     back = rollback.back_to(job.spec, job.state, job.slots, ref, operation.cause)
     begun = operation.model_copy(update={"timeline": job.state.generation + 1})
     return Decision(None, (begun,)) + back
@@ -173,7 +176,7 @@ def waits_for(job: Job, operation: Operation) -> str:
         return f"the job to run (it is {state.phase}: {state.reason})"
     if job.spec.mode is not Mode.SYNC:
         return "the next pause"
-    if not state.trainers:
+    if not job.trainers.names:
         return "a trainer: without one no step is made"
     return "the next step but one, and every parameter server to write its part of it"
 
@@ -189,7 +192,8 @@ def _advance_creation(job: Job, operation: Operation, stamp: str) -> Decision[No
         is_here = latest.timeline == state.timeline or latest.uuid == state.checkpoint
         paused = is_here and operation.step is not None and latest.step >= operation.step
         if paused or latest.operation == operation.operation_id or (latest.final and is_here):
-            what = "the last step's: nothing is left to train" if latest.final else f"of step {latest.step}"
+            place = saved_point(job.spec.mode, latest.step)
+            what = "the last step's: nothing is left to train" if latest.final else f"of {place}"
             made = operation.model_copy(update={"checkpoint_id": latest.uuid, "step": latest.step})
             return _end(made, OperationState.DONE, f"the checkpoint is there, {what}", stamp)
     if state.phase.final:
@@ -210,7 +214,8 @@ def _advance_joined(job: Job, operation: Operation, stamp: str) -> Decision[None
     return _end(made, maker.state, maker.reason, stamp, code=maker.error_code)
 
 
-def _advance_restoration(state: JobState, operation: Operation, stamp: str) -> Decision[None]:
+def _advance_restoration(job: Job, operation: Operation, stamp: str) -> Decision[None]:
+    state = job.state
     if state.phase.final:
         reason = f"the job is {state.phase}: {state.reason}"
         return _end(operation, OperationState.FAILED, reason, stamp, code=Conflict.code)
@@ -220,7 +225,12 @@ def _advance_restoration(state: JobState, operation: Operation, stamp: str) -> D
         reason = f"the job went back to another checkpoint: {state.reason}"
         return _end(operation, OperationState.FAILED, reason, stamp, code=CheckpointUnusable.code)
     if state.phase is Phase.RUNNING:
-        return _end(operation, OperationState.DONE, f"the job goes on from step {operation.step}", stamp)
+        return _end(
+            operation,
+            OperationState.DONE,
+            f"the job goes on from {saved_point(job.spec.mode, operation.step or 0)}",
+            stamp,
+        )
     return Decision(None)
 
 
@@ -255,7 +265,7 @@ def _check_possible(job: Job, what: str) -> None:
         raise Conflict(msg, hint="each parameter server saves by itself, every checkpoint_every_seconds")
     if state.phase is Phase.COMPLETED:
         latest = job.members.latest
-        have = f"; its newest checkpoint is {latest.uuid} (step {latest.step})" if latest else ""
+        have = f"; its newest checkpoint is {latest.uuid} ({saved_point(job.spec.mode, latest.step)})" if latest else ""
         msg = f"job {job.spec.job} is COMPLETED: {what} is not possible any more{have}"
         raise Conflict(msg, hint="`trireme export CHECKPOINT` gets a model out of a checkpoint; --fresh trains anew")
     if state.phase is Phase.FAILED:

@@ -1,19 +1,21 @@
 """The checkpoint of an asynchronous job is taken in a pause: training stops for as long as a copy in memory takes.
 
-RUNNING --begin--> CHECKPOINTING, trainers/pause --all paused: cut--> generation + 1 --all copied: finish--> RUNNING
-   ^                   |                                  |
-   +----- give up -----+---- a member is too slow, gone ---+          files are written in the background
+RUNNING --begin--> CHECKPOINTING, trainers/pause --all paused, or late: cut--> generation + 1 --all copied: finish--> RUNNING
+   ^                                                                  |
+   +----- give up ------------- a pserver is too slow, or gone -------+        files are written in the background
 
-The checkpoint holds the task queue at the revision of the cut. The cut counts only once `finish` has confirmed it.
+A trainer that is late (frozen, or in a long minibatch) is left out of the cut's generation, so its pushes are stale until the pause
+is over. What it pushed counts once, by the ledgers. The checkpoint holds the task queue at the revision of the cut. The cut counts
+only once `finish` has confirmed it.
 """
 
 from __future__ import annotations
 
-from master_service.core.changes import Decision, DropCut, DropPause, Event, Fields, PutCut, PutPause
+from master_service.core.changes import Change, Decision, DropCut, DropPause, Event, Fields, PutCut, PutPause
 from master_service.core.decisions.rollback import has_parameters, slots_fit
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
-from shared.records import JobSpec, JobState, Mode, Phase
+from shared.records import JobSpec, JobState, Mode, Phase, TrainerList
 from shared.records.checkpoints import CheckpointCut
 from shared.records.pauses import Pause, Saving
 
@@ -41,20 +43,30 @@ def begin(job: Job, uuid: str, lease: int, cause: str) -> Decision[Saving | None
     return Decision(saving, (state.model_copy(update=update), PutPause(pause, lease)))
 
 
-def still_training(state: JobState, members: Members) -> list[str]:
+def still_training(state: JobState, trainers: TrainerList, members: Members) -> list[str]:
     """Trainers that have not paused yet. One whose key is gone does not count: its pushes are stale after the cut."""
     uuid = state.saving.uuid if state.saving else ""
-    there = [members.trainers[trainer] for trainer in state.trainers if trainer in members.trainers]
+    there = [members.trainers[trainer] for trainer in trainers.names if trainer in members.trainers]
     return [member.trainer for member in there if member.paused is None or member.paused.uuid != uuid]
 
 
-def cut(job: Job) -> Decision[bool]:
-    """All trainers have paused: the pservers copy."""
+def cut(job: Job, *, without_late: bool = False) -> Decision[bool]:
+    """All trainers have paused: the pservers copy. `without_late`: those that have not paused are left out until the pause is over."""
     state, saving = job.state, job.state.saving
-    if state.phase is not Phase.CHECKPOINTING or saving is None or saving.cut or still_training(state, job.members):
+    if state.phase is not Phase.CHECKPOINTING or saving is None or saving.cut:
         return Decision(False)
-    update = {"saving": saving.model_copy(update={"cut": True}), "generation": state.generation + 1}
-    return Decision(True, (state.model_copy(update=update), PutCut(saving.uuid, _cut_of(state, saving))))
+    late = tuple(still_training(state, job.trainers, job.members))
+    if late and not without_late:
+        return Decision(False)
+    generation = state.generation + 1
+    update = {"saving": saving.model_copy(update={"cut": True, "left_out": late}), "generation": generation}
+    cutting = state.model_copy(update=update)
+    names = tuple(trainer for trainer in job.trainers.names if trainer not in late)
+    listed = (TrainerList(generation=generation, names=names),) if late else ()
+    message = f"checkpoint {saving.step} is taken without {', '.join(late[:4])}{' and others' if len(late) > 4 else ''}: did not pause"
+    fields: Fields = {"step": saving.step, "generation": generation, "trainers": len(late)}
+    events = (Event("left_out_of_pause", message, fields),) if late else ()
+    return Decision(True, (cutting, *listed, PutCut(saving.uuid, _cut_of(cutting, saving, names))), events)
 
 
 def still_copying(state: JobState, members: Members) -> list[int]:
@@ -70,38 +82,46 @@ def finish(job: Job, seconds: float) -> Decision[bool]:
         return Decision(False)
     if still_copying(state, job.members) or _missing(job.spec, state, job.members):
         return Decision(False)
-    place = _cut_of(state, saving).model_copy(update={"copied": True})
+    place = _cut_of(state, saving, job.trainers.names).model_copy(update={"copied": True})
     reason = f"checkpoint {saving.step} is copied"
     message = f"checkpoint {saving.step}: training stood still for {seconds:.2f} s"
     fields: Fields = {"step": saving.step, "seconds": round(seconds, 3)}
     event = Event("checkpoint_copied", message, {**fields, "checkpoint": saving.uuid})
-    return Decision(True, (_running(state, reason), DropPause(), PutCut(saving.uuid, place)), (event,))
+    return Decision(
+        True, (*_running(state, job.trainers, job.members, reason), DropPause(), PutCut(saving.uuid, place)), (event,)
+    )
 
 
-def supervise(spec: JobSpec, state: JobState, members: Members) -> Decision[None]:
+def supervise(spec: JobSpec, state: JobState, trainers: TrainerList, members: Members) -> Decision[None]:
     """A parameter server that dies during the pause ends it."""
     missing = _missing(spec, state, members)
     if not missing:
         return Decision(None)
-    return Decision(None) + give_up(state, f"pserver {missing[0]} is gone")
+    return Decision(None) + give_up(state, trainers, members, f"pserver-{missing[0]} is gone")
 
 
-def give_up(state: JobState, cause: str) -> Decision[bool]:
+def give_up(state: JobState, trainers: TrainerList, members: Members, cause: str) -> Decision[bool]:
     """Training continues without this checkpoint. What was written of it never counts."""
     saving = state.saving
     if state.phase is not Phase.CHECKPOINTING or saving is None:
         return Decision(False)
     message = f"checkpoint {saving.step} was given up: {cause}"
     event = Event("checkpoint_given_up", message, {"step": saving.step, "cause": cause})
-    return Decision(True, (_running(state, message), DropPause(), DropCut(saving.uuid)), (event,))
+    return Decision(True, (*_running(state, trainers, members, message), DropPause(), DropCut(saving.uuid)), (event,))
 
 
-def _cut_of(state: JobState, saving: Saving) -> CheckpointCut:
-    return CheckpointCut(step=saving.step, timeline=state.timeline, trainers=state.trainers, operation=saving.operation)
+def _cut_of(state: JobState, saving: Saving, trainers: tuple[str, ...]) -> CheckpointCut:
+    return CheckpointCut(step=saving.step, timeline=state.timeline, trainers=trainers, operation=saving.operation)
 
 
-def _running(state: JobState, reason: str) -> JobState:
-    return state.model_copy(update={"phase": Phase.RUNNING, "saving": None, "reason": reason})
+def _running(state: JobState, trainers: TrainerList, members: Members, reason: str) -> tuple[Change, ...]:
+    """With the trainers that were left out, if they are still there."""
+    left_out = state.saving.left_out if state.saving else ()
+    back = tuple(trainer for trainer in left_out if trainer in members.trainers)
+    generation = state.generation + bool(back)
+    update = {"phase": Phase.RUNNING, "saving": None, "reason": reason, "generation": generation}
+    listed = (TrainerList(generation=generation, names=(*trainers.names, *back)),) if back else ()
+    return state.model_copy(update=update), *listed
 
 
 def _missing(spec: JobSpec, state: JobState, members: Members) -> list[int]:

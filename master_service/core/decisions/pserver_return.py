@@ -1,6 +1,7 @@
 """Asynchronous: a parameter server is gone and the others continue. It returns from its newest checkpoint; its losses are recorded.
 
 complete --pserver gone--> absent --back, with a checkpoint's ledger--> counted: generation + 1, its losses on record
+         |                   |-- the same process, whose lease had run out: it has everything, nothing is lost
          |                   `-- no checkpoint, or away too long: FAILED
          `-- no pserver left, or training is over: the whole job goes back, nothing is lost (rollback.py)
 """
@@ -12,8 +13,7 @@ from master_service.core.decisions.lifecycle import fail
 from master_service.core.decisions.rollback import go_back, has_parameters, slots_fit
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
-from shared.errors import NotReady
-from shared.records import JobSpec, JobState, PserverMember, SlotMap, Stage
+from shared.records import FailureCause, JobSpec, JobState, PserverMember, SlotMap, Stage
 
 
 def handle_missing(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members) -> Decision[None]:
@@ -25,17 +25,21 @@ def handle_missing(spec: JobSpec, state: JobState, slots: SlotMap | None, member
         cause = f"the job has {spec.pservers} parameter servers now instead of {max(slots.owners) + 1}"
         if independent:
             return fail(
-                state, f"{cause}, and independent checkpoints load only with as many; start it with as many as before"
+                state,
+                f"{cause}, and independent checkpoints load only with as many; start it with as many as before",
+                FailureCause.MEMBERS,
             )
         return go_back(spec, state, slots, members, cause)
     away = [index for index in range(spec.pservers) if not has_parameters(state, members, index)]
+    if whole := [index for index in state.absent if index < spec.pservers and index not in away]:
+        return _back_whole(state, whole)
     if not away:
         return Decision(None)
     for index in away:
         member = members.pservers.get(index)
         if member is not None and member.restored is not None and member.restored.error and is_back(state, member):
-            return fail(state, f"pserver {index} cannot come back: {member.restored.error}")
-    cause = f"pserver {away[0]} is gone"
+            return fail(state, f"pserver-{index} cannot come back: {member.restored.error}", FailureCause.STORAGE)
+    cause = f"pserver-{away[0]} is gone"
     over = state.stage is not Stage.TRAIN and members.latest is not None  # evaluation must see one set of parameters
     if (len(away) == spec.pservers or over) and not independent:
         return go_back(spec, state, slots, members, cause)
@@ -44,13 +48,25 @@ def handle_missing(spec: JobSpec, state: JobState, slots: SlotMap | None, member
     else:
         without = away if members.latest is None else []
     if without:
-        return fail(state, f"pserver {without[0]} is gone and no checkpoint of it exists yet; start the job again")
+        return fail(
+            state,
+            f"pserver-{without[0]} is gone and no checkpoint of it exists yet; start the job again",
+            FailureCause.MEMBERS,
+        )
     new = [index for index in away if index not in state.absent]
     if not new:
         return Decision(None)
     absent = tuple(sorted({*state.absent, *new}))
-    message = f"pserver {new[0]} is gone; it comes back from its newest checkpoint, the others go on"
+    message = f"pserver-{new[0]} is gone; it comes back from its newest checkpoint, the others go on"
     event = Event("pserver_lost", message, {"pserver": new[0], "absent": len(absent)})
+    return Decision(None, (state.model_copy(update={"absent": absent, "reason": message}),), (event,))
+
+
+def _back_whole(state: JobState, whole: list[int]) -> Decision[None]:
+    """Absent parameter servers that were never gone: only their leases had run out."""
+    absent = tuple(index for index in state.absent if index not in whole)
+    message = f"pserver-{whole[0]} is back with its parameters: its lease had run out, nothing is lost"
+    event = Event("pserver_back", message, {"pserver": whole[0], "lost_minibatches": 0, "absent": len(absent)})
     return Decision(None, (state.model_copy(update={"absent": absent, "reason": message}),), (event,))
 
 
@@ -66,21 +82,16 @@ def is_back(state: JobState, member: PserverMember) -> bool:
 
 
 def returned(state: JobState, members: Members) -> list[PserverMember]:
-    """Pservers that serve again and whose losses are not on record yet."""
+    """Pservers that have loaded a checkpoint and serve once their losses are on record."""
     restored = [
         member for member in members.pservers.values() if member.restored is not None and not member.restored.error
     ]
     return [member for member in restored if is_back(state, member)]
 
 
-def is_outdated(state: JobState, members: Members, generation: int | None) -> bool:
-    """Whether a task that was done in `generation` may be missing at a pserver that came back since. Then it is given again.
-
-    Raises NotReady while a pserver is back and its losses are not counted. They are counted as the tasks that are done and not
-    in its checkpoint, so no task may become done in between: the pserver may have its pushes already.
-    """
-    if back := returned(state, members):
-        raise NotReady(f"pserver {back[0].index} came back and what it lacks is not on record yet; report again")
+def is_outdated(state: JobState, generation: int | None) -> bool:
+    """Whether a task whose first push was in `generation` may be missing at a pserver that came back since. Then it is given
+    again. The pserver takes pushes once its losses are on record, so what was done before that was counted."""
     return generation is not None and generation < state.mended
 
 
@@ -91,7 +102,7 @@ def record_return(job: Job, member: PserverMember, lost: int, before: tuple[int,
         return Decision(False)
     generation = state.generation + 1
     absent = tuple(index for index in state.absent if index != member.index)
-    message = f"pserver {member.index} is back from checkpoint {restored.checkpoint[:8]}: it lacks {lost:,} minibatches of closed tasks"
+    message = f"pserver-{member.index} is back from checkpoint {restored.checkpoint[:8]}: it lacks {lost:,} minibatches of closed tasks"
     update = {
         "generation": generation,
         "mended": generation,

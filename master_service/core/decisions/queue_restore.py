@@ -10,8 +10,9 @@ its successor does them again. There may be any number of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from master_service.core.changes import (
     Change,
@@ -21,12 +22,15 @@ from master_service.core.changes import (
     PutRequeued,
     RestartQueue,
 )
-from master_service.core.queue.task_queue import TaskQueue, requeued_task
+from master_service.core.queue.open_tasks import requeued_task
+from master_service.core.queue.task_queue import TaskQueue
 from master_service.core.state.job import Job
 from shared.errors import CheckpointUnusable
-from shared.records import DiscardedTask, EvaluationSums, PendingTask, RequeuedTask, TaskKind, TaskMeta
+from shared.records import DiscardedTask, EvaluationSums, PendingTask, RequeuedTask, SlotMap, TaskKind, TaskMeta
+from shared.records.checkpoints import Manifest
 from shared.records.pauses import Losses
 from shared.records.step import LanePosition
+from shared.slots import slot_of
 
 CAUSE = "the job went back to a checkpoint"
 
@@ -42,6 +46,28 @@ class CutQueue:
     open: Mapping[str, RequeuedTask]
     discarded: Mapping[tuple[int, str], DiscardedTask]
     losses: Losses
+
+
+def cut_in(manifest: Manifest, slots: SlotMap | None) -> CutQueue:
+    """The queue in a manifest, with losses by the parameter servers of `slots`. Raises CheckpointUnusable."""
+    cut = read_cut(manifest.queue)
+    return cut if slots is None else replace(cut, losses=moved_losses(cut.losses, manifest, slots))
+
+
+def moved_losses(losses: Losses, manifest: Manifest, slots: SlotMap) -> Losses:
+    """Of other parameter servers than at the cut: each lacks at most what all together lacked that had some of its blocks."""
+    owners = manifest.slots.owners
+    if owners == slots.owners or losses == Losses():
+        return losses
+    before: dict[int, set[str]] = defaultdict(set)
+    for block in manifest.layout.blocks():
+        slot = slot_of(block.number, manifest.layout.slot_count)
+        before[slots.owners[slot]].add(str(owners[slot]))
+    moved = Losses()
+    for index, former in sorted(before.items()):
+        lost, skipped = (sum(counts.get(i, 0) for i in former) for counts in (losses.lost, losses.skipped))
+        moved = moved.with_lost(index, lost, skipped)
+    return moved
 
 
 def read_cut(queue: Mapping[str, str]) -> CutQueue:
@@ -88,39 +114,49 @@ def restore_to_cut(job: Job, cut: CutQueue) -> tuple[Change, ...]:
     return tuple(changes)
 
 
-def done_since_cut(job: Job, cut: CutQueue) -> Iterator[tuple[int, str]]:
-    """(epoch, task) of all tasks that are done now and were not done at the cut."""
-    queue = job.training
-    for epoch in range(cut.epoch, min(queue.epoch + 1, job.spec.epochs)):
-        first = cut.cursor if epoch == cut.epoch else 0
-        last = queue.cursors.get(queue.streams.name(0), 0) if epoch == queue.epoch else queue.total
-        given = [queue.streams.at(epoch, 0, index) for index in range(first, last)]
-        if epoch == cut.epoch:
-            given = [*cut.open, *given]
-        for task_id in given:
-            under_way = epoch == queue.epoch and (task_id in queue.pending or task_id in queue.requeued)
-            if not under_way and (epoch, task_id) not in queue.discarded:
-                yield epoch, task_id
-
-
 def missed_minibatches(job: Job, cut: CutQueue, positions: Mapping[str, int]) -> int:
     """Minibatches of done tasks that a pserver lacks which loaded this cut.
 
     `positions`: what its ledger has of each task that was open at the cut, in minibatches (-1: all). Tasks that are open now
     go on from its ledger and lose nothing.
     """
-    total = 0
-    for epoch, task_id in done_since_cut(job, cut):
-        had = positions.get(task_id, 0) if epoch == cut.epoch else 0
-        if had >= 0:
-            minibatches = -(-job.training.streams.records_of(task_id) // job.spec.minibatch_size)
-            total += max(0, minibatches - had)
-    return total
+    streams, size = job.training.streams, job.spec.minibatch_size
+
+    def minibatches(records: int) -> int:
+        return -(-records // size)
+
+    def lacks(task_id: str) -> int:
+        had = positions.get(task_id, 0)
+        return max(0, minibatches(streams.records_of(task_id)) - had) if had >= 0 else 0
+
+    return _done_since(job, cut, minibatches, lacks)
 
 
 def records_since_cut(job: Job, cut: CutQueue) -> int:
     """Records of tasks that are done now and will be trained again if the job goes back to the cut."""
-    return sum(job.training.streams.records_of(task_id) for _, task_id in done_since_cut(job, cut))
+    return _done_since(job, cut, lambda records: records, job.training.streams.records_of)
+
+
+def _done_since(job: Job, cut: CutQueue, weight: Callable[[int], int], weight_of_open: Callable[[str], int]) -> int:
+    """The sum of `weight(records)` over all tasks that are done now and were not given out at the cut, and of `weight_of_open(task)`
+    over those that are done now and were open then. Tasks are not counted one by one: a job of 1e9 records has many."""
+    queue = job.training
+    streams, total = queue.streams, 0
+    for epoch in range(cut.epoch, min(queue.epoch + 1, job.spec.epochs)):
+        first = cut.cursor if epoch == cut.epoch else 0
+        last = queue.cursors.get(streams.name(0), 0) if epoch == queue.epoch else queue.total
+        total += streams.sum(epoch, first, last, weight)
+        not_done = {task_id for gone_in, task_id in queue.discarded if gone_in == epoch}
+        if epoch == queue.epoch:
+            not_done |= queue.pending.keys() | queue.requeued.keys()
+        total -= sum(
+            weight(streams.records_of(task_id))
+            for task_id in not_done
+            if first <= streams.place(epoch, task_id)[1] < last
+        )
+        if epoch == cut.epoch:
+            total += sum(weight_of_open(task_id) for task_id in cut.open if task_id not in not_done)
+    return total
 
 
 # -------------------------------------------------------------------- synchronous: lane positions

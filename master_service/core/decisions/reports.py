@@ -27,14 +27,14 @@ def check_failure(member_id: str, failure: UserFailure) -> None:
 
 def check_trainer(job: Job, member_id: str) -> None:
     """Raises NotFound."""
-    if member_id not in job.members.trainers and member_id not in job.state.trainers:
+    if member_id not in job.members.trainers and member_id not in job.trainers:
         raise NotFound(
             f"no trainer {member_id} is registered in job {job.spec.job}; only trainers report what they trained"
         )
 
 
 def most_steps(job: Job) -> int:
-    """No step of the job has a higher number: every task of the longest stream, in every epoch."""
+    """The job has no more steps: every task of the longest stream, in every epoch."""
     streams, spec = job.training.streams, job.spec
     longest = max(streams.length(number) for number in range(streams.count))
     return spec.epochs * longest * -(-spec.task_records // spec.minibatch_size)
@@ -43,8 +43,8 @@ def most_steps(job: Job) -> int:
 def _impossible(job: Job, share: StepMetrics) -> str:
     """Why the job cannot have such a step, or ""."""
     records, most = job.training.streams.records, most_steps(job)
-    if not 0 <= share.step <= most:
-        return f"the job has at most {most} steps"
+    if not 0 <= share.step < most:
+        return f"the job has at most {most} steps, numbered from 0"
     if not 0 <= share.epoch <= job.training.epoch:
         return f"epoch {job.training.epoch} is under way"
     if not 0 <= share.records <= records:

@@ -2,19 +2,31 @@
 
 RUNNING --parameters lost--> ROLLING_BACK(timeline, checkpoint) --every pserver has it, queue restored--> RUNNING
    |                            |    ^ cannot be used: the checkpoint before it, in a newer timeline
-   |                            +----+---- none left ----> FAILED
+   |                            +----+---- none left ----> FAILED; only the initial parameters were saved: dropped -> WAITING
    +-- there is no checkpoint yet --> WAITING: from the very start, with new members
 """
 
 from __future__ import annotations
 
 from master_service.core.changes import Change, Decision, Event, Fields, ForgetParameters, NextEpoch, RestartQueue
-from master_service.core.decisions.lane_placement import new_lanes
+from master_service.core.decisions.lane_placement import new_list
 from master_service.core.decisions.lifecycle import fail, next_stage
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
-from shared.records import EvaluationSums, JobSpec, JobState, Mode, Phase, PserverMember, SlotMap, Stage, TaskKind
-from shared.records.checkpoints import CheckpointLatest, CheckpointRef, history
+from shared.records import (
+    EvaluationSums,
+    FailureCause,
+    JobSpec,
+    JobState,
+    Mode,
+    Phase,
+    PserverMember,
+    SlotMap,
+    Stage,
+    TaskKind,
+    TrainerList,
+)
+from shared.records.checkpoints import CheckpointLatest, CheckpointRef, history, saved_point
 from shared.records.pauses import Losses
 from shared.slots import spread
 
@@ -29,9 +41,9 @@ def why_incomplete(spec: JobSpec, state: JobState, slots: SlotMap | None, member
         return f"the job has {spec.pservers} parameter servers now instead of {max(slots.owners) + 1}"
     for index in range(spec.pservers):
         if index not in members.pservers:
-            return f"pserver {index} is gone"
+            return f"pserver-{index} is gone"
         if not has_parameters(state, members, index):
-            return f"pserver {index} was replaced by an empty one"
+            return f"pserver-{index} was replaced by an empty one"
         torn = members.pservers[index].torn
         if torn is not None and torn.timeline == state.timeline:
             return torn.cause
@@ -53,7 +65,7 @@ def has_parameters(state: JobState, members: Members, index: int) -> bool:
             and not restored.error
             and (restored.timeline, restored.checkpoint) == (state.timeline, state.checkpoint)
         )
-    return not members.pserver_revisions.get(index, 0) > members.layout_revision > 0
+    return not (member.since or members.pserver_revisions.get(index, 0)) > members.layout_revision > 0
 
 
 def slots_fit(slots: SlotMap, spec: JobSpec) -> bool:
@@ -63,12 +75,44 @@ def slots_fit(slots: SlotMap, spec: JobSpec) -> bool:
 def go_back(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members, cause: str) -> Decision[None]:
     """Parameters are lost: back to the newest checkpoint. Without one, back to the start, once no pserver holds any."""
     if members.latest is not None:
-        usable = _usable(state, members.latest)
-        if not usable:
-            return fail(state, f"{cause} and no checkpoint is left that could be loaded")
-        return back_to(spec, state, slots, usable[0], cause)
+        return _back_to_best(
+            spec, state, slots, members.latest, cause, f"{cause} and no checkpoint is left that could be loaded"
+        )
     if survivors(spec, state, members):
         return Decision(None)
+    return _start_over(spec, state, slots, f"{cause} and no checkpoint exists yet: training starts over")
+
+
+def _back_to_best(
+    spec: JobSpec, state: JobState, slots: SlotMap | None, latest: CheckpointLatest, cause: str, none_left: str
+) -> Decision[None]:
+    """To the newest usable checkpoint. Without one the job fails, except where only the initial parameters are lost: new ones
+    have the same bits."""
+    usable = _usable(state, latest)
+    if usable:
+        return back_to(spec, state, slots, usable[0], cause)
+    if spec.mode is Mode.SYNC and not any(ref.step for ref in latest.kept):
+        return _back_to_start(state, f"{cause}; only the initial parameters were saved: training starts over")
+    return fail(state, none_left, FailureCause.STORAGE)
+
+
+def _back_to_start(state: JobState, reason: str) -> Decision[None]:
+    """All pservers drop what they have, in a new timeline without a checkpoint; `supervise` starts over once they have."""
+    timeline = state.generation + 1
+    update = {
+        "phase": Phase.ROLLING_BACK,
+        "generation": timeline,
+        "timeline": timeline,
+        "checkpoint": "",
+        "reason": reason,
+    }
+    fields: Fields = {"cause": reason, "step": 0, "checkpoint": "", "timeline": timeline}
+    dropping = state.model_copy(update={**update, **_NO_ABSENCE})
+    return Decision(None, (dropping,), (Event("rolling_back", reason, fields),))
+
+
+def _start_over(spec: JobSpec, state: JobState, slots: SlotMap | None, reason: str) -> Decision[None]:
+    """From the very start. No pserver may hold parameters."""
     restarted = state.model_copy(
         update={
             "phase": Phase.WAITING,
@@ -76,15 +120,15 @@ def go_back(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Memb
             "generation": state.generation + 1,
             "timeline": state.generation + 1,
             "checkpoint": "",
-            "reason": f"{cause} and no checkpoint exists yet: training starts over",
-            "trainers": (),
+            "reason": reason,
             **_NO_ABSENCE,
         }
     )
     others = [TaskKind.EXPORT, *([TaskKind.EVALUATE] if spec.evaluation_dataset else [])]
     emptied: list[Change] = [*map(RestartQueue, others), EvaluationSums(), Losses()]
-    changes = (restarted, ForgetParameters(), *_new_slots(spec, slots), *emptied, NextEpoch(0))
-    return Decision(None, changes, (Event("started_over", restarted.reason, {"cause": cause}),))
+    nobody = TrainerList(generation=restarted.generation)
+    changes = (restarted, nobody, ForgetParameters(), *_new_slots(spec, slots), *emptied, NextEpoch(0))
+    return Decision(None, changes, (Event("started_over", reason, {"cause": reason}),))
 
 
 def survivors(spec: JobSpec, state: JobState, members: Members) -> list[PserverMember]:
@@ -101,6 +145,8 @@ def supervise(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Me
     """While pservers load: another checkpoint if one of them cannot, a new rollback if the number of pservers changed."""
     if slots is not None and not slots_fit(slots, spec):
         return go_back(spec, state, slots, members, why_incomplete(spec, state, slots, members))
+    if not state.checkpoint:
+        return _start_over(spec, state, slots, state.reason) if _all_dropped(spec, state, members) else Decision(None)
     for index in sorted(members.pservers):
         restored = members.pservers[index].restored
         if (
@@ -110,8 +156,16 @@ def supervise(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Me
         ):
             if restored.superseded:
                 return choose_again(spec, state, slots, members.latest)
-            return fall_back(spec, state, slots, members.latest, f"pserver {index}: {restored.error}")
+            return fall_back(spec, state, slots, members.latest, f"pserver-{index}: {restored.error}")
     return Decision(None)
+
+
+def _all_dropped(spec: JobSpec, state: JobState, members: Members) -> bool:
+    """Whether every pserver is there and says that it has no parameters in this timeline."""
+    said = [members.pservers[index].restored for index in range(spec.pservers) if index in members.pservers]
+    return len(said) == spec.pservers and all(
+        each and (each.timeline, each.checkpoint) == (state.timeline, "") for each in said
+    )
 
 
 def is_restored(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members) -> bool:
@@ -130,14 +184,15 @@ def fall_back(
     """The checkpoint of this rollback cannot be used: take the one before it, or fail the job."""
     if state.phase is not Phase.ROLLING_BACK:
         return Decision(None)
-    state = state.model_copy(update={"damaged": (*state.damaged, state.checkpoint)})
-    usable = _usable(state, latest) if latest else ()
     fields: Fields = {"checkpoint": state.checkpoint, "cause": error}
     warning: Decision[None] = Decision(None, (), (Event("checkpoint_unusable", error, fields),))
-    if not usable:
-        reason = f"no checkpoint is left that could be loaded; the last one tried: {error}"
-        return warning + fail(state, reason)
-    return warning + back_to(spec, state, slots, usable[0], f"checkpoint {state.checkpoint} cannot be used")
+    damaged = state.checkpoint
+    state = state.model_copy(update={"damaged": (*state.damaged, damaged)})
+    none_left = f"no checkpoint is left that could be loaded; the last one tried: {error}"
+    if latest is None:
+        return warning + fail(state, none_left, FailureCause.STORAGE)
+    cause = f"checkpoint {damaged} cannot be used"
+    return warning + _back_to_best(spec, state, slots, latest, cause, none_left)
 
 
 def choose_again(
@@ -149,7 +204,7 @@ def choose_again(
     newest = next((ref for ref in latest.kept if ref.uuid not in state.damaged), None)
     cause = f"a newer checkpoint had taken the place of {state.checkpoint}"
     if newest is None:
-        return fail(state, f"{cause}, and all that are kept are damaged")
+        return fail(state, f"{cause}, and all that are kept are damaged", FailureCause.STORAGE)
     return back_to(spec, state, slots, newest, cause)
 
 
@@ -166,7 +221,7 @@ def _usable(state: JobState, latest: CheckpointLatest) -> tuple[CheckpointRef, .
 def back_to(spec: JobSpec, state: JobState, slots: SlotMap | None, ref: CheckpointRef, cause: str) -> Decision[None]:
     """All pservers load that checkpoint, in a new timeline."""
     timeline = state.generation + 1
-    reason = f"{cause}: the job goes back to step {ref.step}"
+    reason = f"{cause}: the job goes back to {saved_point(spec.mode, ref.step)}"
     back = state.model_copy(
         update={
             "phase": Phase.ROLLING_BACK,
@@ -209,18 +264,18 @@ def resume(job: Job, epoch: int, step: int, *, records: int, seconds: float) -> 
         return Decision(False)
     trainers = tuple(members.trainers)
     generation = state.generation + 1
-    reason = f"back at step {step}" + ("" if trainers else "; waiting for a trainer")
+    place = saved_point(spec.mode, step)
+    reason = f"back at {place}" + ("" if trainers else "; waiting for a trainer")
     running = state.model_copy(
         update={
             "phase": Phase.RUNNING,
             "stage": stage_at(spec, state.stage, epoch),
             "generation": generation,
             "reason": reason,
-            "trainers": trainers,
         }
     )
-    changes: tuple[Change, ...] = (running, *new_lanes(spec, job.lanes, generation, trainers))
-    message = f"rolled back to step {step} in {seconds:.1f} s; {records} records are trained again"
+    changes: tuple[Change, ...] = (new_list(spec, job.trainers, generation, trainers), running)
+    message = f"rolled back to {place} in {seconds:.1f} s; {records} records are trained again"
     fields: Fields = {
         "step": step,
         "checkpoint": state.checkpoint,

@@ -6,9 +6,19 @@ no next one is taken: the trainer asks again.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
-from master_service.core.changes import Decision, DropPending, Event, Fields, PutRequeued
+from master_service.core.changes import (
+    Change,
+    Decision,
+    DropPending,
+    Event,
+    Fields,
+    NextEpoch,
+    PutRequeued,
+    RestartQueue,
+)
 from master_service.core.decisions import lifecycle, pserver_return
 from master_service.core.queue.task_queue import WAIT_S, Closing, TaskQueue
 from master_service.core.state.job import Job
@@ -83,12 +93,12 @@ def report_progress(job: Job, task_id: str, report: TaskProgress) -> TaskQueue:
 
 
 def complete(job: Job, task_id: str, report: CompleteTask) -> Decision[None]:
-    """Raises StaleAttempt, NotFound, NotReady, TooLarge. Sums and exports are written in the transaction that ends the task: never twice."""
+    """Raises StaleAttempt, NotFound, TooLarge. Sums and exports are written in the transaction that ends the task: never twice."""
     queue = _queue_of(job, task_id, report)
     closing = queue.finish(task_id, report.attempt, report.trainer, report.epoch)
     if not closing.changes:
         return Decision(None)
-    if queue.kind is TaskKind.TRAIN and pserver_return.is_outdated(job.state, job.members, report.generation):
+    if queue.kind is TaskKind.TRAIN and pserver_return.is_outdated(job.state, report.generation):
         return _put_back(queue, task_id, "a parameter server came back from a checkpoint meanwhile")
     changes = closing.changes
     if report.skipped and queue.kind is TaskKind.TRAIN:
@@ -146,7 +156,7 @@ def put_back_lost(job: Job) -> Decision[bool]:
     queue = job.due
     if queue is None or job.state.phase is not Phase.RUNNING:
         return Decision(False)
-    members = set(job.state.trainers)
+    members = job.trainers
     lost = [(task_id, p.record.trainer) for task_id, p in queue.pending.items() if p.record.trainer not in members]
     decision: Decision[bool] = Decision(len(lost) > REQUEUES_AT_ONCE)
     for task_id, trainer in lost[:REQUEUES_AT_ONCE]:
@@ -154,10 +164,20 @@ def put_back_lost(job: Job) -> Decision[bool]:
     return decision
 
 
+def freed_by(changes: Iterable[Change]) -> int | None:
+    """How many tasks these changes give back to the queue; None: perhaps any number, or those who wait get another answer now."""
+    freed = 0
+    for change in changes:
+        if isinstance(change, JobState | NextEpoch | RestartQueue):
+            return None
+        freed += isinstance(change, PutRequeued)
+    return freed
+
+
 def check_generation(job: Job, ask: AcquireTask) -> None:
     """The fence of dispatch. Raises StaleGeneration for a trainer that is not a member, or (lanes) that is of an older generation."""
     state = job.state
-    if ask.trainer not in state.trainers:
+    if ask.trainer not in job.trainers:
         msg = f"{ask.trainer} is no member of generation {state.generation}; register, and read the job's state again"
         raise StaleGeneration(msg, generation=state.generation)
     if ask.stream is None:
@@ -165,8 +185,8 @@ def check_generation(job: Job, ask: AcquireTask) -> None:
     if ask.generation != state.generation:
         msg = f"{ask.trainer} asks in generation {ask.generation}, now is {state.generation}; read lanes again"
         raise StaleGeneration(msg, generation=state.generation)
-    first, last = job.lanes.of(ask.trainer) if job.lanes else (0, 0)
-    if job.lanes and not first <= ask.stream < last:
+    first, last = job.trainers.lanes_of(ask.trainer)
+    if job.trainers.lanes and not first <= ask.stream < last:
         msg = f"lane {ask.stream} is not of {ask.trainer} (lanes {first} to {last} exclusive) in generation {state.generation}; read lanes again"
         raise StaleGeneration(msg, generation=state.generation)
 
@@ -251,12 +271,15 @@ def _ended_badly(
     limit = job.spec.max_discarded_fraction * queue.streams.records
     if queue.kind is TaskKind.EXPORT:
         return ended + lifecycle.fail(
-            job.state, f"the export failed {closing.discarded.failures} times: {cause}", failure
+            job.state,
+            f"the export failed {closing.discarded.failures} times: {cause}",
+            lifecycle.cause_of(failure),
+            failure,
         )
     if lost > limit:
         reason = (
             f"{lost} of {queue.streams.records} records of epoch {closing.discarded.epoch} are discarded, more than "
             f"max_discarded_fraction {job.spec.max_discarded_fraction:g}; the last: {what}: {cause}"
         )
-        return ended + lifecycle.fail(job.state, reason, failure)
+        return ended + lifecycle.fail(job.state, reason, lifecycle.cause_of(failure), failure)
     return ended + lifecycle.advance_stage(job, closing.changes, last=closing.last)

@@ -139,6 +139,18 @@ class Streams:
     def records_of(self, task_id: str) -> int:
         return self.table.locate(self.number(task_id)).count if self.table else 0
 
+    def sum(self, epoch: int, first: int, last: int, weight: Callable[[int], int]) -> int:
+        """Of `weight(records)` over the tasks at positions [first, last) of the epoch (streams count 1). As many steps as there are
+        files, not tasks: all tasks but the last one of each file have the same number of records."""
+        if self.table is None or first >= last:
+            return 0
+        full, whole = weight(self.table.task_records), (first, last) == (0, self.total)
+        total = full * (last - first)
+        for number, records in self.table.short_tasks:
+            if whole or first <= self.order(epoch).position_of(number) < last:
+                total += weight(records) - full
+        return total
+
     def describe(self, task_id: str) -> str:
         """`task 7 (train.parquet records 0-511)`."""
         if self.table is None:

@@ -8,6 +8,7 @@ records    0-3  4-7  8-9      0-3  4
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -66,6 +67,13 @@ class FileTable:
     @property
     def records(self) -> int:
         return sum(file.records for file in self.files)
+
+    @property
+    def short_tasks(self) -> Iterator[tuple[int, int]]:
+        """(number, records) of the tasks with fewer than `task_records` records: the last ones of files."""
+        for file, end in zip(self.files, self.task_ends, strict=True):
+            if rest := file.records % self.task_records:
+                yield end - 1, rest
 
     def locate(self, task: int) -> ShardLocation:
         """Where task number `task` lies, in O(log files). Raises IndexError outside [0, tasks)."""

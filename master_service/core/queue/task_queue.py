@@ -28,21 +28,12 @@ from master_service.core.changes import (
 )
 from master_service.core.queue.deadlines import Deadlines
 from master_service.core.queue.epoch_order import Streams
+from master_service.core.queue.open_tasks import OpenOfStreams, Pending, RequeuedTasks, requeued_task
 from master_service.core.queue.repeats import Repeats
 from shared.errors import Conflict, StaleAttempt
-from shared.records import AcquireTask, DiscardedTask, PendingTask, RequeuedTask, TaskAnswer, TaskKind
+from shared.records import AcquireTask, DiscardedTask, PendingTask, TaskAnswer, TaskKind
 
 WAIT_S = 0.2
-
-
-@dataclass(slots=True)
-class Pending:
-    """`record` is what etcd holds; the rest starts anew in a new master."""
-
-    record: PendingTask
-    deadline: float
-    last_sign: float
-    minibatches: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +57,10 @@ class TaskQueue:
     epoch: int = 0
     cursors: dict[str, int] = field(default_factory=dict)
     pending: dict[str, Pending] = field(default_factory=dict)
-    requeued: dict[str, RequeuedTask] = field(default_factory=dict)
+    requeued: RequeuedTasks = field(default_factory=RequeuedTasks)
     discarded: dict[tuple[int, str], PutDiscarded] = field(default_factory=dict)
     repeats: Repeats = field(default_factory=Repeats)
+    open_of: OpenOfStreams = field(default_factory=OpenOfStreams)  # of lanes only
     dispatched: int = 0
 
     @property
@@ -127,7 +119,7 @@ class TaskQueue:
         if self.finished:
             return TaskAnswer(answer="end", reason=f"all {self.epochs} epochs of {self.kind} are done"), ()
         if self.requeued:
-            task_id, back = min(self.requeued.items(), key=lambda item: item[1].index)
+            task_id, back = self.requeued.first()
             given, put = self._give(ask, task_id, 0, back.index, back.attempts, back.failures)
             return given, (DropRequeued(task_id), put)
         name = self.streams.name(0)
@@ -273,15 +265,19 @@ class TaskQueue:
                     self.repeats.drop_ask(before.record)
                 self.pending[task_id] = Pending(record, now + self.deadlines.allowed_s(), now)
                 self.repeats.add_ask(task_id, record)
+                self._note(record.stream, task_id)
             case DropPending(task_id, reported):
                 held = self.pending.pop(task_id)
                 self.repeats.drop_ask(held.record)
+                self._note(held.record.stream, task_id)
                 if reported:
                     self.repeats.remember(task_id, held.record)
             case PutRequeued(task_id, back):
                 self.requeued[task_id] = back
+                self._note(back.stream, task_id)
             case DropRequeued(task_id):
-                del self.requeued[task_id]
+                back = self.requeued.pop(task_id)
+                self._note(back.stream, task_id)
             case PutDiscarded(task_id, lost, _):
                 self.discarded[lost.epoch, task_id] = change
             case DropDiscarded(task_id, epoch):
@@ -293,10 +289,11 @@ class TaskQueue:
                     self.repeats.remember(task_id, held.record)
                 self.repeats.asks.clear()
                 self.epoch, self.dispatched = epoch, 0
-                self.cursors, self.pending, self.requeued = {}, {}, {}
+                self.cursors, self.pending, self.requeued, self.open_of = {}, {}, RequeuedTasks(), OpenOfStreams()
             case RestartQueue():
                 self.repeats, self.dispatched = Repeats(requests=self.repeats.requests), 0
-                self.cursors, self.pending, self.requeued, self.discarded = {}, {}, {}, {}
+                self.cursors, self.pending, self.requeued, self.discarded = {}, {}, RequeuedTasks(), {}
+                self.open_of = OpenOfStreams()
             case _:
                 msg = f"{change!r} is no change of a task queue"
                 raise TypeError(msg)
@@ -319,6 +316,9 @@ class TaskQueue:
         }
         if asks != self.repeats.asks:
             yield f"pending tasks were asked for as {asks}, remembered is {self.repeats.asks}"
+        streams = [p.record.stream for p in self.pending.values()] + [back.stream for back in self.requeued.values()]
+        if self.by_lane and sorted(streams) != sorted(name for name, ids in self.open_of.items() for _ in ids):
+            yield f"open tasks are of lanes {sorted(streams)}, noted are {self.open_of}"
         if self.dispatched != sum(self.cursors.values()):
             yield f"{self.dispatched} tasks are counted as dispatched, the cursors say {sum(self.cursors.values())}"
         if min(self.counts) < 0 or sum(self.counts) != self.total:
@@ -365,10 +365,14 @@ class TaskQueue:
     def _committed(self, lane: int, index: int) -> tuple[Change, ...]:
         """Drops earlier tasks of the lane that are still pending or requeued: the request proves them done."""
         name = self.streams.name(lane)
-        passed = [t for t, p in self.pending.items() if p.record.stream == name and p.record.index < index]
-        held = [DropPending(t, reported=True) for t in passed]
-        back = [DropRequeued(t) for t, r in self.requeued.items() if r.stream == name and r.index < index]
-        return (*held, *back)
+        open_tasks = self.open_of.get(name, ())
+        held = [t for t in open_tasks if t in self.pending and self.pending[t].record.index < index]
+        back = [t for t in open_tasks if t in self.requeued and self.requeued[t].index < index]
+        return (*(DropPending(t, reported=True) for t in held), *map(DropRequeued, back))
+
+    def _note(self, stream: str, task_id: str) -> None:
+        if self.by_lane:
+            self.open_of.note(stream, task_id, is_open=task_id in self.pending or task_id in self.requeued)
 
     def _and_close(self, committed: tuple[Change, ...], passed: tuple[PutCursor, ...] = ()) -> tuple[Change, ...]:
         """`committed` and `passed`, and the next epoch if they leave no task of this one."""
@@ -388,8 +392,3 @@ class TaskQueue:
             return False
         epochs = (self.epoch, self.epoch - 1) if epoch is None else (epoch,)
         return any((e, task_id, attempt, trainer) in self.repeats.reports for e in epochs)
-
-
-def requeued_task(held: PendingTask, failures: int, cause: str) -> RequeuedTask:
-    stream, epoch, index = held.stream, held.epoch, held.index
-    return RequeuedTask(attempts=held.attempt, failures=failures, cause=cause, stream=stream, epoch=epoch, index=index)

@@ -30,13 +30,13 @@ from shared.records import (
     EvaluationSums,
     JobSpec,
     JobState,
-    LaneMap,
     Mode,
     SlotMap,
     Stage,
     TaskKind,
     TaskMeta,
     TaskSummary,
+    TrainerList,
 )
 from shared.records.operations import Operation
 from shared.records.pauses import Losses
@@ -62,7 +62,7 @@ class Job:
     queues: dict[TaskKind, TaskQueue]
     budget: FailureBudget
     state: JobState = field(default_factory=JobState)
-    lanes: LaneMap | None = None
+    trainers: TrainerList = field(default_factory=TrainerList)
     slots: SlotMap | None = None
     sums: EvaluationSums = field(default_factory=EvaluationSums)
     losses: Losses = field(default_factory=Losses)
@@ -141,8 +141,8 @@ class Job:
                 self.queues[kind].apply(change, now)
             case JobState():
                 self.state = change
-            case LaneMap():
-                self.lanes = change
+            case TrainerList():
+                self.trainers = change
             case SlotMap():
                 self.slots = change
             case EvaluationSums():

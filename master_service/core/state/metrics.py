@@ -27,10 +27,12 @@ class Sums:
 
 @dataclass(slots=True)
 class Metrics:
+    """`step`: how many steps were done: the highest number that was reported, and one, since they are numbered from 0; None: not known."""
+
     steps: OrderedDict[int, Sums] = field(default_factory=OrderedDict)
     epochs: OrderedDict[int, Sums] = field(default_factory=OrderedDict)
     recent: deque[tuple[float, int]] = field(default_factory=deque)
-    step: int = 0
+    step: int | None = None
     records: int = 0
     skipped: int = 0
 
@@ -47,7 +49,7 @@ class Metrics:
                 sums.skipped += share.skipped
             records += share.records
             self.skipped += share.skipped
-            self.step = max(self.step, share.step)
+            self.step = max(self.step or 0, share.step + 1)
         self.records += records
         self.recent.append((now, records))
         self._forget(now)
@@ -69,7 +71,7 @@ class Metrics:
         """In place. The job continues from version `step`: later steps are trained again."""
         for number in [number for number in self.steps if number >= step]:
             del self.steps[number]
-        self.step = min(self.step, step)
+        self.step = step
         self.recent.clear()
 
     def _forget(self, now: float) -> None:

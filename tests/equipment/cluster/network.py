@@ -173,7 +173,9 @@ class Network:
             async with asyncio.timeout(timeout_s):
                 return await call.reply
         except TimeoutError as error:
-            raise DeadlineExceeded(f"{target.name} gave no answer within {timeout_s:g} s") from error
+            raise DeadlineExceeded(
+                f"{target.name} gave no answer within {timeout_s:g} s", silent_s=timeout_s
+            ) from error
         finally:
             self._calls.pop(number, None)
             if call.reply.cancelled() or not call.reply.done() or call.reply.exception() is not None:

@@ -38,6 +38,7 @@ from shared.wire.messages import (
     PushHeader,
 )
 from tests.equipment.cluster.network import Network, Pipe, replay
+from trainer_agent.data_plane.http import waits_s
 
 MASTER_TIMEOUT_S = 10.0
 STALL_S = 30.0
@@ -51,7 +52,7 @@ class SimulatedMaster:
         self._network, self._directory = network, directory
 
     async def acquire_task(self, ask: AcquireTask) -> TaskAnswer:
-        answer: TaskAnswer = await self.call(lambda master: master.acquire_task(ask))
+        answer: TaskAnswer = await self.call(lambda master: master.acquire_task(ask), ask.wait_s)
         return answer
 
     async def report_progress(self, task_id: str, progress: TaskProgress) -> None:
@@ -73,24 +74,30 @@ class SimulatedMaster:
     async def report_failure(self, member_id: str, failure: UserFailure) -> None:
         await self.call(lambda master: master.report_failure(member_id, failure))
 
-    async def call(self, invoke: Callable[[Any], Awaitable[Any]]) -> Any:
+    async def call(self, invoke: Callable[[Any], Awaitable[Any]], wait_s: float = 0.0) -> Any:
         master = self._directory.master
         if master is None:
             raise NotLeader("no master has published its address")
         try:
-            return await self._network.call(master.url, invoke, timeout_s=MASTER_TIMEOUT_S)
+            return await self._ask(master.url, invoke, wait_s)
         except NotLeader as error:
             leader = error.details.get("leader")
             if not isinstance(leader, str) or not leader or leader == master.url:
                 raise
-            return await self._network.call(leader, invoke, timeout_s=MASTER_TIMEOUT_S)
+            return await self._ask(leader, invoke, wait_s)
+
+    async def _ask(self, url: str, invoke: Callable[[Any], Awaitable[Any]], wait_s: float) -> Any:
+        limit_s = MASTER_TIMEOUT_S + wait_s
+        return await self._network.call(url, invoke, timeout_s=limit_s, hang_up_cancels=wait_s > 0)
 
 
 class SimulatedPserver:
     """trainer_agent.data_plane.http.PserverPort"""
 
-    def __init__(self, network: Network, member: PserverMember, after_block: Callable[[], None]) -> None:
-        self.member = member
+    def __init__(
+        self, network: Network, member: PserverMember, after_block: Callable[[], None], stall_s: float = STALL_S
+    ) -> None:
+        self.member, self._stall_s = member, stall_s
         self._network, self._after_block = network, after_block
 
     def __repr__(self) -> str:
@@ -128,12 +135,12 @@ class SimulatedPserver:
             return await receive(service, replay(pipe))
 
         async with self._calling(lambda s: receive(s, _stalling(pipe)), again, pipe) as reply:
-            feeding = asyncio.ensure_future(_feed(pipe, blocks))
+            feeding = asyncio.ensure_future(_feed(pipe, blocks, self._stall_s))
             try:
                 await asyncio.wait({reply, feeding}, return_when=asyncio.FIRST_COMPLETED)
                 if not reply.done() and (error := feeding.exception()) is not None and not isinstance(error, PeerError):
                     raise error
-                async with _stall_limit(self):
+                async with _stall_limit(self, self._stall_s):
                     return await reply
             finally:
                 await _settle(feeding)
@@ -162,10 +169,10 @@ class SimulatedPserver:
 
         async with self._calling(send, unheard, pipe) as reply, aclosing(pipe.__aiter__()) as arriving:
             while True:
-                async with _stall_limit(self, request.wait_s):
+                async with _stall_limit(self, self._stall_s + waits_s(request)):
                     item = await anext(arriving, None)
                 if item is None:
-                    async with _stall_limit(self, request.wait_s):
+                    async with _stall_limit(self, self._stall_s + waits_s(request)):
                         end: PullEnd = await reply
                         return end
                 block, payload = item
@@ -195,27 +202,28 @@ class SimulatedPserver:
             await _settle(reply)
 
     async def info(self) -> PserverInfo:
-        answer: PserverInfo = await self._network.call(self.member.url, lambda s: s.info(), timeout_s=STALL_S)
+        answer: PserverInfo = await self._network.call(self.member.url, lambda s: s.info(), timeout_s=self._stall_s)
         return answer
 
     async def ledger(self, query: LedgerQuery) -> LedgerAnswer:
-        answer: LedgerAnswer = await self._network.call(self.member.url, lambda s: s.ledger(query), timeout_s=STALL_S)
+        asked = self._network.call(self.member.url, lambda s: s.ledger(query), timeout_s=self._stall_s)
+        answer: LedgerAnswer = await asked
         return answer
 
 
 @asynccontextmanager
-async def _stall_limit(peer: object, more_s: float = 0.0) -> AsyncIterator[None]:
+async def _stall_limit(peer: object, limit_s: float = STALL_S) -> AsyncIterator[None]:
     try:
-        async with asyncio.timeout(STALL_S + more_s):
+        async with asyncio.timeout(limit_s):
             yield
     except TimeoutError as error:
-        raise DeadlineExceeded(f"{peer!r}: nothing moved for {STALL_S + more_s:g} s") from error
+        raise DeadlineExceeded(f"{peer!r}: nothing moved for {limit_s:g} s", silent_s=limit_s) from error
 
 
-async def _feed(pipe: Pipe, blocks: AsyncIterator[tuple[Any, memoryview]]) -> None:
+async def _feed(pipe: Pipe, blocks: AsyncIterator[tuple[Any, memoryview]], limit_s: float) -> None:
     """The caller's blocks may take as long as its backward pass; the peer may not."""
     async for item in blocks:
-        async with _stall_limit(pipe):
+        async with _stall_limit(pipe, limit_s):
             await pipe.put(item)
     pipe.close()
 

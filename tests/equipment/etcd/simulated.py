@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from shared.errors import TriremeError
-from shared.etcd.errors import Retryable, unanswered
+from shared.etcd.errors import Refused, Retryable, unanswered
 from shared.etcd.operations import covers, prefix_end
 from shared.etcd.results import WatchEvent
 from shared.etcd.transport import GRANT, KEEP_ALIVE, REVOKE, TIME_TO_LIVE, WATCH, Body, is_write
@@ -235,7 +235,7 @@ class SimulatedEtcd:
     def _arrive(self, number: int, request: _Request) -> None:
         if self.stopped:
             self._in_flight.pop(number, None)
-            request.fail(Retryable("the simulated etcd refused the connection"))
+            request.fail(Refused("the simulated etcd refused the connection"))
         elif self.frozen or request.client in self._cut:
             self._held.append(request)
         else:

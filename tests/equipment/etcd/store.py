@@ -12,7 +12,7 @@ from typing import Any
 
 from shared.etcd.errors import Compacted, Fatal, LeaseLost, LimitExceeded
 from shared.etcd.operations import MAX_OPERATIONS, covers
-from shared.etcd.transport import COMPACT, DELETE, PUT, RANGE, TXN, Body
+from shared.etcd.transport import COMPACT, DELETE, PUT, RANGE, STATUS, TXN, Body
 
 REQUEST_BYTES = 3 << 19  # etcd's --max-request-bytes
 _TO_THE_END = b"\0"
@@ -32,6 +32,7 @@ class Store:
     def __init__(self) -> None:
         self.revision = 1
         self.compacted = 0
+        self.out_of_space = False  # as its status tells it; writes are taken all the same
         self.history: list[Body] = []
         self.leases: dict[int, set[bytes]] = {}
         self._kvs: dict[bytes, Body] = {}
@@ -58,6 +59,8 @@ class Store:
                 return self._txn(body)
             case "/kv/compaction":
                 return self._compact(body["revision"])
+            case "/maintenance/status":
+                return {"dbSize": 0, "errors": ["memberID:1 alarm:NOSPACE"] if self.out_of_space else []}
             case _:
                 raise Fatal(f"the simulated etcd has no {method}")
 
@@ -230,4 +233,4 @@ def _refuse_duplicates(operations: list[Body]) -> None:
             seen.add(key)
 
 
-STORE_METHODS = frozenset({RANGE, PUT, DELETE, TXN, COMPACT})
+STORE_METHODS = frozenset({RANGE, PUT, DELETE, TXN, COMPACT, STATUS})

@@ -9,10 +9,11 @@ from contextlib import asynccontextmanager, closing
 
 import pytest
 
-from master_service.api.app import make_app
+from master_service.api.app import make_api, make_app
 from master_service.api.server import Connections, Server
+from shared.records import AcquireTask, FailTask, UserFailure
 from tests.equipment.waiting import until
-from tests.master_service.cluster import MasterCluster, running, spec_of
+from tests.master_service.cluster import MasterCluster, Storage, running, spec_of
 
 HEALTH = b"GET /healthz HTTP/1.1\r\nhost: m\r\n\r\n"
 HALF_HEAD = b"GET /healthz HTTP/1.1\r\nhost: m\r\nx-mo"
@@ -92,3 +93,28 @@ async def test_a_peer_has_a_bounded_number_of_connections() -> None:
         finally:
             for _, writer in held:
                 writer.close()
+
+
+@pytest.mark.parametrize("hot", [True, False])
+async def test_no_task_is_given_to_a_request_whose_caller_is_gone(hot: bool) -> None:
+    async with running(MasterCluster(spec_of(), Storage(tasks=1)), "t1", "t2") as master:
+        server = Server(make_app(master) if hot else make_api(master))
+        with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+            serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+            try:
+                await until(lambda: server.started, "the server to start", 10)
+                held = await master.acquire_task(AcquireTask(trainer="t1", request="held", generation=1))
+                assert held.task is not None
+                body = AcquireTask(trainer="t2", request="gone", generation=1, wait_s=20).to_bytes()
+                head = b"POST /v1/task-leases HTTP/1.1\r\nhost: m\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+                _, writer = await asyncio.open_connection(*listener.getsockname())
+                writer.write(head % len(body) + body)
+                await until(lambda: len(master.term.asks) == 1, "it to wait", CUT_S)
+                writer.close()
+                await until(lambda: len(master.term.asks) == 0, "it to be forgotten", CUT_S)
+                failure = UserFailure(error_type="ValueError", message="no")
+                await master.fail_task(held.task.task_id, FailTask(trainer="t1", attempt=1, failure=failure))
+                assert master.job.training.pending == {}
+            finally:
+                server.should_exit = True
+                await serving

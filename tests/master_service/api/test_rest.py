@@ -19,7 +19,7 @@ from master_service.api.limits import MAX_BODY_BYTES
 from master_service.leadership.master import Master
 from shared.records import Mode
 from tests.master_service.api.client import check_problem, client_of
-from tests.master_service.cluster import MasterCluster, Storage, leading, running, spec_of
+from tests.master_service.cluster import MasterCluster, Storage, leading, running, spec_of, until
 
 Api = Callable[..., Any]
 
@@ -66,7 +66,7 @@ async def test_the_job_tells_state_progress_and_members() -> None:
         assert job["members"] == {"trainers": 1, "trainers_desired": 2, "pservers": 1, "pservers_desired": 1}
         assert job["master"] == {"master_id": master.name, "url": "http://m1", "term": master.term.number}
         progress = job["progress"]
-        assert (progress["step"], progress["loss"]) == (3, 0.5)
+        assert (progress["step"], progress["loss"]) == (4, 0.5), "steps are numbered from 0, so four are done"
         assert (progress["records_total"], progress["epochs"]) == (200, 2)
         assert progress["records_per_s"] > 0
         assert progress["eta_s"] > 0
@@ -75,6 +75,15 @@ async def test_the_job_tells_state_progress_and_members() -> None:
         rest = (await client.get(f"/v1/metrics?page_size=2&page_token={page['next_page_token']}")).json()
         assert rest["points"] == [{"number": 3, "loss": 0.5, "records": 8, "skipped": 0}]
         assert rest["next_page_token"] == ""
+
+
+async def test_a_job_without_a_trainer_or_a_parameter_server_waits() -> None:
+    async with api_of(mode=Mode.SYNC) as (cluster, master, client):
+        assert (await client.get("/v1/job")).json()["phase"] == "RUNNING"
+        await cluster.lose("t1")
+        await until(lambda: not master.job.trainers.names, "the trainer to be gone")
+        job = (await client.get("/v1/job")).json()
+        assert (job["phase"], job["reason"]) == ("WAITING", "waiting for a trainer")
 
 
 async def test_tasks_are_paged_and_chosen_by_state() -> None:

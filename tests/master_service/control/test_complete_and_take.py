@@ -98,9 +98,9 @@ def test_a_refused_next_task_does_not_undo_the_end_of_the_last() -> None:
             assert await turned_over(master, task, request="r") is None  # the id of another request
             task = await take(cluster, master)
             await cluster.add_trainer("t2")
-            await until(lambda: "t2" in master.job.state.trainers, "t2 to join")
+            await until(lambda: "t2" in master.job.trainers.names, "t2 to join")
             await cluster.lose("t1")
-            await until(lambda: "t1" not in master.job.state.trainers, "t1 to be gone")
+            await until(lambda: "t1" not in master.job.trainers.names, "t1 to be gone")
             with pytest.raises(StaleAttempt):  # its task went back: nothing ends, nothing is taken
                 await turned_over(master, task)
             assert master.job.training.counts == (9, 0, 1, 0)

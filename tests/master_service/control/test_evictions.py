@@ -69,7 +69,7 @@ def test_an_eviction_whose_answer_is_lost_is_done_once_and_ends_the_lease(lose: 
             else:
                 cluster.simulated.lose_request(client="m1")
             assert await master.report_suspect("t1")
-            await until(lambda: master.job.state.trainers == ("t2",), "t1 to be gone")
+            await until(lambda: master.job.trainers.names == ("t2",), "t1 to be gone")
             assert await cluster.etcd.get(KEYS.init_lock) is None
             assert await cluster.etcd.time_to_live(held) == -1
 

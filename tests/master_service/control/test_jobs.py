@@ -106,7 +106,7 @@ def test_trainers_of_another_generation_get_nothing() -> None:
     run_virtually(main)
 
 
-def test_state_and_lanes_of_a_generation_come_in_one_transaction() -> None:
+def test_state_and_trainers_of_a_generation_come_in_one_transaction() -> None:
     async def main() -> None:
         cluster = MasterCluster(spec_of(mode=Mode.SYNC, lanes=4))
         async with running(cluster, "t1") as master:
@@ -116,9 +116,9 @@ def test_state_and_lanes_of_a_generation_come_in_one_transaction() -> None:
             await until(lambda: master.job.state.generation == 3, "generation 3")
             revisions = {
                 key: [event.kv.mod_revision for event in cluster.simulated.events() if event.kv.key == key]
-                for key in (KEYS.state, KEYS.lanes)
+                for key in (KEYS.state, KEYS.trainer_list, KEYS.trainers_change)
             }
-            assert revisions[KEYS.lanes] == revisions[KEYS.state][-3:]
+            assert revisions[KEYS.trainer_list] == revisions[KEYS.trainers_change] == revisions[KEYS.state][-3:]
 
     run_virtually(main)
 
@@ -170,10 +170,9 @@ def test_a_silent_lane_costs_its_trainer_the_membership_and_spares_the_others() 
             await take(cluster, master, "t1", stream=0)
             await asyncio.sleep(1)
             await take(cluster, master, "t2", stream=1)
-            await until(lambda: master.job.state.trainers == ("t2",), "t1 to be evicted", 40)
+            await until(lambda: master.job.trainers.names == ("t2",), "t1 to be evicted", 40)
             assert await cluster.etcd.get(KEYS.trainer("t1")) is None
-            assert master.job.lanes is not None
-            assert master.job.lanes.of("t2") == (0, 2)
+            assert master.job.trainers.lanes_of("t2") == (0, 2)
             assert len(master.job.training.pending) == 1
 
     run_virtually(main)
@@ -286,7 +285,7 @@ def test_a_dead_pserver_without_any_checkpoint_fails_an_asynchronous_job() -> No
         async with running(cluster, "t1") as master:
             await cluster.lose("pserver-1")
             await until(lambda: master.job.state.phase is Phase.FAILED, "the job to fail")
-            reason = "pserver 1 is gone and no checkpoint of it exists yet; start the job again"
+            reason = "pserver-1 is gone and no checkpoint of it exists yet; start the job again"
             assert master.job.state.reason == reason
 
     run_virtually(main)
@@ -318,7 +317,7 @@ def test_a_suspect_that_refuses_connections_is_dead_at_once_and_a_slow_one_is_no
             cluster.dead.add("http://t1")
             assert not await master.report_suspect("t2")
             assert await master.report_suspect("t1")
-            await until(lambda: master.job.state.trainers == ("t2",), "t1 to be gone", 1.0)
+            await until(lambda: master.job.trainers.names == ("t2",), "t1 to be gone", 1.0)
             with pytest.raises(NotFound, match="no member t9"):
                 await master.report_suspect("t9")
 

@@ -13,7 +13,7 @@ from master_service.core.decisions import lifecycle
 from shared.errors import NotLeader
 from shared.etcd import Etcd
 from shared.etcd.transport import Body
-from shared.records import Mode, Phase
+from shared.records import FailureCause, Mode, Phase
 from shared.records.checkpoints import CheckpointRef, OwnCheckpoints
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
@@ -101,7 +101,10 @@ def test_a_checkpoint_that_is_finished_between_reading_and_writing_refuses_the_e
             await checkpoint(cluster, 40)
             with pytest.raises(NotLeader):
                 await master.writer.decide(
-                    lambda job, _: lifecycle.fail(job.state, "too early") + Decision(None, (RequireLatest(0),))
+                    lambda job, _: (
+                        lifecycle.fail(job.state, "too early", FailureCause.MEMBERS)
+                        + Decision(None, (RequireLatest(0),))
+                    )
                 )
             await cluster.etcd.delete(KEYS.latest)
             async with leading(cluster.master("m2")) as second:

@@ -158,7 +158,9 @@ def test_an_asynchronous_job_pauses_for_a_checkpoint_on_demand() -> None:
             await until(lambda: master.job.state.phase is Phase.CHECKPOINTING, "the first checkpoint")
             begun = await create(master)
             assert begun.reason.startswith("waiting for all trainers to pause")
-            await master.term.writer.decide(lambda job, _: pause_checkpoint.give_up(job.state, "the test says so"))
+            await master.term.writer.decide(
+                lambda job, _: pause_checkpoint.give_up(job.state, job.trainers, job.members, "the test says so")
+            )
             await until(lambda: master.job.state.saved == 2, "the next pause")
             asked = master.job.operations.find(begun.operation_id)
             assert (asked.running, asked.step, master.job.state.reason) == (
@@ -191,7 +193,7 @@ def test_a_parameter_server_that_leaves_gets_one_checkpoint_and_none_if_its_vers
             await drain(0, 17)
             await until(lambda: master.job.operations.running(), "a request")
             [operation] = master.job.operations.running()
-            assert operation.cause == "pserver 0 is about to leave"
+            assert operation.cause == "pserver-0 is about to leave"
             await drain(1, 18)
             await commit(cluster, 19, operation=operation.operation_id)
             await ended(master, operation)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from master_service.control.pause_runner import PAUSE_LIMIT_S
+from master_service.control.pause_runner import ANSWER_S, COPY_LIMIT_S, LOOK_S, seconds_between
 from master_service.core.decisions import queue_restore
 from master_service.leadership.master import Master
-from shared.records import JobState, Mode, Phase, PserverMember, Restored, TaskMeta, TrainerMember
+from shared.records import JobState, Mode, Phase, PserverMember, Restored, SlotMap, TaskMeta, TrainerMember
 from shared.records.checkpoints import CheckpointCut, CheckpointRef, Manifest
-from shared.records.pauses import Paused
+from shared.records.layout import Segment
+from shared.records.pauses import Losses, Paused
+from shared.runtime import clock
+from shared.slots import spread
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, Storage, done, leading, running, spec_of, take
-from tests.master_service.control.restoring import checkpoint
+from tests.master_service.control.restoring import LAYOUT, checkpoint
 
 
 def spec(**values: Any) -> Any:
@@ -62,7 +65,7 @@ def test_a_pause_waits_for_all_trainers_then_for_all_copies_and_is_confirmed() -
             assert found.lease, "it ends with the master"
             assert (await master.acquire_task(cluster.ask(master))).answer == "wait"
             await pause(cluster, "t1", uuid)
-            await asyncio.sleep(2)
+            await asyncio.sleep(ANSWER_S / 2)
             assert await cut_of(cluster, uuid) is None
             await cluster.lose("t2")
             await until(lambda: master.job.state.saving and master.job.state.saving.cut, "the cut")
@@ -83,16 +86,55 @@ def test_a_pause_waits_for_all_trainers_then_for_all_copies_and_is_confirmed() -
     run_virtually(main)
 
 
+def test_a_trainer_that_does_not_pause_in_time_is_left_out_until_the_pause_is_over() -> None:
+    async def main() -> None:
+        cluster = MasterCluster(spec(checkpoint_every_seconds=12.0))
+        async with running(cluster, "t1", "t2") as master:
+            began, held = clock.monotonic(), None
+            for step in (1, 2):
+                state = await checkpointing(master)
+                assert state.saving is not None
+                uuid = state.saving.uuid
+                if step == 2:
+                    assert clock.monotonic() - began <= seconds_between(12.0)
+                await pause(cluster, "t1", uuid)
+                await until(lambda: master.job.state.saving and master.job.state.saving.cut, "the cut", 2 * ANSWER_S)
+                cutting, listed = master.job.state, master.job.trainers.names
+                assert (listed, cutting.generation) == (("t1",), state.generation + 1), "t2's pushes are stale"
+                for index in range(2):
+                    await copy(cluster, index, uuid)
+                await until(lambda: master.job.state.phase is Phase.RUNNING, "training to go on")
+                after = master.job.state
+                assert (set(master.job.trainers.names), after.generation) == ({"t1", "t2"}, cutting.generation + 1)
+                cut = await cut_of(cluster, uuid)
+                assert cut is not None
+                assert (cut.copied, cut.trainers) == (True, ("t1",))
+                assert "left_out_of_pause" in names(master)
+                if held is None:
+                    held = await take(cluster, master, "t2")
+                assert held.task_id in master.job.training.pending, "it goes on when it wakes"
+
+    run_virtually(main)
+
+
+def test_checkpoints_are_at_most_so_far_apart() -> None:
+    assert seconds_between(60.0) == 60.0 + ANSWER_S + 2 * LOOK_S
+    assert seconds_between(1.0) == 11 * (ANSWER_S + LOOK_S) + LOOK_S, (
+        "after a pause training goes on for nine times as long"
+    )
+
+
 def test_a_member_that_is_too_slow_or_dies_ends_the_pause_and_nothing_of_it_counts() -> None:
     async def main() -> None:
         cluster = MasterCluster(spec())
         async with running(cluster, "t1") as master:
             state = await checkpointing(master)
             assert state.saving is not None
-            await asyncio.sleep(PAUSE_LIMIT_S + 2)
+            await pause(cluster, "t1", state.saving.uuid)
+            await asyncio.sleep(COPY_LIMIT_S + 2)
             assert master.job.state.phase is Phase.RUNNING
-            assert master.job.state.reason == "checkpoint 1 was given up: ['t1'] did not pause within 60 s"
-            await until(lambda: master.job.state.saved == 2, "it to be tried again, much later", 10 * PAUSE_LIMIT_S)
+            assert master.job.state.reason == "checkpoint 1 was given up: pserver-0, pserver-1 did not copy within 60 s"
+            await until(lambda: master.job.state.saved == 2, "it to be tried again, much later", 10 * COPY_LIMIT_S)
             again = (await checkpointing(master)).saving
             assert again is not None
             await pause(cluster, "t1", again.uuid)
@@ -217,9 +259,9 @@ def test_members_join_and_leave_while_a_slow_storage_is_read() -> None:
             await cluster.add_pserver(1, restored=Restored(timeline=0, checkpoint="at-1", rejoined=True, blocks=3))
             await asyncio.sleep(0.5)
             await cluster.add_trainer("t2")
-            await until(lambda: master.job.state.trainers == ("t1", "t2"), "t2 to join", 2)
+            await until(lambda: master.job.trainers.names == ("t1", "t2"), "t2 to join", 2)
             await cluster.lose("t1")
-            await until(lambda: master.job.state.trainers == ("t2",), "t1 to leave", 2)
+            await until(lambda: master.job.trainers.names == ("t2",), "t1 to leave", 2)
             assert master.job.state.absent == (1,)
             storage.gate.set()
             await until(lambda: master.job.state.absent == (), "the return")
@@ -233,3 +275,19 @@ def test_the_queue_of_a_cut_is_read_from_the_manifest() -> None:
     cut = queue_restore.read_cut({"meta": meta, "cursor/0": "4", "pending/7": pending, "losses": '{"lost":{"1":5}}'})
     assert (cut.epoch, cut.cursor, cut.losses.lost) == (1, 4, {"1": 5})
     assert (cut.open["7"].attempts, cut.open["7"].index) == (2, 3)
+
+
+def test_losses_move_with_the_blocks_to_other_parameter_servers() -> None:
+    losses = Losses(lost={"1": 5}, skipped={"0": 2})
+    eight_blocks = (Segment(kind="param", dtype="float32", elements=8 * 64, group=0),)
+    manifest = Manifest.model_construct(
+        slots=SlotMap(version=1, owners=spread(128, 2)), layout=LAYOUT.model_copy(update={"segments": eight_blocks})
+    )
+    for pservers, lost, skipped in (
+        (2, {"1": 5}, {"0": 2}),
+        (1, {"0": 5}, {"0": 2}),
+        (4, {"1": 5, "3": 5}, {"0": 2, "2": 2}),
+        (3, {"0": 5, "1": 5, "2": 5}, {"0": 2, "1": 2, "2": 2}),
+    ):
+        moved = queue_restore.moved_losses(losses, manifest, SlotMap(version=2, owners=spread(128, pservers)))
+        assert (moved.lost, moved.skipped) == (lost, skipped), pservers

@@ -45,7 +45,7 @@ def test_a_dead_pserver_takes_the_job_back_and_it_goes_on_when_all_pservers_have
             rolled_back = next(event for event in master.events.after(0, 1000) if event.name == "rolled_back")
             assert rolled_back.fields["records_replayed"] == 20
             await cluster.add_trainer("t2")
-            await until(lambda: master.job.state.trainers == ("t1", "t2"), "the newcomer")
+            await until(lambda: master.job.trainers.names == ("t1", "t2"), "the newcomer")
 
     run_virtually(main)
 
@@ -92,7 +92,7 @@ def test_a_new_master_that_finds_pservers_missing_decides_the_same() -> None:
             await until(lambda: second.job.state.phase is Phase.RUNNING, "the job to run again")
             assert second.job.state.reason == "back at step 40; waiting for a trainer"
             await cluster.add_trainer("t2")
-            await until(lambda: second.job.lanes and second.job.lanes.of("t2") == (0, 2), "lanes of the newcomer")
+            await until(lambda: second.job.trainers.lanes_of("t2") == (0, 2), "lanes of the newcomer")
 
     run_virtually(main)
 
@@ -110,11 +110,11 @@ def test_damage_is_answered_by_the_checkpoint_before_and_by_failing_when_none_is
             await cluster.restore(1, state, error="its part is truncated")
             state = await rolling_back(master, "at-20")
             warnings = [event.message for event in master.events.after(0, 1000) if event.name == "checkpoint_unusable"]
-            assert warnings == ["the manifest was edited", "pserver 1: its part is truncated"]
+            assert warnings == ["the manifest was edited", "pserver-1: its part is truncated"]
             await cluster.restore(0, state, error="gone")
             await until(lambda: master.job.state.phase is Phase.FAILED, "the job to fail")
             assert "no checkpoint is left" in master.job.state.reason
-            assert "pserver 0: gone" in master.job.state.reason
+            assert "pserver-0: gone" in master.job.state.reason
 
     run_virtually(main)
 

@@ -69,14 +69,14 @@ def test_metrics_are_taken_of_steps_that_the_job_can_have(mode: Mode) -> None:
                 with pytest.raises(NotFound):
                     await report(master, trainer)
             impossible: list[dict[str, Any]] = [
-                {"step": last + 1}, {"step": 10**12}, {"step": -1}, {"epoch": 1}, {"epoch": -1}, {"records": 101},
+                {"step": last}, {"step": 10**12}, {"step": -1}, {"epoch": 1}, {"epoch": -1}, {"records": 101},
                 {"records": -1}, {"loss_sum": float("nan")},
             ]  # fmt: skip
             for values in impossible:
                 with pytest.raises(InvalidArgument):
                     await report(master, **values)
-            assert (master.metrics.step, master.metrics.records, master.metrics.epochs) == (0, 0, {})
-            await report(master, step=last)
+            assert (master.metrics.step, master.metrics.records, master.metrics.epochs) == (None, 0, {})
+            await report(master, step=last - 1)
             assert (master.metrics.step, master.metrics.records) == (last, 4)
 
     run_virtually(main)

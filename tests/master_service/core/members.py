@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from master_service.core.changes import Decision
 from master_service.core.state.members import Members
-from shared.records import JobState, LaneInterval, LaneMap, Mode, Phase, PserverMember, SlotMap, TrainerMember
+from shared.records import JobState, Mode, Phase, PserverMember, SlotMap, TrainerList, TrainerMember
 from tests.master_service.cluster import spec_of
 
 SPEC = spec_of(mode=Mode.SYNC, lanes=4, pservers=2, slot_count=128)
-
-
-def lanes_of(**owners: tuple[int, int]) -> tuple[LaneInterval, ...]:
-    return tuple(LaneInterval(trainer=name, first=first, last=last) for name, (first, last) in owners.items())
 
 
 def trainers(*names: str) -> dict[str, TrainerMember]:
@@ -31,10 +27,11 @@ def state_after(decision: Decision[None]) -> JobState:
     return next(change for change in decision.changes if isinstance(change, JobState))
 
 
-def lanes_after(decision: Decision[None]) -> LaneMap:
-    return next(change for change in decision.changes if isinstance(change, LaneMap))
+def list_after(decision: Decision[None]) -> TrainerList:
+    return next(change for change in decision.changes if isinstance(change, TrainerList))
 
 
-RUNNING = JobState(phase=Phase.RUNNING, generation=4, trainers=("a", "b"))
-LANES = LaneMap(generation=4, lanes=4, intervals=lanes_of(a=(0, 2), b=(2, 4)))
+RUNNING = JobState(phase=Phase.RUNNING, generation=4)
+TRAINERS = TrainerList(generation=4, lanes=4, names=("a", "b"))
+NOBODY = TrainerList()
 SLOTS = SlotMap(version=1, owners=(0, 1) * 64)

@@ -7,34 +7,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from master_service.core.changes import Decision
-from master_service.core.decisions.lane_placement import assign_lanes, moved_lanes
+from master_service.core.decisions.lane_placement import moved_lanes, place
 from master_service.core.decisions.lifecycle import count_failure, fail, next_stage
-from master_service.core.decisions.membership import reconcile, storage_events
+from master_service.core.decisions.membership import only_joins, reconcile, storage_events
 from master_service.core.state.job import FailureBudget
 from master_service.core.state.members import Members
 from master_service.core.state.metrics import Metrics
 from shared.records import (
+    FailureCause,
     JobState,
-    LaneInterval,
-    LaneMap,
     MetricBatch,
     Mode,
     Phase,
     PserverMember,
+    SlotMap,
     Stage,
     StepMetrics,
+    TrainerList,
     UserFailure,
 )
 from shared.records.datasets import TextLines
 from shared.records.queue import FailureCounts
 from tests.master_service.cluster import spec_of
 from tests.master_service.core.members import (
-    LANES,
+    NOBODY,
     RUNNING,
     SLOTS,
     SPEC,
-    lanes_after,
-    lanes_of,
+    TRAINERS,
+    list_after,
     pservers,
     state_after,
     trainers,
@@ -49,42 +50,35 @@ from tests.master_service.core.members import (
     events=st.lists(st.lists(st.integers(0, 9), unique=True, max_size=10), min_size=1, max_size=6),
 )
 def test_lanes_are_always_covered_once_and_evenly(lanes: int, events: list[list[int]]) -> None:
-    intervals: tuple[LaneInterval, ...] = ()
+    names: tuple[str, ...] = ()
     for present in events:
-        names = [f"t{n}" for n in present]
-        intervals = assign_lanes(lanes, intervals, names)
+        trainers = [f"t{n}" for n in present]
+        names = place(lanes, names, trainers)
+        assert sorted(names) == sorted(trainers)
         if not names:
-            assert intervals == ()
             continue
-        covered = [lane for interval in intervals for lane in range(interval.first, interval.last)]
+        found = TrainerList(generation=1, lanes=lanes, names=names)
+        covered = [lane for name in names for lane in range(*found.lanes_of(name))]
         assert covered == list(range(lanes))
-        sizes = [interval.last - interval.first for interval in intervals]
+        sizes = [last - first for first, last in map(found.lanes_of, names[:lanes])]
         assert max(sizes) - min(sizes) <= 1
         assert min(sizes) >= 1
-        assert len(intervals) == min(lanes, len(names))
-        assert {interval.trainer for interval in intervals} <= set(names)
 
 
 def test_the_same_members_keep_their_lanes() -> None:
-    before = lanes_of(b=(0, 2), a=(2, 4))
-    assert assign_lanes(4, before, ["a", "b"]) == before
+    assert place(4, ("b", "a"), ["a", "b"]) == ("b", "a")
 
 
 def test_a_spare_takes_the_place_of_the_dead_and_nobody_else_moves() -> None:
-    before = lanes_of(a=(0, 2), b=(2, 4))
-    assert assign_lanes(4, before, ["b", "spare"]) == lanes_of(spare=(0, 2), b=(2, 4))
+    assert place(2, ("a", "b", "spare", "other"), ["b", "spare", "other"]) == ("spare", "b", "other")
 
 
 def test_a_newcomer_is_put_where_the_fewest_lanes_move() -> None:
-    before = lanes_of(a=(0, 8))
-    after = assign_lanes(8, before, ["a", "new"])
-    assert moved_lanes(before, after) == 4
-    before = lanes_of(a=(0, 3), b=(3, 6), c=(6, 8))
-    after = assign_lanes(8, before, ["a", "b", "c", "new"])
-    worst = max(
-        moved_lanes(before, assign_lanes(8, (), order)) for order in (["new", "a", "b", "c"], ["a", "b", "c", "new"])
-    )
-    assert moved_lanes(before, after) <= worst
+    assert moved_lanes(8, ("a",), place(8, ("a",), ["a", "new"])) == 4
+    before = ("a", "b", "c")
+    after = place(8, before, ["a", "b", "c", "new"])
+    worst = max(moved_lanes(8, before, order) for order in (["new", "a", "b", "c"], ["a", "b", "c", "new"]))
+    assert moved_lanes(8, before, after) <= worst
 
 
 # ------------------------------------------------------------------ phases
@@ -99,26 +93,28 @@ def test_a_job_waits_and_says_for_what() -> None:
         (Members(trainers("a"), pservers(0, 1)), "waiting for a trainer to initialise the parameters"),
     ]
     for members, reason in waits:
-        decision = reconcile(SPEC, state, None, SLOTS, members)
+        decision = reconcile(SPEC, state, NOBODY, SLOTS, members)
         assert decision.changes == (state.model_copy(update={"reason": reason}),)
-        again = reconcile(SPEC, state_after(decision), None, SLOTS, members)
+        again = reconcile(SPEC, state_after(decision), NOBODY, SLOTS, members)
         assert again == Decision(None)
 
 
 def test_the_slot_map_is_written_once_when_all_pservers_are_there() -> None:
-    decision = reconcile(SPEC, JobState(reason="waiting for a trainer"), None, None, Members(pservers=pservers(0, 1)))
+    decision = reconcile(SPEC, JobState(reason="waiting for a trainer"), NOBODY, None, Members(pservers=pservers(0, 1)))
     assert decision.changes == (SLOTS,)
     assert (
-        reconcile(SPEC, JobState(reason="waiting for a trainer"), None, SLOTS, Members(pservers=pservers(0, 1))).changes
+        reconcile(
+            SPEC, JobState(reason="waiting for a trainer"), NOBODY, SLOTS, Members(pservers=pservers(0, 1))
+        ).changes
         == ()
     )
 
 
 def test_an_initialised_job_with_a_trainer_runs_in_generation_one() -> None:
-    decision = reconcile(SPEC, JobState(), None, SLOTS, whole("a", "b"))
+    decision = reconcile(SPEC, JobState(), NOBODY, SLOTS, whole("a", "b"))
     state = state_after(decision)
-    assert (state.phase, state.generation, state.trainers) == (Phase.RUNNING, 1, ("a", "b"))
-    assert lanes_after(decision) == LaneMap(generation=1, lanes=4, intervals=lanes_of(a=(0, 2), b=(2, 4)))
+    assert (state.phase, state.generation) == (Phase.RUNNING, 1)
+    assert list_after(decision) == TrainerList(generation=1, lanes=4, names=("a", "b"))
 
 
 @pytest.mark.parametrize(
@@ -126,17 +122,18 @@ def test_an_initialised_job_with_a_trainer_runs_in_generation_one() -> None:
     [(("a", "b", "c"), "c joined"), (("b",), "a is gone"), ((), "a is gone; b is gone; waiting for a trainer")],
 )
 def test_every_join_and_death_is_a_new_generation_with_its_lanes(present: tuple[str, ...], reason: str) -> None:
-    decision = reconcile(SPEC, RUNNING, LANES, SLOTS, whole(*present))
+    decision = reconcile(SPEC, RUNNING, TRAINERS, SLOTS, whole(*present))
     state = state_after(decision)
-    assert (state.generation, state.reason, state.trainers) == (5, reason, present)
-    assert lanes_after(decision).generation == 5
-    assert reconcile(SPEC, state, lanes_after(decision), SLOTS, whole(*present)) == Decision(None)
+    trainers = list_after(decision)
+    assert (state.generation, state.reason) == (5, reason)
+    assert (trainers.generation, sorted(trainers.names)) == (5, sorted(present))
+    assert reconcile(SPEC, state, trainers, SLOTS, whole(*present)) == Decision(None)
 
 
 def test_asynchronous_jobs_have_generations_but_no_lanes() -> None:
     spec = spec_of(mode=Mode.ASYNC, pservers=2)
-    decision = reconcile(spec, RUNNING, None, SLOTS, whole("a"))
-    assert [type(change) for change in decision.changes] == [JobState]
+    decision = reconcile(spec, RUNNING, NOBODY, SLOTS, whole("a"))
+    assert [type(change) for change in decision.changes] == [TrainerList, JobState]
     assert state_after(decision).generation == 5
 
 
@@ -150,21 +147,21 @@ def test_asynchronous_jobs_have_generations_but_no_lanes() -> None:
 )
 def test_parameters_lost_before_any_checkpoint_fail_an_asynchronous_job(members: Members) -> None:
     spec = spec_of(mode=Mode.ASYNC, pservers=2, slot_count=128)
-    state = state_after(reconcile(spec, RUNNING, None, SLOTS, members))
+    state = state_after(reconcile(spec, RUNNING, NOBODY, SLOTS, members))
     assert state.phase is Phase.FAILED
-    assert state.reason == "pserver 1 is gone and no checkpoint of it exists yet; start the job again"
+    assert state.reason == "pserver-1 is gone and no checkpoint of it exists yet; start the job again"
 
 
 def test_a_pserver_may_come_and_go_before_initialisation() -> None:
     members = Members(trainers("a"), pservers(0), {0: 5})
-    assert state_after(reconcile(SPEC, JobState(), None, SLOTS, members)).phase is Phase.WAITING
+    assert state_after(reconcile(SPEC, JobState(), NOBODY, SLOTS, members)).phase is Phase.WAITING
 
 
 @pytest.mark.parametrize("phase", [Phase.COMPLETED, Phase.FAILED])
 def test_a_job_that_is_over_ignores_who_comes_and_goes(phase: Phase) -> None:
     over = RUNNING.model_copy(update={"phase": phase})
-    assert reconcile(SPEC, over, LANES, SLOTS, Members()) == Decision(None)
-    assert fail(over, "too late") == Decision(None)
+    assert reconcile(SPEC, over, TRAINERS, SLOTS, Members()) == Decision(None)
+    assert fail(over, "too late", FailureCause.MEMBERS) == Decision(None)
 
 
 def test_stages_follow_each_other() -> None:
@@ -239,6 +236,7 @@ def test_shares_of_a_step_add_up_and_rates_look_at_the_last_seconds() -> None:
     metrics.add(batch(1, 0, 4.0, 4), 101.0)
     metrics.add(batch(2, 0, 1.0, 12), 102.0)
     assert metrics.steps[1].loss == 1.5
+    assert metrics.step == 3, "steps are numbered from 0, so these were three"
     assert metrics.epochs[0].loss == 13.0 / 20
     assert metrics.rate(102.0) == 8.0
     assert metrics.rate(1000.0) == 0.0
@@ -275,3 +273,23 @@ def test_a_pserver_that_waits_for_its_storage_is_an_event_once():
     assert (event.name, event.message, event.fields) == ("storage_away", "no answer from http://s3", {"pserver": 1})
     assert storage_events(seen("no answer from http://s3"), seen("still none")) == ()
     assert storage_events(seen("no answer from http://s3"), seen("")) == ()
+
+
+@pytest.mark.parametrize(
+    ("present", "waits"), [(("a", "b", "c"), True), (("a",), False), (("a", "c"), False), ((), False)]
+)
+def test_only_joins_to_a_running_job_can_wait_for_others(present: tuple[str, ...], waits: bool) -> None:
+    assert only_joins(RUNNING, TRAINERS, reconcile(SPEC, RUNNING, TRAINERS, SLOTS, whole(*present))) is waits
+    idle = TrainerList(generation=4, lanes=4)
+    first = reconcile(SPEC, RUNNING, idle, SLOTS, whole("a"))
+    assert not only_joins(RUNNING, idle, first), "nobody trains: the first one does at once"
+
+
+def test_news_of_a_waiting_job_can_wait_but_not_its_start_or_its_slots() -> None:
+    def can_wait(state: JobState, slots: SlotMap | None, members: Members) -> bool:
+        return only_joins(state, NOBODY, reconcile(SPEC, state, NOBODY, slots, members))
+
+    assert can_wait(JobState(), SLOTS, Members())
+    assert not can_wait(JobState(), None, Members(pservers=pservers(0, 1)))
+    assert not can_wait(JobState(), SLOTS, whole("a"))
+    assert not only_joins(RUNNING, TRAINERS, reconcile(SPEC, RUNNING, TRAINERS, SLOTS, whole("a", "b")))

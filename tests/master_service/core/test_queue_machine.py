@@ -21,12 +21,11 @@ from shared.records import (
     CompleteTask,
     FailTask,
     JobSpec,
-    LaneInterval,
-    LaneMap,
     Mode,
     Phase,
     TakeNext,
     Task,
+    TrainerList,
     UserFailure,
 )
 from tests.master_service.cluster import KEYS, spec_of, table_of
@@ -47,7 +46,6 @@ class Machine(RuleBasedStateMachine):
         self.table = table_of(tasks)
         self.job = Job.open(self.spec, self.table, None)
         self.job.budget.started = True  # a failure is the affair of its task alone
-        self.job.lanes = LaneMap(generation=1, lanes=2, intervals=(LaneInterval(trainer="t1", first=0, last=2),))
         self.keys: dict[str, bytes] = {}
         self.now = 0.0
         self.requests = 0
@@ -56,12 +54,12 @@ class Machine(RuleBasedStateMachine):
         self.put_state(TRAINERS)
 
     def put_state(self, trainers: tuple[str, ...]) -> None:
-        state = self.job.state.model_copy(update={"phase": Phase.RUNNING, "generation": 1, "trainers": trainers})
-        self.job.state = state
+        self.job.state = state = self.job.state.model_copy(update={"phase": Phase.RUNNING, "generation": 1})
+        lanes = self.mode is Mode.SYNC
+        self.job.trainers = TrainerList(generation=1, lanes=2 * lanes, names=trainers[:1] if lanes else trainers)
         self.keys[KEYS.state] = state.to_bytes()
         self.keys[KEYS.task_meta] = self.job.meta.to_bytes()
-        if self.job.lanes:
-            self.keys[KEYS.lanes] = self.job.lanes.to_bytes()
+        self.keys[KEYS.trainer_list] = self.job.trainers.to_bytes()
 
     def commit(self, decision: Decision[object]) -> None:
         for change in decision.changes:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from master_service.core.changes import Decision, Event, NextEpoch
+from master_service.core.changes import Decision, Event, ForgetParameters, NextEpoch
 from master_service.core.decisions import queue_restore, rollback
 from master_service.core.decisions.membership import reconcile
 from master_service.core.decisions.tasks import acquire, complete, fail_task
@@ -23,8 +23,6 @@ from shared.records import (
     CompleteTask,
     FailTask,
     JobState,
-    LaneInterval,
-    LaneMap,
     Mode,
     Phase,
     PserverMember,
@@ -32,12 +30,22 @@ from shared.records import (
     SlotMap,
     Stage,
     TaskKind,
+    TrainerList,
     UserFailure,
 )
 from shared.records.checkpoints import CheckpointLatest, CheckpointRef
 from shared.records.step import LanePosition
 from tests.master_service.cluster import spec_of
-from tests.master_service.core.members import LANES, RUNNING, SLOTS, SPEC, lanes_after, pservers, state_after, trainers
+from tests.master_service.core.members import (
+    RUNNING,
+    SLOTS,
+    SPEC,
+    TRAINERS,
+    list_after,
+    pservers,
+    state_after,
+    trainers,
+)
 
 NO = UserFailure(error_type="ValueError", message="no")
 NEWEST = CheckpointRef(uuid="newest", step=40, timeline=0, manifest="m")
@@ -73,33 +81,33 @@ def event_of(decision: Decision[None], name: str) -> Event:
 @pytest.mark.parametrize("stage", [Stage.TRAIN, Stage.EVALUATE, Stage.EXPORT])
 @pytest.mark.parametrize(
     ("members", "cause"),
-    [(members_of(0), "pserver 1 is gone"), (members_of(0, 1, new=1), "pserver 1 was replaced by an empty one")],
+    [(members_of(0), "pserver-1 is gone"), (members_of(0, 1, new=1), "pserver-1 was replaced by an empty one")],
 )
 def test_lost_parameters_take_the_job_back_to_the_newest_checkpoint(stage: Stage, members: Members, cause: str) -> None:
-    decision = reconcile(SPEC, RUNNING.model_copy(update={"stage": stage}), LANES, SLOTS, members)
+    decision = reconcile(SPEC, RUNNING.model_copy(update={"stage": stage}), TRAINERS, SLOTS, members)
     state = state_after(decision)
     assert (state.phase, state.generation, state.timeline, state.checkpoint) == (Phase.ROLLING_BACK, 5, 5, "newest")
     assert state.reason == f"{cause}: the job goes back to step 40"
     assert event_of(decision, "rolling_back").fields["step"] == 40
-    assert reconcile(SPEC, state, LANES, SLOTS, members) == Decision(None)
+    assert reconcile(SPEC, state, TRAINERS, SLOTS, members) == Decision(None)
 
 
 def test_a_pserver_that_restored_and_is_replaced_later_is_a_loss_again() -> None:
     state = RUNNING.model_copy(update={"timeline": 4, "checkpoint": "newest"})
     whole = members_of(0, 1, restored=said(4))
-    assert reconcile(SPEC, state, LANES, SLOTS, whole) == Decision(None)
+    assert reconcile(SPEC, state, TRAINERS, SLOTS, whole) == Decision(None)
     one_new = members_of(0, 1, restored={0: said(4)[0]})
-    assert state_after(reconcile(SPEC, state, LANES, SLOTS, one_new)).timeline == 5
+    assert state_after(reconcile(SPEC, state, TRAINERS, SLOTS, one_new)).timeline == 5
 
 
 def test_another_number_of_pservers_is_a_roll_back_with_a_new_slot_map() -> None:
     more = SPEC.model_copy(update={"pservers": 3})
-    decision = reconcile(more, RUNNING, LANES, SLOTS, members_of(0, 1, 2))
+    decision = reconcile(more, RUNNING, TRAINERS, SLOTS, members_of(0, 1, 2))
     slots = next(change for change in decision.changes if isinstance(change, SlotMap))
     assert (slots.version, set(slots.owners)) == (2, {0, 1, 2})
     assert state_after(decision).phase is Phase.ROLLING_BACK
     back = state_after(decision)
-    fewer = reconcile(SPEC, back, LANES, slots, members_of(0, 1))
+    fewer = reconcile(SPEC, back, TRAINERS, slots, members_of(0, 1))
     assert state_after(fewer).timeline == back.generation + 1
     assert any(isinstance(change, SlotMap) and change.version == 3 for change in fewer.changes)
 
@@ -111,25 +119,49 @@ def test_a_checkpoint_that_was_deleted_when_a_newer_one_came_is_not_damaged_the_
     answers = {
         index: said.model_copy(update={"superseded": True}) for index, said in said(5, "not kept", "superseded").items()
     }
-    decision = reconcile(SPEC, back, LANES, SLOTS, members_of(0, 1, restored=answers))
+    decision = reconcile(SPEC, back, TRAINERS, SLOTS, members_of(0, 1, restored=answers))
     again = state_after(decision)
     assert (again.phase, again.timeline, again.checkpoint, again.damaged) == (Phase.ROLLING_BACK, 6, "newest", ())
     old_view = LATEST.model_copy(update={"kept": (NEWEST.model_copy(update={"uuid": "superseded"}),)})
     late = members_of(0, 1, restored=answers, latest=old_view)
-    assert reconcile(SPEC, back, LANES, SLOTS, late) == Decision(None), "its watch will bring what the pserver saw"
+    assert reconcile(SPEC, back, TRAINERS, SLOTS, late) == Decision(None), "its watch will bring what the pserver saw"
 
 
 def test_a_checkpoint_that_cannot_be_used_is_followed_by_the_one_before_it_with_a_warning() -> None:
     back = RUNNING.model_copy(
         update={"phase": Phase.ROLLING_BACK, "generation": 5, "timeline": 5, "checkpoint": "newest"}
     )
-    decision = reconcile(SPEC, back, LANES, SLOTS, members_of(0, 1, restored=said(5, "part 1 has another checksum")))
+    decision = reconcile(SPEC, back, TRAINERS, SLOTS, members_of(0, 1, restored=said(5, "part 1 has another checksum")))
     state = state_after(decision)
     assert (state.phase, state.timeline, state.checkpoint) == (Phase.ROLLING_BACK, 6, "older")
-    assert event_of(decision, "checkpoint_unusable").message == "pserver 0: part 1 has another checksum"
-    last = reconcile(SPEC, state, LANES, SLOTS, members_of(0, 1, restored=said(6, "it is gone", "older")))
+    assert event_of(decision, "checkpoint_unusable").message == "pserver-0: part 1 has another checksum"
+    last = reconcile(SPEC, state, TRAINERS, SLOTS, members_of(0, 1, restored=said(6, "it is gone", "older")))
     assert state_after(last).phase is Phase.FAILED
     assert state_after(last).reason.startswith("no checkpoint is left that could be loaded; the last one tried: ")
+
+
+def test_initial_parameters_that_cannot_be_loaded_are_made_again_once_every_pserver_has_dropped_what_it_has() -> None:
+    first = CheckpointRef(uuid="first", step=0, timeline=0, manifest="m")
+    latest = LATEST.model_copy(update={"uuid": "first", "step": 0, "kept": (first,)})
+    back = RUNNING.model_copy(
+        update={"phase": Phase.ROLLING_BACK, "generation": 5, "timeline": 5, "checkpoint": "first"}
+    )
+    half = {0: said(5, "", "first")[0], 1: said(5, "it is truncated", "first")[1]}
+    decision = reconcile(SPEC, back, TRAINERS, SLOTS, members_of(0, 1, latest=latest, restored=half))
+    dropping = state_after(decision)
+    assert (dropping.phase, dropping.timeline, dropping.checkpoint) == (Phase.ROLLING_BACK, 6, "")
+    assert dropping.reason.endswith("only the initial parameters were saved: training starts over")
+    assert event_of(decision, "checkpoint_unusable").message == "pserver-1: it is truncated"
+    for restored in (half, {0: said(6, "", "")[0]}, {0: said(6, "", "")[0], 1: half[1]}):
+        waiting = members_of(0, 1, latest=latest, restored=restored)
+        assert reconcile(SPEC, dropping, TRAINERS, SLOTS, waiting) == Decision(None), "one may still serve what it has"
+    over = reconcile(SPEC, dropping, TRAINERS, SLOTS, members_of(0, 1, latest=latest, restored=said(6, "", "")))
+    begun = state_after(over)
+    assert (begun.phase, begun.stage, begun.timeline, begun.checkpoint) == (Phase.WAITING, Stage.TRAIN, 7, "")
+    assert {ForgetParameters(), NextEpoch(0)} <= set(over.changes[1:3] + over.changes[-1:])
+    asynchronous = SPEC.model_copy(update={"mode": Mode.ASYNC})
+    failed = reconcile(asynchronous, back, TRAINERS, SLOTS, members_of(0, 1, latest=latest, restored=half))
+    assert state_after(failed).phase is Phase.FAILED, "its checkpoints are numbered: the first one may hold training"
 
 
 def test_a_checkpoint_that_was_deleted_as_the_roll_back_began_is_followed_by_the_newest_one() -> None:
@@ -137,14 +169,14 @@ def test_a_checkpoint_that_was_deleted_as_the_roll_back_began_is_followed_by_the
         update={"phase": Phase.ROLLING_BACK, "generation": 5, "timeline": 5, "checkpoint": "deleted"}
     )
     decision = reconcile(
-        SPEC, back, LANES, SLOTS, members_of(0, 1, restored=said(5, "not among those kept", "deleted"))
+        SPEC, back, TRAINERS, SLOTS, members_of(0, 1, restored=said(5, "not among those kept", "deleted"))
     )
     assert (state_after(decision).checkpoint, state_after(decision).damaged) == ("newest", ("deleted",))
 
 
 def test_what_could_not_be_loaded_is_not_tried_again_at_the_next_loss() -> None:
     state = RUNNING.model_copy(update={"timeline": 4, "checkpoint": "older", "damaged": ("newest",)})
-    decision = reconcile(SPEC, state, LANES, SLOTS, members_of(0, restored=said(4, checkpoint="older")))
+    decision = reconcile(SPEC, state, TRAINERS, SLOTS, members_of(0, restored=said(4, checkpoint="older")))
     assert state_after(decision).checkpoint == "older"
 
 
@@ -152,16 +184,16 @@ def test_an_old_error_does_not_count_in_a_newer_timeline() -> None:
     back = RUNNING.model_copy(
         update={"phase": Phase.ROLLING_BACK, "generation": 6, "timeline": 6, "checkpoint": "older"}
     )
-    assert reconcile(SPEC, back, LANES, SLOTS, members_of(0, 1, restored=said(5, "damaged"))) == Decision(None)
+    assert reconcile(SPEC, back, TRAINERS, SLOTS, members_of(0, 1, restored=said(5, "damaged"))) == Decision(None)
 
 
 def test_without_any_checkpoint_pservers_that_hold_parameters_leave_and_training_starts_over() -> None:
     alone = members_of(0, latest=None)
-    assert reconcile(SPEC, RUNNING, LANES, SLOTS, alone) == Decision(None)
+    assert reconcile(SPEC, RUNNING, TRAINERS, SLOTS, alone) == Decision(None)
     assert [member.index for member in rollback.survivors(SPEC, RUNNING, alone)] == [0]
-    decision = reconcile(SPEC, RUNNING, LANES, SLOTS, members_of(latest=None))
+    decision = reconcile(SPEC, RUNNING, TRAINERS, SLOTS, members_of(latest=None))
     state = state_after(decision)
-    assert (state.phase, state.timeline, state.checkpoint, state.trainers) == (Phase.WAITING, 5, "", ())
+    assert (state.phase, state.timeline, state.checkpoint, list_after(decision).names) == (Phase.WAITING, 5, "", ())
     assert event_of(decision, "started_over").message == state.reason
 
 
@@ -216,8 +248,8 @@ def books_of(tasks: list[int], lanes: int, epochs: int) -> Job:
     spec = spec_of(mode=Mode.SYNC, lanes=lanes, epochs=epochs, global_batch_size=2 * lanes, records_per_task=max(tasks))
     table = FileTable(tuple(TableFile(f"{n}.txt", count) for n, count in enumerate(tasks)), max(tasks), "digest")
     job = Job.open(spec, table, FileTable((TableFile("test.txt", 3),), 2, "evaluation"))
-    job.state = JobState(phase=Phase.RUNNING, generation=1, trainers=("t",))
-    job.lanes = LaneMap(generation=1, lanes=lanes, intervals=(LaneInterval(trainer="t", first=0, last=lanes),))
+    job.state = JobState(phase=Phase.RUNNING, generation=1)
+    job.trainers = TrainerList(generation=1, lanes=lanes, names=("t",))
     return job
 
 
@@ -339,6 +371,6 @@ def test_with_parameters_and_queue_restored_the_job_runs_in_a_new_generation() -
     decision = rollback.resume(job, queue_restore.epoch_at(start), 40, records=8, seconds=1.25)
     state = state_after(decision)
     assert (decision.answer, state.phase, state.generation, state.timeline) == (True, Phase.RUNNING, 6, 5)
-    assert (state.trainers, lanes_after(decision).generation) == (("a", "b"), 6)
+    assert list_after(decision) == TrainerList(generation=6, lanes=2, names=("a", "b"))
     fields = event_of(decision, "rolled_back").fields
     assert (fields["step"], fields["records_replayed"], fields["seconds"]) == (40, 8, 1.25)

@@ -16,7 +16,7 @@ from master_service.store.writer import MasterWriter
 from shared.errors import NotLeader, NotReady, StateUnreadable
 from shared.etcd import Compare, Etcd
 from shared.etcd.results import RangeResult
-from shared.records import MasterAddress, Mode, Phase, Stage, UserFailure
+from shared.records import FailureCause, MasterAddress, Mode, Phase, Stage, UserFailure
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import (
@@ -209,7 +209,7 @@ def test_a_master_without_its_lock_writes_nothing_and_steps_down() -> None:
             async with leading(cluster.master("m2")) as new:
                 before = cluster.simulated.revision
                 with pytest.raises(NotLeader):
-                    await writer.decide(lambda job, _: lifecycle.fail(job.state, "an old master"))
+                    await writer.decide(lambda job, _: lifecycle.fail(job.state, "an old master", FailureCause.MEMBERS))
                 written = [e.kv.key for e in cluster.simulated.events() if e.kv.mod_revision > before]
                 assert KEYS.state not in written
                 assert new.job.state.phase is Phase.RUNNING
@@ -317,9 +317,9 @@ def test_random_masters_and_kills_finish_every_task_once() -> None:
                         finished.append(f"{task.epoch}/{task.task_id}")
                     else:
                         await cluster.lose("t1")
-                        await until(lambda: master.job.state.trainers == (), "t1 to be gone")
+                        await until(lambda: master.job.trainers.names == (), "t1 to be gone")
                         await cluster.add_trainer("t1")
-                        await until(lambda: master.job.state.trainers == ("t1",), "t1 to be back")
+                        await until(lambda: master.job.trainers.names == ("t1",), "t1 to be back")
                 assert list(master.job.training.violations()) == []
         assert sorted(finished) == sorted(f"{epoch}/{n}" for epoch in range(3) for n in range(7))
 
@@ -361,7 +361,7 @@ async def test_a_million_tasks_keep_the_state_in_a_real_etcd_under_64_kib(real_e
     )
     async with leading(master):
         await cluster.initialise("t1")
-        await until(lambda: master.job.state.trainers == ("t1",), "the job to run", 10)
+        await until(lambda: master.job.trainers.names == ("t1",), "the job to run", 10)
         for index in range(3):
             await asyncio.gather(*(take(cluster, master, stream=lane, epoch=0, index=index) for lane in range(64)))
         found = await real_etcd.range(KEYS.tasks, prefix=True)

@@ -50,7 +50,7 @@ async def dispatching(cluster: MasterlessCluster, *names: str) -> AsyncIterator[
 
 
 def _runs(dispatcher: Dispatcher, names: tuple[str, ...]) -> bool:
-    return dispatcher.view.is_open and set(dispatcher.job.state.trainers) == set(names)
+    return dispatcher.view.is_open and set(dispatcher.job.trainers.names) == set(names)
 
 
 async def work(cluster: MasterlessCluster, dispatcher: Dispatcher, given: list[Task], *, pause_s: float = 0.0) -> None:

@@ -18,6 +18,7 @@ from shared.records import (
     AcquireTask,
     CompleteTask,
     FailTask,
+    FailureCause,
     JobState,
     MetricBatch,
     Phase,
@@ -99,7 +100,7 @@ def test_a_lost_compare_decides_again_on_what_the_other_wrote() -> None:
 
             def look(job, _now):
                 seen.append(job.training.cursors.get("0", 0))
-                return Decision(None, lifecycle.fail(job.state, "to write something").changes)
+                return Decision(None, lifecycle.fail(job.state, "to write something", FailureCause.MEMBERS).changes)
 
             one, two = dispatchers["t1"], dispatchers["t2"]
             cluster.simulated.delay_s = (0.01, 0.01)
@@ -119,7 +120,7 @@ def test_an_error_is_answered_only_when_no_write_of_the_others_is_missing() -> N
         cluster = MasterlessCluster(spec_of(mode="sync", lanes=2))
         async with dispatching(cluster, "t1", "t2") as dispatchers:
             one, two = dispatchers["t1"], dispatchers["t2"]
-            lane, _ = one.job.lanes.of("t1")
+            lane, _ = one.job.trainers.lanes_of("t1")
             await take(cluster, one, "t1", stream=lane, index=0)
             await asyncio.sleep(0.1)
             two.view.hold()  # what t1 writes from here on is not folded at t2
@@ -236,7 +237,9 @@ def test_a_late_write_of_a_former_sweeper_is_refused(fenced, monkeypatch) -> Non
             deposed = LeaderWriter(
                 cluster.etcd, KEYS, one.writer, HeldLock(KEYS.sweep_lock, lock.create_revision - 1, lease)
             )
-            late = asyncio.ensure_future(deposed.decide(lambda job, _: lifecycle.fail(job.state, "a late decision")))
+            late = asyncio.ensure_future(
+                deposed.decide(lambda job, _: lifecycle.fail(job.state, "a late decision", FailureCause.MEMBERS))
+            )
             await asyncio.wait([late])
             state = JobState.model_validate_json((await cluster.etcd.get(KEYS.state)).value)
             assert (state.phase is Phase.RUNNING) is fenced
@@ -257,7 +260,7 @@ def test_a_held_lock_whose_lease_is_over_writes_nothing() -> None:
             with pytest.raises(NotLeader):
                 await LeaderWriter(
                     cluster.etcd, KEYS, one.writer, HeldLock(KEYS.sweep_lock, lock.create_revision, lease)
-                ).decide(lambda job, _: lifecycle.fail(job.state, "late"))
+                ).decide(lambda job, _: lifecycle.fail(job.state, "late", FailureCause.MEMBERS))
             assert one.job.state.phase is Phase.RUNNING
 
     run_virtually(main)

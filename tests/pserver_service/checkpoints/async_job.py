@@ -95,9 +95,21 @@ async def paused_checkpoint(cluster, step, *, confirmed=True, operation=""):
     return True
 
 
-async def replace(cluster, index):
+async def replace(cluster, index, *, counted=True):
+    """`counted`: as the master does, note that what it lacks is on record."""
     cluster.nodes[index].process.kill()
     cluster.simulated.forget(cluster.nodes[index].process.name)
     node = await cluster.start(f"ps-{index}-again")
     await until(lambda: node.own_index.record.restored is not None, "it says what it has", 60.0)
+    if counted:
+        await count_losses(cluster, node)
     return node, node.own_index.record.restored
+
+
+async def count_losses(cluster, node):
+    """What the master does with a parameter server that is back."""
+    mends = {str(node.pserver.index): node.pserver.incarnation}
+    await cluster.write_state(
+        cluster.state.model_copy(update={"mends": mends, "generation": cluster.state.generation + 1})
+    )
+    await until(lambda: node.pserver.store is not None or node.own_index.record.restored.error, "it serves", 60.0)

@@ -80,7 +80,8 @@ class PserverCluster(Cluster):
         self.storage = storage
         self.layout = layout or parts.layout_of()
         self.slots = parts.slot_map(pservers)
-        self.state = JobState(phase=Phase.RUNNING, generation=1, trainers=(parts.TRAINER,))
+        self.state = JobState(phase=Phase.RUNNING, generation=1)
+        self.trainers: tuple[str, ...] = (parts.TRAINER,)
         self.nodes: dict[int, Node] = {}
         self.every: list[Node] = []
         CLUSTERS.append(self)
@@ -114,9 +115,11 @@ class PserverCluster(Cluster):
             await node.pserver.init(parts.header_of(self.layout, index), stream(items))
         await self.etcd.put(KEYS.layout, self.layout.to_bytes())
 
-    async def write_state(self, state: JobState, slots: Any = None) -> None:
+    async def write_state(self, state: JobState, slots: Any = None, trainers: tuple[str, ...] | None = None) -> None:
         self.state, self.slots = state, slots or self.slots
-        await self.etcd.txn([], [Put(KEYS.state, state.to_bytes()), Put(KEYS.slots, self.slots.to_bytes())])
+        self.trainers = self.trainers if trainers is None else trainers
+        writes = [Put(KEYS.state, state.to_bytes()), Put(KEYS.slots, self.slots.to_bytes())]
+        await self.etcd.txn([], [*writes, *parts.listed(KEYS, state.generation, self.trainers)])
 
     async def roll_back(
         self, pservers: int | None = None, checkpoint: str | None = None, damaged: tuple[str, ...] = ()

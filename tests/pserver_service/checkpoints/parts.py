@@ -12,7 +12,9 @@ from pserver_service.recovery.store_loader import load_store
 from shared.blocks.snapshot import Snapshot
 from shared.checkpoints import stored, writer
 from shared.checkpoints.schedule import Schedule
-from shared.records import Mode, SlotMap
+from shared.etcd import Put
+from shared.keys import Keys
+from shared.records import Mode, SlotMap, TrainerList
 from shared.records.checkpoints import CheckpointPart, CheckpointRef, Manifest
 from shared.records.layout import Layout, OptimizerSpec, Segment
 from shared.records.step import LanePosition, LaneZero, StepRecord
@@ -40,6 +42,13 @@ def layout_of(optimizer: str = "Adam", elements: int = 150) -> Layout:
         Segment(kind="buffer", dtype="int64", elements=3),
     )
     return Layout(segments=segments, block_bytes=64, digest="d1", optimizer=OPTIMIZERS[optimizer], slot_count=128)
+
+
+def listed(keys: Keys, generation: int, names: tuple[str, ...]) -> list[Put]:
+    """What a master writes when these are the trainers from `generation` on."""
+    trainers = TrainerList(generation=generation, lanes=LANES, names=names)
+    change = TrainerList().change_to(trainers)
+    return [Put(keys.trainer_list, trainers.to_bytes()), Put(keys.trainers_change, change.to_bytes())]
 
 
 def slot_map(pservers: int, version: int = 1) -> SlotMap:
@@ -141,13 +150,15 @@ def metadata_of(uuid: str, snapshot: Snapshot) -> dict[str, str]:
     return {"uuid": uuid} | ledger_metadata(snapshot)
 
 
-def save(storage: str, layout: Layout, taken: list[Snapshot], slots: SlotMap, uuid: str = "u1") -> CheckpointRef:
+def save(
+    storage: str, layout: Layout, taken: list[Snapshot], slots: SlotMap, uuid: str = "u1", checksum: str = "xxh3-128"
+) -> CheckpointRef:
     """Write a checkpoint as a job's parameter servers would, without etcd."""
     parts, record = [], taken[0].record
     for index, snapshot in enumerate(taken):
         file = f"pserver-{index}.x.safetensors"
         summary = writer.write_part(
-            f"{stored.folder(storage, uuid)}/{file}", partial(metadata_of, uuid, snapshot), snapshot
+            f"{stored.folder(storage, uuid)}/{file}", partial(metadata_of, uuid, snapshot), snapshot, (), checksum
         )
         parts.append(
             CheckpointPart(

@@ -5,17 +5,27 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 
+import pytest
+
 from pserver_service.checkpoints import ledger_text
 from pserver_service.core.blocks import Verdict
 from pserver_service.core.ledger import Ledger
 from shared.checkpoints import stored
+from shared.errors import NotReady
 from shared.records import JobState, Mode, Phase
 from shared.records.checkpoints import OwnCheckpoints
 from shared.records.pauses import Saving
 from tests.equipment.waiting import until
 from tests.pserver_service.checkpoints import parts
-from tests.pserver_service.checkpoints.async_job import opened, paused_checkpoint, push, push_of, replace
-from tests.pserver_service.checkpoints.cluster import KEYS, Away, Node, run_scenario
+from tests.pserver_service.checkpoints.async_job import (
+    count_losses,
+    opened,
+    paused_checkpoint,
+    push,
+    push_of,
+    replace,
+)
+from tests.pserver_service.checkpoints.cluster import KEYS, Away, Node, run_scenario, stream
 
 
 def judged(ledger, task, start, end, block):
@@ -139,6 +149,25 @@ def test_a_replaced_pserver_takes_its_blocks_from_the_checkpoint_and_the_others_
     run_scenario(scenario)
 
 
+def test_a_replaced_pserver_takes_no_push_before_what_it_lacks_is_on_record(tmp_path):
+    """What it lacks is counted as the tasks that are done: one that gets done by a push to it must not be counted."""
+
+    async def scenario():
+        cluster = await opened(tmp_path)
+        await paused_checkpoint(cluster, 1)
+        await cluster.committed(1)
+        node, said = await replace(cluster, 1, counted=False)
+        assert (said.rejoined, said.error) == (True, "")
+        header = push_of(3, 1, 2, generation=cluster.state.generation)
+        with pytest.raises(NotReady, match="has no parameters yet"):
+            await node.pserver.push(header, stream([]))
+        assert [answer.applied > 0 for answer in await push(cluster, 3, 1)] == [True]
+        await count_losses(cluster, node)
+        assert [answer.applied > 0 for answer in await push(cluster, 3, 1)] == [False, True]
+
+    run_scenario(scenario)
+
+
 def test_a_replaced_pserver_waits_for_a_storage_that_is_not_reached_and_says_so(tmp_path):
     async def scenario():
         cluster = await opened(tmp_path)
@@ -152,7 +181,7 @@ def test_a_replaced_pserver_waits_for_a_storage_that_is_not_reached_and_says_so(
         node.member.rejoin.context = dataclasses.replace(node.member.rejoin.context, offload=away)
         await until(lambda: any(member.waits for member in node.directory.pservers.values()), "it says why", 60.0)
         assert (await cluster.members())[1].waits == (
-            f"pserver 1 waits to load checkpoint {latest.uuid} (step 1): the storage is not reached: no answer from http://s3"
+            f"pserver-1 waits to load checkpoint {latest.uuid} (step 1): the storage is not reached: no answer from http://s3"
         )
         await until(lambda: node.own_index.record.restored is not None, "it comes back", 60.0)
         assert (node.own_index.record.restored.error, node.own_index.record.waits, away.refused) == ("", "", 50)
@@ -190,19 +219,18 @@ def test_independent_checkpoints_keep_two_and_fall_back_from_damage(tmp_path):
         folders = {path.name for path in (tmp_path / "checkpoints").iterdir()}
         assert folders == {ref.uuid for index in (0, 1) for ref in (await own(cluster, index)).kept}
         damage(tmp_path, saved.kept[0])
-        node, said = await replace(cluster, 1)
+        node, said = await replace(cluster, 1, counted=False)
         assert (said.checkpoint, said.error) == (saved.kept[1].uuid, "")
         assert saved.kept[0].uuid in said.damaged
         await asyncio.sleep(30.0)
         assert await own(cluster, 1) == saved, "what it came back from stays until the master has counted the loss"
-        noted = cluster.state.model_copy(update={"mends": {"1": node.pserver.incarnation}})
-        await cluster.write_state(noted)
+        await count_losses(cluster, node)
         newest = await saved_alone(cluster, 1, 4)
         assert [ref.step for ref in newest.kept] == [4, 2], "the damaged one counts no more"
         for ref in newest.kept:
             damage(tmp_path, ref)
         _, said = await replace(cluster, 1)
-        assert said.error.startswith("no checkpoint of pserver 1 is left: 2 cannot be used: ")
+        assert said.error.startswith("no checkpoint of pserver-1 is left: 2 cannot be used: ")
 
     run_scenario(scenario)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
 
-from shared.checkpoints import stored
+from shared.checkpoints import stored, writer
 from shared.checkpoints.schedule import Schedule
 from shared.errors import CheckpointUnusable
 from shared.records.checkpoints import Manifest
@@ -41,6 +42,29 @@ def test_one_bit_that_flipped(saved):
     message = refused(saved)
     assert "has checksum" in message
     assert "was written" in message
+
+
+@pytest.mark.parametrize("checksum", ["md5", "sha256"])
+def test_the_checksum_that_a_checkpoint_names_is_the_one_that_is_compared(tmp_path, checksum):
+    layout = parts.layout_of()
+    stores = parts.fresh(layout, 2, EVERY_4)
+    parts.train(layout, stores, 0, 4)
+    ref = parts.save(str(tmp_path), layout, parts.snapshots(stores), parts.slot_map(2), checksum=checksum)
+    assert parts.load(str(tmp_path), ref, 2)
+    folder = Path(stored.folder(str(tmp_path), ref.uuid))
+    manifest = stored.read_manifest(str(tmp_path), parts.JOB, ref)
+    part = folder / "pserver-1.x.safetensors"
+    assert manifest.parts[1].checksum == f"{checksum}:{hashlib.new(checksum, part.read_bytes()).hexdigest()}"
+    test_one_bit_that_flipped((str(tmp_path), ref, folder))
+
+
+def test_a_checksum_that_is_not_known_is_named(saved):
+    storage, ref, _ = saved
+    manifest = stored.read_manifest(storage, parts.JOB, ref)
+    newer = tuple(part.model_copy(update={"checksum": "blake4:00"}) for part in manifest.parts)
+    name = writer.write_manifest(storage, manifest.model_copy(update={"parts": newer}))
+    message = refused((storage, ref.model_copy(update={"manifest": name}), None))
+    assert "checksum 'blake4', which this version does not know (it knows xxh3-128, md5, sha256)" in message
 
 
 @pytest.mark.parametrize("kept", [0, 1, 7, 8, 100, -1])
@@ -103,7 +127,7 @@ def test_a_manifest_that_lacks_a_part(saved):
     content = manifest.model_copy(update={"parts": manifest.parts[:1]}).to_bytes()
     name = stored.manifest_name(content)
     (folder / name).write_bytes(content)
-    assert "lacks part of pserver 1" in refused((storage, ref.model_copy(update={"manifest": name}), folder))
+    assert "lacks part of pserver-1" in refused((storage, ref.model_copy(update={"manifest": name}), folder))
 
 
 def test_verify_reads_every_part(saved):

@@ -16,7 +16,7 @@ async def opened(storage, **spec):
     await cluster.open()
     await cluster.committed(0)
     await cluster.etcd.put(KEYS.master_address, MasterAddress(url="http://m", term=1).to_bytes())
-    await cluster.write_state(cluster.state.model_copy(update={"trainers": ("t",)}))
+    await cluster.write_state(cluster.state.model_copy(update={"generation": 2}), trainers=("t",))
     await cluster.train(0, 1)
     return cluster
 
@@ -65,9 +65,9 @@ def test_where_nobody_could_ask_for_a_checkpoint_or_nobody_trains_it_leaves_at_o
         cluster = await opened(tmp_path / f"{master}-{len(trainers)}-{wait_s}")
         if not master:
             await cluster.etcd.delete(KEYS.master_address)
-        await cluster.write_state(cluster.state.model_copy(update={"trainers": trainers}))
+        await cluster.write_state(cluster.state.model_copy(update={"generation": 3}), trainers=trainers)
         node = cluster.nodes[0]
-        await until(lambda: node.directory.state.trainers == trainers, "it knows")
+        await until(lambda: node.directory.trainers.names == trainers, "it knows")
         node.stopping.set()
         assert await left(node) < wait_s
 

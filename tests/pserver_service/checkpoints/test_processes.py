@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from pserver_service.__main__ import INDEX_LOST
 from shared.checkpoints import stored
 from shared.errors import NotReady, PeerError
 from shared.etcd import Etcd, Put, connect
 from shared.keys import Keys
 from shared.records import JobSpec, JobState, Phase, PserverMember
 from shared.records.checkpoints import CheckpointLatest
+from shared.runtime.service import LEASE_LOST
 from shared.storage.files import TEMPORARY
 from shared.wire.messages import InitBlock, PushAnswer, PushBlock, PushHeader
 from tests.equipment.etcd.real import embedded_etcd
@@ -44,7 +44,7 @@ class Job:
 
     def __init__(self, etcd: Etcd, url: str, storage: str) -> None:
         self.etcd, self.url, self.storage = etcd, url, storage
-        self.state = JobState(phase=Phase.RUNNING, generation=1, trainers=(parts.TRAINER,))
+        self.state = JobState(phase=Phase.RUNNING, generation=1)
         self.processes: list[asyncio.subprocess.Process] = []
 
     async def start(self, count: int) -> None:
@@ -90,8 +90,8 @@ class Job:
 
     async def write(self, state: JobState) -> None:
         self.state = state
-        slots = parts.slot_map(2)
-        await self.etcd.txn([], [Put(KEYS.state, state.to_bytes()), Put(KEYS.slots, slots.to_bytes())])
+        slots, listed = parts.slot_map(2), parts.listed(KEYS, state.generation, (parts.TRAINER,))
+        await self.etcd.txn([], [Put(KEYS.state, state.to_bytes()), Put(KEYS.slots, slots.to_bytes()), *listed])
 
     async def whole(self, without: frozenset[str] = frozenset()) -> dict[int, PserverMember]:
         """Who has the two places, nobody of `without`."""
@@ -248,7 +248,7 @@ async def stopped_until_replaced(job: Job, storage: Path) -> None:
     sleeper.send_signal(signal.SIGCONT)
     async with asyncio.timeout(WAIT_S):
         _, log = await sleeper.communicate()
-    assert sleeper.returncode == INDEX_LOST, log
+    assert sleeper.returncode == LEASE_LOST, log
     assert b"key_lost" in log
     with pytest.raises(PeerError):
         await job.push(before[0], step + 1, generation)

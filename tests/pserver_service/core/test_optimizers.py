@@ -275,3 +275,39 @@ def test_what_has_no_direct_step_is_left_to_torch(name, extra):
     ours = BlockOptimizer(name, {"lr": 0.1, **extra}, torch.zeros(3))
     ours.step_into(torch.zeros(3), torch.zeros(3), torch.ones(3), {"lr": 0.1, **extra})
     assert not ours.only_reads({"lr": 0.1, **extra})
+
+
+THREADED = [
+    ("SGD", {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}),
+    ("SGD", {"lr": 0.05, "momentum": 0.9, "nesterov": True, "fused": True}),
+    ("Adam", {"lr": 0.01, "weight_decay": 1e-2}),
+    ("Adam", {"lr": 0.01, "fused": True}),
+    ("AdamW", {"lr": 0.01, "weight_decay": 0.1}),
+    ("AdamW", {"lr": 0.01, "fused": True}),
+    ("Adagrad", {"lr": 0.1}),
+    ("RMSprop", {"lr": 0.01, "momentum": 0.9, "centered": True}),
+]
+
+
+@pytest.mark.parametrize("elements", [100_003, 262_144, 1_048_589])
+@pytest.mark.parametrize(("name", "options"), THREADED)
+def test_the_number_of_threads_changes_no_bit(name, options, elements):
+    """torch gives each thread a part of a block; a part's last elements take another path than whole vectors do."""
+    chosen = arguments(OptimizerSpec(name=name, defaults={**defaults_of(name), **options}, groups=({},)), 0)
+    numbers = torch.Generator().manual_seed(1)
+    first, *gradients = (torch.randn(elements, generator=numbers) for _ in range(4))
+    found = []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3, 4):
+            torch.set_num_threads(count)
+            values, out = first.clone(), torch.empty_like(first)
+            optimizer = BlockOptimizer(name, chosen, values)
+            for gradient in gradients:
+                optimizer.step_into(out, values, gradient.clone(), {})
+                values, out = out, values
+            found.append([values, *optimizer.state().values()])
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))

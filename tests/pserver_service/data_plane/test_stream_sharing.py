@@ -116,8 +116,8 @@ async def test_a_gradient_that_nobody_waits_for_keeps_its_memory(server):
 @pytest.mark.parametrize("transport", ["shm", "unix"])
 def test_a_transport_that_is_asked_for_is_not_replaced_by_another_one(transport):
     member = PserverMember(index=3, url="http://127.0.0.1:1", incarnation="i", host="elsewhere", pid=1, uds="/tmp/x")
-    connections = Connections(Settings(job="j", transport=transport))
-    with pytest.raises(InvalidArgument, match=f"TRIREME_TRANSPORT is {transport}, but pserver 3 on elsewhere has no"):
+    connections = Connections(Settings(job="j", transport=transport), stall_s=10.0)
+    with pytest.raises(InvalidArgument, match=f"TRIREME_TRANSPORT is {transport}, but pserver-3 on elsewhere has no"):
         connections(member)
 
 

@@ -103,7 +103,7 @@ def test_silence_is_taken_for_a_broken_connection(safe, monkeypatch):
                 seen.extend(event.kv.value for event in batch.events)
 
         following = asyncio.create_task(follow())
-        await asyncio.sleep(1)
+        await asyncio.sleep(2)  # etcd has notified of progress
         simulated.forget("a")  # etcd's end of the connection is gone without a word, as after a host's death
         await etcd.put("/a", b"1")
         async with asyncio.timeout(60):

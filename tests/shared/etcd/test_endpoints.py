@@ -126,13 +126,17 @@ def test_no_endpoint_and_unreadable_certificates_are_refused():
 
 
 @asynccontextmanager
-async def etcd_process(folder: Path, name: str, url: str, peer: str, cluster: str, *flags: str):
+async def etcd_process(
+    folder: Path, name: str, url: str, peer: str, cluster: str, *flags: str, progress_s: int | None = 1
+):
+    """`progress_s`: how often it notifies of progress, None: as seldom as by default."""
+    progress = ("--experimental-watch-progress-notify-interval", f"{progress_s}s") if progress_s else ()
     with (folder / f"{name}.log").open("wb") as output:
         process = await asyncio.create_subprocess_exec(
             *(str(find_binary()), "--name", name, "--data-dir", str(folder / f"{name}.data")),
             *("--listen-client-urls", url, "--advertise-client-urls", url),
             *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", cluster),
-            *("--experimental-watch-progress-notify-interval", "1s", "--log-level", "error", *flags),
+            *("--log-level", "error", *progress, *flags),
             stdout=output,
             stderr=output,
             preexec_fn=die_with_parent(),

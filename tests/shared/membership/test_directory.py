@@ -11,7 +11,7 @@ from shared.errors import DeadlineExceeded
 from shared.etcd import Etcd
 from shared.keys import Keys
 from shared.membership.directory import Directory
-from shared.records import JobState, LaneMap, MasterAddress, Phase, PserverMember, SlotMap
+from shared.records import JobState, MasterAddress, Phase, PserverMember, SlotMap, TrainerList
 from shared.records.layout import Layout, OptimizerSpec, Segment
 from shared.runtime import clock
 from tests.equipment.etcd.simulated import SimulatedEtcd
@@ -57,10 +57,11 @@ LAYOUT = Layout(
 def test_it_holds_what_was_there_before_and_what_came_after():
     async def main(scene):
         state = JobState(phase=Phase.RUNNING, generation=3)
-        lanes, slots = LaneMap(generation=3, lanes=8), SlotMap(version=1, owners=(0, 1))
+        trainers, slots = TrainerList(generation=3, lanes=8, names=("t", "u")), SlotMap(version=1, owners=(0, 1))
         values = {
             KEYS.state: state.to_bytes(),
-            KEYS.lanes: lanes.to_bytes(),
+            KEYS.trainer_list: trainers.to_bytes(),
+            KEYS.trainers_change: TrainerList().change_to(trainers).to_bytes(),
             KEYS.slots: slots.to_bytes(),
             KEYS.layout: LAYOUT.to_bytes(),
             KEYS.master_address: MasterAddress(url="http://m", term=7).to_bytes(),
@@ -76,16 +77,15 @@ def test_it_holds_what_was_there_before_and_what_came_after():
             await asyncio.sleep(0.1)
         view = scene.directory
         await view.wait_for(lambda d: d.init_done, 5, "init")
-        assert (view.state, view.lanes, view.slots, view.layout) == (state, lanes, slots, LAYOUT)
+        assert (view.state, view.trainers, view.slots, view.layout) == (state, trainers, slots, LAYOUT)
         assert (view.master.url, view.master.term, view.pservers_desired) == ("http://m", 7, 2)
         assert list(view.pservers.items()) == [(0, pserver(0)), (1, pserver(1))]
         assert view.spec is None
         assert "RUNNING generation 3, 2 pservers, master http://m" in repr(view)
 
-        revision = view.revision
         await scene.master.delete(KEYS.pserver(1))
         await scene.master.delete(KEYS.master_address)
-        assert await view.changed(revision + 1, 5)
+        await view.wait_for(lambda d: d.master is None, 5, "no master")
         assert (list(view.pservers), view.master) == ([0], None)
         assert not await view.changed(view.revision, 0.5)
 

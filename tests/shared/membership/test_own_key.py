@@ -103,3 +103,84 @@ async def test_a_key_that_was_deleted_is_lost_and_not_written_again(world):
         assert not await own.write(copied="u2")
         await asyncio.sleep(3 * TTL_S)
         assert await etcd.get(KEY) is None
+
+
+async def is_not_lost(own: OwnKey, written, before: PserverMember) -> None:
+    """It waited in doubt, and has its key again, with another lease."""
+    assert own.in_doubt
+    async with asyncio.timeout(TTL_S):
+        await own.certain()
+    assert await written() == own.record
+    assert own.record.lease != before.lease
+    assert (await own.write(trouble="full"), (await written()).trouble) == (True, "full")
+
+
+@virtual
+async def test_a_key_whose_lease_ran_out_while_etcd_was_silent_is_created_again_with_what_was_set(world):
+    async with held(world) as (own, written):
+        before, created = own.record, own.held
+        world.freeze()
+        await asyncio.sleep(2 * TTL_S)
+        own.set(copied="u1")
+        await asyncio.sleep(10 * TTL_S)
+        assert own.in_doubt
+        world.thaw()
+        await is_not_lost(own, written, before)
+        assert (await written()).copied == "u1"
+        assert own.held != created
+
+
+@virtual
+async def test_a_holder_that_was_cut_off_alone_takes_its_place_again_if_nobody_else_has(world):
+    async with held(world) as (own, written):
+        before = own.record
+        world.cut("a")
+        await asyncio.sleep(3 * TTL_S)
+        assert await Etcd(world.transport("b")).get(KEY) is None, "its lease ran out"
+        world.mend("a")
+        await is_not_lost(own, written, before)
+
+
+@virtual
+async def test_a_place_that_another_process_took_meanwhile_is_lost(world):
+    etcd = Etcd(world.transport("b"))
+    other = OwnKey(etcd, PserverMember(index=0, url="", incarnation="b", host="h", pid=1))
+    own = OwnKey(Etcd(world.transport("a")), PserverMember(index=0, url="", incarnation="a", host="h", pid=1))
+    assert await own.claim(KEY, TTL_S)
+    async with asyncio.TaskGroup() as group:
+        holding = group.create_task(own.hold())
+        world.cut("a")
+        await asyncio.sleep(3 * TTL_S)
+        assert await other.claim(KEY, 100.0)
+        assert not holding.done()
+        world.mend("a")
+        async with asyncio.timeout(TTL_S):
+            await holding
+    assert b'"b"' in (await etcd.get(KEY)).value
+    assert not await own.write(trouble="full")
+
+
+@virtual
+async def test_a_key_created_again_by_a_request_whose_answer_was_lost_is_recognised(world):
+    async with held(world) as (own, written):
+        before = own.record
+        world.freeze()
+        await asyncio.sleep(3 * TTL_S)
+        world.lose_answer(client="a", method=TXN)
+        world.thaw()
+        await is_not_lost(own, written, before)
+
+
+@virtual
+async def test_an_etcd_that_is_down_leaves_no_doubt_and_one_that_falls_silent_after_it_does(world):
+    async with held(world) as (own, _):
+        world.stop()
+        await asyncio.sleep(3 * TTL_S)
+        assert not own.in_doubt
+        world.start()
+        world.freeze()
+        await asyncio.sleep(TTL_S)
+        assert own.in_doubt
+        world.thaw()
+        async with asyncio.timeout(TTL_S):
+            await own.certain()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import pytest
@@ -26,19 +27,23 @@ def view(tensor):
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
-def written(path):
+def written(path, checksum="xxh3-128"):
     items = [(Entry(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)), view(t)) for n, t in TENSORS.items()]
-    return tensor_file.write(str(path), {"step": "7"}, items)
+    return tensor_file.write(str(path), {"step": "7"}, items, checksum=checksum)
 
 
-def read(path):
+def hexdigest(checksum, content):
+    return xxhash.xxh3_128_hexdigest(content) if checksum == "xxh3-128" else hashlib.new(checksum, content).hexdigest()
+
+
+def read(path, checksum="xxh3-128"):
     found = {}
 
     def sink(entry):
         found[entry.name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
         return view(found[entry.name])
 
-    return found, tensor_file.read(str(path), sink)
+    return found, tensor_file.read(str(path), sink, checksum)
 
 
 def same(one, other):
@@ -63,15 +68,17 @@ def test_what_the_library_wrote_is_read(tmp_path):
     assert summary.metadata == {"step": "7"}
 
 
-def test_any_flipped_byte_changes_the_checksum(tmp_path):
+@pytest.mark.parametrize("checksum", tensor_file.CHECKSUMS)
+def test_any_flipped_byte_changes_the_checksum(tmp_path, checksum):
     path = tmp_path / "x"
-    summary = written(path)
+    summary = written(path, checksum)
+    assert summary.checksum == f"{checksum}:{hexdigest(checksum, path.read_bytes())}"
     content = bytearray(path.read_bytes())
     first = len(content) - summary.bytes + 8 + int.from_bytes(content[:8], "little")
     for at in range(first, len(content)):
         content[at] ^= 1
         path.write_bytes(content)
-        assert read(path)[1].checksum != summary.checksum
+        assert read(path, checksum)[1].checksum != summary.checksum
         content[at] ^= 1
 
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from shared.records import JobState, LaneInterval, LaneMap, Mode, Phase, Stage
+from shared.records import JobState, Mode, Phase, Stage, TrainerList
 from trainer_agent.core.duties import Duty, Next, next_duty
 
-RUNNING = JobState(phase=Phase.RUNNING, generation=4, trainers=("me", "other"))
+RUNNING = JobState(phase=Phase.RUNNING, generation=4)
 
 
-LANES = LaneMap(generation=4, lanes=4, intervals=(LaneInterval(trainer="me", first=1, last=3),))
+TRAINERS = TrainerList(generation=4, lanes=3, names=("first", "me", "last", "spare"))
 
 
-def duty_of(state, lanes=LANES, trainer="me", mode=Mode.SYNC):
-    return next_duty(state, lanes, trainer, mode)
+def duty_of(state, trainers=TRAINERS, trainer="me", mode=Mode.SYNC):
+    return next_duty(state, trainers, trainer, mode)
 
 
 def test_a_trainer_with_lanes_trains_them_in_the_generation_of_state_and_lanes():
-    assert duty_of(RUNNING) == Next(Duty.TRAIN, "", 4, (1, 3))
+    assert duty_of(RUNNING) == Next(Duty.TRAIN, "", 4, (1, 2))
 
 
 def test_a_trainer_waits_while_state_and_lanes_speak_of_different_generations():
@@ -24,12 +24,12 @@ def test_a_trainer_waits_while_state_and_lanes_speak_of_different_generations():
 
 
 def test_a_trainer_without_lanes_is_a_hot_spare_and_waits():
-    assert duty_of(RUNNING, trainer="other") == Next(Duty.WAIT, "a lane (this trainer is a hot spare)", 4)
+    assert duty_of(RUNNING, trainer="spare") == Next(Duty.WAIT, "a lane (this trainer is a hot spare)", 4)
 
 
 def test_async_trainers_need_no_lanes_but_must_be_counted_in():
-    assert duty_of(RUNNING, None, mode=Mode.ASYNC) == Next(Duty.TRAIN, "", 4)
-    assert duty_of(RUNNING, None, "new", Mode.ASYNC).duty is Duty.WAIT
+    assert duty_of(RUNNING, mode=Mode.ASYNC) == Next(Duty.TRAIN, "", 4)
+    assert duty_of(RUNNING, trainer="new", mode=Mode.ASYNC).duty is Duty.WAIT
 
 
 def test_duty_follows_the_stage_and_the_phase():

@@ -14,6 +14,7 @@ from shared.runtime import clock
 from shared.wire.messages import PulledBlock, PullEnd, PushAnswer, PushBlock, PushHeader
 from tests.trainer_agent.virtual_time import virtually
 from trainer_agent.data_plane.outbox import Outbox
+from trainer_agent.data_plane.silence import ASK_S, SHARE, call_limit_s
 from trainer_agent.data_plane.transfer import Transfer
 from trainer_agent.data_plane.verdicts import Verdict
 
@@ -72,7 +73,7 @@ class Vectors:
         return self.block
 
 
-def transfer_to(port):
+def transfer_to(port, **options):
     async def changed(*_):
         await asyncio.sleep(0.1)
 
@@ -85,7 +86,7 @@ def transfer_to(port):
         revision=1,
         changed=changed,
     )
-    return Transfer(directory, lambda _: port, Vectors(), lambda *_: None)
+    return Transfer(directory, lambda _: port, Vectors(), lambda *_: None, **options)
 
 
 class SlowVersion:
@@ -147,6 +148,83 @@ def test_a_push_that_nobody_takes_ends_with_what_was_tried():
         return await transfer_to(Gone()).push(0, HEADER, outbox)
 
     with pytest.raises(
-        DeadlineExceeded, match=r"gave up after 60\d s: pushing step 0 to pserver 0; the last answer: nobody there"
+        DeadlineExceeded, match=r"gave up after 60\d s: pushing step 0 to pserver-0; the last answer: nobody there"
     ):
         virtually(scenario)
+
+
+class Counted:
+    """Answers at once; counts."""
+
+    def __init__(self):
+        self.calls = 0
+
+    async def push(self, _, blocks):
+        self.calls += 1
+        return PushAnswer(applied=len([each async for each in blocks]), generation=1)
+
+    async def pull(self, _, sink, done):
+        self.calls += 1
+        done(PulledBlock(block=0))
+        return PullEnd(code="OK", record=StepRecord(version=1, positions=()))
+
+
+def test_a_trainer_that_may_have_lost_its_lease_neither_pushes_nor_pulls_until_it_is_certain():
+    async def scenario():
+        port, certain, outbox = Counted(), asyncio.Event(), Outbox()
+        outbox.add(PushBlock(block=0, lanes=(0, 1), count=1), memoryview(b"1234"))
+        outbox.close()
+        transfer = transfer_to(port, certain=certain.wait)
+        async with asyncio.TaskGroup() as group:
+            push, pull = group.create_task(transfer.push(0, HEADER, outbox)), group.create_task(transfer.pull(1))
+            await asyncio.sleep(3600)
+            before = port.calls
+            certain.set()
+        return before, push.result(), pull.result().version, port.calls
+
+    assert virtually(scenario) == (0, Verdict.ACKNOWLEDGED, 1, 2)
+
+
+class SilentPort:
+    """Says nothing for as long as `silent`, within `limit_s` of each call, as the ports over HTTP and streams do."""
+
+    def __init__(self, limit_s):
+        self.silent, self._limit_s, self.calls = True, limit_s, []
+
+    async def _answer(self, kind, answer):
+        self.calls.append((kind, clock.monotonic()))
+        if self.silent:
+            await asyncio.sleep(self._limit_s)
+            raise DeadlineExceeded("nothing moved", silent_s=self._limit_s)
+        return answer
+
+    async def push(self, _, blocks):
+        answer = PushAnswer(applied=1, duplicate=0, refused=(), generation=1)
+        return await self._answer("push", answer)
+
+    async def info(self):
+        return await self._answer("info", SimpleNamespace(ready=True))
+
+
+def test_a_silent_pserver_is_skipped_at_once_and_asked_now_and_then_until_it_answers():
+    async def main():
+        port = SilentPort(call_limit_s(SimpleNamespace(skip_after_seconds=2.0), 30.0))
+        transfer = transfer_to(port)
+        outbox = Outbox()
+        outbox.add(PushBlock(block=0, lanes=(0, 1), count=1), memoryview(b"1234"))
+        outbox.close()
+        for wanted_s in (2.0, 0.0, 0.0):
+            began = clock.monotonic()
+            assert await transfer.push(0, HEADER, outbox, 2.0) is Verdict.SKIPPED
+            assert clock.monotonic() - began == pytest.approx(wanted_s, abs=0.01)
+        await asyncio.sleep(SHARE * ASK_S)
+        began = clock.monotonic()
+        assert await transfer.push(0, HEADER, outbox, 2.0) is Verdict.SKIPPED
+        assert clock.monotonic() - began == pytest.approx(ASK_S, abs=0.01)
+        port.silent = False
+        assert await transfer.push(0, HEADER, outbox, 2.0) is Verdict.SKIPPED, "it is not asked all the time"
+        await asyncio.sleep(SHARE * ASK_S)
+        assert await transfer.push(0, HEADER, outbox, 2.0) is Verdict.ACKNOWLEDGED
+        assert [kind for kind, _ in port.calls] == ["push", "info", "info", "push"]
+
+    virtually(main)

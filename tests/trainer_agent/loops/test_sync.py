@@ -39,6 +39,7 @@ async def test_one_lane_gives_the_bits_of_plain_pytorch(tmp_path, name):
     assert differing(await trained(spec), train_plainly(script, spec)) == []
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter")  # torch 2.6 warns of its own call
 @pytest.mark.parametrize("name", list(SCHEDULERS))
 async def test_a_scheduler_steps_as_in_plain_pytorch(tmp_path, name):
     script = write_script(tmp_path, scheduler=returning("scheduler", "optimizer", SCHEDULERS[name]))
@@ -60,6 +61,28 @@ async def test_clipping_counts_the_optimizers_parameters_alone_as_in_one_process
         tmp_path, optimizer=returning("optimizer", "model", "torch.optim.SGD(model[4:].parameters(), lr=0.1)")
     )
     spec = spec_for(script, clip_norm=0.05)
+    assert differing(await trained(spec), dict(run(load(script), spec).model.state_dict())) == []
+
+
+@pytest.mark.parametrize("on_nonfinite", ["fail", "ignore"])
+async def test_sparse_gradients_are_clipped_and_stepped_as_in_one_process(tmp_path, on_nonfinite):
+    script = write_script(
+        tmp_path,
+        model="""
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.table, self.leave = nn.Embedding(9, 4, sparse=True), nn.Linear(4, 3)
+
+            def forward(self, x):
+                return self.leave(self.table((x[:, 0].abs() * 3).long().clamp(max=8)))
+
+        def model():
+            return Net()
+        """,
+        optimizer=returning("optimizer", "model", "torch.optim.Adam(model.parameters(), lr=0.05)"),
+    )
+    spec = spec_for(script, clip_norm=0.05, on_nonfinite=on_nonfinite)
     assert differing(await trained(spec), dict(run(load(script), spec).model.state_dict())) == []
 
 

@@ -10,9 +10,8 @@ import torch
 from shared.blocks.accumulator import Accumulator
 from shared.blocks.buffers import BufferPool
 from tests.equipment.gpu_arithmetic import GpuArithmetic
+from trainer_agent.model.devices import HOST, device_of, number_of, use_deterministic_kernels
 from trainer_agent.model.gradient_tree import Entry, GradientTree
-from trainer_agent.model.send_buffers import HOST
-from trainer_agent.model.torch_compute import device_of, use_deterministic_kernels
 
 LANES = 4
 COUNTS = [(4, 4, 4, 4), (4, 4, 4, 3), (5, 3, 7, 1), (0, 6, 5, 2)]
@@ -110,3 +109,15 @@ def test_deterministic_kernels_are_torchs_own(monkeypatch):
 def test_a_cpu_stays_as_it_was():
     assert device_of("cpu", deterministic=True) == HOST
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_each_trainer_of_a_host_takes_its_own_gpu(monkeypatch, name):
+    current = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # those that CUDA_VISIBLE_DEVICES leaves
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    trainers = ["trainer-0", "trainer-1", "trainer-2", "trainer-11", "trainer"]
+    found = [device_of(name, deterministic=False, number=number_of(trainer)) for trainer in trainers]
+    assert found == [torch.device("cuda", index) for index in (0, 1, 0, 1, 0)]
+    assert current == found

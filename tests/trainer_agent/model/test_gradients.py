@@ -14,7 +14,9 @@ from torch import nn
 from shared.lanes import combine
 from shared.wire.shared_memory import place_of
 from tests.trainer_agent.scripts import records
+from trainer_agent.model.finite import all_finite, is_finite
 from trainer_agent.model.gradient_tree import WATCHED_STEPS
+from trainer_agent.model.unshared_state import FIRST_LOOKS
 
 
 async def contributions(compute, node, batches, seed=3):
@@ -278,3 +280,76 @@ async def test_sums_that_overflow_are_no_failure(build):
         assert sorted(announced) == [block.number for block in compute.plan.blocks]
         assert values[0].max() == torch.tensor(3e38)
         compute.forget_nodes()
+
+
+PARTED = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.leave = nn.Linear(5, 700), nn.Linear(700, 3)
+        self.conv = nn.Conv2d(5, 40, 3, padding=1).to(memory_format=torch.channels_last)
+        self.table = nn.Embedding(300, 5, sparse=True)
+        self.wide.weight = nn.Parameter(self.wide.weight.detach().t().contiguous().t())
+
+    def forward(self, x):
+        image = self.conv(x[:, :, None, None].expand(-1, -1, 2, 2)).mean()
+        return self.leave(self.wide(x + self.table(x[:, 0].abs().long()))) * image
+
+def model():
+    return Net()
+"""
+
+
+async def test_parameters_of_several_blocks_have_the_gradients_of_autograd(build):
+    """Copied block by block, whatever their order in memory."""
+    compute = build({"block_bytes": 1024}, model=PARTED)
+    for number in range(3):  # the first backward copies whole parameters
+        compute.forget_nodes()
+        announced, _ = await contributions(compute, (0, 1), [records(4, number)])
+        assert sorted(announced) == [block.number for block in compute.plan.blocks]
+        found = {
+            p.name: v.clone() for p, v in zip(compute.plan.parameters, compute.minibatch.gradient_views, strict=True)
+        }
+        inputs = torch.from_numpy(np.stack([record["x"] for record in records(4, number)]))
+        targets = torch.tensor([record["y"] for record in records(4, number)])
+        loss = nn.functional.cross_entropy(compute.model(inputs), targets)
+        expected = torch.autograd.grad(loss, [compute.model.get_parameter(name) for name in found])
+        assert [n for (n, f), e in zip(found.items(), expected, strict=True) if not torch.equal(f, e.to_dense())] == []
+
+
+@pytest.mark.parametrize(("node", "options"), [((0, 1), {}), ((0, 2), {}), ((0, 2), {"on_nonfinite": "skip"})])
+async def test_each_gradient_is_looked_at_once_while_backward_runs(build, monkeypatch, node, options):
+    compute = build({"block_bytes": 1024, **options}, model=PARTED)
+    batches = [records(4, lane) for lane in range(*node)]
+    for _ in range(FIRST_LOOKS):  # at parameters too
+        compute.forget_nodes()
+        await contributions(compute, node, batches)
+    looked: list[list[int]] = []
+    run = torch.Tensor.backward
+
+    def backward(loss):
+        looked.append([])
+        run(loss)
+        looked[-1].append(0)  # from now on it is too late
+
+    def look(values):
+        assert looked[-1][-1:] != [0], "looked at after backward, when it has left the cache"
+        looked[-1].append(values.numel())
+        return is_finite(values)
+
+    monkeypatch.setattr(torch.Tensor, "backward", backward)
+    monkeypatch.setattr("trainer_agent.model.gradient_tree.is_finite", look)
+    compute.forget_nodes()
+    await contributions(compute, node, batches)
+    gradients = sum(segment.elements for segment in compute.layout.segments if segment.kind == "param")
+    assert [sum(each) for each in looked] == [gradients] * len(batches)
+    assert max(map(max, looked)) == 1024 // 4
+
+
+async def test_a_finite_sum_is_all_that_is_looked_at(monkeypatch):
+    assert not is_finite(torch.tensor([1.0, float("nan")]))
+    assert is_finite(torch.tensor([3e38, 3e38]))
+    assert is_finite(torch.full((9,), 6e4, dtype=torch.float16))
+    monkeypatch.delattr(torch, "isfinite")
+    assert is_finite(torch.randn(1000))
+    assert all_finite([torch.randn(1000), torch.full((9,), 6e4, dtype=torch.float16)])

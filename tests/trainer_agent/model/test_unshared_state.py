@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from shared.errors import UserCodeError
 from shared.records import Phase
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.scripts import records, spec_for, write_script
-from trainer_agent.model.unshared_state import LOOK_EVERY
+from trainer_agent.model.unshared_state import LOOK_EVERY, digest
 
 MODEL = """
 class Model(nn.Module):
@@ -96,3 +98,18 @@ async def test_the_job_fails_at_once(tmp_path):
     assert state.failure.error_type == "RuntimeError"
     assert "teacher.bias" in state.reason
     assert torch.isfinite(made.pservers[0].store.blocks[0].current.tensor).all()
+
+
+@pytest.mark.parametrize("shape", [(4,), (5,), (3, 4), (3, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_every_value_is_in_the_digest(shape, dtype):
+    values = torch.arange(1, 16).view(3, 5)[: shape[0]].flatten()[: torch.Size(shape).numel()].view(shape).to(dtype)
+    if len(shape) == 2:
+        values = values[:, ::2]
+    for stored in (values.clone(), values.t().contiguous().t(), values.repeat(2, *[1] * (len(shape) - 1))[::2]):
+        before = int(digest(stored))
+        for place in itertools.product(*map(range, stored.shape)):
+            stored[place] += 1
+            assert int(digest(stored)) != before
+            stored[place] -= 1
+        assert int(digest(stored)) == before

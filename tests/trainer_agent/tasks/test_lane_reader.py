@@ -32,7 +32,7 @@ async def made(tmp_path):
         await made.etcd.put(
             made.keys.trainer(ME), f'{{"trainer":"{ME}","url":"","incarnation":"x","host":"x","pid":1}}'.encode()
         )
-        await made.directory.wait_for(lambda view: view.lanes is not None, 10, "lanes")
+        await made.directory.wait_for(lambda view: bool(view.trainers.names), 10, "lanes")
         yield made
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from master_service.api.app import make_app
 from master_service.api.server import Server
-from shared.errors import NotFound, UserCodeError
+from shared.errors import NotFound, NotLeader, UserCodeError
 from shared.membership.directory import Directory
-from shared.records import MasterAddress, UserFailure
+from shared.records import AcquireTask, MasterAddress, UserFailure
 from shared.runtime import http
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, running, spec_of
@@ -55,3 +55,23 @@ async def test_a_trainer_that_fails_before_it_is_registered_is_believed() -> Non
             server.should_exit = True
             await serving
             following.cancel()
+
+
+async def test_a_trainer_that_waits_for_a_task_turns_to_the_next_leader_at_once() -> None:
+    """The first one is silent: it has taken the request and answers nothing."""
+    cluster = MasterCluster(spec_of())
+    directory = Directory(cluster.etcd_of("t1"), KEYS)
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        following = asyncio.ensure_future(directory.run())
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        await cluster.etcd.put(KEYS.master_address, MasterAddress(url=url, term=1).to_bytes())
+        await until(lambda: directory.master is not None, "the first master's address", 10)
+        async with http.session() as client:
+            ask = AcquireTask(trainer="t1", request="r", generation=1, wait_s=30)
+            asking = asyncio.ensure_future(HttpMaster(directory, client, cluster.etcd_of("t1")).acquire_task(ask))
+            await asyncio.sleep(0.1)
+            assert not asking.done()
+            await cluster.etcd.put(KEYS.master_address, MasterAddress(url="http://next", term=2).to_bytes())
+            with pytest.raises(NotLeader, match="another master leads now"):
+                await asyncio.wait_for(asking, 5.0)
+        following.cancel()

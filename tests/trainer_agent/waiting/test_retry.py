@@ -35,10 +35,10 @@ def test_retries_end_with_what_was_waited_for_and_the_last_answer():
         async def call():
             raise PeerError("nobody there")
 
-        await retry(call, "an answer from pserver 3", limit_s=60)
+        await retry(call, "an answer from pserver-3", limit_s=60)
 
     with pytest.raises(
-        DeadlineExceeded, match=r"gave up after 6\d s: an answer from pserver 3; the last answer: nobody there"
+        DeadlineExceeded, match=r"gave up after 6\d s: an answer from pserver-3; the last answer: nobody there"
     ):
         virtually(main)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.errors import Conflict
+from shared.errors import Conflict, PeerError
 from shared.records import JobResult, JobSpec, JobState, Phase
 from shared.records.datasets import TextLines
 from trireme.cli.queries import ask, job_address, show_members, show_status, show_tasks
@@ -75,6 +75,16 @@ def test_a_checkpoint_of_an_ended_job_can_be_neither_made_nor_restored(tmp_path)
     with pytest.raises(Conflict, match="job digits is COMPLETED: nobody runs that could do this") as refused:
         job_address("digits", tmp_path, None)
     assert "trireme checkpoint list" in refused.value.hint
+
+
+def test_a_job_that_was_stopped_is_told_from_one_that_does_not_answer(tmp_path):
+    ended(tmp_path, "digits", Phase.COMPLETED)
+    (tmp_path / "digits" / resume.RESULT_FILE).unlink()
+    with pytest.raises(PeerError, match="job digits does not run now, and it is unfinished") as refused:
+        job_address("digits", tmp_path, None)
+    assert "resumes it" in refused.value.hint
+    with run_folder.opened(tmp_path, "digits"):
+        assert job_address("digits", tmp_path, None) == NOBODY
 
 
 def test_with_several_jobs_it_is_told_which_one_is_shown_and_what_others_there_are(tmp_path, capsys):

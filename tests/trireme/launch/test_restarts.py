@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import signal
 
-from trireme.launch.restarts import EARLY_S, MAX_DELAY_S, MAX_EARLY_ENDS, MAX_FAILED_STARTS, RestartPolicy
+from shared.runtime.service import LEASE_LOST
+from trireme.launch.child import Exit
+from trireme.launch.restarts import EARLY_S, MAX_DELAY_S, MAX_EARLY_ENDS, MAX_FAILED_STARTS, RestartPolicy, death_event
 
 
 def test_a_child_that_ends_itself_at_once_again_and_again_is_given_up():
@@ -33,3 +35,27 @@ def test_a_child_that_was_never_ready_is_given_up_after_two_ends_of_its_own():
 def test_kills_from_outside_are_no_failed_starts():
     policy = RestartPolicy()
     assert None not in [policy.delay_s(-signal.SIGKILL, 0.5, was_ready=False) for _ in range(50)]
+
+
+def test_a_child_that_had_started_up_and_loses_its_lease_is_started_again_for_ever():
+    policy = RestartPolicy()
+    assert None not in [policy.delay_s(LEASE_LOST, 7.0) for _ in range(50)]
+    assert policy.delay_s(1, 7.0) == MAX_DELAY_S, "a failure of its own is the first one"
+
+
+def test_a_child_that_never_started_up_is_given_up_whatever_its_exit_code():
+    policy = RestartPolicy()
+    assert [policy.delay_s(LEASE_LOST, 0.5, was_ready=False) for _ in range(MAX_FAILED_STARTS)] == [0.1, None]
+
+
+def test_a_death_says_whether_the_lease_was_lost_and_for_how_long_nobody_heard_of_it():
+    told = [
+        death_event("trainer-1", Exit(7, code, 9.0), silent_s, given_up=False)
+        for code, silent_s in ((LEASE_LOST, 9.2), (-signal.SIGKILL, 9.2), (-signal.SIGKILL, None), (0, 5.0))
+    ]
+    assert [(event.what, event.cause) for event in told] == [
+        ("lost_lease", "frozen or cut off for 9 s"),
+        ("lost_lease", "frozen or cut off for 9 s"),
+        ("died", "SIGKILL"),
+        ("died", "exit code 0"),
+    ]

@@ -18,13 +18,13 @@ def spec_of(**values) -> JobSpec:
     return JobSpec(**({"job": "ctr", "script": "/s.py", "dataset": TextLines("t.txt"), "storage": "/data"} | values))
 
 
-def left(folder, spec, *, phase=None, script="digest"):
-    """As a run leaves it that was killed, or ended in `phase`."""
+def left(folder, spec, *, phase=None, script="digest", **result):
+    """As a run leaves it that was killed, or ended in `phase` with `result`."""
     (folder / "etcd").mkdir()
     (folder / "spec.json").write_bytes(spec.to_bytes())
     resume.write_start(folder, script)
     if phase:
-        write_json(folder / resume.RESULT_FILE, {"phase": phase, "reason": "it was said"})
+        write_json(folder / resume.RESULT_FILE, {"phase": phase, "reason": "it was said", **result})
     return resume.read_previous_run(folder)
 
 
@@ -117,6 +117,16 @@ def test_a_failed_job_starts_from_the_beginning_and_says_where_the_old_one_is(tm
     plan = decide(previous, spec_of(epochs=9), tmp_path)
     assert plan.start is Start.NEW
     assert plan.sentence.startswith("job ctr failed before (it was said); it starts from the beginning")
+
+
+def test_a_job_that_failed_for_lack_of_members_goes_on_and_only_with_the_same_settings(tmp_path):
+    previous = left(tmp_path, spec_of(pservers=1), phase="FAILED", resumable=True)
+    plan = decide(previous, spec_of(pservers=2), tmp_path)
+    assert plan.start is Start.RESUME
+    assert plan.sentence == "job ctr failed before (it was said): it resumes (1 -> 2 pservers)"
+    with pytest.raises(Conflict, match="epochs = 1; now epochs = 5 is asked for"):
+        decide(previous, spec_of(epochs=5), tmp_path)
+    assert decide(previous, spec_of(epochs=5), tmp_path, fresh=True).start is Start.NEW
 
 
 def test_an_unfinished_asynchronous_job_goes_on_and_independent_checkpoints_need_as_many_pservers(tmp_path):

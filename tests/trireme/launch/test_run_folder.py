@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import stat
@@ -12,6 +13,7 @@ import pytest
 
 from trireme.launch import run_folder
 from trireme.settings import UsageError
+from trireme.view.child_events import ChildEvent, EventFile, restarts_in
 
 
 def test_a_job_runs_once_at_a_time(tmp_path):
@@ -66,3 +68,27 @@ def test_a_port_in_use_is_told():
         with pytest.raises(UsageError, match=rf"port {port} of 127\.0\.0\.1 is not free"):
             run_folder.check_port("127.0.0.1", port)
     run_folder.check_port("127.0.0.1", port)
+
+
+async def test_the_time_of_runs_that_resume_each_other_adds_up(tmp_path):
+    first = run_folder.TimeSpent(tmp_path)
+    assert first.seconds < 60
+    run_folder.write_json(tmp_path / run_folder.TIME_FILE, {"seconds": 1000.0})
+    second = run_folder.TimeSpent(tmp_path)
+    second.save()
+    third = run_folder.TimeSpent(tmp_path)
+    assert 1000 <= second.seconds <= 1060
+    assert 1000 <= third.seconds <= second.seconds + 60
+    keeping = asyncio.ensure_future(third.keep())
+    await asyncio.sleep(0)
+    keeping.cancel()
+    assert run_folder.read_json(tmp_path / run_folder.TIME_FILE)["seconds"] >= 1000
+    second.save()  # a folder that is gone or full is no error
+    run_folder.TimeSpent(tmp_path / "gone").save()
+
+
+def test_restarts_of_runs_that_resume_each_other_add_up(tmp_path):
+    for what in ("started", "died", "restarted", "started", "died", "restarted"):
+        EventFile(tmp_path).append(ChildEvent("trainer-0", what))
+    EventFile(tmp_path).append(ChildEvent("etcd", "restarted"))
+    assert restarts_in(tmp_path) == {"trainer-0": 2, "etcd": 1}

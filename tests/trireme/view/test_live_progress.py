@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager
 
 import pytest
 
 from shared.errors import PeerError
 from shared.records import JobSpec, Mode
+from tests.equipment.virtual_loop import run_virtually
+from trireme.view.child_events import ChildEvent
 from trireme.view.live_progress import ProgressReporter, too_few_tasks
 
 
@@ -60,6 +63,57 @@ async def test_a_master_that_leaves_in_the_middle_of_an_answer_costs_no_event_an
         await reporter.poll(master.client)
     assert screen.shown == ["it runs", too_few_tasks(spec, 1)]
     assert master.asked == 3, "it is asked until it knows, and no more"
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_the_death_of_the_last_trainer_or_parameter_server_is_not_told_as_that_of_one_among_others(mode):
+    screen = Screen()
+    reporter = ProgressReporter(JobSpec.model_construct(mode=mode), screen)
+    for name in ("trainer-0", "trainer-1", "pserver-0", "master-0", "etcd"):
+        reporter.on_child(ChildEvent(name, "started"))
+    for name in ("trainer-0", "trainer-1", "pserver-0", "etcd"):
+        reporter.on_child(ChildEvent(name, "died", "SIGKILL", 7))
+    first, last, pserver, etcd = screen.shown
+    assert ("other trainers" in first, "other trainers" in last, "the job waits for it" in last) == (True, False, True)
+    assert "the others" not in pserver
+    assert etcd == "etcd died (SIGKILL, pid 7): it is started again"
+    reporter.on_child(ChildEvent("trainer-1", "restarted"))
+    reporter.on_child(ChildEvent("trainer-0", "died", "SIGKILL", 8))
+    assert "other trainers" in screen.shown[-1]
+
+
+class Answering(Master):
+    """It answers for ten seconds, and again from second 30 on."""
+
+    async def events(self, after):
+        if 10 < asyncio.get_running_loop().time() < 30:
+            raise PeerError("no answer")
+        return await super().events(after)
+
+
+@pytest.mark.parametrize(("etcd", "who"), [(False, "the master"), (True, "etcd")])
+def test_while_nobody_answers_the_silence_is_shown_and_no_time_left(etcd, who):
+    shown = []
+
+    class Shown(Screen):
+        def show(self, progress, now):
+            shown.append((now, progress.training()))
+
+    async def main():
+        spec = JobSpec.model_construct(mode=Mode.SYNC, trainers=2, records_per_task=64)
+        reporter = ProgressReporter(spec, Shown())
+        silent_s = lambda: max(0.0, asyncio.get_running_loop().time() - 12) if etcd else 0.0  # noqa: E731
+        running = asyncio.ensure_future(reporter.run(Answering().client, silent_s))
+        await asyncio.sleep(40)
+        running.cancel()
+        await asyncio.wait([running])
+
+    run_virtually(main)
+    silent = [(now, text) for now, text in shown if "stalled" in text]
+    assert 13 < silent[0][0] < 14
+    assert 29 < silent[-1][0] < 30
+    assert silent[-1][1] == f"epoch 1/1  stalled: waiting for {who}, silent for {18 if etcd else 20} s"
+    assert shown[-1][1] == "epoch 1/1"
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from shared.records import JobResult, JobSpec, JobState, Phase, Stage, UserFailure
+from shared.records import FailureCause, JobResult, JobSpec, JobState, Phase, Stage, UserFailure
 from trireme.view.progress import LINE_EVERY_S, LineDisplay, LiveDisplay, Progress, clock_text
 from trireme.view.report import Counts, failure_text, number, result_document, summary_text
 
@@ -37,6 +38,13 @@ SPEC = JobSpec.model_validate(
 def test_a_running_job_in_one_line():
     assert RUNNING.training() == "epoch 2/5  step 140  loss 0.3123  5,120 records/s  ETA 1:12"
     assert RUNNING.members() == "trainers 1/2  pservers 2/2  restarts 1"
+
+
+def test_a_stalled_job_says_for_whom_it_waits():
+    stalled = replace(
+        RUNNING, records_per_s=None, eta_s=None, stalled="waiting for trainer-1-4da120b091a6, silent for 14 s"
+    )
+    assert stalled.training() == "epoch 2/5  step 140  loss 0.3123  stalled: waiting for trainer-1, silent for 14 s"
 
 
 def test_what_is_not_known_yet_is_left_out():
@@ -122,8 +130,21 @@ def test_a_failed_job_shows_the_users_traceback_first():
         "KeyError: 'z'",
         "in task 7 at trainer-0-ab",
         "error: job failed: KeyError twice",
+        "hint: started again with the same command, it starts from the beginning, and the files of this run move to /run/previous",
         "logs: /run/logs",
     ]
+
+
+def test_a_job_that_failed_for_lack_of_members_says_that_it_can_go_on():
+    state = JobState(phase=Phase.FAILED, reason="pserver-1 did not come back", cause=FailureCause.MEMBERS)
+    assert failure_text(state, Path("/run"), resumable=True).splitlines() == [
+        "error: job failed: pserver-1 did not come back",
+        "hint: started again with the same command, it goes on from its newest checkpoint",
+        "logs: /run/logs",
+    ]
+    document = result_document(SPEC, state, Counts({}), 1.0, Path("/run"), resumable=True)
+    assert (document["cause"], document["resumable"]) == ("MEMBERS", True)
+    assert summary_text(document, reason=True).splitlines()[-1] == "reason    pserver-1 did not come back"
 
 
 @pytest.mark.parametrize(("value", "text"), [(93.0, "93"), (0.97222, "0.9722"), (1e-7, "1e-07")])

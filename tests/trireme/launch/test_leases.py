@@ -10,7 +10,7 @@ from shared.records import MasterLock, PserverMember, TrainerMember
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import VirtualLoop
 from tests.equipment.virtual_loop import run as run_virtual
-from trireme.launch.orphan_leases import leases_of
+from trireme.launch.leases import held_leases
 
 KEYS = Keys("ctr")
 
@@ -30,7 +30,8 @@ def asked(*questions: tuple[str, int]) -> list[list[int]]:
         await etcd.put(KEYS.pserver(1), b"not JSON")
         await etcd.put(KEYS.master_lock, MasterLock(master="master-0-c", url="u", lease=300).to_bytes())
         await etcd.put(KEYS.sweep_lock, MasterLock(master="trainer-1-b", url="u", lease=400).to_bytes())
-        return [await leases_of(etcd, KEYS, *question) for question in questions]
+        held = await held_leases(etcd, KEYS)
+        return [held.of(*question) for question in questions]
 
     rng = random.Random(7)
     return run_virtual(VirtualLoop(rng), ask(), rng)

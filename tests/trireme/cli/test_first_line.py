@@ -1,0 +1,36 @@
+"""`trireme run` answers before its imports, which take a second."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+WATCHED = """
+import sys
+
+class Imports:
+    def find_spec(self, name, path, target=None):
+        if name in ("torch", "shared.records"):
+            print(f"imports {name}", file=sys.stderr)
+
+sys.meta_path.insert(0, Imports())
+from trireme.cli.app import main
+main()
+"""
+
+
+def test_the_first_line_says_what_is_checked_before_anything_heavy_is_imported(tmp_path):
+    (tmp_path / "script.py").touch()
+    command = [sys.executable, "-c", WATCHED, "run", "script.py", "--lanes", "3"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    lines = done.stderr.splitlines()
+    assert lines[0] == "checking script.py"
+    assert "imports shared.records" in lines
+    assert done.returncode == 2, "the wrong flag is told afterwards"
+    assert done.stdout == ""
+
+
+def test_a_script_that_does_not_exist_is_not_checked(tmp_path):
+    command = [sys.executable, "-m", "trireme", "run", "nowhere.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.splitlines()[0][:26]) == (2, "error: nowhere.py does not")

@@ -1,0 +1,56 @@
+"""The device that a trainer computes on: the CPU, or one GPU for each trainer of a host.
+
+    trainer-0, trainer-1, trainer-2 on a host with two GPUs ─► cuda:0, cuda:1, cuda:0
+
+GPUs are those that CUDA_VISIBLE_DEVICES leaves, in its order.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from shared.errors import InvalidArgument
+
+HOST = torch.device("cpu")
+
+
+def device_of(name: str, *, deterministic: bool, number: int = 0) -> torch.device:
+    """The device of the trainer with this number on its host, for `device = name`. It becomes the calling thread's current one, so
+    that the user's `.cuda()` means the same. Raises InvalidArgument for `cuda` on a machine without a GPU. `deterministic`: see
+    `use_deterministic_kernels`."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InvalidArgument(
+            "device is cuda, but torch finds no GPU",
+            hint="use device auto or cpu; a job that was initialised on a GPU needs one in every trainer",
+        )
+    if name == "cpu" or not torch.cuda.is_available():
+        return HOST
+    if deterministic:
+        use_deterministic_kernels()
+    device = torch.device("cuda", number % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def number_of(member: str) -> int:
+    """The number at the end of a trainer's name, as the launcher gives it: `trainer-3` -> 3. Others: 0."""
+    number = member.rpartition("-")[2]
+    return int(number) if number.isascii() and number.isdigit() else 0
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether pushes and pulls can use its memory. That of a GPU is copied, a whole vector at a time."""
+    return device.type == "cpu"
+
+
+def use_deterministic_kernels() -> None:
+    """In this process, for CUDA: cuDNN, cuBLAS, and the scatters and index backwards that otherwise add in any order. What has no
+    such kernel raises RuntimeError. Call it before the GPU is first used."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    torch.use_deterministic_algorithms(True)
+    settings: Any = torch.utils.deterministic
+    settings.fill_uninitialized_memory = False  # only a help to find errors, and it costs time

@@ -1,0 +1,150 @@
+"""The leases of children: those of dead processes are revoked, and a living process that has lost its own is ended.
+
+a process is dead ─► its leases are revoked, so that no member waits until they expire
+registered ─► its key is gone, and etcd answers ─► still gone after the grace ─► overdue: the launcher ends the process
+                 `── it registers again, or ends by itself
+etcd does not answer: nothing counts, since nobody can renew a lease or come back then
+
+A standby master holds no key and a spare parameter server has none yet: only who was registered can lose it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from shared.errors import TriremeError
+from shared.etcd import Etcd, Get
+from shared.etcd.client import TIMEOUT_S
+from shared.etcd.reading import read_record
+from shared.keys import Keys
+from shared.records import MasterLock, PserverMember, TrainerMember
+from shared.runtime import clock
+
+REVOKE_TIMEOUT_S = 2.0
+LOOK_S = 1.0
+ANSWER_S = 2.0
+LEAST_GRACE_S = 3.0  # who wakes up needs some attempts to reach etcd
+
+
+@dataclass(frozen=True, slots=True)
+class HeldLeases:
+    """The registrations in etcd at one moment."""
+
+    trainers: tuple[TrainerMember, ...]
+    pservers: tuple[PserverMember, ...]
+    master: MasterLock | None
+    sweeper: MasterLock | None
+
+    def of(self, child: str, pid: int) -> list[int]:
+        """The leases of process `pid`, which is or was the child of that name (`trainer-0`, `pserver-1`, `master-0`)."""
+        match child.partition("-")[0]:
+            case "trainer":
+                own = [member.lease for member in self.trainers if member.pid == pid]
+                return own + _lease_of(child, self.sweeper)
+            case "pserver":
+                return [member.lease for member in self.pservers if member.pid == pid]
+            case _:
+                return _lease_of(child, self.master)
+
+
+async def held_leases(etcd: Etcd, keys: Keys, timeout_s: float = TIMEOUT_S) -> HeldLeases:
+    """A record that cannot be read is skipped: its lease expires by itself. Raises PeerError."""
+    reads = [
+        Get(keys.trainers, prefix=True),
+        Get(keys.pservers, prefix=True),
+        Get(keys.master_lock),
+        Get(keys.sweep_lock),
+    ]
+    found = await etcd.txn([], reads, timeout_s=timeout_s)
+    trainers = [read_record(TrainerMember, kv.key, kv.value) for kv in found.range(0).kvs if keys.is_trainer(kv.key)]
+    pservers = [read_record(PserverMember, kv.key, kv.value) for kv in found.range(1).kvs]
+    locks = [
+        read_record(MasterLock, key, kv.value if (kv := found.range(place).first) else None)
+        for place, key in ((2, keys.master_lock), (3, keys.sweep_lock))
+    ]
+    return HeldLeases(
+        tuple(member for member in trainers if member is not None),
+        tuple(member for member in pservers if member is not None),
+        *locks,
+    )
+
+
+async def revoke_leases_of(etcd: Etcd, keys: Keys, child: str, pid: int) -> None:
+    """Of process `pid`, which was the child of that name. Raises TriremeError, TimeoutError: the leases then expire by themselves."""
+    async with asyncio.timeout(REVOKE_TIMEOUT_S):
+        for lease in (await held_leases(etcd, keys)).of(child, pid):
+            await etcd.revoke(lease, timeout_s=REVOKE_TIMEOUT_S)
+
+
+async def revoke_all_leases(etcd: Etcd, keys: Keys) -> None:
+    """Of an earlier run's members. They died with their launcher, but etcd, started again on its old data, gives their
+    leases their full time again. Raises PeerError."""
+    found = await etcd.range(keys.prefix, prefix=True, keys_only=True)
+    for lease in sorted({item.lease for item in found.kvs if item.lease}):
+        await etcd.revoke(lease, timeout_s=REVOKE_TIMEOUT_S)
+
+
+def _lease_of(child: str, holder: MasterLock | None) -> list[int]:
+    """The lock's lease if the child holds the lock."""
+    return [holder.lease] if holder is not None and holder.master.startswith(f"{child}-") else []
+
+
+class LostLeases:
+    """`etcd_silent_s`: for how long etcd has not answered, by the last look; 0 if it answers."""
+
+    def __init__(self, lease_ttl_s: float) -> None:
+        self.grace_s = max(lease_ttl_s, LEAST_GRACE_S)
+        self.etcd_silent_s = 0.0
+        self._ttl_s = lease_ttl_s
+        self._registered: set[int] = set()
+        self._gone_s: dict[int, float] = {}  # pid -> how long its key is gone, time without etcd left out
+
+    def __repr__(self) -> str:
+        return f"<LostLeases: {len(self._registered)} registered, gone {self._gone_s}>"
+
+    async def follow(
+        self, etcd: Etcd, keys: Keys, alive: Callable[[], Mapping[str, int]], end: Callable[[str], object]
+    ) -> None:
+        """Look again and again, and call `end` with the name of each child that is overdue, until cancelled. `alive`: name -> pid."""
+        before = clock.monotonic()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                held = await held_leases(etcd, keys, ANSWER_S)
+                self.etcd_silent_s = 0.0
+                overdue = self.observe(held, alive(), clock.monotonic() - before)
+                if overdue and (await etcd.space(timeout_s=ANSWER_S)).full:
+                    self._gone_s.clear()  # nobody can register again
+                    continue
+                for name in overdue:
+                    end(name)
+            except TriremeError:
+                self.etcd_silent_s += clock.monotonic() - before
+                self._gone_s.clear()
+            finally:
+                before = clock.monotonic()
+
+    def observe(self, held: HeldLeases, alive: Mapping[str, int], elapsed_s: float) -> list[str]:
+        """The names of those that are overdue. `elapsed_s`: since the last look; what is more than two looks does not count, because
+        this process itself was frozen then."""
+        overdue = []
+        for name, pid in alive.items():
+            if held.of(name, pid):
+                self._registered.add(pid)
+                self._gone_s.pop(pid, None)
+            elif name.startswith("master-") and held.master is not None:
+                self._registered.discard(pid)  # another master leads, this one stands by
+                self._gone_s.pop(pid, None)
+            elif pid in self._registered:
+                self._gone_s[pid] = self._gone_s.get(pid, 0.0) + min(elapsed_s, 2 * LOOK_S)
+                if self._gone_s[pid] > self.grace_s:
+                    overdue.append(name)
+        return overdue
+
+    def ended(self, pid: int) -> float | None:
+        """Forget that process. Seconds since it last renewed its lease, None if it had not lost it."""
+        self._registered.discard(pid)
+        gone_s = self._gone_s.pop(pid, None)
+        return None if gone_s is None else self._ttl_s + gone_s
