@@ -1,8 +1,9 @@
 """The longest tests begin first, so that no process of `pytest -n` is left with one at the end. Files in memory:// are
-gone after each test, and logs go where they went before it."""
+gone after each test, users' modules as well, and logs go where they went before it."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import fsspec
@@ -33,3 +34,17 @@ def logs_as_before() -> Iterator[None]:
     before = structlog.get_config()
     yield
     structlog.configure(**before)
+
+
+@pytest.fixture(autouse=True)
+def users_modules_are_gone() -> Iterator[None]:
+    """Users' modules, their folders on sys.path, and torch's threads are global to a process of `pytest -n`."""
+    modules, path = set(sys.modules), list(sys.path)
+    threads = torch.get_num_threads() if (torch := sys.modules.get("torch")) else None
+    yield
+    for name in set(sys.modules) - modules:
+        if name.startswith(("script", "trireme_script", "user_")):
+            del sys.modules[name]
+    sys.path[:] = path
+    if torch is not None and threads is not None:
+        torch.set_num_threads(threads)

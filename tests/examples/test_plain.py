@@ -54,17 +54,6 @@ def script(folder: Path, extra: str = "", **replaced: str) -> Path:
     return folder / "script.py"
 
 
-@pytest.fixture(autouse=True)
-def modules_stay_as_they_were():
-    before, path, threads = set(sys.modules), list(sys.path), torch.get_num_threads()
-    yield
-    for name in set(sys.modules) - before:
-        if name.startswith(("script", "trireme_script")):
-            del sys.modules[name]
-    sys.path[:] = path
-    torch.set_num_threads(threads)
-
-
 def test_the_result_is_that_of_a_loop_written_by_hand(tmp_path):
     user = load(script(tmp_path))
     spec = plain_spec(user, {})
