@@ -55,7 +55,7 @@ class _Key:
     def __init__(self, path: str) -> None:
         self._path = path
 
-    def __get__(self, keys: Keys, _: type[Keys] | None = None) -> str:
+    def __get__(self, keys: Keys | ClusterKeys, _: type[Keys | ClusterKeys] | None = None) -> str:
         return keys.prefix + self._path
 
 
@@ -187,3 +187,54 @@ class Keys:
     def name_of(self, key: str) -> str:
         """The last part: `0` of `…/ps/0`."""
         return key.rsplit("/", 1)[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterKeys:
+    """The keys of a cluster of jobs, beside the jobs' own keys; `ClusterKeys().job("ctr")` is `/trireme/jobs/ctr`.
+
+    key                             value        lease      writer       fence
+    cluster/lock                    MasterLock   leader's   candidates   create = 0; its create_revision is the cluster's term
+    cluster/addr                    MasterAddress leader's  leader       lock
+    cluster/commit                  text         -          leader       lock + its own value
+    jobs/<job>                      ClusterJob   -          leader       lock
+    sources/<digest>                Source       -          leader       lock
+    pool/<kind>/<member>            PoolMember   agent's    host agent   create = 0, own create_revision
+    pool/<kind>/<member>/assignment Assignment   -          leader       lock
+
+    The leader holds the `master/lock` of each job that it leads as well, under the same lease: a job's writes compare that one.
+    """
+
+    root: str = "trireme"
+    prefix: str = field(init=False, repr=False, compare=False)
+
+    lock = _Key("cluster/lock")
+    address = _Key("cluster/addr")
+    commit = _Key("cluster/commit")
+    jobs = _Key("jobs/")
+    sources = _Key("sources/")
+    pool = _Key("pool/")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prefix", f"/{self.root}/")
+
+    def job(self, job: str) -> str:
+        return f"{self.prefix}jobs/{job}"
+
+    def source(self, digest: str) -> str:
+        return f"{self.prefix}sources/{digest}"
+
+    def member(self, kind: str, member: str) -> str:
+        return f"{self.prefix}pool/{kind}/{member}"
+
+    def assignment(self, kind: str, member: str) -> str:
+        return f"{self.prefix}pool/{kind}/{member}/assignment"
+
+    def member_of(self, key: str) -> tuple[str, str, bool] | None:
+        """(kind, member, whether it is its assignment) of a key below `pool`; None: it is neither."""
+        kind, _, rest = key.removeprefix(self.pool).partition("/")
+        member, _, last = rest.partition("/")
+        return (kind, member, bool(last)) if member and last in ("", "assignment") else None
+
+    def keys_of(self, job: str) -> Keys:
+        return Keys(job, self.root)

@@ -1,0 +1,72 @@
+"""What the leader knows of its cluster: jobs, pool members, assignments. Only `ClusterState.apply` changes jobs and assignments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shared.errors import NotFound
+from shared.records.cluster import Assignment, ClusterJob, Kind, PoolMember
+
+Place = tuple[Kind, str]  # kind and id of a pool member
+
+
+@dataclass(frozen=True, slots=True)
+class PutJob:
+    job: ClusterJob
+
+
+@dataclass(frozen=True, slots=True)
+class DropJob:
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class PutAssignment:
+    place: Place
+    assignment: Assignment
+
+
+@dataclass(frozen=True, slots=True)
+class DropAssignment:
+    place: Place
+
+
+ClusterChange = PutJob | DropJob | PutAssignment | DropAssignment
+
+
+@dataclass
+class ClusterState:
+    """`members`: as the watch tells, the newest registration of each place. `moved`: when (monotonic s) a place was assigned or
+    unassigned last in this term."""
+
+    jobs: dict[str, ClusterJob] = field(default_factory=dict)
+    members: dict[Place, PoolMember] = field(default_factory=dict)
+    assignments: dict[Place, Assignment] = field(default_factory=dict)
+    moved: dict[Place, float] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"<ClusterState {len(self.jobs)} jobs, {len(self.members)} members, {len(self.assignments)} assigned>"
+
+    def job(self, name: str) -> ClusterJob:
+        """Raises NotFound."""
+        found = self.jobs.get(name)
+        if found is None:
+            raise NotFound(f"there is no job {name} in this cluster", hint="`trireme jobs` lists them")
+        return found
+
+    def assigned_to(self, job: str, kind: Kind) -> list[Place]:
+        return [place for place, held in self.assignments.items() if held.job == job and place[0] == kind]
+
+    def apply(self, change: ClusterChange, now: float) -> None:
+        """In place. `now`: monotonic, s."""
+        match change:
+            case PutJob(job):
+                self.jobs[job.job] = job
+            case DropJob(job):
+                self.jobs.pop(job, None)
+            case PutAssignment(place, assignment):
+                self.assignments[place] = assignment
+                self.moved[place] = now
+            case DropAssignment(place):
+                self.assignments.pop(place, None)
+                self.moved[place] = now

@@ -1,0 +1,129 @@
+"""A cluster: many jobs under one leader, and the pool of members that it assigns to them. JSON in etcd and on REST."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from shared.records.job_spec import JobSpec
+from shared.records.record import Id, Message, Name, Record
+
+SOURCE_BYTES = 512 << 10
+RESERVED = ("cluster", "jobs", "pool", "schedules", "sources")  # names of keys beside the jobs' own
+SOURCE_SCHEME = "source:"
+
+
+class Standing(StrEnum):
+    """Where a job is in its cluster. What an ACTIVE job does is the phase of its JobState.
+
+    QUEUED ─ members can be had ─► ACTIVE ─► COMPLETED | FAILED
+      ▲ └──────── pause ─► PAUSED ◄─┘ │
+      └── resume, preempted ──────────┘        cancel: any of the first three ─► CANCELLED
+    """
+
+    QUEUED = "QUEUED"
+    ACTIVE = "ACTIVE"
+    PAUSED = "PAUSED"
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+    @property
+    def final(self) -> bool:
+        return self in {Standing.COMPLETED, Standing.FAILED, Standing.CANCELLED}
+
+
+class Scheduling(Record):
+    """What a job may have of the pool. `max_trainers` None: as many as lanes (synchronous) or as there are. `preemptible`: jobs of
+    a higher priority may take it below `min_trainers`; then it goes back to QUEUED with a checkpoint. `after`: jobs that
+    must be COMPLETED first. `not_before_time`: RFC 3339."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    min_trainers: int = Field(default=1, ge=1, le=10_000)
+    max_trainers: int | None = Field(default=None, ge=1, le=10_000)
+    priority: int = Field(default=50, ge=0, le=100)
+    weight: float = Field(default=1.0, gt=0, le=1000)
+    preemptible: bool = False
+    after: tuple[Id, ...] = Field(default=(), max_length=32)
+    not_before_time: str = ""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Scheduling:
+        if self.max_trainers is not None and self.max_trainers < self.min_trainers:
+            msg = f"max_trainers {self.max_trainers} is less than min_trainers {self.min_trainers}"
+            raise ValueError(msg)
+        return self
+
+
+class Source(Record):
+    """A job's script. Stored once under its digest; a spec names it as `source:<digest>/<file_name>`."""
+
+    file_name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,120}\.py$")
+    text: str = Field(max_length=SOURCE_BYTES)
+
+
+class ClusterJob(Record):
+    """One job of a cluster. `epoch` counts its starts: assignments of an older one are no more. `wanted`: what its users asked for
+    last. `reason`: why it is where it is, as a sentence. `trainers`: how many it may have now by a resize (None: `max_trainers`)."""
+
+    job: Id
+    spec: JobSpec
+    scheduling: Scheduling = Scheduling()
+    standing: Standing = Standing.QUEUED
+    wanted: Literal["run", "pause", "cancel"] = "run"
+    epoch: int = 0
+    reason: Message = ""
+    source_digest: str = ""
+    number: int = 0  # of the submission: earlier ones first
+    trainers: int | None = None
+    request: Id = ""  # the Idempotency-Key of its creation
+    create_time: str = ""
+    start_time: str = ""
+    end_time: str = ""
+
+    @property
+    def most_trainers(self) -> int:
+        """At most so many trainers are of use, or allowed."""
+        lanes = self.spec.lanes if self.spec.mode == "sync" else 10_000
+        limits = (self.scheduling.max_trainers, self.trainers, lanes)
+        return min(limit for limit in limits if limit is not None)
+
+
+Kind = Literal["trainer", "pserver"]
+
+
+class PoolMember(Record):
+    """A place for one trainer or parameter server, registered by a host agent: key `pool/<kind>/<member>`, leased.
+
+    `running`: the job whose process it runs now, with `epoch`; empty: idle. `trouble`: why that process does not run (it ended
+    again and again). `ended`: the process of that epoch of the job ended with exit code 0 and is not started again."""
+
+    member: Id
+    kind: Kind
+    host: Name
+    agent: Id
+    pid: int
+    url: str = ""
+    lease: int = 0
+    incarnation: Id = ""
+    cores: int = 1
+    memory_bytes: int = 0
+    device: str = "cpu"
+    running: str = ""
+    epoch: int = 0
+    ended: bool = False
+    trouble: Message = ""
+    draining: bool = False
+
+
+class Assignment(Record):
+    """Key `pool/<kind>/<member>/assignment`, written by the leader: the member runs a process of that job. `incarnation`: of
+    the member that it is meant for."""
+
+    job: Id
+    epoch: int
+    incarnation: Id = ""
+    assign_time: str = ""
