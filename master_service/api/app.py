@@ -1,6 +1,6 @@
-"""The REST API of a `Master`: request id, limit of the body, token, routes, problems.
+"""The REST API of the jobs that a process leads: request id, limit of the body, token, routes, problems.
 
-request -> bounded (ASGI) -> token -> route: decode -> master -> encode        every error -> problem+json
+request -> bounded (ASGI) -> token -> route: decode -> the job's master -> encode        every error -> problem+json
     └─ requests for every task: hot_routes.py, without FastAPI
 """
 
@@ -15,19 +15,23 @@ from master_service.api import problems
 from master_service.api.hot_routes import DirectTaskLeases
 from master_service.api.limits import MAX_BODY_BYTES, Bounded
 from master_service.api.routes import checkpoints, job, members, operations, system, task_leases, tasks
-from master_service.leadership.master import Master
+from master_service.api.routes.dependencies import job_in_path
+from master_service.leadership.jobs_led import JobsLed
 from shared import __version__
 from shared.errors import Unauthorized
 
-DESCRIPTION = "Control plane of one Trireme job: tasks, members, progress. Errors are RFC 9457 problem details."
+DESCRIPTION = (
+    "Control plane of Trireme jobs: tasks, members, progress. Everything of a job is below /v1/jobs/{job}; while there is one job "
+    "only, below /v1, too (/v1/job, /v1/tasks, ...). Errors are RFC 9457 problem details."
+)
 
 
-def make_app(master: Master, *, token: str = "") -> ASGIApp:
+def make_app(jobs: JobsLed, *, token: str = "") -> ASGIApp:
     """The application. `token` empty: no authentication (for 127.0.0.1 only)."""
-    return DirectTaskLeases(make_api(master, token=token), master, token, max_body_bytes=MAX_BODY_BYTES)
+    return DirectTaskLeases(make_api(jobs, token=token), jobs, token, max_body_bytes=MAX_BODY_BYTES)
 
 
-def make_api(master: Master, *, token: str = "") -> FastAPI:
+def make_api(jobs: JobsLed, *, token: str = "") -> FastAPI:
     """All routes in FastAPI, with their documentation."""
 
     async def authorised(request: Request) -> None:
@@ -44,9 +48,15 @@ def make_api(master: Master, *, token: str = "") -> FastAPI:
         redoc_url=None,
         openapi_url="/v1/openapi.json",
     )
-    app.state.master = master
-    for routes in (job, tasks, task_leases, members, checkpoints, operations, system):
-        app.include_router(routes.router, dependencies=[Depends(authorised)])
+    app.state.jobs = jobs
+    allowed = [Depends(authorised)]
+    for prefix, of_job in (("/v1/jobs/{job}", "/v1/jobs/{job}"), ("/v1", "/v1/job")):  # the second: of the only job
+        named = "{job}" in prefix
+        parameters = [*allowed, Depends(job_in_path)] if named else allowed
+        app.include_router(job.of_job, prefix=of_job, dependencies=parameters, include_in_schema=named)
+        for routes in (job, tasks, task_leases, members, checkpoints, operations):
+            app.include_router(routes.router, prefix=prefix, dependencies=parameters, include_in_schema=named)
+    app.include_router(system.router, dependencies=allowed)
     app.include_router(system.open_router)
     problems.install(app)
     app.add_middleware(Bounded)

@@ -106,11 +106,13 @@ def _request_id(request: Request) -> str:
 
 
 def _allowed(app: FastAPI, request: Request) -> list[str]:
-    """All methods of the path, from the OpenAPI document: Starlette names only those of the first route that matches."""
-    methods: set[str] = set()
+    """All methods of the path, from the OpenAPI document: Starlette names only those of the first route that matches. A path of the
+    only job is documented with the job's name in it."""
+    path, methods = request.url.path, set[str]()
+    named = "/v1/jobs/_" + path.removeprefix("/v1").removeprefix("/job")
     for template, operations in _openapi(app)["paths"].items():
         pattern, _, _ = compile_path(template)
-        if pattern.match(request.url.path):
+        if pattern.match(path) or pattern.match(named):
             methods |= {method.upper() for method in operations}
     return sorted(methods)
 

@@ -15,7 +15,7 @@ from master_service.leadership.election import campaign, run_under_lease
 from master_service.leadership.term import Term
 from master_service.store.takeover import take_over
 from master_service.store.writer import HeldLock, Writer
-from shared.errors import NotLeader, NotReady, PeerError
+from shared.errors import NotFound, NotLeader, NotReady, PeerError
 from shared.etcd import Lease, LeaseLost, Put
 from shared.records import AcquireTask, MasterAddress, MasterLock, TaskAnswer
 from shared.runtime import clock, ids, telemetry
@@ -68,6 +68,22 @@ class Master(TaskService):
 
     def _note_leader(self, holder: MasterLock) -> None:
         self._leader = holder.url
+
+    # ---------------------------------------------------------------- as the only job that the process leads
+
+    def find(self, job: str | None) -> Master:
+        """Itself. Raises NotFound for another job."""
+        if job not in (None, self.keys.job):
+            msg = f"there is no job {job} here: this master leads job {self.keys.job} only"
+            raise NotFound(msg)
+        return self
+
+    def check_leading(self) -> None:
+        """Raises NotLeader, NotReady."""
+        self.term  # noqa: B018  raises
+
+    def masters(self) -> tuple[Master]:
+        return (self,)
 
     # ---------------------------------------------------------------- waiting for a task
 

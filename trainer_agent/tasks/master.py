@@ -51,7 +51,7 @@ class HttpMaster:
 
     async def acquire_task(self, ask: AcquireTask) -> TaskAnswer:
         """It may wait at the leader: PeerError as soon as another one leads."""
-        call = self._post("/v1/task-leases", ask, {"Idempotency-Key": ask.request}, ask.wait_s)
+        call = self._post("/task-leases", ask, {"Idempotency-Key": ask.request}, ask.wait_s)
         return TaskAnswer.model_validate(await (self._while_it_leads(call) if ask.wait_s else call))
 
     async def _while_it_leads(self, call: Coroutine[Any, Any, Any]) -> Any:
@@ -72,23 +72,23 @@ class HttpMaster:
             await self._directory.changed(self._directory.revision, LOOK_S)
 
     async def report_progress(self, task_id: str, progress: TaskProgress) -> None:
-        await self._post(f"/v1/task-leases/{quote(task_id)}/progress", progress)
+        await self._post(f"/task-leases/{quote(task_id)}/progress", progress)
 
     async def complete_task(self, task_id: str, done: CompleteTask) -> Completed:
-        return Completed.model_validate(await self._post(f"/v1/task-leases/{quote(task_id)}/complete", done))
+        return Completed.model_validate(await self._post(f"/task-leases/{quote(task_id)}/complete", done))
 
     async def fail_task(self, task_id: str, failed: FailTask) -> None:
-        await self._post(f"/v1/task-leases/{quote(task_id)}/fail", failed)
+        await self._post(f"/task-leases/{quote(task_id)}/fail", failed)
 
     async def report_metrics(self, batch: MetricBatch) -> None:
-        await self._post("/v1/metric-batches", batch)
+        await self._post("/metric-batches", batch)
 
     async def report_suspect(self, member_id: str) -> None:
-        await self._post(f"/v1/members/{quote(member_id)}/suspect", None)
+        await self._post(f"/members/{quote(member_id)}/suspect", None)
 
     async def report_failure(self, member_id: str, failure: UserFailure) -> None:
         """A trainer that is not registered (yet, or any more) shows by a key in etcd that it belongs to the job."""
-        path = f"/v1/members/{quote(member_id)}/failures"
+        path = f"/members/{quote(member_id)}/failures"
         try:
             await self._post(path, failure)
         except NotFound:
@@ -102,6 +102,7 @@ class HttpMaster:
         master = self._directory.master
         if master is None:
             raise NotLeader("no master has published its address")
+        path = f"/v1/jobs/{self._directory.keys.job}{path}"
         body = record.to_bytes() if record is not None else b"{}"
         limit_s = TIMEOUT_S + longer_s
         try:

@@ -18,7 +18,7 @@ from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken
 from master_service.leadership.master import Master
 from shared.records.operations import Operation
 
-router = APIRouter(prefix="/v1/checkpoints", tags=["checkpoints"])
+router = APIRouter(prefix="/checkpoints", tags=["checkpoints"])
 
 Key = Annotated[str, Header(alias="Idempotency-Key", max_length=200, description="the same key is the same operation")]
 
@@ -35,7 +35,7 @@ class _Asking:
 
     async def begin(self, call: Awaitable[Operation]) -> Operation:
         begun = await answered(call)
-        self.response.headers["Location"] = f"/v1/operations/{begun.operation_id}"
+        self.response.headers["Location"] = f"/v1/jobs/{self.master.keys.job}/operations/{begun.operation_id}"
         operations = self.master.term.operations
         await operations.wait(begun.operation_id, self.wait_s)
         return await committed(self.master, lambda: operations.get(begun.operation_id))

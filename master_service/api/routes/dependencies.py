@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Annotated, TypeVar
 
-from fastapi import Depends, Query, Request
+from fastapi import Depends, Path, Query, Request
 from starlette.types import Receive
 
+from master_service.leadership.jobs_led import JobsLed
 from master_service.leadership.master import Master
 from shared.errors import DeadlineExceeded, PeerError
 
@@ -17,9 +18,21 @@ ANSWER_S = 8.0
 T = TypeVar("T")
 
 
-async def _master(request: Request) -> Master:  # not a plain function: those run in a thread each
-    master: Master = request.app.state.master
-    return master
+async def _jobs(request: Request) -> JobsLed:  # not a plain function: those run in a thread each
+    jobs: JobsLed = request.app.state.jobs
+    return jobs
+
+
+JobsOf = Annotated[JobsLed, Depends(_jobs)]
+
+
+async def _master(request: Request, jobs: JobsOf) -> Master:
+    return jobs.find(request.path_params.get("job"))
+
+
+async def job_in_path(job: Annotated[str, Path(max_length=200, description="name of the job")]) -> str:
+    """Documents the parameter of every path below /v1/jobs/{job}."""
+    return job
 
 
 async def answered(call: Awaitable[T], longer_s: float = 0.0) -> T:

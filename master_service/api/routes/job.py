@@ -11,10 +11,11 @@ from master_service.api.resources import Empty, EventPage, JobView, MasterView, 
 from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, committed
 from shared.records import MetricBatch
 
-router = APIRouter(prefix="/v1")
+of_job = APIRouter()
+router = APIRouter()
 
 
-@router.get("/job", operation_id="getJob", tags=["job"])
+@of_job.get("", operation_id="getJob", tags=["job"])
 async def get_job(master: MasterOf) -> JobView:
     leader = MasterView(master_id=master.name, url=master.url, term=master.term.number)
     stalled = await master.term.stall.look(master.job, master.metrics.records)

@@ -9,7 +9,7 @@ from master_service.api.resources import Empty, MemberPage, MemberView, SuspectA
 from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, answered, committed
 from shared.records import UserFailure
 
-router = APIRouter(prefix="/v1/members", tags=["members"])
+router = APIRouter(prefix="/members", tags=["members"])
 
 
 @router.get("", operation_id="listMembers")

@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from master_service.api.routes.dependencies import MasterOf, WaitS, committed
 from shared.records.operations import Operation
 
-router = APIRouter(prefix="/v1/operations", tags=["operations"])
+router = APIRouter(prefix="/operations", tags=["operations"])
 
 
 @router.get("/{operation_id}", operation_id="getOperation")

@@ -7,7 +7,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from master_service.api.prometheus import exposition
 from master_service.api.resources import Health, Version
-from master_service.api.routes.dependencies import MasterOf
+from master_service.api.routes.dependencies import JobsOf
 from shared import __version__
 
 router = APIRouter(tags=["system"])
@@ -20,9 +20,9 @@ async def get_version() -> Version:
 
 
 @router.get("/metrics", operation_id="scrapeMetrics", response_class=Response)
-async def scrape_metrics(master: MasterOf) -> Response:
+async def scrape_metrics(jobs: JobsOf) -> Response:
     """Prometheus text. A standby answers too: trireme_master_leading is 0."""
-    return Response(exposition(master), media_type=CONTENT_TYPE_LATEST)
+    return Response(exposition(jobs), media_type=CONTENT_TYPE_LATEST)
 
 
 @open_router.get("/healthz", operation_id="checkHealth")
@@ -32,7 +32,7 @@ async def check_health() -> Health:
 
 
 @open_router.get("/readyz", operation_id="checkReadiness")
-async def check_readiness(master: MasterOf) -> Health:
+async def check_readiness(jobs: JobsOf) -> Health:
     """Leading and able to answer; else NOT_LEADER or NOT_READY."""
-    master.term  # noqa: B018  raises
+    jobs.check_leading()
     return Health(status="ok")

@@ -11,7 +11,7 @@ from master_service.api.routes.dependencies import MasterOf, answered, unless_go
 from shared.errors import InvalidArgument
 from shared.records import AcquireTask, Completed, CompleteTask, FailTask, TaskAnswer, TaskProgress
 
-router = APIRouter(prefix="/v1/task-leases", tags=["task leases"])
+router = APIRouter(prefix="/task-leases", tags=["task leases"])
 
 
 @router.post("", operation_id="acquireTask")

@@ -12,7 +12,7 @@ from master_service.api.resources import TaskPage, TaskView
 from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, committed
 from shared.records import TaskKind, TaskSummary
 
-router = APIRouter(prefix="/v1", tags=["tasks"])
+router = APIRouter(tags=["tasks"])
 
 TaskState = Literal["TODO", "PENDING", "REQUEUED", "DONE", "DISCARDED"]
 

@@ -268,9 +268,9 @@ async def test_prometheus_reads_the_job() -> None:
     async with api_of() as (_, _, client):
         await client.post("/v1/task-leases", json=ask())
         text = (await client.get("/metrics")).text
-        assert 'trireme_tasks{kind="TRAIN",state="pending"} 1.0' in text
-        assert 'trireme_phase{phase="RUNNING",stage="TRAIN"} 1.0' in text
-        assert "trireme_generation 1.0" in text
+        assert 'trireme_tasks{job="j",kind="TRAIN",state="pending"} 1.0' in text
+        assert 'trireme_phase{job="j",phase="RUNNING",stage="TRAIN"} 1.0' in text
+        assert 'trireme_generation{job="j"} 1.0' in text
 
 
 async def test_the_document_names_operations_and_problems() -> None:
@@ -314,3 +314,16 @@ async def test_the_version_is_told_where_the_package_is_not_installed(monkeypatc
 def test_the_version_is_that_of_the_package() -> None:
     project = tomllib.loads((Path(trireme.__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
     assert project["project"]["version"] == trireme.__version__
+
+
+async def test_everything_of_a_job_is_below_its_name_and_another_name_is_not_found() -> None:
+    async with api_of() as (_, _, client):
+        for path in ("", "/task-summary", "/tasks", "/members", "/checkpoints", "/events", "/metrics"):
+            alias = (await client.get(f"/v1{path or '/job'}")).json()
+            assert (await client.get(f"/v1/jobs/j{path}")).json().keys() == alias.keys()
+            problem = check_problem(await client.get(f"/v1/jobs/other{path}"), 404, "NOT_FOUND")
+            assert "other" in problem["detail"]
+        given = (await client.post("/v1/jobs/j/task-leases", json=ask())).json()
+        assert given["answer"] == "task"
+        check_problem(await client.post("/v1/jobs/other/task-leases", json=ask()), 404, "NOT_FOUND")
+        check_problem(await client.post("/v1/jobs/other/task-leases/0/complete", json={}), 404, "NOT_FOUND")

@@ -328,7 +328,7 @@ async def test_rest_answers_202_with_the_operation_and_where_to_ask_for_it() -> 
         assert response.status_code == 202
         operation = response.json()
         assert (operation["kind"], operation["state"], operation["limit_s"]) == ("CREATE_CHECKPOINT", "RUNNING", 30)
-        assert response.headers["location"] == f"/v1/operations/{operation['operation_id']}"
+        assert response.headers["location"] == f"/v1/jobs/j/operations/{operation['operation_id']}"
         await commit(cluster, 12, operation=operation["operation_id"])
         done = (await client.get(f"{response.headers['location']}?wait_s=5")).json()
         assert (done["state"], done["checkpoint_id"], done["step"]) == ("DONE", "at-12", 12)

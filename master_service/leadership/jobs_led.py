@@ -1,0 +1,26 @@
+"""Which jobs a process leads: one, or those of a cluster. REST finds the Master of a job here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from master_service.leadership.master import Master
+
+
+class JobsLed(Protocol):
+    """A Master is one: it leads a single job."""
+
+    def find(self, job: str | None) -> Master:
+        """None: the only one. Raises NotFound; Conflict if there are several, or if nobody leads that job now (it is queued, say);
+        NotLeader, NotReady on a process that leads none."""
+        ...
+
+    def check_leading(self) -> None:
+        """Raises NotLeader (with the leader's url), NotReady."""
+        ...
+
+    def masters(self) -> Iterable[Master]:
+        """Of all jobs, led or stood by for."""
+        ...
