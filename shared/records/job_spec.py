@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -12,6 +12,8 @@ from shared.records.record import Record
 
 Narrow = Literal["bfloat16", "float16"]
 Transported = Literal["float32", "bfloat16", "float16"]
+
+JOB_NAME = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
 
 
 class Mode(StrEnum):
@@ -26,8 +28,8 @@ class Dispatch(StrEnum):
     ETCD = "etcd"
 
 
-class JobSpec(Record):
-    """The user's settings; written once. Durations in seconds, sizes in bytes.
+class JobSettings(Record):
+    """What users choose of a job. Durations in seconds, sizes in bytes.
 
     `gradient_dtype`, `parameter_dtype`: dtypes in which float32 gradients and parameters are sent. `error_feedback` (asynchronous
     only; None: on whenever gradients are cast): the rounding error of a cast is added to the next push. `on_nonfinite`: what
@@ -38,8 +40,6 @@ class JobSpec(Record):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    job: str = Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")
-    script: str
     dataset: Dataset
     evaluation_dataset: Dataset | None = None
     mode: Mode = Mode.SYNC
@@ -61,7 +61,6 @@ class JobSpec(Record):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     deterministic: bool = True
     shuffle: bool = True
-    storage: str
     lease_ttl_s: float = Field(default=5.0, ge=2.0)
     join_window_s: float = Field(default=0.2, ge=0, le=10)
     task_timeout_floor_s: float = Field(default=30.0, gt=0)
@@ -92,7 +91,7 @@ class JobSpec(Record):
         return self.model_dump_json().encode()
 
     @model_validator(mode="after")
-    def _consistent(self) -> JobSpec:
+    def _consistent(self) -> Self:
         if self.lanes & (self.lanes - 1):
             below = 1 << (self.lanes.bit_length() - 1)
             msg = f"lanes must be a power of two, got {self.lanes}; use {below} or {below * 2}"
@@ -133,3 +132,11 @@ class JobSpec(Record):
     def task_records(self) -> int:
         """Records per task: as given, else 16 minibatches."""
         return self.records_per_task or 16 * self.minibatch_size
+
+
+class JobSpec(JobSettings):
+    """A job's settings, its name, its script (a path, or `source:<digest>/<file name>`) and where its files go; written once."""
+
+    job: str = Field(pattern=JOB_NAME)
+    script: str
+    storage: str

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
+from master_service.core.changes import Event
 from shared.errors import NotFound
-from shared.records.cluster import Assignment, ClusterJob, Kind, PoolMember
+from shared.records.cluster import Assignment, ClusterJob, Kind, PoolMember, Source
 
+Answer_co = TypeVar("Answer_co", covariant=True)
 Place = tuple[Kind, str]  # kind and id of a pool member
 
 
@@ -31,7 +34,27 @@ class DropAssignment:
     place: Place
 
 
-ClusterChange = PutJob | DropJob | PutAssignment | DropAssignment
+@dataclass(frozen=True, slots=True)
+class PutSource:
+    digest: str
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class DropSource:
+    digest: str
+
+
+ClusterChange = PutJob | DropJob | PutAssignment | DropAssignment | PutSource | DropSource
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterDecision(Generic[Answer_co]):
+    """As a Decision, about the cluster: nothing has happened before it is written."""
+
+    answer: Answer_co
+    changes: tuple[ClusterChange, ...] = ()
+    events: tuple[Event, ...] = ()
 
 
 @dataclass
@@ -70,3 +93,5 @@ class ClusterState:
             case DropAssignment(place):
                 self.assignments.pop(place, None)
                 self.moved[place] = now
+            case PutSource() | DropSource():
+                pass  # only etcd holds the texts
