@@ -16,8 +16,10 @@ from master_service.api.app import make_app
 from master_service.api.server import Server
 from master_service.leadership.master import Master
 from master_service.settings import Settings, read_spec
+from master_service.storage.job_storage import FileStorage
 from shared.errors import InvalidArgument
 from shared.keys import Keys
+from shared.membership.local_script import LocalScripts
 from shared.records import Dispatch, JobSpec
 from shared.runtime import ids, service, telemetry
 
@@ -53,7 +55,16 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
         host = socket.gethostname()
     url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
     etcd = settings.connect()
-    master = Master(etcd, Keys(settings.job, settings.root), name=name, url=url, spec=spec, ttl_s=settings.master_ttl_s)
+    scripts = LocalScripts(etcd, settings.root, settings.sources)
+    master = Master(
+        etcd,
+        Keys(settings.job, settings.root),
+        name=name,
+        url=url,
+        spec=spec,
+        ttl_s=settings.master_ttl_s,
+        storage=lambda spec: FileStorage(spec, scripts.find),
+    )
     service.ready()
     service.settled()
     gc.set_threshold(10_000, 20, 20)

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
@@ -21,6 +22,7 @@ from shared import etcd as etcd_client
 from shared.errors import CallerError, InvalidArgument, TriremeError
 from shared.keys import Keys
 from shared.membership.directory import Directory
+from shared.membership.local_script import LocalScripts
 from shared.records import Dispatch, JobSpec, PserverMember, TrainerMember
 from shared.runtime import http, ids, malloc, service, telemetry
 from shared.runtime.network import own_network
@@ -112,9 +114,11 @@ async def _train(
     computing = stack.enter_context(ThreadPoolExecutor(1, "compute"))
     reading = stack.enter_context(ThreadPoolExecutor(READER_THREADS, "read"))
     try:
+        scripts = LocalScripts(context.etcd, settings.root, settings.sources)
+        script = await retry(lambda: scripts.find(spec.script), "reading the job's script", REPORT_S)
         shared = settings.transport in {"auto", "shm"}
         compute = await asyncio.get_running_loop().run_in_executor(
-            computing, _build, spec, computing, shared, number_of(settings.name)
+            computing, _build, spec, script, computing, shared, number_of(settings.name)
         )
     except CallerError as error:
         await _report_start(master, context.trainer, error)
@@ -147,9 +151,9 @@ async def _train(
     return await agent.run()
 
 
-def _build(spec: JobSpec, executor: ThreadPoolExecutor, shared: bool, number: int) -> TorchCompute:
+def _build(spec: JobSpec, script: Path, executor: ThreadPoolExecutor, shared: bool, number: int) -> TorchCompute:
     malloc.give_back()
-    return TorchCompute(load(spec.script), spec, executor, shared=shared, number=number)
+    return TorchCompute(load(script), spec, executor, shared=shared, number=number)
 
 
 async def _report_start(master: MasterPort, trainer: str, error: TriremeError) -> None:

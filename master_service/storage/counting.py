@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 
@@ -33,10 +33,15 @@ Progress = Callable[[int, int], None]
 
 
 def count_records(
-    dataset: Dataset, task_records: int, progress: Progress | None = None, partial: PartialCounts | None = None
+    dataset: Dataset,
+    task_records: int,
+    progress: Progress | None = None,
+    partial: PartialCounts | None = None,
+    beside: Path | None = None,
 ) -> FileTable:
     """The file table of a dataset; `progress(files counted, files)` is called in the calling thread. With `partial` it goes on
-    where an earlier count was stopped, and can be stopped itself.
+    where an earlier count was stopped, and can be stopped itself. `beside`: the folder of the job's script, where the module of a
+    Custom dataset may lie.
 
     Raises DatasetError if no file matches, one cannot be read, or there is no record at all; CountingStopped.
     """
@@ -44,7 +49,7 @@ def count_records(
     if isinstance(dataset, Npy):
         _check_names(dataset, files)
     check = partial.check if partial is not None else lambda: None
-    count = _counter(dataset, task_records, check)
+    count = _counter(dataset, task_records, check, beside)
     if partial is not None:
         partial.load()
     counted: list[TableFile] = []
@@ -128,7 +133,7 @@ def _kept(partial: PartialCounts | None, count: Counter) -> Counter:
     return count if partial is None else lambda url: partial.counted(url, count)
 
 
-def _counter(dataset: Dataset, task_records: int, check: Callable[[], None]) -> Counter:
+def _counter(dataset: Dataset, task_records: int, check: Callable[[], None], beside: Path | None) -> Counter:
     """`check` is called often, and raises when counting shall stop."""
     match dataset:
         case Parquet():
@@ -138,7 +143,7 @@ def _counter(dataset: Dataset, task_records: int, check: Callable[[], None]) -> 
         case Npy():
             return lambda file: _count_or_empty(file, _count_npy)
         case Custom():
-            return _custom_counter(dataset)
+            return _custom_counter(dataset, beside)
         case _:
             return lambda file: _count_lines(file, dataset, task_records, check)
 
@@ -217,8 +222,8 @@ def _aligned(files: list[TableFile]) -> TableFile:
     return files[0]
 
 
-def _custom_counter(dataset: Custom) -> Counter:
-    reader = load_custom(dataset.reader)
+def _custom_counter(dataset: Custom, beside: Path | None) -> Counter:
+    reader = load_custom(dataset.reader, beside)
 
     def count(url: str) -> TableFile:
         try:

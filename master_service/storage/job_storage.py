@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Protocol
 
 from master_service.core.queue.file_table import FileTable
@@ -39,27 +41,36 @@ class JobStorage(Protocol):
         ...
 
 
-class FileStorage:
-    """Below the spec's `storage` (an fsspec URL). Reading files blocks, so it happens in threads."""
+async def _as_it_is(script: str) -> Path:
+    return Path(script)
 
-    def __init__(self, spec: JobSpec) -> None:
+
+class FileStorage:
+    """Below the spec's `storage` (an fsspec URL). Reading files blocks, so it happens in threads. `find_script`: where the job's
+    script lies on this host; asked for datasets that name a module of it (shared/membership/local_script.py)."""
+
+    def __init__(self, spec: JobSpec, find_script: Callable[[str], Awaitable[Path]] = _as_it_is) -> None:
         self._storage, self._job, self._script = spec.storage, spec.job, spec.script
+        self._find_script = find_script
 
     async def count(self, source: Dataset, task_records: int) -> FileTable:
+        beside = None
         if isinstance(source, Custom):
-            find_beside(self._script)
+            script = await self._find_script(self._script)
+            find_beside(str(script))
+            beside = script.parent
         partial = PartialCounts(self._storage, source, task_records)
         try:
-            table = await asyncio.to_thread(self._counted, source, task_records, partial)
+            table = await asyncio.to_thread(self._counted, source, task_records, partial, beside)
         finally:
             partial.stop.set()  # a cancelled caller: the thread ends at the next chunk, and keeps what it has
         log.info("dataset_counted", table=repr(table))
         return table
 
-    def _counted(self, source: Dataset, task_records: int, partial: PartialCounts) -> FileTable:
+    def _counted(self, source: Dataset, task_records: int, partial: PartialCounts, beside: Path | None) -> FileTable:
         """Blocks. Raises DatasetError, CountingStopped."""
         try:
-            table = counting.count_records(source, task_records, None, partial)
+            table = counting.count_records(source, task_records, None, partial, beside)
         except CountingStopped:
             partial.keep(now=True)
             raise

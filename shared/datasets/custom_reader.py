@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import importlib.util
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 from shared.errors import DatasetError
@@ -28,11 +31,14 @@ def find_beside(script: str) -> None:
         importlib.invalidate_caches()
 
 
-def load_custom(reader: str) -> CustomReader:
-    """The object that `pkg.mod:name` names. Raises DatasetError if it cannot be imported or lacks count or read."""
+def load_custom(reader: str, beside: Path | None = None) -> CustomReader:
+    """The object that `pkg.mod:name` names. A module that lies in the folder `beside` is executed for this call alone: a process that
+    counts for many jobs may meet several of one name. Raises DatasetError if it cannot be imported or lacks count or read."""
     module_name, _, name = reader.partition(":")
+    own = beside / f"{module_name}.py" if beside is not None else None
     try:
-        found = getattr(importlib.import_module(module_name), name)
+        module = _executed(own) if own is not None and own.is_file() else importlib.import_module(module_name)
+        found = getattr(module, name)
     except Exception as error:  # the user's module may raise anything
         msg = f"the reader {reader} cannot be imported: {type(error).__name__}: {error}"
         raise DatasetError(
@@ -44,3 +50,19 @@ def load_custom(reader: str) -> CustomReader:
         msg = f"the reader {reader} has no method {missing[0]!r}"
         raise DatasetError(msg, hint="define count(url) -> int and read(url, first, count) -> iterator of dicts")
     return found  # type: ignore[no-any-return]
+
+
+def _executed(path: Path) -> ModuleType:
+    """Stays in sys.modules under a name of its own, since classes and dataclasses look for their module there."""
+    name = f"trireme_script_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

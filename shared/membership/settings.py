@@ -15,7 +15,8 @@ CONFIGURATION = 2  # exit code of a process whose settings cannot be used
 
 
 class MemberSettings(BaseSettings):
-    """TRIREME_JOB, TRIREME_ETCD (urls with commas between), ... `advertise`: the host that peers use."""
+    """TRIREME_JOB, TRIREME_ETCD (urls with commas between), ... `advertise`: the host that peers use. `sources`: the folder for
+    scripts that come from etcd or from a URL; "": a folder of this user below the system's temporary one."""
 
     model_config = SettingsConfigDict(env_prefix="TRIREME_", frozen=True)
 
@@ -31,6 +32,7 @@ class MemberSettings(BaseSettings):
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)
     advertise: str = ""
+    sources: str = ""
     log_level: str = "INFO"
 
     @field_validator("etcd", mode="before")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from enum import StrEnum
 from typing import Literal
 
@@ -13,6 +15,8 @@ from shared.records.record import Id, Message, Name, Record
 SOURCE_BYTES = 512 << 10
 RESERVED = ("cluster", "jobs", "pool", "schedules", "sources")  # names of keys beside the jobs' own
 SOURCE_SCHEME = "source:"
+_FILE_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,120}\.py"
+_STORED = re.compile(rf"{SOURCE_SCHEME}([0-9a-f]{{64}})/({_FILE_NAME})")
 
 
 class Standing(StrEnum):
@@ -61,8 +65,30 @@ class Scheduling(Record):
 class Source(Record):
     """A job's script. Stored once under its digest; a spec names it as `source:<digest>/<file_name>`."""
 
-    file_name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,120}\.py$")
+    file_name: str = Field(pattern=f"^{_FILE_NAME}$")
     text: str = Field(max_length=SOURCE_BYTES)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the text, in hex: jobs with the same text share it, whatever they call the file."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    @property
+    def script(self) -> str:
+        """What the job's spec has in `script`."""
+        return f"{SOURCE_SCHEME}{self.digest}/{self.file_name}"
+
+
+def stored_source(script: str) -> tuple[str, str] | None:
+    """(digest, file name) that a spec's `script` names; None: it is a path or a URL. Raises ValueError if it looks like a source and
+    is none."""
+    if not script.startswith(SOURCE_SCHEME):
+        return None
+    found = _STORED.fullmatch(script)
+    if found is None:
+        msg = f"script {script!r} names no source: it is {SOURCE_SCHEME}<SHA-256 in hex>/<file name>.py"
+        raise ValueError(msg)
+    return found[1], found[2]
 
 
 class ClusterJob(Record):

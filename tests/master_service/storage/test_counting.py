@@ -144,7 +144,6 @@ async def test_custom_readers_beside_the_script_and_in_it_are_found(tmp_path, mo
         spec = JobSpec.model_validate({"job": "j", "script": script, "storage": storage, "dataset": dataset})
         table = await FileStorage(spec).count(dataset, 2)
         assert [(file.path, file.records) for file in table.files] == [("u", 3)]
-        sys.modules.pop(name)
 
 
 @pytest.mark.parametrize("storage", ["{}/storage", "memory://storage/job"])
@@ -241,6 +240,24 @@ def test_counting_that_was_stopped_goes_on_with_what_is_unchanged(tmp_path, stor
     table = count_records(dataset, 2, None, PartialCounts(place, dataset, 2))
     assert [file.records for file in table.files] == [3, 4, 3]
     assert PartialCounts(place, dataset, 3).counted(whole.files[0].path, count).records == 1, "of another task size"
+
+
+async def test_readers_of_one_name_beside_the_scripts_of_two_jobs_are_two(tmp_path, monkeypatch):
+    """A leader counts for many jobs in one process."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    dataset, counts = Custom("u", reader="script_of_a_job:reader"), []
+    for records in (3, 5):
+        script = tmp_path / str(records) / "script_of_a_job.py"
+        script.parent.mkdir()
+        reader = f"class reader:\n  read = print\n  @staticmethod\n  def count(url): return {records}\n"
+        script.write_text(reader)
+        spec = JobSpec.model_validate({"job": "j", "script": "s", "storage": str(tmp_path), "dataset": dataset})
+
+        async def find(_: str, script=script) -> Path:
+            return script
+
+        counts.append((await FileStorage(spec, find).count(dataset, 2)).records)
+    assert counts == [3, 5]
 
 
 async def test_a_master_that_is_stopped_while_it_counts_ends_soon_and_keeps_its_counts(tmp_path, monkeypatch):
