@@ -7,10 +7,11 @@ import re
 from enum import StrEnum
 from typing import Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from shared.records.job_spec import JobSpec
 from shared.records.record import Id, Message, Name, Record
+from shared.times import instant
 
 SOURCE_BYTES = 512 << 10
 RESERVED = ("cluster", "jobs", "pool", "schedules", "sources")  # names of keys beside the jobs' own
@@ -52,7 +53,14 @@ class Scheduling(Record):
     weight: float = Field(default=1.0, gt=0, le=1000)
     preemptible: bool = False
     after: tuple[Id, ...] = Field(default=(), max_length=32)
-    not_before_time: str = ""
+    not_before_time: str = Field(default="", max_length=64)
+
+    @field_validator("not_before_time")
+    @classmethod
+    def _has_a_zone(cls, value: str) -> str:
+        if value:
+            instant(value)
+        return value
 
     @model_validator(mode="after")
     def _consistent(self) -> Scheduling:
@@ -93,7 +101,8 @@ def stored_source(script: str) -> tuple[str, str] | None:
 
 class ClusterJob(Record):
     """One job of a cluster. `epoch` counts its starts: assignments of an older one are no more. `wanted`: what its users asked for
-    last. `reason`: why it is where it is, as a sentence. `trainers`: how many it may have now by a resize (None: `max_trainers`)."""
+    last. `reason`: why it is where it is, as a sentence. `trainers`, `pservers`: how many it may have now by a resize (None: as
+    `max_trainers` and the spec say). `preempted_by`: the job that it gives its members to; it is stopped and then QUEUED again."""
 
     job: Id
     spec: JobSpec
@@ -105,6 +114,8 @@ class ClusterJob(Record):
     source_digest: str = ""
     number: int = 0  # of the submission: earlier ones first
     trainers: int | None = None
+    pservers: int | None = None
+    preempted_by: str = ""
     request: Id = ""  # the Idempotency-Key of its creation
     create_time: str = ""
     start_time: str = ""
@@ -116,6 +127,20 @@ class ClusterJob(Record):
         lanes = self.spec.lanes if self.spec.mode == "sync" else 10_000
         limits = (self.scheduling.max_trainers, self.trainers, lanes)
         return min(limit for limit in limits if limit is not None)
+
+    @property
+    def least_trainers(self) -> int:
+        """It starts with no fewer trainers, and keeps them unless it is preempted."""
+        return min(self.scheduling.min_trainers, self.most_trainers)
+
+    @property
+    def pservers_wanted(self) -> int:
+        return self.spec.pservers if self.pservers is None else self.pservers
+
+    @property
+    def leaving(self) -> bool:
+        """ACTIVE, and about to be PAUSED, CANCELLED or QUEUED: it gets no more members."""
+        return self.standing is Standing.ACTIVE and (self.wanted != "run" or bool(self.preempted_by))
 
 
 Kind = Literal["trainer", "pserver"]

@@ -33,7 +33,7 @@ FLOORS = {
         {"member"},
     ],
     "shared": [
-        {"errors", "keys", "lanes", "slots", "records"},
+        {"errors", "keys", "lanes", "slots", "times", "records"},
         {"runtime", "blocks", "datasets"},
         {"etcd", "storage", "wire"},
         {"membership"},

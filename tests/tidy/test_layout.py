@@ -47,7 +47,7 @@ HOMES = {
     "urllib.request": (),
     "http.client": (),
     "time": ("shared/runtime/clock.py",),
-    "datetime": ("shared/runtime/clock.py",),
+    "datetime": ("shared/runtime/clock.py", "shared/times.py"),
     "random": (
         "shared/runtime/ids.py",
         "trainer_agent/model/minibatch.py",
@@ -80,6 +80,7 @@ PURE_SHARED = (
     "keys",
     "lanes",
     "records",
+    "times",
     "slots",
     "wire.messages",
 )

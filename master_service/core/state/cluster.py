@@ -60,12 +60,15 @@ class ClusterDecision(Generic[Answer_co]):
 @dataclass
 class ClusterState:
     """`members`: as the watch tells, the newest registration of each place. `moved`: when (monotonic s) a place was assigned or
-    unassigned last in this term."""
+    unassigned last in this term. `gone_since`: when an assigned place was first seen without a member. `unfit`: for which
+    (job, epoch) a place is of no use any more, because the process ended there again and again, or ended well."""
 
     jobs: dict[str, ClusterJob] = field(default_factory=dict)
     members: dict[Place, PoolMember] = field(default_factory=dict)
     assignments: dict[Place, Assignment] = field(default_factory=dict)
     moved: dict[Place, float] = field(default_factory=dict)
+    gone_since: dict[Place, float] = field(default_factory=dict)
+    unfit: dict[Place, frozenset[tuple[str, int]]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"<ClusterState {len(self.jobs)} jobs, {len(self.members)} members, {len(self.assignments)} assigned>"
@@ -80,6 +83,30 @@ class ClusterState:
     def assigned_to(self, job: str, kind: Kind) -> list[Place]:
         return [place for place, held in self.assignments.items() if held.job == job and place[0] == kind]
 
+    def fits(self, place: Place, job: ClusterJob) -> bool:
+        """Whether the place may run a process of the job's present epoch."""
+        member = self.members.get(place)
+        start = (job.job, job.epoch)
+        spent = (
+            member is not None and (member.ended or bool(member.trouble)) and (member.running, member.epoch) == start
+        )
+        return not spent and start not in self.unfit.get(place, frozenset())
+
+    def see(self, place: Place, member: PoolMember | None, now: float) -> None:
+        """In place: the watch saw this registration, or (None) that there is none any more. `now`: monotonic, s."""
+        if member is None:
+            self.members.pop(place, None)
+            if place in self.assignments:
+                self.gone_since.setdefault(place, now)
+            else:
+                self._forget(place)
+            return
+        self.members[place] = member
+        self.gone_since.pop(place, None)
+        if member.running and (member.trouble or member.ended):
+            still = {start for start in self.unfit.get(place, ()) if self._current(*start)}
+            self.unfit[place] = frozenset(still | {(member.running, member.epoch)})
+
     def apply(self, change: ClusterChange, now: float) -> None:
         """In place. `now`: monotonic, s."""
         match change:
@@ -90,8 +117,21 @@ class ClusterState:
             case PutAssignment(place, assignment):
                 self.assignments[place] = assignment
                 self.moved[place] = now
+                if place not in self.members:
+                    self.gone_since.setdefault(place, now)
             case DropAssignment(place):
                 self.assignments.pop(place, None)
                 self.moved[place] = now
+                if place not in self.members:
+                    self._forget(place)
             case PutSource() | DropSource():
                 pass  # only etcd holds the texts
+
+    def _current(self, job: str, epoch: int) -> bool:
+        found = self.jobs.get(job)
+        return found is not None and found.epoch == epoch
+
+    def _forget(self, place: Place) -> None:
+        """No member and no assignment: nothing is kept of the place, so that names of members may come and go."""
+        for kept in (self.moved, self.gone_since, self.unfit):
+            kept.pop(place, None)

@@ -1,0 +1,56 @@
+"""Jobs, members and states of a cluster, for tests of the decisions about them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from master_service.core.state.cluster import ClusterState, Place, PutAssignment, PutJob
+from shared.records.cluster import Assignment, ClusterJob, Kind, PoolMember, Scheduling, Standing
+from shared.records.job_spec import JobSpec, Mode
+from tests.master_service.cluster import spec_of
+
+SCHEDULING = set(Scheduling.model_fields)
+
+
+def job_of(name: str, number: int = 0, *, pservers: int = 1, spec: JobSpec | None = None, **fields: Any) -> ClusterJob:
+    """An asynchronous job (any number of trainers is of use); `fields` of Scheduling and of ClusterJob."""
+    chosen = {field: fields.pop(field) for field in SCHEDULING & set(fields)}
+    spec = spec or spec_of(job=name, mode=Mode.ASYNC, pservers=pservers)
+    return ClusterJob(job=name, spec=spec, scheduling=Scheduling(**chosen), number=number, **fields)
+
+
+def active(name: str, number: int = 0, **fields: Any) -> ClusterJob:
+    return job_of(name, number, **{"standing": Standing.ACTIVE, "epoch": 1, **fields})
+
+
+def member_of(kind: Kind, name: str, host: str = "", **fields: Any) -> PoolMember:
+    host = host or "h1"
+    return PoolMember(
+        member=name, kind=kind, host=host, agent=f"agent-{host}", pid=1, incarnation=f"i-{name}", **fields
+    )
+
+
+def state_of(*jobs: ClusterJob, trainers: int = 0, pservers: int = 0, hosts: int = 1) -> ClusterState:
+    """Idle members t0, t1, ... and p0, p1, ..., dealt out to hosts h0, h1, ... in turn."""
+    state = ClusterState()
+    for number, job in enumerate(jobs):
+        state.apply(PutJob(job.model_copy(update={"number": job.number or number + 1})), 0.0)
+    for number in range(trainers):
+        state.see(("trainer", f"t{number}"), member_of("trainer", f"t{number}", f"h{number % hosts}"), 0.0)
+    for number in range(pservers):
+        state.see(("pserver", f"p{number}"), member_of("pserver", f"p{number}", f"h{number % hosts}"), 0.0)
+    return state
+
+
+def give(state: ClusterState, job: str, *names: str, at: float = -1000.0) -> None:
+    """In place: the members (`t…` or `p…`) run processes of the job since long ago."""
+    for name in names:
+        place: Place = ("trainer" if name.startswith("t") else "pserver", name)
+        member = state.members[place]
+        epoch = state.jobs[job].epoch
+        state.apply(PutAssignment(place, Assignment(job=job, epoch=epoch, incarnation=member.incarnation)), at)
+        state.see(place, member.model_copy(update={"running": job, "epoch": epoch}), at)
+
+
+def held_by(state: ClusterState, job: str) -> list[str]:
+    return sorted(member for (_, member), held in state.assignments.items() if held.job == job)
