@@ -101,6 +101,7 @@ class OperationRunner:
         await self._writer.decide(lambda job, _: operations.ask_for_draining(job, stamp))
         await self._writer.decide(lambda job, _: operations.advance(job, stamp))
         await self._writer.decide(lambda job, now: operations.tick(job, now, stamp))
+        await self._writer.decide(lambda job, _: operations.begin_next(job))
 
     async def _read_files(self) -> None:
         while True:

@@ -132,7 +132,7 @@ def _places(keys: Keys) -> dict[type[JobRecord], str]:
 def _request(keys: Keys, operation: Operation) -> tuple[Put | Delete, ...]:
     """The key that tells the members that a checkpoint is wanted: it is there while a CREATE_CHECKPOINT is running. At most one
     operation writes it at a time."""
-    if operation.kind is not OperationKind.CREATE_CHECKPOINT or operation.joined:
+    if operation.kind is not OperationKind.CREATE_CHECKPOINT or operation.after or operation.joined:
         return ()
     if not operation.running:
         return (Delete(keys.checkpoint_request),)

@@ -27,7 +27,8 @@ class Operation(Record):
     """`checkpoint_id`, `step`: of the checkpoint (CREATE: once it is made). `cause`: who requested it, and why.
 
     `attempt`: how often the checkpoint was requested (CREATE). `timeline`: of the rollback it led to, 0 before (RESTORE).
-    `joined`: the operation that makes the same checkpoint, and whose end is this one's, too (CREATE).
+    `after`: the operation whose end it waits for before its own checkpoint is requested (CREATE). `joined`: the operation that makes
+    the checkpoint for this one, too (CREATE).
     `limit_s`: how long it may take; a new master starts this time again. `error_code`: of shared.errors, when FAILED.
     """
 
@@ -41,6 +42,7 @@ class Operation(Record):
     step: int | None = None
     attempt: int = 1
     timeline: int = 0
+    after: str = ""
     joined: str = ""
     limit_s: float
     create_time: str = ""

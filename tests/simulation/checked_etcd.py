@@ -7,22 +7,34 @@ queue is in one place only, and at one trainer only.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from shared.keys import Keys
-from shared.records import Dispatch, JobSpec, JobState, MasterAddress, MasterLock, Phase
+from shared.records import Dispatch, JobSpec, JobState, MasterAddress, MasterLock, Mode, Phase
 from shared.records.checkpoints import CheckpointLatest
+from shared.records.operations import Operation
 from tests.equipment.cluster.network import Network
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.simulation.checkpoint_checker import CheckpointChecker
 from tests.simulation.task_checker import TaskChecker
 
 
-class CheckedEtcd(SimulatedEtcd):
-    """`violations` grow; `url_of(client)` names the master behind a client."""
+@dataclass(frozen=True)
+class CheckpointBound:
+    """The oldest checkpoint that a request may get: its step (asynchronous: its number) in the timeline of the request."""
 
-    def __init__(self, keys: Keys, network: Network, url_of: Callable[[str], str], spec: JobSpec) -> None:
+    timeline: int
+    step: int
+
+
+class CheckedEtcd(SimulatedEtcd):
+    """`violations` grow; `url_of(client)` names the master behind a client; `version()`: the lowest of all blocks."""
+
+    def __init__(
+        self, keys: Keys, network: Network, url_of: Callable[[str], str], version: Callable[[], int], spec: JobSpec
+    ) -> None:
         super().__init__(rng=network.rng)
         self.leader_lock = keys.master_lock if spec.dispatch is Dispatch.MASTER else keys.sweep_lock
         self._masterless = spec.dispatch is Dispatch.ETCD
@@ -33,7 +45,9 @@ class CheckedEtcd(SimulatedEtcd):
         self.state = JobState()
         self.term = 0
         self.checkpoints_seen: dict[str, CheckpointLatest] = {}
-        self._url_of = url_of
+        self.bounds: dict[str, CheckpointBound] = {}
+        self._sync = spec.mode is Mode.SYNC
+        self._url_of, self._version = url_of, version
         self._checkpoints = CheckpointChecker(keys.job)
         self._seen = 0
         self._progresses, self._queue = keys.progresses.encode(), keys.tasks.encode()
@@ -117,10 +131,17 @@ class CheckedEtcd(SimulatedEtcd):
             self.violations += self._checkpoints.check(kv["value"])
             latest = CheckpointLatest.model_validate_json(kv["value"])
             self.checkpoints_seen[latest.uuid] = latest
+        elif key.startswith(self.keys.operations) and kv["version"] == 1:
+            self._note_request(Operation.model_validate_json(kv["value"]))
         elif key == self.keys.master_lock:
             self._grow(kv["create_revision"])
         elif key == self.keys.master_address:
             self._grow(MasterAddress.model_validate_json(kv["value"]).term)
+
+    def _note_request(self, asked: Operation) -> None:
+        """`step` is there if the pause begins in the same transaction."""
+        step = self._version() if self._sync else asked.step or self.state.saved + 1
+        self.bounds[asked.operation_id] = CheckpointBound(self.state.timeline, step)
 
     def _grow(self, term: int) -> None:
         if term < self.term:

@@ -79,15 +79,6 @@ class Node:
         return self.incarnations > 0 and not self.process.dead
 
 
-@dataclass(frozen=True)
-class AcceptedRequest:
-    """An operation that a master has begun. `version`, `timeline`: the job's when it was asked for."""
-
-    operation: Operation
-    version: int
-    timeline: int
-
-
 @lru_cache(maxsize=64)
 def _incarnation(value: bytes) -> str:
     """Of a parameter server's key; asked after every block that is pushed."""
@@ -106,7 +97,7 @@ class SimulatedCluster(Cluster):
     def __init__(self, plan: Plan, rng: random.Random, mains: dict[str, Main], say: Callable[[str], None]) -> None:
         spec = spec_of(plan)
         self.network = Network(rng)
-        super().__init__(spec, CheckedEtcd(Keys(spec.job), self.network, self._url_of, spec))
+        super().__init__(spec, CheckedEtcd(Keys(spec.job), self.network, self._url_of, self.lowest_version, spec))
         self.plan = plan
         self.rng = rng
         self.trace = Trace()
@@ -118,7 +109,7 @@ class SimulatedCluster(Cluster):
         self.failures: list[str] = []
         self.ended_s, self.ended_callbacks = 0.0, 0
         self.injected = 0
-        self.accepted: list[AcceptedRequest] = []
+        self.accepted: list[Operation] = []
         self._launcher = self._process("launcher")
         self._say = say
         files.remove_tree(self.spec.storage)
@@ -291,9 +282,9 @@ class SimulatedCluster(Cluster):
         """Call the master as a client outside the job. Raises TriremeError."""
         return await SimulatedMaster(self.network, self._directory).call(invoke)
 
-    def operation(self, accepted: AcceptedRequest) -> Operation | None:
+    def operation(self, accepted: Operation) -> Operation | None:
         """As etcd has it now."""
-        value = self.simulated.value(self.keys.operation(accepted.operation.operation_id))
+        value = self.simulated.value(self.keys.operation(accepted.operation_id))
         return Operation.model_validate_json(value) if value is not None else None
 
     def set_conditions(self, conditions: Conditions) -> None:
@@ -334,6 +325,10 @@ class SimulatedCluster(Cluster):
             if pserver is not None and pserver.timeline == self.state.timeline and self._is_registered(pserver)
         }
         return [(index, found[index]) for index in sorted(found) if found[index] is not None]
+
+    def lowest_version(self) -> int:
+        """Of all blocks there are; 0 without one."""
+        return min((state.version for _, store in self.stores() for state in store.blocks.values()), default=0)
 
     def _is_registered(self, pserver: Pserver) -> bool:
         value = self.simulated.value(self.keys.pserver(pserver.index))

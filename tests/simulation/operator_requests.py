@@ -12,7 +12,7 @@ from shared.records import Dispatch, Mode, Stage
 from shared.records.checkpoints import CheckpointLatest
 from shared.records.operations import Operation, OperationKind, OperationState
 from shared.runtime import ids
-from tests.simulation.cluster import AcceptedRequest, SimulatedCluster
+from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.plans import OperatorRequest, RequestKind
 
 LIMIT_S = 60.0
@@ -53,8 +53,6 @@ async def _ask(cluster: SimulatedCluster, request: OperatorRequest) -> None:
     while loop.time() < limit and not cluster.over:
         value = cluster.simulated.value(cluster.keys.latest)
         latest = CheckpointLatest.model_validate_json(value) if value else None
-        version = min((state.version for _, store in cluster.stores() for state in store.blocks.values()), default=0)
-        timeline = cluster.state.timeline
         try:
             if request.kind is RequestKind.CHECKPOINT:
                 begun = await _create(cluster, key)
@@ -76,7 +74,7 @@ async def _ask(cluster: SimulatedCluster, request: OperatorRequest) -> None:
             cluster.failures.append(f"{request}: {error!r}")
             return
         cluster.say(f"accepted: {begun.operation_id} ({begun.reason})")
-        cluster.accepted.append(AcceptedRequest(begun, version, timeline))
+        cluster.accepted.append(begun)
         return
 
 
@@ -119,22 +117,22 @@ def violations(cluster: SimulatedCluster) -> list[str]:
     for accepted in cluster.accepted:
         operation = cluster.operation(accepted)
         if operation is None:
-            found.append(f"{accepted.operation.operation_id} is forgotten")
+            found.append(f"{accepted.operation_id} is forgotten")
         elif operation.running and led:
             found.append(f"still under way after the end: {operation}")
         elif operation.state is OperationState.FAILED and not operation.reason:
             found.append(f"failed without a reason: {operation}")
         elif operation.state is OperationState.DONE and operation.kind is OperationKind.CREATE_CHECKPOINT:
-            found += _too_old(cluster, accepted, operation)
+            found += _too_old(cluster, operation)
     return found
 
 
-def _too_old(cluster: SimulatedCluster, accepted: AcceptedRequest, operation: Operation) -> list[str]:
-    """A checkpoint on demand must be of a version no older than the request."""
+def _too_old(cluster: SimulatedCluster, operation: Operation) -> list[str]:
+    """A checkpoint on demand is of a version that is no older than the request, or of a pause that began after it."""
     made = cluster.simulated.checkpoints_seen.get(operation.checkpoint_id)
+    bound = cluster.simulated.bounds[operation.operation_id]
     if made is None:
         return [f"{operation} names a checkpoint that was never the latest"]
-    comparable = cluster.plan.job.mode is Mode.SYNC and made.timeline == accepted.timeline
-    if comparable and made.step < accepted.version:
-        return [f"{operation} is older than the request, made at version {accepted.version}"]
+    if made.timeline == bound.timeline and made.step < bound.step and not made.final:
+        return [f"{operation} is older than the request, which needs {bound.step} or later"]
     return []

@@ -53,7 +53,7 @@ Asking = Annotated[_Asking, Depends(_asking)]
 
 @router.post("", operation_id="createCheckpoint", status_code=202)
 async def create_checkpoint(master: MasterOf, asking: Asking, asked: CreateCheckpoint | None = None) -> Operation:
-    """Save one of the next steps; training does not stop for it. While one is being made, that one's operation answers."""
+    """Save one of the next steps; training does not stop for it. A request that comes while one is being made gets the next one."""
     asked, operations = asked or CreateCheckpoint(), master.term.operations
     return await asking.begin(operations.create_checkpoint(asking.key, asked.cause or asking.by, asked.limit_s))
 

@@ -2,6 +2,7 @@
 
 CREATE    asked -> job/checkpoint written -> lane 0 carries it into a version -> that one is `latest` -> DONE
           asynchronous: asked -> the next pause (pause_checkpoint.py) -> its checkpoint, or a later one, is `latest` -> DONE
+          while one is being made: asked -> that one has ended -> as above, for all that asked meanwhile
 RESTORE   asked -> every part read -> ROLLING_BACK(timeline) -> RUNNING in that timeline -> DONE
 VERIFY    asked -> every part read -> DONE | FAILED
 
@@ -31,9 +32,9 @@ AT_ONCE = 40  # operations in one transaction
 
 
 def ask(job: Job, asked: Operation, *, keyed: bool = False) -> Decision[Operation]:
-    """Answers the operation: the one that the same key began before. (CREATE) If one is running already, its checkpoint is not
-    made yet: that one answers, or with a key of its own (`keyed`) one that joins it, so that the same key finds it again.
-    Raises NotFound, Conflict."""
+    """Answers the operation: the one that the same key began before. (CREATE) If one waits whose checkpoint is not begun, that one
+    answers, or with a key of its own (`keyed`) one that shares its checkpoint, so that the same key finds it again. One whose
+    step may be chosen already is older than the request: another one waits for its end. Raises NotFound, Conflict."""
     if (known := _known(job, asked)) is not None:
         return Decision(known)
     if asked.kind is not OperationKind.CREATE_CHECKPOINT:
@@ -42,9 +43,7 @@ def ask(job: Job, asked: Operation, *, keyed: bool = False) -> Decision[Operatio
     match asked.kind:
         case OperationKind.CREATE_CHECKPOINT:
             _check_possible(job, "a checkpoint")
-            for making in job.operations.making():
-                return _join(job, asked, making, waiting) if keyed else Decision(making)
-            return _begin(job, asked, _asked_event(asked, "checkpoint_asked", "a checkpoint of one of the next steps"))
+            return _ask_for_checkpoint(job, asked, keyed=keyed)
         case OperationKind.RESTORE_CHECKPOINT:
             _check_possible(job, "going back to a checkpoint")
             for running in job.operations.running(asked.kind):
@@ -66,8 +65,8 @@ def ask_for_draining(job: Job, stamp: str) -> Decision[None]:
     """A parameter server that was asked to leave needs its parameters in a checkpoint first."""
     latest, state = job.members.latest, job.state
     trains = state.stage is Stage.TRAIN and state.phase in {Phase.RUNNING, Phase.CHECKPOINTING}
-    if not trains or not saves_on_demand(job.spec):
-        return Decision(None)
+    if not trains or not saves_on_demand(job.spec) or job.operations.running(OperationKind.CREATE_CHECKPOINT):
+        return Decision(None)  # the checkpoint that is being made may be enough
     for index, member in job.members.pservers.items():
         saved = latest is not None and (latest.timeline, latest.step) >= (state.timeline, member.draining or 0)
         operation_id = f"drain-{member.incarnation}"
@@ -134,14 +133,32 @@ def tick(job: Job, now: float, stamp: str) -> Decision[None]:
         if len(decision.changes) >= AT_ONCE:
             break
         spent_s = now - job.operations.since[operation.operation_id]
+        requested_s = now - job.operations.requested.get(operation.operation_id, now)
         if spent_s > operation.limit_s:
             reason = f"not done within {operation.limit_s:g} s: it waited for {waits_for(job, operation)}"
             decision += _end(operation, OperationState.FAILED, reason, stamp, code=DeadlineExceeded.code)
-        elif operation in making and spent_s > ASK_AGAIN_S * (2**operation.attempt - 1):
+        elif operation in making and requested_s > ASK_AGAIN_S * (2**operation.attempt - 1):
             again = operation.model_copy(update={"attempt": operation.attempt + 1, "step": None})
-            message = f"still no checkpoint {spent_s:.0f} s after it was asked for: asked again"
+            message = f"still no checkpoint {requested_s:.0f} s after it was asked for: asked again"
             decision += Decision(None, (again,), (Event("checkpoint_asked", message, _fields(again)),))
     return decision
+
+
+def begin_next(job: Job) -> Decision[None]:
+    """No checkpoint is being made any more: the oldest request that waits has the next one made, for itself and for all others
+    that are left. One whose maker failed is left, too: another one's limit is not its own."""
+    records = job.operations.records
+    left = [
+        operation
+        for operation in job.operations.running(OperationKind.CREATE_CHECKPOINT)
+        if (maker := records.get(operation.joined or operation.after)) is None
+        or (not maker.running and not (operation.joined and maker.state is OperationState.DONE))
+    ]
+    if not left or job.operations.making():
+        return Decision(None)
+    first = left[0].model_copy(update={"after": "", "joined": ""})
+    others = [other.model_copy(update={"after": "", "joined": first.operation_id}) for other in left[1:]]
+    return Decision(None, (first, *others), (_checkpoint_asked(first),))
 
 
 def verified(job: Job, operation_id: str, error: CheckpointUnusable | None, stamp: str) -> Decision[None]:
@@ -166,6 +183,10 @@ def verified(job: Job, operation_id: str, error: CheckpointUnusable | None, stam
 def waits_for(job: Job, operation: Operation) -> str:
     """For people."""
     state = job.state
+    if operation.after:
+        return f"{operation.after} to end: its own checkpoint is the next one"
+    if (maker := job.operations.records.get(operation.joined)) is not None and maker.running:
+        return waits_for(job, maker)
     if operation.kind is not OperationKind.CREATE_CHECKPOINT and not operation.timeline:
         return "the checkpoint's files to be read and compared"
     if operation.kind is OperationKind.RESTORE_CHECKPOINT:
@@ -203,15 +224,12 @@ def _advance_creation(job: Job, operation: Operation, stamp: str) -> Decision[No
 
 
 def _advance_joined(job: Job, operation: Operation, stamp: str) -> Decision[None]:
-    """It ends as the operation that makes the checkpoint has ended."""
+    """It is done once the operation that makes the checkpoint is. If that one fails, another one makes it (`begin_next`)."""
     maker = job.operations.records.get(operation.joined)
-    if maker is None:
-        reason = f"{operation.joined} made the checkpoint and is forgotten; see `trireme checkpoint list`"
-        return _end(operation, OperationState.FAILED, reason, stamp, code=NotFound.code)
-    if maker.running:
+    if maker is None or maker.state is not OperationState.DONE:
         return Decision(None)
     made = operation.model_copy(update={"checkpoint_id": maker.checkpoint_id, "step": maker.step})
-    return _end(made, maker.state, maker.reason, stamp, code=maker.error_code)
+    return _end(made, maker.state, maker.reason, stamp)
 
 
 def _advance_restoration(job: Job, operation: Operation, stamp: str) -> Decision[None]:
@@ -273,12 +291,25 @@ def _check_possible(job: Job, what: str) -> None:
         raise Conflict(msg, hint="fix the cause and start the job again")
 
 
-def _join(job: Job, asked: Operation, making: Operation, waiting: int) -> Decision[Operation]:
+def _ask_for_checkpoint(job: Job, asked: Operation, *, keyed: bool) -> Decision[Operation]:
     """Raises Conflict if too many wait."""
-    if waiting >= MAX_RUNNING:
-        msg = f"{waiting} requests wait for the checkpoint that {making.operation_id} makes, at most {MAX_RUNNING} are taken"
-        raise Conflict(msg, hint="wait for that operation", operation=making.operation_id)
-    return _begin(job, asked.model_copy(update={"joined": making.operation_id}))
+    waiting = job.operations.running(OperationKind.CREATE_CHECKPOINT)
+    if not waiting:
+        return _begin(job, asked, _checkpoint_asked(asked))
+    to_come = not_begun(job) or [operation for operation in waiting if operation.after]
+    if to_come and not keyed:
+        return Decision(to_come[0])
+    if len(waiting) >= MAX_RUNNING:
+        msg = f"{len(waiting)} requests for a checkpoint wait, at most {MAX_RUNNING} are taken"
+        raise Conflict(msg, hint="wait for the first of these operations", operation=waiting[0].operation_id)
+    if to_come:
+        return _begin(job, asked.model_copy(update={"joined": to_come[0].operation_id}))
+    making = (*job.operations.making(), *waiting)[0]
+    return _begin(job, asked.model_copy(update={"after": making.operation_id}))
+
+
+def _checkpoint_asked(asked: Operation) -> Event:
+    return _asked_event(asked, "checkpoint_asked", "a checkpoint of one of the next steps")
 
 
 def _asked_event(asked: Operation, name: str, what: str) -> Event:

@@ -13,10 +13,11 @@ KEPT = 50  # of those that ended
 
 @dataclass
 class Operations:
-    """`since`: when this master first saw each one, by its own clock."""
+    """`since`: when this master first saw each one, by its own clock; `requested`: when it first saw it in `making`."""
 
     records: dict[str, Operation] = field(default_factory=dict)
     since: dict[str, float] = field(default_factory=dict)
+    requested: dict[str, float] = field(default_factory=dict)
 
     def apply(self, change: Operation | DropOperation, now: float) -> None:
         """In place."""
@@ -24,9 +25,12 @@ class Operations:
             case Operation():
                 self.records[change.operation_id] = change
                 self.since.setdefault(change.operation_id, now)
+                if not (change.after or change.joined):
+                    self.requested.setdefault(change.operation_id, now)
             case DropOperation(operation_id):
                 self.records.pop(operation_id, None)
                 self.since.pop(operation_id, None)
+                self.requested.pop(operation_id, None)
 
     def running(self, kind: OperationKind | None = None) -> list[Operation]:
         """Oldest first."""
@@ -35,8 +39,9 @@ class Operations:
         return [operation for operation in found if kind in (None, operation.kind)]
 
     def making(self) -> list[Operation]:
-        """Those that checkpoints are made for, without those that joined one. Oldest first."""
-        return [operation for operation in self.running(OperationKind.CREATE_CHECKPOINT) if not operation.joined]
+        """Those that checkpoints are made for, without those that wait for the next one or share it. Oldest first."""
+        creating = self.running(OperationKind.CREATE_CHECKPOINT)
+        return [operation for operation in creating if not (operation.after or operation.joined)]
 
     def find(self, operation_id: str) -> Operation:
         """Raises NotFound."""

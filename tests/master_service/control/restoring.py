@@ -1,4 +1,4 @@
-"""A synchronous job with checkpoints in memory that it can be restored from."""
+"""A synchronous job with checkpoints in memory that it can be restored from, and operations on them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from master_service.leadership.master import Master
 from shared.records import JobState, Mode, Phase, SlotMap
 from shared.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest
 from shared.records.layout import Layout, OptimizerSpec
+from shared.records.operations import CheckpointRequest, Operation
 from shared.records.step import LanePosition, StepRecord
 from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, spec_of
@@ -68,3 +69,26 @@ async def rolling_back(master: Master, checkpoint: str) -> JobState:
 
 def names(master: Master) -> list[str]:
     return [event.name for event in master.events.after(0, 1000)]
+
+
+async def request_of(cluster: MasterCluster) -> CheckpointRequest | None:
+    found = await cluster.etcd.get(KEYS.checkpoint_request)
+    return CheckpointRequest.model_validate_json(found.value) if found else None
+
+
+async def commit(cluster: MasterCluster, step: int, *, operation: str = "", final: bool = False) -> None:
+    """What the parameter servers do."""
+    await checkpoint(cluster, step)
+    found = await cluster.etcd.get(KEYS.latest)
+    assert found is not None
+    latest = CheckpointLatest.model_validate_json(found.value)
+    await cluster.etcd.put(KEYS.latest, latest.model_copy(update={"operation": operation, "final": final}).to_bytes())
+
+
+async def create(master: Master, key: str = "k", limit_s: float = 600.0) -> Operation:
+    return await master.term.operations.create_checkpoint(key, "asked by a test", limit_s)
+
+
+async def ended(master: Master, operation: Operation) -> Operation:
+    await until(lambda: not master.term.operations.get(operation.operation_id).running, "the operation's end", 700)
+    return master.term.operations.get(operation.operation_id)
