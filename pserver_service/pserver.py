@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from pserver_service.core.calls import BlockServer, OpenPull, OpenPush, Payload
@@ -24,6 +24,7 @@ from shared.records.layout import ELEMENT_BYTES
 from shared.records.pauses import Torn
 from shared.records.step import StepRecord
 from shared.runtime import clock, telemetry
+from shared.runtime.waiting import event_within
 from shared.wire.messages import (
     PROTOCOL_VERSION,
     InitBlock,
@@ -167,9 +168,7 @@ class Pserver(BlockServer):
                 if found is None and clock.monotonic() >= pulling.deadline:
                     found = pulling.too_early()
                 if found is None:
-                    with suppress(TimeoutError):  # a block that arrived at that moment is still taken
-                        async with asyncio.timeout_at(pulling.deadline):
-                            await arrived.wait()
+                    await event_within(arrived, pulling.deadline - clock.monotonic())
                 elif isinstance(found, PullEnd):
                     yield found
                     return

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 
 from master_service.core.changes import Event
 from shared.records import Record
 from shared.runtime import clock, telemetry
+from shared.runtime.waiting import event_within
 
 KEPT = 2000
 IDS_PER_TERM = 1_000_000
@@ -62,9 +62,7 @@ class EventRing:
 
     async def next(self, limit_s: float) -> None:
         """Wait for something new, at most `limit_s`."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                await self._arrived.wait()
+        await event_within(self._arrived, limit_s)
 
     async def wait(self, event_id: int, limit: int, wait_s: float) -> list[EventRecord]:
         """As `after`; if there are none, wait for one at most `wait_s`."""

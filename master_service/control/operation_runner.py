@@ -6,7 +6,6 @@ ask -> written -> 202        members, checkpoints or state change -> advance    
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 
 from master_service.control.events import EventRing
 from master_service.core.decisions import operations, rollback
@@ -16,6 +15,7 @@ from shared.errors import CheckpointUnusable
 from shared.records import Phase
 from shared.records.operations import Operation, OperationKind
 from shared.runtime import clock, ids, telemetry
+from shared.runtime.waiting import event_within
 
 LIMIT_S = 600.0
 TICK_S = 1.0
@@ -91,9 +91,7 @@ class OperationRunner:
     async def _advance_all(self) -> None:
         """At each change, and once a second for the limits: no operation waits for ever."""
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(TICK_S):
-                    await self._changed.wait()
+            await event_within(self._changed, TICK_S)
             self._changed.clear()
             await self._advance(clock.timestamp())
 

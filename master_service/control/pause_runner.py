@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 
 from master_service.core.changes import Decision
 from master_service.core.decisions import operations, pause_checkpoint
@@ -23,6 +22,7 @@ from shared.records import Phase, Stage
 from shared.records.members import pserver_names
 from shared.records.pauses import Saving
 from shared.runtime import clock, telemetry
+from shared.runtime.waiting import event_within
 
 LOOK_S = 0.25
 ANSWER_S = 1.0  # trainers that have not paused by then are left out of the pause
@@ -65,9 +65,7 @@ class PauseRunner:
             return
         while True:
             await self._advance()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
-                    await self._changed.wait()
+            await event_within(self._changed, LOOK_S)
             self._changed.clear()
 
     @property

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from contextlib import suppress
 
 from master_service.control.evictions import Evictions
 from master_service.control.operation_runner import OperationRunner
@@ -26,6 +25,7 @@ from master_service.store.writer import HeldLock, Writer
 from shared.errors import NotLeader, PeerError
 from shared.membership.own_key import RETURN_S
 from shared.runtime import clock, ids, telemetry
+from shared.runtime.waiting import event_within
 
 SWEEP_S = 1.0
 PAUSE_S = 0.5
@@ -96,7 +96,7 @@ class Supervisor:
             if now >= self._window_ends:
                 self._window_ends = now + job.spec.join_window_s
                 return
-            await self._news(self._window_ends - now)
+            await event_within(self._changed, self._window_ends - now)
             self._changed.clear()
 
     async def _members_may_return(self) -> bool:
@@ -110,14 +110,9 @@ class Supervisor:
             message = f"etcd was silent: {', '.join(sorted(away)[:4])} may come back within {left_s:.1f} s"
             self._events.add([Event("members_awaited", message, {"members": len(away)})])
         self._awaited = silent_at
-        await self._news(max(SHORTEST_WAIT_S, left_s))
+        await event_within(self._changed, max(SHORTEST_WAIT_S, left_s))
         self._changed.set()
         return True
-
-    async def _news(self, limit_s: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                await self._changed.wait()
 
     async def _recover(self) -> None:
         """Beside the members: reading a manifest may take long."""

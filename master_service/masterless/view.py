@@ -32,6 +32,7 @@ from shared.keys import Keys
 from shared.records import JobSpec, TaskMeta
 from shared.records.tasks import TrainerProgress
 from shared.runtime import clock, ids, telemetry
+from shared.runtime.waiting import event_within
 
 PAUSE_S = 1.0
 REMEMBERED_COMMITS = 256
@@ -80,10 +81,7 @@ class WatchedJob:
     async def until(self, condition: Callable[[WatchedJob], bool], what: str) -> None:
         """Wait for as long as it takes; every LATE_S the log says for what."""
         while not condition(self):
-            try:
-                async with asyncio.timeout(LATE_S):
-                    await self._changed.wait()
-            except TimeoutError:
+            if not await event_within(self._changed, LATE_S):
                 log.warning("still_waiting", what=what, job=repr(self))
 
     async def run(self) -> None:

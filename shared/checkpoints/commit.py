@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ from shared.records.layout import Layout
 from shared.records.members import pserver_names
 from shared.records.step import StepRecord
 from shared.runtime import clock, telemetry
+from shared.runtime.waiting import event_within
 from shared.storage import files
 
 RETRY_S = 2.0
@@ -165,9 +166,7 @@ class Committer:
     async def _commit_complete(self) -> None:
         """Commit the newest checkpoint that has all parts, again and again."""
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(RETRY_S if self._pending or self._unreleased else None):
-                    await self._changed.wait()
+            await event_within(self._changed, RETRY_S if self._pending or self._unreleased else None)
             self._changed.clear()
             self._forget_old()
             await self._withdraw_failed()

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 
 from shared.errors import TriremeError
 from shared.etcd.errors import LeaseLost, Refused
 from shared.etcd.transport import KEEP_ALIVE, Transport
 from shared.runtime import clock, ids, telemetry
+from shared.runtime.waiting import event_within
 
 MARGIN = 0.1  # of the TTL: clock rates differ, and the holder needs time to stop
 ATTEMPT_LIMIT_S = 2.0
@@ -73,7 +73,8 @@ class Lease:
         attempt_s = min(ATTEMPT_LIMIT_S, self.ttl_s / 4)
         due = self._sent + self.ttl_s / 3
         while not self.lost.is_set():
-            await self._wait(due - clock.since_boot())
+            if (left_s := due - clock.since_boot()) > 0:
+                await event_within(self.lost, left_s)
             if self.lost.is_set():
                 return
             sent = clock.since_boot()
@@ -105,13 +106,6 @@ class Lease:
         """End the role at once: etcd deletes the keys of the lease. Sets `lost`; does no harm if it is lost already."""
         self._end()
         await self._revoke(self.id)
-
-    async def _wait(self, seconds: float) -> None:
-        if seconds <= 0:
-            return
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self.lost.wait()
 
     def _renewed(self, sent: float, ttl_s: float) -> None:
         self._sent = sent

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 
 from shared.errors import DeadlineExceeded, PeerError
 from shared.etcd import Compacted, Etcd, KeyValue, WatchBatch, WatchEvent
@@ -22,6 +22,7 @@ from shared.records import JobSpec, JobState, MasterAddress, PserverMember, Slot
 from shared.records.layout import Layout
 from shared.records.operations import CheckpointRequest
 from shared.runtime import clock, ids, telemetry
+from shared.runtime.waiting import event_within
 
 PAUSE_S = 0.5
 
@@ -85,9 +86,7 @@ class Directory:
             left = deadline - clock.monotonic()
             if left <= 0:
                 return False
-            with suppress(TimeoutError):
-                async with asyncio.timeout(left):
-                    await self._changed.wait()
+            await event_within(self._changed, left)
         return True
 
     async def wait_for(self, predicate: Callable[[Directory], bool], timeout_s: float, what: str) -> None:

@@ -23,6 +23,9 @@ class TaskChecker:
 
     def check(self, events: Sequence[dict[str, Any]]) -> Iterator[str]:
         """What is wrong with one transaction."""
+        goes_back = self._goes_back(events)
+        if goes_back:
+            self._done.clear()
         pending, back = self._keys.pending(""), (self._keys.requeued(""), self._keys.discarded(""))
         kept = set()
         for event in events:
@@ -47,7 +50,7 @@ class TaskChecker:
             if (given.epoch, task_id) in self._done:
                 yield f"task {task_id} of epoch {given.epoch} was finished and is given again, to {given.trainer}"
             self._pending[task_id] = given
-        if self._goes_back(events):
+        if goes_back:
             self._done.clear()
 
     def _goes_back(self, events: Sequence[dict[str, Any]]) -> bool:

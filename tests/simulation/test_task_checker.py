@@ -60,3 +60,10 @@ def test_a_roll_back_drops_the_queue_at_both_of_its_ends(checker):
     assert not list(checker.check([given(trainer="t2")]))
     assert not list(checker.check([drop(KEYS.pending("5"))]))
     assert len(list(checker.check([given()]))) == 1
+
+
+def test_a_task_may_be_given_by_the_transaction_that_ends_a_roll_back(checker):
+    """A master commits in groups: the queue is dropped in one transaction, the end of the rollback and a task are in a later one."""
+    assert not list(checker.check([state(3, Phase.ROLLING_BACK)]))
+    assert not list(checker.check([drop(KEYS.pending("5"))]))
+    assert not list(checker.check([state(3), given(attempt=2)]))

@@ -17,6 +17,7 @@ from shared.errors import DeadlineExceeded, StaleGeneration, StepTorn
 from shared.records import Mode, StepMetrics, Task
 from shared.records.step import LanePosition, LaneZero
 from shared.runtime import telemetry
+from shared.runtime.waiting import event_within
 from shared.wire.messages import PushHeader
 from trainer_agent.core.duties import Next
 from trainer_agent.data_plane.outbox import Outboxes
@@ -114,12 +115,8 @@ class StepRepair:
 
     async def settle(self, contribution: asyncio.Task[None]) -> None:
         """The next version is whole: wait for the answers to our own pushes, then end the step."""
-        if self.busy:
-            try:
-                async with asyncio.timeout(SETTLE_S):
-                    await self._idle.wait()
-            except TimeoutError:
-                log.warning("push_unanswered", seconds=SETTLE_S)
+        if self.busy and not await event_within(self._idle, SETTLE_S):
+            log.warning("push_unanswered", seconds=SETTLE_S)
         contribution.cancel()
 
     async def claim(self, header: PushHeader, work: LaneWork) -> None:

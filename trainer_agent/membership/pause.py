@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import aclosing, contextmanager
 
 from shared.errors import PeerError
 from shared.etcd import Etcd, LeaseLost
@@ -17,6 +17,7 @@ from shared.membership.directory import Directory
 from shared.records import Phase
 from shared.records.pauses import Pause, Paused, Saving
 from shared.runtime import clock, ids, telemetry
+from shared.runtime.waiting import event_within
 from trainer_agent.membership.lease import Membership
 
 LOOK_S = 0.5
@@ -100,9 +101,7 @@ class PauseResponder:
             elif self._all_acknowledged.is_set():
                 answered = await self._write_answer(saving)
             else:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_S):
-                        await self._all_acknowledged.wait()
+                await event_within(self._all_acknowledged, LOOK_S)
 
     async def _write_answer(self, saving: Saving) -> str:
         """The checkpoint that was answered, "" if the answer was not written."""

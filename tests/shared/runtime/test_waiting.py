@@ -1,0 +1,38 @@
+"""An event that is set in time, late, or not at all; a wait that is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from shared.runtime import clock
+from shared.runtime.waiting import event_within
+from tests.equipment.virtual_loop import run_virtually
+
+
+def test_an_event_is_waited_for_no_longer_than_the_limit() -> None:
+    async def main() -> None:
+        event, began = asyncio.Event(), clock.monotonic()
+        assert not await event_within(event, 2.0)
+        assert clock.monotonic() - began == pytest.approx(2.0, abs=0.01)
+        asyncio.get_running_loop().call_later(5.0, event.set)
+        assert await event_within(event, 60.0)
+        assert clock.monotonic() - began == pytest.approx(7.0, abs=0.01)
+        assert await event_within(event, 0.0), "it is set already"
+        event.clear()
+        asyncio.get_running_loop().call_later(500.0, event.set)
+        assert await event_within(event, None)
+
+    run_virtually(main)
+
+
+def test_a_wait_that_is_cancelled_ends_in_that() -> None:
+    async def main() -> None:
+        waiting = asyncio.create_task(event_within(asyncio.Event(), None))
+        await asyncio.sleep(1.0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    run_virtually(main)
