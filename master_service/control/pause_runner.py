@@ -145,12 +145,13 @@ class PauseRunner:
             self._owed = ""
 
     async def _end(self, decision: Callable[[Job, float], Decision[bool]]) -> bool:
-        """The pause is over, if `decision` says so: training continues, with new deadlines."""
+        """The pause is over, if `decision` says so: training continues, with later deadlines."""
         over = await self._writer.decide(decision)
         if over:
             now = clock.monotonic()
-            self._not_before = now + SHARE * (now - self._since if self._begun else 0.0)
+            stood_s = now - self._since if self._begun else 0.0
+            self._not_before = now + SHARE * stood_s
             self._begun = None
-            self._job.training.grant_again(now)
+            self._job.training.extend(stood_s)
             self._on_end()
         return over

@@ -250,9 +250,15 @@ class TaskQueue:
         held.deadline = now + self.deadlines.allowed_s()
 
     def grant_again(self, now: float) -> None:
-        """In place. Every pending task gets a new full deadline: under a new master, or after a wait that was not its fault."""
+        """In place. Every pending task gets a new full deadline: under a new master, or after a long wait that was not its fault."""
         for held in self.pending.values():
             held.deadline = now + self.deadlines.allowed_s()
+
+    def extend(self, seconds: float) -> None:
+        """In place. Every pending task gets so much more time: training stood still for so long. No new full deadline: where pauses
+        come more often than that, a task that nobody works on would never run over its time."""
+        for held in self.pending.values():
+            held.deadline += seconds
 
     def apply(self, change: Change, now: float) -> None:
         """In place. Takes only changes of this queue."""

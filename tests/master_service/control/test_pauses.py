@@ -117,6 +117,38 @@ def test_a_trainer_that_does_not_pause_in_time_is_left_out_until_the_pause_is_ov
     run_virtually(main)
 
 
+async def answer_pauses(cluster: MasterCluster, master: Master) -> None:
+    """What the members do, until cancelled."""
+    while True:
+        state = await checkpointing(master)
+        assert state.saving is not None
+        for trainer in master.job.trainers.names:
+            await pause(cluster, trainer, state.saving.uuid)
+        await until(lambda: master.job.state.saving and master.job.state.saving.cut, "the cut")
+        for index in range(2):
+            await copy(cluster, index, state.saving.uuid)
+        await until(lambda: master.job.state.phase is Phase.RUNNING, "training to go on")
+
+
+def test_a_task_that_nobody_works_on_runs_over_its_time_however_often_the_job_pauses() -> None:
+    """Its trainer never heard of it, for example because its request was sent twice."""
+
+    async def main() -> None:
+        cluster = MasterCluster(
+            spec(checkpoint_every_seconds=3.0, task_timeout_floor_s=20.0, task_timeout_ceiling_s=20.0)
+        )
+        async with running(cluster, "t1") as master:
+            answering = asyncio.create_task(answer_pauses(cluster, master))
+            await until(lambda: master.job.state.saved == 1 and master.job.state.phase is Phase.RUNNING, "one pause")
+            held, began = await take(cluster, master, "t1"), clock.monotonic()
+            await until(lambda: held.task_id not in master.job.training.pending, "the task to go back")
+            assert clock.monotonic() - began > 20.0
+            assert master.job.state.saved > 4
+            answering.cancel()
+
+    run_virtually(main)
+
+
 def test_checkpoints_are_at_most_so_far_apart() -> None:
     assert seconds_between(60.0) == 60.0 + ANSWER_S + 2 * LOOK_S
     assert seconds_between(1.0) == 11 * (ANSWER_S + LOOK_S) + LOOK_S, (
