@@ -29,6 +29,7 @@ from shared.etcd import Compare, Delete, Etcd, Get, Lease, NoSpace, Put, TxnResu
 from shared.etcd.fenced_write import FencedWrite
 from shared.keys import Keys
 from shared.runtime import clock, ids, telemetry
+from shared.runtime.waiting import Notices
 
 MAX_WAITING = 10_000
 ATTEMPT_S = 2.0
@@ -224,6 +225,7 @@ class MasterWriter(GroupCommit):
         self._under_way: deque[_Commit] = deque()
         self._last = b""
         self._no_space: NoSpace | None = None
+        self._away = Notices()
 
     @property
     def job(self) -> Job:
@@ -326,9 +328,10 @@ class MasterWriter(GroupCommit):
         self._answered()
 
     def _unanswered(self, error: PeerError) -> None:
-        """Told once while etcd is out of space: nothing that is decided can be written, whoever leads."""
+        """An etcd that is out of space is an event: nothing that is decided can be written, whoever leads."""
         if not isinstance(error, NoSpace):
-            log.warning("write_unanswered", cause=str(error))
+            if self._away.due(clock.monotonic()):
+                log.warning("write_unanswered", cause=str(error), under_way=len(self._under_way))
             return
         if self._no_space is None:
             fields: Fields = {"hint": error.hint}
@@ -338,6 +341,8 @@ class MasterWriter(GroupCommit):
             future.set_exception(error)
 
     def _answered(self) -> None:
+        if self._away.over():
+            log.info("write_answered")
         if self._no_space is not None:
             self._no_space = None
             self._on_events([Event("etcd_has_space_again", "etcd takes writes again")])

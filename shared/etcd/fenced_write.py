@@ -19,8 +19,7 @@ from shared.etcd.client import TIMEOUT_S, Etcd
 from shared.etcd.operations import Compare, Delete, Get, Put
 from shared.etcd.results import TxnResult
 from shared.runtime import clock, ids, telemetry
-
-NOTICE_S = 10.0
+from shared.runtime.waiting import Notices
 
 log = telemetry.logger("etcd.fenced_write")
 
@@ -29,8 +28,9 @@ log = telemetry.logger("etcd.fenced_write")
 class FencedWrite:
     """`landed(what `reads` found)` answers the revision at which an earlier attempt landed, or 0.
 
-    `on_error` is told why there is no answer yet; without it the log is, at first and then every NOTICE_S. `reads` are part of the transaction, taken when it is refused; with `read_apart` they are a second one after a refusal, so
-    that the write itself stays as small as it can be.
+    `on_error` is told why there is no answer yet; without it the log is, at first and then ever more rarely. `reads` are part of the
+    transaction, taken when it is refused; with `read_apart` they are a second one after a refusal, so that the write itself stays
+    as small as it can be.
     """
 
     etcd: Etcd
@@ -48,7 +48,7 @@ class FencedWrite:
 
     async def until_answered(self, check: Callable[[], None], pause_s: float) -> int | TxnResult:
         """As `attempt`, repeated until there is an answer. `check` raises when it must not be sent any more."""
-        failures, noticed = 0, float("-inf")
+        failures, notices = 0, Notices()
         while True:
             check()
             try:
@@ -57,12 +57,11 @@ class FencedWrite:
                 failures += 1
                 if self.on_error is not None:
                     self.on_error(error)
-                elif clock.monotonic() - noticed >= NOTICE_S:
-                    noticed = clock.monotonic()
+                elif notices.due(clock.monotonic()):
                     log.warning("write_unanswered", cause=str(error), attempts=failures)
                 await asyncio.sleep(ids.jitter(pause_s))
                 continue
-            if failures and self.on_error is None:
+            if notices.over():
                 log.info("write_answered", attempts=failures + 1)
             return await self._outcome(result)
 

@@ -1,4 +1,4 @@
-"""An event that is set in time, late, or not at all; a wait that is cancelled."""
+"""An event that is set in time, late, or not at all; a wait that is cancelled; notices that get rarer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from shared.runtime import clock
-from shared.runtime.waiting import event_within
+from shared.runtime.waiting import Notices, event_within
 from tests.equipment.virtual_loop import run_virtually
 
 
@@ -36,3 +36,11 @@ def test_a_wait_that_is_cancelled_ends_in_that() -> None:
             await waiting
 
     run_virtually(main)
+
+
+def test_notices_of_what_lasts_come_at_first_then_twice_as_late_each_time_and_at_least_every_ten_minutes() -> None:
+    notices = Notices()
+    told = [second for second in range(4000) if notices.due(float(second))]
+    assert told == [0, 10, 30, 70, 150, 310, 630, *range(1230, 4000, 600)]
+    assert (notices.over(), notices.over()) == (True, False)
+    assert notices.due(4000.0)
