@@ -1,5 +1,5 @@
 #!/bin/bash
-# master | pserver | trainer | masterless: starts that service, reachable at the container's address. Any other command is run unchanged.
+# master | pserver | trainer | masterless | host: starts that service, reachable at the container's address. Any other command is run unchanged.
 set -euo pipefail
 
 role="${1:-}"
@@ -8,9 +8,13 @@ master) module=master_service ;;
 pserver) module=pserver_service ;;
 trainer) module=trainer_agent ;;
 masterless) module=trireme.masterless ;;
+host) module=trireme.host ;;
 *) exec "$@" ;;
 esac
 
+if [ "$role" = host ]; then
+    export TRIREME_DATA_DIR="${TRIREME_DATA_DIR:-/data/host}"
+fi
 export TRIREME_HOST="${TRIREME_HOST:-0.0.0.0}"
 export TRIREME_ADVERTISE="${TRIREME_ADVERTISE:-$(hostname -i | cut -d' ' -f1)}"
 export TRIREME_NAME="${TRIREME_NAME:-$role-$(hostname)}"

@@ -39,7 +39,7 @@ FLOORS = {
         {"membership"},
         {"checkpoints"},
     ],
-    "trireme": [{"validation", "data"}, {"config"}, {"settings", "view"}, {"plain", "launch"}, {"cli"}],
+    "trireme": [{"validation", "data"}, {"config"}, {"settings", "view"}, {"plain", "launch"}, {"pool"}, {"cli"}],
 }
 
 

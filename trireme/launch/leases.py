@@ -49,10 +49,11 @@ class HeldLeases:
                 return _lease_of(child, self.master)
 
 
-async def held_leases(etcd: Etcd, keys: Keys, timeout_s: float = TIMEOUT_S) -> HeldLeases:
-    """A record that cannot be read is skipped: its lease expires by itself. Raises PeerError."""
+async def held_leases(etcd: Etcd, keys: Keys, timeout_s: float = TIMEOUT_S, named: str = "") -> HeldLeases:
+    """Of the members whose names begin with `named`: pids mean something on one host only. A record that cannot be read is skipped:
+    its lease expires by itself. Raises PeerError."""
     reads = [
-        Get(keys.trainers, prefix=True),
+        Get(keys.trainer(named), prefix=True),
         Get(keys.pservers, prefix=True),
         Get(keys.master_lock),
         Get(keys.sweep_lock),
@@ -65,16 +66,17 @@ async def held_leases(etcd: Etcd, keys: Keys, timeout_s: float = TIMEOUT_S) -> H
         for place, key in ((2, keys.master_lock), (3, keys.sweep_lock))
     ]
     return HeldLeases(
-        tuple(member for member in trainers if member is not None),
-        tuple(member for member in pservers if member is not None),
+        tuple(member for member in trainers if member is not None and member.trainer.startswith(named)),
+        tuple(member for member in pservers if member is not None and member.incarnation.startswith(named)),
         *locks,
     )
 
 
-async def revoke_leases_of(etcd: Etcd, keys: Keys, child: str, pid: int) -> None:
-    """Of process `pid`, which was the child of that name. Raises TriremeError, TimeoutError: the leases then expire by themselves."""
+async def revoke_leases_of(etcd: Etcd, keys: Keys, child: str, pid: int, named: str = "") -> None:
+    """Of process `pid`, which was the child of that name; `named`: see held_leases. Raises TriremeError, TimeoutError: the leases then
+    expire by themselves."""
     async with asyncio.timeout(REVOKE_TIMEOUT_S):
-        for lease in (await held_leases(etcd, keys)).of(child, pid):
+        for lease in (await held_leases(etcd, keys, named=named)).of(child, pid):
             await etcd.revoke(lease, timeout_s=REVOKE_TIMEOUT_S)
 
 
@@ -105,14 +107,20 @@ class LostLeases:
         return f"<LostLeases: {len(self._registered)} registered, gone {self._gone_s}>"
 
     async def follow(
-        self, etcd: Etcd, keys: Keys, alive: Callable[[], Mapping[str, int]], end: Callable[[str], object]
+        self,
+        etcd: Etcd,
+        keys: Keys,
+        alive: Callable[[], Mapping[str, int]],
+        end: Callable[[str], object],
+        named: str = "",
     ) -> None:
-        """Look again and again, and call `end` with the name of each child that is overdue, until cancelled. `alive`: name -> pid."""
+        """Look again and again, and call `end` with the name of each child that is overdue, until cancelled. `alive`: name -> pid.
+        `named`: see held_leases."""
         before = clock.monotonic()
         while True:
             await asyncio.sleep(LOOK_S)
             try:
-                held = await held_leases(etcd, keys, ANSWER_S)
+                held = await held_leases(etcd, keys, ANSWER_S, named)
                 self.etcd_silent_s = 0.0
                 overdue = self.observe(held, alive(), clock.monotonic() - before)
                 if overdue and (await etcd.space(timeout_s=ANSWER_S)).full:

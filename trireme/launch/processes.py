@@ -120,6 +120,11 @@ class ForkServer:
         """0 if there is none."""
         return self.server.pid if self.server else 0
 
+    def prepare(self) -> None:
+        """Start the server now, so that it has done its imports when the first child is wanted."""
+        if self._wanted:
+            self._running()
+
     async def start(
         self, argv: Sequence[str], environment: Mapping[str, str], out: IO[bytes], err: IO[bytes]
     ) -> Process:

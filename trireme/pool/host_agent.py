@@ -1,0 +1,171 @@
+"""A host of the pool: registers its places, follows what the leader assigns to them, and runs the processes.
+
+    pool/<kind>/<name>-<kind>-<n>              written here: what the place runs (place_keys.py)
+    pool/<kind>/<name>-<kind>-<n>/assignment   followed here: what it shall run (place.py)
+
+All children are forked from one process that has loaded torch, and die with this one, which has not. While etcd is silent they go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import psutil
+
+from shared.errors import InvalidArgument, PeerError
+from shared.etcd import Etcd
+from shared.etcd.reading import read_record
+from shared.keys import ClusterKeys
+from shared.records.cluster import Assignment, Kind, PoolMember
+from shared.runtime import ids, service, telemetry
+from trireme.launch.processes import ForkServer, inherited_environment
+from trireme.launch.pserver_count import cores
+from trireme.launch.run_folder import sockets
+from trireme.pool.host_folder import HostFolder, opened
+from trireme.pool.lost_leases import FrozenChildren
+from trireme.pool.place import Host, Place
+from trireme.pool.place_keys import PlaceKeys
+from trireme.pool.settings import Settings, gpus, passed_on
+
+if TYPE_CHECKING:
+    from shared.etcd import KeyValue
+
+CLAIM_S = 60.0  # longer than the lease of a dead agent of this name
+KINDS: tuple[Kind, ...] = (
+    "pserver",
+    "trainer",
+)  # in the order in which they leave: trainers make the checkpoint that pservers wait for
+
+log = telemetry.logger("host_agent")
+
+
+class HostAgent:
+    """`run` it once."""
+
+    def __init__(self, settings: Settings, etcd: Etcd) -> None:
+        self.settings, self.etcd = settings, etcd
+        self.keys = ClusterKeys(settings.root)
+        self.places: list[Place] = []
+        self._incarnation = ids.new_id(settings.name)
+
+    def __repr__(self) -> str:
+        return f"<HostAgent {self.settings.name}: {len(self.places)} places>"
+
+    async def run(self, stopping: asyncio.Event) -> int:
+        """Until `stopping`, then drain: 0. LEASE_LOST: another agent has taken a place. Raises Conflict, InvalidArgument,
+        PeerError."""
+        with contextlib.ExitStack() as opens:
+            folder = opens.enter_context(opened(self.settings.data_dir))
+            forks = opens.enter_context(ForkServer())
+            uds = str(opens.enter_context(sockets(folder.place)))
+            await self._revoke(folder.last_lease)
+            members = [self._member(kind, number) for kind in KINDS for number in range(self._count(kind))]
+            if not members:
+                raise InvalidArgument("a host without places is of no use: TRIREME_TRAINERS and TRIREME_PSERVERS are 0")
+            keys = PlaceKeys(self.etcd, self.keys, members, self.settings.agent_ttl_s, folder.note_lease)
+            host = self._host(folder, forks, uds)
+            self.places = [Place(member, host, self._reporter(keys, member)) for member in members]
+            await keys.claim(CLAIM_S)
+            log.info("registered", host=self.settings.name, **{kind: self._count(kind) for kind in KINDS})
+            service.ready()
+            forks.prepare()
+            service.settled()
+            return await self._serve(host, keys, stopping)
+
+    async def _serve(self, host: Host, keys: PlaceKeys, stopping: asyncio.Event) -> int:
+        async with asyncio.TaskGroup() as group:
+            beside = [group.create_task(self._follow(kind)) for kind in KINDS if self._count(kind)]
+            beside.append(group.create_task(FrozenChildren(host, self.places).run()))
+            holding = group.create_task(keys.hold())
+            asked = group.create_task(stopping.wait())
+            running = [(place.kind, group.create_task(place.run())) for place in self.places]
+            await asyncio.wait((holding, asked), return_when=asyncio.FIRST_COMPLETED)
+            for key in keys.records:
+                keys.set(key, draining=True)
+            for kind in KINDS:
+                for place in self.places:
+                    if place.kind == kind:
+                        place.close()
+                await asyncio.gather(*(task for each, task in running if each == kind))
+            await keys.release()
+            for task in (*beside, holding, asked):
+                task.cancel()
+        return 0 if stopping.is_set() else service.LEASE_LOST
+
+    # ------------------------------------------------------------ parts
+
+    def _count(self, kind: Kind) -> int:
+        return self.settings.trainers if kind == "trainer" else self.settings.pservers
+
+    def _member(self, kind: Kind, number: int) -> PoolMember:
+        places = self.settings.trainers + self.settings.pservers
+        return PoolMember(
+            member=f"{self.settings.name}-{kind}-{number}",
+            kind=kind,
+            host=socket.gethostname(),
+            agent=self.settings.name,
+            pid=os.getpid(),
+            incarnation=self._incarnation,
+            cores=max(1, cores() // places),
+            memory_bytes=psutil.virtual_memory().total // places,
+            device="cuda" if kind == "trainer" and gpus() else "cpu",
+        )
+
+    def _host(self, folder: HostFolder, forks: ForkServer, uds: str) -> Host:
+        places = self.settings.trainers + self.settings.pservers
+        environment = {
+            **inherited_environment(),
+            "TRIREME_UDS": uds,
+            "TRIREME_THREADS": str(max(1, cores() // places)),
+            **passed_on(os.environ),
+            "TRIREME_DRAIN_SECONDS": str(self.settings.drain_seconds),
+            "TRIREME_SOURCES": str(folder.sources),
+        }
+        return Host(
+            self.settings.name,
+            self.etcd,
+            self.keys,
+            folder,
+            environment,
+            forks.start,
+            self.settings.drain_seconds,
+        )
+
+    def _reporter(self, keys: PlaceKeys, member: PoolMember) -> Callable[..., None]:
+        key = self.keys.member(member.kind, member.member)
+        return lambda **fields: keys.set(key, **fields)
+
+    async def _revoke(self, lease: int) -> None:
+        """Of the agent before, which is dead."""
+        if lease:
+            with contextlib.suppress(PeerError):
+                await self.etcd.revoke(lease)
+
+    async def _follow(self, kind: Kind) -> None:
+        """The assignments of the places of that kind."""
+        places = {place.member: place for place in self.places if place.kind == kind}
+        async for batch in self.etcd.watch(self.keys.member(kind, f"{self.settings.name}-{kind}-"), prefix=True):
+            if batch.reset:
+                self._replace(places, batch.kvs)
+            for event in batch.events:
+                if (place := self._place_of(places, event.kv.key)) is not None:
+                    place.assign(_assignment(event.kv) if event.type == "put" else None)
+
+    def _replace(self, places: dict[str, Place], found: Sequence[KeyValue]) -> None:
+        given = {place.member: _assignment(kv) for kv in found if (place := self._place_of(places, kv.key)) is not None}
+        for member, place in places.items():
+            place.assign(given.get(member))
+
+    def _place_of(self, places: dict[str, Place], key: str) -> Place | None:
+        """The place that a key is the assignment of."""
+        found = self.keys.member_of(key)
+        return places.get(found[1]) if found is not None and found[2] else None
+
+
+def _assignment(kv: KeyValue) -> Assignment | None:
+    return read_record(Assignment, kv.key, kv.value)

@@ -1,0 +1,77 @@
+"""Ends children of a host that live on without their lease: they are frozen, and the place starts another process.
+
+One watch for each job that has children here (trireme/launch/leases.py says what counts).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Sequence
+
+from shared.errors import TriremeError
+from shared.etcd.reading import read_record
+from shared.keys import Keys
+from shared.records import JobSpec
+from shared.runtime import telemetry
+from trireme.launch.leases import LostLeases
+from trireme.pool.place import Host, Place
+
+LOOK_S = 1.0
+
+log = telemetry.logger("lost_leases")
+
+
+class FrozenChildren:
+    """`places`: all of the host."""
+
+    def __init__(self, host: Host, places: Sequence[Place]) -> None:
+        self._host, self._places = host, places
+
+    def __repr__(self) -> str:
+        return f"<FrozenChildren of {self._host.name}>"
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        watches: dict[str, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as group:
+            while True:
+                jobs = {place.job for place in self._places if place.child is not None}
+                for job in watches.keys() - jobs:
+                    watches.pop(job).cancel()
+                for job in jobs - watches.keys():
+                    watches[job] = group.create_task(self._watch(job))
+                await asyncio.sleep(LOOK_S)
+
+    async def _watch(self, job: str) -> None:
+        keys = Keys(job, self._host.keys.root)
+        lost = LostLeases(await self._lease_ttl_s(keys))
+        await lost.follow(self._host.etcd, keys, self._alive_in(job), self._end, f"{self._host.name}-")
+
+    async def _lease_ttl_s(self, keys: Keys) -> float:
+        """Of the job's members, from its spec."""
+        while True:
+            try:
+                found = await self._host.etcd.get(keys.spec)
+                spec = read_record(JobSpec, found.key, found.value) if found is not None else None
+                if spec is not None:
+                    return spec.lease_ttl_s
+            except TriremeError as error:
+                log.debug("etcd_away", key=keys.spec, cause=str(error))
+            await asyncio.sleep(LOOK_S)
+
+    def _alive_in(self, job: str) -> Callable[[], dict[str, int]]:
+        def alive() -> dict[str, int]:
+            return {
+                place.short_name: place.child.pid
+                for place in self._places
+                if place.job == job and place.child is not None and place.child.alive
+            }
+
+        return alive
+
+    def _end(self, name: str) -> None:
+        for place in self._places:
+            if place.short_name == name and place.child is not None:
+                log.warning("child_lost_its_lease", member=place.member, pid=place.child.pid)
+                place.child.send(signal.SIGKILL)

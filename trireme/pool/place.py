@@ -1,0 +1,211 @@
+"""One place of a host: it runs the process that the leader has assigned to it, or none.
+
+    idle ─ assigned ─► runs ─ killed or failed ─► runs again, after a pause
+      ▲                 │ └─ job is over ─► ended      `─ failed again and again ─► trouble
+      └── drained ◄─────┴── assigned to another job or epoch, or to none: SIGTERM, SIGKILL after the grace
+
+A place that ended or is in trouble waits for another assignment. A process never serves two jobs, nor two epochs of one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.errors import PeerError, TriremeError
+from shared.etcd import Etcd
+from shared.etcd.reading import read_record
+from shared.keys import ClusterKeys, Keys
+from shared.records import JobState
+from shared.records.cluster import Assignment, PoolMember
+from shared.records.record import shortened
+from shared.runtime import telemetry
+from shared.runtime.service import READY_FILE
+from shared.runtime.waiting import event_within
+from trireme.launch.child import Child, Exit, tail_of
+from trireme.launch.leases import revoke_leases_of
+from trireme.launch.processes import PYTHON_MODULE, Start
+from trireme.launch.restarts import RestartPolicy
+from trireme.pool.host_folder import HostFolder
+
+MODULES = {"trainer": "trainer_agent", "pserver": "pserver_service"}
+START_AGAIN_S = 3.0  # after a start that the system refused
+LOOK_S = 2.0
+TROUBLE_CHARACTERS = 1500
+LEAVE_S = 5.0  # beyond its own limit
+
+log = telemetry.logger("place")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What the places of a host share. `environment`: of all children; `start`: starts them. `drain_seconds`: for a child to leave."""
+
+    name: str
+    etcd: Etcd
+    keys: ClusterKeys
+    folder: HostFolder
+    environment: Mapping[str, str]
+    start: Start
+    drain_seconds: float
+
+    @property
+    def grace_s(self) -> float:
+        return self.drain_seconds + LEAVE_S
+
+
+class Place:
+    """`report` is called with the changed fields of the place's PoolMember."""
+
+    def __init__(self, member: PoolMember, host: Host, report: Callable[..., None]) -> None:
+        self.member, self.kind = member.member, member.kind
+        self.child: Child | None = None
+        self._incarnation, self._host, self._report = member.incarnation, host, report
+        self._assignment: Assignment | None = None
+        self._closed = False
+        self._changed = asyncio.Event()
+
+    def __repr__(self) -> str:
+        work = self._assignment
+        return f"<Place {self.member}: {f'{work.job} epoch {work.epoch}, {self.child!r}' if work else 'idle'}>"
+
+    @property
+    def job(self) -> str:
+        """That it is assigned to; "": none."""
+        return self._assignment.job if self._assignment is not None else ""
+
+    @property
+    def short_name(self) -> str:
+        """`trainer-3`: without the host's name."""
+        return self.member.removeprefix(f"{self._host.name}-")
+
+    def assign(self, assignment: Assignment | None) -> None:
+        """What etcd says now. An assignment of an earlier agent's place counts as none."""
+        if assignment is not None and assignment.incarnation not in ("", self._incarnation):
+            assignment = None
+        if self._closed or _same(assignment, self._assignment):
+            return
+        self._assignment = assignment
+        self._changed.set()
+
+    def close(self) -> None:
+        """Drain its process; `run` returns then."""
+        self._assignment, self._closed = None, True
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Until `close`."""
+        while not self._closed or self._assignment is not None:
+            self._changed.clear()
+            if self._assignment is None:
+                self._report(running="", epoch=0, ended=False, trouble="")
+                await self._changed.wait()
+            else:
+                await self._serve(self._assignment)
+                self._forget_child()
+
+    def _forget_child(self) -> None:
+        if self.child is not None:
+            Path(self.child.environment[READY_FILE]).unlink(missing_ok=True)
+        self.child = None
+
+    # ------------------------------------------------------------ one assignment
+
+    async def _serve(self, work: Assignment) -> None:
+        """Until the assignment is another one; no process of it is left then."""
+        self._report(running=work.job, epoch=work.epoch, ended=False, trouble="")
+        if not _may_be_a_job(work.job):
+            await self._give_up(f"{work.job!r} is no name of a job")
+            return
+        child, policy = self._child_of(work), RestartPolicy()
+        self.child = child
+        while not self._changed.is_set():
+            try:
+                await child.start()
+            except OSError as error:
+                self._report(trouble=f"{child.name} cannot be started on {self._host.name}: {error}; it is tried again")
+                log.warning("start_failed", member=self.member, job=work.job, cause=str(error))
+                await event_within(self._changed, START_AGAIN_S)
+                continue
+            log.info("child_started", member=self.member, job=work.job, epoch=work.epoch, pid=child.pid)
+            self._report(trouble="")
+            end = await self._end_of(child)
+            if end is None:
+                log.info("child_drained", member=self.member, job=work.job, pid=child.pid)
+                return
+            if await self._is_over(work.job):
+                log.info("child_ended", member=self.member, job=work.job, pid=end.pid, cause=str(end))
+                self._report(ended=True)
+                await self._changed.wait()
+                return
+            delay_s = policy.delay_s(end.code, end.lived_s, was_ready=child.was_ready)
+            log.warning("child_died", member=self.member, job=work.job, pid=end.pid, cause=str(end))
+            await self._revoke_leases(work.job, end)
+            if delay_s is None:
+                when = "right after its start" if child.was_ready else "before it was ready"
+                message = (
+                    f"{child.name} ended {policy.deaths} times {when} on {self._host.name}, the last time with {end}"
+                )
+                await self._give_up(f"{message}; the end of its log {child.log}:\n{tail_of(child.log)}")
+                return
+            await event_within(self._changed, delay_s)
+
+    async def _give_up(self, trouble: str) -> None:
+        log.error("given_up", member=self.member, cause=trouble)
+        self._report(trouble=shortened(trouble, TROUBLE_CHARACTERS))
+        await self._changed.wait()
+
+    def _child_of(self, work: Assignment) -> Child:
+        path = self._host.folder.log_of(work.job, self.member, work.epoch)
+        ready = path.with_suffix(".ready")
+        ready.unlink(missing_ok=True)  # of an earlier agent
+        settings = {
+            "TRIREME_JOB": work.job,
+            "TRIREME_NAME": self.member,
+            READY_FILE: str(ready),
+        }
+        argv = [*PYTHON_MODULE, MODULES[self.kind]]
+        return Child(self.short_name, argv, {**self._host.environment, **settings}, path, self._host.start)
+
+    async def _end_of(self, child: Child) -> Exit | None:
+        """Of the process that runs; None if the assignment has changed, and the process was ended for it."""
+        ended, asked = asyncio.ensure_future(child.wait()), asyncio.ensure_future(self._changed.wait())
+        try:
+            await asyncio.wait((ended, asked), return_when=asyncio.FIRST_COMPLETED)
+            if not self._changed.is_set():
+                return ended.result()
+            await child.end(self._host.grace_s)
+            return None
+        finally:
+            ended.cancel()
+            asked.cancel()
+
+    async def _is_over(self, job: str) -> bool:
+        """Whether the job is COMPLETED or FAILED; False if etcd does not say."""
+        key = Keys(job, self._host.keys.root).state
+        try:
+            found = await self._host.etcd.get(key, timeout_s=LOOK_S)
+        except PeerError:
+            return False
+        state = read_record(JobState, key, found.value) if found is not None else None
+        return state is not None and state.phase.final
+
+    async def _revoke_leases(self, job: str, end: Exit) -> None:
+        """So that no member waits until they have run out."""
+        keys = Keys(job, self._host.keys.root)
+        with contextlib.suppress(TriremeError, TimeoutError):  # etcd is away: they run out by themselves
+            await revoke_leases_of(self._host.etcd, keys, self.short_name, end.pid, f"{self.member}-")
+
+
+def _same(one: Assignment | None, other: Assignment | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return (one.job, one.epoch) == (other.job, other.epoch)
+
+
+def _may_be_a_job(name: str) -> bool:
+    """As part of a path."""
+    return name.replace("-", "").isalnum() and name.isascii()
