@@ -25,6 +25,7 @@ from shared.records.pauses import Torn
 from shared.records.step import StepRecord
 from shared.runtime import clock, telemetry
 from shared.runtime.waiting import event_within
+from shared.wire.lending import NOTHING
 from shared.wire.messages import (
     PROTOCOL_VERSION,
     InitBlock,
@@ -74,6 +75,7 @@ class Pserver(BlockServer):
         self.directory: Directory | None = None
         self._max_wait_s = max_wait_s
         self._allocate = allocate
+        self._stores = 0  # served so far
 
     def __repr__(self) -> str:
         return f"<Pserver {self.index} of {self.job}, generation {self.generation}: {self.store!r}, {len(self.pulls)} pulls wait>"
@@ -100,7 +102,7 @@ class Pserver(BlockServer):
         self._fence(header)
         if not self._is_same(header):
             store.save_first()
-            self.store, self.timeline = store, header.timeline
+            self._serve(store, header.timeline)
             self.look_for_snapshot()
             log.info(
                 "initialised", index=self.index, mode=store.mode.value, blocks=len(store.blocks), bytes=store.bytes
@@ -124,8 +126,14 @@ class Pserver(BlockServer):
 
     def restore(self, store: Store, timeline: int, checkpoint: str) -> None:
         """Serve what was loaded."""
-        self.store, self.timeline, self.checkpoint = store, timeline, checkpoint
+        self._serve(store, timeline)
+        self.checkpoint = checkpoint
         log.info("restored", index=self.index, timeline=timeline, checkpoint=checkpoint, store=repr(store))
+
+    def _serve(self, store: Store, timeline: int) -> None:
+        self._stores += 1
+        store.name = f"{self.incarnation}/{self._stores}"
+        self.store, self.timeline = store, timeline
 
     def fits(self, state: JobState) -> bool:
         """Whether it holds parameters of the state's timeline, or none."""
@@ -174,6 +182,9 @@ class Pserver(BlockServer):
                     return
                 else:
                     number, version, buffer = found
+                    if buffer is None:
+                        yield PulledBlock(block=number, version=version, same=True), NOTHING
+                        continue
                     try:
                         yield PulledBlock(block=number, version=version, dtype=pulling.narrow(number)), buffer.view
                     finally:

@@ -2,6 +2,8 @@
 
     version s --push of step s--> tree --[0, lanes) whole--> previous = current, current = stepped, version s + 1
 
+A buffer that a step leaves as it was keeps its memory too, and `changed` tells since when.
+
 A step writes into the buffer of the version before, if nobody reads that: a block has exactly two, so the headers that say
 where its values lie come again every second version and are recognised (shared.wire.codec).
 
@@ -16,7 +18,7 @@ import torch
 
 from pserver_service.core.optimizers import BlockOptimizer, Options
 from shared.blocks.accumulator import Accumulator
-from shared.blocks.buffer_mean import combine_buffers
+from shared.blocks.buffer_mean import bits_of, combine_buffers
 from shared.blocks.buffers import Buffer, BufferPool
 from shared.lanes import Interval, combine
 from shared.records.job_spec import Narrow
@@ -38,13 +40,22 @@ class Verdict(StrEnum):
 
 
 class BlockState:
-    """Values change by swapping buffers, so a reader that retained one goes on reading the old values."""
+    """Values change by swapping buffers, so a reader that retained one goes on reading the old values.
+
+    `changed`: the version that brought the current bits (asynchronous: see Store.changes)."""
 
     def __init__(
-        self, place: Block, values: Buffer, pool: BufferPool, lanes: int, optimizer: BlockOptimizer | None
+        self,
+        place: Block,
+        values: Buffer,
+        pool: BufferPool,
+        lanes: int,
+        optimizer: BlockOptimizer | None,
+        version: int = 0,
     ) -> None:
         self.place = place
-        self.version = 0
+        self.version = version
+        self.changed = version
         self.current = values
         self.previous: Buffer | None = None
         self.updates = 0
@@ -98,6 +109,8 @@ class BlockState:
             self.previous, self.current = self.current, stepped
             self.previous.forget_narrowed()
             self.version += 1
+            if self.current is not self.previous:
+                self.changed = self.version
         return Verdict.APPLIED
 
     def _only_reads(self, options: Options) -> bool:
@@ -137,8 +150,9 @@ class BlockState:
         return {} if self._optimizer is None else self._optimizer.state()
 
     def _stepped(self, value: torch.Tensor | None, options: Options) -> Buffer:
-        """The next values, in a buffer with a reference of its own; the current ones if there is no data."""
-        if value is None:
+        """The next values, in a buffer with a reference of its own; the current one if there is no data or, for a buffer, no
+        change."""
+        if value is None or (self._optimizer is None and torch.equal(bits_of(value), bits_of(self.current.tensor))):
             return self.current.retain()
         values = self._other_buffer()
         if self._optimizer is None:

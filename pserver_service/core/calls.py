@@ -122,6 +122,8 @@ class OpenPull:
         self.deadline, self.wake = deadline, arrived
         self._server, self._store = server, store
         self._version, self._dtype = request.version, request.dtype
+        self._moment = store.moment_of(request.known)
+        self._known = None if request.known is None else store.known_of(request.version)
         self._due = deque(request.blocks)
         self._missing: set[int] = set()
         self._lowest = store.highest
@@ -131,8 +133,9 @@ class OpenPull:
     def __repr__(self) -> str:
         return f"<OpenPull of version {self._version}: {len(self._due)} due, {len(self._missing)} missing>"
 
-    def next(self) -> tuple[int, int, Buffer] | PullEnd | None:
-        """A block, its version and its values (retained: the caller releases them when they are sent), the end, or None: not yet."""
+    def next(self) -> tuple[int, int, Buffer | None] | PullEnd | None:
+        """A block, its version and its values (retained: the caller releases them when they are sent; None: the puller has
+        them), the end, or None: not yet."""
         store, wanted = self._store, self._version
         if self._server.store is not store:
             return PullEnd(code="NOT_READY", message="the job is being rolled back")
@@ -151,6 +154,8 @@ class OpenPull:
             self._lowest = min(self._lowest, version)
             # the history may drop it before the last block is sent
             self._record = self._record or store.history.record(version)
+            if self._moment is not None and store.is_same(number, wanted, self._moment):
+                return number, version, None
             try:
                 narrow = self.narrow(number)
                 sent = found.narrowed(narrow) if narrow else found.retain()
@@ -164,7 +169,7 @@ class OpenPull:
         record = self._record
         if record is None or record.version != version:
             record = store.history.record(version)
-        return PullEnd(code="OK", record=record if store.mode is Mode.SYNC else None)
+        return PullEnd(code="OK", record=record if store.mode is Mode.SYNC else None, known=self._known)
 
     def narrow(self, number: int) -> Narrow | None:
         """The dtype that a block's values are sent in, if it is not their own."""
@@ -184,6 +189,7 @@ class OpenPull:
         return PullEnd(
             code="TOO_EARLY",
             message=f"{len(self._missing)} blocks have not reached version {self._version} (block {number} is at {held}): ask again",
+            known=self._known,
         )
 
     def close(self) -> None:

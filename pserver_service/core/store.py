@@ -48,7 +48,8 @@ class Store:
     """Blocks are added by `add_block` (or `place_block`) once, before the first push; then `seal`.
 
     `schedule` says which versions are copied for checkpoints (None: none). If the copy before still waits to be taken, the
-    one of the higher rank is kept, and `skipped` counts the other.
+    one of the higher rank is kept, and `skipped` counts the other. `name`: tells its values from those of all other stores; set
+    by who serves it. `changes`: how often a buffer got other bits (asynchronous).
     """
 
     def __init__(self, header: InitHeader, schedule: Schedule | None = None, pool: BufferPool | None = None) -> None:
@@ -64,6 +65,8 @@ class Store:
         self.history = History(header.record)
         self.ledger = Ledger(0)
         self.skipped = 0
+        self.name = ""
+        self.changes = 0
         self._schedule = schedule if self.mode is Mode.SYNC else None
         self.snapshot: Snapshot | None = None
         self._first_version = self._considered = header.record.version
@@ -100,8 +103,7 @@ class Store:
         optimizer = None if chosen is None else BlockOptimizer(self.layout.optimizer.name, chosen, values.tensor)
         if optimizer is not None:
             optimizer.load(dict(state))
-        block = BlockState(place, values, self.pool, self.lanes, optimizer)
-        block.version = self._first_version
+        block = BlockState(place, values, self.pool, self.lanes, optimizer, self._first_version)
         self._positions[number] = len(self.blocks)
         self.blocks[number] = block
 
@@ -221,8 +223,11 @@ class Store:
         if verdict is Verdict.APPLIED:
             assert push.options is not None
             group = self.layout.segments[state.place.segment].group
-            own = state.copied(value) if value is not None and lent else None
+            own, values = state.copied(value) if value is not None and lent else None, state.current
             state.update(own.tensor if own else value, push.options[group] if group >= 0 else self._no_options)
+            if state.is_buffer and state.current is not values:
+                self.changes += 1
+                state.changed = self.changes
             if own is not None:
                 own.release()
             self.ledger.enter(push.header, push.task, index)
@@ -234,6 +239,23 @@ class Store:
         if state is None:
             return Verdict.WRONG_OWNER
         return state.current if version is None else state.pull(version)
+
+    def known_of(self, version: int | None) -> str:
+        """A name for the values that a pull of `version` brings if it begins now; "" if blocks may be of several versions."""
+        moment = self.changes if self.mode is Mode.ASYNC else version
+        return "" if moment is None else f"{self.name}@{moment}"
+
+    def moment_of(self, known: str | None) -> int | None:
+        """Of a name that `known_of` of this store made, else None."""
+        name, _, moment = (known or "").rpartition("@")
+        return int(moment) if name and name == self.name and moment.isascii() and moment.isdecimal() else None
+
+    def is_same(self, number: int, version: int | None, moment: int) -> bool:
+        """Whether it is certain that a pull of `version` finds a block with the bits that a whole pull had at `moment`. Only
+        blocks of buffers are watched, and who has a newer version than it asks for gets everything."""
+        state = self.blocks[number]
+        newest = self.changes if self.mode is Mode.ASYNC else state.version if version is None else version
+        return state.is_buffer and state.changed <= moment <= newest
 
     # ------------------------------------------------------------ snapshots
 

@@ -40,6 +40,12 @@ def _head(number: int, block: int, dtype: str | None, size: int, at: Place | Non
     return codec.encode_block(fields | ({"dtype": dtype} if dtype else {}) | ({"at": at} if at else {}), size)
 
 
+@lru_cache(maxsize=codec.KNOWN_HEADERS)
+def _same(number: int, block: int) -> bytes:
+    """All of a block that a pull need not get again."""
+    return codec.encode_block({"id": number, "block": block, "same": True}, 0)
+
+
 @dataclass(slots=True)
 class _Push:
     """`pushing` None: the push is refused and its blocks are skipped. `memory`: where one block is received. `ahead`: number of
@@ -269,6 +275,9 @@ class PserverStream(FrameStream):
             else:
                 self._due.append(number)
                 block, _, buffer = found
+                if buffer is None:
+                    self.send_head(_same(number, block))
+                    continue
                 size, dtype = buffer.view.nbytes, pull.pulling.narrow(block)
                 lent = self._memory.lend(number, buffer)
                 if lent is None:

@@ -17,6 +17,7 @@ from shared.records.layout import Layout
 from shared.records.step import LanePosition, LaneZero, StepRecord
 
 PROTOCOL_VERSION = 1
+KNOWN_CHARACTERS = 300
 
 
 class MessageHeader(Record):
@@ -95,30 +96,35 @@ class PushAnswer(Record):
 
 class PullRequest(MessageHeader):
     """`version` None: the current one. `blocks`: each once. `wait_s`: longest wait for blocks that have not reached the version. `dtype`: float32
-    parameters are cast to it."""
+    parameters are cast to it. `known`: the `PullEnd.known` of the pull from this pserver that the caller's values come from ("":
+    it has none); blocks of buffers that are still the same come without them. None: all blocks come whole."""
 
     version: int | None = None
     blocks: tuple[int, ...]
     wait_s: float = Field(default=0.0, allow_inf_nan=False)
     dtype: Narrow | None = None
+    known: str | None = Field(default=None, max_length=KNOWN_CHARACTERS)
 
 
 class PulledBlock(Record):
     """`version`: in plain requests only; on a stream it is left out, so that the headers of all steps are equal. `dtype`: of the
-    payload, if it is not the block's own."""
+    payload, if it is not the block's own. `same`: the bits are those of the pull that the request's `known` names; no payload."""
 
     block: int
     version: int | None = None
     dtype: Narrow | None = None
+    same: Literal[True] | None = None
 
 
 class PullEnd(Record):
     """`code`: OK, TOO_EARLY (the wait ran out), GONE, NOT_READY or OVERFLOW (values do not fit the requested dtype). `record`: of
-    the version, if OK and sync."""
+    the version, if OK and sync. `known`: names the values that came, for `PullRequest.known`; the same in all requests that
+    one pull was made of, or it names none of them."""
 
     code: Literal["OK", "TOO_EARLY", "GONE", "NOT_READY", "OVERFLOW"]
     message: str = ""
     record: StepRecord | None = None
+    known: str | None = None
 
 
 class LedgerQuery(Record):

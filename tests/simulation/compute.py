@@ -5,7 +5,7 @@ Each block of parameters is [one element per record | mixed elements]:
   training with plain SGD it says how often r was applied to *this* block;
 - the mixed elements' gradient depends on every parameter, the records and the random seed, so that a mixture of
   versions, a lost or a doubled contribution changes bits everywhere.
-A segment of buffers follows the rule for buffers (mean over lanes), a segment of integers lane 0's. In asynchronous mode each
+A segment of buffers follows the rule for buffers (mean over lanes), and only some minibatches change it; a segment of integers lane 0's. In asynchronous mode each
 integer counts the records of every minibatch that was applied.
 """
 
@@ -125,6 +125,9 @@ class TinyCompute:
         narrow = torch.frombuffer(payload, dtype=DTYPES[dtype])
         self.staging(block)[:] = narrow.float().numpy().view(np.uint8).data
 
+    def keep(self, block: int) -> None:
+        self.staging(block)[:] = self.current(block)
+
     def swap(self) -> None:
         self._vectors.reverse()
         self._trace.swaps += 1
@@ -216,7 +219,8 @@ def gradients(params: Sequence[np.ndarray[Any, Any]], seed: int, names: Sequence
         mixed = vector.reshape(-1, BLOCK_ELEMENTS)[:, RECORD_SLOTS:]
         gradient[:, RECORD_SLOTS:] = mixed * np.float32(0.1) + noise * np.float32(0.3) + total * np.float32(0.001)
         result.append(gradient.reshape(-1))
-    result.append((params[2] * np.float32(0.9) + np.float32(0.01) * np.float32(sum(names) % 11)).astype(np.float32))
+    moved = (params[2] * np.float32(0.9) + np.float32(0.01) * np.float32(sum(names) % 11)).astype(np.float32)
+    result.append(params[2].copy() if sum(names) % 4 else moved)
     result.append(params[3] + len(names))
     return result
 

@@ -122,6 +122,8 @@ class HttpPserver:
                     for event in decoder.feed(chunk):
                         if isinstance(event, codec.Filled) and placed is not None and current is not None:
                             placed(current)
+                            if current.same:  # a few bytes came, and a whole block was copied
+                                await asyncio.sleep(0)
                         elif isinstance(event, codec.Ended):
                             end = event.header
         except TimeoutError as error:

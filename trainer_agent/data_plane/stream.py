@@ -29,7 +29,7 @@ from shared.wire.messages import (
     PushHeader,
 )
 from shared.wire.shared_memory import Region, peer_of
-from shared.wire.stream import HEADS, FrameStream
+from shared.wire.stream import HEAD_COST_BYTES, HEADS, FrameStream
 from shared.wire.upgrade import UpgradeRefused, upgrade
 from trainer_agent.data_plane.http import HttpPserver, Placed, Sink, socket_of, waits_s
 from trainer_agent.data_plane.memory import TrainerMemory
@@ -200,6 +200,8 @@ class TrainerStream(FrameStream):
             self._answer(call, refused)
             raise refused
         self._into, self._item = call, item
+        if item.same:
+            self.moved_bytes(HEAD_COST_BYTES)  # the block is copied here
         if lent is None:
             return memory
         memory[:] = lent

@@ -29,6 +29,7 @@ from shared.records.job_spec import Narrow, Transported
 from shared.records.layout import ELEMENT_BYTES
 from shared.records.step import StepRecord
 from shared.runtime import telemetry
+from shared.wire.lending import NOTHING
 from shared.wire.messages import LedgerAnswer, LedgerQuery, PserverInfo, PulledBlock, PullRequest, PushBlock, PushHeader
 from trainer_agent.data_plane.http import PserverPort
 from trainer_agent.data_plane.outbox import Outbox
@@ -76,6 +77,9 @@ class Transfer:
         self._silence = Silence()
         self._narrow: Narrow | None = None if parameter_dtype == "float32" else parameter_dtype
         self._narrowed = vectors.layout.payloads(parameter_dtype)
+        # by (slot map version, pserver index): PullEnd.known of the values in use, and of those in the staging vector
+        self._known: dict[tuple[int, int], str] = {}
+        self._staged: dict[tuple[int, int], str] = {}
         # by pserver index: a block in its narrow dtype, before it is widened
         self._narrow_block: dict[int, memoryview] = {}
 
@@ -109,17 +113,32 @@ class Transfer:
         longer kept, InvalidArgument if parameters do not fit the dtype.
         """
         narrow = None if exact else self._narrow
+        self._staged = {}
         records = await self._ask_all(lambda index: self._pull_from(index, version, skip_after_s, narrow))
         return next(iter(records), None)
+
+    def swap(self) -> None:
+        """What the last pull brought becomes the parameters in use; buffers that stay as they are come only once."""
+        self._vectors.swap()
+        self._known, self._staged = self._staged, {}
 
     async def _pull_from(
         self, index: int, version: int | None, skip_after_s: float | None, narrow: Narrow | None
     ) -> StepRecord | None:
         missing = dict.fromkeys(self.routes.blocks[index])
+        place_known = self.routes.version, index
+        known = self._known.get(place_known, "")
+        named: set[str] = set()  # what the ends of this pull's requests say
         record: StepRecord | None = None
         backoff = Backoff(f"pulling {'parameters' if version is None else f'version {version}'} from pserver-{index}")
 
         def place(item: PulledBlock) -> memoryview:
+            if item.same:
+                if not known:
+                    raise BadFrame(
+                        f"block {item.block} came from pserver-{index} as unchanged, but no values were named"
+                    )
+                return NOTHING
             expected = self._narrowed[item.block] if narrow is not None else None
             if item.dtype != expected:
                 raise BadFrame(
@@ -134,13 +153,21 @@ class Transfer:
             return self._narrow_block[index][: whole.nbytes * ELEMENT_BYTES[item.dtype] // ELEMENT_BYTES["float32"]]
 
         def placed(item: PulledBlock) -> None:
-            if item.dtype is not None:
+            if item.same:
+                self._vectors.keep(item.block)
+            elif item.dtype is not None:
                 self._vectors.widen(item.block, item.dtype, place(item))
             missing.pop(item.block, None)
 
         while missing:
             before = len(missing)
-            wanted = {"version": version, "blocks": tuple(missing), "wait_s": PULL_WAIT_S, "dtype": narrow}
+            wanted = {
+                "version": version,
+                "blocks": tuple(missing),
+                "wait_s": PULL_WAIT_S,
+                "dtype": narrow,
+                "known": known,
+            }
             if await self._certain():
                 backoff.waited(OWN_LEASE)
             if await self._is_silent(index, skip_after_s):
@@ -152,10 +179,12 @@ class Transfer:
                 if isinstance(error, PeerError) and self._silence.failed(index, error, skip_after_s):
                     self._keep_current(missing)
                     return record
+                named.add("")  # blocks that came belong to no end
                 await self._suspect_peer(index, error)
                 await backoff.failed(error)
                 continue
             self._silence.answered(index)
+            named.add(end.known or "")
             record = end.record or record
             if len(missing) < before:
                 backoff.reset()
@@ -168,11 +197,13 @@ class Transfer:
                     backoff.waited(end.message)
                 case "NOT_READY" | "OK" if missing:
                     await backoff.failed(end.message or f"{len(missing)} blocks did not come")
+        if len(named) == 1:
+            self._staged[place_known] = named.pop()
         return record
 
     def _keep_current(self, blocks: Iterable[int]) -> None:
         for block in blocks:
-            self._vectors.staging(block)[:] = self._vectors.current(block)
+            self._vectors.keep(block)
 
     # ------------------------------------------------------------ push
 

@@ -298,5 +298,5 @@ class AsyncLoop:
                 break
             except Gone as error:  # our view of the job is older than the pserver's
                 await backoff.failed(error)
-        self._compute.swap()
+        self._transfer.swap()
         self._pulled, self._unpulled = True, 0

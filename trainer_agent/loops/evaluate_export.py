@@ -67,7 +67,7 @@ class EvaluateExportLoop:
     async def _pull_final(self) -> None:
         if not self._pulled:
             await self._transfer.pull(None, exact=True)
-            self._compute.swap()
+            self._transfer.swap()
             self._pulled = True
 
     async def _evaluate(self, task: Task) -> CompleteTask:

@@ -84,7 +84,7 @@ class Joiner:
             return self._version
         version = min(info.lowest for info in await self._transfer.infos(self.timeline))
         record = found(await self._transfer.pull(version), version)
-        self._compute.swap()
+        self._transfer.swap()
         if record.lane_zero is not None:
             self._compute.restore(record.lane_zero)
         self._lane_zero = None

@@ -80,7 +80,7 @@ class SyncLoop:
                 following = await self._transfer.pull(step.number + 1)
                 await self._repair.settle(contribution)
         following = found(following, step.number + 1)
-        self._compute.swap()
+        self._transfer.swap()
         self._report(step)
         return following
 

@@ -60,6 +60,9 @@ class Compute(Protocol):
     def widen(self, block: int, dtype: Narrow, payload: memoryview) -> None:
         """Write the block's next value to the staging vector; `payload` has it in a narrower dtype."""
 
+    def keep(self, block: int) -> None:
+        """The block's next value is the one in use."""
+
     def swap(self) -> None:
         """The complete staging vector becomes the parameters in use, and the old one becomes the staging vector."""
 

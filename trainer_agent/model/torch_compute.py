@@ -121,6 +121,8 @@ class TorchCompute:
         else:
             self._staging = Vector(self.plan, HOST, pinned=self._device.type == "cuda")
         self._staging_memory = self._staging.memory()
+        # blocks of the staging vector that may differ from those in use; a GPU's has what was copied to the GPU last
+        self._staged = set(range(len(self.plan.blocks)))
         self._view_current()
 
     def _view_current(self) -> None:
@@ -133,14 +135,21 @@ class TorchCompute:
         return bytes_of(self._current.blocks[block].cpu()).toreadonly()
 
     def staging(self, block: int) -> memoryview:
+        self._staged.add(block)
         return self._staging_memory[block]
 
+    def keep(self, block: int) -> None:
+        if self._on_host or block in self._staged:
+            self._staging.blocks[block].copy_(self._current.blocks[block])
+
     def widen(self, block: int, dtype: Narrow, payload: memoryview) -> None:
+        self._staged.add(block)
         self._staging.blocks[block].copy_(torch.frombuffer(payload, dtype=DTYPES[dtype]))
 
     def swap(self) -> None:
         if not self._on_host:
             self._current.flat.copy_(self._staging.flat)
+            self._staged.clear()
             return
         self._current, self._staging = self._staging, self._current
         self._current_views, self._staging_views = self._staging_views, self._current_views

@@ -7,7 +7,9 @@ import asyncio
 import pytest
 import torch
 
+from pserver_service.core.store import Store
 from shared.records import Phase
+from tests.equipment.replaced import replaced
 from tests.trainer_agent.cluster import cluster, trained
 from tests.trainer_agent.scripts import RECORDS, differing, records, spec_for, write_script
 
@@ -70,6 +72,50 @@ async def test_they_are_not_sent_either(build, dtype, mode):
             ("buffer", "bfloat16"): False,
             ("buffer", "int64"): sent,
         }
+
+
+LARGE = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, 3))
+        self.register_buffer("table", torch.arange(1, 40_000).float().mul(0.37).sin())
+    def forward(self, x):
+        return self.body(x) + 0 * self.table.sum()
+
+def model():
+    return Model()
+"""
+TABLE_BYTES = 4 * 39_999
+
+
+async def pulled_with_a_large_constant(tmp_path, mode, name):
+    """(bytes pulled, number of pulls, what was exported) of a job one of whose trainers dies; another joins."""
+    script = write_script(tmp_path, model=LARGE)
+    spec = spec_for(
+        script, mode=mode, lanes=4 if mode == "sync" else 1, epochs=4, block_bytes=4096, storage=str(tmp_path / name)
+    )
+    async with cluster(spec, 2) as made:
+        (pserver,) = made.pservers
+        if mode == "sync":
+            await made.version(8)
+            await made.kill("trainer-0-x")
+            made.add_trainer("trainer-2-x")
+        assert (await made.ended()).phase is Phase.COMPLETED
+        return pserver.counters.bytes_pulled, pserver.counters.pulls, made.exported()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+async def test_a_large_constant_is_pulled_once_by_each_trainer(tmp_path, mode):
+    pulled, pulls, exported = await pulled_with_a_large_constant(tmp_path, mode, "named")
+    with replaced(Store, "moment_of", lambda *_: None):
+        whole, all_pulls, as_ever = await pulled_with_a_large_constant(tmp_path, mode, "whole")
+    assert min(pulls, all_pulls) > 20
+    assert whole > (all_pulls - 6) * TABLE_BYTES, "a few were still waiting when their trainer died or was done"
+    assert pulled < 8 * TABLE_BYTES + pulls * 4096, f"{pulls} pulls by three trainers, which joined a few times"
+    assert bits(exported["table"]) == bits(as_ever["table"])
+    if mode == "sync":
+        assert differing(exported, as_ever) == []
 
 
 SOMETIMES = """

@@ -110,6 +110,22 @@ async def test_a_step_makes_two_copies_however_many_blocks_there_are(make, monke
     assert seen.counts["reads"] + lists["reads"] == READS * (NODE[1] - NODE[0])
 
 
+async def test_kept_blocks_are_not_copied_one_by_one(make):
+    """The staging vector of a GPU has the values that went there last."""
+    compute = make(gpu=True, block_bytes=256)
+    blocks = range(len(compute.plan.blocks))
+    for block in blocks:
+        compute.staging(block)[:] = bytes([block % 7]) * len(compute.staging(block))
+    compute.swap()
+    compute.staging(1)[:] = bytes(len(compute.staging(1)))  # of a pull that broke off
+    with Transfers([compute._staging]) as seen:
+        for block in blocks:
+            compute.keep(block)
+    assert seen.counts["copies"] == 1
+    compute.swap()
+    assert {block: set(bytes(compute.current(block))) for block in blocks} == {block: {block % 7} for block in blocks}
+
+
 NAN = "torch.sqrt(0 * sum(p.sum() for p in model.parameters()))"  # its value is 0, its gradient is not finite
 
 
