@@ -72,8 +72,9 @@ def transfer_to(port):
         revision=1,
         changed=changed,
     )
-    made = Transfer(directory, lambda _: port, Vectors(), lambda *_: None)
-    made.vectors, made.directory = made._vectors, directory
+    vectors = Vectors()
+    made = Transfer(directory, lambda _: port, vectors, lambda *_: None)
+    made.vectors, made.directory = vectors, directory
     return made
 
 
