@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from master_service.api import problems
 from master_service.api.hot_routes import DirectTaskLeases
 from master_service.api.limits import MAX_BODY_BYTES, Bounded
-from master_service.api.routes import checkpoints, job, members, operations, system, task_leases, tasks
+from master_service.api.routes import checkpoints, explanation, job, members, operations, system, task_leases, tasks
 from master_service.api.routes.dependencies import job_in_path
 from master_service.leadership.jobs_led import JobsLed
 from shared import __version__
@@ -53,7 +53,8 @@ def make_api(jobs: JobsLed, *, token: str = "") -> FastAPI:
     for prefix, of_job in (("/v1/jobs/{job}", "/v1/jobs/{job}"), ("/v1", "/v1/job")):  # the second: of the only job
         named = "{job}" in prefix
         parameters = [*allowed, Depends(job_in_path)] if named else allowed
-        app.include_router(job.of_job, prefix=of_job, dependencies=parameters, include_in_schema=named)
+        for resource in (job.of_job, explanation.router):
+            app.include_router(resource, prefix=of_job, dependencies=parameters, include_in_schema=named)
         for routes in (job, tasks, task_leases, members, checkpoints, operations):
             app.include_router(routes.router, prefix=prefix, dependencies=parameters, include_in_schema=named)
     app.include_router(system.router, dependencies=allowed)

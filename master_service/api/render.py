@@ -73,17 +73,9 @@ def _standing(job: Job) -> tuple[Phase, str]:
 
 def _progress(job: Job, metrics: Metrics, now: float, *, stalled: bool) -> JobProgress:
     training, spec = job.training, job.spec
-    per_epoch = training.streams.records
-    _, _, done, discarded = training.counts
-    closed = round(per_epoch * (done + discarded) / training.total) if training.total else 0
-    open_records = sum(
-        min(held.minibatches * spec.minibatch_size, training.streams.records_of(task_id))
-        for task_id, held in training.pending.items()
-    )
-    before = training.current * per_epoch
-    records_done = min(before + closed + open_records, spec.epochs * per_epoch)
+    records_done, records_total = job.records_done, spec.epochs * training.streams.records
     rate = metrics.rate(now) if job.state.stage is Stage.TRAIN and not stalled else 0.0
-    left = spec.epochs * per_epoch - records_done
+    left = records_total - records_done
     last = next(reversed(metrics.epochs.values()), None)
     return JobProgress(
         epoch=training.current,
@@ -91,7 +83,7 @@ def _progress(job: Job, metrics: Metrics, now: float, *, stalled: bool) -> JobPr
         step=metrics.step,
         loss=last.loss if last else None,
         records_done=records_done,
-        records_total=spec.epochs * per_epoch,
+        records_total=records_total,
         records_per_s=round(rate, 3) if rate else None,
         eta_s=round(left / rate, 3) if rate else None,
     )

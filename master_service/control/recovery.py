@@ -52,7 +52,7 @@ class Recovery:
         self._etcd, self._keys, self._writer, self._storage, self._metrics = etcd, keys, writer, storage, metrics
         self._evictions = evictions
         self._manifest: Manifest | None = None
-        self._storage_away = False
+        self.storage_away = ""  # why the storage cannot be reached
         self._since: float | None = None  # when the rollback or the absence began
 
     @property
@@ -200,14 +200,14 @@ class Recovery:
                 log.warning("manifest_unread", cause=error)
                 await asyncio.sleep(ids.jitter(PAUSE_S * 2**attempt))
             else:
-                self._storage_away = False
+                self.storage_away = ""
                 return manifest
         raise CheckpointUnusable(error)
 
     async def _report_storage_away(self, cause: str) -> None:
         """An event, once until the storage answers again."""
-        if not self._storage_away:
-            self._storage_away = True
+        known, self.storage_away = self.storage_away, cause
+        if not known:
             waiting = Event("storage_away", f"the job waits for its storage to go back to a checkpoint: {cause}", {})
             await self._writer.decide(lambda _job, _now: Decision(None, (), (waiting,)))
 

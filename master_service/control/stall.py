@@ -53,10 +53,20 @@ class StallWatch:
             self._heard = gone | dict.fromkeys(present, now)
             self.text = ""
             return
-        async with asyncio.TaskGroup() as group:
-            for name, member in islice(present.items(), ASKED):
-                group.create_task(self._ask(name, member, job.spec.lease_ttl_s, now))
+        await self._ask_all(job, now)
         self.text = waiting_for(job, self._heard, now)
+
+    async def silent(self, job: Job) -> dict[str, float]:
+        """Members that have not renewed their leases for a while, asked now, whether or not the job makes progress -> seconds."""
+        async with self._looking:
+            now = clock.monotonic()
+            await self._ask_all(job, now)
+            return late_members(job, self._heard, now)
+
+    async def _ask_all(self, job: Job, now: float) -> None:
+        async with asyncio.TaskGroup() as group:
+            for name, member in islice(_present(job).items(), ASKED):
+                group.create_task(self._ask(name, member, job.spec.lease_ttl_s, now))
 
     async def _ask(self, name: str, member: PserverMember | TrainerMember, ttl_s: float, now: float) -> None:
         with suppress(TriremeError):  # etcd is away: nothing new is known
@@ -65,12 +75,17 @@ class StallWatch:
                 self._heard[name] = now - max(0.0, ttl_s - left_s)
 
 
-def waiting_for(job: Job, heard: dict[str, float], now: float) -> str:
+def late_members(job: Job, heard: dict[str, float], now: float) -> dict[str, float]:
     """`heard`: when each member last renewed its lease, also of parameter servers that are gone."""
     wanted = {*_present(job), *(f"pserver-{index}" for index in range(job.spec.pservers))}
-    silent = {name: now - at for name, at in heard.items() if name in wanted}
     least_s = max(STALL_S, job.spec.lease_ttl_s * 2 / 3)
-    late = sorted((name for name, silent_s in silent.items() if silent_s > least_s), key=lambda name: -silent[name])
+    return {name: now - at for name, at in heard.items() if name in wanted and now - at > least_s}
+
+
+def waiting_for(job: Job, heard: dict[str, float], now: float) -> str:
+    """A sentence about `late_members`, or ""."""
+    silent = late_members(job, heard, now)
+    late = sorted(silent, key=lambda name: -silent[name])
     if not late:
         return ""
     more = f" (and {len(late) - 1} more)" if len(late) > 1 else ""

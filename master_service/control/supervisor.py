@@ -45,7 +45,7 @@ class Supervisor:
         self._awaited = -math.inf  # the silence of etcd whose members were awaited last
         self._changed, self._recoverable = asyncio.Event(), asyncio.Event()
         self._window_ends = 0.0
-        self._recovery = Recovery(etcd, keys, writer, storage, service.metrics, self.evictions)
+        self.recovery = Recovery(etcd, keys, writer, storage, service.metrics, self.evictions)
         self._pauses = PauseRunner(keys, writer, lock.lease, on_end=self._changed.set)
 
     async def run(self) -> None:
@@ -120,7 +120,7 @@ class Supervisor:
             await self._recoverable.wait()
             self._recoverable.clear()
             try:
-                if await self._recovery.advance():
+                if await self.recovery.advance():
                     self._changed.set()
             except NotLeader:
                 raise
@@ -133,7 +133,7 @@ class Supervisor:
         interval = min(SWEEP_S, self._writer.job.spec.task_timeout_floor_s / 4)
         while True:
             await asyncio.sleep(interval)
-            await self._recovery.give_up_late()
+            await self.recovery.give_up_late()
             late = await self._writer.decide(tasks.expire)
             if not late:
                 continue

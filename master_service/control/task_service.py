@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass, field
 
@@ -36,12 +37,15 @@ from shared.records import (
 from shared.runtime import clock, http
 from shared.runtime.network import own_network, tells
 
+REPORTED = 64  # failures that are kept to explain what goes on
+
 Probe = Callable[[str], Awaitable[bool]]
 
 
 @dataclass(eq=False, repr=False)
 class TaskService(ABC):
-    """`spec` is needed for a job's first leader only. `probe(url)`: whether nothing listens there. `network`: of this process."""
+    """`spec` is needed for a job's first leader only. `probe(url)`: whether nothing listens there. `network`: of this process.
+    `reported`: the last failures of users' code, as (time, task or "", failure)."""
 
     etcd: Etcd
     keys: Keys
@@ -55,6 +59,7 @@ class TaskService(ABC):
     network: str = field(default_factory=own_network)
     events: EventRing = field(init=False, default_factory=EventRing)
     metrics: Metrics = field(init=False, default_factory=Metrics)
+    reported: deque[tuple[float, str, UserFailure]] = field(init=False, default_factory=lambda: deque(maxlen=REPORTED))
     _probing: set[str] = field(init=False, default_factory=set)
 
     @property
@@ -98,11 +103,13 @@ class TaskService(ABC):
             queue.deadlines.observe(clock.monotonic() - held.last_sign)
         if queue.kind is TaskKind.TRAIN:
             writer.job.budget.started = True
+        self.metrics.moved_at = clock.monotonic()
         return completed
 
     async def fail_task(self, task_id: str, report: FailTask) -> None:
         """Counts against the task, and before the first step against the job. Raises StaleAttempt, NotFound."""
         await self.writer.decide(lambda job, _: tasks.fail_task(job, task_id, report))
+        self.reported.append((clock.monotonic(), task_id, report.failure))
 
     async def report_failure(self, member_id: str, failure: UserFailure) -> None:
         """The user's code failed outside a task (building the model, say). Raises NotFound unless that trainer is registered, or
@@ -114,6 +121,7 @@ class TaskService(ABC):
         named = failure.model_copy(update={"trainer": member_id})
         fields: Fields = {"member": member_id, "error_type": failure.error_type}
         self.events.add([Event("user_failure", f"{member_id}: {failure.error_type}: {failure.message}", fields)])
+        self.reported.append((clock.monotonic(), "", named))
         await writer.decide(lambda job, _: count_failure(job.budget, job.state, named, in_task=False))
 
     async def _is_starting(self, member_id: str) -> bool:

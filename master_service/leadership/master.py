@@ -29,6 +29,8 @@ class Master(TaskService):
     """`url` is where its REST API is served. `current_term`: None on a standby."""
 
     current_term: Term | None = None
+    leading_since = 0.0  # when it got the lock
+    setback: PeerError | LeaseLost | None = None  # why it stepped down, until it leads again
     _leader = ""
     _leading = False
 
@@ -44,6 +46,7 @@ class Master(TaskService):
             try:
                 await self._candidacy(stopping)
             except (PeerError, LeaseLost) as error:
+                self.setback = error
                 log.warning("stepped_down", cause=error.message)
                 await asyncio.sleep(ids.jitter(PAUSE_S))
 
@@ -57,11 +60,11 @@ class Master(TaskService):
     async def _lead(self, lease: Lease) -> None:
         me = MasterLock(master=self.name, url=self.url, lease=lease.id, network=self.network)
         term = await campaign(self.etcd, self.keys.master_lock, me, lease, self.probe, self._note_leader)
-        self._leading, self._leader = True, self.url
+        self._leading, self._leader, self.leading_since = True, self.url, clock.monotonic()
         lock = HeldLock(self.keys.master_lock, term, lease)
         address = Put(self.keys.master_address, MasterAddress(url=self.url, term=term).to_bytes(), lease.id)
         start = await take_over(self.etcd, self.keys, lock, self.spec, self.storage, address)
-        self.current_term = Term(self, lock, start)
+        self.current_term, self.setback = Term(self, lock, start), None
         self.events.begin_term(term)
         self.events.add([Event("master_elected", f"{self.name} leads in term {term}", {"term": term, "url": self.url})])
         await self.current_term.run()

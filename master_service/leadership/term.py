@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from master_service.control.observation import Observer
 from master_service.control.stall import StallWatch
 from master_service.control.supervisor import Supervisor
 from master_service.control.task_service import TaskService
@@ -44,6 +45,12 @@ class Term:
         self.operations = self._supervisor.operations
         self.evictions = self._supervisor.evictions
         self.stall = StallWatch(master.etcd)
+        self.observer = Observer(master.etcd, master.keys, self.stall)
+
+    @property
+    def storage_away(self) -> str:
+        """Why a rollback cannot read its checkpoint now, or ""."""
+        return self._supervisor.recovery.storage_away
 
     async def run(self) -> None:
         """Until the lock is lost (raises LockLost in an ExceptionGroup) or cancelled."""

@@ -62,6 +62,11 @@ class Lease:
     def remaining_s(self) -> float:
         return 0.0 if self.lost.is_set() else max(0.0, self._deadline - clock.since_boot())
 
+    @property
+    def unrenewed_s(self) -> float:
+        """Since the last successful renewal was sent."""
+        return clock.since_boot() - self._sent
+
     def check(self) -> None:
         """Raises LeaseLost unless alive: call it right before acting on the role."""
         if not self.alive:

@@ -12,6 +12,7 @@ FLOORS = {
         {"core.queue"},
         {"core.state"},
         {"core.decisions"},
+        {"core.explanation"},
         {"store", "storage"},
         {"control"},
         {"leadership"},

@@ -168,6 +168,24 @@ def members(job: Job = None, data_dir: DataDir = None, url: Url = None, as_json:
     raise typer.Exit(ask(show_members, job, data_dir, url, as_json=as_json))
 
 
+@app.command()
+def explain(
+    job: Annotated[
+        str | None, typer.Argument(help="Name of the job. Default: the one started last.", metavar="[JOB]")
+    ] = None,
+    data_dir: DataDir = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Why a job does not progress, and what to do; also for a job that ended, was stopped, or has no master.
+
+    With TRIREME_ETCD set and a JOB named, the job's master is found in that etcd.
+    """
+    from trireme.cli.explain import explain as run_explain  # noqa: PLC0415
+
+    raise typer.Exit(run_explain(job, data_dir, url, as_json=as_json))
+
+
 @checkpoint.command(name="list")
 def checkpoint_list(job: Job = None, data_dir: DataDir = None, as_json: Json = False) -> None:
     """The checkpoints of a job, newest first."""

@@ -134,6 +134,18 @@ def find_run(data_dir: Path | None, job: str | None, options: str = "--data-dir"
     return place / str(facts["job"]), facts
 
 
+def find_begun_run(
+    data_dir: Path | None, job: str | None, options: str = "--data-dir"
+) -> tuple[Path, dict[str, Any] | None]:
+    """As `find_run`, but also a run that no master has led yet: its facts are None. Raises NotFound."""
+    place = data_dir or Path(os.environ.get("TRIREME_DATA_DIR") or DATA_DIR)
+    named = [place / allowed_name(job)] if job else [path.parent for path in place.glob("*/lock")]
+    begun = [folder for folder in named if not (folder / RUN_FILE).is_file() and is_running(folder)]
+    if begun:
+        return max(begun, key=lambda folder: (folder / "lock").stat().st_mtime), None
+    return find_run(data_dir, job, options)
+
+
 def other_runs(run_dir: Path) -> list[str]:
     """The names of all other jobs that have runs beside this one."""
     return sorted(path.parent.name for path in run_dir.parent.glob(f"*/{RUN_FILE}") if path.parent.name != run_dir.name)

@@ -49,6 +49,10 @@ class Client:
     async def job(self) -> dict[str, Any]:
         return await self._call("GET", "/v1/job")
 
+    async def explanation(self) -> dict[str, Any]:
+        """Why the job does not progress, and what to do: `code`, `summary`, `details`, `hints`, and the same for others in `also`."""
+        return await self._call("GET", "/v1/job/explanation")
+
     async def task_summary(self) -> dict[str, Any]:
         return await self._call("GET", "/v1/task-summary")
 

@@ -14,9 +14,12 @@ from typing import Any
 from master_service.api import render
 from master_service.api.resources import MasterView
 from master_service.control.events import EventRing
+from master_service.control.observation import Movement, Observer
 from master_service.control.operation_runner import OperationRunner
 from master_service.control.stall import StallWatch
 from master_service.core.decisions import operations
+from master_service.core.explanation.explain import explain
+from master_service.core.explanation.situation import STILL_S
 from master_service.core.state.metrics import WINDOW_S, Metrics, Sums
 from master_service.masterless.view import WatchedJob
 from master_service.masterless.writer import SharedWriter
@@ -31,6 +34,7 @@ from shared.runtime import clock
 PAGE = 500
 MANY = 10_000
 LOOK_S = 0.1
+WATCHED_S = STILL_S + 1.0
 
 
 class MasterlessClient:
@@ -47,6 +51,7 @@ class MasterlessClient:
         self._view = WatchedJob(etcd, keys, storage, lambda: None)
         self._writer = SharedWriter(etcd, keys, self._view, lambda _: None)
         self._stall = StallWatch(etcd)
+        self._observer = Observer(etcd, keys, self._stall)
         self._reported: JobState | None = None
         self._loss: tuple[int, Sums] = (0, Sums())
         self._step: int | None = None
@@ -85,6 +90,19 @@ class MasterlessClient:
             left = progress["records_total"] - progress["records_done"]
             progress["eta_s"] = round(left * seconds / records, 3)
         return document
+
+    async def explanation(self) -> dict[str, Any]:
+        """As `Client`'s. It watches the job for WATCHED_S, because nobody else knows when it last made progress."""
+        job, began, moved_at = self._view.job, clock.monotonic(), float("-inf")
+        first = before = job.records_done
+        while clock.monotonic() - began < WATCHED_S and not self._view.job.state.phase.final:
+            await asyncio.sleep(LOOK_S)
+            job = self._view.job
+            if job.records_done != before:
+                before, moved_at = job.records_done, clock.monotonic()
+        rate = max(0, before - first) / max(LOOK_S, clock.monotonic() - began)
+        movement = Movement(moved_at, rate, self._metrics().step)
+        return explain(await self._observer.observe(job, movement)).model_dump(mode="json")
 
     async def task_summary(self) -> dict[str, Any]:
         return self._view.job.summary().model_dump(mode="json")

@@ -68,6 +68,7 @@ class Job:
     losses: Losses = field(default_factory=Losses)
     members: Members = field(default_factory=Members)
     operations: Operations = field(default_factory=Operations)
+    phase_since: float | None = None  # also of the stage and the timeline; None: they are those of the beginning
 
     @classmethod
     def open(cls, spec: JobSpec, table: FileTable, evaluation: FileTable | None) -> Job:
@@ -105,6 +106,19 @@ class Job:
         kind = KIND_OF.get(self.state.stage)
         return self.queues.get(kind) if kind else None
 
+    @property
+    def records_done(self) -> int:
+        """Trained or discarded in all epochs, with the minibatches of tasks under way."""
+        queue, spec = self.training, self.spec
+        per_epoch = queue.streams.records
+        _, _, done, discarded = queue.counts
+        closed = round(per_epoch * (done + discarded) / queue.total) if queue.total else 0
+        open_records = sum(
+            min(held.minibatches * spec.minibatch_size, queue.streams.records_of(task_id))
+            for task_id, held in queue.pending.items()
+        )
+        return min(queue.current * per_epoch + closed + open_records, spec.epochs * per_epoch)
+
     def queue_of(self, task_id: str) -> TaskQueue:
         """Raises NotFound if no queue can hold that id."""
         kind = TaskKind.TRAIN if task_id.isdigit() else _kind_of(task_id)
@@ -140,6 +154,9 @@ class Job:
                 kind = TaskKind.TRAIN if stream.isdigit() else TaskKind(stream.upper())
                 self.queues[kind].apply(change, now)
             case JobState():
+                before = self.state
+                if (change.phase, change.stage, change.timeline) != (before.phase, before.stage, before.timeline):
+                    self.phase_since = now
                 self.state = change
             case TrainerList():
                 self.trainers = change

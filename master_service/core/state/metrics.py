@@ -35,6 +35,7 @@ class Metrics:
     step: int | None = None
     records: int = 0
     skipped: int = 0
+    moved_at: float = float("-inf")  # when records or the end of a task were last reported
 
     def add(self, batch: MetricBatch, now: float) -> None:
         """In place. Reports of several trainers about one step add up. A step that is reported again after a death counts again."""
@@ -51,6 +52,8 @@ class Metrics:
             self.skipped += share.skipped
             self.step = max(self.step or 0, share.step + 1)
         self.records += records
+        if records:
+            self.moved_at = now
         self.recent.append((now, records))
         self._forget(now)
 

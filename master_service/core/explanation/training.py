@@ -1,0 +1,288 @@
+"""A job that runs: who is waited for, how fast it is, and what somebody should know about it.
+
+Each rule is (situation) -> the cause, or None.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from master_service.core.decisions import operations
+from master_service.core.explanation.cause import Cause, Code
+from master_service.core.explanation.situation import NAMED, Situation, listed, seconds
+from shared.records import Mode, Stage
+from shared.records.members import pserver_names
+
+# ------------------------------------------------------------------ progress
+
+
+def progress(now: Situation) -> Cause:
+    job, spec = now.job, now.job.spec
+    training = job.training
+    total = spec.epochs * training.streams.records
+    details = [
+        f"Epoch {min(training.current + 1, spec.epochs)} of {spec.epochs}, {job.records_done:,} of {total:,} records."
+    ]
+    if job.state.stage is not Stage.TRAIN:
+        done = f"stage {job.state.stage} is under way"
+        if job.due is not None:
+            _, pending, finished, _ = job.due.counts
+            details.append(f"{finished} of {job.due.total} tasks are done, {pending} are under way.")
+    elif now.records_per_s:
+        steps = f" ({now.records_per_s / spec.global_batch_size:.3g} steps/s)" if spec.mode is Mode.SYNC else ""
+        left_s = (total - job.records_done) / now.records_per_s
+        done = f"{now.records_per_s:,.0f} records/s{steps}, {seconds(left_s)} left"
+    else:
+        done = "its speed is not known yet"
+    if now.step is not None:
+        details.append(f"{now.step} steps are done.")
+    return Cause(
+        code=Code.PROGRESS_IS_FINE,
+        summary=f"Job {spec.job} makes progress: {done}.",
+        details=tuple(details),
+        hints=(f"trireme status {now.option}",),
+    )
+
+
+def no_progress(now: Situation) -> Cause:
+    """Nothing else explains it."""
+    return Cause(
+        code=Code.NO_PROGRESS,
+        summary=f"No minibatch was finished for {seconds(now.still_s)}, and every member is there and renews its lease.",
+        details=(
+            f"{len(now.job.trainers.names)} trainers and {len(now.job.members.pservers)} parameter servers are registered.",
+            f"The job's state: {now.job.state.phase}, {now.job.state.reason or 'no reason given'}.",
+        ),
+        hints=("read logs/trainer-*.log of the run", "trireme doctor", f"trireme tasks --state pending {now.option}"),
+    )
+
+
+# ------------------------------------------------------------------ who is waited for
+
+
+def silent_member(now: Situation) -> Cause | None:
+    if not now.silent:
+        return None
+    names = sorted(now.silent, key=lambda name: -now.silent[name])
+    ttl_s = now.job.spec.lease_ttl_s
+    return Cause(
+        code=Code.MEMBER_SILENT,
+        summary=f"{listed(names)} {'has' if len(names) == 1 else 'have'} not been heard for "
+        f"{seconds(now.silent[names[0]])}: frozen, cut off, or gone.",
+        details=(
+            f"A member renews its lease every {ttl_s / 3:.1f} s; after {ttl_s:g} s without a renewal it counts as gone.",
+            f"Silent: {now.named(names)}.",
+        ),
+        hints=(
+            f"wait {seconds(ttl_s)}: its lease runs out, and others take its place",
+            "kill the process if it is frozen (trireme run does that by itself)",
+            f"trireme members {now.option}",
+        ),
+    )
+
+
+def lanes_not_started(now: Situation) -> Cause | None:
+    """Synchronous: a trainer owns lanes and computes none of their tasks, so no step can be completed."""
+    job, queue = now.job, now.job.training
+    if job.spec.mode is not Mode.SYNC or job.state.stage is not Stage.TRAIN or not now.is_still:
+        return None
+    late = []
+    for trainer in job.trainers.names[: job.spec.lanes]:
+        first, last = job.trainers.lanes_of(trainer)
+        idle = [lane for lane in range(first, last) if not _is_computed(now, trainer, lane)]
+        if idle:
+            late.append((trainer, idle))
+    if not late or (not queue.pending and not any(queue.cursors.values())):
+        return _nobody_began(now) if late else None
+    refused = {each.failure.trainer: each for each in now.reported if not each.task_id}
+    details = [
+        f"{now.named([trainer])} owns lane{'s' if len(idle) > 1 else ''} {listed(map(str, idle))}"
+        " and has not asked for their next task: it is joining, or its model was refused."
+        for trainer, idle in late[:NAMED]
+    ]
+    details += [
+        f"{trainer} reported {refused[trainer].failure.error_type}: {refused[trainer].failure.message}"
+        for trainer, _ in late
+        if trainer in refused
+    ]
+    return Cause(
+        code=Code.LANES_NOT_STARTED,
+        summary=f"A step needs every lane, and {listed(trainer for trainer, _ in late)} has not begun with its own.",
+        details=tuple(details),
+        hints=(
+            f"trireme members {now.option}",
+            "read the log of that trainer; if it cannot join, end it, and its lanes go to the others",
+        ),
+    )
+
+
+def _nobody_began(now: Situation) -> Cause:
+    return Cause(
+        code=Code.LANES_NOT_STARTED,
+        summary=f"No trainer has asked for a task yet, {seconds(now.still_s)} after the job began to run.",
+        details=(f"Registered: {now.named(now.job.trainers.names)}; they load parameters or cannot join.",),
+        hints=("read logs/trainer-*.log of the run", f"trireme members {now.option}"),
+    )
+
+
+def _is_computed(now: Situation, trainer: str, lane: int) -> bool:
+    """Whether the trainer has a task of the lane, or the lane has none left in this epoch."""
+    queue = now.job.training
+    name = queue.streams.name(lane)
+    open_tasks = queue.open_of.get(name, ())
+    if any(task_id in queue.pending and queue.pending[task_id].record.trainer == trainer for task_id in open_tasks):
+        return True
+    return not open_tasks and queue.cursors.get(name, 0) == queue.streams.length(lane)
+
+
+def late_tasks(now: Situation) -> Cause | None:
+    """Every task is taken and some trainers have none."""
+    job, queue = now.job, now.job.due
+    trainers = len(job.trainers.names)
+    if queue is None or queue.by_lane or queue.finished or queue.requeued or queue.dispatched < queue.total:
+        return None
+    idle = trainers - len({held.record.trainer for held in queue.pending.values()})
+    if not queue.pending or idle <= 0:
+        return None
+    latest = sorted(queue.pending, key=lambda task_id: queue.pending[task_id].last_sign)
+    details = [
+        f"{queue.streams.describe(task_id)} at {now.named([held.record.trainer])}: {_minibatches(held.minibatches)} done, "
+        f"last sign {seconds(now.now - held.last_sign)} ago, {seconds(max(0.0, held.deadline - now.now))} until it is given again."
+        for task_id in latest[:NAMED]
+        for held in (queue.pending[task_id],)
+    ]
+    if queue.total < trainers:
+        details.append(
+            f"There are {queue.total} {queue.kind} tasks for {trainers} trainers: set a smaller records_per_task."
+        )
+    return Cause(
+        code=Code.LATE_TASKS,
+        summary=f"All {queue.total} tasks of this epoch are taken; {idle} of {trainers} trainers wait for the last "
+        f"{len(queue.pending)}.",
+        details=tuple(details),
+        hints=(f"trireme tasks --state pending {now.option}", "more, smaller tasks: --set records_per_task=N"),
+    )
+
+
+def slow_minibatch(now: Situation) -> Cause | None:
+    queue = now.job.due
+    if queue is None or not queue.pending or not now.is_still:
+        return None
+    oldest = sorted(queue.pending, key=lambda task_id: queue.pending[task_id].last_sign)
+    first = queue.pending[oldest[0]]
+    return Cause(
+        code=Code.SLOW_MINIBATCH,
+        summary=f"{first.record.trainer} has worked for {seconds(now.now - first.last_sign)} on "
+        f"{queue.streams.describe(oldest[0])} without a finished minibatch, or waits for another trainer's.",
+        details=tuple(
+            f"{queue.streams.describe(task_id)} at {now.named([held.record.trainer])}: {_minibatches(held.minibatches)} done, last "
+            f"sign {seconds(now.now - held.last_sign)} ago, given again in {seconds(max(0.0, held.deadline - now.now))}."
+            for task_id in oldest[:NAMED]
+            for held in (queue.pending[task_id],)
+        ),
+        hints=(f"trireme tasks --state pending {now.option}", "py-spy dump --pid PID shows where a trainer is"),
+    )
+
+
+# ------------------------------------------------------------------ what somebody should know
+
+
+def absent_pservers(now: Situation) -> Cause | None:
+    """Asynchronous: some parameter servers are away, and the others go on."""
+    state = now.job.state
+    if not state.absent:
+        return None
+    limit_s = now.job.spec.recovery_timeout_s
+    return Cause(
+        code=Code.PARAMETER_SERVER_AWAY,
+        summary=f"{pserver_names(state.absent)} {'is' if len(state.absent) == 1 else 'are'} away; the others go on.",
+        details=(
+            state.reason,
+            f"It comes back from its newest checkpoint; if it does not within recovery_timeout_s {limit_s:g}, the job fails.",
+        ),
+        hints=(f"trireme members {now.option}", "read logs/pserver-*.log of the run"),
+    )
+
+
+def failing_checkpoints(now: Situation) -> Cause | None:
+    troubled = {index: member.trouble for index, member in sorted(now.job.members.pservers.items()) if member.trouble}
+    if not troubled:
+        return None
+    return Cause(
+        code=Code.CHECKPOINTS_FAIL,
+        summary=f"{listed(f'pserver-{index}' for index in troubled)} cannot write checkpoints.",
+        details=tuple(islice((f"pserver-{index}: {trouble}" for index, trouble in troubled.items()), NAMED)),
+        hints=(
+            f"make the storage {now.job.spec.storage} writable: it is tried again by itself",
+            f"trireme checkpoint list {now.option}",
+        ),
+    )
+
+
+def waiting_operations(now: Situation) -> Cause | None:
+    running = now.job.operations.running()
+    if not running:
+        return None
+    return Cause(
+        code=Code.OPERATION_WAITS,
+        summary=f"{running[0].kind} {running[0].operation_id} waits for {operations.waits_for(now.job, running[0])}.",
+        details=tuple(
+            f"{each.operation_id} ({each.cause or 'no cause given'}) waits for {operations.waits_for(now.job, each)}, "
+            f"for at most {each.limit_s:g} s."
+            for each in running[:NAMED]
+        ),
+        hints=(f"trireme checkpoint list {now.option}",),
+    )
+
+
+def discarded_tasks(now: Situation) -> Cause | None:
+    queue = now.job.training
+    if not queue.discarded:
+        return None
+    lost = sum(put.records for (epoch, _), put in queue.discarded.items() if epoch == queue.current)
+    allowed = now.job.spec.max_discarded_fraction
+    newest = list(islice(reversed(queue.discarded.items()), NAMED))
+    details = [
+        f"{queue.streams.describe(task_id)} of epoch {epoch}: {put.task.failures} failures, the last: {put.task.cause}"
+        for (epoch, task_id), put in newest
+    ]
+    details.append(
+        f"{lost:,} of {queue.streams.records:,} records of this epoch; above max_discarded_fraction {allowed:g} the job fails."
+    )
+    return Cause(
+        code=Code.TASK_DISCARDED,
+        summary=f"{len(queue.discarded)} task{'s were' if len(queue.discarded) > 1 else ' was'} discarded; "
+        "training goes on without their records.",
+        details=tuple(details),
+        hints=(f"trireme tasks --state discarded {now.option}",),
+    )
+
+
+def trainers_without_lanes(now: Situation) -> Cause | None:
+    spec, names = now.job.spec, now.job.trainers.names
+    if spec.mode is not Mode.SYNC or len(names) <= spec.lanes:
+        return None
+    spares = names[spec.lanes :]
+    return Cause(
+        code=Code.TRAINERS_WITHOUT_LANES,
+        summary=f"{len(names)} trainers share {spec.lanes} lanes: {len(spares)} "
+        f"{'has' if len(spares) == 1 else 'have'} nothing to compute.",
+        details=(f"Hot spares, which take over at once when another trainer is gone: {now.named(spares)}.",),
+        hints=(f"use at most {spec.lanes} trainers, or start a new job with more --lanes (a power of two)",),
+    )
+
+
+def fewer_trainers(now: Situation) -> Cause | None:
+    there, wanted = len(now.job.members.trainers), now.job.spec.trainers
+    if not 0 < there < wanted:
+        return None
+    return Cause(
+        code=Code.FEWER_TRAINERS,
+        summary=f"{there} of {wanted} trainers are there; the others' work is done by these.",
+        details=(f"Registered: {now.named(now.job.members.trainers)}.",),
+        hints=(f"trireme members {now.option}", "read logs/trainer-*.log of the run"),
+    )
+
+
+def _minibatches(count: int) -> str:
+    return f"{count} minibatch{'' if count == 1 else 'es'}"

@@ -1,0 +1,183 @@
+"""`trireme explain`: why a job does not progress and what to do.
+
+the run's files: it ended, was stopped ─► told from them
+the job's master ─► explainJob │ does not answer ─► etcd: who leads? ─► that one, or why nobody does
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+from master_service.core.explanation.cause import Cause, Code, Explanation, explanation_of
+from shared.errors import CallerError, NotFound, PeerError, TriremeError, Unauthorized
+from shared.etcd import Etcd, Get
+from shared.etcd.reading import read_record
+from shared.keys import Keys
+from shared.membership.settings import MemberSettings
+from shared.records import JobState, MasterAddress, MasterLock, Phase
+from shared.runtime import telemetry
+from trireme.cli import exit_codes
+from trireme.launch import resume, run_folder
+from trireme.view.client import MASTERLESS
+from trireme.view.job_address import open_client
+from trireme.view.names import without_tokens
+from trireme.view.stopped_run import explain_ended, explain_stopped, told_by_launcher
+
+ANSWER_S = 3.0
+MASTER_S = 8.0  # a masterless job is watched for some seconds
+
+
+def explain(job: str | None, data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
+    """Returns the exit code: 0 whatever the cause is, if it could be told."""
+    telemetry.configure(level="ERROR", json=False)
+    try:
+        told = asyncio.run(_explained(job, data_dir, url or os.environ.get("TRIREME_URL", "")))
+    except TriremeError as error:
+        return exit_codes.report_error(error, as_json=as_json)
+    print(told.model_dump_json() if as_json else text_of(told))  # noqa: T201
+    return exit_codes.OK
+
+
+async def _explained(job: str | None, data_dir: Path | None, url: str) -> Explanation:
+    """Raises NotFound without such a job, Unauthorized."""
+    if url:
+        return await _by_address(job or "", url)
+    if "TRIREME_ETCD" in os.environ and job:
+        return await _by_etcd(MemberSettings(job=job), job, "", None)
+    folder, facts = run_folder.find_begun_run(data_dir, job, "--data-dir or --url")
+    if result := run_folder.read_json(folder / resume.RESULT_FILE):
+        return explain_ended(result)
+    if not run_folder.is_running(folder):
+        return explain_stopped(folder)
+    name, address = folder.name, str((facts or {}).get("url", ""))
+    if facts is None:
+        return explanation_of(name, _no_master(name, None, folder, "no master of this run has led yet"))
+    try:
+        return await _asked(address)
+    except (PeerError, CallerError) as error:
+        if isinstance(error, Unauthorized):
+            raise
+        settings = MemberSettings(job=name, etcd=(str(facts["etcd"]),))
+        return await _by_etcd(settings, name, address, folder, error)
+
+
+async def _by_address(job: str, url: str) -> Explanation:
+    try:
+        return await _asked(url)
+    except PeerError as error:
+        return explanation_of(job or url, _silent_master(url, error, None))
+
+
+async def _asked(address: str) -> Explanation:
+    """What the master at `address` explains. Raises PeerError, Unauthorized."""
+    async with open_client(address, token=os.environ.get("TRIREME_TOKEN", ""), timeout_s=MASTER_S) as client:
+        return Explanation.model_validate(await client.explanation())
+
+
+async def _by_etcd(
+    settings: MemberSettings, job: str, asked: str, folder: Path | None, error: TriremeError | None = None
+) -> Explanation:
+    """The master at `asked` did not explain the job (`error`): ask the one that etcd names, or tell why there is none."""
+    etcd = settings.connect()
+    try:
+        leader, state, known = await _leader(etcd, Keys(job, settings.root))
+    except CallerError as refused:
+        raise Unauthorized(f"etcd at {', '.join(settings.etcd)} refused: {refused.message}") from refused
+    except PeerError as silent:
+        return explanation_of(job, _no_etcd(settings, silent, folder))
+    finally:
+        await etcd.close()
+    if not known:
+        raise NotFound(f"etcd at {', '.join(settings.etcd)} holds no job {job}", hint="trireme explain JOB --url URL")
+    if asked.startswith(MASTERLESS):
+        return explanation_of(job, _no_sweeper(job, state, leader, str(error)))
+    if leader and leader != asked:
+        try:
+            return await _asked(leader)
+        except PeerError as failed:
+            error = failed
+    if leader and error is not None:
+        return explanation_of(job, _silent_master(leader, error, folder))
+    return explanation_of(job, _no_master(job, state, folder, str(error) if error else "no master's key is in etcd"))
+
+
+async def _leader(etcd: Etcd, keys: Keys) -> tuple[str, JobState | None, bool]:
+    """The leading master's url (of a masterless job the sweeper's, "" if nobody leads), the job's state, whether etcd knows it."""
+    reads = [Get(keys.master_address), Get(keys.sweep_lock), Get(keys.state), Get(keys.prefix, prefix=True, limit=1)]
+    found = await etcd.txn([], reads, timeout_s=ANSWER_S)
+    values = [kv.value if (kv := found.range(place).first) else None for place in range(3)]
+    address = read_record(MasterAddress, keys.master_address, values[0])
+    sweeper = read_record(MasterLock, keys.sweep_lock, values[1])
+    url = address.url if address else sweeper.url if sweeper else ""
+    return url, read_record(JobState, keys.state, values[2]), found.range(3).first is not None
+
+
+def _no_etcd(settings: MemberSettings, error: PeerError, folder: Path | None) -> Cause:
+    where = ", ".join(settings.etcd)
+    return Cause(
+        code=Code.ETCD_UNREACHABLE,
+        summary=f"etcd at {where} does not answer, so nobody can lead the job.",
+        details=(error.message, *told_by_launcher(folder, "etcd")),
+        hints=(
+            "start etcd again, or make it reachable: members take their places again by themselves",
+            "trireme doctor",
+        ),
+    )
+
+
+def _no_master(job: str, state: JobState | None, folder: Path | None, why: str) -> Cause:
+    details = [f"The last known answer: {why}."]
+    if state is not None:
+        details.append(f"The job's state in etcd: {state.phase} ({state.reason or 'no reason given'}).")
+        if state.phase is Phase.RUNNING:
+            details.append("Trainers go on with the tasks they have, and wait when they need new ones.")
+    return Cause(
+        code=Code.NO_MASTER,
+        summary=f"No master leads job {job}: nobody gives out tasks.",
+        details=(*details, *told_by_launcher(folder, "master")),
+        hints=(
+            f"TRIREME_JOB={job} TRIREME_ETCD=URL python -m master_service",
+            "read logs/master-*.log of the run",
+        ),
+    )
+
+
+def _no_sweeper(job: str, state: JobState | None, sweeper: str, why: str) -> Cause:
+    """Of a job without a master: it cannot be read from etcd."""
+    who = f"the trainer at {sweeper} sweeps" if sweeper else "no trainer sweeps"
+    return Cause(
+        code=Code.NO_MASTER,
+        summary=f"Job {job} has no master, {who}, and its task queue cannot be read.",
+        details=(why, f"The job's state in etcd: {f'{state.phase} ({state.reason})' if state else 'none yet'}."),
+        hints=(
+            f"TRIREME_JOB={job} TRIREME_ETCD=URL python -m trireme.masterless",
+            "read logs/trainer-*.log of the run",
+        ),
+    )
+
+
+def _silent_master(url: str, error: TriremeError, folder: Path | None) -> Cause:
+    return Cause(
+        code=Code.MASTER_SILENT,
+        summary=f"The master at {url} does not answer.",
+        details=(error.message, *told_by_launcher(folder, "master")),
+        hints=(
+            "wait: when its lease runs out, a standby or its restart takes over",
+            "read logs/master-*.log of the run",
+            "is the address right? see run.json in the job's folder, or TRIREME_URL",
+        ),
+    )
+
+
+def text_of(told: Explanation) -> str:
+    """One paragraph for a cause, then what to do."""
+    lines = [f"job {told.job}: {told.code}", *_paragraph(told)]
+    for cause in told.also:
+        lines += ["", f"also: {cause.code}", *_paragraph(cause)]
+    return without_tokens("\n".join(lines))
+
+
+def _paragraph(cause: Cause) -> list[str]:
+    return [cause.summary, *(f"  {detail}" for detail in cause.details), *(f"  -> {hint}" for hint in cause.hints)]
