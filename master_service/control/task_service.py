@@ -12,7 +12,7 @@ from master_service.control.evictions import Evictions
 from master_service.core.changes import Event, Fields
 from master_service.core.decisions import tasks
 from master_service.core.decisions.lifecycle import count_failure
-from master_service.core.decisions.reports import check_failure, check_metrics, check_trainer
+from master_service.core.decisions.reports import check_failure, check_trainer, current_metrics
 from master_service.core.state.job import Job
 from master_service.core.state.metrics import Metrics
 from master_service.storage.job_storage import FileStorage, JobStorage
@@ -175,7 +175,7 @@ class TaskService(ABC):
 
     async def report_metrics(self, batch: MetricBatch) -> None:
         """In memory of the leader only. Raises NotFound, InvalidArgument."""
-        check_metrics(self.job, batch)
+        current = current_metrics(self.job, batch)
         if batch.steps:
             self.job.budget.started = True
-        self.metrics.add(batch, clock.monotonic())
+        self.metrics.add(current, clock.monotonic())

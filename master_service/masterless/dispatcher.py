@@ -20,6 +20,7 @@ from master_service.control.task_service import TaskService
 from master_service.core.changes import Event
 from master_service.core.decisions import tasks
 from master_service.core.decisions.membership import storage_events
+from master_service.core.decisions.reports import current_metrics
 from master_service.core.state.members import Members
 from master_service.leadership.election import campaign, run_under_lease
 from master_service.masterless.view import WatchedJob
@@ -140,6 +141,7 @@ class Dispatcher(TaskService):
     async def report_metrics(self, batch: MetricBatch) -> None:
         """Sums of the current epoch. Raises PeerError."""
         await super().report_metrics(batch)
+        batch = current_metrics(self.job, batch)
         before = self._progress
         epoch = max([share.epoch for share in batch.steps], default=before.epoch)
         loss_sum, records = (before.loss_sum, before.records) if epoch == before.epoch else (0.0, 0)

@@ -155,10 +155,11 @@ class TrainerProgress(Record):
 
 class StepMetrics(Record):
     """One trainer's share of a step (sync) or of some minibatches (async): sum of loss x records. `skipped`: records left out
-    because a loss or gradient was not finite."""
+    because a loss or gradient was not finite. `timeline`: in which it was trained."""
 
     step: int
     epoch: int
+    timeline: int = 0
     loss_sum: float
     records: int
     skipped: int = 0

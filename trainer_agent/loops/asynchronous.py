@@ -243,7 +243,7 @@ class AsyncLoop:
         for index, found in verdicts.items():
             if found is Verdict.SKIPPED:
                 self._skipped[index] = self._skipped.get(index, 0) + end - start
-        self._reports.share(metrics_of(results, number, task.epoch))
+        self._reports.share(metrics_of(results, number, task.epoch, task.timeline))
         self._unpulled += end - start
         if self._unpulled >= self._spec.pull_every:
             await self._pull()

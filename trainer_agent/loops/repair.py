@@ -43,9 +43,10 @@ class Step:
     lane_zero: LaneZero
     shares: dict[int, tuple[Portion, LaneResult]] = field(default_factory=dict)
 
-    def metrics(self) -> StepMetrics | None:
+    def metrics(self, timeline: int) -> StepMetrics | None:
         """This trainer's share of the loss, if it had any records."""
-        share = metrics_of([result for _, result in self.shares.values()], self.number, self.positions[0].epoch)
+        results = [result for _, result in self.shares.values()]
+        share = metrics_of(results, self.number, self.positions[0].epoch, timeline)
         return share if share.records or share.skipped else None
 
     def finished_tasks(self) -> list[Task]:

@@ -115,7 +115,7 @@ class SyncLoop:
 
     def _report(self, step: Step) -> None:
         """The step is committed: report this trainer's share of the loss, and the tasks that ended in it."""
-        if (metrics := step.metrics()) is not None:
+        if (metrics := step.metrics(self.timeline)) is not None:
             self._reports.share(metrics)
         for task in step.finished_tasks():
             self._reports.complete(task, self._source.completion(task))

@@ -31,11 +31,12 @@ class LaneResult:
     skipped: int = 0
 
 
-def metrics_of(results: Sequence[LaneResult], step: int, epoch: int) -> StepMetrics:
+def metrics_of(results: Sequence[LaneResult], step: int, epoch: int, timeline: int) -> StepMetrics:
     """The sums of these minibatches."""
     return StepMetrics(
         step=step,
         epoch=epoch,
+        timeline=timeline,
         loss_sum=sum(result.loss_sum for result in results),
         records=sum(result.records for result in results),
         skipped=sum(result.skipped for result in results),

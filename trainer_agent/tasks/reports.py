@@ -36,11 +36,11 @@ class MetricBuffer:
     dropped: int = 0
 
     def add(self, share: StepMetrics, now: float) -> None:
-        """In place. A second share of the same step is added to the first."""
+        """In place. A second share of the same step is added to the first, unless a rollback undid that."""
         if not self.steps:
             self.since = now
         known = self.steps.get(share.step)
-        if known:
+        if known and known.timeline == share.timeline:
             summed = {
                 "loss_sum": known.loss_sum + share.loss_sum,
                 "records": known.records + share.records,

@@ -9,12 +9,15 @@ from shared.errors import InvalidArgument, NotFound
 from shared.records import MetricBatch, StepMetrics, UserFailure
 
 
-def check_metrics(job: Job, batch: MetricBatch) -> None:
-    """Raises NotFound unless a trainer of the job sends it; InvalidArgument for a step that the job cannot have."""
+def current_metrics(job: Job, batch: MetricBatch) -> MetricBatch:
+    """Without steps that a rollback undid: their report is late. Raises NotFound unless a trainer of the job sends it;
+    InvalidArgument for a step that the job cannot have."""
     check_trainer(job, batch.trainer)
-    for share in batch.steps:
+    current = tuple(share for share in batch.steps if share.timeline == job.state.timeline)
+    for share in current:
         if wrong := _impossible(job, share):
             raise InvalidArgument(f"{batch.trainer} reports step {share.step} of epoch {share.epoch}: {wrong}")
+    return batch.model_copy(update={"steps": current})
 
 
 def check_failure(member_id: str, failure: UserFailure) -> None:

@@ -10,7 +10,9 @@ from master_service.leadership.master import Master
 from shared.errors import InvalidArgument, NotFound
 from shared.records import MetricBatch, Mode, Phase, StepMetrics, UserFailure
 from tests.equipment.virtual_loop import run_virtually
+from tests.equipment.waiting import until
 from tests.master_service.cluster import KEYS, MasterCluster, Storage, running, spec_of
+from tests.master_service.control.restoring import checkpoint, rolling_back, spec
 
 FAILURE = UserFailure(error_type="ValueError", message="no")
 
@@ -78,5 +80,28 @@ def test_metrics_are_taken_of_steps_that_the_job_can_have(mode: Mode) -> None:
             assert (master.metrics.step, master.metrics.records, master.metrics.epochs) == (None, 0, {})
             await report(master, step=last - 1)
             assert (master.metrics.step, master.metrics.records) == (last, 4)
+
+    run_virtually(main)
+
+
+def test_steps_that_a_rollback_undid_do_not_count_however_late_they_are_reported() -> None:
+    """By a trainer that was frozen, or that no message reached."""
+
+    async def main() -> None:
+        cluster = MasterCluster(spec(), Storage(10))
+        async with running(cluster, "t1", "t2") as master:
+            await checkpoint(cluster, 2)
+            await until(lambda: master.job.members.latest, "the checkpoint to be seen")
+            await report(master, step=5)
+            await master.term.operations.restore_checkpoint("k", "a test", "at-2")
+            state = await rolling_back(master, "at-2")
+            for index in range(2):
+                await cluster.restore(index, state)
+            await until(lambda: master.job.state.phase is Phase.RUNNING, "the job to run again")
+            assert (master.metrics.step, master.metrics.records) == (2, 4)
+            await report(master, step=6)
+            assert (master.metrics.step, master.metrics.records) == (2, 4)
+            await report(master, step=2, timeline=master.job.state.timeline)
+            assert (master.metrics.step, master.metrics.records) == (3, 8)
 
     run_virtually(main)
