@@ -1,0 +1,113 @@
+"""The pool as one schedule sees it: who holds which place, what is idle, what will be idle soon.
+
+valid assignment     the job is ACTIVE in that epoch ──► held         else ──► dropped
+no assignment        the member runs nothing ──► idle                 its old process still runs ──► ending
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from master_service.core.state.cluster import ClusterState, Place
+from shared.records.cluster import Assignment, ClusterJob, Kind, PoolMember, Standing
+
+GONE_GRACE_S = 10.0  # a member that vanished may come back with its process: its lease ran out, or etcd was silent
+KINDS: tuple[Kind, Kind] = ("pserver", "trainer")
+
+
+@dataclass
+class PoolView:
+    """`held`: places of ACTIVE jobs, `gone` ones too. `gone`: held, but there is no member; it may come back. `renewed`: held, but
+    the member registered anew since. `idle`: may be assigned now. `ending`: kind -> job whose old process still runs -> how
+    many places will be idle after it. `usable`: all of these, those held by jobs that end or leave too. `drops`: assignments
+    that are no more. `next_look_s`: when a grace is over."""
+
+    held: dict[Kind, dict[str, list[Place]]]
+    idle: dict[Kind, list[Place]]
+    ending: dict[Kind, Counter[str]]
+    usable: dict[Kind, int]
+    gone: set[Place] = field(default_factory=set)
+    renewed: set[Place] = field(default_factory=set)
+    drops: dict[Place, str] = field(default_factory=dict)
+    job_ended: bool = False
+    next_look_s: float | None = None
+
+    def holds(self, kind: Kind, job: str) -> list[Place]:
+        return self.held[kind].get(job, [])
+
+    def look_again(self, after_s: float) -> None:
+        self.next_look_s = after_s if self.next_look_s is None else min(self.next_look_s, after_s)
+
+
+def look(state: ClusterState, now: float) -> PoolView:
+    view = PoolView(
+        held={kind: {} for kind in KINDS},
+        idle={kind: [] for kind in KINDS},
+        ending={kind: Counter() for kind in KINDS},
+        usable=dict.fromkeys(KINDS, 0),
+    )
+    for place, held in sorted(state.assignments.items()):
+        _look_at_assignment(view, state, place, held, now)
+    for place, member in sorted(state.members.items()):
+        if not member.draining:
+            view.usable[place[0]] += 1
+            _look_at_member(view, state, place, member)
+    return view
+
+
+def unfit_counts(state: ClusterState) -> dict[Kind, Counter[str]]:
+    """How many members of a kind are of no use for an ACTIVE job's epoch, by job."""
+    counts: dict[Kind, Counter[str]] = {kind: Counter() for kind in KINDS}
+    for place, member in state.members.items():
+        if member.draining:
+            continue
+        for job in {*(start[0] for start in state.unfit.get(place, ())), member.running} & state.jobs.keys():
+            counts[place[0]][job] += not state.fits(place, state.jobs[job])
+    return counts
+
+
+def _look_at_assignment(view: PoolView, state: ClusterState, place: Place, held: Assignment, now: float) -> None:
+    job, member = state.jobs.get(held.job), state.members.get(place)
+    if job is None or job.standing is not Standing.ACTIVE or job.epoch != held.epoch:
+        view.drops[place] = f"job {held.job} is {job.standing if job else 'deleted'}"
+        view.job_ended = True
+    elif member is None:
+        left_s = state.gone_since.get(place, now) + GONE_GRACE_S - now
+        if left_s <= 0:
+            view.drops[place] = f"it is gone for {GONE_GRACE_S:g} s"
+            return
+        view.look_again(left_s)
+        view.gone.add(place)
+        view.usable[place[0]] += 1
+        view.held[place[0]].setdefault(held.job, []).append(place)
+    elif (why := _useless(state, place, member, job)) is not None:
+        view.drops[place] = why
+    else:
+        if held.incarnation not in ("", member.incarnation):
+            view.renewed.add(place)
+        view.held[place[0]].setdefault(held.job, []).append(place)
+
+
+def _look_at_member(view: PoolView, state: ClusterState, place: Place, member: PoolMember) -> None:
+    if place in state.assignments and place not in view.drops:
+        return
+    if member.running:
+        view.ending[place[0]][member.running] += 1
+    else:
+        view.idle[place[0]].append(place)
+
+
+def _useless(state: ClusterState, place: Place, member: PoolMember, job: ClusterJob) -> str | None:
+    """Why a member that is there cannot go on with the job, else None."""
+    if member.draining:
+        return "it is about to leave the pool"
+    if not state.fits(place, job):
+        return f"its process does not run: {member.trouble}" if member.trouble else "its process has ended"
+    return None
+
+
+def hosts_of(state: ClusterState, places: list[Place]) -> Iterator[str]:
+    """The hosts of those places that have a member."""
+    return (state.members[place].host for place in places if place in state.members)

@@ -1,0 +1,80 @@
+"""Why a job is where it is, as sentences with both numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from master_service.core.decisions.scheduling.admission import KINDS, Admission, need
+from master_service.core.decisions.scheduling.pool_view import PoolView
+from master_service.core.decisions.scheduling.readiness import named
+from shared.records.cluster import ClusterJob, Kind
+
+NUMBERED = (
+    20  # of the jobs that wait, so many have numbers in their reason: these change often, and each change is written
+)
+LACKS = "lacks "
+WORDS: dict[Kind, str] = {"pserver": "parameter server", "trainer": "trainer"}
+
+
+def counted(kind: Kind, count: int) -> str:
+    return f"{count} {WORDS[kind]}{'' if count == 1 else 's'}"
+
+
+def of_waiting(view: PoolView, admission: Admission) -> Iterator[tuple[ClusterJob, str]]:
+    """Jobs that cannot start before others end, or members join."""
+    others = [job.job for job in (*admission.running, *admission.starting)]
+    first: ClusterJob | None = None  # that waits for members which the pool has
+    for number, job in enumerate(admission.waiting):
+        if too_many := [kind for kind in KINDS if need(job)[kind] > view.usable[kind]]:
+            kind = too_many[0]
+            yield job, f"needs {counted(kind, need(job)[kind])}; the pool has {view.usable[kind]}: more must join it"
+        elif number >= NUMBERED:
+            yield job, f"waits behind more than {NUMBERED} jobs that come first"
+        else:
+            yield job, _lacks(job, view, admission, others) or _behind(job, first, view, admission)
+            first = first or job
+
+
+def of_starting(job: ClusterJob, view: PoolView) -> str:
+    """The pool has enough for it, but some still work for others."""
+    lacking = [kind for kind in KINDS if len(view.idle[kind]) < need(job)[kind]]
+    kind = lacking[0] if lacking else KINDS[-1]
+    ending = sorted(view.ending[kind])
+    by = f"; processes of {named(ending)} end" if ending else ""
+    return f"waits for {counted(kind, need(job)[kind])}; {len(view.idle[kind])} of {view.usable[kind]} can be had at once{by}"
+
+
+def of_short(job: ClusterJob, view: PoolView) -> str:
+    """An ACTIVE job has less than its minimum. Empty: it has it."""
+    for kind in KINDS:
+        lacks = need(job)[kind] - len(view.holds(kind, job.job))
+        if lacks > 0:
+            idle = len(view.idle[kind])
+            of = f"{idle} of {view.usable[kind]} in the pool {'is' if idle == 1 else 'are'} idle"
+            return f"{LACKS}{lacks} of {counted(kind, need(job)[kind])}; {of}"
+    return ""
+
+
+def _lacks(job: ClusterJob, view: PoolView, admission: Admission, others: list[str]) -> str:
+    for kind in KINDS:
+        needs, free, there = need(job)[kind], max(0, admission.left[kind]), view.usable[kind]
+        if needs > free:
+            have = f"{named(others)} {'has' if len(others) == 1 else 'have'} the others"
+            words = f"{free} of {there} {'is' if free == 1 else 'are'} free"
+            if kind == "trainer":
+                words = f"{free} of {there} can be had"
+                have = f"{named(others)} {'keeps' if len(others) == 1 else 'keep'} the others as the minimum"
+            return f"waits for {counted(kind, needs)}; {words} ({have})"
+    return ""
+
+
+def _behind(job: ClusterJob, first: ClusterJob | None, view: PoolView, admission: Admission) -> str:
+    ahead = f"job {first.job}" if first else "another job"
+    kind: Kind = "pserver"
+    if first and need(first)["pserver"] <= max(0, admission.left["pserver"]):
+        kind = "trainer"
+    free = max(0, admission.left[kind])
+    wants = f"which comes first and waits for {counted(kind, need(first)[kind])}" if first else "which comes first"
+    return (
+        f"waits for {counted(kind, need(job)[kind])} behind {ahead}, {wants}; {free} of {view.usable[kind]} can be had"
+    )

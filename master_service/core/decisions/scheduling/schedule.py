@@ -1,0 +1,304 @@
+"""`schedule`: what the leader of a cluster has to write now, and when it has to look again.
+
+Promises: a place works for one job at a time; no job has less than its minimum while another has more, unless that one holds it and
+comes first; what was decided once is not decided differently on the state that it leads to. O((jobs + members) log members).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+from master_service.core.changes import Event
+from master_service.core.decisions.scheduling import reasons
+from master_service.core.decisions.scheduling.admission import KINDS, Admission, admit, in_turn, need
+from master_service.core.decisions.scheduling.placement import IdlePlaces
+from master_service.core.decisions.scheduling.pool_view import PoolView, hosts_of, look, unfit_counts
+from master_service.core.decisions.scheduling.readiness import readiness
+from master_service.core.decisions.scheduling.shares import Claim, shares
+from master_service.core.state.cluster import (
+    ClusterChange,
+    ClusterState,
+    DropAssignment,
+    Place,
+    PutAssignment,
+    PutJob,
+)
+from shared.records.cluster import Assignment, ClusterJob, Kind, Standing
+from shared.times import rfc3339
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """`changes`: in an order in which they may be written one after the other. `preempt`: ACTIVE jobs that must be stopped with a
+    checkpoint and be QUEUED again; their `preempted_by` says so, too. `next_look_s`: when time alone may change the outcome."""
+
+    changes: tuple[ClusterChange, ...] = ()
+    preempt: tuple[str, ...] = ()
+    next_look_s: float | None = None
+    events: tuple[Event, ...] = ()
+
+
+def schedule(state: ClusterState, now: float, wall_time: float, rebalance_s: float = 30.0) -> Schedule:
+    """`now`: monotonic, s; `wall_time`: seconds since 1970; `rebalance_s`: a place that moved less than so long ago is not taken from
+    a job for fairness alone, unless a job starts or ends."""
+    return _Making(state, now, wall_time, rebalance_s).run()
+
+
+@dataclass
+class _Making:
+    """One schedule while it is made. `jobs`: those that change. `gives`: places for jobs, of each kind."""
+
+    state: ClusterState
+    now: float
+    wall_time: float
+    rebalance_s: float
+    view: PoolView = field(init=False)
+    jobs: dict[str, ClusterJob] = field(default_factory=dict)
+    gives: dict[Kind, Counter[str]] = field(default_factory=lambda: {kind: Counter() for kind in KINDS})
+    puts: dict[Place, Assignment] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    left: int = 0  # idle trainers that no minimum needs; counted by _give_minimum
+
+    def __post_init__(self) -> None:
+        self.view = look(self.state, self.now)
+        self.unfit = unfit_counts(self.state)
+
+    def run(self) -> Schedule:
+        turn = readiness(self.state.jobs, self.wall_time)
+        if turn.next_look_s is not None:
+            self.view.look_again(turn.next_look_s)
+        for name, why in turn.cancelled.items():
+            self._cancel(self.state.jobs[name], why)
+        stays = [job for job in self.state.jobs.values() if job.standing is Standing.ACTIVE and not job.leaving]
+        short = {job.job for job in stays if self._short(job)}
+        admission = admit([*stays, *turn.ready], self.view.usable, short)
+        self._preempt(admission)
+        targets = self._targets(admission.running, admission.starting)
+        urgent = self.view.job_ended or bool(short) or bool(admission.starting)
+        self._release(admission.running, targets, urgent=urgent)
+        started = self._give_minimum(admission)
+        if started:
+            admission.starting = [job for job in admission.starting if job.job not in self.jobs]
+            admission.running = sorted([*admission.running, *started], key=in_turn)
+            targets = self._targets(admission.running, admission.starting)
+            self._release(admission.running, targets, urgent=True)
+        self._give_above_minimum(admission.running, targets)
+        self._place(admission.running)
+        for name, why in turn.waiting.items():
+            self._explain(self.state.jobs[name], why)
+        self._explain_all(admission)
+        return self._written()
+
+    # -------------------------------------------------------------- jobs
+
+    def _cancel(self, job: ClusterJob, why: str) -> None:
+        end = {"standing": Standing.CANCELLED, "reason": why, "end_time": rfc3339(self.wall_time)}
+        self.jobs[job.job] = job.model_copy(update=end)
+        self._say("job_cancelled", f"job {job.job} is CANCELLED: {why}", job)
+
+    def _preempt(self, admission: Admission) -> None:
+        for name, claimant in admission.preempted.items():
+            job, first = self.state.jobs[name], self.state.jobs[claimant]
+            why = (
+                f"gives its members to job {claimant} of priority {first.scheduling.priority}; "
+                f"its own is {job.scheduling.priority}"
+            )
+            self.jobs[name] = job.model_copy(update={"preempted_by": claimant, "reason": why})
+            self._say("job_preempted", f"job {name} {why}", job)
+
+    def _start(self, job: ClusterJob) -> ClusterJob:
+        update = {
+            "standing": Standing.ACTIVE,
+            "epoch": job.epoch + 1,
+            "start_time": rfc3339(self.wall_time),
+            "reason": "",
+            "preempted_by": "",
+        }
+        started = self.jobs[job.job] = job.model_copy(update=update)
+        return started
+
+    def _explain(self, job: ClusterJob, why: str) -> None:
+        job = self.jobs.get(job.job, job)
+        if job.reason != why:
+            self.jobs[job.job] = job.model_copy(update={"reason": why})
+
+    def _explain_all(self, admission: Admission) -> None:
+        for job, why in reasons.of_waiting(self.view, admission):
+            self._explain(job, why)
+        for job in admission.starting:
+            self._explain(job, reasons.of_starting(job, self.view))
+        for job in admission.running:
+            why = reasons.of_short(job, self.view)
+            if why or job.reason.startswith(reasons.LACKS):
+                self._explain(job, why)
+
+    # -------------------------------------------------------------- how many
+
+    def _short(self, job: ClusterJob) -> bool:
+        return any(len(self.view.holds(kind, job.job)) < need(job)[kind] for kind in KINDS)
+
+    def _targets(self, running: list[ClusterJob], starting: list[ClusterJob]) -> dict[str, int]:
+        """A job that has not started yet claims its least number only: nobody gives up more before it can be used."""
+        claims = []
+        for job in (*running, *starting):
+            runs = job.standing is Standing.ACTIVE
+            fit = self.view.usable["trainer"] - (self.unfit["trainer"][job.job] if runs else 0)
+            least = min(job.least_trainers, fit)
+            claims.append(
+                Claim(
+                    job=job.job,
+                    least=least,
+                    most=max(least, min(job.most_trainers, fit)) if runs else least,
+                    priority=job.scheduling.priority,
+                    weight=job.scheduling.weight,
+                    held=len(self.view.holds("trainer", job.job)),
+                    number=job.number,
+                )
+            )
+        return shares(claims, self.view.usable["trainer"])
+
+    def _give_minimum(self, admission: Admission) -> list[ClusterJob]:
+        """Idle places for ACTIVE jobs below their minimum and for jobs that start. Those that cannot start yet have what is idle
+        kept for them. Answers the started ones."""
+        left = {kind: len(self.view.idle[kind]) for kind in KINDS}
+        started = []
+        for job in sorted([*admission.running, *admission.starting], key=in_turn):
+            needs = need(job)
+            starts = job.standing is not Standing.ACTIVE
+            if starts and all(needs[kind] <= left[kind] for kind in KINDS):
+                started.append(self._start(job))
+            for kind in KINDS:
+                lacks = needs[kind] - len(self.view.holds(kind, job.job))
+                count = max(0, min(lacks, left[kind]))
+                left[kind] -= count
+                if not starts or job.job in self.jobs:
+                    self.gives[kind][job.job] += count
+        self.left = left["trainer"]
+        return started
+
+    def _give_above_minimum(self, running: list[ClusterJob], targets: dict[str, int]) -> None:
+        """The higher priority first, then who has least for its weight."""
+
+        def turn(job: ClusterJob) -> tuple[int, float, int, str]:
+            has = len(self.view.holds("trainer", job.job)) + self.gives["trainer"][job.job]
+            return -job.scheduling.priority, has / job.scheduling.weight, job.number, job.job
+
+        def lacks(job: ClusterJob) -> bool:
+            has = len(self.view.holds("trainer", job.job)) + self.gives["trainer"][job.job]
+            return has < targets[job.job]
+
+        jobs = {job.job: job for job in running}
+        heap = [turn(job) for job in running if lacks(job)]
+        heapq.heapify(heap)
+        while heap and self.left > 0:
+            job = jobs[heapq.heappop(heap)[-1]]
+            self.gives["trainer"][job.job] += 1
+            self.left -= 1
+            if lacks(job):
+                heapq.heappush(heap, turn(job))
+
+    # -------------------------------------------------------------- which
+
+    def _release(self, running: list[ClusterJob], targets: dict[str, int], *, urgent: bool) -> None:
+        """Trainers above a job's share leave it. Parameter servers hold parameters: they never do."""
+        for job in running:
+            held = self.view.holds("trainer", job.job)
+            surplus = len(held) - targets[job.job]
+            if surplus <= 0:
+                continue
+            useless = len(held) - job.most_trainers
+            gone: set[Place] = set()
+            for place in self._first_to_leave(held):
+                if len(gone) == surplus:
+                    break
+                left_s = self.state.moved.get(place, -float("inf")) + self.rebalance_s - self.now
+                if urgent or len(gone) < useless or left_s <= 0:
+                    why = "it is not needed" if len(gone) < useless else "other jobs have fewer than their share"
+                    self._unassign(place, why)
+                    gone.add(place)
+                else:
+                    self.view.look_again(left_s)
+            held[:] = [place for place in held if place not in gone]
+
+    def _first_to_leave(self, held: list[Place]) -> list[Place]:
+        """Those with a fresh process, then those that are few on their host, then those that came last. Members that are gone cannot
+        work for another job."""
+        hosts = Counter(hosts_of(self.state, held))
+
+        def key(place: Place) -> tuple[bool, int, float, Place]:
+            few = hosts[self.state.members[place].host]
+            return place not in self.view.renewed, few, -self.state.moved.get(place, -float("inf")), place
+
+        return sorted((place for place in held if place not in self.view.gone), key=key)
+
+    def _unassign(self, place: Place, why: str) -> None:
+        self.view.drops[place] = why
+        self.view.renewed.discard(place)
+        member = self.state.members[place]
+        if member.running:
+            self.view.ending[place[0]][member.running] += 1
+        else:
+            self.view.idle[place[0]].append(place)
+            self.left += 1
+
+    def _place(self, running: list[ClusterJob]) -> None:
+        for kind in KINDS:
+            jobs = [job for job in running if self.gives[kind][job.job] > 0]
+            if not jobs:
+                continue
+            idle = IdlePlaces(self.view.idle[kind], self.state.members)
+            for job in jobs:
+                held = self.view.held[kind].setdefault(job.job, [])
+                hosts = Counter(hosts_of(self.state, held))
+                take = idle.take_spread if kind == "pserver" else idle.take_together
+                places = take(self.gives[kind][job.job], partial(self.state.fits, job=job), hosts)
+                held += places
+                for place in places:
+                    self._assign(place, job)
+            self.view.idle[kind] = [place for place in self.view.idle[kind] if place not in self.puts]
+
+    def _assign(self, place: Place, job: ClusterJob) -> None:
+        self.puts[place] = Assignment(
+            job=job.job,
+            epoch=job.epoch,
+            incarnation=self.state.members[place].incarnation,
+            assign_time=rfc3339(self.wall_time),
+        )
+
+    # -------------------------------------------------------------- written
+
+    def _written(self) -> Schedule:
+        for place in sorted(self.view.renewed):
+            self._assign(place, self.state.jobs[self.state.assignments[place].job])
+        preempted = [job for job in self._all_jobs() if job.standing is Standing.ACTIVE and job.preempted_by]
+        for job in self.jobs.values():
+            if job.standing is Standing.ACTIVE and job.epoch != self.state.jobs[job.job].epoch:
+                counts = [reasons.counted(kind, len(self.view.holds(kind, job.job))) for kind in KINDS]
+                self._say("job_started", f"job {job.job} starts with {counts[0]} and {counts[1]}", job)
+        for place, why in self.view.drops.items():
+            was = self.state.assignments[place].job
+            self.events.append(
+                Event(
+                    "member_unassigned",
+                    f"{place[0]} {place[1]} leaves job {was}: {why}",
+                    {"member": place[1], "job": was},
+                )
+            )
+        changes: list[ClusterChange] = [
+            DropAssignment(place) for place in sorted(self.view.drops.keys() - self.puts.keys())
+        ]
+        changes += [PutJob(job) for _, job in sorted(self.jobs.items())]
+        changes += [PutAssignment(place, held) for place, held in sorted(self.puts.items(), key=lambda item: item[0])]
+        return Schedule(
+            tuple(changes), tuple(sorted(job.job for job in preempted)), self.view.next_look_s, tuple(self.events)
+        )
+
+    def _all_jobs(self) -> Iterable[ClusterJob]:
+        return (self.jobs.get(name, job) for name, job in self.state.jobs.items())
+
+    def _say(self, name: str, message: str, job: ClusterJob) -> None:
+        self.events.append(Event(name, message, {"job": job.job}))

@@ -1,0 +1,212 @@
+"""Requests about a cluster's jobs: create, pause, resume, cancel, delete. Decisions only.
+
+QUEUED and PAUSED jobs change at once. An ACTIVE job is asked (`wanted`): who leads it stops it with a checkpoint first and then
+writes where it is. Asking again for what is so already changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from master_service.core.changes import Event
+from master_service.core.state.cluster import ClusterDecision, ClusterState, DropJob, PutJob
+from shared.errors import Conflict, InvalidArgument
+from shared.records.cluster import RESERVED, ClusterJob, Standing
+from shared.records.job_spec import Mode
+
+MAX_OPEN = 1000  # jobs that are not final
+MAX_JOBS = 10_000  # final ones, too
+
+
+def create(state: ClusterState, asked: ClusterJob, stamp: str) -> ClusterDecision[ClusterJob]:
+    """Answers the job: the one that the same request (`asked.request`, if it is not empty) created before, or the new one.
+    `asked`: with spec, scheduling, source_digest and request. Raises InvalidArgument, Conflict."""
+    if (known := _known(state, asked)) is not None:
+        return ClusterDecision(known)
+    _check_name(state, asked.job)
+    _check_counts(state.jobs)
+    _check_scheduling(asked)
+    _check_after(state.jobs, asked)
+    job = ClusterJob(
+        job=asked.job,
+        spec=asked.spec,
+        scheduling=asked.scheduling,
+        source_digest=asked.source_digest,
+        request=asked.request,
+        number=1 + max((job.number for job in state.jobs.values()), default=0),
+        reason="was just submitted",
+        create_time=stamp,
+    )
+    return _change(job, "job_created", f"job {job.job} was submitted with priority {job.scheduling.priority}")
+
+
+def pause(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
+    """Raises NotFound, Conflict."""
+    job = state.job(name)
+    match job.standing:
+        case Standing.PAUSED:
+            return ClusterDecision(job)
+        case Standing.QUEUED:
+            return _change(_moved(job, Standing.PAUSED, "paused by its user", wanted="pause"), "job_paused")
+        case Standing.ACTIVE:
+            if job.wanted == "cancel":
+                raise Conflict(f"job {name} is being cancelled: it cannot be paused", job=name)
+            return _wanted(job, "pause", "job_pause_asked")
+        case Standing.COMPLETED | Standing.FAILED | Standing.CANCELLED:
+            raise _ended(job, "paused")
+
+
+def resume(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
+    """An ACTIVE job whose pause is not done yet goes on, or is QUEUED as soon as it is. Raises NotFound, Conflict."""
+    job = state.job(name)
+    match job.standing:
+        case Standing.PAUSED:
+            return _change(_moved(job, Standing.QUEUED, "resumed by its user", wanted="run"), "job_resumed")
+        case Standing.QUEUED:
+            return ClusterDecision(job)
+        case Standing.ACTIVE:
+            if job.wanted == "cancel":
+                raise Conflict(f"job {name} is being cancelled: it cannot be resumed", job=name)
+            return _wanted(job, "run", "job_resumed")
+        case Standing.COMPLETED | Standing.FAILED | Standing.CANCELLED:
+            raise _ended(job, "resumed")
+
+
+def cancel(state: ClusterState, name: str, stamp: str) -> ClusterDecision[ClusterJob]:
+    """Raises NotFound, Conflict."""
+    job = state.job(name)
+    match job.standing:
+        case Standing.CANCELLED:
+            return ClusterDecision(job)
+        case Standing.QUEUED | Standing.PAUSED:
+            ended = _moved(job, Standing.CANCELLED, "cancelled by its user", wanted="cancel")
+            return _change(ended.model_copy(update={"end_time": stamp}), "job_cancelled")
+        case Standing.ACTIVE:
+            return _wanted(job, "cancel", "job_cancel_asked")
+        case Standing.COMPLETED | Standing.FAILED:
+            raise _ended(job, "cancelled")
+
+
+def delete(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
+    """Answers the job that is no more. Raises NotFound, Conflict."""
+    job = state.job(name)
+    if not job.standing.final:
+        msg = f"job {name} is {job.standing}: only jobs that are COMPLETED, FAILED or CANCELLED can be deleted"
+        raise Conflict(msg, hint=f"`trireme cancel {name}` first", job=name, standing=str(job.standing))
+    waiting = [other.job for other in state.jobs.values() if _waits_for(other, name)]
+    if waiting and job.standing is Standing.COMPLETED:
+        msg = f"job {waiting[0]} comes after job {name} and has not started yet"
+        raise Conflict(
+            msg, hint="delete it once that one has started, or cancel that one", job=name, after=waiting[:20]
+        )
+    return ClusterDecision(job, (DropJob(name),), (Event("job_deleted", f"job {name} was deleted", {"job": name}),))
+
+
+def _known(state: ClusterState, asked: ClusterJob) -> ClusterJob | None:
+    """The job that the same request created before. Raises Conflict if it asked for something else."""
+    if not asked.request:
+        return None
+    for job in state.jobs.values():
+        if job.request == asked.request:
+            differs = [
+                field
+                for field in ("job", "spec", "scheduling", "source_digest")
+                if getattr(job, field) != getattr(asked, field)
+            ]
+            if differs:
+                msg = f"this Idempotency-Key created job {job.job} before; now {', '.join(differs)} differs"
+                raise Conflict(msg, hint="use a new key for a new request", job=job.job)
+            return job
+    return None
+
+
+def _check_name(state: ClusterState, name: str) -> None:
+    if name in RESERVED:
+        msg = f"a job cannot be called {name}: the names {', '.join(RESERVED)} are keys of the cluster itself"
+        raise InvalidArgument(msg, hint="choose another name", job=name)
+    known = state.jobs.get(name)
+    if known is not None:
+        way = f"`trireme delete {name}` frees the name" if known.standing.final else "choose another name"
+        raise Conflict(f"job {name} exists already; it is {known.standing}", hint=way, job=name)
+
+
+def _check_counts(jobs: Mapping[str, ClusterJob]) -> None:
+    if len(jobs) >= MAX_JOBS:
+        msg = f"the cluster keeps {len(jobs)} jobs, at most {MAX_JOBS}"
+        raise Conflict(msg, hint="`trireme delete` those that have ended")
+    still = sum(not job.standing.final for job in jobs.values())  # PAUSED ones too: each of them may be resumed
+    if still >= MAX_OPEN:
+        msg = f"{still} jobs of the cluster have not ended, at most {MAX_OPEN} are taken"
+        raise Conflict(msg, hint="wait for one of them, or cancel one")
+
+
+def _check_scheduling(asked: ClusterJob) -> None:
+    least, lanes = asked.scheduling.min_trainers, asked.spec.lanes
+    if asked.spec.mode is Mode.SYNC and least > lanes:
+        msg = (
+            f"min_trainers {least} is more than lanes {lanes}: a synchronous job has work for {lanes} trainers at most"
+        )
+        raise InvalidArgument(msg, hint="raise lanes or lower min_trainers", min_trainers=least, lanes=lanes)
+
+
+def _check_after(jobs: Mapping[str, ClusterJob], asked: ClusterJob) -> None:
+    for name in asked.scheduling.after:
+        before = jobs.get(name)
+        if name == asked.job:
+            raise InvalidArgument(f"job {name} cannot come after itself", job=name)
+        if before is None:
+            raise InvalidArgument(
+                f"job {asked.job} comes after job {name}, which does not exist",
+                hint="submit that one first",
+                after=name,
+            )
+        if before.standing in {Standing.FAILED, Standing.CANCELLED}:
+            msg = f"job {asked.job} comes after job {name}, which is {before.standing} and will never be COMPLETED"
+            raise InvalidArgument(msg, after=name)
+    if circle := _circle(jobs, asked):
+        raise InvalidArgument(f"jobs would wait for each other: {' after '.join(circle)}", circle=circle)
+
+
+def _circle(jobs: Mapping[str, ClusterJob], asked: ClusterJob) -> list[str]:
+    """The way from the new job back to itself, by what each comes after; empty: there is none. Jobs may name one that was deleted,
+    and whose name is taken again now."""
+    came_from: dict[str, str] = {}
+    todo = [asked.job]
+    while todo:
+        name = todo.pop()
+        job = asked if name == asked.job else jobs.get(name)
+        for before in job.scheduling.after if job else ():
+            if before == asked.job:
+                way = [name]
+                while way[-1] != asked.job:
+                    way.append(came_from[way[-1]])
+                return [*reversed(way), asked.job]
+            if before not in came_from:
+                came_from[before] = name
+                todo.append(before)
+    return []
+
+
+def _waits_for(job: ClusterJob, name: str) -> bool:
+    return job.epoch == 0 and not job.standing.final and name in job.scheduling.after
+
+
+def _moved(job: ClusterJob, standing: Standing, reason: str, *, wanted: str) -> ClusterJob:
+    return job.model_copy(update={"standing": standing, "reason": reason, "wanted": wanted})
+
+
+def _wanted(job: ClusterJob, wanted: str, event: str) -> ClusterDecision[ClusterJob]:
+    if job.wanted == wanted:
+        return ClusterDecision(job)
+    return _change(job.model_copy(update={"wanted": wanted}), event, f"job {job.job} is asked to {wanted}")
+
+
+def _ended(job: ClusterJob, what: str) -> Conflict:
+    return Conflict(
+        f"job {job.job} is {job.standing}: it cannot be {what} any more", job=job.job, standing=str(job.standing)
+    )
+
+
+def _change(job: ClusterJob, event: str, message: str = "") -> ClusterDecision[ClusterJob]:
+    message = message or f"job {job.job} is {job.standing}: {job.reason}"
+    return ClusterDecision(job, (PutJob(job),), (Event(event, message, {"job": job.job}),))

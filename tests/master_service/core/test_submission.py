@@ -1,0 +1,172 @@
+"""Requests about jobs: what they change, and what is refused with both values."""
+
+from __future__ import annotations
+
+import pytest
+
+from master_service.core.decisions import submission
+from master_service.core.state.cluster import ClusterState, DropJob, PutJob
+from shared.errors import Conflict, InvalidArgument, NotFound
+from shared.records.cluster import RESERVED, ClusterJob, Standing
+from shared.records.job_spec import Mode
+from tests.master_service.cluster import spec_of
+from tests.master_service.core.cluster_jobs import active, job_of, state_of
+
+STAMP = "2027-01-15T08:00:00.000+00:00"
+ENDS = (Standing.COMPLETED, Standing.FAILED, Standing.CANCELLED)
+
+
+def create(state: ClusterState, asked: ClusterJob) -> ClusterJob:
+    decision = submission.create(state, asked, STAMP)
+    for change in decision.changes:
+        state.apply(change, 0.0)
+    return decision.answer
+
+
+# ---------------------------------------------------------------- create
+
+
+def test_a_new_job_is_queued_behind_the_others():
+    state = state_of()
+    create(state, job_of("a"))
+    made = create(state, job_of("b", priority=70, request="r1", source_digest="d"))
+    assert made == job_of(
+        "b", 2, priority=70, request="r1", source_digest="d", create_time=STAMP, reason="was just submitted"
+    )
+    assert state.jobs["b"] == made
+
+
+def test_fields_that_only_the_leader_writes_are_not_taken_from_the_request():
+    made = create(state_of(), active("a", epoch=7, end_time="x", preempted_by="y"))
+    assert (made.standing, made.epoch, made.end_time, made.preempted_by) == (Standing.QUEUED, 0, "", "")
+
+
+def test_the_same_request_creates_one_job():
+    state = state_of()
+    made = create(state, job_of("a", request="r1"))
+    state.apply(PutJob(made.model_copy(update={"standing": Standing.ACTIVE})), 0.0)
+    decision = submission.create(state, job_of("a", request="r1"), STAMP)
+    assert (decision.answer, decision.changes) == (state.jobs["a"], ())
+    with pytest.raises(Conflict, match="created job a before; now job, spec differs"):
+        create(state, job_of("b", request="r1"))
+
+
+def test_a_name_is_taken_once():
+    state = state_of(job_of("a"), job_of("old", standing=Standing.FAILED))
+    with pytest.raises(Conflict, match="job a exists already; it is QUEUED"):
+        create(state, job_of("a"))
+    with pytest.raises(Conflict) as refused:
+        create(state, job_of("old"))
+    assert refused.value.hint == "`trireme delete old` frees the name"
+
+
+@pytest.mark.parametrize("name", RESERVED)
+def test_names_of_the_clusters_own_keys_are_refused(name):
+    with pytest.raises(InvalidArgument, match=f"cannot be called {name}"):
+        create(state_of(), job_of(name))
+
+
+def test_a_synchronous_job_cannot_need_more_trainers_than_lanes():
+    spec = spec_of(job="a", mode=Mode.SYNC, lanes=4, global_batch_size=4)
+    with pytest.raises(InvalidArgument, match="min_trainers 5 is more than lanes 4"):
+        create(state_of(), job_of("a", spec=spec, min_trainers=5))
+
+
+def test_jobs_come_after_known_ones_that_may_still_complete():
+    state = state_of(job_of("a"), job_of("bad", standing=Standing.CANCELLED))
+    assert create(state, job_of("b", after=("a",))).scheduling.after == ("a",)
+    with pytest.raises(InvalidArgument, match="job c comes after job nobody, which does not exist"):
+        create(state, job_of("c", after=("nobody",)))
+    with pytest.raises(InvalidArgument, match="job bad, which is CANCELLED and will never be COMPLETED"):
+        create(state, job_of("c", after=("bad",)))
+    with pytest.raises(InvalidArgument, match="job c cannot come after itself"):
+        create(state, job_of("c", after=("c",)))
+
+
+def test_a_circle_over_a_name_that_is_taken_again_is_refused():
+    state = state_of(job_of("b", after=("a",)), job_of("c", after=("b",)))
+    with pytest.raises(InvalidArgument, match="a after c after b after a"):
+        create(state, job_of("a", after=("c",)))
+
+
+def test_jobs_are_bounded():
+    jobs = [job_of(f"j{number}", standing=Standing.PAUSED) for number in range(submission.MAX_OPEN)]
+    with pytest.raises(Conflict, match="1000 jobs of the cluster have not ended, at most 1000"):
+        create(state_of(*jobs), job_of("a"))
+    state = state_of(*jobs[1:])
+    create(state, job_of("a"))
+    ended = job_of("e", standing=Standing.COMPLETED)
+    state.jobs = {f"e{number}": ended for number in range(submission.MAX_JOBS)}
+    with pytest.raises(Conflict, match="keeps 10000 jobs, at most 10000"):
+        create(state, job_of("a"))
+
+
+# ---------------------------------------------------------------- the others
+
+QUEUED, ACTIVE, PAUSED = job_of("a", 1), active("a", 1), job_of("a", 1, standing=Standing.PAUSED, wanted="pause")
+
+
+@pytest.mark.parametrize(
+    ("ask", "job", "standing", "wanted"),
+    [
+        ("pause", QUEUED, Standing.PAUSED, "pause"),
+        ("pause", ACTIVE, Standing.ACTIVE, "pause"),
+        ("resume", PAUSED, Standing.QUEUED, "run"),
+        ("resume", ACTIVE.model_copy(update={"wanted": "pause"}), Standing.ACTIVE, "run"),
+        ("cancel", QUEUED, Standing.CANCELLED, "cancel"),
+        ("cancel", PAUSED, Standing.CANCELLED, "cancel"),
+        ("cancel", ACTIVE, Standing.ACTIVE, "cancel"),
+        ("cancel", ACTIVE.model_copy(update={"wanted": "pause"}), Standing.ACTIVE, "cancel"),
+    ],
+)
+def test_a_request_changes_the_job_once(ask, job, standing, wanted):
+    state = state_of(job)
+    given = (STAMP,) if ask == "cancel" else ()
+    decision = getattr(submission, ask)(state, "a", *given)
+    assert (decision.answer.standing, decision.answer.wanted) == (standing, wanted)
+    assert decision.changes == (PutJob(decision.answer),)
+    assert decision.answer.end_time == (STAMP if standing.final else "")
+    state.apply(decision.changes[0], 0.0)
+    again = getattr(submission, ask)(state, "a", *given)
+    assert (again.answer, again.changes, again.events) == (decision.answer, (), ())
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("ask", ["pause", "resume", "cancel"])
+def test_a_job_that_has_ended_stays_as_it_is(ask, end):
+    state = state_of(job_of("a", standing=end))
+    given = (STAMP,) if ask == "cancel" else ()
+    if (ask, end) == ("cancel", Standing.CANCELLED):
+        assert submission.cancel(state, "a", STAMP).changes == ()
+        return
+    with pytest.raises(Conflict, match=f"job a is {end}: it cannot be"):
+        getattr(submission, ask)(state, "a", *given)
+
+
+@pytest.mark.parametrize("ask", ["pause", "resume"])
+def test_a_job_that_is_being_cancelled_is_not_asked_for_anything_else(ask):
+    with pytest.raises(Conflict, match="is being cancelled"):
+        getattr(submission, ask)(state_of(active("a", wanted="cancel")), "a")
+
+
+@pytest.mark.parametrize("ask", ["pause", "resume", "cancel", "delete"])
+def test_unknown_jobs_are_not_found(ask):
+    with pytest.raises(NotFound, match="there is no job x"):
+        getattr(submission, ask)(state_of(), "x", *((STAMP,) if ask == "cancel" else ()))
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_job_is_deleted_once_it_has_ended(end):
+    state = state_of(job_of("a", standing=end))
+    assert submission.delete(state, "a").changes == (DropJob("a"),)
+    state = state_of(active("a"))
+    with pytest.raises(Conflict, match="job a is ACTIVE: only jobs that are"):
+        submission.delete(state, "a")
+
+
+def test_a_completed_job_is_kept_while_another_waits_to_come_after_it():
+    state = state_of(job_of("a", standing=Standing.COMPLETED), active("x"), job_of("b", after=("a", "x")))
+    with pytest.raises(Conflict, match="job b comes after job a and has not started yet"):
+        submission.delete(state, "a")
+    state.apply(PutJob(active("b", after=("a", "x"))), 0.0)
+    assert submission.delete(state, "a").changes == (DropJob("a"),)
