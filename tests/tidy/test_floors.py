@@ -40,7 +40,14 @@ FLOORS = {
         {"membership"},
         {"checkpoints"},
     ],
-    "trireme": [{"validation", "data"}, {"config"}, {"settings", "view"}, {"plain", "launch"}, {"pool"}, {"cli"}],
+    "trireme": [
+        {"validation", "data"},
+        {"config"},
+        {"settings", "view"},
+        {"plain", "launch"},
+        {"pool", "preflight"},
+        {"cli"},
+    ],
 }
 
 

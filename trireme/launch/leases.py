@@ -80,10 +80,10 @@ async def revoke_leases_of(etcd: Etcd, keys: Keys, child: str, pid: int, named: 
             await etcd.revoke(lease, timeout_s=REVOKE_TIMEOUT_S)
 
 
-async def revoke_all_leases(etcd: Etcd, keys: Keys) -> None:
-    """Of an earlier run's members. They died with their launcher, but etcd, started again on its old data, gives their
+async def revoke_all_leases(etcd: Etcd, prefix: str) -> None:
+    """Of an earlier run's members, whose keys begin with `prefix`. They died with their launcher, but etcd, started again on its old data, gives their
     leases their full time again. Raises PeerError."""
-    found = await etcd.range(keys.prefix, prefix=True, keys_only=True)
+    found = await etcd.range(prefix, prefix=True, keys_only=True)
     for lease in sorted({item.lease for item in found.kvs if item.lease}):
         await etcd.revoke(lease, timeout_s=REVOKE_TIMEOUT_S)
 

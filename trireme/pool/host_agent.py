@@ -85,11 +85,10 @@ class HostAgent:
             asked = group.create_task(stopping.wait())
             running = [(place.kind, group.create_task(place.run())) for place in self.places]
             await asyncio.wait((holding, asked), return_when=asyncio.FIRST_COMPLETED)
-            for key in keys.records:
-                keys.set(key, draining=True)
             for kind in KINDS:
                 for place in self.places:
                     if place.kind == kind:
+                        keys.set(self.keys.member(kind, place.member), draining=True)
                         place.close()
                 await asyncio.gather(*(task for each, task in running if each == kind))
             await keys.release()

@@ -1,0 +1,264 @@
+"""Supervised child processes and an etcd of their own, in one folder: started, started again when they die, stopped in order.
+
+    async with SomeProcesses(...) as processes:        starts everything
+        await processes.final                          what it ends with, or the error because of which it never can
+                                                       leaving stops everything: role by role, etcd last
+
+No child outlives this, however it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any, Generic, Self, TypeVar
+
+from shared.errors import DeadlineExceeded
+from shared.etcd import Fatal
+from shared.etcd.embedded import EmbeddedEtcd
+from shared.runtime import clock
+from shared.runtime.service import READY_FILE
+from trireme.launch.child import Child, ClusterError, Exit, tail_of
+from trireme.launch.disk_space import DiskFull, etcd_lacks_space, is_full
+from trireme.launch.processes import PYTHON_MODULE, ForkServer, inherited_environment
+from trireme.launch.restarts import RestartPolicy, death_event
+from trireme.view.child_events import ChildEvent, EventFile
+
+GRACE_S = 5.0
+
+Ended = TypeVar("Ended")
+
+
+class SupervisedProcesses(ABC, Generic[Ended]):
+    """`folder` gets logs/<child>.log, children.jsonl and etcd/ (an earlier start's etcd data is used again). `forks` starts the
+    children (None: a fork server of its own). `on_event` gets every start and death. Children by name: `trainer-0`, `etcd`, ..."""
+
+    grace_s: Mapping[str, float]  # by role, in stopping order
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        forks: ForkServer | None = None,
+        on_event: Callable[[ChildEvent], None] = lambda _: None,
+    ) -> None:
+        self.folder = folder
+        self.children: dict[str, Child] = {}
+        self.embedded = EmbeddedEtcd(folder / "etcd", log_path=folder / "logs" / "etcd.log")
+        self._forks = forks or ForkServer()
+        self._own_forks = forks is None
+        self._on_event = on_event
+        self._events = EventFile(folder)
+        self._stopping = self._events_lost = False
+        self._opened = contextlib.AsyncExitStack()
+        self._tasks = asyncio.TaskGroup()
+        self._running: list[asyncio.Task[None]] = []
+        self.final: asyncio.Future[Ended]
+
+    # ------------------------------------------------------------ what differs
+
+    @abstractmethod
+    async def _start(self) -> None:
+        """Start everything."""
+
+    @abstractmethod
+    async def _is_over(self, child: Child, end: Exit) -> bool:
+        """Whether a child that ended so is not needed any more."""
+
+    @abstractmethod
+    async def _mourn(self, child: Child, end: Exit) -> None:
+        """A child is dead: free what it held."""
+
+    @property
+    def _all_over(self) -> bool:
+        """Whether no child is needed any more."""
+        return self.final.done()
+
+    def _silent_s(self, end: Exit) -> float | None:
+        """How long the process had been without its lease; None: it had not lost it."""
+        del end
+        return None
+
+    # ------------------------------------------------------------ children
+
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> int:
+        """Send a signal to a child (it will be started again); returns its pid."""
+        if name == "etcd":
+            self.embedded.send(number)
+            return self.embedded.pid or 0
+        self.children[name].send(number)
+        return self.children[name].pid
+
+    def kill_all(self) -> None:
+        """SIGKILL every child."""
+        self._stopping = True
+        for child in self.children.values():
+            child.send(signal.SIGKILL)
+        self.embedded.send(signal.SIGKILL)
+
+    def _of(self, role: str) -> list[Child]:
+        return [child for child in self.children.values() if child.name.startswith(f"{role}-")]
+
+    async def _add_child(self, role: str, module: str, settings: Mapping[str, str]) -> Child:
+        """`settings`: TRIREME_* variables beside its name."""
+        name = f"{role}-{len(self._of(role))}"
+        ready = (self.folder / "logs" / f"{name}.ready").absolute()
+        ready.unlink(missing_ok=True)  # of an earlier run
+        variables = {**inherited_environment(), "TRIREME_NAME": name, READY_FILE: str(ready), **settings}
+        log = self.folder / "logs" / f"{name}.log"
+        child = self.children[name] = Child(name, [*PYTHON_MODULE, module], variables, log, self._forks.start)
+        await child.start()
+        self._record(ChildEvent(name, "started", pid=child.pid))
+        self.run_beside(self._supervise(child))
+        return child
+
+    def _record(self, event: ChildEvent) -> None:
+        """Into the folder for other commands, and to `on_event`."""
+        try:
+            self._events.append(event)
+        except OSError as error:  # a full disk; it is written once there is room
+            if not self._events_lost:
+                self._events_lost = True
+                self._on_event(ChildEvent("launcher", "unrecorded", str(error)))
+        self._on_event(event)
+
+    async def _supervise(self, child: Child) -> None:
+        policy = RestartPolicy()
+        while True:
+            end = await child.wait()
+            silent_s = self._silent_s(end)
+            if self._stopping:
+                return
+            if await self._is_over(child, end):
+                self._record(ChildEvent(child.name, "finished", pid=end.pid))
+                return
+            delay_s = policy.delay_s(end.code, end.lived_s, was_ready=child.was_ready)
+            self._record(death_event(child.name, end, silent_s, given_up=delay_s is None))
+            await self._mourn(child, end)
+            if delay_s is None:
+                when = "right after its start" if child.was_ready else "before it was ready"
+                message = f"{child.name} ended {policy.deaths} times {when}, the last time with {end}"
+                self._fail(child.name, message, child.log)
+                return
+            await asyncio.sleep(delay_s)
+            if self._stopping or self._all_over:
+                return
+            await child.start()
+            self._record(ChildEvent(child.name, "restarted", str(end), child.pid))
+
+    # ------------------------------------------------------------ etcd
+
+    async def _start_etcd(self) -> None:
+        """Raises DiskFull, Fatal."""
+        self._opened.push_async_callback(self.embedded.stop)
+        try:
+            await self.embedded.start()
+        except Fatal as error:
+            if etcd_lacks_space(self.embedded):
+                raise DiskFull.under(self.folder, "etcd cannot start") from error
+            raise
+        self._record(ChildEvent("etcd", "started", pid=self.embedded.pid or 0))
+        self.run_beside(self._supervise_etcd())
+
+    async def _supervise_etcd(self) -> None:
+        policy = RestartPolicy()
+        while True:
+            since = clock.monotonic()
+            pid, code = self.embedded.pid or 0, await self.embedded.wait()
+            end = Exit(pid, code or 0, clock.monotonic() - since)
+            while not self.embedded.running:
+                if self._stopping:
+                    return
+                self._record(ChildEvent("etcd", "died", str(end), end.pid))
+                # etcd may end of a full disk when there is room again: it notices at the next file of its log
+                full = end.code >= 0 and is_full(self.embedded.data_dir)
+                delay_s = None if full else policy.delay_s(end.code, end.lived_s)
+                if full or (delay_s is None and etcd_lacks_space(self.embedded)):
+                    self._end_with(DiskFull.under(self.folder, f"etcd ended ({end})"))
+                    return
+                if delay_s is None:
+                    message = f"etcd ended again and again, the last time with {end}"
+                    self._fail("etcd", message, self.embedded.log_path)
+                    return
+                await asyncio.sleep(delay_s)
+                with contextlib.suppress(Fatal):  # the next round reports this death
+                    await self.embedded.start()
+            self._record(ChildEvent("etcd", "restarted", str(end), self.embedded.pid or 0))
+
+    # ------------------------------------------------------------ the end
+
+    def _fail(self, name: str, message: str, log: Path) -> None:
+        details = {"child": name, "log": str(log), "tail": tail_of(log)}
+        self._end_with(ClusterError(f"{message}; its log is {log}", **details))
+
+    def _end_with(self, error: Exception) -> None:
+        """`final` raises it, if nothing else has ended this before."""
+        if not self.final.done():
+            self.final.set_exception(error)
+
+    async def _until_final(self, timeout_s: float | None, what: Callable[[], str]) -> Ended:
+        """Raises DeadlineExceeded, which says `what()`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(self.final)
+        except TimeoutError as error:
+            raise DeadlineExceeded(what()) from error
+
+    async def __aenter__(self) -> Self:
+        self.final = asyncio.get_running_loop().create_future()
+        await self._tasks.__aenter__()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "logs").mkdir(exist_ok=True)
+            if self._own_forks:
+                self._opened.enter_context(self._forks)
+            await self._start()
+        except BaseException:
+            await self._end()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._end()
+
+    def run_beside(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` until the end; `final` raises what it raises."""
+        self._running.append(self._tasks.create_task(self._guarded(work)))
+
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:  # noqa: BLE001  `final` raises it
+            self._end_with(error)
+
+    async def _end(self) -> None:
+        """Stop everything. A caller that is cancelled meanwhile still waits: no child may be left running."""
+        ending = self._tasks.create_task(self.stop())
+        cancelled: asyncio.CancelledError | None = None
+        while not ending.done():
+            try:
+                await asyncio.shield(ending)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        await self._tasks.__aexit__(None, None, None)
+        if cancelled is not None:
+            raise cancelled
+
+    async def stop(self) -> None:
+        """End all children, role by role in the order of `grace_s`, and etcd last. Each role takes at most its grace."""
+        self._stopping = True
+        if not self.final.done() or self.final.exception() is None:  # reading it prevents a warning about it
+            self.final.cancel()
+        for task in self._running:
+            task.cancel()
+        if self._running:
+            await asyncio.wait(self._running, timeout=GRACE_S)  # from here on no child is started again
+        for role, grace_s in self.grace_s.items():
+            async with asyncio.TaskGroup() as group:
+                for child in self._of(role):
+                    group.create_task(child.end(grace_s))
+        await self._opened.aclose()
