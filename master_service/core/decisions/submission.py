@@ -7,18 +7,19 @@ writes where it is. Asking again for what is so already changes nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from master_service.core.changes import Event
-from master_service.core.state.cluster import ClusterDecision, ClusterState, DropJob, PutJob
+from master_service.core.state.cluster import ClusterDecision, ClusterState, DropJob, DropSource, PutJob, PutSource
 from shared.errors import Conflict, InvalidArgument
-from shared.records.cluster import RESERVED, ClusterJob, Standing
+from shared.records.cluster import RESERVED, ClusterJob, Source, Standing
 from shared.records.job_spec import Mode
 
 MAX_OPEN = 1000  # jobs that are not final
 MAX_JOBS = 10_000  # final ones, too
 
 
-def create(state: ClusterState, asked: ClusterJob, stamp: str) -> ClusterDecision[ClusterJob]:
+def create(state: ClusterState, asked: ClusterJob, source: Source | None, stamp: str) -> ClusterDecision[ClusterJob]:
     """Answers the job: the one that the same request (`asked.request`, if it is not empty) created before, or the new one.
     `asked`: with spec, scheduling, source_digest and request. Raises InvalidArgument, Conflict."""
     if (known := _known(state, asked)) is not None:
@@ -37,7 +38,9 @@ def create(state: ClusterState, asked: ClusterJob, stamp: str) -> ClusterDecisio
         reason="was just submitted",
         create_time=stamp,
     )
-    return _change(job, "job_created", f"job {job.job} was submitted with priority {job.scheduling.priority}")
+    decision = _change(job, "job_created", f"job {job.job} was submitted with priority {job.scheduling.priority}")
+    stored = (PutSource(source.digest, source),) if source is not None else ()
+    return replace(decision, changes=stored + decision.changes)
 
 
 def pause(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
@@ -57,18 +60,20 @@ def pause(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
 
 
 def resume(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
-    """An ACTIVE job whose pause is not done yet goes on, or is QUEUED as soon as it is. Raises NotFound, Conflict."""
+    """An ACTIVE job whose pause is not done yet goes on, or is QUEUED as soon as it is. A FAILED one is QUEUED, too: whoever asks
+    has opened it again. Raises NotFound, Conflict."""
     job = state.job(name)
     match job.standing:
-        case Standing.PAUSED:
-            return _change(_moved(job, Standing.QUEUED, "resumed by its user", wanted="run"), "job_resumed")
+        case Standing.PAUSED | Standing.FAILED:
+            resumed = _moved(job, Standing.QUEUED, "resumed by its user", wanted="run")
+            return _change(resumed.model_copy(update={"end_time": ""}), "job_resumed")
         case Standing.QUEUED:
             return ClusterDecision(job)
         case Standing.ACTIVE:
             if job.wanted == "cancel":
                 raise Conflict(f"job {name} is being cancelled: it cannot be resumed", job=name)
             return _wanted(job, "run", "job_resumed")
-        case Standing.COMPLETED | Standing.FAILED | Standing.CANCELLED:
+        case Standing.COMPLETED | Standing.CANCELLED:
             raise _ended(job, "resumed")
 
 
@@ -88,7 +93,7 @@ def cancel(state: ClusterState, name: str, stamp: str) -> ClusterDecision[Cluste
 
 
 def delete(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
-    """Answers the job that is no more. Raises NotFound, Conflict."""
+    """Answers the job that is no more; its script goes with the last job that has it. Raises NotFound, Conflict."""
     job = state.job(name)
     if not job.standing.final:
         msg = f"job {name} is {job.standing}: only jobs that are COMPLETED, FAILED or CANCELLED can be deleted"
@@ -99,7 +104,9 @@ def delete(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
         raise Conflict(
             msg, hint="delete it once that one has started, or cancel that one", job=name, after=waiting[:20]
         )
-    return ClusterDecision(job, (DropJob(name),), (Event("job_deleted", f"job {name} was deleted", {"job": name}),))
+    kept = any(other.source_digest == job.source_digest for other in state.jobs.values() if other is not job)
+    drops = (DropJob(name), *(() if kept or not job.source_digest else (DropSource(job.source_digest),)))
+    return ClusterDecision(job, drops, (Event("job_deleted", f"job {name} was deleted", {"job": name}),))
 
 
 def _known(state: ClusterState, asked: ClusterJob) -> ClusterJob | None:

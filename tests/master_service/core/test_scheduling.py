@@ -376,3 +376,10 @@ def test_a_thousand_jobs_share_ten_thousand_members():
         {True},
     )
     assert max(high) - min(high) <= 1
+
+
+def test_of_two_equal_jobs_the_one_that_has_the_odd_trainer_keeps_it():
+    state = state_of(active("a"), active("b"), trainers=3, pservers=2)
+    give(state, "a", "p0", "t0")
+    give(state, "b", "p1", "t1", "t2")
+    assert step(state, 1000.0).changes == ()

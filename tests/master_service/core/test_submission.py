@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from master_service.core.decisions import submission
-from master_service.core.state.cluster import ClusterState, DropJob, PutJob
+from master_service.core.state.cluster import ClusterState, DropJob, DropSource, PutJob, PutSource
 from shared.errors import Conflict, InvalidArgument, NotFound
-from shared.records.cluster import RESERVED, ClusterJob, Standing
+from shared.records.cluster import RESERVED, ClusterJob, Source, Standing
 from shared.records.job_spec import Mode
 from tests.master_service.cluster import spec_of
 from tests.master_service.core.cluster_jobs import active, job_of, state_of
@@ -16,8 +16,8 @@ STAMP = "2027-01-15T08:00:00.000+00:00"
 ENDS = (Standing.COMPLETED, Standing.FAILED, Standing.CANCELLED)
 
 
-def create(state: ClusterState, asked: ClusterJob) -> ClusterJob:
-    decision = submission.create(state, asked, STAMP)
+def create(state: ClusterState, asked: ClusterJob, source: Source | None = None) -> ClusterJob:
+    decision = submission.create(state, asked, source, STAMP)
     for change in decision.changes:
         state.apply(change, 0.0)
     return decision.answer
@@ -45,10 +45,22 @@ def test_the_same_request_creates_one_job():
     state = state_of()
     made = create(state, job_of("a", request="r1"))
     state.apply(PutJob(made.model_copy(update={"standing": Standing.ACTIVE})), 0.0)
-    decision = submission.create(state, job_of("a", request="r1"), STAMP)
+    decision = submission.create(state, job_of("a", request="r1"), None, STAMP)
     assert (decision.answer, decision.changes) == (state.jobs["a"], ())
     with pytest.raises(Conflict, match="created job a before; now job, spec differs"):
         create(state, job_of("b", request="r1"))
+
+
+def test_a_script_is_stored_with_its_first_job_and_goes_with_the_last():
+    state, script = state_of(), Source(file_name="train.py", text="model = 1")
+    decision = submission.create(state, job_of("a", source_digest=script.digest), script, STAMP)
+    assert decision.changes == (PutSource(script.digest, script), PutJob(decision.answer))
+    for name in "ab":
+        ended = {"source_digest": script.digest, "standing": Standing.COMPLETED}
+        state.apply(PutJob(job_of(name).model_copy(update=ended)), 0.0)
+    assert submission.delete(state, "a").changes == (DropJob("a"),)
+    state.apply(DropJob("a"), 0.0)
+    assert submission.delete(state, "b").changes == (DropJob("b"), DropSource(script.digest))
 
 
 def test_a_name_is_taken_once():
@@ -112,6 +124,7 @@ QUEUED, ACTIVE, PAUSED = job_of("a", 1), active("a", 1), job_of("a", 1, standing
         ("pause", QUEUED, Standing.PAUSED, "pause"),
         ("pause", ACTIVE, Standing.ACTIVE, "pause"),
         ("resume", PAUSED, Standing.QUEUED, "run"),
+        ("resume", job_of("a", 1, standing=Standing.FAILED, end_time=STAMP), Standing.QUEUED, "run"),
         ("resume", ACTIVE.model_copy(update={"wanted": "pause"}), Standing.ACTIVE, "run"),
         ("cancel", QUEUED, Standing.CANCELLED, "cancel"),
         ("cancel", PAUSED, Standing.CANCELLED, "cancel"),
@@ -136,9 +149,8 @@ def test_a_request_changes_the_job_once(ask, job, standing, wanted):
 def test_a_job_that_has_ended_stays_as_it_is(ask, end):
     state = state_of(job_of("a", standing=end))
     given = (STAMP,) if ask == "cancel" else ()
-    if (ask, end) == ("cancel", Standing.CANCELLED):
-        assert submission.cancel(state, "a", STAMP).changes == ()
-        return
+    if (ask, end) in {("cancel", Standing.CANCELLED), ("resume", Standing.FAILED)}:
+        return  # said above
     with pytest.raises(Conflict, match=f"job a is {end}: it cannot be"):
         getattr(submission, ask)(state, "a", *given)
 
