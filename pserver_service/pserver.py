@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from pserver_service.core.calls import BlockServer, OpenPull, OpenPush, Payload
+from pserver_service.core.saved_ledger import AsyncSnapshot
 from pserver_service.core.store import Store
 from shared.blocks.buffers import Allocate, Buffer, BufferPool
 from shared.checkpoints.schedule import Schedule
@@ -41,6 +42,8 @@ from shared.wire.messages import (
     PushBlock,
     PushHeader,
 )
+
+COPY_BYTES = 4 << 20  # of values, with their optimizer's state: a few milliseconds
 
 log = telemetry.logger("pserver")
 
@@ -139,12 +142,35 @@ class Pserver(BlockServer):
         """Whether it holds parameters of the state's timeline, or none."""
         return self.store is None or self.timeline == state.timeline
 
-    def copy_now(self, record: StepRecord, generation: int) -> None:
-        """Asynchronous: copy everything for a checkpoint. Pushes of lower generations are stale from now on."""
+    async def copy(self, record: StepRecord, generation: int, goes_on: Callable[[int], bool]) -> bool:
+        """Asynchronous: copy everything for a checkpoint, some blocks at a time. Pushes of lower generations are stale from now on.
+
+        `goes_on(blocks)` is asked in between, with the number of blocks that are copied. False: it did not go on, a rollback or an
+        update came in between, and nothing is kept."""
         self.generation = max(self.generation, generation)
-        if self.store is not None and self.store.blocks:
-            self.store.copy_now(record)
-            self.look_for_snapshot()
+        store = self.store
+        if store is None or not store.blocks:
+            return True
+        copying: AsyncSnapshot | None = store.begin_copy(record)
+        assert copying is not None
+        try:
+            copied_bytes = 0
+            for done, number in enumerate(copying.blocks):
+                if copied_bytes >= COPY_BYTES:
+                    copied_bytes = 0
+                    await asyncio.sleep(0)
+                    if self.store is not store or not goes_on(done):
+                        return False
+                store.copy_block(copying, number)
+                copied_bytes += store.blocks[number].place.bytes
+            if not store.keep_copy(copying):
+                return False
+            copying = None
+        finally:
+            if copying is not None:
+                copying.release()
+        self.look_for_snapshot()
+        return True
 
     async def push(self, header: PushHeader, blocks: AsyncIterator[tuple[PushBlock, Payload]]) -> PushAnswer:
         """Apply block after block. If the stream breaks, the blocks before stay applied.

@@ -1,7 +1,8 @@
 """When the checkpoints of an asynchronous job are taken, and the steps of each pause.
 
 due: the first one, every so many seconds, an epoch is over, training is over, one was asked for (decisions/operations.py)
-pause -> all paused, or ANSWER_S are over -> cut -> all copied -> finish      too slow, or begun by another master: given up
+pause -> all paused, or ANSWER_S are over -> cut -> all copied -> finish
+                                                 `-- silent (frozen_pservers.py), too slow, or begun by another master: given up
 
 So what a parameter server loses that dies is bounded: `seconds_between`, and the time in which the checkpoint is written.
 """
@@ -11,12 +12,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from master_service.control.frozen_pservers import SILENT_S, FrozenPservers
 from master_service.core.changes import Decision
 from master_service.core.decisions import operations, pause_checkpoint
 from master_service.core.state.job import Job
 from master_service.store.writer import Writer
 from shared.checkpoints import stored
-from shared.etcd import Lease
+from shared.etcd import Etcd, Lease
 from shared.keys import Keys
 from shared.records import Phase, Stage
 from shared.records.members import pserver_names
@@ -26,24 +28,29 @@ from shared.runtime.waiting import event_within
 
 LOOK_S = 0.25
 ANSWER_S = 1.0  # trainers that have not paused by then are left out of the pause
-COPY_LIMIT_S = 60.0  # copying takes as long as memory does
+COPY_LIMIT_S = 60.0  # of those that say that they are copying: it takes as long as memory does
+SOON_S = 0.01
 SHARE = 9.0  # of checkpoints nobody asked for: after a pause, training runs at least so many times as long
 
 log = telemetry.logger("pause_runner")
 
 
-def seconds_between(every_s: float, copy_s: float = 0.0) -> float:
-    """How far two checkpoints are apart at most, if no parameter server fails in between. `copy_s`: to copy one in memory."""
+def seconds_between(every_s: float, copy_s: float = 0.0, frozen_s: float = 0.0) -> float:
+    """How far two checkpoints are apart at most, if no parameter server fails in between. `copy_s`: to copy one in memory.
+    `frozen_s`: one of them is frozen in a pause, and has renewed its lease so long after that pause was given up."""
     pause_s = ANSWER_S + LOOK_S + copy_s
-    return max(every_s, (1 + SHARE) * pause_s) + pause_s + LOOK_S
+    given_up_s = SILENT_S + LOOK_S + copy_s
+    waited_s = given_up_s + max(SHARE * given_up_s, frozen_s) + LOOK_S if frozen_s else 0.0
+    return max(every_s, (1 + SHARE) * pause_s) + waited_s + pause_s + LOOK_S
 
 
 class PauseRunner:
     """Of one term. `look_again` after each change of the members. `on_end` is called after each pause: changes of the members
     during the pause are not handled yet."""
 
-    def __init__(self, keys: Keys, writer: Writer, lease: Lease, on_end: Callable[[], None]) -> None:
+    def __init__(self, etcd: Etcd, keys: Keys, writer: Writer, lease: Lease, on_end: Callable[[], None]) -> None:
         self._keys, self._writer, self._lease, self._on_end = keys, writer, lease, on_end
+        self._frozen = FrozenPservers(etcd, writer.job.spec.lease_ttl_s)
         self._changed = asyncio.Event()
         self._begun: Saving | None = None
         self._since = 0.0
@@ -65,7 +72,7 @@ class PauseRunner:
             return
         while True:
             await self._advance()
-            await event_within(self._changed, LOOK_S)
+            await event_within(self._changed, self._look_s())
             self._changed.clear()
 
     @property
@@ -76,10 +83,19 @@ class PauseRunner:
         state = self._job.state
         if state.phase is Phase.RUNNING:
             self._begun = None
-            if cause := self._due():
+            if (cause := self._due()) and await self._frozen.answer_again(self._job.members.pservers):
                 await self._begin(cause)
         elif state.phase is Phase.CHECKPOINTING and state.saving is not None:
             await self._step(state.saving)
+
+    def _look_s(self) -> float:
+        """Until the next look: a pause waits no longer for anybody than it has to."""
+        saving, now = self._job.state.saving, clock.monotonic()
+        if self._begun is None or saving is None:
+            return LOOK_S
+        waiting = pause_checkpoint.still_copying(self._job.state, self._job.members)
+        due = [self._frozen.deadline(index) for index in waiting] if saving.cut else [self._since + ANSWER_S]
+        return max(SOON_S, min([LOOK_S, *(at - now for at in due)]))
 
     def _due(self) -> str:
         """Why a checkpoint is to be taken now, or ""."""
@@ -120,6 +136,7 @@ class PauseRunner:
             return
         self._begun, self._since = begun, clock.monotonic()
         self._last, self._epoch, self._final, self._owed = self._since, epoch, final, cause
+        self._frozen.begin(self._job.members.pservers, self._since)
 
     async def _step(self, under_way: Saving) -> None:
         """The next step of the pause, if it can be done."""
@@ -132,17 +149,32 @@ class PauseRunner:
                 )
             )
             return
-        spent = clock.monotonic() - self._since
+        now = clock.monotonic()
+        spent = now - self._since
+        self._frozen.hear(job.members.pservers, now)
         if not under_way.cut:
             late = spent >= ANSWER_S
             if await self._writer.decide(lambda job, _: pause_checkpoint.cut(job, without_late=late)):
+                self._frozen.cut(clock.monotonic())
                 self._changed.set()
         elif waiting := pause_checkpoint.still_copying(job.state, job.members):
-            if spent > COPY_LIMIT_S:
+            pservers = job.members.pservers
+            silent = [pservers[index] for index in waiting if now >= self._frozen.deadline(index)]
+            if silent:
+                names = pserver_names(member.index for member in silent)
+                why = f"{names} gave no sign of life for {self._frozen.limit_s:g} s"
+            elif spent > COPY_LIMIT_S:
                 why = f"{pserver_names(waiting)} did not copy within {COPY_LIMIT_S:g} s"
-                await self._end(lambda job, _: pause_checkpoint.give_up(job.state, job.trainers, job.members, why))
+            else:
+                return
+            gave_up = await self._end(
+                lambda job, _: pause_checkpoint.give_up(job.state, job.trainers, job.members, why)
+            )
+            if gave_up and silent:
+                self._frozen.gave_up(silent, clock.monotonic())
         elif await self._end(lambda job, _: pause_checkpoint.finish(job, spent)):
             self._owed = ""
+            self._frozen.copied(now)
 
     async def _end(self, decision: Callable[[Job, float], Decision[bool]]) -> bool:
         """The pause is over, if `decision` says so: training continues, with later deadlines."""

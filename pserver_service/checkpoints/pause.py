@@ -1,6 +1,8 @@
 """A paused checkpoint at one pserver: nobody trains, so all blocks are copied at one instant; then training goes on.
 
 CHECKPOINTING, cut -> older pushes are stale -> copy -> `copied` in ps/<index> -> written in the background (parts.py)
+                                                 |-- a long one: `copying` now and then, or the master takes it for frozen
+                                                 `-- the pause was given up meanwhile: nothing is kept
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from pserver_service.context import PserverContext, StateFollower
 from shared.records import JobState, Phase
 from shared.records.step import StepRecord
 from shared.runtime import clock, telemetry
+
+TELL_S = 0.5  # the master takes a parameter server for frozen that says nothing for three times as long
 
 log = telemetry.logger("pserver.pause")
 
@@ -28,8 +32,20 @@ class PausedCopy(StateFollower):
 
     async def answer(self, state: JobState) -> None:
         assert state.saving is not None
-        step, self._answered = state.saving.step, state.saving.uuid
-        begin = clock.monotonic()
-        self._pserver.copy_now(StepRecord(version=step, positions=()), state.generation)
-        log.info("copied", index=self._pserver.index, step=step, seconds=round(clock.monotonic() - begin, 3))
-        self._own_index.set(copied=self._answered)
+        step, uuid = state.saving.step, state.saving.uuid
+        self._answered = uuid
+        begin = told = clock.monotonic()
+
+        def goes_on(blocks: int) -> bool:
+            nonlocal told
+            if clock.monotonic() - told >= TELL_S:
+                told = clock.monotonic()
+                self._own_index.set(copying=blocks)
+            now = self._directory.state
+            return now is not None and now.saving is not None and now.saving.uuid == uuid
+
+        whole = await self._pserver.copy(StepRecord(version=step, positions=()), state.generation, goes_on)
+        seconds = round(clock.monotonic() - begin, 3)
+        log.info("copied" if whole else "copy_given_up", index=self._pserver.index, step=step, seconds=seconds)
+        if whole:
+            self._own_index.set(copied=uuid, copying=0)

@@ -37,8 +37,8 @@ class SavedLedger:
 
 
 class AsyncSnapshot(Snapshot):
-    """All blocks at one instant, and their ledger."""
+    """All blocks at one instant, and their ledger. `updates`: how many the blocks had had by then."""
 
-    def __init__(self, record: StepRecord, blocks: Iterable[int], ledger: SavedLedger) -> None:
+    def __init__(self, record: StepRecord, blocks: Iterable[int], ledger: SavedLedger, updates: int) -> None:
         super().__init__(record, 0, blocks)
-        self.ledger = ledger
+        self.ledger, self.updates = ledger, updates

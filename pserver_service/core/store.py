@@ -270,13 +270,33 @@ class Store:
     def copy_now(self, record: StepRecord) -> None:
         """Asynchronous: copy all blocks, their optimizers' state and the ledger at this instant; a copy that still waits is
         dropped. `record.version`: number of the checkpoint."""
-        copied = AsyncSnapshot(record, self.blocks, self.ledger.saved())
-        for state in self.blocks.values():
-            copied.add(state.place.number, state.current, state.optimizer_state(), self.pool)
+        copying = self.begin_copy(record)
+        for number in self.blocks:
+            self.copy_block(copying, number)
+        self.keep_copy(copying)
+
+    def begin_copy(self, record: StepRecord) -> AsyncSnapshot:
+        """The same in parts: `copy_block` of each block, then `keep_copy`. The caller releases a copy that is not kept."""
+        return AsyncSnapshot(record, self.blocks, self.ledger.saved(), self._versions)
+
+    def copy_block(self, copying: AsyncSnapshot, number: int) -> None:
+        state = self.blocks[number]
+        copying.add(number, state.current, state.optimizer_state(), self.pool)
+
+    def keep_copy(self, copied: AsyncSnapshot) -> bool:
+        """False if an update came in between: then the copy is of no single instant, and not kept."""
+        if copied.updates != self._versions:
+            return False
         if self.snapshot is not None:
             self.skipped += 1
             self.snapshot.release()
         self.snapshot = copied
+        return True
+
+    @property
+    def _versions(self) -> int:
+        """Asynchronous: how many updates all blocks together have had, with those of buffers."""
+        return sum(state.version for state in self.blocks.values())
 
     @property
     def snapshot_waits(self) -> bool:

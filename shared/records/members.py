@@ -45,7 +45,8 @@ class Restored(Record):
 class PserverMember(Record):
     """`uds`: path of the UNIX socket beside `url`, or empty. `lease`, `network`: see MasterLock. `restored`: its answer to the last
     rollback it took part in; a pserver without one holds parameters only if its key is older than `layout`. `copied`: the last
-    paused checkpoint it has copied. `draining`: it was told to leave and first wants a checkpoint of this version or later.
+    paused checkpoint it has copied. `copying`: how many blocks it has copied of the one under way, written now and then during a
+    long copy, so that it is not taken for frozen. `draining`: it was told to leave and first wants a checkpoint of this version or later.
     `trouble`: why it cannot write checkpoints now. `waits`: why it cannot load one now. `torn`: why its parameters cannot be
     used. `since`: the revision at which etcd first created the key, if this process had to create it again after its lease ran out."""
 
@@ -59,6 +60,7 @@ class PserverMember(Record):
     uds: str = ""
     restored: Restored | None = None
     copied: str = ""
+    copying: int = 0
     draining: int | None = None
     trouble: Message = ""
     waits: Message = ""

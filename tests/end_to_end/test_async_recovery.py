@@ -114,6 +114,32 @@ async def test_checkpoints_go_on_while_a_trainer_is_frozen(tmp_path):
         assert await applied(cluster) == dict.fromkeys(range(2), (SHORT, SHORT))
 
 
+async def test_a_parameter_server_that_freezes_in_a_pause_does_not_stretch_it_and_nothing_is_lost(tmp_path):
+    """Its lease outlives the freeze: without the limit training stands still for 60 s."""
+    minibatches = 48 * RECORDS // 8
+    spec = async_spec(tmp_path, skip_after_seconds=0.5, lease_ttl_s=60.0, epochs=48)
+    async with cluster_of(spec, tmp_path) as cluster:
+        await reach_checkpoint(cluster, 1)
+        seen = cluster.directory
+        async with asyncio.timeout(END_S):
+            while seen.state.phase is not Phase.CHECKPOINTING:
+                await seen.changed(seen.revision, 1.0)
+        number = seen.state.saving.step
+        with frozen(cluster.children["pserver-1"].pid):
+            async with asyncio.timeout(30.0):
+                while seen.state.saving is not None:
+                    await seen.changed(seen.revision, 1.0)
+                assert "gave no sign of life" in seen.state.reason
+                await reach_step(cluster, minibatches // 3)
+            assert seen.state.saved == number, "no other pause begins while it is frozen"
+        state = await cluster.wait(END_S)
+        assert state.phase is Phase.COMPLETED, state
+        losses = state.result.losses
+        assert losses.lost == {}
+        for index, (lowest, highest) in (await applied(cluster)).items():
+            assert highest <= minibatches <= lowest + losses.skipped.get(str(index), 0)
+
+
 async def test_after_everything_was_killed_an_asynchronous_job_goes_on_with_other_numbers_and_loses_nothing(tmp_path):
     async with cluster_of(async_spec(tmp_path), tmp_path) as cluster:
         await reach_step(cluster, MINIBATCHES // 6)

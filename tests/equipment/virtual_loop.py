@@ -159,6 +159,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._now
 
+    def spend(self, seconds: float) -> None:
+        """The callback that runs takes so long: nothing else runs meanwhile."""
+        self._now += seconds
+
     def create_future(self) -> asyncio.Future[Any]:
         future = _Future(loop=self)
         self._numbers += 1

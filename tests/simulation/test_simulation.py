@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -16,12 +17,14 @@ from pathlib import Path
 
 import pytest
 
+from master_service.control.frozen_pservers import SILENT_S
 from master_service.control.pause_runner import seconds_between
 from shared.records import Dispatch, Mode
 from shared.records.operations import OperationState
 from tests.equipment.cluster.network import STEADY
 from tests.simulation.cluster import MASTER_TTL_S
 from tests.simulation.compute import Speed
+from tests.simulation.job_spec import LEASE_TTL_S
 from tests.simulation.operator_requests import RequestKind
 from tests.simulation.plans import JOBS, Fault, FaultKind, Peer, plan_of
 from tests.simulation.reference import final_parameters
@@ -148,6 +151,42 @@ def test_a_frozen_trainer_does_not_stretch_the_time_between_two_checkpoints(disp
     assert len(copied) > 4
     takeover_s = MASTER_TTL_S if dispatch is Dispatch.ETCD else 0.0  # the frozen one may be the sweeper
     assert max(later - earlier for earlier, later in pairwise(copied)) <= seconds_between(4.0) + takeover_s, copied
+
+
+@pytest.mark.parametrize("dispatch", list(Dispatch))
+def test_a_parameter_server_that_freezes_in_a_pause_ends_it_and_costs_one_pause(dispatch):
+    frozen_s, bound_s = 4.0, seconds_between(2.0, frozen_s=4.0 + LEASE_TTL_S / 3)
+    stood_still: list[float] = []
+    for seed, at_s in enumerate((5.0, 6.0, 7.0)):
+        lines: list[str] = []
+        plan = plan_of(seed, Mode.ASYNC, dispatch)
+        plan = replace(
+            plan,
+            job=replace(plan.job, files=(7, 1, 16, 5), task_records=4, minibatch=2, epochs=6),
+            speed=Speed(0.1, 0.2),
+            conditions=STEADY,
+            trainers=2,
+            pservers=2,
+            checkpoint_every_s=2.0,
+            skip_after_s=0.5,
+            independent=False,
+            faults=(Fault(at_s, FaultKind.FREEZE_PSERVER, 0.0, frozen_s),),
+            requests=(),
+        )
+        outcome = simulate(seed, Mode.ASYNC, lines.append, plan=plan, dispatch=dispatch)
+        kept(outcome)
+        assert not outcome.losses.lost
+        copied = [float(line.split()[0]) for line in lines if " checkpoint_copied " in line]
+        assert max(later - earlier for earlier, later in pairwise(copied)) <= bound_s, copied
+        given_up = [line for line in lines if " checkpoint_given_up " in line]
+        assert len(given_up) <= 1
+        for line in given_up:
+            assert "gave no sign of life" in line
+            [step] = re.findall(r"step=(\d+)", line)
+            paused = [float(other.split()[0]) for other in lines if other.endswith(f" paused step={step}")]
+            stood_still.append(float(line.split()[0]) - paused[0])
+    assert stood_still
+    assert max(stood_still) <= SILENT_S + 0.1
 
 
 @pytest.mark.parametrize(("mode", "seed"), REGRESSIONS)

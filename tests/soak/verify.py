@@ -15,7 +15,7 @@ from tests.soak.run import CHECKPOINT_EVERY_S, STEPS_PER_EPOCH, SoakError, Train
 from trireme.cli.doctor import LATE_EXPIRY_S
 
 # as `trireme doctor` prints it for the default settings
-LOSS_BOUND_S = seconds_between(CHECKPOINT_EVERY_S) + LEASE_S + LATE_EXPIRY_S
+LOSS_BOUND_S = seconds_between(CHECKPOINT_EVERY_S, frozen_s=LEASE_S + LATE_EXPIRY_S)
 
 
 def verify(left_alone: Trained | None, broken: Trained, costs: Sequence[Cost], epochs: int) -> None:

@@ -3,54 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
+from master_service.control.frozen_pservers import SILENT_S
 from master_service.control.pause_runner import ANSWER_S, COPY_LIMIT_S, LOOK_S, seconds_between
 from master_service.core.decisions import queue_restore
-from master_service.leadership.master import Master
-from shared.records import JobState, Mode, Phase, PserverMember, Restored, SlotMap, TaskMeta, TrainerMember
-from shared.records.checkpoints import CheckpointCut, CheckpointRef, Manifest
+from shared.records import Mode, Phase, Restored, SlotMap, TaskMeta
+from shared.records.checkpoints import CheckpointRef, Manifest
 from shared.records.layout import Segment
-from shared.records.pauses import Losses, Paused
+from shared.records.pauses import Losses
 from shared.runtime import clock
 from shared.slots import spread
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
-from tests.master_service.cluster import KEYS, MasterCluster, Storage, done, leading, running, spec_of, take
+from tests.master_service.cluster import KEYS, MasterCluster, Storage, done, leading, running, take
+from tests.master_service.control.pausing import checkpointing, copy, copy_slowly, cut_of, names, pause, spec
 from tests.master_service.control.restoring import LAYOUT, checkpoint
-
-
-def spec(**values: Any) -> Any:
-    return spec_of(**({"checkpoint_kind": "coordinated", "checkpoint_every_seconds": None, "pservers": 2} | values))
-
-
-async def put_field(cluster: MasterCluster, key: str, kind: type[TrainerMember | PserverMember], **said: Any) -> None:
-    found = await cluster.etcd.get(key)
-    assert found is not None
-    member = kind.model_validate_json(found.value).model_copy(update=said)
-    await cluster.etcd.put(key, member.to_bytes(), found.lease)
-
-
-async def pause(cluster: MasterCluster, trainer: str, uuid: str) -> None:
-    await put_field(cluster, KEYS.trainer(trainer), TrainerMember, paused=Paused(uuid=uuid))
-
-
-async def copy(cluster: MasterCluster, index: int, uuid: str) -> None:
-    await put_field(cluster, KEYS.pserver(index), PserverMember, copied=uuid)
-
-
-async def checkpointing(master: Master) -> JobState:
-    await until(lambda: master.job.state.phase is Phase.CHECKPOINTING, "a checkpoint to begin")
-    return master.job.state
-
-
-async def cut_of(cluster: MasterCluster, uuid: str) -> CheckpointCut | None:
-    found = await cluster.etcd.get(KEYS.checkpoint_cut(uuid))
-    return CheckpointCut.model_validate_json(found.value) if found else None
-
-
-def names(master: Master) -> list[str]:
-    return [event.name for event in master.events.after(0, 1000)]
 
 
 def test_a_pause_waits_for_all_trainers_then_for_all_copies_and_is_confirmed() -> None:
@@ -71,7 +38,7 @@ def test_a_pause_waits_for_all_trainers_then_for_all_copies_and_is_confirmed() -
             await until(lambda: master.job.state.saving and master.job.state.saving.cut, "the cut")
             assert master.job.state.generation == state.generation + 1, "pushes of before are stale"
             await copy(cluster, 0, uuid)
-            await asyncio.sleep(1)
+            await asyncio.sleep(ANSWER_S / 4)
             cut = await cut_of(cluster, uuid)
             assert cut is not None
             assert not cut.copied
@@ -154,6 +121,9 @@ def test_checkpoints_are_at_most_so_far_apart() -> None:
     assert seconds_between(1.0) == 11 * (ANSWER_S + LOOK_S) + LOOK_S, (
         "after a pause training goes on for nine times as long"
     )
+    given_up = SILENT_S + LOOK_S
+    assert seconds_between(60.0, frozen_s=1.0) == seconds_between(60.0) + 10 * given_up + LOOK_S
+    assert seconds_between(60.0, frozen_s=99.0) == seconds_between(60.0) + given_up + 99.0 + LOOK_S
 
 
 def test_a_member_that_is_too_slow_or_dies_ends_the_pause_and_nothing_of_it_counts() -> None:
@@ -163,7 +133,11 @@ def test_a_member_that_is_too_slow_or_dies_ends_the_pause_and_nothing_of_it_coun
             state = await checkpointing(master)
             assert state.saving is not None
             await pause(cluster, "t1", state.saving.uuid)
-            await asyncio.sleep(COPY_LIMIT_S + 2)
+            async with asyncio.TaskGroup() as group:
+                copying = [group.create_task(copy_slowly(cluster, index)) for index in range(2)]
+                await asyncio.sleep(COPY_LIMIT_S + 2)
+                for task in copying:
+                    task.cancel()
             assert master.job.state.phase is Phase.RUNNING
             assert master.job.state.reason == "checkpoint 1 was given up: pserver-0, pserver-1 did not copy within 60 s"
             await until(lambda: master.job.state.saved == 2, "it to be tried again, much later", 10 * COPY_LIMIT_S)

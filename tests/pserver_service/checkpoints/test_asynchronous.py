@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from contextlib import aclosing
 
 import pytest
+import torch
 
+from pserver_service import pserver as pserver_module
 from pserver_service.checkpoints import ledger_text
 from pserver_service.core.blocks import Verdict
 from pserver_service.core.ledger import Ledger
+from pserver_service.core.store import Store
 from shared.checkpoints import stored
 from shared.errors import NotReady
-from shared.records import JobState, Mode, Phase
+from shared.records import JobState, Mode, Phase, PserverMember
 from shared.records.checkpoints import OwnCheckpoints
 from shared.records.pauses import Saving
+from shared.records.step import StepRecord
+from shared.runtime import clock
 from tests.equipment.waiting import until
 from tests.pserver_service.checkpoints import parts
 from tests.pserver_service.checkpoints.async_job import (
@@ -25,7 +31,7 @@ from tests.pserver_service.checkpoints.async_job import (
     push_of,
     replace,
 )
-from tests.pserver_service.checkpoints.cluster import KEYS, Away, Node, run_scenario, stream
+from tests.pserver_service.checkpoints.cluster import KEYS, TTL_S, Away, Node, run_scenario, stream
 
 
 def judged(ledger, task, start, end, block):
@@ -98,6 +104,105 @@ def test_a_pause_that_was_not_confirmed_is_never_committed(tmp_path):
         assert await cluster.latest() is None
         await paused_checkpoint(cluster, 2)
         assert [ref.step for ref in (await cluster.committed(2)).kept] == [2]
+
+    run_scenario(scenario)
+
+
+def copied_in_parts(cluster, number, meanwhile):
+    """Parameter server 0 copies in parts, with `meanwhile()` after the first one. Whether it keeps the copy, the blocks it told, and
+    whether a copy waits."""
+    pserver, told = cluster.nodes[0].pserver, []
+
+    def goes_on(blocks):
+        told.append(blocks)
+        return blocks > 1 or meanwhile() is not False
+
+    async def copied():
+        kept = await pserver.copy(StepRecord(version=number, positions=()), cluster.state.generation, goes_on)
+        return kept, told, pserver.store is not None and pserver.store.snapshot_waits
+
+    return copied()
+
+
+def update_a_block(pserver):
+    """One that is copied already: a push between two parts, which no pause allows."""
+    state = next(iter(pserver.store.blocks.values()))
+    state.update(torch.ones(state.place.elements), {"lr": 0.1})
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_copy_in_parts_is_kept_only_if_it_is_of_one_instant(tmp_path, monkeypatch, checked):
+    monkeypatch.setattr(pserver_module, "COPY_BYTES", 1)
+    if not checked:
+        monkeypatch.setattr(Store, "_versions", 0)
+
+    async def scenario():
+        cluster = await opened(tmp_path)
+        pserver = cluster.nodes[0].pserver
+        every = list(range(1, len(pserver.store.blocks)))
+        assert await copied_in_parts(cluster, 1, lambda: False) == (False, [1], False), "the pause was given up"
+        torn = await copied_in_parts(cluster, 2, lambda: update_a_block(pserver))
+        assert torn == (not checked, every, not checked)
+        assert await copied_in_parts(cluster, 3, lambda: True) == (True, every, True)
+        assert await copied_in_parts(cluster, 4, lambda: pserver.drop(0)) == (False, [1], False)
+
+    run_scenario(scenario)
+
+
+def copies_slowly(monkeypatch, seconds):
+    copy_block = Store.copy_block
+
+    def slow(self, copying, number):
+        asyncio.get_running_loop().spend(seconds)
+        copy_block(self, copying, number)
+
+    monkeypatch.setattr(pserver_module, "COPY_BYTES", 1)
+    monkeypatch.setattr(Store, "copy_block", slow)
+
+
+async def told_by_the_first(cluster, said):
+    """Appends each `copying` that parameter server 0 writes."""
+    async with aclosing(cluster.etcd.watch(KEYS.pserver(0))) as batches:
+        async for batch in batches:
+            said += [PserverMember.model_validate_json(event.kv.value).copying for event in batch.events]
+
+
+def test_a_pserver_that_copies_for_longer_than_its_lease_says_how_far_it_is_and_keeps_its_index(tmp_path, monkeypatch):
+    copies_slowly(monkeypatch, 0.2)
+
+    async def scenario():
+        cluster, said = await opened(tmp_path, layout=parts.layout_of(elements=1500)), []
+        before = {index: member.incarnation for index, member in (await cluster.members()).items()}
+        told = asyncio.create_task(told_by_the_first(cluster, said))
+        await asyncio.sleep(0.1)
+        began = clock.monotonic()
+        assert await paused_checkpoint(cluster, 1)
+        assert clock.monotonic() - began > 2 * TTL_S
+        told.cancel()
+        blocks = [number for number in said if number]
+        assert len(blocks) > 5
+        assert blocks == sorted(set(blocks))
+        assert said[-1] == 0
+        assert {index: member.incarnation for index, member in (await cluster.members()).items()} == before
+        await cluster.committed(1)
+
+    run_scenario(scenario)
+
+
+def test_a_pserver_ends_its_copy_with_the_pause(tmp_path, monkeypatch):
+    copies_slowly(monkeypatch, 0.2)
+
+    async def scenario():
+        cluster = await opened(tmp_path, layout=parts.layout_of(elements=1500))
+        running = cluster.state
+        saving = Saving(uuid="u", step=1, cut=True)
+        await cluster.write_state(running.model_copy(update={"phase": Phase.CHECKPOINTING, "saving": saving}))
+        await until(lambda: cluster.nodes[0].own_index.record.copying > 0, "it copies")
+        await cluster.write_state(running)
+        await asyncio.sleep(60.0)
+        assert [member.copied for member in (await cluster.members()).values()] == ["", ""]
+        assert not any(store.snapshot_waits for store in cluster.stores)
+        assert cluster.nodes[0].own_index.record.copying < len(cluster.stores[0].blocks) / 2
 
     run_scenario(scenario)
 
