@@ -7,6 +7,7 @@ import asyncio
 from master_service.control.frozen_pservers import SILENT_S
 from master_service.control.pause_runner import ANSWER_S, COPY_LIMIT_S, LOOK_S, seconds_between
 from master_service.core.decisions import queue_restore
+from master_service.leadership.master import Master
 from shared.records import Mode, Phase, Restored, SlotMap, TaskMeta
 from shared.records.checkpoints import CheckpointRef, Manifest
 from shared.records.layout import Segment
