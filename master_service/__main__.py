@@ -14,11 +14,13 @@ from pathlib import Path
 
 from master_service.api.app import make_app
 from master_service.api.server import Server
+from master_service.cluster.leader import ClusterMaster
 from master_service.leadership.master import Master
 from master_service.settings import Settings, read_spec
 from master_service.storage.job_storage import FileStorage
 from shared.errors import InvalidArgument
-from shared.keys import Keys
+from shared.etcd import Etcd
+from shared.keys import ClusterKeys, Keys
 from shared.membership.local_script import LocalScripts
 from shared.records import Dispatch, JobSpec
 from shared.runtime import ids, service, telemetry
@@ -31,8 +33,9 @@ log = telemetry.logger("main")
 def main() -> int:
     argparse.ArgumentParser(
         prog="python -m master_service",
-        description="The master of one Trireme job. All settings come from the environment: TRIREME_JOB (required), "
-        "TRIREME_ETCD, TRIREME_SPEC (JSON file, for the job's first master), TRIREME_HOST, TRIREME_PORT, "
+        description="The master of one Trireme job, or of a cluster of jobs. All settings come from the environment: "
+        "TRIREME_JOB with TRIREME_SPEC (JSON file, for the job's first master), or without a job TRIREME_STORAGE (path or URL for "
+        "the files of all jobs) and TRIREME_REBALANCE_S; TRIREME_ETCD, TRIREME_ROOT, TRIREME_HOST, TRIREME_PORT, "
         "TRIREME_ADVERTISE, TRIREME_NAME, TRIREME_TOKEN, TRIREME_MASTER_TTL_S, TRIREME_LOG_LEVEL.",
     ).parse_args()
     settings = Settings.from_environment()
@@ -41,7 +44,9 @@ def main() -> int:
 
 
 async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
-    spec = _read_spec(settings.spec) if settings.spec else None
+    if not settings.job and not settings.storage:
+        msg = "neither TRIREME_JOB (lead that job) nor TRIREME_STORAGE (lead a cluster of jobs, whose files go there) is set"
+        raise InvalidArgument(msg)
     name = ids.new_id(settings.name)
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
@@ -55,16 +60,7 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
         host = socket.gethostname()
     url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
     etcd = settings.connect()
-    scripts = LocalScripts(etcd, settings.root, settings.sources)
-    master = Master(
-        etcd,
-        Keys(settings.job, settings.root),
-        name=name,
-        url=url,
-        spec=spec,
-        ttl_s=settings.master_ttl_s,
-        storage=lambda spec: FileStorage(spec, scripts.find),
-    )
+    master = _master(settings, etcd, name, url)
     service.ready()
     service.settled()
     gc.set_threshold(10_000, 20, 20)
@@ -82,6 +78,28 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
         listener.close()
         await etcd.close()
     return 0
+
+
+def _master(settings: Settings, etcd: Etcd, name: str, url: str) -> Master | ClusterMaster:
+    ttl_s, scripts = settings.master_ttl_s, LocalScripts(etcd, settings.root, settings.sources)
+
+    def storage(spec: JobSpec) -> FileStorage:
+        return FileStorage(spec, scripts.find)
+
+    if settings.job:
+        spec = _read_spec(settings.spec) if settings.spec else None
+        keys = Keys(settings.job, settings.root)
+        return Master(etcd, keys, name=name, url=url, spec=spec, ttl_s=ttl_s, storage=storage)
+    return ClusterMaster(
+        etcd,
+        ClusterKeys(settings.root),
+        name=name,
+        url=url,
+        storage_url=settings.storage,
+        ttl_s=ttl_s,
+        rebalance_s=settings.rebalance_s,
+        storage=storage,
+    )
 
 
 def _read_spec(path: Path) -> JobSpec:

@@ -1,4 +1,4 @@
-"""Settings of one master, from the environment: TRIREME_JOB, TRIREME_ETCD, TRIREME_SPEC, TRIREME_PORT, ..."""
+"""Settings of one master, from the environment: TRIREME_JOB or TRIREME_STORAGE, TRIREME_ETCD, TRIREME_SPEC, TRIREME_PORT, ..."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ from shared.records import JobSpec
 
 
 class Settings(MemberSettings):
-    """`spec`: path of the JobSpec as JSON, needed for a job's first master."""
+    """With `job` the master leads that job alone; `spec`: path of its JobSpec as JSON, needed for a job's first master. Without `job`
+    it leads a cluster of jobs; `storage`: path or URL below which their files go. `rebalance_s`: no pool member changes jobs
+    more often, unless a job starts or ends."""
 
+    job: str = ""
     name: str = "master"
+    storage: str = ""
+    rebalance_s: float = Field(default=30.0, ge=0)
     spec: Path | None = None
     master_ttl_s: float = Field(default=3.0, ge=2.0)
 

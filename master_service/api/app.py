@@ -15,7 +15,9 @@ from master_service.api import problems
 from master_service.api.hot_routes import DirectTaskLeases
 from master_service.api.limits import MAX_BODY_BYTES, Bounded
 from master_service.api.routes import checkpoints, explanation, job, members, operations, system, task_leases, tasks
+from master_service.api.routes import jobs as cluster_jobs
 from master_service.api.routes.dependencies import job_in_path
+from master_service.cluster.leader import ClusterMaster
 from master_service.leadership.jobs_led import JobsLed
 from shared import __version__
 from shared.errors import Unauthorized
@@ -49,12 +51,16 @@ def make_api(jobs: JobsLed, *, token: str = "") -> FastAPI:
         openapi_url="/v1/openapi.json",
     )
     app.state.jobs = jobs
-    allowed = [Depends(authorised)]
+    allowed, clustered = [Depends(authorised)], isinstance(jobs, ClusterMaster)
+    if clustered:
+        app.include_router(cluster_jobs.router, dependencies=allowed)
+        app.include_router(cluster_jobs.pool, dependencies=allowed)
     for prefix, of_job in (("/v1/jobs/{job}", "/v1/jobs/{job}"), ("/v1", "/v1/job")):  # the second: of the only job
         named = "{job}" in prefix
         parameters = [*allowed, Depends(job_in_path)] if named else allowed
-        for resource in (job.of_job, explanation.router):
-            app.include_router(resource, prefix=of_job, dependencies=parameters, include_in_schema=named)
+        if not (named and clustered):  # a cluster answers for jobs that nobody leads now, too
+            app.include_router(job.of_job, prefix=of_job, dependencies=parameters, include_in_schema=named)
+        app.include_router(explanation.router, prefix=of_job, dependencies=parameters, include_in_schema=named)
         for routes in (job, tasks, task_leases, members, checkpoints, operations):
             app.include_router(routes.router, prefix=prefix, dependencies=parameters, include_in_schema=named)
     app.include_router(system.router, dependencies=allowed)

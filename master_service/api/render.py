@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
+from master_service.api.pages import offset_of, page_of
 from master_service.api.resources import (
     CheckpointDetails,
     CheckpointPage,
@@ -25,20 +25,18 @@ from master_service.core.queue.task_queue import TaskQueue
 from master_service.core.state.job import Job
 from master_service.core.state.metrics import Metrics
 from master_service.leadership.master import Master
-from shared.errors import InvalidArgument, NotFound
+from shared.errors import NotFound
 from shared.records import DiscardedTask, Mode, Phase, PserverMember, RequeuedTask, Stage, TaskKind, TrainerMember
 from shared.records.checkpoints import CheckpointRef
 from shared.runtime import clock
 
 SCANNED_AT_ONCE = 10_000
 
-T = TypeVar("T")
-
 
 def job(job: Job, metrics: Metrics, master: MasterView, stalled: str = "") -> JobView:
     """`stalled`: for whom it waits, empty if it makes progress."""
-    spec, state, now = job.spec, job.state, clock.monotonic()
-    phase, reason = _standing(job)
+    spec, state = job.spec, job.state
+    phase, reason = standing(job)
     return JobView(
         job=spec.job,
         phase=phase,
@@ -48,7 +46,7 @@ def job(job: Job, metrics: Metrics, master: MasterView, stalled: str = "") -> Jo
         reason=reason,
         failure=state.failure,
         stalled=stalled,
-        progress=_progress(job, metrics, now, stalled=bool(stalled)),
+        progress=progress(job, metrics, stalled=bool(stalled)),
         members=MemberCounts(
             trainers=len(job.members.trainers),
             trainers_desired=spec.trainers,
@@ -62,7 +60,7 @@ def job(job: Job, metrics: Metrics, master: MasterView, stalled: str = "") -> Jo
     )
 
 
-def _standing(job: Job) -> tuple[Phase, str]:
+def standing(job: Job) -> tuple[Phase, str]:
     """Phase and reason. A job that has nobody to train or to serve waits, whatever it was doing."""
     state, members = job.state, job.members
     if state.phase is not Phase.RUNNING or (members.trainers and members.pservers):
@@ -71,10 +69,10 @@ def _standing(job: Job) -> tuple[Phase, str]:
     return Phase.WAITING, f"waiting for {missing}"
 
 
-def _progress(job: Job, metrics: Metrics, now: float, *, stalled: bool) -> JobProgress:
+def progress(job: Job, metrics: Metrics, *, stalled: bool = False) -> JobProgress:
     training, spec = job.training, job.spec
     records_done, records_total = job.records_done, spec.epochs * training.streams.records
-    rate = metrics.rate(now) if job.state.stage is Stage.TRAIN and not stalled else 0.0
+    rate = metrics.rate(clock.monotonic()) if job.state.stage is Stage.TRAIN and not stalled else 0.0
     left = records_total - records_done
     last = next(reversed(metrics.epochs.values()), None)
     return JobProgress(
@@ -104,14 +102,14 @@ def tasks(job: Job, kind: TaskKind, state: str | None, page_size: int, page_toke
     queue = job.queues.get(kind)
     if queue is None:
         raise NotFound(f"the job has no {kind} tasks")
-    start, now = _offset(page_token), clock.monotonic()
+    start, now = offset_of(page_token), clock.monotonic()
     if state in ("PENDING", "REQUEUED"):
         ids = sorted(queue.pending if state == "PENDING" else queue.requeued, key=queue.streams.number)
-        chosen, token = _page(ids, start, page_size)
+        chosen, token = page_of(ids, start, page_size)
         views = tuple(_task_view(queue, task_id, state, now) for task_id in chosen)
         return TaskPage(tasks=views, next_page_token=token)
     if state == "DISCARDED":
-        lost, token = _page(sorted(queue.discarded), start, page_size)
+        lost, token = page_of(sorted(queue.discarded), start, page_size)
         views = tuple(_task_view(queue, task_id, state, now, epoch) for epoch, task_id in lost)
         return TaskPage(tasks=views, next_page_token=token)
     found: list[TaskView] = []
@@ -152,7 +150,7 @@ def _task_view(queue: TaskQueue, task_id: str, state: str, now: float, epoch: in
 def members(job: Job, page_size: int, page_token: str) -> MemberPage:
     pservers = [job.members.pservers[index] for index in sorted(job.members.pservers)]
     everyone: list[PserverMember | TrainerMember] = [*pservers, *job.members.trainers.values()]
-    page, token = _page(everyone, _offset(page_token), page_size)
+    page, token = page_of(everyone, offset_of(page_token), page_size)
     tasks_of: dict[str, list[str]] = {}
     for queue in job.queues.values():
         for task_id, held in queue.pending.items():
@@ -199,7 +197,7 @@ def _member_view(job: Job, member: TrainerMember | PserverMember, held: Sequence
 
 def checkpoints(job: Job, page_size: int, page_token: str) -> CheckpointPage:
     kept = job.members.latest.kept if job.members.latest else ()
-    page, token = _page(kept, _offset(page_token), page_size)
+    page, token = page_of(kept, offset_of(page_token), page_size)
     return CheckpointPage(checkpoints=tuple(_checkpoint(job, ref) for ref in page), next_page_token=token)
 
 
@@ -233,26 +231,10 @@ def metrics(kept: Metrics, metric: str, page_size: int, page_token: str) -> Metr
     series = {"step_loss": kept.steps, "epoch_loss": kept.epochs}.get(metric)
     if series is None:
         raise NotFound(f"metric {metric} does not exist; there are step_loss and epoch_loss")
-    after = _offset(page_token) if page_token else -1
+    after = offset_of(page_token) if page_token else -1
     numbers = sorted(number for number in series if number > after)
-    page, more = _page(numbers, 0, page_size)
+    page, more = page_of(numbers, 0, page_size)
     points = tuple(
         MetricPoint(number=n, loss=series[n].loss, records=series[n].records, skipped=series[n].skipped) for n in page
     )
     return MetricPage(metric=metric, points=points, next_page_token=str(page[-1]) if more else "")
-
-
-def _page(items: Sequence[T], start: int, page_size: int) -> tuple[Sequence[T], str]:
-    """The items from `start` on, and the token of the next page, empty if there is none."""
-    end = start + page_size
-    return items[start:end], str(end) if end < len(items) else ""
-
-
-def _offset(page_token: str) -> int:
-    if not page_token:
-        return 0
-    if not (page_token.isascii() and page_token.isdigit() and len(page_token) < 19):
-        raise InvalidArgument(
-            f"page_token {page_token[:40]!r} was not given by this API; use next_page_token of the last page"
-        )
-    return int(page_token)

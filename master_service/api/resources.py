@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from master_service.control.events import EventRecord
-from shared.records import JobResult, JobSpec, Mode, Phase, Record, Stage, TaskKind, UserFailure
+from shared.records import JobResult, JobSpec, Mode, Record, Stage, TaskKind, UserFailure
 from shared.records.pauses import Losses
 
 
@@ -65,15 +65,17 @@ class MasterView(Record):
 
 class JobView(Record):
     """`losses`: by parameter server, minibatches that its blocks never got. `stalled`: for whom a job waits that makes no progress,
-    else empty."""
+    else empty. `phase`: WAITING, RUNNING, CHECKPOINTING, ROLLING_BACK, COMPLETED, FAILED; in a cluster also QUEUED, PAUSED,
+    CANCELLED. `standing`: in a cluster, QUEUED, ACTIVE, PAUSED, COMPLETED, FAILED, CANCELLED."""
 
     job: str
-    phase: Phase
+    phase: str
     stage: Stage
     mode: Mode
     generation: int
     reason: str
     stalled: str = ""
+    standing: str = ""
     failure: UserFailure | None = None
     progress: JobProgress
     members: MemberCounts

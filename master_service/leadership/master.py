@@ -52,22 +52,25 @@ class Master(TaskService):
 
     async def _candidacy(self, stopping: asyncio.Event) -> None:
         """One lease, from its grant until it is lost or the process is asked to stop."""
+        await run_under_lease(self.etcd, self.ttl_s, stopping, self.lead)
+
+    async def lead(self, lease: Lease) -> None:
+        """Wait for the job's lock, take the job over and lead it until cancelled, or the lock is lost (raises LockLost, in an
+        ExceptionGroup). Raises what `take_over` raises."""
+        me = MasterLock(master=self.name, url=self.url, lease=lease.id, network=self.network)
         try:
-            await run_under_lease(self.etcd, self.ttl_s, stopping, self._lead)
+            term = await campaign(self.etcd, self.keys.master_lock, me, lease, self.probe, self._note_leader)
+            self._leading, self._leader, self.leading_since = True, self.url, clock.monotonic()
+            lock = HeldLock(self.keys.master_lock, term, lease)
+            address = Put(self.keys.master_address, MasterAddress(url=self.url, term=term).to_bytes(), lease.id)
+            start = await take_over(self.etcd, self.keys, lock, self.spec, self.storage, address)
+            self.current_term, self.setback = Term(self, lock, start), None
+            self.events.begin_term(term)
+            elected = f"{self.name} leads in term {term}"
+            self.events.add([Event("master_elected", elected, {"term": term, "url": self.url})])
+            await self.current_term.run()
         finally:
             self.current_term, self._leading = None, False
-
-    async def _lead(self, lease: Lease) -> None:
-        me = MasterLock(master=self.name, url=self.url, lease=lease.id, network=self.network)
-        term = await campaign(self.etcd, self.keys.master_lock, me, lease, self.probe, self._note_leader)
-        self._leading, self._leader, self.leading_since = True, self.url, clock.monotonic()
-        lock = HeldLock(self.keys.master_lock, term, lease)
-        address = Put(self.keys.master_address, MasterAddress(url=self.url, term=term).to_bytes(), lease.id)
-        start = await take_over(self.etcd, self.keys, lock, self.spec, self.storage, address)
-        self.current_term, self.setback = Term(self, lock, start), None
-        self.events.begin_term(term)
-        self.events.add([Event("master_elected", f"{self.name} leads in term {term}", {"term": term, "url": self.url})])
-        await self.current_term.run()
 
     def _note_leader(self, holder: MasterLock) -> None:
         self._leader = holder.url

@@ -12,10 +12,12 @@ from master_service.storage import counting
 from master_service.storage.partial_counts import CountingStopped, PartialCounts
 from shared.checkpoints import stored
 from shared.datasets.custom_reader import find_beside
+from shared.errors import StorageUnreachable
 from shared.records import JobSpec
 from shared.records.checkpoints import CheckpointRef, Manifest
 from shared.records.datasets import Custom, Dataset
 from shared.runtime import telemetry
+from shared.storage import files
 
 log = telemetry.logger("job_storage")
 
@@ -43,6 +45,15 @@ class JobStorage(Protocol):
 
 async def _as_it_is(script: str) -> Path:
     return Path(script)
+
+
+async def remove_files(spec: JobSpec) -> None:
+    """All files of a job that has ended: checkpoints, exports, tables. Raises StorageUnreachable; call it again then."""
+    try:
+        await asyncio.to_thread(files.remove_tree, spec.storage)
+    except OSError as error:
+        msg = f"the files of job {spec.job} in {spec.storage} cannot be deleted: {error}"
+        raise StorageUnreachable(msg, hint="the job is still there; delete it again") from error
 
 
 class FileStorage:

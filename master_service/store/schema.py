@@ -30,8 +30,8 @@ from master_service.core.changes import (
 )
 from master_service.core.state.job import Job
 from master_service.store.batch import merge
-from shared.errors import Conflict, NotReady
-from shared.etcd import Compacted, Compare, Delete, Etcd, KeyValue, Put, WatchEvent
+from shared.errors import Conflict
+from shared.etcd import Compare, Delete, KeyValue, Put, WatchEvent
 from shared.etcd.reading import must_read, read_record, understood
 from shared.keys import Keys
 from shared.records import (
@@ -47,12 +47,6 @@ from shared.records import (
 from shared.records.operations import CheckpointRequest, Operation, OperationKind
 from shared.records.pauses import Losses
 from shared.records.queue import FailureCounts
-from shared.runtime import telemetry
-
-PAGE = 500
-READS = 5
-
-log = telemetry.logger("schema")
 
 
 def operations(keys: Keys, job: Job | None, changes: Iterable[Change]) -> list[Put | Delete]:
@@ -138,29 +132,6 @@ def _request(keys: Keys, operation: Operation) -> tuple[Put | Delete, ...]:
         return (Delete(keys.checkpoint_request),)
     request = CheckpointRequest(operation=operation.operation_id, attempt=operation.attempt)
     return (Put(keys.checkpoint_request, request.to_bytes()),)
-
-
-async def read_all(etcd: Etcd, keys: Keys) -> tuple[dict[str, KeyValue], int]:
-    """Every key of the job as of one revision, in pages, and that revision. Raises PeerError."""
-    for _ in range(READS):
-        try:
-            return await _read_pages(etcd, keys)
-        except Compacted as error:  # its history was deleted between two pages
-            log.warning("reading_begins_again", cause=error.message)
-    raise NotReady(f"etcd deleted the history of job {keys.job} {READS} times while it was read; try again")
-
-
-async def _read_pages(etcd: Etcd, keys: Keys) -> tuple[dict[str, KeyValue], int]:
-    """Raises Compacted."""
-    found: dict[str, KeyValue] = {}
-    first, end, revision = keys.prefix, keys.prefix[:-1] + "0", 0  # "0" follows "/"
-    while True:
-        page = await etcd.range(first, end, limit=PAGE, revision=revision)
-        revision = revision or page.revision
-        found.update((kv.key, kv) for kv in page.kvs)
-        if not page.more:
-            return found, revision
-        first = page.kvs[-1].key + "\0"
 
 
 def restore(job: Job, keys: Keys, found: dict[str, KeyValue], now: float) -> None:

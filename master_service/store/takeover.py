@@ -19,7 +19,7 @@ from shared.checkpoints.stored import ELASTIC
 from shared.errors import Conflict, DatasetError, NotFound, PeerError, StorageUnreachable
 from shared.etcd import Compare, Etcd, Get, KeyValue, Put, TxnResult
 from shared.etcd.fenced_write import FencedWrite
-from shared.etcd.reading import must_read
+from shared.etcd.reading import must_read, read_below
 from shared.keys import Keys
 from shared.records import FailureCause, JobSpec, JobState, TaskMeta, UserFailure
 from shared.records.datasets import Dataset
@@ -50,7 +50,7 @@ async def take_over(
     If the dataset cannot be read the job fails, and its state tells the user why; that is not raised.
     """
     commit_revision = await _write(etcd, keys, lock, first)
-    found, revision = await schema.read_all(etcd, keys)
+    found, revision = await read_below(etcd, keys.prefix)
     spec = _agreed_spec(keys, found, spec)
     stored = found.get(keys.spec)
     if stored is None or must_read(JobSpec, stored.key, stored.value) != spec:
@@ -58,7 +58,7 @@ async def take_over(
         if stored is None:
             writes.append(Put(keys.state, JobState(reason="counting the dataset's records").to_bytes()))
         commit_revision = await _write(etcd, keys, lock, writes)
-        found, revision = await schema.read_all(etcd, keys)
+        found, revision = await read_below(etcd, keys.prefix)
     job, unreadable = await _open_job(found.get(keys.task_meta), spec, storage(spec))
     if unreadable is None:
         schema.restore(job, keys, found, clock.monotonic())

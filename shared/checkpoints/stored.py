@@ -10,6 +10,7 @@ counts only once `checkpoints/latest` in etcd names it. Everything that reads he
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import NoReturn
 
 from pydantic import ValidationError
@@ -38,9 +39,10 @@ def folder(storage_url: str, uuid: str) -> str:
 
 
 def spec_digest(spec: JobSpec) -> str:
-    """The digest of the fields that may not change between a checkpoint and the job that goes on from it."""
-    fixed = spec.model_dump_json(exclude=set(ELASTIC))
-    return hashlib.sha256(fixed.encode()).hexdigest()
+    """The digest of the fields that may not change between a checkpoint and the job that goes on from it. Fields with their default
+    are left out: a newer version may have more of them."""
+    fixed = spec.model_dump(mode="json", exclude=set(ELASTIC), exclude_defaults=True)
+    return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
 
 
 def writers(layout: Layout, slots: SlotMap) -> tuple[int, ...]:

@@ -12,11 +12,16 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from shared.errors import NotFound, StateUnreadable
+from shared.errors import NotFound, NotReady, StateUnreadable
+from shared.etcd.client import Etcd
+from shared.etcd.errors import Compacted
+from shared.etcd.results import KeyValue
 from shared.records.record import Record
 from shared.runtime import telemetry
 
 SHOWN_BYTES = 100
+PAGE = 500
+READS = 5
 
 log = telemetry.logger("reading")
 
@@ -60,3 +65,26 @@ def understood(key: str, value: bytes) -> Iterator[None]:
         msg = f"{key} in etcd cannot be understood: {value[:SHOWN_BYTES]!r}: {error}"
         hint = "was it written by another version of Trireme, or by hand? Put its old value back, or start a new job"
         raise StateUnreadable(msg, hint=hint, key=key) from error
+
+
+async def read_below(etcd: Etcd, prefix: str, page: int = PAGE) -> tuple[dict[str, KeyValue], int]:
+    """The keys and their revision. `prefix` ends with `/`. Raises PeerError."""
+    for _ in range(READS):
+        try:
+            return await _read_pages(etcd, prefix, page)
+        except Compacted as error:  # its history was deleted between two pages
+            log.warning("reading_begins_again", cause=error.message)
+    raise NotReady(f"etcd deleted the history of {prefix} {READS} times while it was read; try again")
+
+
+async def _read_pages(etcd: Etcd, prefix: str, page_size: int) -> tuple[dict[str, KeyValue], int]:
+    """Raises Compacted."""
+    found: dict[str, KeyValue] = {}
+    first, end, revision = prefix, prefix[:-1] + "0", 0  # "0" follows "/"
+    while True:
+        page = await etcd.range(first, end, limit=page_size, revision=revision)
+        revision = revision or page.revision
+        found.update((kv.key, kv) for kv in page.kvs)
+        if not page.more:
+            return found, revision
+        first = page.kvs[-1].key + "\0"

@@ -45,6 +45,11 @@ def timestamp() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
+def wall_time() -> float:
+    """Seconds since 1970, for what users give as a time of day; it may jump."""
+    return time.time()
+
+
 def seconds_between(earlier: str, later: str) -> float:
     """Between two timestamps; negative if `later` is the earlier one."""
     return (datetime.fromisoformat(later) - datetime.fromisoformat(earlier)).total_seconds()

@@ -7,10 +7,10 @@ from typing import Any
 import httpx
 
 from master_service.api.app import make_app
-from master_service.leadership.master import Master
+from master_service.leadership.jobs_led import JobsLed
 
 
-def client_of(master: Master, token: str = "", given: str = "") -> httpx.AsyncClient:
+def client_of(master: JobsLed, token: str = "", given: str = "") -> httpx.AsyncClient:
     transport = httpx.ASGITransport(make_app(master, token=token), raise_app_exceptions=False)
     headers = {"Authorization": f"Bearer {given}"} if given else {}
     return httpx.AsyncClient(transport=transport, base_url="http://master", headers=headers)

@@ -10,11 +10,11 @@ import pytest
 from master_service.core.decisions import lifecycle
 from master_service.leadership.election import run_under_lease
 from master_service.leadership.master import Master
-from master_service.store import schema
 from master_service.store.batch import MAX_OPERATIONS
 from master_service.store.writer import MasterWriter
 from shared.errors import NotLeader, NotReady, StateUnreadable
 from shared.etcd import Compare, Etcd
+from shared.etcd.reading import read_below
 from shared.etcd.results import RangeResult
 from shared.records import FailureCause, MasterAddress, Mode, Phase, Stage, UserFailure
 from tests.equipment.virtual_loop import run_virtually
@@ -174,21 +174,19 @@ class CompactingEtcd(Etcd):
         return page
 
 
-def test_history_that_is_deleted_between_two_pages_begins_the_reading_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schema, "PAGE", 3)
-
+def test_history_that_is_deleted_between_two_pages_begins_the_reading_again() -> None:
     async def main() -> None:
         cluster = MasterCluster(spec_of())
         async with running(cluster, "t1") as first:
             held = await take(cluster, first)
         etcd = CompactingEtcd(cluster.simulated.transport("m2"))
-        found, revision = await schema.read_all(etcd, KEYS)
+        found, revision = await read_below(etcd, KEYS.prefix, 3)
         assert etcd.times == 0
         assert KEYS.pending(held.task_id) in found
         assert max(kv.mod_revision for kv in found.values()) <= revision
         etcd.times = 100
-        with pytest.raises(NotReady, match="deleted the history of job j 5 times"):
-            await schema.read_all(etcd, KEYS)
+        with pytest.raises(NotReady, match="deleted the history of /trireme/j/ 5 times"):
+            await read_below(etcd, KEYS.prefix, 3)
 
     run_virtually(main)
 

@@ -1,0 +1,131 @@
+"""Jobs of a cluster and its pool as answers of the REST API. Reads only."""
+
+from __future__ import annotations
+
+from master_service.api import render
+from master_service.api.pages import offset_of, page_of
+from master_service.api.resources import JobProgress, JobView, MasterView, MemberCounts
+from master_service.api.resources_cluster import (
+    ClusterJobPage,
+    ClusterJobView,
+    MembersHeld,
+    PoolMemberPage,
+    PoolMemberView,
+)
+from master_service.cluster.term import ClusterTerm
+from master_service.core.state.cluster import ClusterState, Place
+from master_service.leadership.master import Master
+from shared.records import JobState
+from shared.records.cluster import ClusterJob, Kind, PoolMember, Standing
+
+
+def job(term: ClusterTerm, found: ClusterJob) -> ClusterJobView:
+    led = term.jobs.get(found.job)
+    leading = led.master.current_term if led is not None else None
+    state, reason, progress = str(found.standing), found.reason, None
+    if found.standing is Standing.ACTIVE:
+        state = "STARTING"
+        if led is not None and leading is not None:
+            phase, reason = render.standing(leading.job)
+            state, progress = str(phase), render.progress(leading.job, led.master.metrics)
+    return ClusterJobView(
+        job=found.job,
+        state=state,
+        standing=found.standing,
+        reason=reason,
+        wanted=found.wanted,
+        mode=found.spec.mode,
+        scheduling=found.scheduling,
+        pservers=found.pservers_wanted,
+        members=_held(term.state, found),
+        starts=found.epoch,
+        progress=progress,
+        source_digest=found.source_digest,
+        create_time=found.create_time,
+        start_time=found.start_time,
+        end_time=found.end_time,
+    )
+
+
+def jobs(term: ClusterTerm, standing: Standing | None, page_size: int, page_token: str) -> ClusterJobPage:
+    found = [each for each in term.state.jobs.values() if standing is None or each.standing is standing]
+    found.sort(key=lambda each: (each.number, each.job))
+    page, token = page_of(found, offset_of(page_token), page_size)
+    return ClusterJobPage(jobs=tuple(job(term, each) for each in page), next_page_token=token)
+
+
+async def led(master: Master, found: ClusterJob, leader: MasterView) -> JobView:
+    """Of a job that is led now."""
+    stalled = await master.term.stall.look(master.job, master.metrics.records)
+    view = render.job(master.job, master.metrics, leader, stalled)
+    return view.model_copy(update={"standing": str(found.standing)})
+
+
+def resting(found: ClusterJob, state: JobState, leader: MasterView) -> JobView:
+    """Of a job that nobody leads now. `state`: as its last term left it."""
+    spec = found.spec
+    phase = str(state.phase if found.standing is Standing.ACTIVE else found.standing)
+    trained = state.result.trained_records
+    return JobView(
+        job=found.job,
+        phase=phase,
+        stage=state.stage,
+        mode=spec.mode,
+        generation=state.generation,
+        reason=found.reason or state.reason,
+        failure=state.failure,
+        progress=JobProgress(epoch=0, epochs=spec.epochs, records_done=trained, records_total=trained),
+        members=MemberCounts(
+            trainers=0, trainers_desired=found.most_trainers, pservers=0, pservers_desired=found.pservers_wanted
+        ),
+        losses=state.result.losses,
+        result=state.result,
+        master=leader,
+        spec=spec,
+        standing=str(found.standing),
+    )
+
+
+def pool(term: ClusterTerm, page_size: int, page_token: str) -> PoolMemberPage:
+    """In the order of their kinds and names."""
+    places = sorted(term.state.members)
+    page, token = page_of(places, offset_of(page_token), page_size)
+    return PoolMemberPage(members=tuple(_place(term.state, place) for place in page), next_page_token=token)
+
+
+def _place(state: ClusterState, place: Place) -> PoolMemberView:
+    member, assignment = state.members[place], state.assignments.get(place)
+    if member.draining:
+        name, of = "draining", member.running
+    elif assignment is None:
+        name, of = ("leaving" if member.running else "idle"), member.running
+    else:
+        runs = (member.running, member.epoch) == (assignment.job, assignment.epoch)
+        name, of = ("running" if runs else "assigned"), assignment.job
+    return PoolMemberView(
+        member_id=member.member,
+        kind=member.kind,
+        host=member.host,
+        agent=member.agent,
+        state=name,
+        job=of,
+        trouble=member.trouble,
+        cores=member.cores,
+        memory_bytes=member.memory_bytes,
+        device=member.device,
+    )
+
+
+def _held(state: ClusterState, found: ClusterJob) -> MembersHeld:
+    def count(kind: Kind) -> tuple[int, int]:
+        places = state.assigned_to(found.job, kind)
+        return len(places), sum(_runs(state.members.get(place), found) for place in places)
+
+    (trainers, trainers_running), (pservers, pservers_running) = count("trainer"), count("pserver")
+    return MembersHeld(
+        trainers=trainers, trainers_running=trainers_running, pservers=pservers, pservers_running=pservers_running
+    )
+
+
+def _runs(member: PoolMember | None, job: ClusterJob) -> bool:
+    return member is not None and (member.running, member.epoch) == (job.job, job.epoch)

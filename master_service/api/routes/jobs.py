@@ -1,0 +1,97 @@
+"""The jobs of a cluster: submit, list, pause, resume, cancel, delete. Everything inside one job is in the other routers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Header, Query, Request
+
+from master_service.api import render_cluster as render
+from master_service.api.resources import JobView, MasterView
+from master_service.api.resources_cluster import ClusterJobPage, ClusterJobView, CreateJob, JobSource, PoolMemberPage
+from master_service.api.routes.dependencies import PageSize, PageToken, answered
+from master_service.cluster.leader import ClusterMaster
+from shared.records.cluster import Standing
+
+router = APIRouter(prefix="/v1", tags=["jobs"])
+pool = APIRouter(prefix="/v1/pool-members", tags=["pool"])
+
+Key = Annotated[str, Header(alias="Idempotency-Key", max_length=200, description="the same key is the same job")]
+
+
+async def _cluster(request: Request) -> ClusterMaster:
+    cluster: ClusterMaster = request.app.state.jobs
+    return cluster
+
+
+ClusterOf = Annotated[ClusterMaster, Depends(_cluster)]
+
+
+@router.post("/jobs", operation_id="createJob", status_code=201)
+async def create_job(cluster: ClusterOf, asked: CreateJob, idempotency_key: Key = "") -> ClusterJobView:
+    """Queue a job. It starts when the pool has its parameter servers and `min_trainers` for it."""
+    job = asked.to_job(cluster.storage_url, idempotency_key)
+    created = await answered(cluster.create_job(job, asked.source))
+    return render.job(cluster.term, created)
+
+
+@router.get("/jobs", operation_id="listJobs")
+async def list_jobs(
+    cluster: ClusterOf,
+    state: Annotated[Standing | None, Query(description="only those with this standing")] = None,
+    page_size: PageSize = 100,
+    page_token: PageToken = "",
+) -> ClusterJobPage:
+    """In the order of their submission."""
+    return render.jobs(cluster.term, state, page_size, page_token)
+
+
+@router.get("/jobs/{job}", operation_id="getJob")
+async def get_job(cluster: ClusterOf, job: str) -> JobView:
+    """As far as it is: of a job that is not ACTIVE, what its last term left."""
+    term = cluster.term
+    found = term.state.job(job)
+    leader = MasterView(master_id=cluster.name, url=cluster.url, term=term.lock.term)
+    if (led := term.jobs.get(job)) is not None and led.master.current_term is not None:
+        return await render.led(led.master, found, leader)
+    return render.resting(found, await answered(cluster.state_of(job)), leader)
+
+
+@router.get("/jobs/{job}/source", operation_id="getJobSource")
+async def get_job_source(cluster: ClusterOf, job: str) -> JobSource:
+    """The script that was submitted with the job."""
+    found = cluster.state.job(job)
+    source = await answered(cluster.source_of(job))
+    return JobSource(digest=found.source_digest, file_name=source.file_name, text=source.text)
+
+
+@router.post("/jobs/{job}/pause", operation_id="pauseJob")
+async def pause_job(cluster: ClusterOf, job: str) -> ClusterJobView:
+    """It saves a checkpoint, its members become free, and it stays PAUSED until it is resumed."""
+    return render.job(cluster.term, await answered(cluster.pause_job(job)))
+
+
+@router.post("/jobs/{job}/resume", operation_id="resumeJob")
+async def resume_job(cluster: ClusterOf, job: str) -> ClusterJobView:
+    """It is QUEUED again and goes on from its newest checkpoint."""
+    return render.job(cluster.term, await answered(cluster.resume_job(job)))
+
+
+@router.post("/jobs/{job}/cancel", operation_id="cancelJob")
+async def cancel_job(cluster: ClusterOf, job: str) -> ClusterJobView:
+    """It stops for good, without a checkpoint of its last steps. Its checkpoints stay until it is deleted."""
+    return render.job(cluster.term, await answered(cluster.cancel_job(job)))
+
+
+@router.delete("/jobs/{job}", operation_id="deleteJob")
+async def delete_job(cluster: ClusterOf, job: str) -> ClusterJobView:
+    """Of a job that has ended: its keys, and its files below the cluster's storage, are deleted."""
+    return render.job(cluster.term, await answered(cluster.delete_job(job), longer_s=30.0))
+
+
+@pool.get("", operation_id="listPoolMembers")
+async def list_pool_members(
+    cluster: ClusterOf, page_size: PageSize = 100, page_token: PageToken = ""
+) -> PoolMemberPage:
+    """The places for trainers and parameter servers, idle or assigned."""
+    return render.pool(cluster.term, page_size, page_token)

@@ -1,0 +1,215 @@
+"""The master of a cluster without REST: it leads every ACTIVE job, or stands by until it may.
+
+run(): lease -> campaign for cluster/lock -> take over -> ClusterTerm ... lock or lease lost -> again, with nothing in memory
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import KW_ONLY, dataclass, field
+
+from master_service.cluster.takeover import take_over
+from master_service.cluster.term import ClusterTerm
+from master_service.control.events import EventRing
+from master_service.control.task_service import Probe
+from master_service.core.changes import Event
+from master_service.core.decisions import submission
+from master_service.core.state.cluster import ClusterDecision, ClusterState
+from master_service.leadership.election import campaign, run_under_lease
+from master_service.leadership.master import Master
+from master_service.storage.job_storage import FileStorage, JobStorage, remove_files
+from master_service.store.start_again import start_again
+from master_service.store.writer import HeldLock
+from shared.errors import Conflict, NotFound, NotLeader, NotReady, PeerError
+from shared.etcd import Etcd, Lease, LeaseLost
+from shared.etcd.reading import must_read
+from shared.keys import ClusterKeys
+from shared.records import JobSpec, JobState, MasterLock
+from shared.records.cluster import ClusterJob, Source, Standing
+from shared.runtime import clock, http, ids, telemetry
+from shared.runtime.network import own_network
+from shared.storage import files
+
+PAUSE_S = 0.5
+
+log = telemetry.logger("cluster")
+
+
+@dataclass(eq=False, repr=False)
+class ClusterMaster:
+    """`url` is where its REST API is served. `storage_url`: below it lie the files of jobs that name no place of their own.
+    `current_term`: None on a standby."""
+
+    etcd: Etcd
+    keys: ClusterKeys
+    _: KW_ONLY
+    name: str
+    url: str
+    storage_url: str
+    ttl_s: float = 3.0
+    rebalance_s: float = 30.0
+    storage: Callable[[JobSpec], JobStorage] = FileStorage
+    remove_files: Callable[[JobSpec], Awaitable[None]] = remove_files
+    probe: Probe = http.refuses_connections
+    network: str = field(default_factory=own_network)
+    events: EventRing = field(init=False, default_factory=EventRing)
+    current_term: ClusterTerm | None = field(init=False, default=None)
+    _leader: str = field(init=False, default="")
+    _leading: bool = field(init=False, default=False)
+
+    def __repr__(self) -> str:
+        return f"<ClusterMaster {self.name} at {self.url}: {self.current_term or 'standing by'}>"
+
+    # ---------------------------------------------------------------- life
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Lead or stand by until `stopping`, then give up the lease at once. Raises errors that a new term would meet again."""
+        while not stopping.is_set():
+            try:
+                await run_under_lease(self.etcd, self.ttl_s, stopping, self._lead)
+            except (PeerError, LeaseLost) as error:
+                log.warning("stepped_down", cause=error.message)
+                await asyncio.sleep(ids.jitter(PAUSE_S))
+
+    async def _lead(self, lease: Lease) -> None:
+        me = MasterLock(master=self.name, url=self.url, lease=lease.id, network=self.network)
+        try:
+            number = await campaign(self.etcd, self.keys.lock, me, lease, self.probe, self._note_leader)
+            self._leading, self._leader = True, self.url
+            lock = HeldLock(self.keys.lock, number, lease)
+            start = await take_over(self.etcd, self.keys, lock, self.url)
+            self.events.begin_term(number)
+            self.current_term = ClusterTerm(
+                self.etcd, self.keys, lock, start, self._master_of, self.events.add, rebalance_s=self.rebalance_s
+            )
+            elected = f"{self.name} leads the cluster in term {number}"
+            self.events.add([Event("leader_elected", elected, {"term": number, "url": self.url})])
+            await self.current_term.run()
+        finally:
+            self.current_term, self._leading = None, False
+
+    def _note_leader(self, holder: MasterLock) -> None:
+        self._leader = holder.url
+
+    def _master_of(self, job: ClusterJob) -> Master:
+        return Master(
+            self.etcd,
+            self.keys.keys_of(job.job),
+            name=self.name,
+            url=self.url,
+            spec=job.spec,
+            ttl_s=self.ttl_s,
+            storage=self.storage,
+            probe=self.probe,
+            network=self.network,
+        )
+
+    # ---------------------------------------------------------------- which jobs it leads
+
+    @property
+    def term(self) -> ClusterTerm:
+        """Raises NotLeader (also as soon as the lease is over by the local clock) or NotReady."""
+        if self.current_term is not None:
+            if self.current_term.lock.lease.alive:
+                return self.current_term
+            raise NotLeader(f"{self.name} lost its lease; ask its successor")
+        if self._leading:
+            raise NotReady(f"{self.name} is taking the cluster over; ask again")
+        msg = f"{self.name} stands by; the leader is {self._leader or 'not known yet'}"
+        raise NotLeader(msg, leader=self._leader)
+
+    @property
+    def state(self) -> ClusterState:
+        """To read. Raises NotLeader, NotReady."""
+        return self.term.state
+
+    def check_leading(self) -> None:
+        """Raises NotLeader, NotReady."""
+        self.term  # noqa: B018  raises
+
+    def masters(self) -> Iterable[Master]:
+        """Of the jobs that it leads now."""
+        return [led.master for led in self.current_term.jobs.values()] if self.current_term else []
+
+    def find(self, job: str | None) -> Master:
+        """None: the only job. Raises NotFound; Conflict if there are several, or the job is not ACTIVE; NotLeader, NotReady."""
+        term = self.term
+        if job is None:
+            job = self._only_job(term.state)
+        found = term.state.job(job)
+        led = term.jobs.get(job)
+        if led is not None:
+            return led.master
+        if found.standing is Standing.ACTIVE:
+            raise NotReady(f"job {job} begins; ask again")
+        raise Conflict(f"job {job} is {found.standing}: {found.reason}", hint=f"see GET /v1/jobs/{job}")
+
+    def _only_job(self, state: ClusterState) -> str:
+        if not state.jobs:
+            raise NotFound("this cluster has no job yet", hint="`trireme submit SCRIPT` starts one")
+        if len(state.jobs) > 1:
+            names = ", ".join(sorted(state.jobs)[:5])
+            msg = f"this cluster has {len(state.jobs)} jobs ({names}, ...): say which, as /v1/jobs/{{job}}/..."
+            raise Conflict(msg)
+        return next(iter(state.jobs))
+
+    # ---------------------------------------------------------------- what users ask for
+
+    async def create_job(self, job: ClusterJob, source: Source | None) -> ClusterJob:
+        """The same `job.request` is the same job. Raises Conflict, InvalidArgument, NotFound."""
+        return await self._decide(lambda state, _: submission.create(state, job, source, clock.timestamp()))
+
+    async def pause_job(self, name: str) -> ClusterJob:
+        """With a checkpoint; its members become free. Raises Conflict, NotFound."""
+        return await self._decide(lambda state, _: submission.pause(state, name))
+
+    async def resume_job(self, name: str) -> ClusterJob:
+        """PAUSED, or FAILED but not by its script: it is QUEUED again. Raises Conflict, NotFound, PeerError."""
+        failed = self.state.job(name).standing is Standing.FAILED
+        if failed and name in self.term.jobs:
+            raise NotReady(f"job {name} has failed, and its members are leaving; ask again")
+        if failed and not await start_again(self.etcd, self.keys.keys_of(name)):
+            msg = f"job {name} has FAILED for good: {self.state.job(name).reason}"
+            raise Conflict(msg, hint="mend its script and submit it under another name, or delete this one first")
+        return await self._decide(lambda state, _: submission.resume(state, name))
+
+    async def cancel_job(self, name: str) -> ClusterJob:
+        """Without a checkpoint. Raises Conflict, NotFound."""
+        return await self._decide(lambda state, _: submission.cancel(state, name, clock.timestamp()))
+
+    async def delete_job(self, name: str) -> ClusterJob:
+        """Its keys, and its files if they lie below the cluster's own storage. Raises Conflict unless it has ended, NotFound."""
+        job = self.state.job(name)
+        if name in self.term.jobs:
+            what = (
+                "has ended, and its members are leaving"
+                if job.standing.final
+                else f"is {job.standing}: cancel it first"
+            )
+            raise (NotReady if job.standing.final else Conflict)(f"job {name} {what}")
+        if job.standing.final and job.spec.storage == files.join(self.storage_url, name):
+            await self.remove_files(job.spec)
+        return await self._decide(lambda state, _: submission.delete(state, name))
+
+    async def source_of(self, name: str) -> Source:
+        """The script that the job runs. Raises NotFound, also for a job whose script was a path."""
+        job = self.state.job(name)
+        if not job.source_digest:
+            raise NotFound(f"job {name} runs {job.spec.script}, which was not submitted with it")
+        found = await self.etcd.get(self.keys.source(job.source_digest))
+        if found is None:
+            raise NotFound(f"the script of job {name} is gone from etcd")
+        return must_read(Source, found.key, found.value)
+
+    async def state_of(self, name: str) -> JobState:
+        """Of a job that nobody leads now, as its last term left it. Raises NotFound, PeerError."""
+        self.state.job(name)
+        found = await self.etcd.get(self.keys.keys_of(name).state)
+        return must_read(JobState, found.key, found.value) if found else JobState()
+
+    async def _decide(self, decision: Callable[[ClusterState, float], ClusterDecision[ClusterJob]]) -> ClusterJob:
+        term = self.term
+        answer = await term.writer.decide(decision)
+        term.look_again()
+        return answer

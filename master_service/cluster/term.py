@@ -1,0 +1,130 @@
+"""One term of a cluster's leader: its writer, its watch of the pool, the schedule, and one JobTerm for each ACTIVE job.
+
+a job, a member or time changes ─► schedule ─► assignments, starts written ─► JobTerms begin; preempted, paused, cancelled ones stop
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from master_service.cluster.job_term import JobTerm
+from master_service.cluster.takeover import ClusterTakeover
+from master_service.cluster.watch import PoolWatch
+from master_service.cluster.writer import MAX_CHANGES, ClusterWriter
+from master_service.core.changes import Event
+from master_service.core.decisions.scheduling import Schedule, schedule
+from master_service.core.decisions.standing import finish
+from master_service.core.state.cluster import ClusterDecision, ClusterState, Place
+from master_service.leadership.master import Master
+from master_service.store.writer import HeldLock
+from shared.errors import TriremeError
+from shared.etcd import Etcd
+from shared.keys import ClusterKeys
+from shared.records.cluster import ClusterJob, PoolMember, Standing
+from shared.runtime import clock, telemetry
+
+LOOK_S = 5.0
+
+log = telemetry.logger("cluster")
+
+MakeMaster = Callable[[ClusterJob], Master]
+
+
+class ClusterTerm:
+    """`state` may be read at any time; jobs and assignments change only through `writer`. `make` makes the Master of a job."""
+
+    def __init__(
+        self,
+        etcd: Etcd,
+        keys: ClusterKeys,
+        lock: HeldLock,
+        start: ClusterTakeover,
+        make: MakeMaster,
+        on_events: Callable[[Sequence[Event]], None],
+        *,
+        rebalance_s: float,
+    ) -> None:
+        self.lock = lock
+        self.state: ClusterState = start.state
+        self.jobs: dict[str, JobTerm] = {}
+        self.writer = ClusterWriter(
+            etcd, keys, start.state, lock, commit_revision=start.commit_revision, on_events=on_events
+        )
+        self._start, self._make, self._rebalance_s = start, make, rebalance_s
+        self._watch = PoolWatch(etcd, keys, self._on_member)
+        self._changed = asyncio.Event()
+        self._group: asyncio.TaskGroup
+
+    def __repr__(self) -> str:
+        return f"<ClusterTerm {self.lock.term}: {self.state!r}, leads {sorted(self.jobs)}>"
+
+    async def run(self) -> None:
+        """Until the lock is lost (raises LockLost in an ExceptionGroup) or cancelled."""
+        self._watch.start(self._start.pool)
+        try:
+            async with asyncio.TaskGroup() as self._group:
+                self._group.create_task(self._watch.run(self._start.revision + 1))
+                self._group.create_task(self._keep_schedule())
+        finally:
+            self.writer.end()
+
+    def look_again(self) -> None:
+        """A job has changed."""
+        self._changed.set()
+
+    def _on_member(self, place: Place, member: PoolMember | None) -> None:
+        self.state.see(place, member, clock.monotonic())
+        self._changed.set()
+
+    # ---------------------------------------------------------------- the schedule
+
+    async def _keep_schedule(self) -> None:
+        while True:
+            self._changed.clear()
+            planned = await self.writer.decide(self._plan)
+            self._follow()
+            if len(planned.changes) > MAX_CHANGES:
+                continue  # the rest, in another transaction
+            limit_s = LOOK_S if planned.next_look_s is None else min(LOOK_S, max(0.01, planned.next_look_s))
+            try:
+                async with asyncio.timeout(limit_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+
+    def _plan(self, state: ClusterState, now: float) -> ClusterDecision[Schedule]:
+        planned = schedule(state, now, clock.wall_time(), self._rebalance_s)
+        return ClusterDecision(planned, planned.changes[:MAX_CHANGES], planned.events)
+
+    def _follow(self) -> None:
+        """Begin what is ACTIVE and not led yet; stop what shall stop."""
+        for job in self.state.jobs.values():
+            if job.standing is not Standing.ACTIVE:
+                continue
+            if job.job not in self.jobs:
+                self.jobs[job.job] = term = JobTerm(self._make(job), job, self.lock.lease, self._finish)
+                self._group.create_task(self._run_job(term))
+            if job.wanted == "pause":
+                self.jobs[job.job].stop(Standing.PAUSED, job.reason)
+            elif job.wanted == "cancel":
+                self.jobs[job.job].stop(Standing.CANCELLED, job.reason)
+            elif job.preempted_by:
+                self.jobs[job.job].stop(Standing.QUEUED, f"job {job.preempted_by} needs its members")
+
+    async def _run_job(self, term: JobTerm) -> None:
+        try:
+            await term.run()
+        except TriremeError:
+            raise
+        except Exception:  # a bug that one job meets must not end the others; it is led anew
+            log.exception("job_term_failed", job=term.job)
+            await asyncio.sleep(LOOK_S)
+        finally:
+            self.jobs.pop(term.job, None)
+            self._changed.set()
+
+    async def _finish(self, name: str, standing: Standing, reason: str) -> None:
+        stamp = clock.timestamp()
+        await self.writer.decide(lambda state, _: finish(state, name, standing, reason, stamp))
+        self._changed.set()

@@ -1,0 +1,143 @@
+"""The only writer of a cluster's own keys: decide -> compare-and-set -> answer. One write at a time.
+
+Each write compares the cluster's lock (its create_revision is the term) and `cluster/commit`, where the write before has left its
+name. So writes form a chain: a late attempt of an earlier one, or of an earlier leader, is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from master_service.core.changes import Event
+from master_service.core.state.cluster import (
+    ClusterChange,
+    ClusterDecision,
+    ClusterState,
+    DropAssignment,
+    DropJob,
+    DropSource,
+    PutAssignment,
+    PutJob,
+    PutSource,
+)
+from master_service.store.writer import HeldLock, LockLost
+from shared.errors import NotLeader, TooLarge
+from shared.etcd import Compare, Delete, Etcd, Get, Put, TxnResult
+from shared.etcd.fenced_write import FencedWrite
+from shared.keys import ClusterKeys
+from shared.runtime import clock, ids
+
+MAX_CHANGES = 90  # of one transaction
+MAX_BYTES = 900 << 10  # the client takes 1 MiB, keys included
+PAUSE_S = 0.1
+
+A = TypeVar("A")
+
+
+class Overtaken(LockLost):
+    """A write of the term before landed in between. Only the first write of a term can meet this."""
+
+
+class ClusterWriter:
+    """`state` may be read at any time. `commit_revision`: of `cluster/commit` as this term found it."""
+
+    def __init__(
+        self,
+        etcd: Etcd,
+        keys: ClusterKeys,
+        state: ClusterState,
+        lock: HeldLock,
+        *,
+        commit_revision: int,
+        on_events: Callable[[Sequence[Event]], None],
+    ) -> None:
+        self.state = state
+        self._etcd, self._keys, self._lock = etcd, keys, lock
+        self._commit_revision, self._on_events = commit_revision, on_events
+        self._turn = asyncio.Lock()
+        self._over = False
+
+    async def decide(self, decision: Callable[[ClusterState, float], ClusterDecision[A]]) -> A:
+        """The decision's answer, once its changes are in etcd. Raises what the decision raises; LockLost when the term is over (the
+        outcome is then unknown)."""
+        async with self._turn:
+            self._check()
+            now = clock.monotonic()
+            decided = decision(self.state, now)
+            if decided.changes:
+                await self._write(decided.changes)
+                for change in decided.changes:
+                    self.state.apply(change, now)
+            self._on_events(decided.events)
+            return decided.answer
+
+    def end(self) -> None:
+        """The term is over: nothing is decided any more."""
+        self._over = True
+
+    async def _write(self, changes: Sequence[ClusterChange]) -> None:
+        writes = list(operations(self._keys, changes))
+        size = sum(len(write.value) for write in writes if isinstance(write, Put))
+        if len(writes) > MAX_CHANGES or size > MAX_BYTES:
+            msg = f"{len(writes)} changes with {size} bytes do not fit into one transaction ({MAX_CHANGES}, {MAX_BYTES} bytes)"
+            raise TooLarge(msg)
+        self._commit_revision = await write_under(
+            self._etcd, self._keys, self._lock, self._commit_revision, writes, self._check
+        )
+
+    def _check(self) -> None:
+        if self._over or not self._lock.lease.alive:
+            raise LockLost("this master leads the cluster no more; ask its successor")
+
+
+async def write_under(
+    etcd: Etcd,
+    keys: ClusterKeys,
+    lock: HeldLock,
+    commit_revision: int,
+    writes: Sequence[Put | Delete],
+    check: Callable[[], None],
+) -> int:
+    """Write once, under the lock and after the write at `commit_revision`; the revision. Raises LockLost, what `check` raises."""
+    name = ids.new_id("cluster").encode()
+
+    async def landed(found: TxnResult) -> int:
+        holder, marker = found.range(0).first, found.range(1).first
+        if holder is None or holder.create_revision != lock.term:
+            raise LockLost(f"the cluster's lock of term {lock.term} is lost")
+        if marker is None or marker.value != name:
+            msg = f"{keys.commit} was written after revision {commit_revision} by an earlier leader"
+            raise Overtaken(msg)
+        return marker.mod_revision
+
+    fence = [lock.compare(), Compare.mod(keys.commit, "==", commit_revision)]
+    write = FencedWrite(etcd, fence, [*writes, Put(keys.commit, name)], [Get(lock.key), Get(keys.commit)], landed)
+    outcome = await write.until_answered(check, PAUSE_S)
+    if not isinstance(outcome, int):
+        raise NotLeader("the write was refused; the cluster's lock is lost")
+    return outcome
+
+
+def operations(keys: ClusterKeys, changes: Iterable[ClusterChange]) -> Iterable[Put | Delete]:
+    """The last change of a key wins: a transaction may write a key once."""
+    by_key: dict[str, Put | Delete] = {}
+    for change in changes:
+        match change:
+            case PutJob(job):
+                by_key[keys.job(job.job)] = Put(keys.job(job.job), job.to_bytes())
+            case DropJob(name):
+                job_keys = keys.keys_of(name)
+                by_key[keys.job(name)] = Delete(keys.job(name))
+                by_key[job_keys.prefix] = Delete(job_keys.prefix, prefix=True)
+            case PutAssignment(place, assignment):
+                key = keys.assignment(*place)
+                by_key[key] = Put(key, assignment.to_bytes())
+            case DropAssignment(place):
+                by_key[keys.assignment(*place)] = Delete(keys.assignment(*place))
+            case PutSource(digest, source):
+                by_key[keys.source(digest)] = Put(keys.source(digest), source.to_bytes())
+            case DropSource(digest):
+                by_key[keys.source(digest)] = Delete(keys.source(digest))
+    return by_key.values()

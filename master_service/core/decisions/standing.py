@@ -1,0 +1,29 @@
+"""What becomes of a job of a cluster whose term has ended: done, failed, or left as its users or the schedule wanted."""
+
+from __future__ import annotations
+
+from master_service.core.changes import Event, Fields
+from master_service.core.state.cluster import ClusterDecision, ClusterState, PutJob
+from shared.records.cluster import Standing
+
+EVENTS = {
+    Standing.COMPLETED: "job_completed",
+    Standing.FAILED: "job_failed",
+    Standing.PAUSED: "job_paused",
+    Standing.QUEUED: "job_queued",
+    Standing.CANCELLED: "job_cancelled",
+}
+
+
+def finish(state: ClusterState, name: str, standing: Standing, reason: str, stamp: str) -> ClusterDecision[None]:
+    """`standing`: where it is now. Nothing changes if the job is not ACTIVE any more: another term has done it."""
+    job = state.jobs.get(name)
+    if job is None or job.standing is not Standing.ACTIVE:
+        return ClusterDecision(None)
+    if standing is Standing.QUEUED and job.wanted != "run":  # asked for while it was being preempted
+        standing = Standing.PAUSED if job.wanted == "pause" else Standing.CANCELLED
+    ended = stamp if standing.final else ""
+    update = {"standing": standing, "reason": reason, "end_time": ended, "preempted_by": ""}
+    fields: Fields = {"job": name, "epoch": job.epoch}
+    event = Event(EVENTS[standing], f"job {name} is {standing}: {reason}", fields)
+    return ClusterDecision(None, (PutJob(job.model_copy(update=update)),), (event,))

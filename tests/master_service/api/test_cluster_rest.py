@@ -1,0 +1,110 @@
+"""The REST API of a cluster: jobs and the pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shared.records.cluster import Source, Standing
+from tests.equipment.virtual_loop import run_virtually
+from tests.equipment.waiting import until
+from tests.master_service.api.client import check_problem, client_of
+from tests.master_service.many_jobs import Jobs
+
+SETTINGS = {
+    "dataset": {"kind": "text_lines", "urls": ["train.txt"]},
+    "mode": "async",
+    "checkpoint_kind": "independent",
+    "global_batch_size": 8,
+    "records_per_task": 10,
+    "max_discarded_fraction": 1.0,
+}
+
+
+def wanted(name: str, **values: Any) -> dict[str, Any]:
+    return {"name": name, "settings": SETTINGS, "script": "train.py", **values}
+
+
+def test_a_job_is_submitted_shown_and_deleted_by_rest() -> None:
+    async def main() -> None:
+        jobs = Jobs()
+        source = {"file_name": "train.py", "text": "print('hello')"}
+        async with jobs.leading(remove_files=removed([])) as leader, client_of(leader) as client:
+            body = {**wanted("a", scheduling={"priority": 7, "min_trainers": 2}), "script": "", "source": source}
+            created = await client.post("/v1/jobs", json=body, headers={"Idempotency-Key": "once"})
+            assert created.status_code == 201, created.text
+            shown = created.json()
+            assert (shown["job"], shown["state"], shown["scheduling"]["priority"]) == ("a", "QUEUED", 7)
+            again = await client.post("/v1/jobs", json=body, headers={"Idempotency-Key": "once"})
+            assert again.json()["create_time"] == shown["create_time"]
+            whole = (await client.get("/v1/jobs/a")).json()
+            assert (whole["phase"], whole["standing"]) == ("QUEUED", "QUEUED")
+            assert whole["spec"]["script"] == Source(**source).script
+            assert whole["spec"]["storage"] == "memory://cluster/a"
+            stored = (await client.get("/v1/jobs/a/source")).json()
+            assert stored["text"] == source["text"]
+            check_problem(await client.get("/v1/jobs/a/tasks"), 409, "CONFLICT")
+            async with jobs.pool(3, 1):
+                await until(lambda: leader.state.job("a").standing is Standing.ACTIVE, "the job to start")
+                members = (await client.get("/v1/pool-members")).json()["members"]
+                assert [member["member_id"] for member in members] == ["p0", "t0", "t1", "t2"]
+                await until(lambda: leader.state.job("a").standing is Standing.COMPLETED, "the job to end")
+                await until(lambda: not leader.term.jobs, "its term to end")
+            listed = (await client.get("/v1/jobs", params={"state": "COMPLETED"})).json()["jobs"]
+            assert [job["job"] for job in listed] == ["a"]
+            assert (await client.get("/v1/jobs", params={"state": "QUEUED"})).json()["jobs"] == []
+            assert (await client.delete("/v1/jobs/a")).status_code == 200
+            check_problem(await client.get("/v1/jobs/a"), 404, "NOT_FOUND")
+
+    run_virtually(main)
+
+
+def removed(names: list[str]) -> Any:
+    async def remove(spec: Any) -> None:
+        names.append(spec.job)
+
+    return remove
+
+
+def test_bad_requests_are_one_problem_each_and_change_nothing() -> None:
+    async def main() -> None:
+        jobs = Jobs()
+        async with jobs.leading() as leader, client_of(leader) as client:
+            source = {"file_name": "train.py", "text": "x = 1"}
+            for body, where in (
+                (wanted("a/b"), "name"),
+                (wanted(".."), "name"),
+                (wanted("a", source=source), "source"),
+                ({**wanted("a"), "script": ""}, "source"),
+                ({**wanted("a"), "colour": 1}, "colour"),
+                (wanted("a", scheduling={"min_trainers": 3, "max_trainers": 2}), "max_trainers 2"),
+                (wanted("a", scheduling={"priority": 101}), "priority"),
+                ({**wanted("a"), "settings": {**SETTINGS, "lanes": 3}}, "lanes"),
+                ({**wanted("a"), "script": "", "source": {**source, "file_name": "../x.py"}}, "file_name"),
+            ):
+                problem = check_problem(await client.post("/v1/jobs", json=body), 422, "INVALID_ARGUMENT")
+                assert where in str(problem), problem
+            for name in ("jobs", "pool", "cluster", "sources", "schedules"):
+                response = await client.post("/v1/jobs", json=wanted(name))
+                assert response.status_code in (400, 422), response.text
+            for path in ("pause", "resume", "cancel"):
+                check_problem(await client.post(f"/v1/jobs/none/{path}"), 404, "NOT_FOUND")
+            check_problem(await client.delete("/v1/jobs/none"), 404, "NOT_FOUND")
+            assert leader.state.jobs == {}
+            await client.post("/v1/jobs", json=wanted("a"))
+            check_problem(await client.post("/v1/jobs", json=wanted("a")), 409, "CONFLICT")
+            check_problem(await client.delete("/v1/jobs/a"), 409, "CONFLICT")
+
+    run_virtually(main)
+
+
+def test_a_standby_names_the_leader() -> None:
+    async def main() -> None:
+        jobs = Jobs()
+        async with jobs.leading("m1"):
+            standby = jobs.master("m2")
+            async with client_of(standby) as client:
+                check_problem(await client.get("/v1/jobs"), 503, "NOT_LEADER")
+                check_problem(await client.get("/readyz"), 503, "NOT_LEADER")
+                assert "trireme_master_leading 0.0" in (await client.get("/metrics")).text
+
+    run_virtually(main)

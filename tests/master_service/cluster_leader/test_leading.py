@@ -1,0 +1,139 @@
+"""The leader of a cluster: jobs start, end, pause and go on; another leader goes on where this one was."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from shared.errors import Conflict, NotFound, NotLeader
+from shared.records.cluster import Source, Standing
+from tests.equipment.virtual_loop import run_virtually
+from tests.equipment.waiting import until
+from tests.master_service.many_jobs import Jobs, job_of
+
+
+def test_a_job_starts_when_the_pool_has_its_members_and_ends_and_its_keys_go_with_it() -> None:
+    async def main() -> None:
+        jobs = Jobs()
+        async with jobs.leading() as leader:
+            created = await leader.create_job(job_of("a"), None)
+            assert created.standing is Standing.QUEUED
+            async with jobs.pool(2, 1):
+                await until(lambda: leader.state.job("a").standing is Standing.ACTIVE, "the job to start")
+                with pytest.raises(Conflict, match="a"):
+                    await leader.delete_job("a")
+                await until(lambda: leader.state.job("a").standing is Standing.COMPLETED, "the job to end")
+                assert Counter(jobs.taken) == Counter({("a", 0, str(task)): 1 for task in range(4)} | exported("a"))
+                await until(lambda: not leader.state.assignments, "the members to be free")
+                await until(lambda: not leader.term.jobs, "the term of the job to end")
+                assert await jobs.etcd.get(jobs.keys.keys_of("a").master_lock) is None
+                await leader.delete_job("a")
+                left = (await jobs.etcd.range(jobs.keys.keys_of("a").prefix, prefix=True)).kvs
+                assert list(left) == []
+                with pytest.raises(NotFound):
+                    leader.find("a")
+
+    run_virtually(main)
+
+
+def exported(job: str) -> dict[tuple[str, int, str], int]:
+    return {(job, 0, "export-0"): 1}
+
+
+def test_two_jobs_run_at_once_with_members_of_their_own() -> None:
+    async def main() -> None:
+        jobs = Jobs(tasks=20)
+        async with jobs.leading() as leader, jobs.pool(4, 2) as places:
+            for name in ("a", "b"):
+                await leader.create_job(job_of(name), None)
+            await until(lambda: set(leader.term.jobs) == {"a", "b"}, "both jobs to be led")
+            with pytest.raises(Conflict, match="2 jobs"):
+                leader.find(None)
+            for name in ("a", "b"):
+                await until(lambda name=name: leader.state.job(name).standing is Standing.COMPLETED, f"{name} to end")
+            done = Counter(job for job, _, task in jobs.taken if task.isdigit())
+            assert done == {"a": 20, "b": 20}
+            assert len(set(jobs.taken)) == len(jobs.taken)
+            assert {job for place in places for job, _ in place.history} == {"a", "b"}
+
+    run_virtually(main)
+
+
+def test_a_paused_job_leaves_its_members_and_a_cancelled_one_ends() -> None:
+    async def main() -> None:
+        jobs = Jobs(tasks=40)
+        async with jobs.leading() as leader, jobs.pool(2, 1):
+            await leader.create_job(job_of("a"), None)
+            await until(lambda: len(jobs.taken) > 4, "some tasks")
+            await leader.pause_job("a")
+            await until(lambda: leader.state.job("a").standing is Standing.PAUSED, "the pause")
+            await until(lambda: not leader.state.assignments, "the members to be free")
+            with pytest.raises(Conflict, match="PAUSED"):
+                leader.find("a")
+            await leader.create_job(job_of("b"), None)
+            await until(lambda: "b" in leader.term.jobs, "the second job to be led")
+            await leader.cancel_job("b")
+            await until(lambda: leader.state.job("b").standing is Standing.CANCELLED, "the end of the second")
+            await until(lambda: not leader.state.assignments, "the members to be free")
+
+    run_virtually(main)
+
+
+def test_the_next_leader_goes_on_with_every_job_and_the_one_before_answers_no_more() -> None:
+    async def main() -> None:
+        jobs = Jobs(tasks=40)
+        async with jobs.pool(3, 2), jobs.leading("m2") as _:
+            pass
+        async with jobs.pool(3, 2):
+            async with jobs.leading("m1") as first:
+                for name in ("a", "b"):
+                    await first.create_job(job_of(name), None)
+                await until(lambda: len(jobs.taken) > 6, "some tasks")
+            with pytest.raises(NotLeader):
+                first.find("a")
+            async with jobs.leading("m3") as second:
+                assert set(second.state.jobs) == {"a", "b"}
+                for name in ("a", "b"):
+                    await until(
+                        lambda name=name: second.state.job(name).standing is Standing.COMPLETED, f"{name} to end", 300
+                    )
+                done = Counter((job, task) for job, _, task in jobs.taken if task.isdigit())
+                assert len(done) == 80
+                assert [job.epoch for job in second.state.jobs.values()] == [1, 1]
+
+    run_virtually(main)
+
+
+def test_a_script_is_stored_once_and_goes_with_its_last_job() -> None:
+    async def main() -> None:
+        jobs, source = Jobs(), Source(file_name="train.py", text="print('hello')")
+        async with jobs.leading() as leader:
+            for name in ("a", "b"):
+                job = job_of(name, script=source.script).model_copy(update={"source_digest": source.digest})
+                await leader.create_job(job, source)
+            assert await leader.source_of("b") == source
+            for name in ("a", "b"):
+                await leader.cancel_job(name)
+                assert await jobs.etcd.get(jobs.keys.source(source.digest)) is not None
+                await leader.delete_job(name)
+            assert await jobs.etcd.get(jobs.keys.source(source.digest)) is None
+
+    run_virtually(main)
+
+
+def test_two_masters_never_lead_at_once_though_the_first_believes_it_does() -> None:
+    """The lease of the first runs out unseen (etcd is cut off); what it decides then is refused."""
+
+    async def main() -> None:
+        jobs = Jobs()
+        async with jobs.leading("m1") as first:
+            term = first.term
+            jobs.simulated.cut("m1")
+            async with jobs.leading("m2") as second:
+                with pytest.raises(NotLeader):
+                    await first.create_job(job_of("a"), None)
+                await second.create_job(job_of("a"), None)
+                assert term.state.jobs == {}
+
+    run_virtually(main)

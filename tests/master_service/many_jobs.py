@@ -1,0 +1,197 @@
+"""Cluster masters on a simulated etcd in virtual time, and host agents whose processes are keys and calls only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+from master_service.cluster.leader import ClusterMaster
+from shared.errors import TriremeError
+from shared.etcd import Etcd
+from shared.etcd.reading import read_record
+from shared.keys import ClusterKeys, Keys
+from shared.records import AcquireTask, CompleteTask, JobSpec, Phase, PserverMember, TrainerMember
+from shared.records.cluster import Assignment, ClusterJob, Kind, PoolMember, Scheduling
+from shared.records.job import JobState
+from shared.runtime import ids
+from tests.equipment.etcd.simulated import SimulatedEtcd
+from tests.equipment.waiting import until
+from tests.master_service.cluster import Storage, spec_of
+
+ROOT = "trireme"
+
+
+def job_of(name: str, scheduling: dict[str, Any] | None = None, request: str = "", **values: Any) -> ClusterJob:
+    spec: JobSpec = spec_of(job=name, storage=f"memory://{name}", **values)
+    return ClusterJob(job=name, spec=spec, scheduling=Scheduling(**scheduling or {}), request=request)
+
+
+class Jobs:
+    """One etcd, any number of cluster masters and host agents. `task_s`: how long a task takes."""
+
+    def __init__(self, *, tasks: int = 4, task_s: float = 0.1, seed: int = 0) -> None:
+        self.simulated = SimulatedEtcd()
+        self.keys = ClusterKeys(ROOT)
+        self.etcd = self.etcd_of("test")
+        self.storage = Storage(tasks)
+        self.task_s = task_s
+        self.masters: list[ClusterMaster] = []
+        self.taken: list[tuple[str, int, str]] = []  # job, epoch, task: what a trainer completed
+
+    def etcd_of(self, client: str) -> Etcd:
+        return Etcd(self.simulated.transport(client))
+
+    def master(self, name: str = "m1", **values: Any) -> ClusterMaster:
+        made = ClusterMaster(
+            self.etcd_of(name),
+            self.keys,
+            name=ids.new_id(name),
+            url=f"http://{name}",
+            storage_url="memory://cluster",
+            storage=lambda _: self.storage,
+            probe=self._refuses,
+            **values,
+        )
+        self.masters.append(made)
+        return made
+
+    async def _refuses(self, _: str) -> bool:
+        return False
+
+    @property
+    def leader(self) -> ClusterMaster | None:
+        """Who leads now."""
+        return next((master for master in self.masters if leads(master)), None)
+
+    @asynccontextmanager
+    async def leading(self, name: str = "m1", **values: Any) -> AsyncIterator[ClusterMaster]:
+        master, stopping = self.master(name, **values), asyncio.Event()
+        running = asyncio.ensure_future(master.run(stopping))
+        try:
+            await until(lambda: running.done() or leads(master), f"{master} to lead")
+            yield master
+        finally:
+            stopping.set()
+            await running
+
+    @asynccontextmanager
+    async def pool(self, trainers: int, pservers: int) -> AsyncIterator[list[Place]]:
+        places = [Place(self, "trainer", f"t{number}") for number in range(trainers)]
+        places += [Place(self, "pserver", f"p{number}") for number in range(pservers)]
+        running = [asyncio.ensure_future(place.run()) for place in places]
+        try:
+            yield places
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running)
+
+    async def job(self, name: str) -> ClusterJob | None:
+        """As etcd has it."""
+        found = await self.etcd.get(self.keys.job(name))
+        return read_record(ClusterJob, found.key, found.value) if found else None
+
+
+def leads(master: ClusterMaster) -> bool:
+    return master.current_term is not None and master.current_term.lock.lease.alive
+
+
+class Place:
+    """A place of a host agent, and the process that it runs: a trainer that takes tasks, or a parameter server that is a key."""
+
+    def __init__(self, jobs: Jobs, kind: Kind, name: str) -> None:
+        self._jobs, self.kind, self.name = jobs, kind, name
+        self.etcd = jobs.etcd_of(name)
+        self.member = PoolMember(member=name, kind=kind, host="h", agent="a", pid=1, incarnation=ids.new_id(name))
+        self.history: list[tuple[str, int]] = []
+
+    async def run(self) -> None:
+        keys, lease = self._jobs.keys, await self.etcd.grant(3600)
+        key, watched = keys.member(self.kind, self.name), keys.assignment(self.kind, self.name)
+        await self.etcd.put(key, self.member.to_bytes(), lease.id)
+        child: asyncio.Task[None] | None = None
+        now: tuple[str, int] | None = None
+        async with aclosing(self.etcd.watch(watched)) as batches:
+            async for batch in batches:
+                values = [kv.value for kv in batch.kvs] if batch.reset else []
+                values += [event.kv.value if event.type == "put" else b"" for event in batch.events]
+                wanted = read_record(Assignment, watched, values[-1]) if values and values[-1] else None
+                start = (wanted.job, wanted.epoch) if wanted else None
+                if start == now:
+                    continue
+                if child is not None:
+                    child.cancel()
+                    await asyncio.wait([child])
+                    await asyncio.sleep(0.05)
+                child, now = None, start
+                update: dict[str, Any] = {"running": start[0] if start else "", "epoch": start[1] if start else 0}
+                self.member = self.member.model_copy(update=update)
+                await self.etcd.put(key, self.member.to_bytes(), lease.id)
+                if start is not None:
+                    self.history.append(start)
+                    serve = self._train if self.kind == "trainer" else self._serve
+                    child = asyncio.ensure_future(serve(*start))
+
+    async def _serve(self, job: str, epoch: int) -> None:
+        """As a pserver: the lowest free index; parameters are there at once."""
+        keys, lease = Keys(job, ROOT), await self.etcd.grant(3600)
+        try:
+            index = 0
+            while True:
+                record = PserverMember(
+                    index=index,
+                    url=f"http://{self.name}",
+                    incarnation=f"{self.name}-{epoch}",
+                    host="h",
+                    pid=1,
+                    lease=lease.id,
+                )
+                if await self.etcd.get(keys.pserver(index)) is None:
+                    await self.etcd.put(keys.pserver(index), record.to_bytes(), lease.id)
+                    break
+                index += 1
+            await self.etcd.put(keys.layout, b"{}")
+            await self.etcd.put(keys.init_done, b"done")
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.shield(asyncio.ensure_future(lease.revoke()))
+
+    async def _train(self, job: str, epoch: int) -> None:
+        keys, lease = Keys(job, ROOT), await self.etcd.grant(3600)
+        name = f"{self.name}-{epoch}"
+        record = TrainerMember(trainer=name, url=f"http://{name}", incarnation=name, host="h", pid=1, lease=lease.id)
+        try:
+            await self.etcd.put(keys.trainer(name), record.to_bytes(), lease.id)
+            while not await self._over(keys):
+                await self._work(job, name)
+        finally:
+            await asyncio.shield(asyncio.ensure_future(lease.revoke()))
+
+    async def _over(self, keys: Keys) -> bool:
+        found = await self.etcd.get(keys.state)
+        state = read_record(JobState, found.key, found.value) if found else None
+        return state is not None and state.phase in (Phase.COMPLETED, Phase.FAILED)
+
+    async def _work(self, job: str, trainer: str) -> None:
+        """One task, or a moment."""
+        try:
+            leader = self._jobs.leader
+            if leader is None:
+                await asyncio.sleep(0.05)
+                return
+            master = leader.find(job)
+            ask = AcquireTask(trainer=trainer, request=ids.new_id("r"), generation=master.job.state.generation)
+            task = (await master.acquire_task(ask)).task
+            if task is None:
+                await asyncio.sleep(0.05)
+                return
+            await asyncio.sleep(self._jobs.task_s)
+            leader = self._jobs.leader
+            if leader is not None:
+                report = CompleteTask(trainer=trainer, attempt=task.attempt, epoch=task.epoch)
+                await leader.find(job).complete_task(task.task_id, report)
+                self._jobs.taken.append((job, task.epoch, task.task_id))
+        except TriremeError:
+            await asyncio.sleep(0.05)
