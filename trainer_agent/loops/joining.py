@@ -68,7 +68,8 @@ class Joiner:
         except Gone as error:
             log.info("joining_again", cause=error.message)
             self._version = None
-        except StaleGeneration:
+        except StaleGeneration as error:
+            log.info("generation_stale", cause=error.message)
             await self._directory.changed(self._directory.revision, REFRESH_S)
         except TaskFailed as failed:
             log.warning("task_failed", task=failed.task.task_id, attempt=failed.task.attempt, cause=str(failed.error))

@@ -36,7 +36,7 @@ class SyncLoop:
 
     def __init__(self, context: LoopContext) -> None:
         self._spec, self._compute, self._transfer = context.spec, context.compute, context.transfer
-        self._source, self._reports = context.source, context.reports
+        self._source, self._reports, self._duty = context.source, context.reports, context.duty
         self._readers = LaneReaders(context.source, lambda: context.transfer.generation)
         self._joiner = Joiner(context, self._readers)
         self._repair = StepRepair(context, self._readers, self._joiner, self._push)
@@ -72,7 +72,8 @@ class SyncLoop:
         """One optimizer update of the whole model: from `version` to the next one. Raises Gone, TaskFailed, TrainingOver."""
         positions = positions_of_step(version.positions)
         if positions[0].epoch >= self._spec.epochs:
-            await self._readers.announce_end(positions[0].epoch)
+            first, _ = self._duty().lanes  # lanes may have moved since the readers were made
+            await self._readers.announce_end(first, positions[0].epoch)
         step = Step(version.version, positions, self._joiner.begin_step(version))
         with self._repair.contributing():
             async with asyncio.TaskGroup() as group:

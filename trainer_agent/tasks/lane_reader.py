@@ -190,7 +190,8 @@ class LaneReaders:
             if reader.held is not None and reader.held[0].task_id == task.task_id:
                 reader.drop()
 
-    async def announce_end(self, epoch: int) -> None:
-        """Acquiring from the epoch after the last one tells the master that everything is committed. Raises TrainingOver."""
-        await self._source.acquire(self._generation(), min(self._readers, default=0), epoch)
+    async def announce_end(self, lane: int, epoch: int) -> None:
+        """Acquiring from the epoch after the last one, for one of the trainer's lanes of now, tells the master that everything
+        is committed. Raises TrainingOver, StaleGeneration."""
+        await self._source.acquire(self._generation(), lane, epoch)
         raise TrainingOver

@@ -159,6 +159,27 @@ async def test_training_goes_on_with_the_tasks_at_hand_while_the_master_is_away(
         assert differing(undisturbed, made.exported()) == []
 
 
+async def test_the_end_of_training_is_announced_for_a_lane_that_is_its_trainers_now(tmp_path):
+    """The master is told of no finished task, and all lanes move between the last version and the announcement."""
+    common = {"lanes": 2, "global_batch_size": 4, "records_per_task": 30, "epochs": 1}
+    script = write_script(tmp_path)
+    undisturbed = await trained(spec_for(script, **common, storage=str(tmp_path / "a")))
+    async with cluster(spec_for(script, **common, storage=str(tmp_path / "b")), 2) as made:
+        await made.version(1)
+        made.port.away = True
+        await made.version(15)
+        await made.kill("trainer-0-x")
+        made.add_trainer("trainer-2-x")
+        await made.directory.wait_for(
+            lambda view: view.trainers.lanes_of("trainer-1-x") == (0, 1) and "trainer-2-x" in view.trainers,
+            50.0,
+            "lane 0 to move to trainer-1-x, which had lane 1",
+        )
+        made.port.away = False
+        assert (await made.ended(20.0)).phase is Phase.COMPLETED
+        assert differing(undisturbed, made.exported()) == []
+
+
 async def test_a_trainer_asked_to_stop_leaves_with_code_0_and_the_others_finish(tmp_path):
     script = write_script(tmp_path)
     common = {"lanes": 2, "global_batch_size": 4, "records_per_task": 8, "epochs": 3}
