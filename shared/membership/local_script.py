@@ -77,10 +77,13 @@ class LocalScripts:
 
     def _written(self, source: Source) -> Path:
         """Blocks. Another process may write the same file at the same time: each renames a complete one."""
-        place, content = self._own_folder() / source.digest / source.file_name, source.text.encode()
-        if not (place.is_file() and place.read_bytes() == content):
-            files.write_bytes(str(place), content)
-        return place
+        folder = self._own_folder() / source.digest
+        for name, text in {**source.modules, source.file_name: source.text}.items():
+            place, content = folder / name, text.encode()
+            if not (place.is_file() and place.read_bytes() == content):
+                place.parent.mkdir(parents=True, exist_ok=True)
+                files.write_bytes(str(place), content)
+        return folder / source.file_name
 
     def _own_folder(self) -> Path:
         """Code is run from here, so nobody else may write into it. Raises InvalidArgument."""

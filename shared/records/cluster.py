@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -17,6 +17,7 @@ SOURCE_BYTES = 512 << 10
 RESERVED = ("cluster", "jobs", "pool", "schedules", "sources")  # names of keys beside the jobs' own
 SOURCE_SCHEME = "source:"
 _FILE_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,120}\.py"
+_MODULE_PATH = r"^([A-Za-z_][A-Za-z0-9_]{0,120}/){0,16}[A-Za-z_][A-Za-z0-9_]{0,120}\.py$"
 _STORED = re.compile(rf"{SOURCE_SCHEME}([0-9a-f]{{64}})/({_FILE_NAME})")
 
 
@@ -71,15 +72,34 @@ class Scheduling(Record):
 
 
 class Source(Record):
-    """A job's script. Stored once under its digest; a spec names it as `source:<digest>/<file_name>`."""
+    """A job's script, and the modules beside it that it imports: path below the script's folder -> text. Stored once under its digest;
+    a spec names it as `source:<digest>/<file_name>`. At most SOURCE_BYTES in all."""
 
     file_name: str = Field(pattern=f"^{_FILE_NAME}$")
     text: str = Field(max_length=SOURCE_BYTES)
+    modules: dict[Annotated[str, Field(pattern=_MODULE_PATH, max_length=500)], str] = Field(
+        default_factory=dict, max_length=1000
+    )
+
+    @model_validator(mode="after")
+    def _bounded(self) -> Source:
+        size = sum(len(text.encode()) for text in (self.text, *self.modules.values()))
+        if size > SOURCE_BYTES:
+            msg = f"the script and its {len(self.modules)} modules have {size} bytes, at most {SOURCE_BYTES} are taken; install the modules on the members"
+            raise ValueError(msg)
+        if self.file_name in self.modules:
+            msg = f"{self.file_name} is the script and a module, too"
+            raise ValueError(msg)
+        return self
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the text, in hex: jobs with the same text share it, whatever they call the file."""
-        return hashlib.sha256(self.text.encode()).hexdigest()
+        """SHA-256 of the texts, in hex: jobs with the same ones share them, whatever they call the script."""
+        found = hashlib.sha256(self.text.encode())
+        for path in sorted(self.modules):
+            found.update(f"\0{path}\0".encode())
+            found.update(self.modules[path].encode())
+        return found.hexdigest()
 
     @property
     def script(self) -> str:

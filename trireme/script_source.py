@@ -1,0 +1,63 @@
+"""A script with the modules beside it that it imports, as it is sent with a job.
+
+train.py ──import prepare──► prepare.py ──from features import text──► features/ (the whole package)
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from shared.errors import InvalidArgument
+from shared.records.cluster import Source
+
+
+def read_source(script: Path) -> Source:
+    """What is imported by name from the script's folder; imports that are computed are not seen. Raises InvalidArgument."""
+    folder, found = script.resolve().parent, dict[Path, str]()
+    todo = [script.resolve()]
+    while todo:
+        path = todo.pop()
+        if path not in found:
+            found[path] = _text(path)
+            todo += [other for name in _imported(path, found[path]) for other in _beside(folder, name)]
+    text = found.pop(script.resolve())
+    modules = {path.relative_to(folder).as_posix(): found[path] for path in sorted(found)}
+    try:
+        return Source(file_name=script.name, text=text, modules=modules)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        msg = f"{script} cannot be sent with a job: {f'{where}: ' if where else ''}{first['msg']}"
+        raise InvalidArgument(msg, hint="give a path or URL that all members can read as the script") from error
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument(f"{path} cannot be sent with the job: {error}") from error
+
+
+def _imported(path: Path, text: str) -> Iterator[str]:
+    """The first parts of the names that a module imports. A relative import is of its own package, which is taken as a whole."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise InvalidArgument(f"{path} is no Python: line {error.lineno}: {error.msg}") from error
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
+
+
+def _beside(folder: Path, name: str) -> list[Path]:
+    """The files of the module or package of that name in the script's folder."""
+    if (folder / name).is_dir():
+        return sorted(path.resolve() for path in (folder / name).rglob("*.py"))
+    module = folder / f"{name}.py"
+    return [module.resolve()] if module.is_file() else []
