@@ -199,6 +199,7 @@ class ClusterKeys:
     cluster/commit                  text         -          leader       lock + its own value
     jobs/<job>                      ClusterJob   -          leader       lock
     sources/<digest>                Source       -          leader       lock
+    schedules/<name>                JobSchedule  -          leader       lock
     pool/<kind>/<member>            PoolMember   agent's    host agent   create = 0, own create_revision
     pool/<kind>/<member>/assignment Assignment   -          leader       lock
 
@@ -213,6 +214,7 @@ class ClusterKeys:
     commit = _Key("cluster/commit")
     jobs = _Key("jobs/")
     sources = _Key("sources/")
+    schedules = _Key("schedules/")
     pool = _Key("pool/")
 
     def __post_init__(self) -> None:
@@ -223,6 +225,9 @@ class ClusterKeys:
 
     def source(self, digest: str) -> str:
         return f"{self.prefix}sources/{digest}"
+
+    def schedule(self, name: str) -> str:
+        return f"{self.prefix}schedules/{name}"
 
     def member(self, kind: str, member: str) -> str:
         return f"{self.prefix}pool/{kind}/{member}"

@@ -20,3 +20,8 @@ def instant(text: str) -> float:
 def rfc3339(seconds: float) -> str:
     """UTC, to the millisecond."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+
+
+def compact(seconds: float) -> str:
+    """`202701150600`: UTC, to the minute."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y%m%d%H%M")

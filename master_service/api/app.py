@@ -14,7 +14,17 @@ from starlette.types import ASGIApp
 from master_service.api import problems
 from master_service.api.hot_routes import DirectTaskLeases
 from master_service.api.limits import MAX_BODY_BYTES, Bounded
-from master_service.api.routes import checkpoints, explanation, job, members, operations, system, task_leases, tasks
+from master_service.api.routes import (
+    checkpoints,
+    explanation,
+    job,
+    members,
+    operations,
+    schedules,
+    system,
+    task_leases,
+    tasks,
+)
 from master_service.api.routes import jobs as cluster_jobs
 from master_service.api.routes.dependencies import job_in_path
 from master_service.cluster.leader import ClusterMaster
@@ -55,6 +65,7 @@ def make_api(jobs: JobsLed, *, token: str = "") -> FastAPI:
     if clustered:
         app.include_router(cluster_jobs.router, dependencies=allowed)
         app.include_router(cluster_jobs.pool, dependencies=allowed)
+        app.include_router(schedules.router, dependencies=allowed)
     for prefix, of_job in (("/v1/jobs/{job}", "/v1/jobs/{job}"), ("/v1", "/v1/job")):  # the second: of the only job
         named = "{job}" in prefix
         parameters = [*allowed, Depends(job_in_path)] if named else allowed

@@ -11,12 +11,14 @@ from master_service.api.resources_cluster import (
     MembersHeld,
     PoolMemberPage,
     PoolMemberView,
+    SchedulePage,
+    ScheduleView,
 )
 from master_service.cluster.term import ClusterTerm
 from master_service.core.state.cluster import ClusterState, Place
 from master_service.leadership.master import Master
 from shared.records import JobState
-from shared.records.cluster import ClusterJob, Kind, PoolMember, Standing
+from shared.records.cluster import ClusterJob, JobSchedule, Kind, PoolMember, Standing
 
 
 def job(term: ClusterTerm, found: ClusterJob) -> ClusterJobView:
@@ -91,6 +93,17 @@ def pool(term: ClusterTerm, page_size: int, page_token: str) -> PoolMemberPage:
     places = sorted(term.state.members)
     page, token = page_of(places, offset_of(page_token), page_size)
     return PoolMemberPage(members=tuple(_place(term.state, place) for place in page), next_page_token=token)
+
+
+def schedule(found: JobSchedule) -> ScheduleView:
+    return ScheduleView(**{name: getattr(found, name) for name in ScheduleView.model_fields})
+
+
+def schedules(term: ClusterTerm, page_size: int, page_token: str) -> SchedulePage:
+    """In the order of their names."""
+    found = [term.state.schedules[name] for name in sorted(term.state.schedules)]
+    page, token = page_of(found, offset_of(page_token), page_size)
+    return SchedulePage(schedules=tuple(schedule(each) for each in page), next_page_token=token)
 
 
 def _place(state: ClusterState, place: Place) -> PoolMemberView:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import ConfigDict, Field, model_validator
 
 from master_service.api.resources import JobProgress
 from shared.errors import InvalidArgument
 from shared.records import JobSpec, Mode, Record
-from shared.records.cluster import ClusterJob, Kind, Scheduling, Source, Standing
+from shared.records.cluster import ClusterJob, JobSchedule, Kind, Scheduling, Source, Standing
 from shared.records.job_spec import JOB_NAME, JobSettings
 from shared.runtime import clock
 from shared.storage import files
@@ -51,6 +53,50 @@ class CreateJob(Record):
             request=request,
             create_time=clock.timestamp(),
         )
+
+
+class CreateSchedule(CreateJob):
+    """A job as in createJob, which begins at each time of `cron` (minute, hour, day of month, month, day of week) in `time_zone`.
+    `concurrency`: if the job before has not ended, this time is left out (forbid), or that job is cancelled (replace)."""
+
+    cron: str = Field(max_length=200)
+    time_zone: str = Field(default="UTC", max_length=64)
+    concurrency: Literal["forbid", "replace"] = "forbid"
+
+    def to_schedule(self, storage_url: str, request: str) -> JobSchedule:
+        """`storage_url`: the cluster's. Raises InvalidArgument."""
+        job = self.to_job(storage_url, request)
+        return JobSchedule(
+            name=self.name,
+            cron=self.cron,
+            time_zone=self.time_zone,
+            concurrency=self.concurrency,
+            spec=job.spec.model_copy(update={"storage": self.storage or storage_url}),
+            scheduling=job.scheduling,
+            source_digest=job.source_digest,
+            request=request,
+        )
+
+
+class ScheduleView(Record):
+    """`next_time`: when its next job is created. `reason`: what became of `last_time`."""
+
+    name: str
+    cron: str
+    time_zone: str
+    concurrency: str
+    next_time: str
+    last_time: str
+    last_job: str
+    reason: str
+    scheduling: Scheduling
+    source_digest: str
+    create_time: str
+
+
+class SchedulePage(Record):
+    schedules: tuple[ScheduleView, ...]
+    next_page_token: str = ""
 
 
 class MembersHeld(Record):

@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field
+from typing import TypeVar
 
 from master_service.cluster.takeover import take_over
 from master_service.cluster.term import ClusterTerm
 from master_service.control.events import EventRing
 from master_service.control.task_service import Probe
 from master_service.core.changes import Event
-from master_service.core.decisions import submission
+from master_service.core.decisions import job_schedules, submission
 from master_service.core.state.cluster import ClusterDecision, ClusterState
 from master_service.leadership.election import campaign, run_under_lease
 from master_service.leadership.master import Master
@@ -26,12 +27,14 @@ from shared.etcd import Etcd, Lease, LeaseLost
 from shared.etcd.reading import must_read
 from shared.keys import ClusterKeys
 from shared.records import JobSpec, JobState, MasterLock
-from shared.records.cluster import ClusterJob, Source, Standing
+from shared.records.cluster import ClusterJob, JobSchedule, Source, Standing
 from shared.runtime import clock, http, ids, telemetry
 from shared.runtime.network import own_network
 from shared.storage import files
 
 PAUSE_S = 0.5
+
+A = TypeVar("A")
 
 log = telemetry.logger("cluster")
 
@@ -188,9 +191,18 @@ class ClusterMaster:
                 else f"is {job.standing}: cancel it first"
             )
             raise (NotReady if job.standing.final else Conflict)(f"job {name} {what}")
-        if job.standing.final and job.spec.storage == files.join(self.storage_url, name):
+        submission.delete(self.state, name)  # refused before any file is gone
+        if job.spec.storage == files.join(self.storage_url, name):
             await self.remove_files(job.spec)
         return await self._decide(lambda state, _: submission.delete(state, name))
+
+    async def create_schedule(self, schedule: JobSchedule, source: Source | None) -> JobSchedule:
+        """The same `schedule.request` is the same schedule. Raises Conflict, InvalidArgument."""
+        return await self._decide(lambda state, _: job_schedules.create(state, schedule, source, clock.wall_time()))
+
+    async def delete_schedule(self, name: str) -> JobSchedule:
+        """Its jobs stay. Raises NotFound."""
+        return await self._decide(lambda state, _: job_schedules.delete(state, name))
 
     async def source_of(self, name: str) -> Source:
         """The script that the job runs. Raises NotFound, also for a job whose script was a path."""
@@ -208,7 +220,7 @@ class ClusterMaster:
         found = await self.etcd.get(self.keys.keys_of(name).state)
         return must_read(JobState, found.key, found.value) if found else JobState()
 
-    async def _decide(self, decision: Callable[[ClusterState, float], ClusterDecision[ClusterJob]]) -> ClusterJob:
+    async def _decide(self, decision: Callable[[ClusterState, float], ClusterDecision[A]]) -> A:
         term = self.term
         answer = await term.writer.decide(decision)
         term.look_again()

@@ -1,4 +1,4 @@
-"""A new leader takes the cluster over: its address is written under the lock, then every job, assignment and place is read."""
+"""A new leader takes the cluster over: its address is written under the lock, then every job, schedule, assignment and place is read."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from master_service.cluster.writer import Overtaken, write_under
-from master_service.core.state.cluster import ClusterState, Place, PutAssignment, PutJob
+from master_service.core.state.cluster import ClusterState, Place, PutAssignment, PutJob, PutSchedule
 from master_service.store.writer import HeldLock, LockLost
 from shared.errors import PeerError
 from shared.etcd import Etcd, KeyValue, Put
 from shared.etcd.reading import must_read, read_below
 from shared.keys import ClusterKeys
 from shared.records import MasterAddress
-from shared.records.cluster import Assignment, ClusterJob
+from shared.records.cluster import Assignment, ClusterJob, JobSchedule
 from shared.runtime import clock, ids, telemetry
 
 PAUSE_S = 0.1
@@ -48,10 +48,13 @@ async def take_over(etcd: Etcd, keys: ClusterKeys, lock: HeldLock, url: str) -> 
         except Overtaken as error:  # the last write of the leader before has arrived in between
             log.info("takeover_repeated", cause=error.message)
     jobs, _ = await read_below(etcd, keys.jobs)
+    schedules, _ = await read_below(etcd, keys.schedules)
     pool, revision = await read_below(etcd, keys.pool)
     state, now = ClusterState(), clock.monotonic()
     for kv in jobs.values():
         state.apply(PutJob(must_read(ClusterJob, kv.key, kv.value)), now)
+    for kv in schedules.values():
+        state.apply(PutSchedule(must_read(JobSchedule, kv.key, kv.value)), now)
     for kv in pool.values():
         found = keys.member_of(kv.key)
         if found is not None and found[2]:

@@ -13,6 +13,7 @@ from master_service.cluster.takeover import ClusterTakeover
 from master_service.cluster.watch import PoolWatch
 from master_service.cluster.writer import MAX_CHANGES, ClusterWriter
 from master_service.core.changes import Event
+from master_service.core.decisions import job_schedules
 from master_service.core.decisions.scheduling import Schedule, schedule
 from master_service.core.decisions.standing import finish
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place
@@ -82,16 +83,25 @@ class ClusterTerm:
     async def _keep_schedule(self) -> None:
         while True:
             self._changed.clear()
+            scheduled_s = await self._create_due_jobs()
             planned = await self.writer.decide(self._plan)
             self._follow()
             if len(planned.changes) > MAX_CHANGES:
                 continue  # the rest, in another transaction
-            limit_s = LOOK_S if planned.next_look_s is None else min(LOOK_S, max(0.01, planned.next_look_s))
+            looks = [LOOK_S, scheduled_s, planned.next_look_s]
+            limit_s = max(0.01, min(look for look in looks if look is not None))
             try:
                 async with asyncio.timeout(limit_s):
                     await self._changed.wait()
             except TimeoutError:
                 continue
+
+    async def _create_due_jobs(self) -> float | None:
+        """Those of schedules. Seconds until the next time of one; None: there is none."""
+        while True:
+            due = await self.writer.decide(lambda state, _: job_schedules.due(state, clock.wall_time()))
+            if not due.again:
+                return due.next_look_s
 
     def _plan(self, state: ClusterState, now: float) -> ClusterDecision[Schedule]:
         planned = schedule(state, now, clock.wall_time(), self._rebalance_s)

@@ -17,9 +17,11 @@ from master_service.core.state.cluster import (
     ClusterState,
     DropAssignment,
     DropJob,
+    DropSchedule,
     DropSource,
     PutAssignment,
     PutJob,
+    PutSchedule,
     PutSource,
 )
 from master_service.store.writer import HeldLock, LockLost
@@ -140,4 +142,8 @@ def operations(keys: ClusterKeys, changes: Iterable[ClusterChange]) -> Iterable[
                 by_key[keys.source(digest)] = Put(keys.source(digest), source.to_bytes())
             case DropSource(digest):
                 by_key[keys.source(digest)] = Delete(keys.source(digest))
+            case PutSchedule(schedule):
+                by_key[keys.schedule(schedule.name)] = Put(keys.schedule(schedule.name), schedule.to_bytes())
+            case DropSchedule(name):
+                by_key[keys.schedule(name)] = Delete(keys.schedule(name))
     return by_key.values()

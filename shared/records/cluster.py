@@ -163,6 +163,28 @@ class ClusterJob(Record):
         return self.standing is Standing.ACTIVE and (self.wanted != "run" or bool(self.preempted_by))
 
 
+class JobSchedule(Record):
+    """Key `schedules/<name>`: jobs that begin again and again, called `<name>-<UTC time as yyyymmddhhmm>`.
+
+    `cron`: minute, hour, day of month, month, day of week, in `time_zone`. `concurrency`: if the job before has not ended, this time is
+    left out (forbid), or that job is cancelled (replace). `spec`: of the jobs, but for their name; their files go below
+    `spec.storage`. `next_time`: the first time that is not decided yet. `last_time`, `last_job`, `reason`: the last decision."""
+
+    name: Id
+    cron: str = Field(max_length=200)
+    time_zone: str = Field(default="UTC", max_length=64)
+    concurrency: Literal["forbid", "replace"] = "forbid"
+    spec: JobSpec
+    scheduling: Scheduling = Scheduling()
+    source_digest: str = ""
+    request: Id = ""  # the Idempotency-Key of its creation
+    create_time: str = ""
+    next_time: str = ""
+    last_time: str = ""
+    last_job: str = ""
+    reason: Message = ""
+
+
 Kind = Literal["trainer", "pserver"]
 
 

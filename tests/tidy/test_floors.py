@@ -34,7 +34,7 @@ FLOORS = {
         {"member"},
     ],
     "shared": [
-        {"errors", "keys", "lanes", "slots", "times", "records"},
+        {"errors", "keys", "lanes", "slots", "times", "cron", "records"},
         {"runtime", "blocks", "datasets"},
         {"etcd", "storage", "wire"},
         {"membership"},

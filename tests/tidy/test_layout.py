@@ -47,7 +47,9 @@ HOMES = {
     "urllib.request": (),
     "http.client": (),
     "time": ("shared/runtime/clock.py",),
-    "datetime": ("shared/runtime/clock.py", "shared/times.py"),
+    "datetime": ("shared/runtime/clock.py", "shared/times.py", "shared/cron.py"),
+    "zoneinfo": ("shared/cron.py",),
+    "cronsim": ("shared/cron.py",),
     "random": (
         "shared/runtime/ids.py",
         "trainer_agent/model/minibatch.py",
@@ -76,6 +78,7 @@ FOLDERS = {"shared", "shared.checkpoints", "shared.wire"}  # an import of a file
 PURE_SHARED = (
     "blocks",
     "checkpoints.schedule",
+    "cron",
     "errors",
     "keys",
     "lanes",

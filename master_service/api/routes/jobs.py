@@ -19,12 +19,12 @@ pool = APIRouter(prefix="/v1/pool-members", tags=["pool"])
 Key = Annotated[str, Header(alias="Idempotency-Key", max_length=200, description="the same key is the same job")]
 
 
-async def _cluster(request: Request) -> ClusterMaster:
+async def cluster_of(request: Request) -> ClusterMaster:
     cluster: ClusterMaster = request.app.state.jobs
     return cluster
 
 
-ClusterOf = Annotated[ClusterMaster, Depends(_cluster)]
+ClusterOf = Annotated[ClusterMaster, Depends(cluster_of)]
 
 
 @router.post("/jobs", operation_id="createJob", status_code=201)

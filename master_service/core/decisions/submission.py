@@ -10,10 +10,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from master_service.core.changes import Event
-from master_service.core.state.cluster import ClusterDecision, ClusterState, DropJob, DropSource, PutJob, PutSource
+from master_service.core.state.cluster import (
+    ClusterChange,
+    ClusterDecision,
+    ClusterState,
+    DropJob,
+    DropSource,
+    PutJob,
+    PutSource,
+)
 from shared.errors import Conflict, InvalidArgument
-from shared.records.cluster import RESERVED, ClusterJob, Source, Standing
-from shared.records.job_spec import Mode
+from shared.records.cluster import RESERVED, ClusterJob, Scheduling, Source, Standing
+from shared.records.job_spec import JobSpec, Mode
 
 MAX_OPEN = 1000  # jobs that are not final
 MAX_JOBS = 10_000  # final ones, too
@@ -26,7 +34,7 @@ def create(state: ClusterState, asked: ClusterJob, source: Source | None, stamp:
         return ClusterDecision(known)
     _check_name(state, asked.job)
     _check_counts(state.jobs)
-    _check_scheduling(asked)
+    check_scheduling(asked.spec, asked.scheduling)
     _check_after(state.jobs, asked)
     job = ClusterJob(
         job=asked.job,
@@ -104,9 +112,13 @@ def delete(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
         raise Conflict(
             msg, hint="delete it once that one has started, or cancel that one", job=name, after=waiting[:20]
         )
-    kept = any(other.source_digest == job.source_digest for other in state.jobs.values() if other is not job)
-    drops = (DropJob(name), *(() if kept or not job.source_digest else (DropSource(job.source_digest),)))
+    drops: tuple[ClusterChange, ...] = (DropJob(name), *drop_unused(state, job.source_digest))
     return ClusterDecision(job, drops, (Event("job_deleted", f"job {name} was deleted", {"job": name}),))
+
+
+def drop_unused(state: ClusterState, digest: str) -> tuple[DropSource, ...]:
+    """A job or schedule with this script is about to go: the script, too, if nothing else runs it."""
+    return (DropSource(digest),) if digest and state.uses_source(digest) <= 1 else ()
 
 
 def _known(state: ClusterState, asked: ClusterJob) -> ClusterJob | None:
@@ -147,9 +159,10 @@ def _check_counts(jobs: Mapping[str, ClusterJob]) -> None:
         raise Conflict(msg, hint="wait for one of them, or cancel one")
 
 
-def _check_scheduling(asked: ClusterJob) -> None:
-    least, lanes = asked.scheduling.min_trainers, asked.spec.lanes
-    if asked.spec.mode is Mode.SYNC and least > lanes:
+def check_scheduling(spec: JobSpec, scheduling: Scheduling) -> None:
+    """Raises InvalidArgument."""
+    least, lanes = scheduling.min_trainers, spec.lanes
+    if spec.mode is Mode.SYNC and least > lanes:
         msg = (
             f"min_trainers {least} is more than lanes {lanes}: a synchronous job has work for {lanes} trainers at most"
         )

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from master_service.core.changes import Event
 from shared.errors import NotFound
-from shared.records.cluster import Assignment, ClusterJob, Kind, PoolMember, Source
+from shared.records.cluster import Assignment, ClusterJob, JobSchedule, Kind, PoolMember, Source
 
 Answer_co = TypeVar("Answer_co", covariant=True)
 Place = tuple[Kind, str]  # kind and id of a pool member
@@ -45,7 +45,17 @@ class DropSource:
     digest: str
 
 
-ClusterChange = PutJob | DropJob | PutAssignment | DropAssignment | PutSource | DropSource
+@dataclass(frozen=True, slots=True)
+class PutSchedule:
+    schedule: JobSchedule
+
+
+@dataclass(frozen=True, slots=True)
+class DropSchedule:
+    name: str
+
+
+ClusterChange = PutJob | DropJob | PutAssignment | DropAssignment | PutSource | DropSource | PutSchedule | DropSchedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +74,7 @@ class ClusterState:
     (job, epoch) a place is of no use any more, because the process ended there again and again, or ended well."""
 
     jobs: dict[str, ClusterJob] = field(default_factory=dict)
+    schedules: dict[str, JobSchedule] = field(default_factory=dict)
     members: dict[Place, PoolMember] = field(default_factory=dict)
     assignments: dict[Place, Assignment] = field(default_factory=dict)
     moved: dict[Place, float] = field(default_factory=dict)
@@ -79,6 +90,18 @@ class ClusterState:
         if found is None:
             raise NotFound(f"there is no job {name} in this cluster", hint="`trireme jobs` lists them")
         return found
+
+    def schedule(self, name: str) -> JobSchedule:
+        """Raises NotFound."""
+        found = self.schedules.get(name)
+        if found is None:
+            raise NotFound(f"there is no schedule {name} in this cluster", hint="`trireme schedules` lists them")
+        return found
+
+    def uses_source(self, digest: str) -> int:
+        """How many jobs and schedules run this script."""
+        jobs = sum(job.source_digest == digest for job in self.jobs.values())
+        return jobs + sum(schedule.source_digest == digest for schedule in self.schedules.values())
 
     def assigned_to(self, job: str, kind: Kind) -> list[Place]:
         return [place for place, held in self.assignments.items() if held.job == job and place[0] == kind]
@@ -124,6 +147,10 @@ class ClusterState:
                 self.moved[place] = now
                 if place not in self.members:
                     self._forget(place)
+            case PutSchedule(schedule):
+                self.schedules[schedule.name] = schedule
+            case DropSchedule(name):
+                self.schedules.pop(name, None)
             case PutSource() | DropSource():
                 pass  # only etcd holds the texts
 

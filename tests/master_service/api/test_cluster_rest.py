@@ -24,6 +24,34 @@ def wanted(name: str, **values: Any) -> dict[str, Any]:
     return {"name": name, "settings": SETTINGS, "script": "train.py", **values}
 
 
+def test_a_schedule_is_created_shown_and_deleted_by_rest() -> None:
+    async def main() -> None:
+        jobs = Jobs()
+        source = {"file_name": "train.py", "text": "print('hello')"}
+        async with jobs.leading() as leader, client_of(leader) as client:
+            body = {**wanted("night", cron="30 2 * * *", time_zone="Europe/Berlin"), "script": "", "source": source}
+            created = await client.post("/v1/schedules", json=body, headers={"Idempotency-Key": "once"})
+            assert created.status_code == 201, created.text
+            shown = created.json()
+            assert (shown["name"], shown["cron"], shown["concurrency"]) == ("night", "30 2 * * *", "forbid")
+            assert shown["next_time"][11:16] in ("00:30", "01:30")
+            again = await client.post("/v1/schedules", json=body, headers={"Idempotency-Key": "once"})
+            assert again.json() == shown
+            check_problem(await client.post("/v1/schedules", json={**body, "cron": "* * *"}), 409, "CONFLICT")
+            other = {**body, "name": "other"}
+            for cron in ("* * *", "0 0 30 2 *", "x" * 201):
+                refused = await client.post("/v1/schedules", json={**other, "cron": cron})
+                assert refused.status_code in (400, 422), refused.text
+            assert (await client.get("/v1/schedules")).json()["schedules"] == [shown]
+            assert (await client.get("/v1/schedules/night")).json() == shown
+            assert await jobs.etcd.get(jobs.keys.source(Source(**source).digest)) is not None
+            assert (await client.delete("/v1/schedules/night")).json() == shown
+            assert await jobs.etcd.get(jobs.keys.source(Source(**source).digest)) is None
+            check_problem(await client.get("/v1/schedules/night"), 404, "NOT_FOUND")
+
+    run_virtually(main)
+
+
 def test_a_job_is_submitted_shown_and_deleted_by_rest() -> None:
     async def main() -> None:
         jobs = Jobs()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 
 import pytest
 
 from shared.errors import Conflict, NotFound, NotLeader
-from shared.records.cluster import Source, Standing
+from shared.records.cluster import JobSchedule, Source, Standing
+from shared.runtime import clock
+from shared.times import instant
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.many_jobs import Jobs, job_of
@@ -135,5 +138,48 @@ def test_two_masters_never_lead_at_once_though_the_first_believes_it_does() -> N
                     await first.create_job(job_of("a"), None)
                 await second.create_job(job_of("a"), None)
                 assert term.state.jobs == {}
+
+    run_virtually(main)
+
+
+def test_what_a_schedule_missed_while_no_leader_lived_runs_once() -> None:
+    async def main() -> None:
+        jobs = Jobs()
+        missed = JobSchedule(name="n", cron="0 9 * * *", spec=job_of("n").spec, next_time="2025-01-15T09:00:00Z")
+        await jobs.etcd.put(jobs.keys.schedule("n"), missed.to_bytes())
+        for name in ("m1", "m2"):
+            async with jobs.leading(name) as leader:
+                await until(lambda leader=leader: leader.state.jobs, "the job of the schedule")
+                await asyncio.sleep(12)
+                (job,) = leader.state.jobs
+                assert leader.state.schedules["n"].last_job == job
+                assert instant(leader.state.schedules["n"].next_time) > clock.wall_time()
+        found = await jobs.job(job)
+        assert found is not None
+        assert found.spec.storage == f"memory://n/{job}"
+
+    run_virtually(main)
+
+
+def test_a_completed_job_that_another_waits_for_keeps_its_files() -> None:
+    async def main() -> None:
+        jobs, removed = Jobs(), []
+
+        async def remove(spec) -> None:
+            removed.append(spec.job)
+
+        async with jobs.leading(remove_files=remove) as leader:
+            spec = job_of("a").spec.model_copy(update={"storage": "memory://cluster/a"})
+            await leader.create_job(job_of("a").model_copy(update={"spec": spec}), None)
+            async with jobs.pool(1, 1):
+                await until(lambda: leader.state.job("a").standing is Standing.COMPLETED, "the job to end")
+                await until(lambda: not leader.term.jobs, "its term to end")
+            await leader.create_job(job_of("b", {"after": ("a",)}), None)
+            with pytest.raises(Conflict, match="job b comes after job a"):
+                await leader.delete_job("a")
+            assert removed == []
+            await leader.cancel_job("b")
+            await leader.delete_job("a")
+            assert removed == ["a"]
 
     run_virtually(main)

@@ -257,6 +257,14 @@ def test_only_preemptible_jobs_of_lower_priority_are_taken(preemptible, priority
     assert step(state).preempt == ()
 
 
+def test_nobody_is_preempted_if_it_does_not_suffice():
+    low, equal = active("low", 1, priority=10, preemptible=True), active("equal", 2, preemptible=True)
+    state = state_of(low, equal, job_of("other", 3, pservers=2), trainers=3, pservers=2)
+    give(state, "low", "p0", "t0")
+    give(state, "equal", "p1", "t1")
+    assert step(state).preempt == ()
+
+
 def test_no_more_jobs_are_preempted_than_are_needed_and_the_lowest_and_latest_first():
     lows = [active(name, number, priority=10, preemptible=True) for number, name in enumerate("abc", 1)]
     state = state_of(*lows, job_of("high", 9, priority=90, pservers=2), trainers=4, pservers=3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from master_service.core.decisions.scheduling import Schedule, schedule
 from master_service.core.state.cluster import DropAssignment, Place, PutAssignment, PutJob
@@ -28,6 +28,13 @@ class Cluster(RuleBasedStateMachine):
         self.taken: dict[Place, float] = {}  # when the place was given to the job that holds it
 
     # ------------------------------------------------------------ what happens
+
+    @initialize(trainers=st.integers(0, 8), pservers=st.integers(0, 8), hosts=st.integers(1, 3))
+    def begin(self, trainers, pservers, hosts):
+        for number in range(trainers):
+            self.join("trainer", number, number % hosts)
+        for number in range(pservers):
+            self.join("pserver", number, number % hosts)
 
     @rule(
         pservers=st.integers(1, 3),

@@ -106,7 +106,7 @@ class _Victims:
             return []
         lacks, taken = dict(lacks), []
         for job in self._jobs:
-            if max(lacks.values()) <= 0 or job.scheduling.priority >= priority:
+            if max(lacks.values()) <= 0:
                 break
             taken.append(job)
             lacks = {kind: lacks[kind] - need(job)[kind] for kind in KINDS}

@@ -1,0 +1,36 @@
+"""Jobs that begin again and again, at the times of a cron expression."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from master_service.api import render_cluster as render
+from master_service.api.resources_cluster import CreateSchedule, SchedulePage, ScheduleView
+from master_service.api.routes.dependencies import PageSize, PageToken, answered
+from master_service.api.routes.jobs import ClusterOf, Key
+
+router = APIRouter(prefix="/v1/schedules", tags=["schedules"])
+
+
+@router.post("", operation_id="createSchedule", status_code=201)
+async def create_schedule(cluster: ClusterOf, asked: CreateSchedule, idempotency_key: Key = "") -> ScheduleView:
+    """Its jobs are called `<name>-<UTC time as yyyymmddhhmm>`. Of times that pass while no master lives the latest one runs."""
+    found = asked.to_schedule(cluster.storage_url, idempotency_key)
+    return render.schedule(await answered(cluster.create_schedule(found, asked.source)))
+
+
+@router.get("", operation_id="listSchedules")
+async def list_schedules(cluster: ClusterOf, page_size: PageSize = 100, page_token: PageToken = "") -> SchedulePage:
+    """In the order of their names."""
+    return render.schedules(cluster.term, page_size, page_token)
+
+
+@router.get("/{schedule}", operation_id="getSchedule")
+async def get_schedule(cluster: ClusterOf, schedule: str) -> ScheduleView:
+    return render.schedule(cluster.state.schedule(schedule))
+
+
+@router.delete("/{schedule}", operation_id="deleteSchedule")
+async def delete_schedule(cluster: ClusterOf, schedule: str) -> ScheduleView:
+    """No more jobs are created; those that were created go on."""
+    return render.schedule(await answered(cluster.delete_schedule(schedule)))
