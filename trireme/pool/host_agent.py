@@ -101,16 +101,20 @@ class HostAgent:
     def _count(self, kind: Kind) -> int:
         return self.settings.trainers if kind == "trainer" else self.settings.pservers
 
+    @property
+    def _cores(self) -> int:
+        return self.settings.cores or cores()
+
     def _member(self, kind: Kind, number: int) -> PoolMember:
         places = self.settings.trainers + self.settings.pservers
         return PoolMember(
             member=f"{self.settings.name}-{kind}-{number}",
             kind=kind,
-            host=socket.gethostname(),
+            host=self.settings.node or socket.gethostname(),
             agent=self.settings.name,
             pid=os.getpid(),
             incarnation=self._incarnation,
-            cores=max(1, cores() // places),
+            cores=max(1, self._cores // places),
             memory_bytes=psutil.virtual_memory().total // places,
             device="cuda" if kind == "trainer" and gpus() else "cpu",
         )
@@ -120,7 +124,7 @@ class HostAgent:
         environment = {
             **inherited_environment(),
             "TRIREME_UDS": uds,
-            "TRIREME_THREADS": str(max(1, cores() // places)),
+            "TRIREME_THREADS": str(max(1, self._cores // places)),
             **passed_on(os.environ),
             "TRIREME_DRAIN_SECONDS": str(self.settings.drain_seconds),
             "TRIREME_SOURCES": str(folder.sources),

@@ -16,7 +16,10 @@ from trireme.launch.pserver_count import cores
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9.]+")
 _GPU = re.compile(r"nvidia\d+")
 # settings of the agent alone; all other TRIREME_* variables of its environment reach its children
-OWN = ("JOB", "SPEC", "TRAINERS", "PSERVERS", "NAME", "DATA_DIR", "PORT", "AGENT_TTL_S", "READY_FILE", "SOURCES")
+OWN = (
+    *("JOB", "SPEC", "TRAINERS", "PSERVERS", "NAME", "DATA_DIR", "PORT", "AGENT_TTL_S", "READY_FILE", "SOURCES"),
+    *("NODE", "CORES"),
+)
 
 
 def gpus() -> int:
@@ -33,7 +36,8 @@ def default_trainers() -> int:
 
 class Settings(MemberSettings):
     """`trainers`, `pservers`: places of each kind. `name`: of this host in the pool; its places are `<name>-trainer-0`, ... `data_dir`:
-    logs and scripts. `agent_ttl_s`: TTL of the places' lease, so how long the places of a dead host are waited for.
+    logs and scripts. `node`: the machine's name in
+    the pool, by which members are placed together or apart ("": its host name). `cores`: how many of them the places share (0: all). `agent_ttl_s`: TTL of the places' lease, so how long the places of a dead host are waited for.
     `drain_seconds`: how long a child may take to leave. Durations in seconds."""
 
     job: str = ""
@@ -44,6 +48,8 @@ class Settings(MemberSettings):
     trainers: int = Field(default_factory=default_trainers, ge=0, le=1024)
     pservers: int = Field(default=1, ge=0, le=128)
     data_dir: Path = Path(".trireme-host")
+    node: str = Field(default="", max_length=200)
+    cores: int = Field(default=0, ge=0, le=4096)
     agent_ttl_s: float = Field(default=10.0, ge=2.0)
     drain_seconds: float = Field(default=20.0, ge=0)
 

@@ -8,13 +8,20 @@ from fastapi import APIRouter, Depends, Header, Query, Request
 
 from master_service.api import render_cluster as render
 from master_service.api.resources import JobView, MasterView
-from master_service.api.resources_cluster import ClusterJobPage, ClusterJobView, CreateJob, JobSource, PoolMemberPage
+from master_service.api.resources_cluster import (
+    ClusterJobPage,
+    ClusterJobView,
+    CreateJob,
+    JobSource,
+    PoolMemberPage,
+    PoolView,
+)
 from master_service.api.routes.dependencies import PageSize, PageToken, answered
 from master_service.cluster.leader import ClusterMaster
 from shared.records.cluster import Standing
 
 router = APIRouter(prefix="/v1", tags=["jobs"])
-pool = APIRouter(prefix="/v1/pool-members", tags=["pool"])
+pool = APIRouter(prefix="/v1", tags=["pool"])
 
 Key = Annotated[str, Header(alias="Idempotency-Key", max_length=200, description="the same key is the same job")]
 
@@ -89,9 +96,15 @@ async def delete_job(cluster: ClusterOf, job: str) -> ClusterJobView:
     return render.job(cluster.term, await answered(cluster.delete_job(job), longer_s=30.0))
 
 
-@pool.get("", operation_id="listPoolMembers")
+@pool.get("/pool", operation_id="getPool")
+async def get_pool(cluster: ClusterOf) -> PoolView:
+    """How many members there are, and how many the jobs need: for whoever adds members."""
+    return render.pool(cluster.term)
+
+
+@pool.get("/pool-members", operation_id="listPoolMembers")
 async def list_pool_members(
     cluster: ClusterOf, page_size: PageSize = 100, page_token: PageToken = ""
 ) -> PoolMemberPage:
     """The places for trainers and parameter servers, idle or assigned."""
-    return render.pool(cluster.term, page_size, page_token)
+    return render.pool_members(cluster.term, page_size, page_token)

@@ -74,6 +74,9 @@ def test_a_job_is_submitted_shown_and_deleted_by_rest() -> None:
             async with jobs.pool(3, 1):
                 await until(lambda: leader.state.job("a").standing is Standing.ACTIVE, "the job to start")
                 members = (await client.get("/v1/pool-members")).json()["members"]
+                pool = (await client.get("/v1/pool")).json()
+                assert pool["pservers"] == {"members": 1, "idle": 0, "draining": 0, "needed": 1}
+                assert (pool["trainers"]["members"], pool["trainers"]["needed"]) == (3, 2)
                 assert [member["member_id"] for member in members] == ["p0", "t0", "t1", "t2"]
                 await until(lambda: leader.state.job("a").standing is Standing.COMPLETED, "the job to end")
                 await until(lambda: not leader.term.jobs, "its term to end")
@@ -134,5 +137,21 @@ def test_a_standby_names_the_leader() -> None:
                 check_problem(await client.get("/v1/jobs"), 503, "NOT_LEADER")
                 check_problem(await client.get("/readyz"), 503, "NOT_LEADER")
                 assert "trireme_master_leading 0.0" in (await client.get("/metrics")).text
+
+    run_virtually(main)
+
+
+def test_the_pool_is_told_with_what_the_jobs_that_may_run_now_need() -> None:
+    async def main() -> None:
+        jobs = Jobs()
+        async with jobs.leading() as leader, client_of(leader) as client:
+            for body in (
+                wanted("now", scheduling={"min_trainers": 3}),
+                wanted("later", scheduling={"not_before_time": "2100-01-01T00:00:00Z"}),
+            ):
+                assert (await client.post("/v1/jobs", json=body)).status_code == 201
+            pool = (await client.get("/v1/pool")).json()
+            assert pool["trainers"] == {"members": 0, "idle": 0, "draining": 0, "needed": 3}
+            assert pool["pservers"]["needed"] == 1
 
     run_virtually(main)

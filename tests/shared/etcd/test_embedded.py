@@ -100,6 +100,16 @@ async def test_a_port_that_was_taken_in_between_is_exchanged_for_another(tmp_pat
             assert etcd.client_port != taken.getsockname()[1]
 
 
+async def test_it_listens_on_another_address_of_this_machine(tmp_path):
+    async with EmbeddedEtcd(tmp_path / "here", host="127.0.0.9") as etcd:
+        assert etcd.url == f"http://127.0.0.9:{etcd.client_port}"
+        client = connect([etcd.url])
+        await client.put("/a", b"1")
+        await client.close()
+    with pytest.raises(Fatal, match="cannot assign requested address"):
+        await EmbeddedEtcd(tmp_path / "elsewhere", host="192.0.2.77").start()
+
+
 async def test_etcd_dies_with_a_parent_that_was_killed(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(

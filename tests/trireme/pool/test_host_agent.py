@@ -194,3 +194,14 @@ async def test_a_second_agent_in_the_same_folder_and_one_without_places_are_refu
     await bad.start()
     assert (await bad.end(), "TRIREME_TRAINERS" in bad.log()) == (2, True)
     assert len((await etcd.range(KEYS.pool, prefix=True, keys_only=True)).kvs) == 3
+
+
+async def test_a_host_says_the_node_and_the_cores_that_it_was_given(tmp_path, etcd, embedded_etcd, mark):
+    agent = Host(tmp_path / "placed", etcd, embedded_etcd.url, mark, "placed", node="10.1.2.3", cores=6)
+    try:
+        await agent.start()
+        member = await agent.registered()
+        assert (member.host, member.cores) == ("10.1.2.3", 2)
+    finally:
+        agent.process.send_signal(signal.SIGTERM)
+        assert await agent.end() == 0, agent.log()

@@ -3,6 +3,7 @@
 jobs ──ready?──► admission (who runs: minimum, priority) ──► shares (how many trainers each) ──► placement (which members)
 """
 
+from master_service.core.decisions.scheduling.demand import needed
 from master_service.core.decisions.scheduling.schedule import Schedule, schedule
 
-__all__ = ["Schedule", "schedule"]
+__all__ = ["Schedule", "needed", "schedule"]
