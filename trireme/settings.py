@@ -21,7 +21,8 @@ from trireme.config import Config
 from trireme.validation import allowed_name, field_problems, problems_of, without_auto
 
 SETTINGS = tuple(field.name for field in fields(Config))
-LAUNCHER_SETTINGS = ("data_dir", "port", "standbys", "spare_pservers", "storage")
+ETCD_SETTINGS = ("etcd", "etcd_user", "etcd_password_file", "etcd_ca", "etcd_cert", "etcd_key")
+LAUNCHER_SETTINGS = ("data_dir", "host", "advertise", "port", "standbys", "spare_pservers", "storage", *ETCD_SETTINGS)
 TOML = "trireme.toml"
 
 

@@ -9,7 +9,8 @@ from typing import Annotated, Self
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from shared.etcd import Etcd, connect
+from shared.etcd import Etcd
+from shared.membership.etcd_access import EtcdAccess, split
 
 CONFIGURATION = 2  # exit code of a process whose settings cannot be used
 
@@ -25,6 +26,7 @@ class MemberSettings(BaseSettings):
     etcd: Annotated[tuple[str, ...], NoDecode] = ("http://127.0.0.1:2379",)
     etcd_user: str = ""
     etcd_password: str = ""
+    etcd_password_file: str = ""
     etcd_ca: str = ""
     etcd_cert: str = ""
     etcd_key: str = ""
@@ -38,7 +40,7 @@ class MemberSettings(BaseSettings):
     @field_validator("etcd", mode="before")
     @classmethod
     def _urls(cls, value: object) -> object:
-        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+        return split(value) if isinstance(value, str) else value
 
     @classmethod
     def from_environment(cls) -> Self:
@@ -58,13 +60,18 @@ class MemberSettings(BaseSettings):
             host = socket.gethostname()
         return f"[{host}]" if ":" in host else host
 
-    def connect(self) -> Etcd:
-        """A client of the job's etcd; close it at the end."""
-        return connect(
+    @property
+    def etcd_access(self) -> EtcdAccess:
+        return EtcdAccess(
             self.etcd,
             user=self.etcd_user,
             password=self.etcd_password,
+            password_file=self.etcd_password_file,
             ca=self.etcd_ca,
             cert=self.etcd_cert,
             key=self.etcd_key,
         )
+
+    def connect(self) -> Etcd:
+        """A client of the job's etcd; close it at the end."""
+        return self.etcd_access.connect()

@@ -45,7 +45,7 @@ FLOORS = {
         {"config"},
         {"settings", "view"},
         {"plain", "launch"},
-        {"pool", "preflight"},
+        {"pool", "preflight", "existing_etcd"},
         {"cli"},
     ],
 }

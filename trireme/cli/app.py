@@ -94,6 +94,39 @@ def run(
         int | None,
         typer.Option(help="Number of spare parameter servers; a spare takes over when another one dies.", metavar="N"),
     ] = None,
+    etcd: Annotated[
+        str | None,
+        typer.Option(
+            help="Use this etcd (cluster) instead of one that the run starts; several addresses with commas.",
+            metavar="URL[,URL]",
+        ),
+    ] = None,
+    etcd_user: Annotated[
+        str | None,
+        typer.Option(help="User of that etcd; the password comes from TRIREME_ETCD_PASSWORD.", metavar="NAME"),
+    ] = None,
+    etcd_password_file: Annotated[
+        str | None, typer.Option(help="File whose first line is that user's password.", metavar="FILE")
+    ] = None,
+    etcd_ca: Annotated[
+        str | None, typer.Option(help="PEM file of the authority that signed etcd's certificate.", metavar="FILE")
+    ] = None,
+    etcd_cert: Annotated[
+        str | None, typer.Option(help="PEM file of the client's certificate for etcd.", metavar="FILE")
+    ] = None,
+    etcd_key: Annotated[
+        str | None, typer.Option(help="PEM file of the key of that certificate.", metavar="FILE")
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(
+            help="Address at which members listen. Default: 127.0.0.1. Others need TRIREME_TOKEN.", metavar="ADDRESS"
+        ),
+    ] = None,
+    advertise: Annotated[
+        str | None,
+        typer.Option(help="Name or address by which other hosts reach this one. Default: --host.", metavar="HOST"),
+    ] = None,
     storage: Annotated[
         str | None,
         typer.Option(

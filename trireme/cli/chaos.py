@@ -19,7 +19,7 @@ from shared.runtime import ids, telemetry
 from trireme.cli import exit_codes
 from trireme.cli.job_probe import JobProbe
 from trireme.cli.receipt import Receipt, measure, observe
-from trireme.launch import run_folder
+from trireme.launch import resume, run_folder
 from trireme.view.child_events import read_events
 
 
@@ -69,6 +69,9 @@ def _victim(folder: Path, name: str | None, *, at_random: bool) -> str:
         raise NotFound(msg, hint="start it with `trireme run SCRIPT`")
     if at_random:
         return ids.source.choice(names)
+    if name == "etcd" and (existing := run_folder.read_json(folder / resume.ETCD_FILE)):
+        msg = f"the etcd of this job, at {existing['etcd']}, was not started by trireme run, which kills only its own processes"
+        raise NotFound(msg, hint="stop it with its own tools")
     if name not in names:
         msg = f"no process {name!r} is alive; alive are {', '.join(names)}"
         raise NotFound(msg)

@@ -16,6 +16,7 @@ from master_service.control.pause_runner import seconds_between
 from shared.errors import PeerError, TriremeError
 from shared.etcd import NoSpace, Space
 from shared.etcd.embedded import READY_TIMEOUT_S, find_binary
+from shared.membership.etcd_access import EtcdAccess
 from shared.membership.settings import MemberSettings
 from shared.records import JobSpec
 from trireme.cli.version import version_of
@@ -84,12 +85,10 @@ def _space(data_dir: Path) -> str:
     facts = None if os.environ.get("TRIREME_ETCD") else run_folder.read_run_file(data_dir, None)
     if facts is None and not os.environ.get("TRIREME_ETCD"):
         return f"{data_dir} holds no run, and TRIREME_ETCD names no etcd to ask"
-    settings = MemberSettings(job="doctor")
-    if facts is not None:
-        settings = settings.model_copy(update={"etcd": (str(facts["etcd"]),)})
-    where = ", ".join(settings.etcd)
+    access = MemberSettings(job="doctor").etcd_access if facts is None else EtcdAccess.from_facts(facts)
+    where = str(access)
     try:
-        space = asyncio.run(_asked(settings))
+        space = asyncio.run(_asked(access))
     except PeerError:
         if facts is None:
             raise
@@ -99,8 +98,8 @@ def _space(data_dir: Path) -> str:
     return f"etcd at {where} has stored {space.used_bytes / (1 << 20):.0f} MiB"
 
 
-async def _asked(settings: MemberSettings) -> Space:
-    etcd = settings.connect()
+async def _asked(access: EtcdAccess) -> Space:
+    etcd = access.connect()
     try:
         return await etcd.space(timeout_s=ANSWER_S)
     finally:

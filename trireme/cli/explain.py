@@ -15,6 +15,7 @@ from shared.errors import CallerError, NotFound, PeerError, TriremeError, Unauth
 from shared.etcd import Etcd, Get
 from shared.etcd.reading import read_record
 from shared.keys import Keys
+from shared.membership.etcd_access import EtcdAccess
 from shared.membership.settings import MemberSettings
 from shared.records import JobState, MasterAddress, MasterLock, Phase
 from shared.runtime import telemetry
@@ -45,7 +46,7 @@ async def _explained(job: str | None, data_dir: Path | None, url: str) -> Explan
     if url:
         return await _by_address(job or "", url)
     if "TRIREME_ETCD" in os.environ and job:
-        return await _by_etcd(MemberSettings(job=job), job, "", None)
+        return await _by_etcd(MemberSettings(job=job).etcd_access, job, "", None)
     folder, facts = run_folder.find_begun_run(data_dir, job, "--data-dir or --url")
     if result := run_folder.read_json(folder / resume.RESULT_FILE):
         return explain_ended(result)
@@ -59,8 +60,7 @@ async def _explained(job: str | None, data_dir: Path | None, url: str) -> Explan
     except (PeerError, CallerError) as error:
         if isinstance(error, Unauthorized):
             raise
-        settings = MemberSettings(job=name, etcd=(str(facts["etcd"]),))
-        return await _by_etcd(settings, name, address, folder, error)
+        return await _by_etcd(EtcdAccess.from_facts(facts), name, address, folder, error)
 
 
 async def _by_address(job: str, url: str) -> Explanation:
@@ -77,20 +77,20 @@ async def _asked(address: str) -> Explanation:
 
 
 async def _by_etcd(
-    settings: MemberSettings, job: str, asked: str, folder: Path | None, error: TriremeError | None = None
+    access: EtcdAccess, job: str, asked: str, folder: Path | None, error: TriremeError | None = None
 ) -> Explanation:
     """The master at `asked` did not explain the job (`error`): ask the one that etcd names, or tell why there is none."""
-    etcd = settings.connect()
+    etcd = access.connect()
     try:
-        leader, state, known = await _leader(etcd, Keys(job, settings.root))
+        leader, state, known = await _leader(etcd, Keys(job))
     except CallerError as refused:
-        raise Unauthorized(f"etcd at {', '.join(settings.etcd)} refused: {refused.message}") from refused
+        raise Unauthorized(f"etcd at {access} refused: {refused.message}") from refused
     except PeerError as silent:
-        return explanation_of(job, _no_etcd(settings, silent, folder))
+        return explanation_of(job, _no_etcd(access, silent, folder))
     finally:
         await etcd.close()
     if not known:
-        raise NotFound(f"etcd at {', '.join(settings.etcd)} holds no job {job}", hint="trireme explain JOB --url URL")
+        raise NotFound(f"etcd at {access} holds no job {job}", hint="trireme explain JOB --url URL")
     if asked.startswith(MASTERLESS):
         return explanation_of(job, _no_sweeper(job, state, leader, str(error)))
     if leader and leader != asked:
@@ -114,11 +114,10 @@ async def _leader(etcd: Etcd, keys: Keys) -> tuple[str, JobState | None, bool]:
     return url, read_record(JobState, keys.state, values[2]), found.range(3).first is not None
 
 
-def _no_etcd(settings: MemberSettings, error: PeerError, folder: Path | None) -> Cause:
-    where = ", ".join(settings.etcd)
+def _no_etcd(access: EtcdAccess, error: PeerError, folder: Path | None) -> Cause:
     return Cause(
         code=Code.ETCD_UNREACHABLE,
-        summary=f"etcd at {where} does not answer, so nobody can lead the job.",
+        summary=f"etcd at {access} does not answer, so nobody can lead the job.",
         details=(error.message, *told_by_launcher(folder, "etcd")),
         hints=(
             "start etcd again, or make it reachable: members take their places again by themselves",

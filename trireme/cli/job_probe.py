@@ -11,11 +11,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from shared import etcd as etcd_client
 from shared.errors import PeerError
 from shared.etcd.reading import read_record
 from shared.keys import Keys
 from shared.membership.directory import Directory
+from shared.membership.etcd_access import EtcdAccess
 from shared.records import Dispatch, JobState, Mode, PserverMember
 from shared.records.checkpoints import CheckpointLatest
 from trainer_agent.data_plane.http import HttpPserver
@@ -41,7 +41,7 @@ class JobProbe:
         self.folder = folder
         self.job = str(facts["job"])
         self.keys = Keys(self.job)
-        self.etcd = etcd_client.connect([str(facts["etcd"])])
+        self.etcd = EtcdAccess.from_facts(facts).connect()
         self.directory = Directory(self.etcd, self.keys)
         self._url = str(facts["url"])
         self._token = os.environ.get("TRIREME_TOKEN", "")

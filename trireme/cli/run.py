@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,9 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import PeerError, TriremeError
+from shared.keys import Keys
+from shared.membership.etcd_access import EtcdAccess
 from shared.records import Dispatch, FailureCause, JobSpec, JobState, Phase
 from shared.runtime import telemetry
+from trireme import existing_etcd
 from trireme.cli import exit_codes
+from trireme.existing_etcd import access_of
 from trireme.launch import resume, run_folder, run_storage
 from trireme.launch.cluster import HOST, LocalCluster
 from trireme.launch.disk_space import told_if_full
@@ -39,6 +44,7 @@ from trireme.view.live_progress import ProgressReporter
 from trireme.view.progress import Display, display
 from trireme.view.report import failure_text, result_document, summary_text
 
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 PUBLISH_S = 5.0
 REQUEST_TIMEOUT_S = 5.0
 
@@ -75,10 +81,12 @@ async def _run(request: RunRequest) -> int:
     with interrupt, ForkServer() as forks:
         outer = outside_script(request.flags, request.assignments)
         check_fields(outer)  # first: importing torch takes seconds, and a wrong flag should be told at once
-        port = _number(outer, "port", 65535)
-        extra = {name: _number(outer, name, 16) for name in ("standbys", "spare_pservers")}
-        if port and not request.dry_run:
-            run_folder.check_port(HOST, port)
+        access, options = access_of(outer), _options(outer)
+        if not request.dry_run:
+            if options["port"]:
+                run_folder.check_port(options["host"], options["port"])
+            if access is not None:
+                await existing_etcd.check(access, Keys(_job_of(outer, request.script, quietly=True)))
         known = {name: setting.value for name, setting in outer.items() if name in SETTINGS}
         inspection = await inspect(request.script, known, check=request.check, start=forks.start)
         settings = merge([from_script(inspection.config)]) | outer
@@ -95,8 +103,8 @@ async def _run(request: RunRequest) -> int:
             evaluation_dataset=inspection.evaluation_dataset,
             storage=run_storage.place_of(base, job, (data_dir / job).absolute()),
         )
-        if spec.dispatch is Dispatch.ETCD and (port or extra["standbys"]):
-            named = "port" if port else "standbys"
+        if spec.dispatch is Dispatch.ETCD and (options["port"] or options["standbys"]):
+            named = "port" if options["port"] else "standbys"
             msg = f"{outer[named].origin} is a setting of masters, and with dispatch etcd there is no master; leave it out"
             raise UsageError(msg)
         if request.dry_run:
@@ -115,21 +123,41 @@ async def _run(request: RunRequest) -> int:
                 return exit_codes.OK
             spec = spec if plan.start is resume.Start.NEW else resumed
             await run_storage.check(spec.storage, lambda sentence: print(sentence, file=sys.stderr))  # noqa: T201
-            _prepare(folder, plan.start, script, inspection.model)
-            return await _train(spec, folder, port, extra, interrupt, forks, as_json=request.as_json)
+            resumes = plan.start is resume.Start.RESUME
+            if access is not None:
+                wanted = existing_etcd.Claim(folder, previous.spec, resumes=resumes, fresh=request.fresh)
+                await existing_etcd.claim(access, Keys(job), wanted)
+            elif resumes:
+                existing_etcd.check_same_kind(previous.etcd, folder, job)
+            _prepare(folder, plan.start, script, inspection.model, access)
+            return await _train(spec, folder, {**options, "etcd": access}, interrupt, forks, as_json=request.as_json)
 
 
-def _job_of(settings: Mapping[str, Setting], script: Path) -> str:
+def _options(settings: Mapping[str, Setting]) -> dict[str, Any]:
+    """What the command line says of the cluster beside the job. Raises UsageError."""
+    host = str(settings["host"].value) if "host" in settings else HOST
+    if host not in LOOPBACK and not os.environ.get("TRIREME_TOKEN"):
+        msg = f"{settings['host'].origin} = {host} lets other hosts reach the job's REST API and parameters, and no token protects them"
+        raise UsageError(msg, hint="set TRIREME_TOKEN to a secret of your own, here and for every command and member")
+    return {
+        "host": host,
+        "advertise": str(settings["advertise"].value) if "advertise" in settings else "",
+        "port": _number(settings, "port", 65535),
+        **{name: _number(settings, name, 16) for name in ("standbys", "spare_pservers")},
+    }
+
+
+def _job_of(settings: Mapping[str, Setting], script: Path, *, quietly: bool = False) -> str:
     """The name of the job; says so if it is not the one that was given."""
     given = settings.get("job", Setting(script.stem, "the script's name"))
     job = allowed_name(str(given.value)) if "job" in settings else job_name(script)
-    if job != given.value:
+    if job != given.value and not quietly:
         what = f"the job is called {job}, not {given.value} ({given.origin})"
         print(f"{what}: a job's name has lower-case letters, digits and hyphens", file=sys.stderr)  # noqa: T201
     return job
 
 
-def _prepare(folder: Path, start: resume.Start, script: str, model: Facts | None) -> None:
+def _prepare(folder: Path, start: resume.Start, script: str, model: Facts | None, access: EtcdAccess | None) -> None:
     """Raises UsageError if files in the folder cannot be moved or written."""
     try:
         with told_if_full(folder):
@@ -138,6 +166,8 @@ def _prepare(folder: Path, start: resume.Start, script: str, model: Facts | None
                 resume.write_start(folder, script, model)
             for name in (run_folder.RUN_FILE, resume.RESULT_FILE):
                 (folder / name).unlink(missing_ok=True)
+            if access is not None:
+                run_folder.write_json(folder / resume.ETCD_FILE, access.facts())
             (folder / "logs").mkdir(exist_ok=True)
     except OSError as error:
         msg = f"the files of the last run in {folder} cannot be moved: {error}; choose another --data-dir"
@@ -159,27 +189,18 @@ def _number(settings: Mapping[str, Setting], name: str, highest: int) -> int:
 async def _train(
     spec: JobSpec,
     folder: Path,
-    port: int,
-    extra: Mapping[str, int],
+    options: Mapping[str, Any],
     interrupt: InterruptHandler,
     forks: ForkServer,
     *,
     as_json: bool,
 ) -> int:
-    """`extra`: how many standby processes of each kind to start."""
+    """`options`: of LocalCluster."""
     screen = display()
     spent = run_folder.TimeSpent(folder)
     try:
         reporter = ProgressReporter(spec, screen, restarts_in(folder))
-        cluster = LocalCluster(
-            spec,
-            folder,
-            port=port,
-            standbys=extra["standbys"],
-            spare_pservers=extra["spare_pservers"],
-            forks=forks,
-            on_event=reporter.on_child,
-        )
+        cluster = LocalCluster(spec, folder, **options, forks=forks, on_event=reporter.on_child)
         interrupt.cluster, interrupt.say = cluster, screen.event
         async with cluster:
             interrupt.ready = True
@@ -204,6 +225,8 @@ async def _train(
 async def _run_to_the_end(cluster: LocalCluster, reporter: ProgressReporter, folder: Path, screen: Display) -> JobState:
     who = f"no master, queue in {cluster.url}" if cluster.masterless else f"master {await cluster.master_url()}"
     cluster.run_beside(_publish(cluster, folder))
+    if cluster.has_existing_etcd:
+        who += f", existing etcd at {cluster.etcd_access}"
     screen.event(f"job {cluster.spec.job}: {who}, logs in {folder / 'logs'}")
     cluster.run_beside(
         reporter.run(lambda: cluster.client(REQUEST_TIMEOUT_S), lambda: cluster.lost_leases.etcd_silent_s)
@@ -225,7 +248,7 @@ async def _publish(cluster: LocalCluster, folder: Path) -> None:
     while True:
         url = cluster.url or published
         if url != published:
-            facts = {"job": cluster.spec.job, "url": url, "etcd": cluster.embedded.url}
+            facts = {"job": cluster.spec.job, "url": url, **cluster.etcd_access.facts()}
             run_folder.write_json(folder / run_folder.RUN_FILE, facts)
             published = url
         await cluster.directory.changed(cluster.directory.revision, PUBLISH_S)

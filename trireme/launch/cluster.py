@@ -23,6 +23,7 @@ from shared.errors import DeadlineExceeded, TriremeError
 from shared.etcd.reading import must_read
 from shared.keys import Keys
 from shared.membership.directory import Directory
+from shared.membership.etcd_access import EtcdAccess
 from shared.records import Dispatch, JobSpec, JobState
 from shared.records.checkpoints import CheckpointLatest
 from shared.runtime import clock
@@ -44,14 +45,15 @@ PSERVER_GRACE_S = 15.0  # it may be writing its part of a checkpoint
 START_TIMEOUT_S = 60.0
 FINAL_TIMEOUT_S = 1.0
 FOLLOW_S = 5.0
-PASSED_ON = ("TRIREME_TRANSPORT",)  # from our own environment; all other settings are in the spec
+PASSED_ON = ("TRIREME_TRANSPORT", "TRIREME_TOKEN")  # from our own environment; all other settings are in the spec
 SPARE_WAIT_S = 365 * 24 * 3600.0  # a parameter server that finds no free index waits as a spare
 
 
 class LocalCluster(SupervisedProcesses[JobState]):
     """`run_dir` gets spec.json, logs/<child>.log, children.jsonl and etcd/ (an earlier run's etcd data is used again).
     `port`: the first master's (0: any free port). Spare parameter servers are loaded and wait; the first that sees a free index
-    takes it. `forks` starts the children (None: the cluster makes its own fork server and ends it).
+    takes it. `etcd`: one that is there already; None: the cluster starts its own. Members listen at `host`, and tell others `advertise`
+    (default: `host`). `forks` starts the children (None: the cluster makes its own fork server and ends it).
 
     `on_event` gets every start and death. Children by name: `trainer-0`, `pserver-0`, `master-0`, `etcd`.
     """
@@ -67,6 +69,9 @@ class LocalCluster(SupervisedProcesses[JobState]):
         port: int = 0,
         standbys: int = 0,
         spare_pservers: int = 0,
+        etcd: EtcdAccess | None = None,
+        host: str = HOST,
+        advertise: str = "",
         environment: Mapping[str, str] | None = None,
         forks: ForkServer | None = None,
         on_event: Callable[[ChildEvent], None] = lambda _: None,
@@ -74,6 +79,8 @@ class LocalCluster(SupervisedProcesses[JobState]):
         super().__init__(run_dir, forks=forks, on_event=on_event)
         self.spec = spec
         self.run_dir = run_dir
+        self._existing_etcd = etcd
+        self._where = {"TRIREME_HOST": host, "TRIREME_ADVERTISE": advertise}
         self._port = port
         self._standbys = standbys
         self._spare_pservers = spare_pservers
@@ -98,10 +105,20 @@ class LocalCluster(SupervisedProcesses[JobState]):
         )
 
     @property
+    def etcd_access(self) -> EtcdAccess:
+        """Of the job's etcd."""
+        return self._existing_etcd or EtcdAccess((self.embedded.url,))
+
+    @property
+    def has_existing_etcd(self) -> bool:
+        """Whether it did not start its etcd."""
+        return self._existing_etcd is not None
+
+    @property
     def url(self) -> str:
         """The leading master's, "" while there is none; for a masterless job its address in etcd."""
         if self.masterless:
-            return masterless_address(self.embedded.url, self.spec.job)
+            return masterless_address(",".join(self.etcd_access.urls), self.spec.job)
         return self.directory.master.url if self.directory.master else ""
 
     @asynccontextmanager
@@ -110,7 +127,8 @@ class LocalCluster(SupervisedProcesses[JobState]):
         if self._masterless_client is not None:
             yield self._masterless_client
             return
-        async with Client(await self.master_url(timeout_s), timeout_s=timeout_s) as client:
+        token = os.environ.get("TRIREME_TOKEN", "")
+        async with Client(await self.master_url(timeout_s), token=token, timeout_s=timeout_s) as client:
             yield client
 
     async def master_url(self, timeout_s: float = START_TIMEOUT_S) -> str:
@@ -147,8 +165,8 @@ class LocalCluster(SupervisedProcesses[JobState]):
         module = MASTERLESS_TRAINER if self.masterless and role == "trainer" else MODULES[role]
         given = {
             "TRIREME_JOB": self.spec.job,
-            "TRIREME_ETCD": self.embedded.url,
-            "TRIREME_HOST": HOST,
+            **self.etcd_access.environment(),
+            **self._where,
             "TRIREME_SPEC": str(self.run_dir / "spec.json"),
             **{name: os.environ[name] for name in PASSED_ON if name in os.environ},
             **self._extra,
@@ -194,10 +212,12 @@ class LocalCluster(SupervisedProcesses[JobState]):
 
     async def _start(self) -> None:
         (self.run_dir / "spec.json").write_bytes(self.spec.to_bytes())
-        await self._start_etcd()
-        self.etcd = etcd_client.connect([self.embedded.url])
+        if self._existing_etcd is None:
+            await self._start_etcd()
+        self.etcd = self.etcd_access.connect()
         self._opened.push_async_callback(self.etcd.close)
-        await revoke_all_leases(self.etcd, self._keys.prefix)
+        if self._existing_etcd is None:  # leases in another one are not all of this run's members
+            await revoke_all_leases(self.etcd, self._keys.prefix)
         await start_again(self.etcd, self._keys)
         self.directory = Directory(self.etcd, self._keys)
         self.run_beside(self.directory.run())

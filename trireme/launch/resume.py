@@ -29,6 +29,7 @@ from trireme.launch.run_folder import read_json, write_json
 
 SPEC_FILE, SCRIPT_FILE = "spec.json", "script.sha256"
 RESULT_FILE = "result.json"  # what --json prints; it exists once the run is over
+ETCD_FILE = "etcd.json"  # of a run with an etcd that it did not start: how to reach it
 PREVIOUS = "previous"
 NOT_MOVED = ("lock", PREVIOUS)
 
@@ -47,6 +48,7 @@ class PreviousRun:
     script: str = ""
     model: model_facts.Facts | None = None
     result: dict[str, Any] | None = None
+    etcd: dict[str, Any] | None = None  # facts of an etcd that it did not start
 
     @property
     def phase(self) -> Phase | None:
@@ -73,11 +75,11 @@ def read_previous_run(folder: Path) -> PreviousRun:
     except (OSError, ValidationError):
         return PreviousRun()
     result = read_json(folder / RESULT_FILE)
-    if result is None and not (folder / "etcd").exists():
+    if result is None and not (folder / "etcd").exists() and not (folder / ETCD_FILE).exists():
         return PreviousRun()
     script = folder / SCRIPT_FILE
     text = script.read_text(encoding="utf-8") if script.exists() else ""
-    return PreviousRun(spec, text, read_json(folder / model_facts.FILE), result)
+    return PreviousRun(spec, text, read_json(folder / model_facts.FILE), result, read_json(folder / ETCD_FILE))
 
 
 def decide(

@@ -32,11 +32,12 @@ async def open_client(address: str, *, token: str = "", timeout_s: float = TIMEO
     endpoint, _, job = address.removeprefix(MASTERLESS).rpartition("/")
     if "//" not in endpoint or not job:
         raise InvalidArgument(f"{address} names no masterless job; write etcd+http://HOST:PORT/JOB")
-    from shared.etcd import connect  # noqa: PLC0415  not loaded for a job with a master
-    from shared.keys import Keys  # noqa: PLC0415
+    from shared.keys import Keys  # noqa: PLC0415  not loaded for a job with a master
+    from shared.membership.etcd_access import split  # noqa: PLC0415
+    from shared.membership.settings import MemberSettings  # noqa: PLC0415
     from trireme.view.masterless_client import MasterlessClient  # noqa: PLC0415
 
-    etcd = connect([endpoint])
+    etcd = MemberSettings(job=job, etcd=split(endpoint)).connect()  # the user, say, is that of the environment
     masterless = MasterlessClient(etcd, Keys(job))
     following = asyncio.ensure_future(masterless.run())
     try:

@@ -1,0 +1,77 @@
+"""How the command line, the environment and trireme.toml name an etcd that is there already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shared.errors import InvalidArgument
+from shared.membership.etcd_access import EtcdAccess
+from shared.membership.settings import MemberSettings
+from trireme.existing_etcd import access_of
+from trireme.settings import UsageError, from_environment, from_flags, from_toml, merge
+
+URL = "http://a:2379"
+
+
+def access(flags: dict | None = None, environment: dict[str, str] | None = None) -> EtcdAccess | None:
+    environment = environment or {}
+    return access_of(merge([from_flags(flags or {}), from_environment(environment)]), environment)
+
+
+def test_without_an_address_the_run_starts_its_own():
+    assert access() is None
+
+
+def test_flags_come_before_the_environment():
+    found = access({"etcd": "http://b:1, http://c:1"}, {"TRIREME_ETCD": URL})
+    assert found == EtcdAccess(("http://b:1", "http://c:1"))
+    assert access({}, {"TRIREME_ETCD": URL}) == EtcdAccess((URL,))
+
+
+def test_a_list_in_trireme_toml(tmp_path):
+    (tmp_path / "trireme.toml").write_text(f'etcd = ["{URL}", "http://b:1"]\n')
+    assert access_of(merge([from_toml(tmp_path / "trireme.toml")]), {}) == EtcdAccess((URL, "http://b:1"))
+
+
+def test_a_password_in_trireme_toml_is_refused(tmp_path):
+    (tmp_path / "trireme.toml").write_text('etcd_password = "secret"\n')
+    with pytest.raises(UsageError, match="no setting 'etcd_password'; did you mean etcd_password_file"):
+        from_toml(tmp_path / "trireme.toml")
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "said"),
+    [
+        ({"etcd_user": "u"}, {}, "--etcd-user is of an etcd that is there already: give its address with --etcd"),
+        ({"etcd": " , "}, {}, "--etcd names no address"),
+        ({"etcd": URL, "etcd_ca": "missing.pem"}, {}, "--etcd-ca = missing.pem: there is no such file"),
+        ({"etcd": URL}, {"TRIREME_ETCD_PASSWORD": "x"}, "but no user: give --etcd-user"),
+    ],
+)
+def test_what_cannot_be(flags, environment, said):
+    with pytest.raises(UsageError, match=said):
+        access(flags, environment)
+
+
+def test_the_password_is_in_the_environment_of_members_and_in_no_text(tmp_path):
+    found = access({"etcd": URL, "etcd_user": "u"}, {"TRIREME_ETCD_PASSWORD": "secret"})
+    assert found is not None
+    assert "secret" not in f"{found!r} {found} {found.facts()}"
+    environment = found.environment()
+    assert environment == {"TRIREME_ETCD": URL, "TRIREME_ETCD_USER": "u", "TRIREME_ETCD_PASSWORD": "secret"}
+    assert EtcdAccess.from_facts(found.facts(), environment) == found
+
+
+def test_a_member_reads_its_password_from_a_file(tmp_path, monkeypatch):
+    (tmp_path / "password").write_text("secret\r\nsecond line\n")
+    for name, value in {"ETCD": "http://h:1", "ETCD_USER": "u", "ETCD_PASSWORD_FILE": tmp_path / "password"}.items():
+        monkeypatch.setenv(f"TRIREME_{name}", str(value))
+    given: dict[str, object] = {}
+    monkeypatch.setattr("shared.membership.etcd_access.connect", lambda urls, **rest: given.update(rest, urls=urls))
+    MemberSettings(job="j").connect()
+    assert (given["urls"], given["user"], given["password"]) == (("http://h:1",), "u", "secret")
+    Path(tmp_path / "password").unlink()
+    with pytest.raises(InvalidArgument, match=r"password file .* cannot be read"):
+        MemberSettings(job="j").connect()
