@@ -39,6 +39,7 @@ LOOK_S = 0.5
 FLUSH_S = 5.0
 LEAVE_S = 10.0
 BUSY_LOOK_S = 0.02
+NOBODY_S = 1.0
 
 OK, FAILED = 0, 1
 
@@ -163,11 +164,15 @@ class Agent:
             await self._directory.changed(self._directory.revision, LOOK_S)
 
     async def _stopped(self) -> None:
-        """Ends when `stopping` is set and no minibatch is being computed or pushed, or LEAVE_S later."""
+        """Ends when `stopping` is set and no minibatch is being computed or pushed, or LEAVE_S later; after NOBODY_S without any
+        parameter server: there is nobody to push to (the job is paused, say)."""
         await self._stopping.wait()
-        deadline = clock.monotonic() + LEAVE_S
-        while self._active is not None and self._active.busy and clock.monotonic() < deadline:  # noqa: ASYNC110
+        now = seen = clock.monotonic()
+        deadline = now + LEAVE_S
+        while self._active is not None and self._active.busy and now < min(deadline, seen + NOBODY_S):
             await asyncio.sleep(BUSY_LOOK_S)
+            now = clock.monotonic()
+            seen = now if self._directory.pservers else seen
 
     async def _train(self) -> Task | None:
         """The task of another kind that ended an asynchronous training, if any."""

@@ -116,9 +116,9 @@ class ClusterTerm:
                 self.jobs[job.job] = term = JobTerm(self._make(job), job, self.lock.lease, self._finish)
                 self._group.create_task(self._run_job(term))
             if job.wanted == "pause":
-                self.jobs[job.job].stop(Standing.PAUSED, job.reason)
+                self.jobs[job.job].stop(Standing.PAUSED, "paused by its user")
             elif job.wanted == "cancel":
-                self.jobs[job.job].stop(Standing.CANCELLED, job.reason)
+                self.jobs[job.job].stop(Standing.CANCELLED, "cancelled by its user")
             elif job.preempted_by:
                 self.jobs[job.job].stop(Standing.QUEUED, f"job {job.preempted_by} needs its members")
 

@@ -34,6 +34,7 @@ class TorchCluster(Cluster):
         self.computes: dict[str, TorchCompute] = {}
         self.running: dict[str, asyncio.Task[int]] = {}
         self.stopping: dict[str, asyncio.Event] = {}
+        self._master_stopping = asyncio.Event()
         self._computing = ThreadPoolExecutor(1)
         """One for all: torch's random numbers belong to the process, and a forward pass must not be interrupted."""
         self._reading = ThreadPoolExecutor(1)
@@ -42,7 +43,7 @@ class TorchCluster(Cluster):
         self._group = group
         self._background = [
             group.create_task(self.directory.run()),
-            group.create_task(self.master.run(asyncio.Event())),
+            group.create_task(self.master.run(self._master_stopping)),
         ]
         for pserver in self.pservers:
             member = PserverMember(index=pserver.index, url="", incarnation=pserver.incarnation, host="here", pid=1)
@@ -95,6 +96,11 @@ class TorchCluster(Cluster):
         )
         assert self.directory.state is not None
         return self.directory.state
+
+    async def stop_master(self) -> None:
+        """For good; it gives up its lease."""
+        self._master_stopping.set()
+        await asyncio.wait([self._background[1]])
 
     async def version(self, version: int, limit_s: float = 50.0) -> None:
         """Wait until all parameter servers have reached `version`."""

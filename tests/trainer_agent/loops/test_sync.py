@@ -194,6 +194,22 @@ async def test_a_trainer_asked_to_stop_leaves_with_code_0_and_the_others_finish(
             assert await made.running["trainer-1-x"] == 0
 
 
+async def test_a_trainer_asked_to_stop_does_not_wait_for_parameter_servers_that_have_left(tmp_path):
+    """A job that is paused: its parameter servers leave at once, so nothing can be handed over."""
+    script = write_script(tmp_path)
+    common = {"lanes": 2, "global_batch_size": 4, "records_per_task": 8, "epochs": 300}
+    async with cluster(spec_for(script, **common), 2) as made:
+        await made.version(2)
+        await made.stop_master()
+        for pserver in made.pservers:
+            await made.etcd.delete(made.keys.pserver(pserver.index))
+        await made.directory.wait_for(lambda view: not view.pservers, 5.0, "no parameter servers")
+        await asyncio.sleep(0.3)  # by then each of them is in the middle of a step that nobody takes
+        made.stopping["trainer-0-x"].set()
+        async with asyncio.timeout(5):  # it would wait for 10 s
+            assert await made.running["trainer-0-x"] == 0
+
+
 async def test_an_exported_model_is_loaded_by_plain_pytorch_and_scored_by_the_users_metrics(tmp_path):
     from safetensors.torch import load_file
 
