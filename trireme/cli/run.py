@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,6 @@ from trireme.view.live_progress import ProgressReporter
 from trireme.view.progress import Display, display
 from trireme.view.report import failure_text, result_document, summary_text
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 PUBLISH_S = 5.0
 REQUEST_TIMEOUT_S = 5.0
 
@@ -136,7 +136,7 @@ async def _run(request: RunRequest) -> int:
 def _options(settings: Mapping[str, Setting]) -> dict[str, Any]:
     """What the command line says of the cluster beside the job. Raises UsageError."""
     host = str(settings["host"].value) if "host" in settings else HOST
-    if host not in LOOPBACK and not os.environ.get("TRIREME_TOKEN"):
+    if not _is_loopback(host) and not os.environ.get("TRIREME_TOKEN"):
         msg = f"{settings['host'].origin} = {host} lets other hosts reach the job's REST API and parameters, and no token protects them"
         raise UsageError(msg, hint="set TRIREME_TOKEN to a secret of your own, here and for every command and member")
     return {
@@ -145,6 +145,14 @@ def _options(settings: Mapping[str, Setting]) -> dict[str, Any]:
         "port": _number(settings, "port", 65535),
         **{name: _number(settings, name, 16) for name in ("standbys", "spare_pservers")},
     }
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this host reaches it; a name other than `localhost` may be any address."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _job_of(settings: Mapping[str, Setting], script: Path, *, quietly: bool = False) -> str:
