@@ -70,8 +70,8 @@ def make_api(jobs: JobsLed, *, token: str = "") -> FastAPI:
         named = "{job}" in prefix
         parameters = [*allowed, Depends(job_in_path)] if named else allowed
         if not (named and clustered):  # a cluster answers for jobs that nobody leads now, too
-            app.include_router(job.of_job, prefix=of_job, dependencies=parameters, include_in_schema=named)
-        app.include_router(explanation.router, prefix=of_job, dependencies=parameters, include_in_schema=named)
+            for resource in (job.of_job, explanation.router):
+                app.include_router(resource, prefix=of_job, dependencies=parameters, include_in_schema=named)
         for routes in (job, tasks, task_leases, members, checkpoints, operations):
             app.include_router(routes.router, prefix=prefix, dependencies=parameters, include_in_schema=named)
     app.include_router(system.router, dependencies=allowed)

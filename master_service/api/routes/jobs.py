@@ -18,7 +18,11 @@ from master_service.api.resources_cluster import (
 )
 from master_service.api.routes.dependencies import PageSize, PageToken, answered
 from master_service.cluster.leader import ClusterMaster
+from master_service.core.explanation.cause import Explanation
+from master_service.core.explanation.in_cluster import explain_unled, failing_places
+from master_service.leadership.explanation import explain_job as explain_master
 from shared.records.cluster import Standing
+from shared.runtime import clock
 
 router = APIRouter(prefix="/v1", tags=["jobs"])
 pool = APIRouter(prefix="/v1", tags=["pool"])
@@ -62,6 +66,19 @@ async def get_job(cluster: ClusterOf, job: str) -> JobView:
     if (led := term.jobs.get(job)) is not None and led.master.current_term is not None:
         return await render.led(led.master, found, leader)
     return render.resting(found, await answered(cluster.state_of(job)), leader)
+
+
+@router.get("/jobs/{job}/explanation", operation_id="explainJob")
+async def explain_job(cluster: ClusterOf, job: str) -> Explanation:
+    """Why it does not progress, and what to do: the most important cause, and in `also` the others."""
+    term = cluster.term
+    found = term.state.job(job)
+    led = term.jobs.get(job)
+    if led is None:
+        return explain_unled(term.state, found, clock.wall_time())
+    told = await explain_master(led.master)
+    failing = failing_places(term.state, found)
+    return told if failing is None else told.model_copy(update={"also": (failing, *told.also)})
 
 
 @router.get("/jobs/{job}/source", operation_id="getJobSource")

@@ -155,3 +155,39 @@ def test_the_pool_is_told_with_what_the_jobs_that_may_run_now_need() -> None:
             assert pool["pservers"]["needed"] == 1
 
     run_virtually(main)
+
+
+def test_a_job_that_nobody_leads_says_why_and_what_to_do() -> None:
+    async def main() -> None:
+        jobs = Jobs(tasks=200)
+        async with jobs.leading() as leader, client_of(leader) as client:
+
+            async def told(name: str) -> dict[str, Any]:
+                answer: dict[str, Any] = (await client.get(f"/v1/jobs/{name}/explanation")).json()
+                return answer
+
+            await client.post("/v1/jobs", json=wanted("a", scheduling={"min_trainers": 2}))
+            await until(lambda: leader.state.job("a").reason != "was just submitted", "the schedule")
+            lacks = await told("a")
+            assert lacks["code"] == "WAITS_FOR_MEMBERS"
+            assert "at least 2 trainers" in lacks["details"][0]
+            assert "The pool has 0 trainers" in lacks["details"][2]
+            await client.post("/v1/jobs", json=wanted("b", scheduling={"after": ["a"]}))
+            after = await told("b")
+            assert (after["code"], after["hints"][0]) == ("WAITS_FOR_JOBS", "trireme explain a")
+            later = wanted("c", scheduling={"not_before_time": "2999-01-01T00:00:00Z"})
+            await client.post("/v1/jobs", json=later)
+            assert (await told("c"))["code"] == "WAITS_FOR_TIME"
+            await client.post("/v1/jobs/c/pause")
+            assert (await told("c"))["code"] == "JOB_PAUSED"
+            await client.post("/v1/jobs/c/cancel")
+            assert (await told("c"))["code"] == "JOB_CANCELLED"
+            async with jobs.pool(2, 1):
+                await until(lambda: len(jobs.taken) > 3, "some tasks")
+                assert (await told("a"))["code"] in ("PROGRESS_IS_FINE", "FEWER_TRAINERS")
+                await client.post("/v1/jobs", json=wanted("d"))
+                await until(lambda: leader.state.job("d").reason != "was just submitted", "the schedule")
+                assert "a has 1" in (await told("d"))["details"][1]
+            check_problem(await client.get("/v1/jobs/none/explanation"), 404, "NOT_FOUND")
+
+    run_virtually(main)

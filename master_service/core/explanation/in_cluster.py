@@ -1,0 +1,126 @@
+"""Why a job of a cluster that nobody leads now does not progress: it waits, was stopped, or is over. And what its places lack."""
+
+from __future__ import annotations
+
+from master_service.core.explanation.cause import Cause, Code, Explanation, explanation_of
+from master_service.core.state.cluster import ClusterState
+from shared.records.cluster import ClusterJob, Kind, Standing
+from shared.times import instant
+
+SHOWN = 5
+
+
+def explain_unled(state: ClusterState, job: ClusterJob, wall_time: float) -> Explanation:
+    """`wall_time`: seconds since 1970."""
+    return explanation_of(job.job, _cause(state, job, wall_time))
+
+
+def failing_places(state: ClusterState, job: ClusterJob) -> Cause | None:
+    """Places of this job whose process ended again and again, or that vanished."""
+    found = [
+        f"{kind} {member} on {place.host}: {place.trouble}"
+        for (kind, member), place in state.members.items()
+        if place.trouble and (place.running, place.epoch) == (job.job, job.epoch)
+    ]
+    if not found:
+        return None
+    return Cause(
+        code=Code.PROCESSES_FAIL,
+        summary=f"{len(found)} processes of job {job.job} ended again and again and were given up.",
+        details=tuple(found[:SHOWN]),
+        hints=("read logs/<job>/<member>-*.log in the host agent's data folder", f"trireme cancel {job.job}"),
+    )
+
+
+def _cause(state: ClusterState, job: ClusterJob, wall_time: float) -> Cause:
+    name = job.job
+    match job.standing:
+        case Standing.QUEUED:
+            return _queued(state, job, wall_time)
+        case Standing.ACTIVE if job.wanted != "run" or job.preempted_by:
+            return Cause(
+                code=Code.JOB_STOPPING,
+                summary=f"Job {name} is being stopped: {_why_stopped(job)}.",
+                details=("It saves a checkpoint first, if it trains.",),
+                hints=("wait",),
+            )
+        case Standing.ACTIVE:
+            return Cause(
+                code=Code.MASTER_TAKING_OVER,
+                summary=f"Job {name} has its members, and its master begins.",
+                hints=("wait: it takes less than a second",),
+            )
+        case Standing.PAUSED:
+            return Cause(
+                code=Code.JOB_PAUSED,
+                summary=f"Job {name} is PAUSED: {job.reason}.",
+                details=("Its checkpoints are kept, and it has no members.",),
+                hints=(f"trireme resume {name}", f"trireme cancel {name}"),
+            )
+        case Standing.CANCELLED:
+            return Cause(
+                code=Code.JOB_CANCELLED,
+                summary=f"Job {name} was CANCELLED: {job.reason}.",
+                hints=(f"trireme delete {name} frees its name and its files",),
+            )
+        case Standing.COMPLETED:
+            return Cause(code=Code.JOB_COMPLETED, summary=f"Job {name} is COMPLETED: {job.reason}.")
+        case Standing.FAILED:
+            return Cause(
+                code=Code.JOB_FAILED,
+                summary=f"Job {name} has FAILED: {job.reason}",
+                hints=(f"trireme resume {name}, if its script is not the cause", f"trireme delete {name}"),
+            )
+
+
+def _why_stopped(job: ClusterJob) -> str:
+    asked = {"pause": "its user pauses it", "cancel": "its user cancels it"}
+    return asked.get(job.wanted, f"job {job.preempted_by} needs its members")
+
+
+def _queued(state: ClusterState, job: ClusterJob, wall_time: float) -> Cause:
+    name, wanted = job.job, job.scheduling
+    if wanted.not_before_time and (left_s := instant(wanted.not_before_time) - wall_time) > 0:
+        return Cause(
+            code=Code.WAITS_FOR_TIME,
+            summary=f"Job {name} starts at {wanted.not_before_time} or later, in {left_s:.0f} s.",
+            hints=("wait", f"trireme cancel {name}"),
+        )
+    before = [state.jobs[other] for other in wanted.after if other in state.jobs] if job.epoch == 0 else []
+    if waits := [other for other in before if not other.standing.final]:
+        return Cause(
+            code=Code.WAITS_FOR_JOBS,
+            summary=f"Job {name} starts once {waits[0].job} is COMPLETED; that one is {waits[0].standing}.",
+            details=tuple(f"job {other.job} is {other.standing}: {other.reason}" for other in waits[:SHOWN]),
+            hints=(f"trireme explain {waits[0].job}", f"trireme cancel {name}"),
+        )
+    pservers, trainers = _count(job.pservers_wanted, "parameter server"), _count(job.least_trainers, "trainer")
+    needs = f"It needs {pservers} and at least {trainers}, all at once; its priority is {wanted.priority}."
+    return Cause(
+        code=Code.WAITS_FOR_MEMBERS,
+        summary=f"Job {name} {job.reason}.",
+        details=(
+            needs,
+            _pool(state, "pserver"),
+            _pool(state, "trainer"),
+        ),
+        hints=(
+            "wait for a job to end",
+            "more members: TRIREME_ETCD=URL TRIREME_TRAINERS=N TRIREME_PSERVERS=M python -m trireme.host",
+            f"cancel {name} and submit it with a higher --priority",
+        ),
+    )
+
+
+def _pool(state: ClusterState, kind: Kind) -> str:
+    places = [place for place in state.members if place[0] == kind]
+    held = [state.assignments[place].job for place in places if place in state.assignments]
+    of = ", ".join(f"{name} has {held.count(name)}" for name in sorted(set(held))[:SHOWN])
+    what = "parameter server" if kind == "pserver" else kind
+    return (
+        f"The pool has {_count(len(places), what)}, {len(places) - len(held)} not assigned{f' ({of})' if of else ''}."
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
