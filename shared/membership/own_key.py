@@ -11,6 +11,7 @@ nobody can take the key, and its holder goes on.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
@@ -105,7 +106,7 @@ class OwnKey(Generic[R]):
             while not self._lost:
                 over = self.lease
                 await over.keep_alive()
-                self._lost = self._released or not await self._renew_lease(over)
+                self._lost = self._lost or self._released or not await self._renew_lease(over)
                 self._told_away = False
             writing.cancel()
         if not self._released:
@@ -117,12 +118,14 @@ class OwnKey(Generic[R]):
         self._changed.set()
 
     async def write(self, **fields: Any) -> bool:
-        """Change the record and write it now; False: the key is lost. Raises PeerError, LeaseLost: the fields are what they
-        were before, and whether etcd took them is unknown; write again."""
+        """Change the record and write it now; False: the key is lost. Raises PeerError, LeaseLost (also while the lease is being
+        replaced): the fields are what they were before, and whether etcd took them is unknown; write again."""
         before = self.record
         self.record = before.model_copy(update=fields)
         try:
-            return await self._write_record()
+            while (written := await self._write_record()) is None:
+                self.lease.check()
+            return written
         except (PeerError, LeaseLost):
             self.record = self.record.model_copy(update={name: getattr(before, name) for name in fields})
             raise
@@ -146,25 +149,36 @@ class OwnKey(Generic[R]):
             await self._changed.wait()
             self._changed.clear()
             try:
-                if not await self._write_record():
+                written = await self._write_record()
+                if written is False:
                     return
+                if written is None:
+                    await asyncio.sleep(ids.jitter(LOOK_AGAIN_S))
+                    self._changed.set()
             except (PeerError, LeaseLost) as error:
                 log.warning("etcd_away", key=self.key, cause=str(error))
                 await asyncio.sleep(ids.jitter(PAUSE_S))
                 self._changed.set()
 
-    async def _write_record(self) -> bool:
-        """False: the key is lost. While that is in doubt it waits."""
-        while not self._lost:
-            found = await self._etcd.get(self.key)
-            if found is not None and self._is_mine(found):
-                if await self._put(self.lease, self._unchanged(found)):
-                    return True
-            elif self.lease.alive or found is not None:
-                return False
-            else:
-                await asyncio.sleep(ids.jitter(LOOK_AGAIN_S))
-        return False
+    async def _write_record(self) -> bool | None:
+        """False: the key is lost. None: not now, its lease is being replaced or its value was written meanwhile."""
+        if self._lost:
+            return False
+        lease = self.lease
+        found = await self._etcd.get(self.key)
+        if lease is not self._lease or not lease.alive:
+            # `found` may be older than a key created again, and a write could take the key back to the lease that is over
+            return None
+        if found is None or not self._is_mine(found):
+            await self._give_up(lease)
+            return False
+        return await self._put(lease, self._unchanged(found)) > 0 or None
+
+    async def _give_up(self, lease: Lease) -> None:
+        """The key is gone or another's although the lease is alive: it was deleted. `hold` ends, so that the process starts anew."""
+        self._lost = True
+        with contextlib.suppress(PeerError):
+            await lease.revoke()
 
     async def _renew_lease(self, over: Lease) -> bool:
         """A new lease under the key if it is still this process's, or nobody's because the old one ran out. False: it is lost."""

@@ -1,7 +1,8 @@
 """Checks the queue: no task is at two trainers, and no finished task is given again.
 
-It reads all events, one transaction at a time. A task that is requeued and given again in one transaction (a master commits
-in groups), or that moves with its lane, has the next attempt. A transaction that rolls the job back, to a checkpoint or to
+It reads all events, one transaction at a time. A task that is requeued and given again in one transaction, or that moves with
+its lane, has a later attempt: the next one, or one more for each time that it was given in a transaction (a master commits in
+groups). A transaction that rolls the job back, to a checkpoint or to
 its beginning, drops what is pending; such tasks are not finished, and finished ones are given once more.
 """
 
@@ -44,8 +45,8 @@ class TaskChecker:
                     self._done.add((held.epoch, task_id))
                 continue
             given = PendingTask.model_validate_json(event["kv"]["value"])
-            # put back and given again in one transaction, or taken over with its lane: the next attempt
-            if held is not None and given.attempt != held.attempt + 1:
+            # put back and given again in one transaction, or taken over with its lane: a later attempt
+            if held is not None and given.attempt <= held.attempt:
                 yield f"task {task_id} is at {held.trainer} (attempt {held.attempt}) and given to {given.trainer} ({given.attempt})"
             if (given.epoch, task_id) in self._done:
                 yield f"task {task_id} of epoch {given.epoch} was finished and is given again, to {given.trainer}"

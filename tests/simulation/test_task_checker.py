@@ -48,6 +48,12 @@ def test_a_task_is_not_given_to_two(checker):
     assert not list(checker.check([given(attempt=2, trainer="t3")]))
 
 
+def test_a_task_may_be_given_twice_in_one_transaction(checker):
+    """To a trainer that asked in two steps, one after the other: only the second attempt is written."""
+    assert not list(checker.check([given(attempt=3, trainer="t2")]))
+    assert len(list(checker.check([given(attempt=2, trainer="t1")]))) == 1
+
+
 def test_what_a_way_back_drops_was_not_finished(checker):
     """A start over has no phase of its own: one transaction drops the queue and begins the timeline."""
     assert not list(checker.check([drop(KEYS.pending("5")), state(3, Phase.WAITING)]))

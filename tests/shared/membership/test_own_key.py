@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from shared.errors import PeerError
-from shared.etcd import Etcd
+from shared.etcd import Etcd, LeaseLost
 from shared.etcd.transport import TXN
 from shared.membership.own_key import OwnKey
 from shared.records import PserverMember
@@ -95,6 +95,21 @@ async def test_a_write_whose_answer_is_lost_is_said_to_have_failed(world):
 
 
 @virtual
+async def test_a_write_while_the_lease_is_over_fails_and_is_not_made_later(world):
+    """Whoever asked for it may have gone on since."""
+    async with held(world) as (own, written):
+        world.cut("a")
+        await asyncio.sleep(2 * TTL_S)
+        with pytest.raises((LeaseLost, PeerError)):
+            async with asyncio.timeout(TTL_S / 2):
+                world.mend("a")
+                await own.write(copied="u1")
+        await asyncio.sleep(TTL_S)
+        assert await written() == own.record
+        assert own.record.copied == ""
+
+
+@virtual
 async def test_a_key_that_was_deleted_is_lost_and_not_written_again(world):
     etcd = Etcd(world.transport("other"))
     async with held(world) as (own, _):
@@ -103,6 +118,7 @@ async def test_a_key_that_was_deleted_is_lost_and_not_written_again(world):
         assert not await own.write(copied="u2")
         await asyncio.sleep(3 * TTL_S)
         assert await etcd.get(KEY) is None
+        assert not own.lease.alive, "its holder ends, and does not wait for ever to be seen"
 
 
 async def is_not_lost(own: OwnKey, written, before: PserverMember) -> None:
@@ -184,3 +200,31 @@ async def test_an_etcd_that_is_down_leaves_no_doubt_and_one_that_falls_silent_af
         world.thaw()
         async with asyncio.timeout(TTL_S):
             await own.certain()
+
+
+OUTAGES = {
+    "cut off until its lease ran out": (lambda world: world.cut("a"), lambda world: world.mend("a")),
+    "etcd restarted, its lease is still there": (lambda world: world.stop(), lambda world: world.start()),
+}
+
+
+@pytest.mark.parametrize("outage", list(OUTAGES))
+def test_what_is_set_while_the_lease_is_replaced_is_written_under_the_new_one(outage):
+    """Reads and writes of both cross in any order. A read that was answered before the key was created again said that it was
+    lost: nothing was written any more. A write under the old lease took the key away with that lease."""
+    begins, ends = OUTAGES[outage]
+
+    async def play(world: SimulatedEtcd, rng: random.Random) -> bool:
+        async with held(world) as (own, written):
+            begins(world)
+            await asyncio.sleep(3 * TTL_S)
+            ends(world)
+            await asyncio.sleep(rng.uniform(0.0, 0.7))
+            own.set(copied="u1")
+            await asyncio.sleep(4 * TTL_S)
+            return own.record.copied == "u1" and await written() == own.record
+
+    for seed in range(300):
+        rng = random.Random(seed)
+        world = SimulatedEtcd(rng=rng, delay_s=(0.0, 0.05))
+        assert run_virtual(VirtualLoop(rng), play(world, rng), rng), seed
