@@ -114,12 +114,17 @@ async def write_under(
             raise Overtaken(msg)
         return marker.mod_revision
 
-    fence = [lock.compare(), Compare.mod(keys.commit, "==", commit_revision)]
+    fence = fence_of(lock, keys, commit_revision)
     write = FencedWrite(etcd, fence, [*writes, Put(keys.commit, name)], [Get(lock.key), Get(keys.commit)], landed)
     outcome = await write.until_answered(check, PAUSE_S)
     if not isinstance(outcome, int):
         raise NotLeader("the write was refused; the cluster's lock is lost")
     return outcome
+
+
+def fence_of(lock: HeldLock, keys: ClusterKeys, commit_revision: int) -> list[Compare]:
+    """The term is this one, and nothing was written since."""
+    return [lock.compare(), Compare.mod(keys.commit, "==", commit_revision)]
 
 
 def operations(keys: ClusterKeys, changes: Iterable[ClusterChange]) -> Iterable[Put | Delete]:

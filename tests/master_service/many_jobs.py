@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from master_service.cluster.leader import ClusterMaster
-from shared.errors import TriremeError
+from shared.errors import NotLeader, PeerError, TriremeError
 from shared.etcd import Etcd
 from shared.etcd.reading import read_record
 from shared.keys import ClusterKeys, Keys
@@ -65,6 +65,13 @@ class Jobs:
         """Who leads now."""
         return next((master for master in self.masters if leads(master)), None)
 
+    async def ask(self, invoke: Callable[[ClusterMaster], Awaitable[Any]]) -> Any:
+        """A request to the one that leads now. Raises NotLeader, and what it raises."""
+        leader = self.leader
+        if leader is None:
+            raise NotLeader("nobody leads now")
+        return await invoke(leader)
+
     @asynccontextmanager
     async def leading(self, name: str = "m1", **values: Any) -> AsyncIterator[ClusterMaster]:
         master, stopping = self.master(name, **values), asyncio.Event()
@@ -98,6 +105,12 @@ def leads(master: ClusterMaster) -> bool:
     return master.current_term is not None and master.current_term.lock.lease.alive
 
 
+async def _acquire(leader: ClusterMaster, job: str, trainer: str, request: str) -> Any:
+    master = leader.find(job)
+    ask = AcquireTask(trainer=trainer, request=request, generation=master.job.state.generation)
+    return await master.acquire_task(ask)
+
+
 class Place:
     """A place of a host agent, and the process that it runs: a trainer that takes tasks, or a parameter server that is a key."""
 
@@ -106,6 +119,7 @@ class Place:
         self.etcd = jobs.etcd_of(name)
         self.member = PoolMember(member=name, kind=kind, host="h", agent="a", pid=1, incarnation=ids.new_id(name))
         self.history: list[tuple[str, int]] = []
+        self._request = ids.new_id("r")  # asked again after a lost answer, so that the same task comes
 
     async def run(self) -> None:
         keys, lease = self._jobs.keys, await self.etcd.grant(3600)
@@ -177,21 +191,23 @@ class Place:
     async def _work(self, job: str, trainer: str) -> None:
         """One task, or a moment."""
         try:
-            leader = self._jobs.leader
-            if leader is None:
-                await asyncio.sleep(0.05)
-                return
-            master = leader.find(job)
-            ask = AcquireTask(trainer=trainer, request=ids.new_id("r"), generation=master.job.state.generation)
-            task = (await master.acquire_task(ask)).task
+            task = (await self._jobs.ask(lambda leader: _acquire(leader, job, trainer, self._request))).task
             if task is None:
                 await asyncio.sleep(0.05)
                 return
+            self._request = ids.new_id("r")
             await asyncio.sleep(self._jobs.task_s)
-            leader = self._jobs.leader
-            if leader is not None:
-                report = CompleteTask(trainer=trainer, attempt=task.attempt, epoch=task.epoch)
-                await leader.find(job).complete_task(task.task_id, report)
-                self._jobs.taken.append((job, task.epoch, task.task_id))
+            report = CompleteTask(trainer=trainer, attempt=task.attempt, epoch=task.epoch)
+            while not await self._told(lambda leader: leader.find(job).complete_task(task.task_id, report)):
+                await asyncio.sleep(0.05)
+            self._jobs.taken.append((job, task.epoch, task.task_id))
         except TriremeError:
             await asyncio.sleep(0.05)
+
+    async def _told(self, report: Callable[[ClusterMaster], Awaitable[Any]]) -> bool:
+        """Whether there was an answer."""
+        try:
+            await self._jobs.ask(report)
+        except PeerError:
+            return False
+        return True

@@ -15,13 +15,18 @@ EVENTS = {
 }
 
 
+STOPPED = {"run": Standing.QUEUED, "pause": Standing.PAUSED, "cancel": Standing.CANCELLED}  # by what was asked for last
+
+
 def finish(state: ClusterState, name: str, standing: Standing, reason: str, stamp: str) -> ClusterDecision[None]:
     """`standing`: where it is now. Nothing changes if the job is not ACTIVE any more: another term has done it."""
     job = state.jobs.get(name)
     if job is None or job.standing is not Standing.ACTIVE:
         return ClusterDecision(None)
-    if standing is Standing.QUEUED and job.wanted != "run":  # asked for while it was being preempted
-        standing = Standing.PAUSED if job.wanted == "pause" else Standing.CANCELLED
+    if (
+        standing in (Standing.PAUSED, Standing.QUEUED) and standing is not STOPPED[job.wanted]
+    ):  # asked for while it stopped
+        standing, reason = STOPPED[job.wanted], f"asked to {job.wanted} while it stopped"
     ended = stamp if standing.final else ""
     update = {"standing": standing, "reason": reason, "end_time": ended, "preempted_by": ""}
     fields: Fields = {"job": name, "epoch": job.epoch}
