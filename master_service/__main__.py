@@ -22,6 +22,7 @@ from shared.errors import InvalidArgument
 from shared.etcd import Etcd
 from shared.keys import ClusterKeys, Keys
 from shared.membership.local_script import LocalScripts
+from shared.membership.settings import CONFIGURATION
 from shared.records import Dispatch, JobSpec
 from shared.runtime import ids, service, telemetry
 
@@ -39,14 +40,16 @@ def main() -> int:
         "TRIREME_ADVERTISE, TRIREME_NAME, TRIREME_TOKEN, TRIREME_MASTER_TTL_S, TRIREME_LOG_LEVEL.",
     ).parse_args()
     settings = Settings.from_environment()
+    if not settings.job and not settings.storage:
+        sys.stderr.write(
+            "set TRIREME_JOB (lead that job) or TRIREME_STORAGE (lead a cluster of jobs, whose files go there)\n"
+        )
+        return CONFIGURATION
     telemetry.configure(level=settings.log_level, service="master", member=settings.name)
     return service.run(lambda stopping: _serve(settings, stopping))
 
 
 async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
-    if not settings.job and not settings.storage:
-        msg = "neither TRIREME_JOB (lead that job) nor TRIREME_STORAGE (lead a cluster of jobs, whose files go there) is set"
-        raise InvalidArgument(msg)
     name = ids.new_id(settings.name)
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:

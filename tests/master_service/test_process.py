@@ -98,7 +98,7 @@ async def test_settings_and_specs_that_cannot_be_used_are_one_clear_line(
     spec = job_in(tmp_path)
     async with started() as nameless:
         code, errors = await ended(nameless)
-        assert (code, "Traceback" in errors, "neither TRIREME_JOB" in errors) == (1, False, True)
+        assert (code, "Traceback" in errors, "set TRIREME_JOB" in errors) == (2, False, True)
     async with started(job="j", etcd=embedded_etcd.url) as without:
         code, errors = await ended(without)
         assert code == 1
