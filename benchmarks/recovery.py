@@ -25,9 +25,9 @@ from typing import Any
 
 from shared.runtime import telemetry
 from shared.runtime.clock import seconds_between
-from trireme.cli import chaos
-from trireme.cli.job_probe import JobProbe
-from trireme.cli.receipt import Receipt
+from trireme.cli.faults import chaos
+from trireme.cli.faults.job_probe import JobProbe
+from trireme.cli.faults.receipt import Receipt
 from trireme.view.child_events import read_events
 
 ROOT = Path(__file__).parents[1]

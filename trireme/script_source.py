@@ -14,6 +14,8 @@ from pydantic import ValidationError
 from shared.errors import InvalidArgument
 from shared.records.cluster import Source
 
+OURS = {"trireme", "shared", "trainer_agent", "master_service", "pserver_service"}  # every member has these packages
+
 
 def read_source(script: Path) -> Source:
     """What is imported by name from the script's folder; imports that are computed are not seen. Raises InvalidArgument."""
@@ -23,7 +25,7 @@ def read_source(script: Path) -> Source:
         path = todo.pop()
         if path not in found:
             found[path] = _text(path)
-            todo += [other for name in _imported(path, found[path]) for other in _beside(folder, name)]
+            todo += [other for name in set(_imported(path, found[path])) - OURS for other in _beside(folder, name)]
     text = found.pop(script.resolve())
     modules = {path.relative_to(folder).as_posix(): found[path] for path in sorted(found)}
     try:

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import psutil
 import pytest
@@ -40,7 +41,9 @@ class Command:
         self.mark = uuid.uuid4().hex
         self.environment: dict[str, str] = {}
 
-    def start(self, *arguments: object, **environment: str) -> subprocess.Popen[str]:
+    def start(
+        self, *arguments: object, stderr_to: IO[str] | int = subprocess.PIPE, **environment: str
+    ) -> subprocess.Popen[str]:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("TRIREME_")}
         return subprocess.Popen(
             [sys.executable, "-m", "trireme", *map(str, arguments)],
@@ -48,7 +51,7 @@ class Command:
             env=clean | {MARK: self.mark} | self.environment | environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=stderr_to,
             text=True,
         )
 

@@ -18,10 +18,10 @@ from shared.errors import TriremeError
 from tests.soak.isolation import DroppedPackets
 from tests.soak.plan import LOSS, Fault, Kind
 from tests.soak.run import ALIVE_S, POLL_S, Run, SoakError, until
-from trireme.cli.chaos import alive
 from trireme.cli.exit_codes import DISK_FULL
-from trireme.cli.job_probe import JobProbe
-from trireme.cli.receipt import Before, Receipt, measure, observe
+from trireme.cli.faults.chaos import alive
+from trireme.cli.faults.job_probe import JobProbe
+from trireme.cli.faults.receipt import Before, Receipt, measure, observe
 from trireme.launch import run_folder
 
 VERY_SLOWLY_S = 0.4  # a minibatch longer, so that the job does not end before the fault does

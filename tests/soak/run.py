@@ -28,7 +28,7 @@ from tests.soak.isolation import SmallDisk
 from tests.soak.job import fingerprint
 from tests.soak.plan import LEASE_S
 from trainer_agent.data_plane.http import HttpPserver
-from trireme.cli.job_probe import JobProbe
+from trireme.cli.faults.job_probe import JobProbe
 
 JOB = "soak"
 BATCH, CONTEXT, TEXT_BYTES = 8, 128, 1 << 15

@@ -14,7 +14,7 @@ from shared.records import Mode
 from tests.soak.inflict import VERY_SLOWLY_S, Cost, inflict
 from tests.soak.plan import ANYWHERE, DISKS, PSERVERS, STANDBYS, TRAINERS, Kind, plan
 from tests.soak.run import ALIVE_S, POLL_S, STEPS_PER_EPOCH, Run, SoakError, Trained, pserver_infos, until
-from trireme.cli.job_probe import JobProbe
+from trireme.cli.faults.job_probe import JobProbe
 
 STEPS_PER_FAULT = 5
 SLOWLY_S = 0.03  # a minibatch longer

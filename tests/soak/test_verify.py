@@ -12,7 +12,7 @@ from tests.soak.inflict import Cost
 from tests.soak.plan import Fault, Kind
 from tests.soak.run import STEPS_PER_EPOCH, SoakError, Trained
 from tests.soak.verify import LOSS_BOUND_S, check_bits, check_exactly_once, check_ledgers, check_losses, check_records
-from trireme.cli.receipt import Receipt
+from trireme.cli.faults.receipt import Receipt
 
 EPOCHS = 2
 RECORDS = Counter({"a": 1, "b": 3})

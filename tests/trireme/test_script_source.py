@@ -38,6 +38,11 @@ def test_modules_and_packages_beside_the_script_go_with_it_and_nothing_else(tmp_
     assert other.digest != source.digest
 
 
+def test_a_script_in_a_checkout_of_trireme_does_not_take_trireme_along(tmp_path: Path) -> None:
+    script = write(tmp_path, train="import trireme\nfrom shared import lanes\n", trireme__data="", shared__lanes="")
+    assert read_source(script).modules == {}
+
+
 def test_the_example_goes_with_the_module_that_prepares_its_data() -> None:
     assert list(read_source(EXAMPLES / "digits" / "digits.py").modules) == ["prepare.py"]
 

@@ -1,7 +1,7 @@
 """`trireme`: the command line. Data on stdout, everything else on stderr; this module loads neither torch nor pydantic.
 
 Exit codes: 0 ok, 1 job failed, 2 usage, 3 not found, 4 conflict, 5 auth, 6 unreachable, 7 wait timed out, 8 disk full (resumable),
-130 interrupted.
+9 cancelled, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -11,6 +11,37 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from trireme.cli.cluster import commands as cluster_commands
+from trireme.cli.options import (
+    Advertise,
+    Assignments,
+    Check,
+    DataDir,
+    Device,
+    Epochs,
+    Etcd,
+    EtcdCa,
+    EtcdCert,
+    EtcdKey,
+    EtcdPasswordFile,
+    EtcdUser,
+    GlobalBatchSize,
+    GradientDtype,
+    Job,
+    Json,
+    Lanes,
+    Mode,
+    Named,
+    ParameterDtype,
+    Pservers,
+    PullEvery,
+    PushEvery,
+    Script,
+    Seed,
+    Url,
+    WaitS,
+)
 
 app = typer.Typer(
     name="trireme",
@@ -23,23 +54,8 @@ app = typer.Typer(
 chaos = typer.Typer(help="Kill processes of a running local job and see how it recovers.", no_args_is_help=True)
 app.add_typer(chaos, name="chaos")
 
-Job = Annotated[
-    str | None, typer.Option("--job", help="Name of the job. Default: the one started last.", metavar="NAME")
-]
-DataDir = Annotated[
-    Path | None, typer.Option("--data-dir", help="Folder of all local runs. Default: .trireme", metavar="DIR")
-]
-Url = Annotated[
-    str | None,
-    typer.Option("--url", help="Address of the job's master. Default: that of the local run.", metavar="URL"),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-
 _WHICH = typer.Argument(help="A step, or the beginning of a checkpoint's uuid.", metavar="CHECKPOINT")
 Which = Annotated[str | None, _WHICH]
-WaitS = Annotated[
-    float, typer.Option("--wait-s", help="Seconds to wait for the end; 0: do not wait.", min=0, metavar="S")
-]
 _NOT_SETTINGS = {"script", "assignments", "check", "fresh", "dry_run", "as_json"}  # of `trireme run`
 checkpoint = typer.Typer(help="Checkpoints of a job, running or not.", no_args_is_help=True)
 app.add_typer(checkpoint, name="checkpoint")
@@ -47,8 +63,8 @@ app.add_typer(checkpoint, name="checkpoint")
 
 @app.command()
 def run(
-    script: Annotated[Path, typer.Argument(help="A Python file that defines model, dataset, loss and optimizer.")],
-    mode: Annotated[str | None, typer.Option(help="sync (deterministic) or async.", metavar="sync|async")] = None,
+    script: Script,
+    mode: Mode = None,
     dispatch: Annotated[
         str | None,
         typer.Option(
@@ -56,32 +72,16 @@ def run(
         ),
     ] = None,
     trainers: Annotated[int | None, typer.Option(help="Number of trainers.", metavar="N")] = None,
-    pservers: Annotated[
-        str | None,
-        typer.Option(
-            help="Number of parameter servers. auto, the default: one for each 32 MiB of parameters, at most half of the cores.",
-            metavar="N|auto",
-        ),
-    ] = None,
-    lanes: Annotated[
-        int | None, typer.Option(help="Virtual workers of sync mode; a power of two.", metavar="N")
-    ] = None,
-    epochs: Annotated[int | None, typer.Option(help="Passes over the dataset.", metavar="N")] = None,
-    global_batch_size: Annotated[
-        int | None, typer.Option(help="Records of one step; in sync mode over all lanes.", metavar="N")
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed of the order of records and of all random numbers.", metavar="N")
-    ] = None,
-    push_every: Annotated[int | None, typer.Option(help="Async: minibatches per push.", metavar="N")] = None,
-    pull_every: Annotated[int | None, typer.Option(help="Async: minibatches per pull.", metavar="N")] = None,
-    device: Annotated[str | None, typer.Option(help="Where trainers compute.", metavar="auto|cpu|cuda")] = None,
-    gradient_dtype: Annotated[
-        str | None, typer.Option(help="Dtype in which gradients are sent.", metavar="float32|bfloat16|float16")
-    ] = None,
-    parameter_dtype: Annotated[
-        str | None, typer.Option(help="Dtype in which parameters are pulled.", metavar="float32|bfloat16|float16")
-    ] = None,
+    pservers: Pservers = None,
+    lanes: Lanes = None,
+    epochs: Epochs = None,
+    global_batch_size: GlobalBatchSize = None,
+    seed: Seed = None,
+    push_every: PushEvery = None,
+    pull_every: PullEvery = None,
+    device: Device = None,
+    gradient_dtype: GradientDtype = None,
+    parameter_dtype: ParameterDtype = None,
     job: Annotated[
         str | None, typer.Option(help="Name of the job. Default: the script's name.", metavar="NAME")
     ] = None,
@@ -94,39 +94,19 @@ def run(
         int | None,
         typer.Option(help="Number of spare parameter servers; a spare takes over when another one dies.", metavar="N"),
     ] = None,
-    etcd: Annotated[
-        str | None,
-        typer.Option(
-            help="Use this etcd (cluster) instead of one that the run starts; several addresses with commas.",
-            metavar="URL[,URL]",
-        ),
-    ] = None,
-    etcd_user: Annotated[
-        str | None,
-        typer.Option(help="User of that etcd; the password comes from TRIREME_ETCD_PASSWORD.", metavar="NAME"),
-    ] = None,
-    etcd_password_file: Annotated[
-        str | None, typer.Option(help="File whose first line is that user's password.", metavar="FILE")
-    ] = None,
-    etcd_ca: Annotated[
-        str | None, typer.Option(help="PEM file of the authority that signed etcd's certificate.", metavar="FILE")
-    ] = None,
-    etcd_cert: Annotated[
-        str | None, typer.Option(help="PEM file of the client's certificate for etcd.", metavar="FILE")
-    ] = None,
-    etcd_key: Annotated[
-        str | None, typer.Option(help="PEM file of the key of that certificate.", metavar="FILE")
-    ] = None,
+    etcd: Etcd = None,
+    etcd_user: EtcdUser = None,
+    etcd_password_file: EtcdPasswordFile = None,
+    etcd_ca: EtcdCa = None,
+    etcd_cert: EtcdCert = None,
+    etcd_key: EtcdKey = None,
     host: Annotated[
         str | None,
         typer.Option(
             help="Address at which members listen. Default: 127.0.0.1. Others need TRIREME_TOKEN.", metavar="ADDRESS"
         ),
     ] = None,
-    advertise: Annotated[
-        str | None,
-        typer.Option(help="Name or address by which other hosts reach this one. Default: --host.", metavar="HOST"),
-    ] = None,
+    advertise: Advertise = None,
     storage: Annotated[
         str | None,
         typer.Option(
@@ -134,10 +114,8 @@ def run(
             metavar="URL",
         ),
     ] = None,
-    assignments: Annotated[
-        list[str] | None, typer.Option("--set", help="Any other setting of trireme.Config.", metavar="NAME=VALUE")
-    ] = None,
-    check: Annotated[bool, typer.Option(help="Try one minibatch before anything is started.")] = True,
+    assignments: Assignments = None,
+    check: Check = True,
     fresh: Annotated[
         bool,
         typer.Option(
@@ -172,16 +150,19 @@ def run(
 
 
 @app.command()
-def status(job: Job = None, data_dir: DataDir = None, url: Url = None, as_json: Json = False) -> None:
+def status(
+    named: Named = None, job: Job = None, data_dir: DataDir = None, url: Url = None, as_json: Json = False
+) -> None:
     """Phase, progress and members of a job."""
     from trireme.cli.queries import ask, show_status  # noqa: PLC0415
 
-    raise typer.Exit(ask(show_status, job, data_dir, url, as_json=as_json))
+    raise typer.Exit(ask(show_status, named or job, data_dir, url, as_json=as_json))
 
 
 @app.command()
 def tasks(
     state: Annotated[str | None, typer.Option(help="Only these.", metavar="todo|pending|requeued|discarded")] = None,
+    named: Named = None,
     job: Job = None,
     data_dir: DataDir = None,
     url: Url = None,
@@ -190,22 +171,22 @@ def tasks(
     """The task queue: which trainer has which task, which tasks were discarded and why."""
     from trireme.cli.queries import ask, show_tasks  # noqa: PLC0415
 
-    raise typer.Exit(ask(show_tasks, job, data_dir, url, as_json=as_json, state=state))
+    raise typer.Exit(ask(show_tasks, named or job, data_dir, url, as_json=as_json, state=state))
 
 
 @app.command()
-def members(job: Job = None, data_dir: DataDir = None, url: Url = None, as_json: Json = False) -> None:
+def members(
+    named: Named = None, job: Job = None, data_dir: DataDir = None, url: Url = None, as_json: Json = False
+) -> None:
     """Parameter servers and trainers that are alive."""
     from trireme.cli.queries import ask, show_members  # noqa: PLC0415
 
-    raise typer.Exit(ask(show_members, job, data_dir, url, as_json=as_json))
+    raise typer.Exit(ask(show_members, named or job, data_dir, url, as_json=as_json))
 
 
 @app.command()
 def explain(
-    job: Annotated[
-        str | None, typer.Argument(help="Name of the job. Default: the one started last.", metavar="[JOB]")
-    ] = None,
+    job: Named = None,
     data_dir: DataDir = None,
     url: Url = None,
     as_json: Json = False,
@@ -300,7 +281,7 @@ def chaos_kill(
     """Send SIGKILL to a process of a running local job. Prints how it was noticed, when training went on and what it cost."""
     if (name is None) is not at_random:
         raise typer.BadParameter("give either a NAME or --random")
-    from trireme.cli.chaos import kill  # noqa: PLC0415
+    from trireme.cli.faults.chaos import kill  # noqa: PLC0415
 
     raise typer.Exit(kill(name, job, data_dir, at_random=at_random, as_json=as_json))
 
@@ -319,6 +300,9 @@ def doctor(data_dir: DataDir = None, as_json: Json = False) -> None:
     from trireme.cli.doctor import examine  # noqa: PLC0415
 
     raise typer.Exit(examine(data_dir, as_json=as_json))
+
+
+cluster_commands.add_to(app)
 
 
 def main() -> None:

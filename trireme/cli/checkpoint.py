@@ -21,7 +21,7 @@ from shared.records import JobSpec
 from shared.records.checkpoints import CheckpointRef, Manifest
 from shared.runtime import ids
 from trireme.cli import exit_codes
-from trireme.cli.queries import job_address
+from trireme.cli.targets import job_target
 from trireme.launch import run_folder
 from trireme.launch.run_folder import DATA_DIR
 from trireme.validation import allowed_name
@@ -158,7 +158,8 @@ def _run_operation(
 ) -> int:
     def connect() -> AbstractAsyncContextManager[AnyClient]:
         """To the master that leads now: the launcher writes a new leader's address into the run file."""
-        return open_client(job_address(job, data_dir, url), token=os.environ.get("TRIREME_TOKEN", ""))
+        target = job_target(job, data_dir, url)
+        return open_client(target.address, token=target.token)
 
     async def run() -> Document:
         operation = await call_any_master(connect, request)

@@ -22,7 +22,7 @@ from trireme.launch.child import ClusterError
 from trireme.launch.disk_space import DiskFull
 from trireme.view.report import failure_lines
 
-OK, JOB_FAILED, USAGE, NOT_FOUND, CONFLICT, AUTH, UNREACHABLE, TIMED_OUT, DISK_FULL = range(9)
+OK, JOB_FAILED, USAGE, NOT_FOUND, CONFLICT, AUTH, UNREACHABLE, TIMED_OUT, DISK_FULL, CANCELLED = range(10)
 INTERRUPTED = 130
 
 _CODES: tuple[tuple[type[TriremeError], int], ...] = (  # the first match counts

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -15,17 +14,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from shared.errors import Conflict, PeerError, TriremeError
+from shared.errors import TriremeError
 from shared.records import Phase
 from shared.runtime import telemetry
 from trireme.cli import exit_codes
+from trireme.cli.targets import Target, job_target, local_run
 from trireme.launch import resume, run_folder
 from trireme.view.job_address import AnyClient, open_client
 from trireme.view.names import without_tokens
 from trireme.view.progress import progress_of
 from trireme.view.report import loss_rows, summary_text
 
-OPTIONS = "--data-dir or --url"
 PIPE_WIDTH = 10_000  # a pipe has no edge: nothing is cut or wrapped
 Show = Callable[..., Awaitable[dict[str, Any]]]
 
@@ -33,13 +32,13 @@ Show = Callable[..., Awaitable[dict[str, Any]]]
 def ask(show: Show, job: str | None, data_dir: Path | None, url: str | None, *, as_json: bool, **query: Any) -> int:
     """Run one query; returns the exit code."""
     telemetry.configure(level="ERROR", json=False)
-    console = None if as_json else Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    console = None if as_json else stdout_console()
     try:
         result = _result_of(job, data_dir, url)
         if result is not None:
             document = _OF_ENDED[show](result, console, **query)
         else:
-            document = asyncio.run(_ask(show, job_address(job, data_dir, url), console, query))
+            document = asyncio.run(_ask(show, job_target(job, data_dir, url), console, query))
     except TriremeError as error:
         return exit_codes.report_error(error, as_json=as_json)
     if as_json:
@@ -47,33 +46,25 @@ def ask(show: Show, job: str | None, data_dir: Path | None, url: str | None, *, 
     return exit_codes.OK
 
 
-async def _ask(show: Show, url: str, console: Console | None, query: dict[str, Any]) -> dict[str, Any]:
-    async with open_client(url, token=os.environ.get("TRIREME_TOKEN", "")) as client:
+def stdout_console() -> Console:
+    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+
+
+async def _ask(show: Show, target: Target, console: Console | None, query: dict[str, Any]) -> dict[str, Any]:
+    async with open_client(target.address, token=target.token) as client:
         return await show(client, console, **query)
 
 
 def job_address(job: str | None, data_dir: Path | None, url: str | None) -> str:
-    """The address as given, or from TRIREME_URL, or of a local run. Raises NotFound; Conflict if the job has ended, PeerError
-    if it was stopped."""
-    if given := url or os.environ.get("TRIREME_URL"):
-        return given
-    folder, facts = run_folder.find_run(data_dir, job, OPTIONS)
-    if result := run_folder.read_json(folder / resume.RESULT_FILE):
-        msg = f"job {result['job']} is {result['phase']}: nobody runs that could do this"
-        raise Conflict(msg, hint="`trireme checkpoint list` and `trireme export` work for jobs that ended")
-    if not run_folder.is_running(folder):
-        msg = f"job {facts['job']} does not run now, and it is unfinished"
-        raise PeerError(
-            msg, hint="the command that started it resumes it; `trireme checkpoint list` and `trireme export` work"
-        )
-    return str(facts["url"])
+    """As `job_target`, without the token."""
+    return job_target(job, data_dir, url).address
 
 
 def _result_of(job: str | None, data_dir: Path | None, url: str | None) -> dict[str, Any] | None:
     """The result of a local run that has ended. Says which job it is if there are several. Raises NotFound."""
-    if url or os.environ.get("TRIREME_URL"):
+    folder = local_run(job, data_dir, url)
+    if folder is None:
         return None
-    folder, _ = run_folder.find_run(data_dir, job, OPTIONS)
     if job is None and (others := run_folder.other_runs(folder)):
         also = f"{folder.parent} also has {', '.join(others)} (choose one with --job NAME)"
         print(f"this is job {folder.name}, the one started last; {also}", file=sys.stderr)  # noqa: T201
@@ -104,14 +95,14 @@ async def show_tasks(client: AnyClient, console: Console | None, state: str | No
         counts = "  ".join(f"{name} {summary[name]:,}" for name in ("todo", "pending", "done", "discarded"))
         console.print(f"epoch {min(summary['epoch'] + 1, summary['epochs'])}/{summary['epochs']}  {counts}")
         columns = ("task_id", "state", "attempt", "trainer", "file", "first", "count", "cause")
-        _print_table(console, columns, tasks)
+        print_table(console, columns, tasks)
     return {"summary": summary, "tasks": tasks}
 
 
 async def show_members(client: AnyClient, console: Console | None) -> dict[str, Any]:
     members = [member async for member in client.members()]
     if console:
-        _print_table(console, ("member_id", "kind", "url", "host", "pid", "lanes", "tasks"), members)
+        print_table(console, ("member_id", "kind", "url", "host", "pid", "lanes", "tasks"), members)
     return {"members": members}
 
 
@@ -127,7 +118,7 @@ def _ended_tasks(result: dict[str, Any], console: Console | None, state: str | N
         count = result["discarded"]["tasks"]
         print(f"job {result['job']} is {result['phase']}: it has no open tasks; {count} were discarded")  # noqa: T201
         if tasks:
-            _print_table(console, ("task_id", "file", "first", "count", "epoch", "cause"), tasks)
+            print_table(console, ("task_id", "file", "first", "count", "epoch", "cause"), tasks)
     return {"summary": {"discarded": result["discarded"]["tasks"]}, "tasks": tasks}
 
 
@@ -144,7 +135,7 @@ _OF_ENDED: dict[Show, Callable[..., dict[str, Any]]] = {
 }
 
 
-def _print_table(console: Console, columns: tuple[str, ...], rows: list[dict[str, Any]]) -> None:
+def print_table(console: Console, columns: tuple[str, ...], rows: list[dict[str, Any]]) -> None:
     table = Table(*columns, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*(_cell(row.get(column)) for column in columns))

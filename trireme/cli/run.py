@@ -86,14 +86,14 @@ async def _run(request: RunRequest) -> int:
             if options["port"]:
                 run_folder.check_port(options["host"], options["port"])
             if access is not None:
-                await existing_etcd.check(access, Keys(_job_of(outer, request.script, quietly=True)))
+                await existing_etcd.check(access, Keys(job_named(outer, request.script, quietly=True)))
         known = {name: setting.value for name, setting in outer.items() if name in SETTINGS}
         inspection = await inspect(request.script, known, check=request.check, start=forks.start)
         settings = merge([from_script(inspection.config)]) | outer
         counted = settings.get("pservers", Setting(AUTO, "default")).value == AUTO
         if counted:
             settings["pservers"] = Setting(pservers_for(inspection.model, cores()), "pservers = auto")
-        job = _job_of(settings, request.script)
+        job = job_named(settings, request.script)
         data_dir = Path(str(settings["data_dir"].value)) if "data_dir" in settings else run_folder.DATA_DIR
         base = str(settings["storage"].value) if "storage" in settings else None
         spec = job_spec(
@@ -142,8 +142,8 @@ def _options(settings: Mapping[str, Setting]) -> dict[str, Any]:
     return {
         "host": host,
         "advertise": str(settings["advertise"].value) if "advertise" in settings else "",
-        "port": _number(settings, "port", 65535),
-        **{name: _number(settings, name, 16) for name in ("standbys", "spare_pservers")},
+        "port": number_in(settings, "port", 65535),
+        **{name: number_in(settings, name, 16) for name in ("standbys", "spare_pservers")},
     }
 
 
@@ -155,7 +155,7 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _job_of(settings: Mapping[str, Setting], script: Path, *, quietly: bool = False) -> str:
+def job_named(settings: Mapping[str, Setting], script: Path, *, quietly: bool = False) -> str:
     """The name of the job; says so if it is not the one that was given."""
     given = settings.get("job", Setting(script.stem, "the script's name"))
     job = allowed_name(str(given.value)) if "job" in settings else job_name(script)
@@ -182,7 +182,7 @@ def _prepare(folder: Path, start: resume.Start, script: str, model: Facts | None
         raise UsageError(msg) from error
 
 
-def _number(settings: Mapping[str, Setting], name: str, highest: int) -> int:
+def number_in(settings: Mapping[str, Setting], name: str, highest: int) -> int:
     setting = settings.get(name, Setting(0, name))
     try:
         value = int(setting.value)

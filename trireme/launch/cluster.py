@@ -76,7 +76,9 @@ class LocalCluster(SupervisedProcesses[JobState]):
         forks: ForkServer | None = None,
         on_event: Callable[[ChildEvent], None] = lambda _: None,
     ) -> None:
-        super().__init__(run_dir, forks=forks, on_event=on_event)
+        self._forks = forks or ForkServer()
+        self._own_forks = forks is None
+        super().__init__(run_dir, self._forks.start, on_event)
         self.spec = spec
         self.run_dir = run_dir
         self._existing_etcd = etcd
@@ -212,6 +214,8 @@ class LocalCluster(SupervisedProcesses[JobState]):
 
     async def _start(self) -> None:
         (self.run_dir / "spec.json").write_bytes(self.spec.to_bytes())
+        if self._own_forks:
+            self._opened.enter_context(self._forks)
         if self._existing_etcd is None:
             await self._start_etcd()
         self.etcd = self.etcd_access.connect()

@@ -63,8 +63,13 @@ def opened(data_dir: Path, job: str) -> Iterator[Path]:
 
 def is_running(run_dir: Path) -> bool:
     """Whether a launcher holds the lock of that folder; True if that cannot be found out."""
+    return is_locked(run_dir / "lock")
+
+
+def is_locked(lock_file: Path) -> bool:
+    """Whether a process holds the lock; True if that cannot be found out."""
     try:
-        with (run_dir / "lock").open("a+") as lock:
+        with lock_file.open("a+") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False

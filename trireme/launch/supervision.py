@@ -24,7 +24,7 @@ from shared.runtime import clock
 from shared.runtime.service import READY_FILE
 from trireme.launch.child import Child, ClusterError, Exit, tail_of
 from trireme.launch.disk_space import DiskFull, etcd_lacks_space, is_full
-from trireme.launch.processes import PYTHON_MODULE, ForkServer, inherited_environment
+from trireme.launch.processes import PYTHON_MODULE, Start, inherited_environment
 from trireme.launch.restarts import RestartPolicy, death_event
 from trireme.view.child_events import ChildEvent, EventFile
 
@@ -34,23 +34,21 @@ Ended = TypeVar("Ended")
 
 
 class SupervisedProcesses(ABC, Generic[Ended]):
-    """`folder` gets logs/<child>.log, children.jsonl and etcd/ (an earlier start's etcd data is used again). `forks` starts the
-    children (None: a fork server of its own). `on_event` gets every start and death. Children by name: `trainer-0`, `etcd`, ..."""
+    """`folder` gets logs/<child>.log, children.jsonl and etcd/ (an earlier start's etcd data is used again). `start` starts a child.
+    `on_event` gets every start and death. Children by name: `trainer-0`, `etcd`, ..."""
 
     grace_s: Mapping[str, float]  # by role, in stopping order
 
     def __init__(
         self,
         folder: Path,
-        *,
-        forks: ForkServer | None = None,
+        start: Start,
         on_event: Callable[[ChildEvent], None] = lambda _: None,
     ) -> None:
         self.folder = folder
         self.children: dict[str, Child] = {}
         self.embedded = EmbeddedEtcd(folder / "etcd", log_path=folder / "logs" / "etcd.log")
-        self._forks = forks or ForkServer()
-        self._own_forks = forks is None
+        self._start_child = start
         self._on_event = on_event
         self._events = EventFile(folder)
         self._stopping = self._events_lost = False
@@ -110,7 +108,7 @@ class SupervisedProcesses(ABC, Generic[Ended]):
         ready.unlink(missing_ok=True)  # of an earlier run
         variables = {**inherited_environment(), "TRIREME_NAME": name, READY_FILE: str(ready), **settings}
         log = self.folder / "logs" / f"{name}.log"
-        child = self.children[name] = Child(name, [*PYTHON_MODULE, module], variables, log, self._forks.start)
+        child = self.children[name] = Child(name, [*PYTHON_MODULE, module], variables, log, self._start_child)
         await child.start()
         self._record(ChildEvent(name, "started", pid=child.pid))
         self.run_beside(self._supervise(child))
@@ -214,8 +212,6 @@ class SupervisedProcesses(ABC, Generic[Ended]):
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "logs").mkdir(exist_ok=True)
-            if self._own_forks:
-                self._opened.enter_context(self._forks)
             await self._start()
         except BaseException:
             await self._end()
@@ -251,7 +247,8 @@ class SupervisedProcesses(ABC, Generic[Ended]):
     async def stop(self) -> None:
         """End all children, role by role in the order of `grace_s`, and etcd last. Each role takes at most its grace."""
         self._stopping = True
-        if not self.final.done() or self.final.exception() is None:  # reading it prevents a warning about it
+        # reading its error prevents a warning about it
+        if not self.final.done() or self.final.cancelled() or self.final.exception() is None:
             self.final.cancel()
         for task in self._running:
             task.cancel()

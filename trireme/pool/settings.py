@@ -36,9 +36,9 @@ def default_trainers() -> int:
 
 class Settings(MemberSettings):
     """`trainers`, `pservers`: places of each kind. `name`: of this host in the pool; its places are `<name>-trainer-0`, ... `data_dir`:
-    logs and scripts. `node`: the machine's name in
-    the pool, by which members are placed together or apart ("": its host name). `cores`: how many of them the places share (0: all). `agent_ttl_s`: TTL of the places' lease, so how long the places of a dead host are waited for.
-    `drain_seconds`: how long a child may take to leave. Durations in seconds."""
+    logs and scripts. `node`: the machine's name in the pool, by which members are placed together or apart ("": its host name).
+    `cores`: how many of them the places share (0: all). `agent_ttl_s`: TTL of the places' lease, so how long the places of a dead
+    host are waited for. `drain_seconds`: how long a child may take to leave. Durations in seconds."""
 
     job: str = ""
     name: str = Field(

@@ -18,20 +18,25 @@ from shared.runtime import clock, ids
 TIMEOUT_S = 10.0
 MASTERLESS = "etcd+"  # etcd+http://HOST:PORT/JOB is the address of a job without a master (job_address.py)
 PAUSE_S = 0.2
+JOBS = "/v1/jobs/"
 
 
 class Client:
-    """`async with` opens and closes it. Raises the TriremeError in the master's answer; PeerError if nothing answers at `url`;
-    DeadlineExceeded if an answer takes more than `timeout_s`. Calls to a master that is taking over are repeated for that long."""
+    """`url`: of a master, or of one job of a cluster (`http://HOST:PORT/v1/jobs/NAME`). `async with` opens and closes it. Raises the
+    TriremeError in the master's answer; PeerError if nothing answers at `url`; DeadlineExceeded if an answer takes more than
+    `timeout_s`. Calls to a master that is taking over are repeated for that long."""
 
     def __init__(self, url: str, *, token: str = "", timeout_s: float = TIMEOUT_S) -> None:
         if url.startswith(MASTERLESS):
             msg = f"{url} is a masterless job: no master can answer this"
             raise InvalidArgument(msg, hint="see docs/masterless.md for the commands that work")
         self.url = url.rstrip("/")
+        self._root, named, job = self.url.partition(JOBS)
+        self._of_job = f"{JOBS}{job}" if named else "/v1"  # else the only job that the master leads
+        self._job = self._of_job if named else "/v1/job"
         self._timeout_s = timeout_s
         self._http = httpx.AsyncClient(
-            base_url=self.url,
+            base_url=self._root,
             headers={"Authorization": f"Bearer {token}"} if token else {},
             timeout=httpx.Timeout(timeout_s, connect=2.0),
             trust_env=False,
@@ -47,44 +52,46 @@ class Client:
         await self._http.aclose()
 
     async def job(self) -> dict[str, Any]:
-        return await self._call("GET", "/v1/job")
+        return await self._call("GET", self._job)
 
     async def explanation(self) -> dict[str, Any]:
         """Why the job does not progress, and what to do: `code`, `summary`, `details`, `hints`, and the same for others in `also`."""
-        return await self._call("GET", "/v1/job/explanation")
+        return await self._call("GET", f"{self._job}/explanation")
 
     async def task_summary(self) -> dict[str, Any]:
-        return await self._call("GET", "/v1/task-summary")
+        return await self._call("GET", f"{self._of_job}/task-summary")
 
     async def task(self, task_id: str) -> dict[str, Any]:
-        return await self._call("GET", f"/v1/tasks/{task_id}")
+        return await self._call("GET", f"{self._of_job}/tasks/{task_id}")
 
     def tasks(self, state: str | None = None) -> AsyncIterator[dict[str, Any]]:
         """All tasks (of one state), page by page as they are consumed."""
-        return self._list("/v1/tasks", "tasks", {"state": state} if state else {})
+        return self._list(f"{self._of_job}/tasks", "tasks", {"state": state} if state else {})
 
     def members(self) -> AsyncIterator[dict[str, Any]]:
-        return self._list("/v1/members", "members", {})
+        return self._list(f"{self._of_job}/members", "members", {})
 
     async def events(self, after: int = 0, wait_s: float = 0.0) -> dict[str, Any]:
         """One page of events with a number above `after`. Waits up to `wait_s` seconds for the first one."""
-        return await self._call("GET", "/v1/events", {"after": after, "wait_s": wait_s})
+        return await self._call("GET", f"{self._of_job}/events", {"after": after, "wait_s": wait_s})
 
     async def create_checkpoint(self, key: str, *, cause: str = "", limit_s: float = 600.0) -> dict[str, Any]:
         """Starts an operation (see `operation`); a repeated `key` gives the same operation."""
-        return await self._call("POST", "/v1/checkpoints", key=key, body={"cause": cause, "limit_s": limit_s})
+        return await self._call(
+            "POST", f"{self._of_job}/checkpoints", key=key, body={"cause": cause, "limit_s": limit_s}
+        )
 
     def checkpoints(self) -> AsyncIterator[dict[str, Any]]:
         """The checkpoints that can be restored."""
-        return self._list("/v1/checkpoints", "checkpoints", {})
+        return self._list(f"{self._of_job}/checkpoints", "checkpoints", {})
 
     async def restore_checkpoint(self, checkpoint_id: str, key: str) -> dict[str, Any]:
         """Starts an operation."""
-        return await self._call("POST", f"/v1/checkpoints/{checkpoint_id}/restore", key=key)
+        return await self._call("POST", f"{self._of_job}/checkpoints/{checkpoint_id}/restore", key=key)
 
     async def operation(self, operation_id: str, wait_s: float = 0.0) -> dict[str, Any]:
         """`state` is RUNNING (`reason`: what it waits for), DONE or FAILED. Waits up to `wait_s` seconds for the end."""
-        return await self._call("GET", f"/v1/operations/{operation_id}", {"wait_s": wait_s})
+        return await self._call("GET", f"{self._of_job}/operations/{operation_id}", {"wait_s": wait_s})
 
     async def _list(self, path: str, items: str, query: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         token = ""
@@ -123,10 +130,10 @@ class Client:
         try:
             response = await self._http.request(method, path, params=query or {}, headers=headers, json=body)
         except httpx.TimeoutException as error:
-            msg = f"{method} {self.url}{path} gave no answer in time ({type(error).__name__})"
+            msg = f"{method} {self._root}{path} gave no answer in time ({type(error).__name__})"
             raise DeadlineExceeded(msg) from error
         except httpx.TransportError as error:
-            msg = f"{self.url} cannot be reached: {error}"
+            msg = f"{self._root} cannot be reached: {error}"
             raise PeerError(msg, hint="is the job running? `trireme run` prints the master's address") from error
         if response.is_error:
             raise _error_of(response)

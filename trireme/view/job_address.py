@@ -1,20 +1,40 @@
-"""A client for a job's address: a master's URL, or `etcd+http://HOST:PORT/JOB` for a job without a master."""
+"""A client for a job's address: a master's URL, that of a job in a cluster (`http://HOST:PORT/v1/jobs/NAME`), or
+`etcd+http://HOST:PORT/JOB` for a job without a master."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from shared.errors import InvalidArgument
-from trireme.view.client import MASTERLESS, TIMEOUT_S, Client
+from trireme.view.client import JOBS, MASTERLESS, TIMEOUT_S, Client
 
 if TYPE_CHECKING:
     from trireme.view.masterless_client import MasterlessClient
 
 AnyClient: TypeAlias = "Client | MasterlessClient"
 Connect: TypeAlias = "Callable[[], AbstractAsyncContextManager[AnyClient]]"
+
+
+def address_of(url: str, job: str | None) -> str:
+    """Of one job of the cluster or the master at `url`; None: of the only one."""
+    return f"{url.rstrip('/')}{JOBS}{job}" if job and JOBS not in url and not url.startswith(MASTERLESS) else url
+
+
+def given_token() -> str:
+    """TRIREME_TOKEN, else the content of the file TRIREME_TOKEN_FILE, else "". Raises InvalidArgument if that cannot be read."""
+    path = os.environ.get("TRIREME_TOKEN_FILE", "")
+    if (token := os.environ.get("TRIREME_TOKEN", "")) or not path:
+        return token
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        msg = f"the token file {path} (TRIREME_TOKEN_FILE) cannot be read: {error}"
+        raise InvalidArgument(msg) from error
 
 
 def masterless_address(etcd_url: str, job: str) -> str:

@@ -54,7 +54,7 @@ class Progress:
         return self._training() + stalled
 
     def _training(self) -> str:
-        if self.phase in {"WAITING", "ROLLING_BACK"}:
+        if self.phase in {"WAITING", "ROLLING_BACK", "STARTING", "QUEUED", "PAUSED", "CANCELLED"}:
             return without_tokens(self.reason) or "waiting for members"
         if self.stage not in {"TRAIN", ""}:
             return f"{self.stage.lower()}: {without_tokens(self.reason)}" if self.reason else self.stage.lower()

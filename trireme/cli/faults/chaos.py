@@ -17,8 +17,8 @@ import psutil
 from shared.errors import NotFound, TriremeError
 from shared.runtime import ids, telemetry
 from trireme.cli import exit_codes
-from trireme.cli.job_probe import JobProbe
-from trireme.cli.receipt import Receipt, measure, observe
+from trireme.cli.faults.job_probe import JobProbe
+from trireme.cli.faults.receipt import Receipt, measure, observe
 from trireme.launch import resume, run_folder
 from trireme.view.child_events import read_events
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trireme.cli.receipt import Receipt
+from trireme.cli.faults.receipt import Receipt
 from trireme.view.names import without_tokens
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from shared.errors import NotFound
 from shared.etcd.embedded import free_ports
-from trireme.cli.job_probe import JobProbe
+from trireme.cli.faults.job_probe import JobProbe
 from trireme.launch.run_folder import RUN_FILE
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from shared.errors import DeadlineExceeded
 from shared.records import JobState, Mode, Phase
 from shared.runtime import clock
-from trireme.cli.job_probe import SETTLE_S, JobProbe
+from trireme.cli.faults.job_probe import SETTLE_S, JobProbe
 from trireme.view.child_events import read_events
 from trireme.view.names import without_tokens
 

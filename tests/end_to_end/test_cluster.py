@@ -1,0 +1,195 @@
+"""`trireme up` and the commands that talk to it, as a user types them: jobs share a cluster, survive its deaths, and keep their bits."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tests.end_to_end.command import Command, Done
+from tests.end_to_end.local_cluster import EPOCHS, SLOW_LOSS, same_bits
+from tests.end_to_end.scripts import EVALUATION, RECORDS, write_script
+from trireme.cli import exit_codes
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+LIMIT_S = 150
+
+
+def good(done: Done) -> Any:
+    assert done.code == 0, f"{done.err}\n{done.out}"
+    return json.loads(done.out)
+
+
+@contextmanager
+def up(trireme: Command, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """A cluster in the foreground; ended in order at the end, if it still runs. Its stderr goes to up.log."""
+    log = (trireme.folder / "up.log").open("w")
+    with log, trireme.start("up", *arguments, stderr_to=log) as process:
+        try:
+            told_in(trireme.folder / "up.log", "cluster at http://", process)
+            yield process
+            if process.poll() is None:
+                assert trireme.run("down").code == 0
+            assert process.wait(60) == 0, (trireme.folder / "up.log").read_text()
+        finally:
+            process.kill()
+
+
+def told_in(log: Path, words: str, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while words not in log.read_text():
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, f"{words!r} is not told: {log.read_text()}"
+        time.sleep(0.05)
+
+
+def job_when(trireme: Command, name: str, condition: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    """Its status, once the condition holds."""
+    deadline, done = time.monotonic() + LIMIT_S, None
+    while time.monotonic() < deadline:
+        done = trireme.run("status", name, "--json")
+        if done.code == 0 and condition(job := json.loads(done.out)):
+            return job
+        assert done.code in (0, exit_codes.UNREACHABLE, exit_codes.CONFLICT, exit_codes.TIMED_OUT), done
+        time.sleep(0.1)
+    raise AssertionError(f"waited {LIMIT_S} s for {name}: {done}")
+
+
+def is_at(step: int) -> Callable[[dict[str, Any]], bool]:
+    return lambda job: job["standing"] == "COMPLETED" or (job["progress"]["step"] or 0) >= step
+
+
+def child_of(process: subprocess.Popen[str], module: str) -> psutil.Process:
+    found = [child for child in psutil.Process(process.pid).children() if module in " ".join(child.cmdline())]
+    assert len(found) == 1, found
+    return found[0]
+
+
+def script_in(folder: Path) -> Path:
+    """It trains very slowly while the file `slow` exists, so that a job lasts until everything is done to it."""
+    (folder / "mine").mkdir()
+    (folder / "slow").touch()
+    waits = f'time.sleep(0.1 if Path("{folder / "slow"}").exists() else 0.004)'
+    loss = SLOW_LOSS.replace("time.sleep(0.004)", waits)
+    assert waits in loss
+    return write_script(folder / "mine", loss=loss, evaluation=EVALUATION)
+
+
+def model_of(job: dict[str, Any]) -> dict[str, torch.Tensor]:
+    assert (job["standing"], job["result"]["trained_records"]) == ("COMPLETED", EPOCHS * RECORDS), job
+    return torch.load(job["result"]["exports"]["state_dict"], weights_only=True)
+
+
+def test_two_jobs_share_a_cluster_whose_leader_and_host_die_and_the_bits_are_those_of_a_job_alone(
+    trireme: Command, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    script = script_in(trireme.folder)
+    with up(trireme, "--trainers", 2, "--pservers", 2, "--standbys", 1) as process:
+        submitted = [
+            good(trireme.run("submit", script, "--name", name, "--epochs", EPOCHS, "--json")) for name in ("a", "b")
+        ]
+        assert [job["job"] for job in submitted] == ["a", "b"]
+        script.unlink()  # it was sent
+        for name in ("a", "b"):
+            job_when(trireme, name, is_at(2))
+        pool = good(trireme.run("pool", "--json"))["members"]
+        assert sorted((place["job"], place["kind"]) for place in pool) == [
+            *[("a", "pserver"), ("a", "trainer")],
+            *[("b", "pserver"), ("b", "trainer")],
+        ]
+        assert trireme.run("delete", "b").code == exit_codes.CONFLICT
+        cancelled = trireme.run("cancel", "b")
+        assert (cancelled.code, "CANCELLED" in cancelled.out) == (0, True), cancelled
+        child_of(process, "trireme.host").kill()
+        job_when(trireme, "a", is_at(10))
+        leader = good(trireme.run("status", "a", "--json"))["master"]["master_id"].rpartition("-")[0]
+        masters = [
+            child for child in psutil.Process(process.pid).children() if "master_service" in " ".join(child.cmdline())
+        ]
+        [killed] = [child for child in masters if child.environ()["TRIREME_NAME"] == leader]
+        killed.kill()
+        (trireme.folder / "slow").unlink()
+        job = job_when(trireme, "a", lambda job: job["standing"] == "COMPLETED")
+        assert same_bits(model_of(job), undisturbed)
+        states = {job["job"]: job["standing"] for job in good(trireme.run("jobs", "--json"))["jobs"]}
+        assert states == {"a": "COMPLETED", "b": "CANCELLED"}
+        listed = trireme.run("jobs", "--state", "cancelled")
+        assert (listed.code, listed.out.splitlines()[1].split()[:2]) == (0, ["b", "cancelled"])
+        assert trireme.run("delete", "b").code == 0
+        gone = trireme.run("status", "b")
+        assert (gone.code, "there is no job b in this cluster" in gone.err) == (exit_codes.NOT_FOUND, True), gone
+        assert not (trireme.folder / ".trireme" / "_cluster" / "jobs" / "b").exists()
+
+
+def test_a_cluster_that_was_ended_goes_on_with_its_jobs_and_is_found_from_elsewhere(
+    trireme: Command, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    script = script_in(trireme.folder)
+    with up(trireme, "--trainers", 1) as process:
+        good(trireme.run("submit", script, "--name", "a", "--epochs", EPOCHS, "--no-check", "--json"))
+        job_when(trireme, "a", is_at(8))
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    assert "unfinished: a; the same `trireme up` goes on with them" in (trireme.folder / "up.log").read_text()
+    facts = good(trireme.run("up", "--detach", "--trainers", 2, "--json"))
+    try:
+        elsewhere = trireme.folder / "elsewhere"
+        elsewhere.mkdir()
+        token = Path(facts["folder"]) / "token"
+        assert token.stat().st_mode & 0o077 == 0
+        there = {"TRIREME_URL": facts["url"], "TRIREME_TOKEN_FILE": str(token), "TRIREME_DATA_DIR": str(elsewhere)}
+        seen = trireme.run("status", "a", "--json", **there)
+        assert seen.code == 0, seen
+        assert trireme.run("status", "a", **(there | {"TRIREME_TOKEN_FILE": ""})).code == exit_codes.AUTH
+        assert trireme.run("up", "--trainers", 1).code == exit_codes.USAGE
+        (trireme.folder / "slow").unlink()
+        job = job_when(trireme, "a", lambda job: job["standing"] == "COMPLETED")
+        assert same_bits(model_of(job), undisturbed)
+    finally:
+        assert trireme.run("down").code == 0
+
+
+def test_what_cannot_be_done_is_one_clear_message(trireme: Command) -> None:
+    script = script_in(trireme.folder)
+    none = trireme.run("submit", script)
+    assert (none.code, "no cluster runs in" in none.err, "Traceback" in none.err) == (exit_codes.NOT_FOUND, True, False)
+    assert trireme.run("down").code == exit_codes.NOT_FOUND
+    assert trireme.run("up", "--trainers", 0, "--pservers", 0).code == exit_codes.USAGE
+    with up(trireme, "--trainers", 1):
+        for command, name in (("pause", "../etc"), ("resume", "a/b"), ("cancel", ".."), ("delete", "A")):
+            unknown = trireme.run(command, "nobody")
+            assert (unknown.code, unknown.err.splitlines()[0]) == (
+                exit_codes.NOT_FOUND,
+                "error: there is no job nobody in this cluster",
+            )
+            wrong = trireme.run(command, name)
+            assert (wrong.code, wrong.err.splitlines()[0]) == (
+                exit_codes.USAGE,
+                f"error: {name!r} is no name of a job",
+            )
+        missing = trireme.run("submit", "nothing.py")
+        assert (missing.code, "nothing.py does not exist" in missing.err) == (exit_codes.USAGE, True)
+        for arguments, told in (
+            (("--min-trainers", "3", "--max-trainers", "2"), "max_trainers 2 is less than min_trainers 3"),
+            (("--priority", "101"), "--priority = 101"),
+            (("--not-before", "soon"), "--not-before = 'soon'"),
+            (("--after", "nobody"), "nobody"),
+        ):
+            refused = trireme.run("submit", script, "--no-check", *arguments)
+            assert (refused.code in (exit_codes.USAGE, exit_codes.NOT_FOUND), told in refused.err) == (True, True), (
+                refused
+            )
+        assert good(trireme.run("jobs", "--json")) == {"jobs": []}
+        failing = trireme.folder / "mine" / "failing.py"
+        failing.write_text(script.read_text().replace("def optimizer(model):", "def optimizer(model):\n    1 / 0"))
+        ended = trireme.run("submit", failing, "--name", "f", "--no-check", "--wait")
+        assert (ended.code, "ZeroDivisionError: division by zero" in ended.err) == (exit_codes.JOB_FAILED, True), ended

@@ -1,0 +1,76 @@
+"""What `trireme submit` sends: the job's settings, its script, and where its data lies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from master_service.api.resources_cluster import CreateJob
+from shared.records.cluster import Scheduling
+from trireme.cli.cluster.submit import SubmitRequest, request_body, scheduling_of
+from trireme.preflight import Inspection
+from trireme.settings import UsageError, from_flags, merge
+
+DATA = {"kind": "text_lines", "urls": ["train-*.txt", "s3://bucket/a.txt"]}
+
+
+def sent(script: Path, inspection: Inspection, scheduling: Scheduling | None = None, **flags: Any) -> CreateJob:
+    """As the REST API reads it."""
+    request = SubmitRequest(script, flags, storage=flags.pop("storage", None))
+    body = request_body(request, merge([from_flags(flags)]), inspection, scheduling or Scheduling())
+    return CreateJob.model_validate(body)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "My_Model.py"
+    path.write_text("import beside\nx = 'ä'\n")
+    (tmp_path / "beside.py").write_text("y = 1\n")
+    return path
+
+
+def test_the_script_goes_with_the_job_and_its_data_is_named_for_every_folder(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = sent(script, Inspection({"lanes": 4, "epochs": 3}, DATA, {**DATA, "urls": ["held-out.txt"]}), epochs=7)
+    assert (asked.name, asked.script, asked.storage) == ("my-model", "", "")
+    assert (asked.source.file_name, asked.source.text) == ("My_Model.py", "import beside\nx = 'ä'\n")
+    assert asked.source.modules == {"beside.py": "y = 1\n"}
+    assert asked.settings.dataset.urls == (str(tmp_path / "train-*.txt"), "s3://bucket/a.txt")
+    assert asked.settings.evaluation_dataset.urls == (str(tmp_path / "held-out.txt"),)
+    assert (asked.settings.lanes, asked.settings.epochs, asked.settings.pservers) == (4, 7, 1)
+
+
+def test_what_a_reader_of_the_user_gets_stays_as_it_is_written(script):
+    custom = {"kind": "custom", "urls": ["table:1", "parts/*.bin"], "reader": "my_model:reader"}
+    urls = sent(script, Inspection({}, custom, None)).settings.dataset.urls
+    assert (urls[0], urls[1]) == ("table:1", str(Path("parts/*.bin").absolute()))
+
+
+def test_settings_that_are_off_arrive_as_off(script):
+    asked = sent(script, Inspection({}, DATA, None), checkpoint_every_epochs="off")
+    assert asked.settings.checkpoint_every_epochs is None
+
+
+def test_the_place_of_its_files_is_absolute(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert sent(script, Inspection({}, DATA, None), storage="runs").storage == str(tmp_path / "runs")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"min_trainers": 3, "max_trainers": 2}, "max_trainers 2 is less than min_trainers 3"),
+        ({"priority": 101}, "--priority = 101: input should be less than or equal to 100"),
+        ({"not_before_time": "soon"}, "--not-before = 'soon'"),
+    ],
+)
+def test_scheduling_that_cannot_be_is_told_by_its_flag(given, told):
+    with pytest.raises(UsageError, match=told):
+        scheduling_of(given)
+
+
+def test_jobs_without_a_master_are_for_trireme_run(script):
+    with pytest.raises(UsageError, match="dispatch etcd is for jobs without a master"):
+        sent(script, Inspection({"dispatch": "etcd"}, DATA, None))

@@ -1,0 +1,72 @@
+"""Jobs of a cluster as lines."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from trireme.view.job_lines import LiveLines, PlainLines, columns_of
+
+
+def job(name: str, state: str, step: int | None = None, reason: str = "") -> dict:
+    progress = {"epoch": 1, "epochs": 4, "step": step, "loss": 0.5, "records_done": 25, "records_total": 100}
+    held = {"trainers": 2, "trainers_running": 1, "pservers": 1, "pservers_running": 1}
+    none = dict.fromkeys(held, 0)
+    trains = step is not None
+    return {
+        "job": name,
+        "state": state,
+        "reason": reason,
+        "progress": progress | {"records_per_s": 1000.0, "eta_s": 9.0} if trains else None,
+        "members": held if trains else none,
+    }
+
+
+def shown(*pictures: tuple[float, list[dict]]) -> list[str]:
+    out = io.StringIO()
+    lines = PlainLines(Console(file=out, width=200))
+    for now, jobs in pictures:
+        lines.show(jobs, now)
+    return out.getvalue().splitlines()
+
+
+def test_a_job_is_one_line_with_what_it_does_and_who_does_it():
+    assert columns_of(job("ctr", "RUNNING", 7)) == (
+        "ctr",
+        "running",
+        "25%",
+        "epoch 2/4  step 7  loss 0.5  1,000 records/s  ETA 0:09",
+        "trainers 1/2  pservers 1/1",
+    )
+    why = "waits for 2 trainers; host-0-trainer-1-0123456789ab is gone"
+    assert columns_of(job("ctr", "QUEUED", reason=why))[3:] == (
+        why.removesuffix("-0123456789ab is gone") + " is gone",
+        "",
+    )
+
+
+def test_a_pipe_gets_changes_at_once_and_what_runs_every_few_seconds():
+    running, done = job("a", "RUNNING", 1), job("b", "COMPLETED", reason="exported")
+    waiting = job("b", "QUEUED", reason="no parameter server")
+    lines = shown((0, [running, waiting]), (1, [running, waiting]), (2, [running, done]), (6, [running, done]))
+    assert [line.split()[:2] for line in lines] == [
+        ["a", "running"],
+        ["b", "queued"],
+        ["b", "completed"],
+        ["a", "running"],
+    ]
+
+
+def test_a_terminal_shows_at_most_twenty_jobs_those_that_go_on_first():
+    out = io.StringIO()
+    lines = LiveLines(Console(file=out, width=120, height=60, force_terminal=True))
+    lines.show([*(job(f"old-{n}", "COMPLETED") for n in range(30)), job("new", "RUNNING", 1)], 0.0)
+    lines.close()
+    text = out.getvalue()
+    assert (text.index("new") < text.index("old-0"), "old-18" in text, "old-19" in text, "and 11 more" in text) == (
+        True,
+        True,
+        False,
+        True,
+    )

@@ -1,0 +1,250 @@
+"""The commands about clusters and their jobs: their options. This module loads neither torch nor pydantic."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from trireme.cli.options import (
+    Advertise,
+    Assignments,
+    Check,
+    DataDir,
+    Device,
+    Epochs,
+    Etcd,
+    EtcdCa,
+    EtcdCert,
+    EtcdKey,
+    EtcdPasswordFile,
+    EtcdUser,
+    GlobalBatchSize,
+    GradientDtype,
+    JobName,
+    Json,
+    Lanes,
+    Mode,
+    ParameterDtype,
+    Pservers,
+    PullEvery,
+    PushEvery,
+    Script,
+    Seed,
+    Url,
+    WaitS,
+)
+
+_ETCD = ("etcd", "etcd_user", "etcd_password_file", "etcd_ca", "etcd_cert", "etcd_key")
+_PLACES = ("data_dir", "port", "standbys", "storage", "host", "advertise", *_ETCD)  # of `up`, as of `run`
+_SETTINGS = (  # of `submit`
+    "mode",
+    "pservers",
+    "lanes",
+    "epochs",
+    "global_batch_size",
+    "seed",
+    "push_every",
+    "pull_every",
+    "device",
+    "gradient_dtype",
+    "parameter_dtype",
+)
+_SCHEDULING = ("min_trainers", "max_trainers", "priority", "weight", "preemptible", "after", "not_before_time")
+
+
+def add_to(app: typer.Typer) -> None:
+    for command in (up, down, submit, jobs, pool, pause, resume, cancel, delete):
+        app.command()(command)
+
+
+def up(
+    trainers: Annotated[
+        int | None,
+        typer.Option(
+            help="Places for trainers. Default: one for each GPU, else for each core but one.",
+            min=0,
+            max=1024,
+            metavar="N",
+        ),
+    ] = None,
+    pservers: Annotated[
+        int | None, typer.Option(help="Places for parameter servers. Default: 1.", min=0, max=128, metavar="N")
+    ] = None,
+    standbys: Annotated[int | None, typer.Option(help="Number of standby masters.", metavar="N")] = None,
+    data_dir: DataDir = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port of the leader's REST API. Default: any free port.", metavar="P")
+    ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(help="Files of all jobs go below this path or URL. Default: in the data folder.", metavar="URL"),
+    ] = None,
+    etcd: Etcd = None,
+    etcd_user: EtcdUser = None,
+    etcd_password_file: EtcdPasswordFile = None,
+    etcd_ca: EtcdCa = None,
+    etcd_cert: EtcdCert = None,
+    etcd_key: EtcdKey = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address at which all listen. Default: 127.0.0.1.", metavar="ADDRESS")
+    ] = None,
+    advertise: Advertise = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Run in the background.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Run a cluster on this machine: etcd, masters, and places for the members of jobs that are submitted to it.
+
+    It stays in the foreground and shows a line for each job. Ctrl-C, or `trireme down` elsewhere, ends it: jobs save a
+    checkpoint, members leave. The same command goes on with all jobs.
+    """
+    given = dict(locals())
+    if detach:
+        from trireme.cli.cluster.up import up_detached  # noqa: PLC0415
+
+        arguments = [argument for argument in sys.argv[1:] if argument not in ("--detach", "--json")]
+        raise typer.Exit(up_detached(arguments, data_dir, as_json=as_json))
+    from trireme.cli.cluster.up import UpRequest  # noqa: PLC0415
+    from trireme.cli.cluster.up import up as run_up  # noqa: PLC0415
+
+    raise typer.Exit(run_up(UpRequest({name: given[name] for name in _PLACES}, trainers, pservers, as_json)))
+
+
+def down(wait_s: WaitS = 120.0, data_dir: DataDir = None, as_json: Json = False) -> None:
+    """End the cluster of `trireme up` in order. Its jobs stay unfinished and go on when it is started again."""
+    from trireme.cli.cluster.up import down as run_down  # noqa: PLC0415
+
+    raise typer.Exit(run_down(data_dir, wait_s, as_json=as_json))
+
+
+def submit(
+    script: Script,
+    name: Annotated[
+        str | None, typer.Option("--name", "--job", help="Name of the job. Default: the script's name.", metavar="NAME")
+    ] = None,
+    min_trainers: Annotated[
+        int | None, typer.Option(help="It starts when it can have so many trainers. Default: 1.", metavar="N")
+    ] = None,
+    max_trainers: Annotated[
+        int | None, typer.Option(help="It never gets more. Default: as many as lanes.", metavar="N")
+    ] = None,
+    pservers: Pservers = None,
+    priority: Annotated[
+        int | None, typer.Option(help="0 to 100; higher ones go first. Default: 50.", metavar="P")
+    ] = None,
+    weight: Annotated[
+        float | None, typer.Option(help="Its share of trainers among jobs of its priority. Default: 1.", metavar="W")
+    ] = None,
+    preemptible: Annotated[
+        bool, typer.Option("--preemptible", help="A job of a higher priority may stop it; it goes on later.")
+    ] = False,
+    after: Annotated[
+        list[str] | None,
+        typer.Option(help="Start when that job is COMPLETED; may be given several times.", metavar="JOB"),
+    ] = None,
+    not_before: Annotated[
+        str | None, typer.Option(help="Start at this time or later (RFC 3339).", metavar="TIME")
+    ] = None,
+    mode: Mode = None,
+    lanes: Lanes = None,
+    epochs: Epochs = None,
+    global_batch_size: GlobalBatchSize = None,
+    seed: Seed = None,
+    push_every: PushEvery = None,
+    pull_every: PullEvery = None,
+    device: Device = None,
+    gradient_dtype: GradientDtype = None,
+    parameter_dtype: ParameterDtype = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(help="Its files go to this path or URL. Default: below the cluster's storage.", metavar="URL"),
+    ] = None,
+    assignments: Assignments = None,
+    check: Check = True,
+    wait: Annotated[bool, typer.Option("--wait", help="Show its progress until it has ended.")] = False,
+    data_dir: DataDir = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Hand SCRIPT to a cluster as a job. It starts when the cluster has its parameter servers and enough trainers for it.
+
+    The script is checked here first and is sent with the job. The cluster is that of TRIREME_URL (or --url; its token comes
+    from TRIREME_TOKEN or the file TRIREME_TOKEN_FILE), else the one that runs in the data folder. Settings come from where
+    `trireme run` takes them.
+
+    With --wait the exit code tells the job's end: 0 COMPLETED, 1 FAILED, 9 CANCELLED.
+    """
+    given = {**locals(), "after": tuple(after or ()), "preemptible": preemptible or None, "not_before_time": not_before}
+    if script.is_file():  # said before the imports, which take a second
+        print(f"checking {script}", file=sys.stderr)  # noqa: T201
+    from trireme.cli.cluster.submit import SubmitRequest  # noqa: PLC0415
+    from trireme.cli.cluster.submit import submit as run_submit  # noqa: PLC0415
+
+    request = SubmitRequest(
+        script,
+        {"job": name, **{setting: given[setting] for setting in _SETTINGS}},
+        {field: given[field] for field in _SCHEDULING},
+        tuple(assignments or ()),
+        data_dir,
+        url,
+        storage,
+        check=check,
+        wait=wait,
+        as_json=as_json,
+    )
+    raise typer.Exit(run_submit(request))
+
+
+def jobs(
+    state: Annotated[
+        str | None,
+        typer.Option(help="Only these.", metavar="queued|active|paused|completed|failed|cancelled"),
+    ] = None,
+    data_dir: DataDir = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """The jobs of a cluster, in the order of their submission."""
+    from trireme.cli.cluster.jobs import list_jobs  # noqa: PLC0415
+
+    raise typer.Exit(list_jobs(state, data_dir, url, as_json=as_json))
+
+
+def pool(data_dir: DataDir = None, url: Url = None, as_json: Json = False) -> None:
+    """The places of a cluster for trainers and parameter servers, and which job each has."""
+    from trireme.cli.cluster.jobs import list_pool  # noqa: PLC0415
+
+    raise typer.Exit(list_pool(data_dir, url, as_json=as_json))
+
+
+def pause(job: JobName, wait_s: WaitS = 60.0, data_dir: DataDir = None, url: Url = None, as_json: Json = False) -> None:
+    """Stop a job of a cluster with a checkpoint. Its members become free; `trireme resume` goes on."""
+    from trireme.cli.cluster.jobs import act  # noqa: PLC0415
+
+    raise typer.Exit(act(job, "pause", wait_s, data_dir, url, as_json=as_json))
+
+
+def resume(
+    job: JobName, wait_s: WaitS = 60.0, data_dir: DataDir = None, url: Url = None, as_json: Json = False
+) -> None:
+    """Queue a paused job again, or one that failed for lack of members, storage or dataset. It goes on from its checkpoint."""
+    from trireme.cli.cluster.jobs import act  # noqa: PLC0415
+
+    raise typer.Exit(act(job, "resume", wait_s, data_dir, url, as_json=as_json))
+
+
+def cancel(
+    job: JobName, wait_s: WaitS = 60.0, data_dir: DataDir = None, url: Url = None, as_json: Json = False
+) -> None:
+    """Stop a job of a cluster for good. Its checkpoints stay until it is deleted."""
+    from trireme.cli.cluster.jobs import act  # noqa: PLC0415
+
+    raise typer.Exit(act(job, "cancel", wait_s, data_dir, url, as_json=as_json))
+
+
+def delete(job: JobName, data_dir: DataDir = None, url: Url = None, as_json: Json = False) -> None:
+    """Delete a job of a cluster that has ended: its keys, and its files below the cluster's storage."""
+    from trireme.cli.cluster.jobs import delete as run_delete  # noqa: PLC0415
+
+    raise typer.Exit(run_delete(job, data_dir, url, as_json=as_json))

@@ -1,0 +1,210 @@
+"""`trireme submit SCRIPT`: settings -> inspection of the script -> createJob at a cluster's leader -> the job's name, or its end.
+
+The script travels with the job, and so do the modules of its folder that it imports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from shared.errors import NotReady, PeerError, TriremeError
+from shared.records import Dispatch, JobSpec, UserFailure
+from shared.records.cluster import Scheduling
+from shared.records.job_spec import JobSettings
+from shared.runtime import clock, ids, telemetry
+from shared.storage import files
+from trireme.cli import exit_codes
+from trireme.cli.run import job_named
+from trireme.cli.targets import Target, cluster_target
+from trireme.launch.processes import ForkServer
+from trireme.launch.pserver_count import cores, pservers_for
+from trireme.preflight import Inspection, ScriptError, check_path, inspect
+from trireme.script_source import read_source
+from trireme.settings import (
+    SETTINGS,
+    Setting,
+    UsageError,
+    check_fields,
+    from_script,
+    job_spec,
+    merge,
+    outside_script,
+)
+from trireme.validation import AUTO, problems_of
+from trireme.view.cluster_client import ClusterClient
+from trireme.view.progress import Display, display, progress_of, say
+from trireme.view.report import failure_lines, number
+
+POLL_S = 0.5
+AWAY_S = 60.0  # how long a waiting command goes on while no leader answers
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitRequest:
+    """The command line; flags that were not given are None. `scheduling`: fields of Scheduling."""
+
+    script: Path
+    flags: Mapping[str, Any]
+    scheduling: Mapping[str, Any] = field(default_factory=dict)
+    assignments: tuple[str, ...] = ()
+    data_dir: Path | None = None
+    url: str | None = None
+    storage: str | None = None
+    check: bool = True
+    wait: bool = False
+    as_json: bool = False
+
+
+def submit(request: SubmitRequest) -> int:
+    """Returns the exit code; prints all messages."""
+    telemetry.configure(level="ERROR", json=False)
+    try:
+        check_path(request.script)
+        return asyncio.run(_submit(request))
+    except ScriptError as error:
+        return exit_codes.report_script_error(error.failure, as_json=request.as_json)
+    except TriremeError as error:
+        return exit_codes.report_error(error, as_json=request.as_json)
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        return exit_codes.INTERRUPTED
+
+
+async def _submit(request: SubmitRequest) -> int:
+    target = cluster_target(request.data_dir, request.url)  # first: no cluster is said before torch is imported
+    outer = outside_script(request.flags, request.assignments)
+    check_fields(outer)
+    scheduling = scheduling_of(request.scheduling)
+    known = {name: setting.value for name, setting in outer.items() if name in SETTINGS}
+    with ForkServer() as forks:
+        inspection = await inspect(request.script, known, check=request.check, start=forks.start)
+    body = request_body(request, outer, inspection, scheduling)
+    async with ClusterClient(target.address, token=target.token) as cluster:
+        job = await cluster.create_job(body, ids.new_id("submit"))
+    if not request.wait:
+        name = job["job"]
+        text = f"job {name} is submitted; `trireme status {name}` tells what it does"
+        print(json.dumps(job) if request.as_json else text)  # noqa: T201
+        return exit_codes.OK
+    say(f"job {job['job']} is submitted; Ctrl-C leaves it to the cluster")
+    return await follow(request, job["job"])
+
+
+def scheduling_of(given: Mapping[str, Any]) -> Scheduling:
+    """Raises UsageError."""
+    values = {name: value for name, value in given.items() if value is not None}
+    try:
+        return Scheduling.model_validate(values)
+    except ValidationError as error:
+        raise UsageError("; ".join(problems_of(error, {name: _flag(name) for name in values}))) from error
+
+
+def _flag(name: str) -> str:
+    return f"--{name.removesuffix('_time').replace('_', '-')}"
+
+
+def request_body(
+    request: SubmitRequest, outer: Mapping[str, Setting], inspection: Inspection, scheduling: Scheduling
+) -> dict[str, Any]:
+    """What createJob takes. Raises UsageError."""
+    settings = merge([from_script(inspection.config)]) | dict(outer)
+    if settings.get("pservers", Setting(AUTO, "default")).value == AUTO:
+        settings["pservers"] = Setting(pservers_for(inspection.model, cores()), "pservers = auto")
+    job = job_named(settings, request.script)
+    spec = job_spec(
+        settings | {"job": Setting(job, "--name")},
+        script=str(request.script.absolute()),
+        dataset=_absolute(inspection.dataset),
+        evaluation_dataset=_absolute(inspection.evaluation_dataset) if inspection.evaluation_dataset else None,
+        storage="-",
+    )
+    if spec.dispatch is Dispatch.ETCD:
+        raise UsageError("dispatch etcd is for jobs without a master (`trireme run`); a cluster's jobs have one")
+    document: dict[str, Any] = {
+        "name": job,
+        "settings": _settings_of(spec),
+        "scheduling": scheduling.model_dump(mode="json"),
+        **_script_of(request.script),
+    }
+    return document | ({"storage": files.absolute(request.storage)} if request.storage else {})
+
+
+def _settings_of(spec: JobSpec) -> dict[str, Any]:
+    return spec.model_dump(mode="json", include=set(JobSettings.model_fields))
+
+
+def _absolute(dataset: dict[str, Any]) -> dict[str, Any]:
+    """Members have other working directories. What a user's own reader gets stays as it is, but for globs."""
+    custom = dataset["kind"] == "custom"
+    urls = [url if custom and not files.is_glob(url) else files.absolute(url) for url in dataset["urls"]]
+    return {**dataset, "urls": urls}
+
+
+def _script_of(script: Path) -> dict[str, Any]:
+    """The script and the modules of its folder that it imports. Raises InvalidArgument."""
+    source = read_source(script)
+    if source.modules:
+        say(f"sent with {script.name}: {', '.join(source.modules)}")
+    return {"source": source.model_dump()}
+
+
+# ---------------------------------------------------------------- --wait
+
+
+async def follow(request: SubmitRequest, name: str) -> int:
+    """Until the job has ended; its exit code."""
+    screen = display()
+    try:
+        job = await _until_ended(request, name, screen)
+    finally:
+        screen.close()
+    if failure := job.get("failure"):
+        print("\n".join(failure_lines(UserFailure.model_validate(failure))), file=sys.stderr)  # noqa: T201
+    print(json.dumps(job) if request.as_json else _summary(job))  # noqa: T201
+    return CODES.get(job["standing"], exit_codes.JOB_FAILED)
+
+
+CODES = {"COMPLETED": exit_codes.OK, "FAILED": exit_codes.JOB_FAILED, "CANCELLED": exit_codes.CANCELLED}
+
+
+async def _until_ended(request: SubmitRequest, name: str, screen: Display) -> dict[str, Any]:
+    shown, heard = "", clock.monotonic()
+    while True:
+        try:
+            target: Target = cluster_target(request.data_dir, request.url)
+            async with ClusterClient(target.address, token=target.token) as cluster:
+                job = await cluster.job_named(name)
+            heard = clock.monotonic()
+        except (PeerError, NotReady):  # another master takes over
+            if clock.monotonic() - heard > AWAY_S:
+                raise
+            await asyncio.sleep(POLL_S)
+            continue
+        if job["standing"] in CODES:
+            return job
+        if job["standing"] != shown:
+            shown = job["standing"]
+            screen.event(f"job {name} is {shown}" + (f": {job['reason']}" if job["reason"] else ""))
+        screen.show(progress_of(job, restarts=0), clock.monotonic())
+        await asyncio.sleep(POLL_S)
+
+
+def _summary(job: Mapping[str, Any]) -> str:
+    result = job.get("result") or {}
+    rows = [
+        ("job", f"{job['job']} {job['standing']} ({job['mode']})"),
+        ("records", f"{result.get('trained_records', 0):,}"),
+        *[(name, number(value)) for name, value in result.get("metrics", {}).items()],
+        *[(f"model ({kind})", path) for kind, path in result.get("exports", {}).items()],
+    ]
+    if job["standing"] != "COMPLETED":
+        rows.append(("reason", job["reason"]))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

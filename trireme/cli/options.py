@@ -1,0 +1,93 @@
+"""The options that several commands share, as typer takes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Job = Annotated[
+    str | None, typer.Option("--job", help="Name of the job. Default: the one started last.", metavar="NAME")
+]
+Named = Annotated[str | None, typer.Argument(help="Name of the job. Default: the one started last.", metavar="[JOB]")]
+JobName = Annotated[str, typer.Argument(help="Name of the job.", metavar="JOB")]
+DataDir = Annotated[
+    Path | None, typer.Option("--data-dir", help="Folder of all local runs. Default: .trireme", metavar="DIR")
+]
+Url = Annotated[
+    str | None,
+    typer.Option(
+        "--url", help="Address of the job's master or of a cluster. Default: what runs locally.", metavar="URL"
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+WaitS = Annotated[
+    float, typer.Option("--wait-s", help="Seconds to wait for the end; 0: do not wait.", min=0, metavar="S")
+]
+
+# of `run` and `up`
+Etcd = Annotated[
+    str | None,
+    typer.Option(
+        "--etcd",
+        help="Use this etcd (cluster) instead of starting one; several addresses with commas.",
+        metavar="URL[,URL]",
+    ),
+]
+EtcdUser = Annotated[
+    str | None,
+    typer.Option(
+        "--etcd-user", help="User of that etcd; the password comes from TRIREME_ETCD_PASSWORD.", metavar="NAME"
+    ),
+]
+EtcdPasswordFile = Annotated[
+    str | None,
+    typer.Option("--etcd-password-file", help="File whose first line is that user's password.", metavar="FILE"),
+]
+EtcdCa = Annotated[
+    str | None,
+    typer.Option("--etcd-ca", help="PEM file of the authority that signed etcd's certificate.", metavar="FILE"),
+]
+EtcdCert = Annotated[
+    str | None, typer.Option("--etcd-cert", help="PEM file of the client's certificate for etcd.", metavar="FILE")
+]
+EtcdKey = Annotated[
+    str | None, typer.Option("--etcd-key", help="PEM file of the key of that certificate.", metavar="FILE")
+]
+Advertise = Annotated[
+    str | None,
+    typer.Option(
+        "--advertise", help="Name or address by which other hosts reach this one. Default: --host.", metavar="HOST"
+    ),
+]
+
+# of `run` and `submit`
+Script = Annotated[Path, typer.Argument(help="A Python file that defines model, dataset, loss and optimizer.")]
+Mode = Annotated[str | None, typer.Option(help="sync (deterministic) or async.", metavar="sync|async")]
+Pservers = Annotated[
+    str | None,
+    typer.Option(
+        help="Number of parameter servers. auto, the default: one for each 32 MiB of parameters, at most half of the cores.",
+        metavar="N|auto",
+    ),
+]
+Lanes = Annotated[int | None, typer.Option(help="Virtual workers of sync mode; a power of two.", metavar="N")]
+Epochs = Annotated[int | None, typer.Option(help="Passes over the dataset.", metavar="N")]
+GlobalBatchSize = Annotated[
+    int | None, typer.Option(help="Records of one step; in sync mode over all lanes.", metavar="N")
+]
+Seed = Annotated[int | None, typer.Option(help="Seed of the order of records and of all random numbers.", metavar="N")]
+PushEvery = Annotated[int | None, typer.Option(help="Async: minibatches per push.", metavar="N")]
+PullEvery = Annotated[int | None, typer.Option(help="Async: minibatches per pull.", metavar="N")]
+Device = Annotated[str | None, typer.Option(help="Where trainers compute.", metavar="auto|cpu|cuda")]
+GradientDtype = Annotated[
+    str | None, typer.Option(help="Dtype in which gradients are sent.", metavar="float32|bfloat16|float16")
+]
+ParameterDtype = Annotated[
+    str | None, typer.Option(help="Dtype in which parameters are pulled.", metavar="float32|bfloat16|float16")
+]
+Assignments = Annotated[
+    list[str] | None, typer.Option("--set", help="Any other setting of trireme.Config.", metavar="NAME=VALUE")
+]
+Check = Annotated[bool, typer.Option(help="Try one minibatch before anything is started.")]

@@ -1,0 +1,137 @@
+"""The folder of a local cluster: DATA_DIR/_cluster/{cluster.json, cluster.lock, token, etcd/, logs/, host/, jobs/}.
+
+No job can have this name, so `trireme run` never uses the folder. One `trireme up` at a time: it holds a flock while it lives.
+cluster.json is what other commands need to find the cluster; the token lets them in, and only its owner can read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared.errors import NotFound, PeerError
+from shared.membership.etcd_access import EtcdAccess
+from shared.runtime import ids
+from trireme.launch.disk_space import told_if_full
+from trireme.launch.run_folder import DATA_DIR, is_locked, read_json, write_json
+from trireme.settings import UsageError
+
+NAME, FACTS, LOCK, TOKEN = "_cluster", "cluster.json", "cluster.lock", "token"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterFacts:
+    """`pid`: of `trireme up`. `url`: of the leader. `token`: for its REST API. `etcd`: as EtcdAccess.facts gives it."""
+
+    folder: Path
+    url: str
+    etcd: dict[str, str]
+    pid: int
+    token: str
+
+
+def place_of(data_dir: Path | None) -> Path:
+    """The folder, whether it exists or not."""
+    return (data_dir or Path(os.environ.get("TRIREME_DATA_DIR") or DATA_DIR)).absolute() / NAME
+
+
+@contextlib.contextmanager
+def opened(data_dir: Path | None) -> Iterator[Path]:
+    """Raises UsageError if it cannot be written or another cluster runs in it."""
+    folder = place_of(data_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / LOCK).open("a+")
+    except OSError as error:
+        msg = f"the data directory {folder.parent} cannot be written: {error.strerror}; choose another with --data-dir"
+        raise UsageError(msg) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.seek(0)
+            msg = f"a cluster runs already in {folder} (process {lock.read().strip() or 'unknown'})"
+            raise UsageError(msg, hint="`trireme down` ends it; another one needs another --data-dir") from error
+        with told_if_full(folder):
+            lock.truncate(0)
+            lock.write(f"{os.getpid()}\n")
+            lock.flush()
+        (folder / FACTS).unlink(missing_ok=True)
+        try:
+            yield folder
+        finally:
+            (folder / FACTS).unlink(missing_ok=True)
+
+
+def token_in(folder: Path) -> str:
+    """TRIREME_TOKEN, else that of the folder; a first start makes one."""
+    if given := os.environ.get("TRIREME_TOKEN"):
+        content = given
+    else:
+        try:
+            return (folder / TOKEN).read_text(encoding="utf-8").strip()
+        except FileNotFoundError:
+            content = ids.new_id() + ids.new_id() + ids.new_id()
+    path = folder / TOKEN
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(f"{content}\n")
+    return content
+
+
+def publish(folder: Path, url: str, etcd: EtcdAccess) -> None:
+    """For other commands, whenever another master leads."""
+    write_json(folder / FACTS, {"url": url, **etcd.facts(), "pid": os.getpid()})
+
+
+def find(data_dir: Path | None) -> ClusterFacts | None:
+    """The cluster that runs there; None: there is none, or no master of it leads yet."""
+    folder = place_of(data_dir)
+    facts = read_json(folder / FACTS)
+    if facts is None or not is_locked(folder / LOCK):
+        return None
+    try:
+        token = (folder / TOKEN).read_text(encoding="utf-8").strip()
+    except OSError:
+        token = ""
+    etcd = EtcdAccess.from_facts(facts).facts()
+    return ClusterFacts(folder, str(facts["url"]), etcd, int(facts["pid"]), token)
+
+
+def must_find(data_dir: Path | None) -> ClusterFacts:
+    """Raises NotFound: none runs there; PeerError: it has no leader yet."""
+    facts = find(data_dir)
+    if facts is not None:
+        return facts
+    folder = place_of(data_dir)
+    if is_locked(folder / LOCK):
+        raise PeerError(f"the cluster in {folder} has no leader yet; try again")
+    hint = "start one with `trireme up`, or name one: --url, TRIREME_URL, or --data-dir"
+    raise NotFound(f"no cluster runs in {folder}", hint=hint)
+
+
+def started_at(data_dir: Path | None) -> float:
+    """When its facts were last written, for comparison with those of a run; 0: it does not run."""
+    try:
+        return (place_of(data_dir) / FACTS).stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def owner_of(folder: Path) -> int:
+    """The process that runs the cluster; 0: none does. It runs also while no master leads."""
+    if not is_locked(folder / LOCK):
+        return 0
+    text = (folder / LOCK).read_text(encoding="utf-8").strip()
+    return int(text) if text.isdecimal() else 0
+
+
+def describe(facts: ClusterFacts) -> dict[str, Any]:
+    """For `--json`; the token stays in its file."""
+    return {"url": facts.url, **facts.etcd, "pid": facts.pid, "folder": str(facts.folder)}

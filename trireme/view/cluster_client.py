@@ -1,0 +1,39 @@
+"""The REST API of a cluster's leader as Python calls: its jobs and its pool. Everything inside one job is in client.py.
+
+async with ClusterClient(url, token=token) as cluster:
+    await cluster.create_job(request, key="...")
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Literal
+
+from trireme.view.client import JOBS, Client
+
+Action = Literal["pause", "resume", "cancel"]
+
+
+class ClusterClient(Client):
+    """`url`: of the leader. Raises as Client does."""
+
+    async def create_job(self, request: dict[str, Any], key: str) -> dict[str, Any]:
+        """The job as it is now; a repeated `key` gives the same job."""
+        return await self._call("POST", "/v1/jobs", key=key, body=request)
+
+    def jobs(self, standing: str | None = None) -> AsyncIterator[dict[str, Any]]:
+        """All jobs (with one standing), in the order of their submission."""
+        return self._list("/v1/jobs", "jobs", {"state": standing} if standing else {})
+
+    async def job_named(self, name: str) -> dict[str, Any]:
+        """The job in full, as `Client.job` of it."""
+        return await self._call("GET", f"{JOBS}{name}")
+
+    async def act(self, name: str, action: Action) -> dict[str, Any]:
+        return await self._call("POST", f"{JOBS}{name}/{action}")
+
+    async def delete_job(self, name: str) -> dict[str, Any]:
+        return await self._call("DELETE", f"{JOBS}{name}")
+
+    def pool_members(self) -> AsyncIterator[dict[str, Any]]:
+        return self._list("/v1/pool-members", "members", {})

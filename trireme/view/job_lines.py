@@ -1,0 +1,105 @@
+"""The jobs of a cluster as they run: one line for each, redrawn on a terminal; else a line when something of a job changes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from trireme.view.names import without_tokens
+from trireme.view.progress import LINE_EVERY_S, REFRESH_PER_SECOND, Progress
+
+SHOWN = 20  # jobs on a terminal; those that have not ended come first
+ENDED = ("COMPLETED", "FAILED", "CANCELLED")
+
+Job = Mapping[str, Any]
+
+
+def columns_of(job: Job) -> tuple[str, str, str, str, str]:
+    """Name, state, how much is done, what it does, its members. `job`: as listJobs gives it."""
+    progress = job.get("progress") or {}
+    known = {field.name: progress[field.name] for field in fields(Progress) if field.name in progress}
+    members, reason = job["members"], without_tokens(job["reason"])
+    at = Progress(phase=job["state"], stage="TRAIN", reason=reason, **known)
+    doing = reason if job["state"] in ENDED or not progress else at.training()
+    held = f"trainers {members['trainers_running']}/{members['trainers']}  pservers {members['pservers_running']}/{members['pservers']}"
+    return (
+        str(job["job"]),
+        str(job["state"]).lower(),
+        f"{at.fraction:.0%}" if progress else "",
+        doing,
+        held if members["trainers"] or members["pservers"] else "",
+    )
+
+
+class JobLines(Protocol):
+    """`close` removes what is redrawn from the screen and leaves the events."""
+
+    def show(self, jobs: Sequence[Job], now: float) -> None: ...
+
+    def event(self, sentence: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PlainLines:
+    """For logs and pipes: a line when the state of a job changes, and one every LINE_EVERY_S seconds for each that runs."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._states: dict[str, str] = {}
+        self._told = float("-inf")
+
+    def show(self, jobs: Sequence[Job], now: float) -> None:
+        due = now - self._told >= LINE_EVERY_S
+        for job in jobs:
+            changed = self._states.get(job["job"]) != job["state"]
+            self._states[job["job"]] = job["state"]
+            if changed or (due and job["progress"]):
+                self.event("  ".join(part for part in columns_of(job) if part))
+        self._told = now if due else self._told
+
+    def event(self, sentence: str) -> None:
+        self._console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        return
+
+
+class LiveLines:
+    """For terminals."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(Text("starting"), console=console, refresh_per_second=REFRESH_PER_SECOND, transient=True)
+        self._live.start()
+
+    def show(self, jobs: Sequence[Job], now: float) -> None:  # noqa: ARG002  rich draws at its own rate
+        if not jobs:
+            self._live.update(Text("no job yet: trireme submit SCRIPT", style="dim"))
+            return
+        ordered = sorted(jobs, key=lambda job: job["state"] in ENDED)
+        grid = Table.grid(padding=(0, 2))
+        for job in ordered[:SHOWN]:
+            name, state, fraction, doing, members = columns_of(job)
+            grid.add_row(Text(name, style="bold"), Text(state), Text(fraction), Text(doing), Text(members, style="dim"))
+        more = len(ordered) - SHOWN
+        self._live.update(Group(grid, Text(f"and {more} more", style="dim")) if more > 0 else grid)
+
+    def event(self, sentence: str) -> None:
+        self._console.print(sentence, markup=False, highlight=False, style="yellow", soft_wrap=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def job_lines() -> JobLines:
+    """LiveLines if stderr is a terminal, else PlainLines."""
+    console = Console(stderr=True)
+    return LiveLines(console) if sys.stderr.isatty() else PlainLines(console)
