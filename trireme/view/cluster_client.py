@@ -35,5 +35,15 @@ class ClusterClient(Client):
     async def delete_job(self, name: str) -> dict[str, Any]:
         return await self._call("DELETE", f"{JOBS}{name}")
 
+    async def create_schedule(self, request: dict[str, Any], key: str) -> dict[str, Any]:
+        """A repeated `key` gives the same schedule."""
+        return await self._call("POST", "/v1/schedules", key=key, body=request)
+
+    def schedules(self) -> AsyncIterator[dict[str, Any]]:
+        return self._list("/v1/schedules", "schedules", {})
+
+    async def delete_schedule(self, name: str) -> dict[str, Any]:
+        return await self._call("DELETE", f"/v1/schedules/{name}")
+
     def pool_members(self) -> AsyncIterator[dict[str, Any]]:
         return self._list("/v1/pool-members", "members", {})

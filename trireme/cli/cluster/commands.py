@@ -52,11 +52,38 @@ _SETTINGS = (  # of `submit`
     "parameter_dtype",
 )
 _SCHEDULING = ("min_trainers", "max_trainers", "priority", "weight", "preemptible", "after", "not_before_time")
+_SCHEDULE = ("cron", "time_zone", "concurrency")
 
 
 def add_to(app: typer.Typer) -> None:
     for command in (up, down, submit, jobs, pool, pause, resume, cancel, delete):
         app.command()(command)
+    app.add_typer(_schedules)
+
+
+_schedules = typer.Typer(name="schedules", no_args_is_help=False)
+
+
+@_schedules.callback(invoke_without_command=True)
+def schedules(context: typer.Context, data_dir: DataDir = None, url: Url = None, as_json: Json = False) -> None:
+    """The schedules of a cluster (`trireme submit --cron`): when each begins its next job, and what became of the last one."""
+    if context.invoked_subcommand is None:
+        from trireme.cli.cluster.schedules import list_schedules  # noqa: PLC0415
+
+        raise typer.Exit(list_schedules(data_dir, url, as_json=as_json))
+
+
+@_schedules.command("delete")
+def delete_schedule(
+    name: Annotated[str, typer.Argument(metavar="NAME")],
+    data_dir: DataDir = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """No more jobs begin; those that began go on."""
+    from trireme.cli.cluster.schedules import delete as run_delete  # noqa: PLC0415
+
+    raise typer.Exit(run_delete(name, data_dir, url, as_json=as_json))
 
 
 def up(
@@ -144,7 +171,24 @@ def submit(
         typer.Option(help="Start when that job is COMPLETED; may be given several times.", metavar="JOB"),
     ] = None,
     not_before: Annotated[
-        str | None, typer.Option(help="Start at this time or later (RFC 3339).", metavar="TIME")
+        str | None, typer.Option("--not-before", "--at", help="Start at this time or later (RFC 3339).", metavar="TIME")
+    ] = None,
+    cron: Annotated[
+        str | None,
+        typer.Option(
+            help="Begin such a job again and again: minute, hour, day of month, month, day of week.",
+            metavar="EXPRESSION",
+        ),
+    ] = None,
+    time_zone: Annotated[
+        str | None, typer.Option(help="Of --cron, such as Europe/Berlin. Default: UTC.", metavar="ZONE")
+    ] = None,
+    concurrency: Annotated[
+        str | None,
+        typer.Option(
+            help="If the job of the time before still runs: leave this time out, or cancel that job. Default: forbid.",
+            metavar="forbid|replace",
+        ),
     ] = None,
     mode: Mode = None,
     lanes: Lanes = None,
@@ -173,6 +217,8 @@ def submit(
     from TRIREME_TOKEN or the file TRIREME_TOKEN_FILE), else the one that runs in the data folder. Settings come from where
     `trireme run` takes them.
 
+    With --cron a schedule is created instead: its jobs are called after it and their time (`trireme schedules`).
+
     With --wait the exit code tells the job's end: 0 COMPLETED, 1 FAILED, 9 CANCELLED.
     """
     given = {**locals(), "after": tuple(after or ()), "preemptible": preemptible or None, "not_before_time": not_before}
@@ -185,6 +231,7 @@ def submit(
         script,
         {"job": name, **{setting: given[setting] for setting in _SETTINGS}},
         {field: given[field] for field in _SCHEDULING},
+        {field: given[field] for field in _SCHEDULE},
         tuple(assignments or ()),
         data_dir,
         url,

@@ -43,7 +43,7 @@ def list_jobs(state: str | None, data_dir: Path | None, url: str | None, *, as_j
         rows = [dict(zip(names, columns_of(job), strict=True)) for job in document["jobs"]]
         print_table(console, names, rows)
 
-    return _answer(ask, show, data_dir, url, as_json=as_json)
+    return answer(ask, show, data_dir, url, as_json=as_json)
 
 
 def list_pool(data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
@@ -56,7 +56,7 @@ def list_pool(data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
         columns = ("member_id", "state", "job", "host", "cores", "device", "trouble")
         print_table(console, columns, document["members"])
 
-    return _answer(ask, show, data_dir, url, as_json=as_json)
+    return answer(ask, show, data_dir, url, as_json=as_json)
 
 
 def act(name: str, action: Action, wait_s: float, data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
@@ -73,7 +73,7 @@ def act(name: str, action: Action, wait_s: float, data_dir: Path | None, url: st
             job = await _now(name, data_dir, url) or job
         return job
 
-    return _answer(ask, _show_job, data_dir, url, as_json=as_json)
+    return answer(ask, _show_job, data_dir, url, as_json=as_json)
 
 
 def delete(name: str, data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
@@ -85,7 +85,7 @@ def delete(name: str, data_dir: Path | None, url: str | None, *, as_json: bool) 
     def show(console: Console, document: dict[str, Any]) -> None:
         console.print(f"job {document['job']} is deleted")
 
-    return _answer(ask, show, data_dir, url, as_json=as_json)
+    return answer(ask, show, data_dir, url, as_json=as_json)
 
 
 async def _now(name: str, data_dir: Path | None, url: str | None) -> dict[str, Any] | None:
@@ -112,7 +112,7 @@ def _show_job(console: Console, job: dict[str, Any]) -> None:
     console.print(f"job {job['job']} is {job['standing']}" + (f": {reason}" if reason else ""))
 
 
-def _answer(
+def answer(
     ask: Call,
     show: Callable[[Console, dict[str, Any]], None],
     data_dir: Path | None,

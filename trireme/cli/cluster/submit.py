@@ -49,11 +49,13 @@ AWAY_S = 60.0  # how long a waiting command goes on while no leader answers
 
 @dataclass(frozen=True, slots=True)
 class SubmitRequest:
-    """The command line; flags that were not given are None. `scheduling`: fields of Scheduling."""
+    """The command line; flags that were not given are None. `scheduling`: fields of Scheduling. `schedule`: fields of JobSchedule;
+    with a `cron` a schedule is created."""
 
     script: Path
     flags: Mapping[str, Any]
     scheduling: Mapping[str, Any] = field(default_factory=dict)
+    schedule: Mapping[str, Any] = field(default_factory=dict)
     assignments: tuple[str, ...] = ()
     data_dir: Path | None = None
     url: str | None = None
@@ -81,12 +83,19 @@ async def _submit(request: SubmitRequest) -> int:
     target = cluster_target(request.data_dir, request.url)  # first: no cluster is said before torch is imported
     outer = outside_script(request.flags, request.assignments)
     check_fields(outer)
-    scheduling = scheduling_of(request.scheduling)
+    scheduling, schedule = scheduling_of(request.scheduling), schedule_of(request)
     known = {name: setting.value for name, setting in outer.items() if name in SETTINGS}
     with ForkServer() as forks:
         inspection = await inspect(request.script, known, check=request.check, start=forks.start)
     body = request_body(request, outer, inspection, scheduling)
     async with ClusterClient(target.address, token=target.token) as cluster:
+        if schedule:
+            made = await cluster.create_schedule(body | schedule, ids.new_id("submit"))
+            text = (
+                f"schedule {made['name']} begins its first job at {made['next_time']}; `trireme schedules` lists them"
+            )
+            print(json.dumps(made) if request.as_json else text)  # noqa: T201
+            return exit_codes.OK
         job = await cluster.create_job(body, ids.new_id("submit"))
     if not request.wait:
         name = job["job"]
@@ -104,6 +113,20 @@ def scheduling_of(given: Mapping[str, Any]) -> Scheduling:
         return Scheduling.model_validate(values)
     except ValidationError as error:
         raise UsageError("; ".join(problems_of(error, {name: _flag(name) for name in values}))) from error
+
+
+def schedule_of(request: SubmitRequest) -> dict[str, Any]:
+    """What createSchedule takes beside the job; empty: it is one job. Raises UsageError."""
+    values = {name: value for name, value in request.schedule.items() if value is not None}
+    if not values:
+        return {}
+    if "cron" not in values:
+        raise UsageError(f"{_flag(next(iter(values)))} is for schedules: give --cron as well")
+    if request.wait:
+        raise UsageError("--wait is for one job; jobs of a schedule begin later (`trireme schedules`)")
+    if values.get("concurrency", "forbid") not in ("forbid", "replace"):
+        raise UsageError(f"--concurrency {values['concurrency']}: give forbid or replace")
+    return values
 
 
 def _flag(name: str) -> str:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from master_service.api.resources_cluster import CreateJob
+from master_service.api.resources_cluster import CreateJob, CreateSchedule
 from shared.records.cluster import Scheduling
-from trireme.cli.cluster.submit import SubmitRequest, request_body, scheduling_of
+from trireme.cli.cluster.submit import SubmitRequest, request_body, schedule_of, scheduling_of
 from trireme.preflight import Inspection
 from trireme.settings import UsageError, from_flags, merge
 
@@ -74,3 +74,36 @@ def test_scheduling_that_cannot_be_is_told_by_its_flag(given, told):
 def test_jobs_without_a_master_are_for_trireme_run(script):
     with pytest.raises(UsageError, match="dispatch etcd is for jobs without a master"):
         sent(script, Inspection({"dispatch": "etcd"}, DATA, None))
+
+
+@pytest.mark.parametrize(
+    ("given", "wait", "told"),
+    [
+        ({"time_zone": "Europe/Berlin"}, False, "--time-zone is for schedules: give --cron as well"),
+        ({"cron": "0 6 * * *"}, True, "--wait is for one job"),
+        ({"cron": "0 6 * * *", "concurrency": "both"}, False, "--concurrency both: give forbid or replace"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_told_by_its_flag(script, given, wait, told):
+    with pytest.raises(UsageError, match=told):
+        schedule_of(SubmitRequest(script, {}, schedule=given, wait=wait))
+
+
+def test_a_schedule_is_the_job_and_its_times(script):
+    request = SubmitRequest(
+        script, {}, schedule={"cron": "0 6 * * 1", "time_zone": "Europe/Berlin", "concurrency": None}
+    )
+    body = request_body(request, merge([from_flags({})]), Inspection({}, DATA, None), Scheduling(priority=7))
+    asked = CreateSchedule.model_validate(body | schedule_of(request)).to_schedule("s3://bucket/jobs", "once")
+    assert (asked.name, asked.cron, asked.time_zone, asked.concurrency) == (
+        "my-model",
+        "0 6 * * 1",
+        "Europe/Berlin",
+        "forbid",
+    )
+    assert (asked.spec.storage, asked.scheduling.priority, asked.request) == ("s3://bucket/jobs", 7, "once")
+    assert asked.source_digest == asked.spec.script.split(":")[1].split("/")[0]
+
+
+def test_without_cron_it_is_one_job(script):
+    assert schedule_of(SubmitRequest(script, {}, schedule={"cron": None, "time_zone": None})) == {}

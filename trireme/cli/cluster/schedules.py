@@ -1,0 +1,38 @@
+"""`trireme schedules`: jobs of a cluster that begin again and again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from trireme.cli.cluster.jobs import answer
+from trireme.cli.queries import print_table
+from trireme.cli.targets import checked_name
+from trireme.view.cluster_client import ClusterClient
+
+
+def list_schedules(data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
+    """Returns the exit code."""
+
+    async def ask(cluster: ClusterClient) -> dict[str, Any]:
+        return {"schedules": [schedule async for schedule in cluster.schedules()]}
+
+    def show(console: Console, document: dict[str, Any]) -> None:
+        columns = ("name", "cron", "time_zone", "concurrency", "next_time", "last_job", "reason")
+        print_table(console, columns, document["schedules"])
+
+    return answer(ask, show, data_dir, url, as_json=as_json)
+
+
+def delete(name: str, data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
+    """Returns the exit code."""
+
+    async def ask(cluster: ClusterClient) -> dict[str, Any]:
+        return await cluster.delete_schedule(checked_name(name))
+
+    def show(console: Console, document: dict[str, Any]) -> None:
+        console.print(f"schedule {document['name']} is deleted; its jobs go on")
+
+    return answer(ask, show, data_dir, url, as_json=as_json)
