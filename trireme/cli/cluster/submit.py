@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from shared.cron import next_time
 from shared.errors import NotReady, PeerError, TriremeError
 from shared.records import Dispatch, JobSpec, UserFailure
 from shared.records.cluster import Scheduling
@@ -126,6 +127,10 @@ def schedule_of(request: SubmitRequest) -> dict[str, Any]:
         raise UsageError("--wait is for one job; jobs of a schedule begin later (`trireme schedules`)")
     if values.get("concurrency", "forbid") not in ("forbid", "replace"):
         raise UsageError(f"--concurrency {values['concurrency']}: give forbid or replace")
+    try:
+        next_time(values["cron"], "UTC", clock.wall_time())  # whether the time zone is known, the leader says
+    except ValueError as error:
+        raise UsageError(f"--cron: {error}") from error
     return values
 
 

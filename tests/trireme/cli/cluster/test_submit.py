@@ -81,6 +81,7 @@ def test_jobs_without_a_master_are_for_trireme_run(script):
     [
         ({"time_zone": "Europe/Berlin"}, False, "--time-zone is for schedules: give --cron as well"),
         ({"cron": "0 6 * * *"}, True, "--wait is for one job"),
+        ({"cron": "0 0 30 2 *"}, False, "--cron: '0 0 30 2 .*names a day that no month has"),
         ({"cron": "0 6 * * *", "concurrency": "both"}, False, "--concurrency both: give forbid or replace"),
     ],
 )
