@@ -1,4 +1,5 @@
-"""Loopback addresses mean another process in every network: a refused connection tells nothing about a process elsewhere."""
+"""Which network a process is in. Loopback addresses mean another process in every network: a refused connection tells nothing about
+a process elsewhere."""
 
 from __future__ import annotations
 
@@ -25,6 +26,12 @@ def tells(url: str, theirs: str, mine: str) -> bool:
     """Whether a connection to `url` that is refused to a process in the network `mine` proves that nothing listens there for the
     process in `theirs` that gave the url."""
     return theirs == mine or not _is_local(urlsplit(url).hostname or "")
+
+
+def is_here(theirs: str) -> bool:
+    """Whether a process in the network `theirs` is on this host, as far as is known (""): then its pid and its UNIX sockets mean the
+    same here. Another host may have the same name and the same files."""
+    return theirs in ("", own_network())
 
 
 def _is_local(host: str) -> bool:

@@ -20,6 +20,7 @@ import aiohttp
 from shared.errors import BadFrame, DeadlineExceeded, PeerError, TooLarge, TriremeError, from_map
 from shared.records import PserverMember, Record
 from shared.runtime import clock, http
+from shared.runtime.network import is_here
 from shared.wire import codec
 from shared.wire.messages import (
     InitBlock,
@@ -234,8 +235,8 @@ def waits_s(request: PullRequest) -> float:
 
 def socket_of(member: PserverMember) -> str:
     """The member's UNIX socket if it is on this host and open to this user, else empty."""
-    here = bool(member.uds) and member.host == socket.gethostname() and os.access(member.uds, os.W_OK)
-    return member.uds if here else ""
+    here = member.host == socket.gethostname() and is_here(member.network)
+    return member.uds if member.uds and here and os.access(member.uds, os.W_OK) else ""
 
 
 async def _whole(response: aiohttp.ClientResponse) -> bytes:

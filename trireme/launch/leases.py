@@ -21,6 +21,7 @@ from shared.etcd.reading import read_record
 from shared.keys import Keys
 from shared.records import MasterLock, PserverMember, TrainerMember
 from shared.runtime import clock
+from shared.runtime.network import is_here
 
 REVOKE_TIMEOUT_S = 2.0
 LOOK_S = 1.0
@@ -50,7 +51,7 @@ class HeldLeases:
 
 
 async def held_leases(etcd: Etcd, keys: Keys, timeout_s: float = TIMEOUT_S, named: str = "") -> HeldLeases:
-    """Of the members whose names begin with `named`: pids mean something on one host only. A record that cannot be read is skipped:
+    """Of the members on this host whose names begin with `named`: pids mean something on one host only. A record that cannot be read is skipped:
     its lease expires by itself. Raises PeerError."""
     reads = [
         Get(keys.trainer(named), prefix=True),
@@ -61,13 +62,14 @@ async def held_leases(etcd: Etcd, keys: Keys, timeout_s: float = TIMEOUT_S, name
     found = await etcd.txn([], reads, timeout_s=timeout_s)
     trainers = [read_record(TrainerMember, kv.key, kv.value) for kv in found.range(0).kvs if keys.is_trainer(kv.key)]
     pservers = [read_record(PserverMember, kv.key, kv.value) for kv in found.range(1).kvs]
+    here = [member for member in (*trainers, *pservers) if member is not None and is_here(member.network)]
     locks = [
         read_record(MasterLock, key, kv.value if (kv := found.range(place).first) else None)
         for place, key in ((2, keys.master_lock), (3, keys.sweep_lock))
     ]
     return HeldLeases(
-        tuple(member for member in trainers if member is not None and member.trainer.startswith(named)),
-        tuple(member for member in pservers if member is not None and member.incarnation.startswith(named)),
+        tuple(each for each in here if isinstance(each, TrainerMember) and each.trainer.startswith(named)),
+        tuple(each for each in here if isinstance(each, PserverMember) and each.incarnation.startswith(named)),
         *locks,
     )
 

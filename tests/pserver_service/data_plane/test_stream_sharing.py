@@ -17,6 +17,7 @@ import torch
 from shared.blocks.buffers import bytes_of
 from shared.errors import InvalidArgument, Unauthorized
 from shared.records import PserverMember
+from shared.runtime.network import own_network
 from shared.wire import codec
 from shared.wire.messages import PushBlock
 from shared.wire.region_allocator import REGION_BYTES, RegionAllocator
@@ -33,6 +34,7 @@ from tests.pserver_service.data_plane.streams import (
     versions,
 )
 from tests.pserver_service.jobs import pull_request, push_header
+from trainer_agent.data_plane.http import socket_of
 from trainer_agent.process import Connections
 from trainer_agent.settings import Settings
 
@@ -119,6 +121,26 @@ def test_a_transport_that_is_asked_for_is_not_replaced_by_another_one(transport)
     connections = Connections(Settings(job="j", transport=transport), stall_s=10.0)
     with pytest.raises(InvalidArgument, match=f"TRIREME_TRANSPORT is {transport}, but pserver-3 on elsewhere has no"):
         connections(member)
+
+
+@pytest.mark.parametrize(
+    ("network", "here"), [(own_network(), True), ("", True), ("of another machine/4026531840", False)]
+)
+def test_a_unix_socket_of_another_network_is_not_used_though_its_file_is_seen_and_the_host_has_the_same_name(
+    tmp_path, network, here
+):
+    path = tmp_path / "pserver.sock"
+    path.touch()
+    member = PserverMember(
+        index=0,
+        url="http://10.0.0.1:1",
+        incarnation="i",
+        host=socket.gethostname(),
+        pid=1,
+        uds=str(path),
+        network=network,
+    )
+    assert socket_of(member) == (str(path) if here else "")
 
 
 def test_a_large_model_needs_few_regions():

@@ -7,12 +7,14 @@ import random
 from shared.etcd import Etcd
 from shared.keys import Keys
 from shared.records import MasterLock, PserverMember, TrainerMember
+from shared.runtime.network import own_network
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import VirtualLoop
 from tests.equipment.virtual_loop import run as run_virtual
 from trireme.launch.leases import held_leases
 
 KEYS = Keys("ctr")
+FAR = "another machine/4026531840"
 
 
 def asked(*questions: tuple[str, int]) -> list[list[int]]:
@@ -20,11 +22,17 @@ def asked(*questions: tuple[str, int]) -> list[list[int]]:
 
     async def ask() -> list[list[int]]:
         etcd = Etcd(SimulatedEtcd().transport("launcher"))
-        for name, pid in (("trainer-0-a", 10), ("trainer-1-b", 11)):
-            trainer = TrainerMember(trainer=name, url="u", incarnation=name, host="h", pid=pid, lease=pid * 10)
+        for name, pid, network in (("trainer-0-a", 10, own_network()), ("trainer-1-b", 11, ""), ("far-a", 10, FAR)):
+            lease = pid * 10 if network != FAR else 500
+            trainer = TrainerMember(
+                trainer=name, url="u", incarnation=name, host="h", pid=pid, lease=lease, network=network
+            )
             await etcd.put(KEYS.trainer(name), trainer.to_bytes())
-        pserver = PserverMember(index=0, url="u", incarnation="p", host="h", pid=20, lease=200)
-        await etcd.put(KEYS.pserver(0), pserver.to_bytes())
+        for index, lease, network in ((0, 200, ""), (2, 600, FAR)):
+            pserver = PserverMember(
+                index=index, url="u", incarnation="p", host="h", pid=20, lease=lease, network=network
+            )
+            await etcd.put(KEYS.pserver(index), pserver.to_bytes())
         await etcd.put(KEYS.pause, b'{"uuid": "4a5e", "reason": "epoch 2 is done"}')
         await etcd.put(KEYS.trainer("of-another-release"), b'{"name": 1}')
         await etcd.put(KEYS.pserver(1), b"not JSON")
@@ -43,6 +51,10 @@ def test_a_trainer_leases_are_found_while_training_is_paused():
 
 def test_a_sweeper_leaves_its_lock_as_well():
     assert asked(("trainer-1", 11)) == [[110, 400]]
+
+
+def test_processes_of_another_host_with_the_same_pids_keep_their_leases():
+    assert asked(("trainer-0", 10), ("pserver-2", 20)) == [[100], [200]]
 
 
 def test_a_key_that_nobody_can_read_hides_no_other():
