@@ -11,6 +11,7 @@ import asyncio
 import os
 import socket
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     import torch  # noqa: PLC0415
 
     from pserver_service.context import PserverContext  # noqa: PLC0415
+    from pserver_service.data_plane.handoff_client import HttpHandoff  # noqa: PLC0415
     from pserver_service.data_plane.server import make_app, serving, socket_path  # noqa: PLC0415
     from pserver_service.member import Member  # noqa: PLC0415
     from pserver_service.membership.index import OwnIndex, own_number  # noqa: PLC0415
@@ -75,7 +77,8 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
             )
             directory = Directory(etcd, Keys(settings.job, settings.root))
             own_index = OwnIndex(etcd, directory, record, own_number(settings.name))
-            member = Member(PserverContext(etcd, directory, pserver, own_index, background))
+            connect = partial(HttpHandoff, token=settings.token)
+            member = Member(PserverContext(etcd, directory, pserver, own_index, background, connect))
             service.ready()
             service.settled()
             left = await member.serve(stopping, settings.claim_wait_s, settings.drain_seconds)

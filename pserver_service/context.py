@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pserver_service.data_plane.handoff_client import Connect, HttpHandoff
 from pserver_service.membership.index import OwnIndex
 from pserver_service.pserver import Pserver
 from shared.checkpoints.background import Offload
@@ -17,13 +18,14 @@ LOOK_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class PserverContext:
-    """`offload` runs what blocks."""
+    """`offload` runs what blocks. `connect`: to another parameter server, to hand blocks over."""
 
     etcd: Etcd
     directory: Directory
     pserver: Pserver
     own_index: OwnIndex
     offload: Offload
+    connect: Connect = HttpHandoff
 
     @property
     def keys(self) -> Keys:

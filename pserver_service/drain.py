@@ -66,6 +66,8 @@ class Drain:
             return False
         if view.master is None and view.spec.dispatch is Dispatch.MASTER:
             return False
+        if not self._pserver.store.blocks:
+            return False
         runs = view.state.phase in {Phase.RUNNING, Phase.CHECKPOINTING} and view.state.stage is Stage.TRAIN
         return runs and bool(view.trainers.names) and saves_on_demand(view.spec)
 

@@ -9,6 +9,8 @@ from pserver_service.checkpoints.parts import Checkpointer
 from pserver_service.checkpoints.pause import PausedCopy
 from pserver_service.context import PserverContext
 from pserver_service.drain import Drain
+from pserver_service.handoff.follower import SlotFollower
+from pserver_service.handoff.sender import HandOver
 from pserver_service.recovery.rejoin import Rejoin
 from pserver_service.recovery.rollback import Rollback
 from shared.checkpoints.schedule import Schedule
@@ -22,7 +24,9 @@ class Member:
         self.checkpointer = Checkpointer(context)
         self.drain = Drain(context, self.checkpointer)
         self.rollback, self.rejoin = Rollback(context), Rejoin(context)
-        self._parts = (self.checkpointer, PausedCopy(context), Independent(context), self.rollback, self.rejoin)
+        self.follower = SlotFollower(context)
+        saving = self.checkpointer, PausedCopy(context), Independent(context)
+        self._parts = (*saving, self.rollback, self.rejoin, HandOver(context))
 
     async def serve(self, stopping: asyncio.Event, claim_wait_s: float, drain_seconds: float) -> bool:
         """True: it was asked to stop, has drained (drain.py) and released the index. False: the index is lost. Raises as `run`."""
@@ -47,6 +51,9 @@ class Member:
         self._pserver.in_doubt = lambda: self._own_index.in_doubt
         self._own_index.fits = self._pserver.fits
         self._pserver.directory = self._directory
+        self._pserver.take_handoff = self.follower.take
+        self._pserver.on_restored = self.follower.follow
+        self._directory.observers.append(self.follower.follow)
         self._pserver.on_torn = lambda torn: self._own_index.set(torn=torn)
         assert self._directory.spec is not None
         self._pserver.schedule = Schedule.of(self._directory.spec)

@@ -8,12 +8,11 @@ There are no locks: a block changes between two awaits, and a pull that sends it
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pserver_service.core.calls import BlockServer, OpenPull, OpenPush, Payload
+from pserver_service.core.calls import BlockServer, OpenPull, OpenPush, Payload, check_pull
 from pserver_service.core.saved_ledger import AsyncSnapshot
 from pserver_service.core.store import Store
 from shared.blocks.buffers import Allocate, Buffer, BufferPool
@@ -29,6 +28,9 @@ from shared.runtime.waiting import event_within
 from shared.wire.lending import NOTHING
 from shared.wire.messages import (
     PROTOCOL_VERSION,
+    HandoffAnswer,
+    HandoffHeader,
+    HandoffPart,
     InitBlock,
     InitHeader,
     LedgerAnswer,
@@ -45,6 +47,7 @@ from shared.wire.messages import (
 
 COPY_BYTES = 4 << 20  # of values, with their optimizer's state: a few milliseconds
 
+TakeHandoff = Callable[[HandoffHeader, AsyncIterator[tuple[HandoffPart, Payload]]], Awaitable[HandoffAnswer]]
 log = telemetry.logger("pserver")
 
 
@@ -53,7 +56,9 @@ class Pserver(BlockServer):
     pull may wait for blocks. `in_doubt`: whether the index may belong to another process by now; no call is answered then.
     `snapshot_ready` is set when `store.take_snapshot()` has one. `timeline` and `checkpoint`: of the parameters, see JobState.
     `directory`: the job as etcd has it, set with the index; it says who may push, and how far fence and term may rise.
-    `allocate`: where the memory of blocks comes from. `on_torn` is called when the parameters are lost."""
+    `allocate`: where the memory of blocks comes from. `on_torn` is called when the parameters are lost. `take_handoff`: takes blocks
+    of other parameter servers. `hands_over`: blocks and what it promised about them are on their way to another one. `on_restored` is called when
+    `restore` has loaded parameters: the slot map may be newer than they are."""
 
     def __init__(
         self,
@@ -75,6 +80,9 @@ class Pserver(BlockServer):
         self.checkpoint_error = ""
         self.on_torn: Callable[[Torn], None] = lambda _: None
         self.in_doubt: Callable[[], bool] = lambda: False
+        self.take_handoff: TakeHandoff = _no_handoffs
+        self.hands_over = False
+        self.on_restored: Callable[[], None] = lambda: None
         self.directory: Directory | None = None
         self._max_wait_s = max_wait_s
         self._allocate = allocate
@@ -90,7 +98,7 @@ class Pserver(BlockServer):
 
         Raises LayoutMismatch (another model is loaded), WrongOwner, StaleGeneration, BadFrame, InvalidArgument.
         """
-        self._check(header)
+        self.check(header)
         if header.pserver != self.index:
             msg = f"initial blocks for pserver-{header.pserver} came to pserver-{self.index}: read the addresses again"
             raise WrongOwner(msg)
@@ -104,6 +112,7 @@ class Pserver(BlockServer):
         store.seal()
         self._fence(header)
         if not self._is_same(header):
+            store.slots = self.directory.slots if self.directory is not None else None
             store.save_first()
             self._serve(store, header.timeline)
             self.look_for_snapshot()
@@ -131,6 +140,7 @@ class Pserver(BlockServer):
         """Serve what was loaded."""
         self._serve(store, timeline)
         self.checkpoint = checkpoint
+        self.on_restored()
         log.info("restored", index=self.index, timeline=timeline, checkpoint=checkpoint, store=repr(store))
 
     def _serve(self, store: Store, timeline: int) -> None:
@@ -234,13 +244,15 @@ class Pserver(BlockServer):
             lowest=store.lowest,
             highest=store.highest,
             updates=store.updates,
+            slots=store.slots.version if store.slots is not None else 0,
             ledger=store.ledger.counts() if store.mode is Mode.ASYNC else (),
         )
 
     async def ledger(self, query: LedgerQuery) -> LedgerAnswer:
-        """Raises NotReady, InvalidArgument."""
+        """Raises NotReady, InvalidArgument; WrongOwner: the asker goes by another slot map, so blocks might be left out."""
         if self.store is None:
             raise self._not_ready()
+        self._check_map(self.store, query.slots)
         if not (query.task_id.isascii() and query.task_id.isdigit()):
             msg = f"task {query.task_id[:40]!r} is not in the ledger: only training tasks (numbers) are"
             raise InvalidArgument(msg)
@@ -252,6 +264,11 @@ class Pserver(BlockServer):
         """Raises as `push`."""
         store = self._ready(header)
         self._check_pusher(header)
+        if header.claim:
+            if self.hands_over:
+                msg = f"pserver-{self.index} hands blocks over, and what it promised with them: claim again"
+                raise NotReady(msg)
+            self._check_map(store, header.slots)
         self._fence(header)
         try:
             push = self.open_push(store, header)
@@ -263,13 +280,13 @@ class Pserver(BlockServer):
 
     def begin_pull(self, request: PullRequest, arrived: Callable[[], None]) -> OpenPull | PullEnd:
         """Raises as `pull`."""
-        self._check(request)
+        self.check(request)
         store = self.store
         if store is None:
             return PullEnd(code="NOT_READY", message=self._not_ready().message)
         if request.generation < self.timeline:
             return PullEnd(code="GONE", message=f"the job was rolled back in generation {self.timeline}: join again")
-        self._check_pull(store, request)
+        check_pull(store, request, self.index)
         self.counters.pulls += 1
         deadline = clock.monotonic() + min(max(request.wait_s, 0.0), self._max_wait_s)
         return OpenPull(self, store, request, deadline, arrived)
@@ -316,7 +333,8 @@ class Pserver(BlockServer):
             msg = f"trainer {header.trainer[:80]!r} is no member in generation {state.generation}: register, and read the lanes again"
             raise StaleGeneration(msg, generation=state.generation)
 
-    def _check(self, header: MessageHeader) -> None:
+    def check(self, header: MessageHeader) -> None:
+        """Raises BadFrame, LayoutMismatch: the message is not for it; NotReady: its index is in doubt."""
         if header.protocol != PROTOCOL_VERSION:
             msg = f"protocol {header.protocol}: this pserver speaks {PROTOCOL_VERSION}; run the same version everywhere"
             raise BadFrame(msg)
@@ -329,7 +347,7 @@ class Pserver(BlockServer):
         self.term = max(self.term, header.term if self.directory is None else min(header.term, _term(self.directory)))
 
     def _ready(self, header: MessageHeader) -> Store:
-        self._check(header)
+        self.check(header)
         return self.loaded()
 
     def loaded(self) -> Store:
@@ -340,6 +358,18 @@ class Pserver(BlockServer):
 
     def _not_ready(self) -> NotReady:
         return NotReady(f"pserver-{self.index} ({self.incarnation}) has no parameters yet: wait for init_ps/done")
+
+    def _check_map(self, store: Store, version: int) -> None:
+        """What concerns all owners of blocks has to reach all of them. 0: the asker does not say which map it goes by."""
+        if not version or store.slots is None:
+            return
+        mine = store.slots.version
+        if mine < version:
+            msg = f"pserver-{self.index} has slot map {mine}, not {version} yet: ask again"
+            raise NotReady(msg)
+        if mine > version:
+            msg = f"slot map {version} is old: pserver-{self.index} has {mine}; read the slot map again"
+            raise WrongOwner(msg, slots=mine)
 
     def _is_same(self, header: InitHeader) -> bool:
         """Whether these parameters are loaded already."""
@@ -356,19 +386,10 @@ class Pserver(BlockServer):
             raise LayoutMismatch(msg)
         return True
 
-    def _check_pull(self, store: Store, request: PullRequest) -> None:
-        if request.version is not None and store.mode is Mode.ASYNC:
-            msg = f"version {request.version} was asked for in async mode, where blocks have no common version: ask for None"
-            raise InvalidArgument(msg)
-        wanted = set(request.blocks)
-        if foreign := wanted - store.blocks.keys():
-            block = min(foreign)
-            msg = f"block {block} is not at pserver-{self.index}: read the slot map again"
-            raise WrongOwner(msg, block=block)
-        if len(wanted) < len(request.blocks):
-            twice = min(block for block, times in Counter(request.blocks).items() if times > 1)
-            msg = f"block {twice} is named twice in one pull: name each block once"
-            raise InvalidArgument(msg, block=twice)
+
+async def _no_handoffs(header: HandoffHeader, _: AsyncIterator[tuple[HandoffPart, Payload]]) -> HandoffAnswer:
+    msg = f"no index is claimed here yet: send group {header.group} again"
+    raise NotReady(msg)
 
 
 def _state(directory: Directory) -> JobState:

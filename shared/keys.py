@@ -6,6 +6,8 @@
     job/spec job/state      JobSpec ...     -          master                        lock
     job/failures            FailureCounts   -          master                        lock
     job/checkpoint          CheckpointRequest -        master                        lock
+    job/migration           Migration       -          master                        lock; parameter servers follow it
+    job/given               GivenNumbers    -          master                        lock: the numbers of members in the spec that masters are given
     operations/<id>         Operation       -          master                        lock
     ps_desired              int             -          master                        lock
     ps/<index>              PserverMember   pserver's  pserver                       create = 0, own create_revision
@@ -74,6 +76,8 @@ class Keys:
     state = _Key("job/state")
     failures = _Key("job/failures")
     checkpoint_request = _Key("job/checkpoint")  # members follow it: trainers carry the request into a version
+    migration = _Key("job/migration")
+    given = _Key("job/given")
     operations = _Key("operations/")
     pservers_desired = _Key("ps_desired")
     pservers = _Key("ps/")

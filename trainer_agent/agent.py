@@ -18,7 +18,8 @@ from shared.records.pauses import Paused
 from shared.runtime import clock, telemetry
 from shared.runtime.service import LEASE_LOST
 from trainer_agent.core.duties import Duty
-from trainer_agent.data_plane.transfer import Connect, Transfer
+from trainer_agent.data_plane.peers import Connect
+from trainer_agent.data_plane.transfer import Transfer
 from trainer_agent.loops.asynchronous import AsyncLoop
 from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.evaluate_export import EvaluateExportLoop

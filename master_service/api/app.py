@@ -20,6 +20,7 @@ from master_service.api.routes import (
     job,
     members,
     operations,
+    resizes,
     schedules,
     system,
     task_leases,
@@ -72,7 +73,7 @@ def make_api(jobs: JobsLed, *, token: str = "") -> FastAPI:
         if not (named and clustered):  # a cluster answers for jobs that nobody leads now, too
             for resource in (job.of_job, explanation.router):
                 app.include_router(resource, prefix=of_job, dependencies=parameters, include_in_schema=named)
-        for routes in (job, tasks, task_leases, members, checkpoints, operations):
+        for routes in (job, tasks, task_leases, members, checkpoints, resizes, operations):
             app.include_router(routes.router, prefix=prefix, dependencies=parameters, include_in_schema=named)
     app.include_router(system.router, dependencies=allowed)
     app.include_router(system.open_router)

@@ -17,6 +17,8 @@ from master_service.api.resources import (
     MemberView,
     MetricPage,
     MetricPoint,
+    ResizePage,
+    ResizeView,
     TaskPage,
     TaskView,
 )
@@ -28,6 +30,7 @@ from master_service.leadership.master import Master
 from shared.errors import NotFound
 from shared.records import DiscardedTask, Mode, Phase, PserverMember, RequeuedTask, Stage, TaskKind, TrainerMember
 from shared.records.checkpoints import CheckpointRef
+from shared.records.operations import Operation
 from shared.runtime import clock
 
 SCANNED_AT_ONCE = 10_000
@@ -221,6 +224,32 @@ def _checkpoint(job: Job, ref: CheckpointRef) -> CheckpointView:
     if ref.uuid in abandoned(job):
         state = "LEFT"
     return CheckpointView(checkpoint_id=ref.uuid, step=ref.step, timeline=ref.timeline, state=state)
+
+
+# ------------------------------------------------------------------ resizes
+
+
+def resize(operation: Operation) -> ResizeView:
+    """Raises NotFound for an operation of another kind."""
+    if operation.resize is None:
+        msg = f"{operation.operation_id} is no resize, but {operation.kind}"
+        raise NotFound(msg)
+    return ResizeView(
+        **operation.resize.model_dump(),
+        resize_id=operation.operation_id,
+        state=operation.state,
+        reason=operation.reason,
+        error_code=operation.error_code,
+        create_time=operation.create_time,
+        end_time=operation.end_time,
+    )
+
+
+def resizes(job: Job, page_size: int, page_token: str) -> ResizePage:
+    found = [operation for operation in job.operations.records.values() if operation.resize is not None]
+    found.sort(key=lambda operation: (operation.create_time, operation.operation_id), reverse=True)
+    page, token = page_of(found, offset_of(page_token), page_size)
+    return ResizePage(resizes=tuple(map(resize, page)), next_page_token=token)
 
 
 # ------------------------------------------------------------------ metrics

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from master_service.control.events import EventRecord
 from shared.records import JobResult, JobSpec, Mode, Record, Stage, TaskKind, UserFailure
+from shared.records.operations import OperationState, Resize, Strategy
 from shared.records.pauses import Losses
 
 
@@ -163,6 +164,35 @@ class CheckpointDetails(CheckpointView):
 
 class CheckpointPage(Record):
     checkpoints: tuple[CheckpointView, ...]
+    next_page_token: str = ""
+
+
+class CreateResize(Record):
+    """Numbers from now on; null: as many as now. `dry_run`: only predict what would move. `strategy` restart: by a checkpoint that all
+    parameter servers load. `limit_s`: then it ends, and what has moved stays where it is."""
+
+    trainers: int | None = Field(default=None, le=100_000)
+    pservers: int | None = Field(default=None, le=100_000)
+    dry_run: bool = False
+    strategy: Strategy = Strategy.LIVE
+    cause: str = Field(default="", max_length=200)
+    limit_s: float = Field(default=600.0, gt=0, le=86400)
+
+
+class ResizeView(Resize):
+    """`state`, `reason`: of the operation, whose id this is. `groups`, `bytes`, `slots`: of what moves; `bytes_moved`: payloads that
+    were sent. `longest_pause_s`: how long the pushes of a group had to wait at most."""
+
+    resize_id: str
+    state: OperationState
+    reason: str = ""
+    error_code: str = ""
+    create_time: str = ""
+    end_time: str = ""
+
+
+class ResizePage(Record):
+    resizes: tuple[ResizeView, ...]
     next_page_token: str = ""
 
 

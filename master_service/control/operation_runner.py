@@ -6,14 +6,17 @@ ask -> written -> 202        members, checkpoints or state change -> advance    
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from master_service.control.events import EventRing
-from master_service.core.decisions import operations, rollback
+from master_service.core.changes import Decision
+from master_service.core.decisions import operations, resize, rollback
+from master_service.core.state.job import Job
 from master_service.storage.job_storage import JobStorage
 from master_service.store.writer import Writer
 from shared.errors import CheckpointUnusable
 from shared.records import Phase
-from shared.records.operations import Operation, OperationKind
+from shared.records.operations import Operation, OperationKind, ResizePrediction, Strategy
 from shared.runtime import clock, ids, telemetry
 from shared.runtime.waiting import event_within
 
@@ -46,6 +49,38 @@ class OperationRunner:
         """Raises Conflict, NotFound."""
         return await self._begin(OperationKind.VERIFY_CHECKPOINT, key, cause, checkpoint_id)
 
+    async def create_resize(
+        self,
+        key: str,
+        cause: str,
+        trainers: int | None,
+        pservers: int | None,
+        strategy: Strategy = Strategy.LIVE,
+        limit_s: float = LIMIT_S,
+    ) -> Operation:
+        """None: as many as now. Raises InvalidArgument, Conflict."""
+        asked = self._asked(OperationKind.RESIZE, key, cause, limit_s=limit_s)
+
+        def decide(job: Job, _: float) -> Decision[Operation]:
+            known = job.operations.records.get(asked.operation_id)
+            if known is not None and resize.is_same(known, trainers, pservers, strategy):
+                return Decision(known)
+            numbers = resize.wanted(job, trainers, pservers, strategy)
+            return operations.ask(job, asked.model_copy(update={"resize": numbers}), keyed=bool(key))
+
+        return await self._begun(decide)
+
+    def predict_resize(self, trainers: int | None, pservers: int | None, strategy: Strategy) -> ResizePrediction:
+        """What would move. Raises InvalidArgument, Conflict."""
+        job = self._writer.job
+        return resize.predict(job, resize.wanted(job, trainers, pservers, strategy))
+
+    async def cancel_resize(self, operation_id: str) -> Operation:
+        """Raises NotFound, Conflict."""
+        stamp = clock.timestamp()
+        await self._writer.decide(lambda job, _: resize.cancel(job, job.operations.find(operation_id), stamp))
+        return self.get(operation_id)
+
     def get(self, operation_id: str) -> Operation:
         """With what it waits for now. Raises NotFound."""
         job = self._writer.job
@@ -64,8 +99,14 @@ class OperationRunner:
     async def _begin(
         self, kind: OperationKind, key: str, cause: str, checkpoint_id: str = "", limit_s: float = LIMIT_S
     ) -> Operation:
+        asked = self._asked(kind, key, cause, checkpoint_id, limit_s)
+        return await self._begun(lambda job, _: operations.ask(job, asked, keyed=bool(key)))
+
+    def _asked(
+        self, kind: OperationKind, key: str, cause: str, checkpoint_id: str = "", limit_s: float = LIMIT_S
+    ) -> Operation:
         named = ids.named_uuid("operation", self._writer.job.spec.job, key) if key else ""
-        asked = Operation(
+        return Operation(
             operation_id=f"op-{named}" if key else ids.new_id("op"),
             kind=kind,
             cause=cause,
@@ -73,7 +114,9 @@ class OperationRunner:
             limit_s=limit_s,
             create_time=clock.timestamp(),
         )
-        begun = await self._writer.decide(lambda job, _: operations.ask(job, asked, keyed=bool(key)))
+
+    async def _begun(self, decide: Callable[[Job, float], Decision[Operation]]) -> Operation:
+        begun = await self._writer.decide(decide)
         self.look_again()
         return self.get(begun.operation_id)
 
@@ -106,7 +149,7 @@ class OperationRunner:
             waiting = [
                 operation
                 for operation in self._writer.job.operations.running()
-                if operation.kind is not OperationKind.CREATE_CHECKPOINT and not operation.timeline
+                if operation.kind in operations.READS_FILES and not operation.timeline
             ]
             if not waiting or self._writer.job.state.phase is Phase.CHECKPOINTING:
                 await self._events.next(TICK_S)

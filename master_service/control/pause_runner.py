@@ -93,7 +93,7 @@ class PauseRunner:
         saving, now = self._job.state.saving, clock.monotonic()
         if self._begun is None or saving is None:
             return LOOK_S
-        waiting = pause_checkpoint.still_copying(self._job.state, self._job.members)
+        waiting = pause_checkpoint.still_copying(self._job)
         due = [self._frozen.deadline(index) for index in waiting] if saving.cut else [self._since + ANSWER_S]
         return max(SOON_S, min([LOOK_S, *(at - now for at in due)]))
 
@@ -157,7 +157,7 @@ class PauseRunner:
             if await self._writer.decide(lambda job, _: pause_checkpoint.cut(job, without_late=late)):
                 self._frozen.cut(clock.monotonic())
                 self._changed.set()
-        elif waiting := pause_checkpoint.still_copying(job.state, job.members):
+        elif waiting := pause_checkpoint.still_copying(job):
             pservers = job.members.pservers
             silent = [pservers[index] for index in waiting if now >= self._frozen.deadline(index)]
             if silent:

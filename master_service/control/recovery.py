@@ -88,7 +88,8 @@ class Recovery:
 
         def late(job: Job, _now: float) -> Decision[None]:
             state = job.state
-            missing = [i for i in range(job.spec.pservers) if not rollback.has_parameters(state, job.members, i)]
+            needed = rollback.holders(job.spec, job.slots)
+            missing = [i for i in needed if not rollback.has_parameters(state, job.members, i)]
             if not missing or (state.phase is not Phase.ROLLING_BACK and not state.absent):
                 return Decision(None)
             there = [job.members.pservers[index] for index in missing if index in job.members.pservers]
@@ -154,7 +155,7 @@ class Recovery:
     async def _evict_survivors(self) -> None:
         """Without any checkpoint, pservers that still hold parameters have to leave."""
         job = self._job
-        leaving = rollback.survivors(job.spec, job.state, job.members)
+        leaving = rollback.survivors(job.spec, job.state, job.slots, job.members)
         if not leaving or await self._etcd.get(self._keys.latest) is not None:
             return
         for member in leaving:

@@ -83,7 +83,7 @@ class Supervisor:
             while await self._writer.decide(lambda job, _: tasks.put_back_lost(job)):
                 pass
             job = self._writer.job
-            self.evictions.ended.intersection_update(membership.missing(job.spec, job.trainers, job.members))
+            self.evictions.ended.intersection_update(membership.missing(job.spec, job.trainers, job.slots, job.members))
             self._recoverable.set()
 
     async def _gather_joins(self) -> None:
@@ -102,7 +102,7 @@ class Supervisor:
     async def _members_may_return(self) -> bool:
         """Leases ran out while etcd was silent: whether members may still come back. Then it has waited for news of them."""
         job, silent_at = self._writer.job, self._etcd.silent_at
-        away = set(membership.missing(job.spec, job.trainers, job.members)) - self.evictions.ended
+        away = set(membership.missing(job.spec, job.trainers, job.slots, job.members)) - self.evictions.ended
         left_s = silent_at + max(job.spec.lease_ttl_s, RETURN_S) - clock.since_boot()
         if not away or left_s <= 0 or job.state.phase.final:
             return False

@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 from shared.records import (
     DiscardedTask,
     EvaluationSums,
+    JobSpec,
     JobState,
     PendingTask,
     RequeuedTask,
@@ -21,6 +22,7 @@ from shared.records import (
     TaskKind,
     TrainerList,
 )
+from shared.records.assignments import GivenNumbers, Migration
 from shared.records.checkpoints import CheckpointCut
 from shared.records.operations import Operation
 from shared.records.pauses import Losses, Pause
@@ -126,6 +128,18 @@ class DropCut:
 
 
 @dataclass(frozen=True, slots=True)
+class DesirePservers:
+    """So many indices may be claimed by parameter servers."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropMigration:
+    """No slots move any more: what was handed over and is not in the slot map stays where it was."""
+
+
+@dataclass(frozen=True, slots=True)
 class RequireLatest:
     """Changes nothing: the transaction is refused if `checkpoints/latest` was written after that revision (0: if it exists)."""
 
@@ -139,7 +153,9 @@ class DropOperation:
     operation_id: str
 
 
-JobRecord = JobState | TrainerList | SlotMap | FailureCounts | EvaluationSums | Losses
+JobRecord = (
+    JobSpec | JobState | TrainerList | SlotMap | FailureCounts | EvaluationSums | Losses | Migration | GivenNumbers
+)
 Change = (
     JobRecord
     | Operation
@@ -157,6 +173,8 @@ Change = (
     | DropPause
     | PutCut
     | DropCut
+    | DesirePservers
+    | DropMigration
     | RequireLatest
     | DropOperation
 )

@@ -14,6 +14,7 @@ from shared.etcd.reading import read_number, read_record
 from shared.keys import Keys
 from shared.records import PserverMember, TrainerMember
 from shared.records.checkpoints import CheckpointLatest, OwnCheckpoints
+from shared.records.layout import Layout
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -95,7 +96,10 @@ class MembersWatch:
             update = {"latest": read_record(CheckpointLatest, key, value)}
             update["latest_revision"] = kv.mod_revision if kv else 0
         elif key == keys.layout:
-            update = {"layout_revision": kv.create_revision if kv else 0}
+            update = {
+                "layout_revision": kv.create_revision if kv else 0,
+                "layout": read_record(Layout, key, value),
+            }
         elif key == keys.init_done:
             update = {"init_done": kv is not None}
         else:

@@ -10,8 +10,10 @@ from functools import lru_cache
 
 from master_service.core.changes import (
     Change,
+    DesirePservers,
     DropCut,
     DropDiscarded,
+    DropMigration,
     DropOperation,
     DropPause,
     DropPending,
@@ -37,6 +39,7 @@ from shared.keys import Keys
 from shared.records import (
     DiscardedTask,
     EvaluationSums,
+    JobSpec,
     JobState,
     PendingTask,
     RequeuedTask,
@@ -44,6 +47,7 @@ from shared.records import (
     TaskMeta,
     TrainerList,
 )
+from shared.records.assignments import GivenNumbers, Migration
 from shared.records.operations import CheckpointRequest, Operation, OperationKind
 from shared.records.pauses import Losses
 from shared.records.queue import FailureCounts
@@ -78,6 +82,10 @@ def _operations(keys: Keys, job: Job | None, change: Change) -> tuple[Put | Dele
             return (Put(keys.checkpoint_cut(uuid), cut.to_bytes()),)
         case DropCut(uuid):
             return (Delete(keys.checkpoint_cut(uuid)),)
+        case DesirePservers(count):
+            return (Put(keys.pservers_desired, str(count).encode()),)
+        case DropMigration():
+            return (Delete(keys.migration),)
         case RequireLatest():
             return ()
         case PutRequeued(task_id, back):
@@ -114,7 +122,10 @@ def _operations(keys: Keys, job: Job | None, change: Change) -> tuple[Put | Dele
 def _places(keys: Keys) -> dict[type[JobRecord], str]:
     """Of the records that the job has once."""
     return {
+        JobSpec: keys.spec,
         JobState: keys.state,
+        Migration: keys.migration,
+        GivenNumbers: keys.given,
         TrainerList: keys.trainer_list,
         SlotMap: keys.slots,
         FailureCounts: keys.failures,
@@ -167,6 +178,8 @@ def _change_of(keys: Keys, job: Job, event: WatchEvent) -> Change | None:
         return _change(keys, job, key, event.kv.value)
     if key.startswith(keys.operations):
         return DropOperation(keys.name_of(key))
+    if key == keys.migration:
+        return DropMigration()
     if not key.startswith(keys.tasks):
         return None
     kind, _, name = key.removeprefix(keys.tasks).partition("/")

@@ -22,6 +22,7 @@ from shared.etcd.fenced_write import FencedWrite
 from shared.etcd.reading import must_read, read_below
 from shared.keys import Keys
 from shared.records import FailureCause, JobSpec, JobState, TaskMeta, UserFailure
+from shared.records.assignments import GivenNumbers
 from shared.records.datasets import Dataset
 from shared.runtime import clock, ids, telemetry
 
@@ -54,7 +55,10 @@ async def take_over(
     spec = _agreed_spec(keys, found, spec)
     stored = found.get(keys.spec)
     if stored is None or must_read(JobSpec, stored.key, stored.value) != spec:
+        numbers = GivenNumbers(trainers=spec.trainers, pservers=spec.pservers)
         writes = [Put(keys.spec, spec.to_bytes()), Put(keys.pservers_desired, str(spec.pservers).encode())]
+        if stored is not None:
+            writes.append(Put(keys.given, numbers.to_bytes()))
         if stored is None:
             writes.append(Put(keys.state, JobState(reason="counting the dataset's records").to_bytes()))
         commit_revision = await _write(etcd, keys, lock, writes)
@@ -141,6 +145,10 @@ def _agreed_spec(keys: Keys, found: dict[str, KeyValue], given: JobSpec | None) 
             f"{getattr(given, name)!r} here; use another job name, or the same values"
         )
         raise Conflict(msg, differing=differing)
+    numbers = found.get(keys.given)
+    known = must_read(GivenNumbers, numbers.key, numbers.value) if numbers is not None else None
+    if known is not None and (known.trainers, known.pservers) == (given.trainers, given.pservers):
+        return spec  # the spec of before a resize: its numbers are not wanted anew
     return given
 
 

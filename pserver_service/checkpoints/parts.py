@@ -109,7 +109,7 @@ class Checkpointer:
         store, timeline, restored = self._pserver.store, self._pserver.timeline, self._pserver.checkpoint
         assert store is not None
         await self._directory.wait_for(lambda seen: seen.slots is not None, OUTAGE_S, "the slot map")
-        slots = self._directory.slots
+        slots = snapshot.slots or self._directory.slots
         assert slots is not None
         uuid = stored.checkpoint_uuid(self._keys.job, timeline, slots.version, snapshot.version)
         cut = (

@@ -35,6 +35,7 @@ class Verdict(StrEnum):
     STALE_GENERATION = "STALE_GENERATION"
     STALE_ATTEMPT = "STALE_ATTEMPT"
     WRONG_OWNER = "WRONG_OWNER"
+    MOVING = "MOVING"
     LAYOUT_MISMATCH = "LAYOUT_MISMATCH"
     BAD_FRAME = "BAD_FRAME"
 
@@ -42,7 +43,8 @@ class Verdict(StrEnum):
 class BlockState:
     """Values change by swapping buffers, so a reader that retained one goes on reading the old values.
 
-    `changed`: the version that brought the current bits (asynchronous: see Store.changes)."""
+    `changed`: the version that brought the current bits (asynchronous: see Store.changes). `frozen`: it is on its way to another
+    parameter server, so it takes no push and goes on answering pulls. `freeze_at`: the version that freezes it."""
 
     def __init__(
         self,
@@ -59,6 +61,8 @@ class BlockState:
         self.current = values
         self.previous: Buffer | None = None
         self.updates = 0
+        self.frozen = False
+        self.freeze_at: int | None = None
         self._pool = pool
         self._optimizer = optimizer
         mean = combine if optimizer is not None else combine_buffers
@@ -111,6 +115,7 @@ class BlockState:
             self.version += 1
             if self.current is not self.previous:
                 self.changed = self.version
+            self.frozen = self.version == self.freeze_at
         return Verdict.APPLIED
 
     def _only_reads(self, options: Options) -> bool:
@@ -144,6 +149,20 @@ class BlockState:
             replaced, self.current = self.current, self._stepped(value, options)
             replaced.release()
         self.version += 1
+
+    def takes(self, step: int | None) -> bool:
+        """Whether a push may change it. `step` None: asynchronous."""
+        return not self.frozen or (step is not None and step < self.version)
+
+    def carry_on(self, version: int, updates: int, previous: Buffer | None) -> None:
+        """It was stepped elsewhere until now; `previous` is its own from now on."""
+        self.version, self.updates, self.previous = version, updates, previous
+        self.changed = version
+
+    def let_go(self) -> None:
+        """Another parameter server has it now: its memory is given back."""
+        self._drop_previous()
+        self.current.release()
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
         """Not copies: they are valid until the next step."""

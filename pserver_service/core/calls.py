@@ -5,13 +5,14 @@ OpenPush   apply(block, payload) ... --> answer()          OpenPull   next() -->
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from pserver_service.core.blocks import Verdict
 from pserver_service.core.store import Store
 from shared.blocks.buffers import Buffer
+from shared.errors import InvalidArgument, WrongOwner
 from shared.records import Mode
 from shared.records.job_spec import Narrow
 from shared.records.step import StepRecord
@@ -37,13 +38,14 @@ class BlockServer:
     """The blocks being served, and what all pushes and pulls of them share.
 
     `store` None: no parameters yet. `generation`: the highest seen; pushes of a lower one are stale. `snapshot_ready` is
-    called when `store.take_snapshot()` has a snapshot."""
+    called when `store.take_snapshot()` has a snapshot, `on_step` (if set) when a block has a new version."""
 
     def __init__(self, snapshot_ready: Callable[[], None]) -> None:
         self.store: Store | None = None
         self.generation = 0
         self.counters = Counters()
         self.pulls: list[OpenPull] = []
+        self.on_step: Callable[[], None] | None = None
         self._snapshot_ready = snapshot_ready
 
     def is_stale(self, generation: int) -> bool:
@@ -54,6 +56,13 @@ class BlockServer:
         for pull in tuple(self.pulls):
             pull.stepped(number, version)
         self.look_for_snapshot()
+        if self.on_step is not None:
+            self.on_step()
+
+    def forgotten(self, numbers: Collection[int]) -> None:
+        """Other parameter servers have these blocks now: the pulls that wait for them end."""
+        for pull in tuple(self.pulls):
+            pull.forgotten(numbers)
 
     def look_for_snapshot(self) -> None:
         if self.store is not None and self.store.snapshot_waits:
@@ -126,6 +135,7 @@ class OpenPull:
         self._known = None if request.known is None else store.known_of(request.version)
         self._due = deque(request.blocks)
         self._missing: set[int] = set()
+        self._lost: int | None = None  # one of the missing blocks, which another parameter server has now
         self._lowest = store.highest
         self._record: StepRecord | None = None
         server.pulls.append(self)
@@ -142,6 +152,8 @@ class OpenPull:
         while self._due:
             number = self._due.popleft()
             found = store.pull(number, wanted)
+            if found is Verdict.WRONG_OWNER:
+                return _moved(number)
             if found is Verdict.TOO_EARLY:
                 self._missing.add(number)
                 continue
@@ -164,7 +176,7 @@ class OpenPull:
             self._server.counters.bytes_pulled += sent.view.nbytes
             return number, version, sent
         if self._missing:
-            return None
+            return _moved(self._lost) if self._lost is not None else None
         version = self._lowest if wanted is None else wanted
         record = self._record
         if record is None or record.version != version:
@@ -182,8 +194,16 @@ class OpenPull:
             self._due.append(number)
             self.wake()
 
+    def forgotten(self, numbers: Collection[int]) -> None:
+        """Other parameter servers have these blocks now."""
+        if not self._missing.isdisjoint(numbers):
+            self._lost = min(self._missing.intersection(numbers))
+            self.wake()
+
     def too_early(self) -> PullEnd:
         """The end of a pull that has waited until its deadline."""
+        if self._lost is not None:
+            return _moved(self._lost)
         number = min(self._missing)
         held = self._store.blocks[number].version
         return PullEnd(
@@ -196,3 +216,25 @@ class OpenPull:
         self._missing.clear()
         if self in self._server.pulls:
             self._server.pulls.remove(self)
+
+
+def _moved(number: int) -> PullEnd:
+    return PullEnd(code="WRONG_OWNER", message=f"block {number} is at another parameter server now")
+
+
+def check_pull(store: Store, request: PullRequest, index: int) -> None:
+    """Raises WrongOwner, InvalidArgument."""
+    if request.version is not None and store.mode is Mode.ASYNC:
+        msg = (
+            f"version {request.version} was asked for in async mode, where blocks have no common version: ask for None"
+        )
+        raise InvalidArgument(msg)
+    wanted = set(request.blocks)
+    if foreign := wanted - store.blocks.keys():
+        block = min(foreign)
+        msg = f"block {block} is not at pserver-{index}: read the slot map again"
+        raise WrongOwner(msg, block=block)
+    if len(wanted) < len(request.blocks):
+        twice = min(block for block, times in Counter(request.blocks).items() if times > 1)
+        msg = f"block {twice} is named twice in one pull: name each block once"
+        raise InvalidArgument(msg, block=twice)

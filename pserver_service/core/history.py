@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shared.records.step import LanePosition, LaneZero, StepRecord
-from shared.wire.messages import PushHeader
+from shared.wire.messages import HandedHistory, HandedNotes, PushHeader
 
 KEPT = 4
 
@@ -90,6 +90,37 @@ class History:
         notes = self._notes.pop(version - 1, Notes())
         positions = tuple(notes.positions[lane] for lane in sorted(notes.positions))
         self._records[version] = StepRecord(version=version, positions=positions, lane_zero=notes.lane_zero)
+        while len(self._records) > KEPT:
+            del self._records[min(self._records)]
+
+    def handed(self) -> HandedHistory:
+        """What another parameter server needs to know as well when it gets blocks of this one."""
+        notes = [
+            HandedNotes(
+                step=step,
+                positions=tuple(notes.positions.values()),
+                claimed=tuple(notes.claimed.values()),
+                lane_zero=notes.lane_zero,
+            )
+            for step, notes in sorted(self._notes.items())
+        ]
+        return HandedHistory(records=tuple(self._records[v] for v in sorted(self._records)), notes=tuple(notes))
+
+    def take(self, handed: HandedHistory) -> None:
+        """Know what another parameter server knows, whose blocks come here."""
+        for record in handed.records:
+            self._records.setdefault(record.version, record)
+            self._notes.pop(record.version - 1, None)
+        for each in handed.notes:
+            if each.step + 1 in self._records:
+                continue
+            notes = self._notes.setdefault(each.step, Notes())
+            for lane in each.positions:
+                notes.positions.setdefault(lane.lane, lane)
+            for lane in each.claimed:
+                notes.claimed.setdefault(lane.lane, lane)
+            notes.lane_zero = notes.lane_zero or each.lane_zero
+        self.claims += 1
         while len(self._records) > KEPT:
             del self._records[min(self._records)]
 

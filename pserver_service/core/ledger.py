@@ -124,6 +124,31 @@ class Ledger:
         }
         return SavedLedger(epochs, tuple(self._old[epoch] for epoch in sorted(self._old)))
 
+    def part(self, positions: Sequence[int]) -> SavedLedger:
+        """A copy for some of the blocks. Counts of duplicates stay here."""
+        saved = self.saved()
+        epochs = {
+            epoch: SavedEpoch(
+                applied=tuple(entry.applied[position] for position in positions),
+                open={
+                    task: SavedTask(held.minibatches, tuple(held.next[position] for position in positions))
+                    for task, held in entry.open.items()
+                },
+                closed=entry.closed,
+                duplicates=0,
+            )
+            for epoch, entry in saved.epochs.items()
+        }
+        return SavedLedger(epochs, saved.old)
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[SavedLedger, int]]) -> Ledger:
+        """The ledger of blocks that come from several parameter servers: each part with its number of blocks. An epoch that is old
+        for one of them is over, so it is old for all."""
+        over = {entry.epoch for saved, _ in parts for entry in saved.old}
+        aligned = [(_without(saved, over), blocks) for saved, blocks in parts if blocks]
+        return cls.loaded([(saved, position) for saved, blocks in aligned for position in range(blocks)])
+
     @classmethod
     def loaded(cls, blocks: Sequence[tuple[SavedLedger, int]]) -> Ledger:
         """The ledger of these blocks, each given as (the part's ledger, its position there).
@@ -219,3 +244,15 @@ def _tasks(bitmap: Mapping[int, int], without: Mapping[int, int]) -> list[int]:
             tasks.append(chunk * _CHUNK + (left & -left).bit_length() - 1)
             left &= left - 1
     return tasks
+
+
+def _without(saved: SavedLedger, over: set[int]) -> SavedLedger:
+    """With counts only for the epochs that are over."""
+    old = {entry.epoch: entry for entry in saved.old}
+    for epoch in saved.epochs.keys() & over:
+        entry = saved.epochs[epoch]
+        detail = EpochDetail(list(entry.applied), closed_count=sum(bits.bit_count() for bits in entry.closed.values()))
+        detail.duplicates = entry.duplicates
+        old[epoch] = _counts_of(epoch, detail)
+    kept = {epoch: entry for epoch, entry in saved.epochs.items() if epoch not in over}
+    return SavedLedger(kept, tuple(old[epoch] for epoch in sorted(old)))

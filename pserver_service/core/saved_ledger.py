@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shared.blocks.snapshot import Snapshot
+from shared.records import SlotMap
 from shared.records.step import StepRecord
 from shared.wire.messages import EpochLedger
 
@@ -39,6 +40,13 @@ class SavedLedger:
 class AsyncSnapshot(Snapshot):
     """All blocks at one instant, and their ledger. `updates`: how many the blocks had had by then."""
 
-    def __init__(self, record: StepRecord, blocks: Iterable[int], ledger: SavedLedger, updates: int) -> None:
-        super().__init__(record, 0, blocks)
+    def __init__(
+        self,
+        record: StepRecord,
+        blocks: Iterable[int],
+        ledger: SavedLedger,
+        updates: int,
+        slots: SlotMap | None = None,
+    ) -> None:
+        super().__init__(record, 0, blocks, slots)
         self.ledger, self.updates = ledger, updates

@@ -23,7 +23,7 @@ from shared.blocks.snapshot import Snapshot
 from shared.checkpoints.schedule import Schedule
 from shared.errors import BadFrame, InvalidArgument, LayoutMismatch, StepTorn
 from shared.lanes import Interval, is_aligned
-from shared.records import Mode
+from shared.records import Mode, SlotMap
 from shared.records.layout import ELEMENT_BYTES, Block
 from shared.records.step import LanePosition, StepRecord
 from shared.wire.messages import InitHeader, PushBlock, PushHeader
@@ -45,7 +45,8 @@ class Push:
 
 
 class Store:
-    """Blocks are added by `add_block` (or `place_block`) once, before the first push; then `seal`.
+    """Blocks are added by `add_block` (or `place_block`) once, before the first push; then `seal`. A resize moves blocks later
+    (core/moving.py). `slots`: the map by which it has these blocks (None: not known).
 
     `schedule` says which versions are copied for checkpoints (None: none). If the copy before still waits to be taken, the
     one of the higher rank is kept, and `skipped` counts the other. `name`: tells its values from those of all other stores; set
@@ -67,6 +68,7 @@ class Store:
         self.skipped = 0
         self.name = ""
         self.changes = 0
+        self.slots: SlotMap | None = None
         self._schedule = schedule if self.mode is Mode.SYNC else None
         self.snapshot: Snapshot | None = None
         self._first_version = self._considered = header.record.version
@@ -110,6 +112,14 @@ class Store:
     def seal(self) -> None:
         """All blocks were added."""
         self.ledger = Ledger(len(self.blocks))
+
+    def renumber(self) -> None:
+        """Blocks came or went. The copy of a version that is not complete would lack some of them, or have them twice."""
+        self._positions = {number: position for position, number in enumerate(self.blocks)}
+        if self.snapshot is not None and not self.snapshot.whole:
+            self.snapshot.release()
+            self.snapshot = None
+            self.skipped += 1
 
     @property
     def lowest(self) -> int:
@@ -203,6 +213,8 @@ class Store:
         lent: bool = False,
     ) -> Verdict:
         """`lent`: the value may only be read; it is copied if the optimizer would write into it."""
+        if not state.takes(push.header.step if self.mode is Mode.SYNC else None):
+            return Verdict.MOVING
         if self.mode is Mode.SYNC:
             if (refusal := self._judge(push, item.lanes)) is not None:
                 return refusal
@@ -264,8 +276,6 @@ class Store:
         record = self.history.record(self._first_version)
         if record is not None and self.blocks:
             self._begin(record)
-            for state in self.blocks.values():
-                self._enter(state)
 
     def copy_now(self, record: StepRecord) -> None:
         """Asynchronous: copy all blocks, their optimizers' state and the ledger at this instant; a copy that still waits is
@@ -277,7 +287,7 @@ class Store:
 
     def begin_copy(self, record: StepRecord) -> AsyncSnapshot:
         """The same in parts: `copy_block` of each block, then `keep_copy`. The caller releases a copy that is not kept."""
-        return AsyncSnapshot(record, self.blocks, self.ledger.saved(), self._versions)
+        return AsyncSnapshot(record, self.blocks, self.ledger.saved(), self._versions, self.slots)
 
     def copy_block(self, copying: AsyncSnapshot, number: int) -> None:
         state = self.blocks[number]
@@ -316,23 +326,27 @@ class Store:
         if state.version > self._considered:
             self._considered = state.version
             record = self.history.record(state.version)
-            if record is not None:
-                self._begin(record)
+            if record is not None and self._begin(record):
+                return
         self._enter(state)
 
-    def _begin(self, record: StepRecord) -> None:
+    def _begin(self, record: StepRecord) -> bool:
+        """Begin a copy with all blocks that have that version: blocks that came from others may have it already."""
         rank = self._schedule.rank(record) if self._schedule is not None else None
         if rank is None:
-            return
+            return False
         if self.snapshot is not None:
             self.skipped += 1
             if rank < self.snapshot.rank:
-                return
+                return False
             self.snapshot.release()
-        self.snapshot = Snapshot(record, rank, self.blocks)
+        self.snapshot = Snapshot(record, rank, self.blocks, self.slots)
+        for state in self.blocks.values():
+            self._enter(state)
+        return True
 
     def _enter(self, state: BlockState) -> None:
-        if self.snapshot is not None and self.snapshot.version == state.version:
+        if self.snapshot is not None and self.snapshot.version == state.version and not self.snapshot.whole:
             self.snapshot.add(state.place.number, state.current, state.optimizer_state(), self.pool)
 
     def _judge(self, push: Push, lanes: Interval) -> Verdict | None:

@@ -2,6 +2,7 @@
 
 POST /v1/init  /v1/push   header, blocks, end  ->  PushAnswer map
 POST /v1/pull             PullRequest map      ->  header, blocks as they arrive, end
+POST /v1/handoffs         header, parts, end   ->  HandoffAnswer map
 POST /v1/ledger           LedgerQuery map      ->  LedgerAnswer map
 GET  /v1/info                                  ->  PserverInfo map (JSON if the caller accepts only that)
 
@@ -25,6 +26,8 @@ from shared.records import Record
 from shared.wire import codec
 from shared.wire.messages import (
     PROTOCOL_VERSION,
+    HandoffHeader,
+    HandoffPart,
     InitBlock,
     InitHeader,
     LedgerQuery,
@@ -107,6 +110,15 @@ async def pull(request: web.Request) -> web.StreamResponse:
                 request.transport.abort()  # drop the queued bytes: their memory is released now
             raise
     return response
+
+
+@routes.post("/v1/handoffs")
+async def handoffs(request: web.Request) -> web.Response:
+    """Blocks that come from another parameter server."""
+    body = Incoming(request.content, HandoffHeader, HandoffPart, request.app[TIME_LIMITS])
+    header = await body.open()
+    limits = codec.Limits(payload_bytes=MAX_BLOCK_BYTES, blocks=MAX_BLOCKS)
+    return _message(await request.app[PSERVER].take_handoff(header, body.blocks(limits)))
 
 
 @routes.post("/v1/ledger")

@@ -31,7 +31,10 @@ class Rejoin(StateFollower):
     def is_due(self, state: JobState) -> bool:
         spec, restored = self._directory.spec, self._own_index.record.restored
         answered = restored is not None and restored.timeline == state.timeline
-        empty = self._directory.init_done and self._pserver.store is None
+        slots = self._directory.slots
+        joined = state.joined.get(str(self._pserver.index)) == self._pserver.incarnation
+        owner = slots is not None and self._pserver.index in slots.serving and not joined
+        empty = self._directory.init_done and self._pserver.store is None and owner
         return spec is not None and spec.mode is Mode.ASYNC and state.phase in GOING_ON and empty and not answered
 
     async def answer(self, state: JobState) -> None:

@@ -59,6 +59,7 @@ def load_store(
         if manifest.mode is Mode.ASYNC:
             ledgers |= _ledger(ref, summary)
     store.seal()
+    store.slots = slots
     if manifest.mode is Mode.SYNC:
         return store, {}
     if missing := [number for number in store.blocks if number not in ledgers]:

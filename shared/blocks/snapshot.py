@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from shared.blocks.buffers import Buffer, BufferPool
+from shared.records import SlotMap
 from shared.records.step import StepRecord
 
 
@@ -24,11 +25,13 @@ class SavedTensor:
 
 
 class Snapshot:
-    """`tensors`: by the names they have in the file, `block.<n>` and `block.<n>.<state>`."""
+    """`tensors`: by the names they have in the file, `block.<n>` and `block.<n>.<state>`. `slots`: the map that gave these blocks
+    to their owner (None: not known). A checkpoint consists of parts of one map."""
 
-    def __init__(self, record: StepRecord, rank: int, blocks: Iterable[int]) -> None:
+    def __init__(self, record: StepRecord, rank: int, blocks: Iterable[int], slots: SlotMap | None = None) -> None:
         self.record = record
         self.rank = rank
+        self.slots = slots
         self.tensors: dict[str, SavedTensor] = {}
         self.blocks = tuple(blocks)
         self._missing = set(self.blocks)

@@ -19,6 +19,7 @@ from shared.etcd import Compacted, Etcd, KeyValue, WatchBatch, WatchEvent
 from shared.etcd.reading import read_number, read_record
 from shared.keys import Keys
 from shared.records import JobSpec, JobState, MasterAddress, PserverMember, SlotMap, TrainerList, TrainersChange
+from shared.records.assignments import Migration
 from shared.records.layout import Layout
 from shared.records.operations import CheckpointRequest
 from shared.runtime import clock, ids, telemetry
@@ -30,7 +31,8 @@ log = telemetry.logger("directory")
 
 
 class Directory:
-    """Each attribute is None if its key does not exist, or cannot be parsed (which is logged)."""
+    """Each attribute is None if its key does not exist, or cannot be parsed (which is logged). `observers` are called after each
+    change, before anybody who waits for it goes on."""
 
     def __init__(self, etcd: Etcd, keys: Keys) -> None:
         self.keys = keys
@@ -43,7 +45,9 @@ class Directory:
         self.pservers: dict[int, PserverMember] = {}
         self.pservers_desired: int | None = None
         self.checkpoint_request: CheckpointRequest | None = None
+        self.migration: Migration | None = None
         self.init_done = False
+        self.observers: list[Callable[[], None]] = []
         self.revision = 0
         self._etcd = etcd
         self._changed = asyncio.Event()
@@ -76,6 +80,8 @@ class Directory:
             for event in batch.events:
                 self._apply(event)
         self.trainers, self.revision = trainers, batch.revision
+        for observer in self.observers:
+            observer()
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -130,7 +136,7 @@ class Directory:
 
     def _replace(self, kvs: Sequence[KeyValue]) -> None:
         self.spec = self.state = self.slots = self.layout = self.master = self.pservers_desired = None
-        self.checkpoint_request = None
+        self.checkpoint_request = self.migration = None
         self.pservers = {}
         self.init_done = False
         for kv in kvs:
@@ -154,6 +160,8 @@ class Directory:
                 self.master = read_record(MasterAddress, key, value)
             case keys.checkpoint_request:
                 self.checkpoint_request = read_record(CheckpointRequest, key, value)
+            case keys.migration:
+                self.migration = read_record(Migration, key, value)
             case keys.pservers_desired:
                 self.pservers_desired = read_number(key, value)
             case keys.init_done:

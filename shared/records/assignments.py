@@ -1,11 +1,15 @@
-"""Which trainers train in a generation, which lanes each computes, and which parameter server holds which slots."""
+"""Which trainers train in a generation, which lanes each computes, which parameter server holds which slots, and which slots move.
+
+A group of slots moves from one parameter server (source) to another (target). The slot map in etcd says who owns it, and changes
+once the target has everything.
+"""
 
 from __future__ import annotations
 
 from functools import cached_property
 
 from shared.lanes import Interval, share_of
-from shared.records.record import Record
+from shared.records.record import Message, Record
 
 
 class TrainersChange(Record):
@@ -75,7 +79,59 @@ class TrainerList(Record):
 
 
 class SlotMap(Record):
-    """`owners[slot]` is a pserver index."""
+    """`owners[slot]` is a pserver index. `pservers`: how many parameter servers the job wants since this map was written; 0: as many
+    as have slots. While a resize moves slots, some of them have none yet, or others have some left."""
 
     version: int
     owners: tuple[int, ...]
+    pservers: int = 0
+
+    @property
+    def wanted(self) -> int:
+        """How many parameter servers the map is made for."""
+        return self.pservers or max(self.owners) + 1
+
+    @property
+    def serving(self) -> tuple[int, ...]:
+        """Indices of the parameter servers that have slots, in order."""
+        return tuple(sorted(set(self.owners)))
+
+
+class Group(Record):
+    """Slots that move together from pserver `source` to pserver `target`. `bytes`: predicted from the layout."""
+
+    number: int
+    source: int
+    target: int
+    slots: tuple[int, ...]
+    bytes: int = 0
+
+
+class Migration(Record):
+    """`job/migration`: what parameter servers hand over to each other. `id` names the resize and its attempt: nothing that was handed
+    over for another one counts. `members`: index -> incarnation of all sources and targets."""
+
+    id: str
+    timeline: int
+    groups: tuple[Group, ...]
+    members: dict[str, str]
+
+
+class Handed(Record):
+    """In `ps/<index>` of a source. `groups`: numbers of those whose target has everything. `forgotten`: how many of them it has
+    forgotten since, because the slot map gave them to their targets. `failed`: why it cannot hand over."""
+
+    migration: str
+    groups: tuple[int, ...] = ()
+    forgotten: int = 0
+    bytes: int = 0
+    longest_pause_s: float = 0.0
+    failed: Message = ""
+
+
+class GivenNumbers(Record):
+    """`job/given`: the numbers of members in the spec that masters are started with, once a resize has changed those in `job/spec`. A
+    master that is started with other numbers than these resizes the job as before: at its start."""
+
+    trainers: int
+    pservers: int

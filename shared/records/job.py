@@ -57,11 +57,13 @@ class JobResult(Record):
 class JobState(Record):
     """Who trains is in a TrainerList, written in the same transaction. `timeline`: generation of the last rollback; versions repeat after a
     rollback, so parameters of another timeline must be dropped. `checkpoint`: uuid of the checkpoint the timeline starts from.
-    Both change only together; `slots` too is written only in the transaction that begins a timeline. `damaged`: checkpoints
+    Both change only together; `slots` is written in the transaction that begins a timeline, and by a resize. `damaged`: checkpoints
     that could not be loaded. `failure`, `cause`: of a FAILED job.
 
     Asynchronous: `saving` while CHECKPOINTING; `saved`: number of checkpoints begun. `absent`: parameter servers that the job
-    waits for. `mended`: generation in which the last absent one was back. `mends`: index -> incarnation of those that came back."""
+    waits for. `mended`: generation in which the last absent one was back. `mends`: index -> incarnation of those that came back.
+
+    `joined`: index -> incarnation of parameter servers that joined this timeline by a resize: they get their parameters from others."""
 
     phase: Phase = Phase.WAITING
     stage: Stage = Stage.TRAIN
@@ -78,6 +80,7 @@ class JobState(Record):
     absent: tuple[int, ...] = ()
     mended: int = 0
     mends: dict[str, str] = Field(default_factory=dict)
+    joined: dict[str, str] = Field(default_factory=dict)
 
 
 class TaskSummary(Record):

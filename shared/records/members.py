@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from pydantic import Field
 
+from shared.records.assignments import Handed
 from shared.records.pauses import Paused, Torn
 from shared.records.record import Message, Record
 
@@ -48,7 +49,8 @@ class PserverMember(Record):
     paused checkpoint it has copied. `copying`: how many blocks it has copied of the one under way, written now and then during a
     long copy, so that it is not taken for frozen. `draining`: it was told to leave and first wants a checkpoint of this version or later.
     `trouble`: why it cannot write checkpoints now. `waits`: why it cannot load one now. `torn`: why its parameters cannot be
-    used. `since`: the revision at which etcd first created the key, if this process had to create it again after its lease ran out."""
+    used. `since`: the revision at which etcd first created the key, if this process had to create it again after its lease ran out.
+    `handed`: what it has handed over in the job's migration."""
 
     index: int
     url: str
@@ -66,6 +68,7 @@ class PserverMember(Record):
     waits: Message = ""
     torn: Torn | None = None
     since: int = 0
+    handed: Handed | None = None
 
 
 def pserver_names(indices: Iterable[int]) -> str:

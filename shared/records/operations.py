@@ -1,11 +1,16 @@
 """Long-running requests: the Operation resource of REST, kept in etcd so that it outlives its master.
 
 RUNNING --> DONE | FAILED          `reason` says what it waits for, or how it ended
+
+A resize: PLANNED --members wanted--> STARTING --all registered--> MIGRATING --group by group--> COMMITTED
+                                        ^------- a member died -------'   `--> ROLLED_BACK | CANCELLED | FAILED
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
+
+from pydantic import Field
 
 from shared.records.job_spec import JobSpec, Mode
 from shared.records.record import Record
@@ -15,6 +20,7 @@ class OperationKind(StrEnum):
     CREATE_CHECKPOINT = "CREATE_CHECKPOINT"
     RESTORE_CHECKPOINT = "RESTORE_CHECKPOINT"
     VERIFY_CHECKPOINT = "VERIFY_CHECKPOINT"
+    RESIZE = "RESIZE"
 
 
 class OperationState(StrEnum):
@@ -23,9 +29,74 @@ class OperationState(StrEnum):
     FAILED = "FAILED"
 
 
+class ResizePhase(StrEnum):
+    """ROLLED_BACK and CANCELLED: groups that had moved stay where they are. FAILED: nothing has moved."""
+
+    PLANNED = "PLANNED"
+    STARTING = "STARTING"
+    MIGRATING = "MIGRATING"
+    COMMITTED = "COMMITTED"
+    ROLLED_BACK = "ROLLED_BACK"
+    CANCELLED = "CANCELLED"
+    FAILED = "FAILED"
+
+
+class Strategy(StrEnum):
+    """LIVE: slots move while the job trains. RESTART: a checkpoint, then all parameter servers load it by the new slot map."""
+
+    LIVE = "live"
+    RESTART = "restart"
+
+
+class Resize(Record):
+    """`trainers`, `pservers`: the numbers asked for. `before_…`: those before. `attempt`: how often the migration was planned: again
+    after a member of it died, or the job went back to a checkpoint. `groups`, `bytes`, `slots`: of the whole resize as last
+    planned, with what had moved before. `bytes_moved`: payloads that were sent, `bytes_before` of them by
+    attempts that did not end. `longest_pause_s`: how long the pushes of a group
+    had to wait at most. `saving`: the operation of the checkpoint that RESTART needs."""
+
+    trainers: int
+    pservers: int
+    before_trainers: int
+    before_pservers: int
+    strategy: Strategy = Strategy.LIVE
+    phase: ResizePhase = ResizePhase.PLANNED
+    attempt: int = 0
+    groups: int = 0
+    groups_moved: int = 0
+    slots: int = 0
+    bytes: int = 0
+    bytes_moved: int = 0
+    bytes_before: int = 0
+    longest_pause_s: float = 0.0
+    saving: str = ""
+
+
+class MovedBytes(Record):
+    """Of one parameter server in a prediction."""
+
+    pserver: int
+    sent: int = 0
+    received: int = 0
+
+
+class ResizePrediction(Record):
+    """A dry run, from the layout alone. `slots`: how many move. `bytes`: payloads that they send."""
+
+    trainers: int
+    pservers: int
+    before_trainers: int
+    before_pservers: int
+    slots: int = 0
+    groups: int = 0
+    bytes: int = 0
+    by_pserver: tuple[MovedBytes, ...] = Field(default=())
+
+
 class Operation(Record):
     """`checkpoint_id`, `step`: of the checkpoint (CREATE: once it is made). `cause`: who requested it, and why.
 
+    `resize`: its numbers and its progress (RESIZE).
     `attempt`: how often the checkpoint was requested (CREATE). `timeline`: of the rollback it led to, 0 before (RESTORE).
     `after`: the operation whose end it waits for before its own checkpoint is requested (CREATE). `joined`: the operation that makes
     the checkpoint for this one, too (CREATE).
@@ -44,6 +115,7 @@ class Operation(Record):
     timeline: int = 0
     after: str = ""
     joined: str = ""
+    resize: Resize | None = None
     limit_s: float
     create_time: str = ""
     end_time: str = ""

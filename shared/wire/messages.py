@@ -45,7 +45,8 @@ class InitBlock(Record):
 
 class PushHeader(MessageHeader):
     """Sync: `step`, `positions` of the pushed lanes after the step, `lane_zero` if and only if lane 0 is among them. `claim`: a push
-    without blocks; from now on the step accepts data of these lanes only with these positions.
+    without blocks; from now on the step accepts data of these lanes only with these positions. It has to reach all owners of
+    slots, so it names the version of the slot map (`slots`; 0: not checked).
 
     Async: `epoch`, `task_id`, `attempt`, minibatches [start, end) of `minibatches`, and `lane_zero` with the options.
     """
@@ -56,6 +57,7 @@ class PushHeader(MessageHeader):
     positions: tuple[LanePosition, ...] = ()
     lane_zero: LaneZero | None = None
     claim: bool = False
+    slots: int = 0
     epoch: int = 0
     task_id: str = ""
     attempt: int = 0
@@ -117,19 +119,22 @@ class PulledBlock(Record):
 
 
 class PullEnd(Record):
-    """`code`: OK, TOO_EARLY (the wait ran out), GONE, NOT_READY or OVERFLOW (values do not fit the requested dtype). `record`: of
-    the version, if OK and sync. `known`: names the values that came, for `PullRequest.known`; the same in all requests that
-    one pull was made of, or it names none of them."""
+    """`code`: OK, TOO_EARLY (the wait ran out), GONE, NOT_READY, WRONG_OWNER (a block went to another parameter server meanwhile) or
+    OVERFLOW (values do not fit the requested dtype). `record`: of the version, if OK and sync. `known`: names the values that came,
+    for `PullRequest.known`; the same in all requests that one pull was made of, or it names none of them."""
 
-    code: Literal["OK", "TOO_EARLY", "GONE", "NOT_READY", "OVERFLOW"]
+    code: Literal["OK", "TOO_EARLY", "GONE", "NOT_READY", "WRONG_OWNER", "OVERFLOW"]
     message: str = ""
     record: StepRecord | None = None
     known: str | None = None
 
 
 class LedgerQuery(Record):
+    """`slots`: version of the slot map that the asker goes by; 0: not checked."""
+
     epoch: int
     task_id: str
+    slots: int = 0
 
 
 class LedgerAnswer(Record):
@@ -152,7 +157,8 @@ class EpochLedger(Record):
 
 class PserverInfo(Record):
     """`ready`: initialised. `lowest`/`highest`: block versions. `updates`: optimizer steps over all blocks. `timeline`: of its
-    parameters (0: never rolled back). `checkpoint_error`: why its last part could not be written."""
+    parameters (0: never rolled back). `checkpoint_error`: why its last part could not be written. `slots`: version of the slot map
+    by which it has its blocks."""
 
     job: str
     index: int
@@ -170,3 +176,59 @@ class PserverInfo(Record):
     ledger: tuple[EpochLedger, ...] = ()
     timeline: int = 0
     checkpoint_error: str = ""
+    slots: int = 0
+
+
+class HandedNotes(Record):
+    """Of a step under way: by which records its blocks have data (`positions`) or may get data (`claimed`) of some lanes."""
+
+    step: int
+    positions: tuple[LanePosition, ...] = ()
+    claimed: tuple[LanePosition, ...] = ()
+    lane_zero: LaneZero | None = None
+
+
+class HandedHistory(Record):
+    records: tuple[StepRecord, ...] = ()
+    notes: tuple[HandedNotes, ...] = ()
+
+
+class MovedBlock(Record):
+    """A block as it is when it moves."""
+
+    block: int
+    version: int
+    updates: int
+
+
+class HandoffHeader(MessageHeader):
+    """First map of `POST /v1/handoffs`: a parameter server (`source`) gives blocks of group `group` of migration `migration` to
+    another one. Parts follow, each as HandoffPart + payload.
+
+    `whole`: with these parts the target has everything: `blocks` tells what each of them is, `history` what it knows of versions
+    and steps, `ledger` (asynchronous) which minibatches the blocks have."""
+
+    migration: str
+    group: int
+    source: int
+    timeline: int
+    whole: bool = False
+    blocks: tuple[MovedBlock, ...] = ()
+    history: HandedHistory = HandedHistory()
+    ledger: str = ""
+
+
+class HandoffPart(Record):
+    """`name`: "" for the values at `version`, else a tensor of the optimizer's state. `scalar`: it has no dimensions."""
+
+    block: int
+    name: str = ""
+    version: int = 0
+    dtype: str
+    scalar: bool = False
+
+
+class HandoffAnswer(Record):
+    """`have`: the target has everything of the group."""
+
+    have: bool = False

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from shared.keys import Keys
-from shared.records import Dispatch, JobSpec, JobState, MasterAddress, MasterLock, Mode, Phase
+from shared.records import Dispatch, JobSpec, JobState, MasterAddress, MasterLock, Mode, Phase, SlotMap
 from shared.records.checkpoints import CheckpointLatest
 from shared.records.operations import Operation
 from tests.equipment.cluster.network import Network
@@ -64,8 +64,11 @@ class CheckedEtcd(SimulatedEtcd):
                 keys.master_address,
                 keys.checkpoint_request,
                 keys.operations,
+                keys.migration,
+                keys.given,
             )
         )
+        self._slots_version = 0
 
     def delay(self) -> float:
         """The network's; a slow message may arrive after a whole term."""
@@ -133,6 +136,11 @@ class CheckedEtcd(SimulatedEtcd):
             self.checkpoints_seen[latest.uuid] = latest
         elif key.startswith(self.keys.operations) and kv["version"] == 1:
             self._note_request(Operation.model_validate_json(kv["value"]))
+        elif key == self.keys.slots:
+            version = SlotMap.model_validate_json(kv["value"]).version
+            if version <= self._slots_version:
+                self.violations.append(f"slot map {version} was written after {self._slots_version}")
+            self._slots_version = version
         elif key == self.keys.master_lock:
             self._grow(kv["create_revision"])
         elif key == self.keys.master_address:

@@ -9,31 +9,28 @@ import asyncio
 import hashlib
 import random
 import signal
-import traceback
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
-from master_service.masterless.dispatcher import Dispatcher
 from pserver_service.core.store import Store
 from pserver_service.pserver import Pserver
 from shared.errors import TriremeError
 from shared.keys import Keys
 from shared.membership.directory import Directory
-from shared.records import Dispatch, JobState, MasterLock, Mode, Phase, PserverMember
+from shared.records import Dispatch, JobState, MasterLock, Mode, Phase, PserverMember, SlotMap
 from shared.records.operations import Operation
 from shared.storage import files
 from tests.equipment.cluster.cluster import Cluster
 from tests.equipment.cluster.network import STEADY, Conditions, Network
-from tests.equipment.cluster.network_ports import SimulatedMaster
+from tests.equipment.cluster.network_ports import SimulatedHandoff, SimulatedMaster
 from tests.equipment.virtual_loop import Process
 from tests.simulation.checked_etcd import CheckedEtcd
 from tests.simulation.compute import Trace
 from tests.simulation.job_spec import spec_of
 from tests.simulation.memory_storage import MemoryStorage
+from tests.simulation.nodes import Node, described, expected
 from tests.simulation.plans import Plan
-from trireme.launch.restarts import RestartPolicy
 from trireme.view.masterless_client import MasterlessClient
 
 LEAVE_S = 60.0
@@ -41,48 +38,15 @@ UNWINDING_ROUNDS = 8
 MASTER_TTL_S = 3.0
 
 
-def described(error: BaseException) -> str:
-    """With the place where it was raised; groups are unfolded."""
-    if isinstance(error, BaseExceptionGroup):
-        return "; ".join(described(inner) for inner in error.exceptions)
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" at {frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else ""
-    return f"{error!r}{where}"
-
-
-def _expected(error: BaseException) -> bool:
-    if isinstance(error, BaseExceptionGroup):
-        return all(_expected(inner) for inner in error.exceptions)
-    return isinstance(error, TriremeError)
-
-
-@dataclass
-class Node:
-    """`service` is what the current process serves: a Master, a Pserver or nothing; a masterless trainer has a dispatcher."""
-
-    name: str
-    kind: str
-    url: str = ""
-    process: Process = field(default_factory=lambda: Process("none"))
-    service: Any = None
-    dispatcher: Dispatcher | None = None
-    incarnations: int = 0
-    stopping: asyncio.Event = field(default_factory=asyncio.Event)
-    exits: list[int] = field(default_factory=list)
-    restarts: RestartPolicy = field(default_factory=RestartPolicy)
-    started_s: float = 0.0
-    due_s: float | None = None
-    wanted: bool = True
-
-    @property
-    def alive(self) -> bool:
-        return self.incarnations > 0 and not self.process.dead
-
-
 @lru_cache(maxsize=64)
 def _incarnation(value: bytes) -> str:
     """Of a parameter server's key; asked after every block that is pushed."""
     return PserverMember.model_validate_json(value).incarnation
+
+
+@lru_cache(maxsize=8)
+def _owners(value: bytes) -> tuple[int, ...]:
+    return SlotMap.model_validate_json(value).owners
 
 
 Main = Callable[["SimulatedCluster", Node], Coroutine[Any, Any, int]]
@@ -112,6 +76,8 @@ class SimulatedCluster(Cluster):
         self.accepted: list[Operation] = []
         self._launcher = self._process("launcher")
         self._say = say
+        self.is_surplus: Callable[[SimulatedCluster, Node, int], bool] = lambda *_: False
+        self.every_look: Callable[[SimulatedCluster], None] = lambda _: None
         files.remove_tree(self.spec.storage)
 
     # ------------------------------------------------------------ processes
@@ -147,7 +113,7 @@ class SimulatedCluster(Cluster):
         except Exception as error:  # what shared/runtime/service.py makes of it: exit code 1, or a traceback
             outcome = 1
             self.say(f"{process.name} ends: {described(error)}")
-            if not _expected(error):
+            if not expected(error):
                 self.failures.append(f"{process.name} crashed: {described(error)}")
         except asyncio.CancelledError:
             return
@@ -160,7 +126,10 @@ class SimulatedCluster(Cluster):
 
     def _plan_restart(self, node: Node, code: int) -> None:
         now = asyncio.get_running_loop().time()
-        if code == 0 and not node.stopping.is_set():
+        if (code == 0 and not node.stopping.is_set()) or not node.wanted:
+            return
+        if self.is_surplus(self, node, code):
+            node.wanted = False  # the job was resized
             return
         delay_s = node.restarts.delay_s(-signal.SIGTERM if code == 0 else code, now - node.started_s)
         if delay_s is None:
@@ -177,6 +146,9 @@ class SimulatedCluster(Cluster):
     def kill(self, node: Node) -> None:
         self.say(f"kill {node.process.name}")
         self.end_process(node)
+
+    def connect_pservers(self, member: PserverMember) -> SimulatedHandoff:
+        return SimulatedHandoff(self.network, member)
 
     def master_options(self) -> dict[str, Any]:
         return {
@@ -235,10 +207,16 @@ class SimulatedCluster(Cluster):
         while True:
             await asyncio.sleep(0.25)
             self._check_queues()
+            self.every_look(self)
             for node in list(self.nodes.values()):
                 due = node.due_s is not None and loop.time() >= node.due_s
                 if due and not node.alive and node.wanted and not self.over:
                     self.start(node.name, node.kind)
+
+    @property
+    def launcher(self) -> Process:
+        """Of the command that was given last."""
+        return self._launcher
 
     def leads(self, node: Node) -> bool:
         lock = self.simulated.value(self.simulated.leader_lock)
@@ -335,14 +313,29 @@ class SimulatedCluster(Cluster):
         return value is not None and _incarnation(value) == pserver.incarnation
 
     def final_parameters(self) -> bytes:
-        blocks = {number: state for _, store in self.stores() for number, state in store.blocks.items()}
+        blocks = {
+            number: state
+            for index, store in self.stores()
+            for number, state in store.blocks.items()
+            if self.owner_of(number) == index
+        }
         return b"".join(bytes(blocks[number].current.view) for number in sorted(blocks))
 
     def final_digest(self) -> str:
         return hashlib.sha256(self.final_parameters()).hexdigest()
 
+    def owner_of(self, block: int) -> int | None:
+        """By the slot map that etcd has now."""
+        value = self.simulated.value(self.keys.slots)
+        owners = _owners(value) if value is not None else ()
+        return owners[block % len(owners)] if owners else None
+
     def check_versions(self) -> None:
-        """Block versions differ by at most one, at every moment."""
+        """Block versions differ by at most one, and no block can be changed at two parameter servers, at every moment."""
+        serving = [number for _, store in self.stores() for number, state in store.blocks.items() if not state.frozen]
+        if len(serving) > len(set(serving)) and len(self.failures) < 5:
+            twice = {number for number in serving if serving.count(number) > 1}
+            self.failures.append(f"blocks {sorted(twice)} are served by two parameter servers")
         if self.plan.job.mode is not Mode.SYNC:
             return
         versions = [state.version for _, store in self.stores() for state in store.blocks.values()]

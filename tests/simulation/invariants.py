@@ -10,8 +10,9 @@ import numpy as np
 
 from shared.records import EvaluationSums, JobResult, Mode, Phase, SlotMap, TaskMeta
 from shared.records.pauses import Losses
-from tests.simulation.cluster import SimulatedCluster, described
+from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.compute import INTEGER_BLOCK, INTEGERS, RECORD_SLOTS, applied_of, param_blocks
+from tests.simulation.nodes import described
 from tests.simulation.plans import Job
 from tests.simulation.reference import final_parameters, task_minibatches, tasks_of
 

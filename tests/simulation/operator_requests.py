@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 
+from master_service.leadership.master import Master
 from shared.errors import CallerError, Conflict, NotFound, PeerError
 from shared.records import Dispatch, Mode, Stage
 from shared.records.checkpoints import CheckpointLatest
-from shared.records.operations import Operation, OperationKind, OperationState
+from shared.records.operations import Operation, OperationKind, OperationState, Strategy
 from shared.runtime import ids
 from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.plans import OperatorRequest, RequestKind
@@ -18,6 +19,7 @@ from tests.simulation.plans import OperatorRequest, RequestKind
 LIMIT_S = 60.0
 SEND_LIMIT_S = 20.0
 END_LIMIT_S = 30.0
+RESIZE_LIMIT_S = 60.0
 
 
 def may_lose_pserver(cluster: SimulatedCluster) -> bool:
@@ -42,7 +44,7 @@ async def send(cluster: SimulatedCluster, request: OperatorRequest) -> None:
             if alive and (kind != "pserver" or may_lose_pserver(cluster)):
                 cluster.say(f"terminate {alive[int(request.pick * len(alive))].process.name}")
                 alive[int(request.pick * len(alive))].stopping.set()
-        case RequestKind.CHECKPOINT | RequestKind.RESTORE:
+        case RequestKind.CHECKPOINT | RequestKind.RESTORE | RequestKind.RESIZE:
             await _ask(cluster, request)
 
 
@@ -56,6 +58,8 @@ async def _ask(cluster: SimulatedCluster, request: OperatorRequest) -> None:
         try:
             if request.kind is RequestKind.CHECKPOINT:
                 begun = await _create(cluster, key)
+            elif request.kind is RequestKind.RESIZE:
+                begun = await _resize(cluster, key, request)
             elif latest is None:
                 await asyncio.sleep(1.0)
                 continue
@@ -66,7 +70,8 @@ async def _ask(cluster: SimulatedCluster, request: OperatorRequest) -> None:
             continue
         except (Conflict, NotFound) as error:
             cluster.say(f"refused: {error}")
-            rightly = "about to go back" in error.message or cluster.plan.independent or cluster.over
+            known = ("about to go back", "being resized already")
+            rightly = any(text in error.message for text in known) or cluster.plan.independent or cluster.over
             if isinstance(error, Conflict) and not rightly:
                 cluster.failures.append(f"refused while the job is {cluster.state.phase}: {error}")
             return
@@ -92,6 +97,18 @@ async def _restore(cluster: SimulatedCluster, key: str, which: str) -> Operation
         return await cluster.call_master(lambda m: m.term.operations.restore_checkpoint(key, "a request", which))
     async with asyncio.timeout(SEND_LIMIT_S):
         return Operation.model_validate(await cluster.spectator.restore_checkpoint(which, key))
+
+
+async def _resize(cluster: SimulatedCluster, key: str, request: OperatorRequest) -> Operation:
+    pservers, trainers = request.members
+    strategy = Strategy.RESTART if request.restart else Strategy.LIVE
+
+    async def ask(master: Master) -> Operation:
+        operations = master.term.operations
+        return await operations.create_resize(key, "simulated", trainers, pservers, strategy, RESIZE_LIMIT_S)
+
+    begun: Operation = await cluster.call_master(ask)
+    return begun
 
 
 async def wait_for_operations(cluster: SimulatedCluster) -> None:

@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from shared.records import Dispatch, Mode
 from shared.records.job_spec import Transported
+from shared.records.operations import ResizePhase
 from tests.equipment.cluster.network import STEADY, Conditions, conditions_of
 from tests.simulation.compute import Speed
 
@@ -71,18 +72,40 @@ class RequestKind(StrEnum):
     RESTORE = "restore"
     TRAINER_LEAVES = "trainer leaves"
     PSERVER_LEAVES = "pserver leaves"
+    RESIZE = "resize"
 
 
 @dataclass(frozen=True)
 class OperatorRequest:
-    """`pick` in [0, 1) chooses among the checkpoints or members there are."""
+    """`pick` in [0, 1) chooses among the checkpoints or members there are. `members`: parameter servers and trainers from then
+    on; `restart`: by a checkpoint."""
 
     at_s: float
     kind: RequestKind
     pick: float = 0.0
+    members: tuple[int, int] = (0, 0)
+    restart: bool = False
 
     def __str__(self) -> str:
         return f"{self.at_s:7.3f} request: {self.kind}"
+
+
+class Victim(StrEnum):
+    SOURCE = "source"
+    TARGET = "target"
+    LEADER = "leader"
+    TRAINER = "trainer"
+
+
+@dataclass(frozen=True)
+class ResizeKill:
+    """In the first resize that reaches `phase` with `moved` groups, `delay_s` later. It is started again after `away_s`."""
+
+    phase: ResizePhase
+    victim: Victim
+    moved: int = 0
+    delay_s: float = 0.0
+    away_s: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -127,6 +150,7 @@ class Plan:
     conditions: Conditions = STEADY
     faults: tuple[Fault, ...] = ()
     requests: tuple[OperatorRequest, ...] = ()
+    kills: tuple[ResizeKill, ...] = ()
 
     def undisturbed(self) -> Plan:
         return replace(self, conditions=STEADY, faults=(), requests=())

@@ -19,8 +19,9 @@ from shared.runtime import ids
 from shared.runtime.service import LEASE_LOST
 from shared.wire.messages import PushBlock, PushHeader
 from tests.equipment.cluster.network_ports import STALL_S, SimulatedMaster, SimulatedPserver
-from tests.simulation.cluster import Main, Node, SimulatedCluster
+from tests.simulation.cluster import Main, SimulatedCluster
 from tests.simulation.compute import Speed, TinyCompute
+from tests.simulation.nodes import Node
 from trainer_agent.agent import Agent
 from trainer_agent.data_plane.silence import call_limit_s
 
@@ -49,15 +50,24 @@ class CheckedPush(OpenPush):
             checked.failures.append(
                 f"{checked.incarnation} applied a push of generation {self._generation} after {checked.seen}"
             )
+        if verdict is Verdict.APPLIED and not checked.owns(item.block) and len(checked.failures) < MAX_VIOLATIONS:
+            checked.failures.append(
+                f"{checked.incarnation} applied a push to block {item.block}, which it does not own"
+            )
         return verdict
 
 
 class CheckedPserver(Pserver):
     """`seen`: the highest generation it has seen."""
 
-    def __init__(self, job: str, incarnation: str, failures: list[str]) -> None:
-        super().__init__(job, incarnation)
-        self.seen, self.failures = 0, failures
+    def __init__(self, cluster: SimulatedCluster, incarnation: str) -> None:
+        super().__init__(cluster.keys.job, incarnation)
+        self._cluster = cluster
+        self.seen, self.failures = 0, cluster.failures
+
+    def owns(self, block: int) -> bool:
+        """By the slot map that etcd has at this moment. Not asked in a timeline that is over."""
+        return self.timeline != self._cluster.state.timeline or self._cluster.owner_of(block) == self.index
 
     def open_push(self, store: Store, header: PushHeader) -> OpenPush:
         return CheckedPush(self, store, header)
@@ -72,7 +82,7 @@ async def master(cluster: SimulatedCluster, node: Node) -> int:
 
 
 async def pserver(cluster: SimulatedCluster, node: Node) -> int:
-    service = CheckedPserver(cluster.keys.job, ids.new_id(node.name), cluster.failures)
+    service = CheckedPserver(cluster, ids.new_id(node.name))
     node.service = service
     cluster.network.listen(node.url, node.process, service)
     process = cluster.make_pserver(service, node.url, cluster.etcd_of(node.process.name), at_once)

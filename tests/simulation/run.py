@@ -14,10 +14,13 @@ from tests.equipment import logs
 from tests.equipment.cluster.network import STEADY
 from tests.equipment.virtual_loop import Process, VirtualLoop, run
 from tests.simulation import operator_requests
-from tests.simulation.cluster import Node, SimulatedCluster
+from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.invariants import violations
+from tests.simulation.member_numbers import MemberNumbers
+from tests.simulation.nodes import Node
 from tests.simulation.plans import Fault, FaultKind, Peer, Plan, plan_of
 from tests.simulation.processes import MAINS
+from tests.simulation.resize_kills import kill_in
 
 MAX_CALLBACKS = 1_500_000
 
@@ -58,6 +61,7 @@ def simulate(
     rng = random.Random(f"play-{mode}-{seed}")
     loop = VirtualLoop(rng, max_seconds=3600.0, max_callbacks=MAX_CALLBACKS)
     cluster = SimulatedCluster(plan, rng, MAINS, say)
+    MemberNumbers().attach(cluster)
     broken: list[str] = []
     with logs.configured(say):
         try:
@@ -92,6 +96,8 @@ async def _run_plan(cluster: SimulatedCluster) -> None:
     faults = supervisor.spawn(_faults(cluster))
     supervisor.spawn(_send_requests(cluster))
     supervisor.spawn(cluster.supervise())
+    for kill in plan.kills:
+        supervisor.spawn(kill_in(cluster, kill))
     try:
         ends = [fault.at_s + (fault.lasts_s or 0.0) for fault in plan.faults]
         last = max([*ends, *(request.at_s for request in plan.requests)], default=0.0)

@@ -8,7 +8,7 @@ from tests.tidy.sources import ROOT, imports, where
 
 FLOORS = {
     "master_service": [
-        {"core.changes"},
+        {"core.changes", "core.placement"},
         {"core.queue"},
         {"core.state"},
         {"core.decisions"},
@@ -30,7 +30,7 @@ FLOORS = {
         {"pserver"},
         {"context", "data_plane"},
         {"checkpoints"},
-        {"recovery", "drain"},
+        {"recovery", "drain", "handoff"},
         {"member"},
     ],
     "shared": [

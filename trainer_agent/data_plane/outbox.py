@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import sys
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from shared.lanes import Interval
 from shared.records.job_spec import Narrow
@@ -31,6 +32,18 @@ class Outbox:
     def is_closed(self) -> bool:
         """Whether all blocks are there; before, backward goes on."""
         return self._closed
+
+    async def items(self) -> list[tuple[PushBlock, memoryview]]:
+        """All blocks, once they are there."""
+        await self.at(sys.maxsize)
+        return list(self._items)
+
+    @classmethod
+    def of(cls, items: Iterable[tuple[PushBlock, memoryview]]) -> Outbox:
+        """With all its blocks."""
+        outbox = cls()
+        outbox._items, outbox._closed = list(items), True
+        return outbox
 
     async def started(self) -> bool:
         """Wait for the first block; False if there will be none."""
@@ -69,11 +82,12 @@ class _Stream(AsyncIterator[tuple[PushBlock, memoryview]]):
 
 
 class Outboxes(dict[int, Outbox]):
-    """One push to all parameter servers, by pserver index. `dtypes[block]`: the narrower dtype in which it travels, if any."""
+    """One push to all parameter servers, by pserver index. `dtypes[block]`: the narrower dtype in which it travels, if any.
+    `version`: of the slot map they were made by."""
 
     def __init__(self, routes: Routes, dtypes: Sequence[Narrow | None]) -> None:
         super().__init__((index, Outbox()) for index in routes.blocks)
-        self._owners, self._dtypes = routes.owners, dtypes
+        self.version, self._owners, self._dtypes = routes.version, routes.owners, dtypes
 
     def adder(
         self, lanes: Interval, samples: Callable[[], int], contribution: Callable[[int], memoryview]

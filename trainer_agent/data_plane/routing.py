@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shared.records import SlotMap
@@ -17,10 +18,16 @@ class Routes:
     owners: tuple[int, ...]
     blocks: dict[int, tuple[int, ...]]
 
+    def split(self, blocks: Iterable[int]) -> dict[int, tuple[int, ...]]:
+        """Some blocks by pserver index."""
+        found: dict[int, list[int]] = {}
+        for block in blocks:
+            found.setdefault(self.owners[block], []).append(block)
+        return {index: tuple(found[index]) for index in sorted(found)}
+
 
 def route(layout: Layout, slots: SlotMap) -> Routes:
     owners = tuple(slots.owners[slot_of(block.number, layout.slot_count)] for block in layout.blocks())
-    found: dict[int, list[int]] = {}
-    for block, owner in enumerate(owners):
-        found.setdefault(owner, []).append(block)
-    return Routes(slots.version, owners, {index: tuple(found[index]) for index in sorted(found)})
+    routes = Routes(slots.version, owners, {})
+    routes.blocks.update(routes.split(range(len(owners))))
+    return routes

@@ -8,50 +8,47 @@ A trainer whose lease may have run out asks nothing until etcd says that it is s
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
 
 from shared.errors import (
     BadFrame,
-    DeadlineExceeded,
     Gone,
     InvalidArgument,
     NotReady,
     PeerError,
     StaleGeneration,
     TriremeError,
+    WrongOwner,
 )
 from shared.membership.directory import Directory
-from shared.records import PserverMember
 from shared.records.job_spec import Narrow, Transported
 from shared.records.layout import ELEMENT_BYTES
 from shared.records.step import StepRecord
 from shared.runtime import telemetry
 from shared.wire.lending import NOTHING
-from shared.wire.messages import LedgerAnswer, LedgerQuery, PserverInfo, PulledBlock, PullRequest, PushBlock, PushHeader
+from shared.wire.messages import (
+    LedgerAnswer,
+    LedgerQuery,
+    PserverInfo,
+    PulledBlock,
+    PullEnd,
+    PullRequest,
+    PushBlock,
+    PushHeader,
+)
 from trainer_agent.data_plane.http import PserverPort
-from trainer_agent.data_plane.outbox import Outbox
-from trainer_agent.data_plane.routing import Routes, route
-from trainer_agent.data_plane.silence import ASK_S, Silence
-from trainer_agent.data_plane.verdicts import Verdict, verdict
+from trainer_agent.data_plane.outbox import Outbox, Outboxes
+from trainer_agent.data_plane.peers import OWN_LEASE, Connect, Peers, Suspect, Unanswered
+from trainer_agent.data_plane.routing import Routes
+from trainer_agent.data_plane.verdicts import Verdict, moved_blocks, verdict, worst
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting.retry import Backoff
 from trainer_agent.waiting.single_error import SingleErrorGroup
 
 PULL_WAIT_S = 10.0
-REFRESH_S = 0.5
-OWN_LEASE = "etcd did not say whether this trainer is still a member"
 
-T = TypeVar("T")
-Connect = Callable[[PserverMember], PserverPort]
-Suspect = Callable[[str, str], None]
 log = telemetry.logger("transfer")
-
-
-class _Unanswered(Exception):
-    """A pserver gave no answer for too long."""
 
 
 async def _at_once() -> bool:
@@ -59,7 +56,7 @@ async def _at_once() -> bool:
     return False
 
 
-class Transfer:
+class Transfer(Peers):
     """All parameter servers of the job, as one. `certain` is awaited before each call: until this trainer is surely a member."""
 
     def __init__(
@@ -71,35 +68,15 @@ class Transfer:
         parameter_dtype: Transported = "float32",
         certain: Callable[[], Awaitable[bool]] = _at_once,
     ) -> None:
-        self._directory, self._connect, self._vectors, self._suspect = directory, connect, vectors, suspect
-        self._certain = certain
-        self._routes: Routes | None = None
-        self._silence = Silence()
+        super().__init__(directory, connect, vectors.layout, suspect, certain)
+        self._vectors = vectors
         self._narrow: Narrow | None = None if parameter_dtype == "float32" else parameter_dtype
         self._narrowed = vectors.layout.payloads(parameter_dtype)
         # by (slot map version, pserver index): PullEnd.known of the values in use, and of those in the staging vector
         self._known: dict[tuple[int, int], str] = {}
         self._staged: dict[tuple[int, int], str] = {}
-        # by pserver index: a block in its narrow dtype, before it is widened
-        self._narrow_block: dict[int, memoryview] = {}
-
-    @property
-    def routes(self) -> Routes:
-        slots = self._directory.slots
-        if self._routes is None or (slots is not None and slots.version != self._routes.version):
-            if slots is None:
-                raise NotReady("the master has not placed the blocks yet")
-            self._routes = route(self._vectors.layout, slots)
-        return self._routes
-
-    @property
-    def generation(self) -> int:
-        return self._directory.state.generation if self._directory.state else 0
-
-    def envelope(self) -> dict[str, Any]:
-        """The fields every message starts with, as known now."""
-        master = self._directory.master
-        return {"job": self._directory.keys.job, "term": master.term if master else 0, "generation": self.generation}
+        self._narrow_blocks: list[memoryview] = []  # memory for a block in its narrow dtype, before it is widened
+        self._narrow_bytes = vectors.layout.block_bytes if self._narrow is not None else 0
 
     # ------------------------------------------------------------ pull
 
@@ -114,8 +91,21 @@ class Transfer:
         """
         narrow = None if exact else self._narrow
         self._staged = {}
-        records = await self._ask_all(lambda index: self._pull_from(index, version, skip_after_s, narrow))
-        return next(iter(records), None)
+        return await self._pull_parts(self.routes.blocks, version, skip_after_s, narrow)
+
+    async def _pull_parts(
+        self,
+        parts: Mapping[int, Sequence[int]],
+        version: int | None,
+        skip_after_s: float | None,
+        narrow: Narrow | None,
+    ) -> StepRecord | None:
+        async with SingleErrorGroup() as group:
+            pulls = [
+                group.create_task(self._pull_from(index, blocks, version, skip_after_s, narrow))
+                for index, blocks in parts.items()
+            ]
+        return next((record for pull in pulls if (record := pull.result()) is not None), None)
 
     def swap(self) -> None:
         """What the last pull brought becomes the parameters in use; buffers that stay as they are come only once."""
@@ -123,11 +113,34 @@ class Transfer:
         self._known, self._staged = self._staged, {}
 
     async def _pull_from(
-        self, index: int, version: int | None, skip_after_s: float | None, narrow: Narrow | None
+        self,
+        index: int,
+        blocks: Sequence[int],
+        version: int | None,
+        skip_after_s: float | None,
+        narrow: Narrow | None,
     ) -> StepRecord | None:
-        missing = dict.fromkeys(self.routes.blocks[index])
-        place_known = self.routes.version, index
-        known = self._known.get(place_known, "")
+        memory = self._narrow_blocks.pop() if self._narrow_blocks else memoryview(bytearray(self._narrow_bytes))
+        try:
+            return await self._pull_into(memory, index, blocks, version, skip_after_s, narrow)
+        finally:
+            self._narrow_blocks.append(memory)
+
+    async def _pull_into(
+        self,
+        narrowed: memoryview,
+        index: int,
+        blocks: Sequence[int],
+        version: int | None,
+        skip_after_s: float | None,
+        narrow: Narrow | None,
+    ) -> StepRecord | None:
+        """`narrowed`: memory for one block in its narrow dtype."""
+        missing, routes = dict.fromkeys(blocks), self.routes
+        # what comes from elsewhere than the slot map said at first is named by nobody
+        place_known = routes.version, index
+        everything = blocks is routes.blocks.get(index)
+        known = self._known.get(place_known, "") if everything else ""
         named: set[str] = set()  # what the ends of this pull's requests say
         record: StepRecord | None = None
         backoff = Backoff(f"pulling {'parameters' if version is None else f'version {version}'} from pserver-{index}")
@@ -148,9 +161,7 @@ class Transfer:
             whole = self._vectors.staging(item.block)
             if item.dtype is None:
                 return whole
-            if index not in self._narrow_block:
-                self._narrow_block[index] = memoryview(bytearray(self._vectors.layout.block_bytes))
-            return self._narrow_block[index][: whole.nbytes * ELEMENT_BYTES[item.dtype] // ELEMENT_BYTES["float32"]]
+            return narrowed[: whole.nbytes * ELEMENT_BYTES[item.dtype] // ELEMENT_BYTES["float32"]]
 
         def placed(item: PulledBlock) -> None:
             if item.same:
@@ -175,7 +186,11 @@ class Transfer:
                 return record
             try:
                 end = await self._port(index).pull(PullRequest(**self.envelope(), **wanted), place, placed)
+            except WrongOwner as error:
+                end = PullEnd(code="WRONG_OWNER", message=error.message)
             except (PeerError, StaleGeneration) as error:
+                if self.routes.version != routes.version:
+                    return await self._pull_parts(self.routes.split(missing), version, skip_after_s, narrow) or record
                 if isinstance(error, PeerError) and self._silence.failed(index, error, skip_after_s):
                     self._keep_current(missing)
                     return record
@@ -195,9 +210,15 @@ class Transfer:
                     raise InvalidArgument(end.message, hint=f"parameter_dtype is {narrow}; start the job with another")
                 case "TOO_EARLY":
                     backoff.waited(end.message)
+                case "WRONG_OWNER":
+                    await self._rerouted(routes.version)
+                    parts, routes = self.routes.split(missing), self.routes
+                    if parts.keys() != {index}:
+                        return await self._pull_parts(parts, version, skip_after_s, narrow) or record
+                    backoff.waited(end.message)
                 case "NOT_READY" | "OK" if missing:
                     await backoff.failed(end.message or f"{len(missing)} blocks did not come")
-        if len(named) == 1:
+        if len(named) == 1 and everything:
             self._staged[place_known] = named.pop()
         return record
 
@@ -213,51 +234,103 @@ class Transfer:
     ) -> AsyncIterator[dict[int, Verdict]]:
         """Push to all parameter servers while the block of code fills the outboxes. After it, the dict has the verdict of each."""
         verdicts: dict[int, Verdict] = {}
+        version = outboxes.version if isinstance(outboxes, Outboxes) else None
         async with SingleErrorGroup() as group:
-            pushes = {i: group.create_task(self.push(i, header, box, skip_after_s)) for i, box in outboxes.items()}
+            pushes = [
+                group.create_task(self._push(index, header, box, skip_after_s, version))
+                for index, box in outboxes.items()
+            ]
             yield verdicts
-        verdicts.update({index: push.result() for index, push in pushes.items()})
+        for push in pushes:
+            _join(verdicts, push.result())
 
     async def push(self, index: int, header: PushHeader, outbox: Outbox, skip_after_s: float | None = None) -> Verdict:
         """ACKNOWLEDGED: every block. STALE, FENCED: the header's generation or attempt is over.
 
         In asynchronous mode also BEHIND: the pserver came back from a checkpoint; SKIPPED: it gave no answer for
-        `skip_after_s`.
+        `skip_after_s`. Blocks that moved meanwhile are pushed to their new owners.
         """
+        return worst((await self._push(index, header, outbox, skip_after_s)).values())
+
+    async def _push(
+        self,
+        index: int,
+        header: PushHeader,
+        outbox: Outbox,
+        skip_after_s: float | None = None,
+        version: int | None = None,
+    ) -> dict[int, Verdict]:
+        """The verdict of each parameter server that got some of the blocks. `version`: of the slot map that put them together."""
         if not await outbox.started():
-            return Verdict.ACKNOWLEDGED
+            return {index: Verdict.ACKNOWLEDGED}
         backoff = Backoff(f"pushing step {header.step} to pserver-{index}")
         while True:
             if await self._certain():
                 backoff.waited(OWN_LEASE)
             if await self._is_silent(index, skip_after_s):
-                return Verdict.SKIPPED
+                return {index: Verdict.SKIPPED}
             try:
                 answer = await self._port(index).push(header, outbox.stream())
             except StaleGeneration:
-                return Verdict.STALE
+                return {index: Verdict.STALE}
             except PeerError as error:
                 if self._silence.failed(index, error, skip_after_s):
-                    return Verdict.SKIPPED
+                    return {index: Verdict.SKIPPED}
                 await self._suspect_peer(index, error)
+                if version is not None and self.routes.version != version:
+                    return await self._push_again(header, await outbox.items(), skip_after_s)
                 problem: object = error
             else:
                 self._silence.answered(index)
                 found, problem = verdict(answer, header.mode)
                 if found is Verdict.BROKEN:
                     raise TriremeError(f"pserver-{index} refused a push of step {header.step}: {problem}")
+                if found is Verdict.MOVED:
+                    moved = moved_blocks(answer)
+                    rest = [item for item in await outbox.items() if item[0].block in moved]
+                    await self._rerouted(self.routes.version if version is None else version)
+                    if self.generation > header.generation:
+                        return {index: Verdict.STALE}
+                    if self.routes.split(moved).keys() != {index}:
+                        more = await self._push_again(header, rest, skip_after_s)
+                        return _join({index: Verdict.ACKNOWLEDGED}, more)
+                    outbox, version = Outbox.of(rest), self.routes.version
+                    backoff.waited(problem)
+                    continue
                 if found is not Verdict.AGAIN:
-                    return found
+                    return {index: found}
             if self.generation > header.generation:
-                return Verdict.STALE
+                return {index: Verdict.STALE}
             if not outbox.is_closed:
                 backoff.waited(problem)  # the gradients of a large model may take longer than any time limit
             await backoff.failed(problem)
 
+    async def _push_again(
+        self, header: PushHeader, items: Sequence[tuple[PushBlock, memoryview]], skip_after_s: float | None
+    ) -> dict[int, Verdict]:
+        """Blocks to their owners by the newest slot map."""
+        routes, boxes = self.routes, dict[int, list[tuple[PushBlock, memoryview]]]()
+        for item in items:
+            boxes.setdefault(routes.owners[item[0].block], []).append(item)
+        async with SingleErrorGroup() as group:
+            pushes = [
+                group.create_task(self._push(index, header, Outbox.of(box), skip_after_s, routes.version))
+                for index, box in sorted(boxes.items())
+            ]
+        verdicts: dict[int, Verdict] = {}
+        for push in pushes:
+            _join(verdicts, push.result())
+        return verdicts
+
     async def claim(self, header: PushHeader) -> None:
         """From now on the parameter servers refuse other data of the header's lanes in its step. Raises StepTorn if one has
         such data already (the job will go back to a checkpoint), StaleGeneration."""
-        await self._ask_all(lambda index: self._ask(index, lambda port: port.push(header, _nothing())))
+
+        async def ask(routes: Routes, index: int) -> object:
+            claim = header.model_copy(update={"slots": routes.version})
+            return await self._ask(index, lambda port: port.push(claim, _nothing()), routes=routes)
+
+        await self._ask_by_one_map(ask)
 
     # ------------------------------------------------------------ questions
 
@@ -272,79 +345,34 @@ class Transfer:
                 raise NotReady(f"pserver-{info.index} has parameters of timeline {info.timeline}, not of {timeline}")
             return info
 
-        return await self._ask_all(lambda index: self._ask(index, ready))
+        async def ask(routes: Routes, index: int) -> PserverInfo:
+            info = await self._ask(index, ready, routes=routes)
+            if info.slots not in (0, routes.version):  # it may lack blocks, or some may be counted nowhere
+                raise WrongOwner(f"pserver-{index} has slot map {info.slots}, this trainer {routes.version}")
+            return info
+
+        return await self._ask_by_one_map(ask)
 
     async def ledgers(self, query: LedgerQuery, skip_after_s: float | None = None) -> dict[int, LedgerAnswer]:
         """By pserver index, without pservers that gave no answer for `skip_after_s`."""
 
-        async def ask(index: int) -> tuple[int, LedgerAnswer | None]:
+        async def ask(routes: Routes, index: int) -> tuple[int, LedgerAnswer | None]:
+            question = query.model_copy(update={"slots": routes.version})
             try:
-                return index, await self._ask(index, lambda port: port.ledger(query), skip_after_s)
-            except _Unanswered:
+                return index, await self._ask(index, lambda port: port.ledger(question), skip_after_s, routes)
+            except Unanswered:
                 return index, None
 
-        return {index: answer for index, answer in await self._ask_all(ask) if answer is not None}
-
-    async def _ask(
-        self,
-        index: int,
-        question: Callable[[PserverPort], Coroutine[Any, Any, T]],
-        skip_after_s: float | None = None,
-    ) -> T:
-        backoff = Backoff(f"an answer from pserver-{index}")
-        while True:
-            if await self._certain():
-                backoff.waited(OWN_LEASE)
-            if await self._is_silent(index, skip_after_s):
-                raise _Unanswered
-            try:
-                answer = await question(self._port(index))
-            except PeerError as error:
-                if self._silence.failed(index, error, skip_after_s):
-                    raise _Unanswered from error
-                await self._suspect_peer(index, error)
-                await backoff.failed(error)
-            else:
-                self._silence.answered(index)
-                return answer
-
-    # ------------------------------------------------------------ peers
-
-    async def _is_silent(self, index: int, skip_after_s: float | None) -> bool:
-        """Whether that pserver is left out. Now and then it is asked whether it has parameters and answers again."""
-        if skip_after_s is None or not self._silence.holds(index):
-            return False
-        if not self._silence.is_due(index):
-            return True
-        try:
-            async with asyncio.timeout(ASK_S):
-                if not (await self._port(index).info()).ready:
-                    raise NotReady(f"pserver-{index} has no parameters yet")
-        except (PeerError, TimeoutError) as error:
-            known = error if isinstance(error, PeerError) else DeadlineExceeded(f"no answer within {ASK_S:g} s")
-            return self._silence.failed(index, known, skip_after_s)
-        self._silence.answered(index)
-        return False
-
-    async def _ask_all(self, ask: Callable[[int], Coroutine[Any, Any, T]]) -> list[T]:
-        async with SingleErrorGroup() as group:
-            tasks = [group.create_task(ask(index)) for index in self.routes.blocks]
-        return [task.result() for task in tasks]
-
-    def _port(self, index: int) -> PserverPort:
-        member = self._directory.pservers.get(index)
-        if member is None:
-            raise NotReady(f"pserver-{index} is not registered")
-        return self._connect(member)
-
-    async def _suspect_peer(self, index: int, error: TriremeError) -> None:
-        """After a failed call: report the pserver to the master, and wait a moment for news in the directory."""
-        member = self._directory.pservers.get(index)
-        if member is not None and not isinstance(error, NotReady | StaleGeneration):
-            self._suspect(member.incarnation, str(error))
-            await self._directory.changed(self._directory.revision, REFRESH_S)
+        return {index: answer for index, answer in await self._ask_by_one_map(ask) if answer is not None}
 
 
 async def _nothing() -> AsyncGenerator[tuple[PushBlock, memoryview], None]:
     return
     yield
+
+
+def _join(verdicts: dict[int, Verdict], more: Mapping[int, Verdict]) -> dict[int, Verdict]:
+    """In place: the worst of each parameter server."""
+    for index, found in more.items():
+        verdicts[index] = worst((verdicts.get(index, Verdict.ACKNOWLEDGED), found))
+    return verdicts

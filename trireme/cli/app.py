@@ -249,6 +249,37 @@ def checkpoint_verify(which: Which = None, job: Job = None, data_dir: DataDir = 
 
 
 @app.command()
+def scale(
+    trainers: Annotated[int | None, typer.Option(help="Number of trainers from now on.", metavar="N")] = None,
+    pservers: Annotated[int | None, typer.Option(help="Number of parameter servers from now on.", metavar="M")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would move.")] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="By a checkpoint that all parameter servers load, instead of live.")
+    ] = False,
+    wait_s: WaitS = 300.0,
+    job: Job = None,
+    data_dir: DataDir = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Change the numbers of trainers and parameter servers of a running job. Training goes on meanwhile, with the same bits.
+
+    Exit code 7: not finished within --wait-s; the resize goes on.
+    """
+    if trainers is None and pservers is None:
+        raise typer.BadParameter("give --trainers, --pservers, or both")
+    from trireme.cli.scale import scale as run_scale  # noqa: PLC0415
+
+    asked = {
+        "trainers": trainers,
+        "pservers": pservers,
+        "dry_run": dry_run,
+        "strategy": "restart" if restart else "live",
+    }
+    raise typer.Exit(run_scale(job, data_dir, url, asked, wait_s, as_json=as_json))
+
+
+@app.command()
 def export(
     which: Which = None,
     out: Annotated[

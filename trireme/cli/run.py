@@ -24,9 +24,9 @@ from trireme.launch import resume, run_folder, run_storage
 from trireme.launch.cluster import HOST, LocalCluster
 from trireme.launch.disk_space import told_if_full
 from trireme.launch.interrupt import InterruptHandler, resume_command
+from trireme.launch.member_numbers import cores, pservers_for
 from trireme.launch.model_facts import Facts
 from trireme.launch.processes import ForkServer
-from trireme.launch.pserver_count import cores, pservers_for
 from trireme.preflight import ScriptError, check_path, inspect
 from trireme.settings import (
     SETTINGS,

@@ -29,8 +29,8 @@ from shared.records.checkpoints import CheckpointLatest
 from shared.runtime import clock
 from trireme.launch.child import Child, Exit
 from trireme.launch.leases import LostLeases, revoke_all_leases, revoke_leases_of
+from trireme.launch.member_numbers import MemberNumbers, cores, threads_for
 from trireme.launch.processes import ForkServer
-from trireme.launch.pserver_count import cores, threads_for
 from trireme.launch.run_folder import sockets
 from trireme.launch.supervision import GRACE_S, SupervisedProcesses
 from trireme.view.child_events import ChildEvent
@@ -42,6 +42,7 @@ HOST = "127.0.0.1"
 MODULES = {"trainer": "trainer_agent", "master": "master_service", "pserver": "pserver_service"}
 MASTERLESS_TRAINER = "trireme.masterless"
 PSERVER_GRACE_S = 15.0  # it may be writing its part of a checkpoint
+LEAVING_GRACE_S = 60.0  # of a member that a resize makes leave: a trainer ends its minibatch first
 START_TIMEOUT_S = 60.0
 FINAL_TIMEOUT_S = 1.0
 FOLLOW_S = 5.0
@@ -88,6 +89,8 @@ class LocalCluster(SupervisedProcesses[JobState]):
         self._spare_pservers = spare_pservers
         self._extra = dict(environment or {})
         self._keys = Keys(spec.job)
+        self._pserver_settings: dict[str, str] = {}
+        self.numbers = MemberNumbers(spec, self.children, spare_pservers)
         self.lost_leases = LostLeases(spec.lease_ttl_s)
         self._masterless_client: MasterlessClient | None = None
         self.masterless = spec.dispatch is Dispatch.ETCD
@@ -180,12 +183,27 @@ class LocalCluster(SupervisedProcesses[JobState]):
         return self.lost_leases.ended(end.pid)
 
     async def _is_over(self, child: Child, end: Exit) -> bool:
-        del child
+        if not self._all_over and self.numbers.is_surplus(child, self.directory):
+            await self._mourn(child, end)
+            return True
         return self._all_over or (end.code == 0 and await self._is_final())
 
     @property
     def _all_over(self) -> bool:
         return _is_final(self.directory.state)
+
+    async def _grow(self, role: str) -> None:
+        """One more of a kind: one that left before, or a new one."""
+        child = self.numbers.comes_back(role)
+        if child is None:
+            await self._add(role, self._pserver_settings if role == "pserver" else None)
+            return
+        await child.start()
+        self._record(ChildEvent(child.name, "started", pid=child.pid))
+        self.run_beside(self._supervise(child))
+
+    async def _leave(self, child: Child) -> None:
+        await child.end(LEAVING_GRACE_S)
 
     async def _end_the_silent(self) -> None:
         """Kill children that have lost their lease and do not end by themselves; they are started again as any other."""
@@ -227,6 +245,8 @@ class LocalCluster(SupervisedProcesses[JobState]):
         self.run_beside(self.directory.run())
         self.run_beside(self._follow_state())
         self.run_beside(self._end_the_silent())
+        if not self.masterless:
+            self.run_beside(self.numbers.follow(self.etcd, self.directory, self._grow, self._leave))
         if self.masterless:
             self._masterless_client = MasterlessClient(self.etcd, self._keys)
             self.run_beside(self._masterless_client.run())
@@ -234,11 +254,11 @@ class LocalCluster(SupervisedProcesses[JobState]):
             await self._add("master", {"TRIREME_PORT": str(self._port if index == 0 else 0)})
         threads = os.environ.get("TRIREME_THREADS") or str(threads_for(self.spec, cores()))
         uds = str(self._opened.enter_context(sockets(self.run_dir)))
-        settings = {"TRIREME_UDS": uds, "TRIREME_THREADS": threads}
+        self._pserver_settings = {"TRIREME_UDS": uds, "TRIREME_THREADS": threads}
         if self._spare_pservers:
-            settings["TRIREME_CLAIM_WAIT_S"] = str(SPARE_WAIT_S)
+            self._pserver_settings["TRIREME_CLAIM_WAIT_S"] = str(SPARE_WAIT_S)
         for _ in range(self.spec.pservers + self._spare_pservers):
-            await self._add("pserver", settings)
+            await self._add("pserver", self._pserver_settings)
         for _ in range(self.spec.trainers):
             await self._add("trainer")
 

@@ -23,8 +23,8 @@ from shared.etcd.reading import read_record
 from shared.keys import ClusterKeys
 from shared.records.cluster import Assignment, Kind, PoolMember
 from shared.runtime import ids, service, telemetry
+from trireme.launch.member_numbers import cores
 from trireme.launch.processes import ForkServer, inherited_environment
-from trireme.launch.pserver_count import cores
 from trireme.launch.run_folder import sockets
 from trireme.pool.host_folder import HostFolder, opened
 from trireme.pool.lost_leases import FrozenChildren

@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import Field
 
 from shared.membership.settings import MemberSettings
-from trireme.launch.pserver_count import cores
+from trireme.launch.member_numbers import cores
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9.]+")
 _GPU = re.compile(r"nvidia\d+")

@@ -24,7 +24,7 @@ from master_service.core.state.metrics import WINDOW_S, Metrics, Sums
 from master_service.masterless.view import WatchedJob
 from master_service.masterless.writer import SharedWriter
 from master_service.storage.job_storage import FileStorage, JobStorage
-from shared.errors import DeadlineExceeded
+from shared.errors import Conflict, DeadlineExceeded
 from shared.etcd import Etcd
 from shared.etcd.reading import read_record
 from shared.keys import Keys
@@ -134,6 +134,16 @@ class MasterlessClient:
         """As `Client`'s. Raises Conflict, NotFound."""
         operation = await self._operations().restore_checkpoint(key, "restore requested through etcd", checkpoint_id)
         return operation.model_dump(mode="json")
+
+    async def create_resize(self, key: str, **_: Any) -> dict[str, Any]:  # noqa: ARG002  as Client's
+        """Raises Conflict: nobody leads a resize."""
+        job = self._view.job.spec.job
+        msg = f"job {job} is masterless: nobody leads a resize of it"
+        raise Conflict(msg, hint="end it and start it again with other numbers; it goes on from its newest checkpoint")
+
+    async def resize(self, resize_id: str, wait_s: float = 0.0) -> dict[str, Any]:
+        """Raises NotFound: there is none."""
+        return await self.operation(resize_id, wait_s)
 
     async def operation(self, operation_id: str, wait_s: float = 0.0) -> dict[str, Any]:
         """As `Client`'s. Raises NotFound."""

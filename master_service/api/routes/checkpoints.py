@@ -6,49 +6,15 @@ needs torch and the job's script, which a master does not load.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
-from dataclasses import dataclass
-from typing import Annotated
-
-from fastapi import APIRouter, Depends, Header, Request, Response
+from fastapi import APIRouter
 
 from master_service.api import render
 from master_service.api.resources import CheckpointDetails, CheckpointPage, CreateCheckpoint
-from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, WaitS, answered, committed
-from master_service.leadership.master import Master
+from master_service.api.routes.asking import Asking
+from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, answered, committed
 from shared.records.operations import Operation
 
 router = APIRouter(prefix="/checkpoints", tags=["checkpoints"])
-
-Key = Annotated[str, Header(alias="Idempotency-Key", max_length=200, description="the same key is the same operation")]
-
-
-@dataclass(frozen=True)
-class _Asking:
-    """What every request for an operation brings. `by`: for people, who asks."""
-
-    master: Master
-    response: Response
-    key: str
-    by: str
-    wait_s: float
-
-    async def begin(self, call: Awaitable[Operation]) -> Operation:
-        begun = await answered(call)
-        self.response.headers["Location"] = f"/v1/jobs/{self.master.keys.job}/operations/{begun.operation_id}"
-        operations = self.master.term.operations
-        await operations.wait(begun.operation_id, self.wait_s)
-        return await committed(self.master, lambda: operations.get(begun.operation_id))
-
-
-async def _asking(
-    master: MasterOf, request: Request, response: Response, idempotency_key: Key = "", wait_s: WaitS = 0.0
-) -> _Asking:
-    by = f"asked by {request.client.host if request.client else 'REST'}"
-    return _Asking(master, response, idempotency_key, by, wait_s)
-
-
-Asking = Annotated[_Asking, Depends(_asking)]
 
 
 @router.post("", operation_id="createCheckpoint", status_code=202)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from master_service.core.changes import Change, Decision, Event, Fields
 from master_service.core.decisions import pause_checkpoint, pserver_return, rollback
-from master_service.core.decisions.lane_placement import new_list
+from master_service.core.placement.lanes import new_list
 from master_service.core.state.members import Members
 from shared.records import JobSpec, JobState, Mode, Phase, SlotMap, TrainerList
 from shared.slots import spread
@@ -31,9 +31,9 @@ def storage_events(before: Members, now: Members) -> tuple[Event, ...]:
     return tuple(events)
 
 
-def missing(spec: JobSpec, listed: TrainerList, members: Members) -> list[str]:
+def missing(spec: JobSpec, listed: TrainerList, slots: SlotMap | None, members: Members) -> list[str]:
     """Names of the members that the job counts on and etcd does not have."""
-    pservers = [f"pserver-{index}" for index in range(spec.pservers) if index not in members.pservers]
+    pservers = [f"pserver-{index}" for index in rollback.holders(spec, slots) if index not in members.pservers]
     trainers = [trainer for trainer in listed.names if trainer not in members.trainers]
     return (pservers if members.init_done else []) + trainers
 
@@ -47,7 +47,7 @@ def reconcile(
     if state.phase is Phase.ROLLING_BACK:
         return rollback.supervise(spec, state, slots, members)
     if state.phase is Phase.CHECKPOINTING:
-        return pause_checkpoint.supervise(spec, state, trainers, members)
+        return pause_checkpoint.supervise(spec, state, trainers, slots, members)
     if spec.mode is Mode.ASYNC:
         missed = pserver_return.handle_missing(spec, state, slots, members)
         if missed.changes:

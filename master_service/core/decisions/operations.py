@@ -5,27 +5,28 @@ CREATE    asked -> job/checkpoint written -> lane 0 carries it into a version ->
           while one is being made: asked -> that one has ended -> as above, for all that asked meanwhile
 RESTORE   asked -> every part read -> ROLLING_BACK(timeline) -> RUNNING in that timeline -> DONE
 VERIFY    asked -> every part read -> DONE | FAILED
+RESIZE    see resize.py
 
 Decisions only; the files are read by control/operation_runner.py.
 """
 
 from __future__ import annotations
 
-from master_service.core.changes import Change, Decision, DropOperation, Event, Fields
-from master_service.core.decisions import rollback
+from master_service.core.changes import Change, Decision, DropOperation, Event
+from master_service.core.decisions import resize, rollback
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
-from master_service.core.state.operations import KEPT
+from master_service.core.state.operations import KEPT, end, fields_of
 from shared.errors import CheckpointUnusable, Conflict, DeadlineExceeded, NotFound
 from shared.records import Mode, Phase, Stage
 from shared.records.checkpoints import CheckpointRef, history, saved_point
 from shared.records.operations import Operation, OperationKind, OperationState, saves_on_demand
-from shared.records.record import MESSAGE_CHARACTERS, shortened
 
 ASK_AGAIN_S = 30.0  # after 30, 90, 210, ... seconds: lane 0 may have changed its owner, and the request was missed
 DRAIN_LIMIT_S = 60.0
 MAX_RUNNING = 16  # of a kind; the files of verifications are read one after the other
 AT_ONCE = 40  # operations in one transaction
+READS_FILES = (OperationKind.RESTORE_CHECKPOINT, OperationKind.VERIFY_CHECKPOINT)
 
 
 # -------------------------------------------------------------------- asking
@@ -37,7 +38,7 @@ def ask(job: Job, asked: Operation, *, keyed: bool = False) -> Decision[Operatio
     step may be chosen already is older than the request: another one waits for its end. Raises NotFound, Conflict."""
     if (known := _known(job, asked)) is not None:
         return Decision(known)
-    if asked.kind is not OperationKind.CREATE_CHECKPOINT:
+    if asked.kind in READS_FILES:
         asked = asked.model_copy(update={"step": find_checkpoint(job, asked.checkpoint_id).step})
     waiting = len(job.operations.running(asked.kind))
     match asked.kind:
@@ -59,6 +60,9 @@ def ask(job: Job, asked: Operation, *, keyed: bool = False) -> Decision[Operatio
             return _begin(
                 job, asked, _asked_event(asked, "verify_asked", f"verify {saved_point(job.spec.mode, asked.step or 0)}")
             )
+        case OperationKind.RESIZE:
+            asked = resize.checked(job, asked)
+            return _begin(job, asked, _asked_event(asked, "resize_asked", resize.sentence(asked)))
 
 
 def ask_for_draining(job: Job, stamp: str) -> Decision[None]:
@@ -122,6 +126,8 @@ def advance(job: Job, stamp: str) -> Decision[None]:
                 decision += _advance_restoration(job, operation, stamp)
             case OperationKind.VERIFY_CHECKPOINT:
                 pass
+            case OperationKind.RESIZE:
+                decision += _advance_resize(job, operation, stamp)
     return decision
 
 
@@ -136,11 +142,14 @@ def tick(job: Job, now: float, stamp: str) -> Decision[None]:
         requested_s = now - job.operations.requested.get(operation.operation_id, now)
         if spent_s > operation.limit_s:
             reason = f"not done within {operation.limit_s:g} s: it waited for {waits_for(job, operation)}"
-            decision += _end(operation, OperationState.FAILED, reason, stamp, code=DeadlineExceeded.code)
+            if operation.kind is OperationKind.RESIZE:
+                decision += resize.give_up(job, operation, reason, stamp)
+                continue
+            decision += end(operation, OperationState.FAILED, reason, stamp, code=DeadlineExceeded.code)
         elif operation in making and requested_s > ASK_AGAIN_S * (2**operation.attempt - 1):
             again = operation.model_copy(update={"attempt": operation.attempt + 1, "step": None})
             message = f"still no checkpoint {requested_s:.0f} s after it was asked for: asked again"
-            decision += Decision(None, (again,), (Event("checkpoint_asked", message, _fields(again)),))
+            decision += Decision(None, (again,), (Event("checkpoint_asked", message, fields_of(again)),))
     return decision
 
 
@@ -167,9 +176,9 @@ def verified(job: Job, operation_id: str, error: CheckpointUnusable | None, stam
     if operation is None or not operation.running or operation.timeline:
         return Decision(None)
     if error is not None:
-        return _end(operation, OperationState.FAILED, error.message, stamp, code=error.code)
+        return end(operation, OperationState.FAILED, error.message, stamp, code=error.code)
     if operation.kind is OperationKind.VERIFY_CHECKPOINT:
-        return _end(operation, OperationState.DONE, "every part is as it was written", stamp)
+        return end(operation, OperationState.DONE, "every part is as it was written", stamp)
     if job.state.phase is Phase.CHECKPOINTING:
         return Decision(None)  # decided again after the pause
     ref = rollback.ref_of(job.members.latest, operation.checkpoint_id)
@@ -183,6 +192,8 @@ def verified(job: Job, operation_id: str, error: CheckpointUnusable | None, stam
 def waits_for(job: Job, operation: Operation) -> str:
     """For people."""
     state = job.state
+    if operation.kind is OperationKind.RESIZE:
+        return resize.waits_for(job, operation)
     if operation.after:
         return f"{operation.after} to end: its own checkpoint is the next one"
     if (maker := job.operations.records.get(operation.joined)) is not None and maker.running:
@@ -216,10 +227,10 @@ def _advance_creation(job: Job, operation: Operation, stamp: str) -> Decision[No
             place = saved_point(job.spec.mode, latest.step)
             what = "the last step's: nothing is left to train" if latest.final else f"of {place}"
             made = operation.model_copy(update={"checkpoint_id": latest.uuid, "step": latest.step})
-            return _end(made, OperationState.DONE, f"the checkpoint is there, {what}", stamp)
+            return end(made, OperationState.DONE, f"the checkpoint is there, {what}", stamp)
     if state.phase.final:
         reason = f"the job is {state.phase} before the checkpoint was there"
-        return _end(operation, OperationState.FAILED, reason, stamp, code=Conflict.code)
+        return end(operation, OperationState.FAILED, reason, stamp, code=Conflict.code)
     return Decision(None)
 
 
@@ -229,21 +240,21 @@ def _advance_joined(job: Job, operation: Operation, stamp: str) -> Decision[None
     if maker is None or maker.state is not OperationState.DONE:
         return Decision(None)
     made = operation.model_copy(update={"checkpoint_id": maker.checkpoint_id, "step": maker.step})
-    return _end(made, maker.state, maker.reason, stamp)
+    return end(made, maker.state, maker.reason, stamp)
 
 
 def _advance_restoration(job: Job, operation: Operation, stamp: str) -> Decision[None]:
     state = job.state
     if state.phase.final:
         reason = f"the job is {state.phase}: {state.reason}"
-        return _end(operation, OperationState.FAILED, reason, stamp, code=Conflict.code)
+        return end(operation, OperationState.FAILED, reason, stamp, code=Conflict.code)
     if not operation.timeline or state.timeline < operation.timeline:
         return Decision(None)
     if state.checkpoint != operation.checkpoint_id:
         reason = f"the job went back to another checkpoint: {state.reason}"
-        return _end(operation, OperationState.FAILED, reason, stamp, code=CheckpointUnusable.code)
+        return end(operation, OperationState.FAILED, reason, stamp, code=CheckpointUnusable.code)
     if state.phase is Phase.RUNNING:
-        return _end(
+        return end(
             operation,
             OperationState.DONE,
             f"the job goes on from {saved_point(job.spec.mode, operation.step or 0)}",
@@ -254,7 +265,7 @@ def _advance_restoration(job: Job, operation: Operation, stamp: str) -> Decision
 
 def _deleted(operation: Operation, stamp: str) -> Decision[None]:
     reason = f"checkpoint {operation.checkpoint_id} was deleted meanwhile: newer ones took its place"
-    return _end(operation, OperationState.FAILED, reason, stamp, code=NotFound.code)
+    return end(operation, OperationState.FAILED, reason, stamp, code=NotFound.code)
 
 
 def _known(job: Job, asked: Operation) -> Operation | None:
@@ -262,14 +273,31 @@ def _known(job: Job, asked: Operation) -> Operation | None:
     known = job.operations.records.get(asked.operation_id)
     if known is None:
         return None
-    about = known.checkpoint_id if known.kind is not OperationKind.CREATE_CHECKPOINT else ""
-    if (known.kind, about) != (asked.kind, asked.checkpoint_id):
+    if (known.kind, _about(known)) != (asked.kind, _about(asked)):
         msg = (
-            f"this Idempotency-Key asked for {known.kind} {about} before, now for {asked.kind} {asked.checkpoint_id}: "
+            f"this Idempotency-Key asked for {known.kind} {_about(known)} before, now for {asked.kind} {_about(asked)}: "
             "use a new key for a new request"
         )
         raise Conflict(msg, operation=known.operation_id)
     return known
+
+
+def _about(operation: Operation) -> str:
+    """What an operation of its kind is about: the same key may not ask for something else."""
+    wanted = operation.resize
+    if wanted is not None:
+        return f"{wanted.trainers} trainers, {wanted.pservers} parameter servers, {wanted.strategy}"
+    return operation.checkpoint_id if operation.kind in READS_FILES else ""
+
+
+def _advance_resize(job: Job, operation: Operation, stamp: str) -> Decision[None]:
+    """RESTART needs a checkpoint first, which is asked for as any other."""
+    saving = resize.needs_checkpoint(job, operation, stamp)
+    if saving is None:
+        return resize.advance(job, operation, stamp)
+    asked = ask(job, saving, keyed=True)
+    begun = operation.resize.model_copy(update={"saving": asked.answer.operation_id}) if operation.resize else None
+    return Decision(None, (operation.model_copy(update={"resize": begun}),)) + asked
 
 
 def _check_possible(job: Job, what: str) -> None:
@@ -313,7 +341,7 @@ def _checkpoint_asked(asked: Operation) -> Event:
 
 
 def _asked_event(asked: Operation, name: str, what: str) -> Event:
-    return Event(name, f"{asked.cause}: {what}", _fields(asked))
+    return Event(name, f"{asked.cause}: {what}", fields_of(asked))
 
 
 def _begin(job: Job, asked: Operation, *events: Event) -> Decision[Operation]:
@@ -322,21 +350,6 @@ def _begin(job: Job, asked: Operation, *events: Event) -> Decision[Operation]:
     surplus = min(AT_ONCE, max(0, len(ended) + 1 - KEPT))
     dropped: list[Change] = [DropOperation(old.operation_id) for old in ended[:surplus]]
     return Decision(asked, (asked, *dropped), events)
-
-
-def _end(operation: Operation, state: OperationState, reason: str, stamp: str, *, code: str = "") -> Decision[None]:
-    reason = shortened(reason, MESSAGE_CHARACTERS)
-    ended = operation.model_copy(update={"state": state, "reason": reason, "error_code": code, "end_time": stamp})
-    name = "operation_done" if state is OperationState.DONE else "operation_failed"
-    message = f"{operation.kind.value.lower().replace('_', ' ')}: {reason}"
-    return Decision(None, (ended,), (Event(name, message, _fields(ended)),))
-
-
-def _fields(operation: Operation) -> Fields:
-    fields: Fields = {"operation": operation.operation_id, "kind": operation.kind.value, "attempt": operation.attempt}
-    if operation.checkpoint_id:
-        fields |= {"checkpoint": operation.checkpoint_id, "step": operation.step or 0}
-    return fields
 
 
 def _kept(members: Members) -> tuple[CheckpointRef, ...]:

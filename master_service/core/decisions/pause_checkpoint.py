@@ -12,10 +12,10 @@ only once `finish` has confirmed it.
 from __future__ import annotations
 
 from master_service.core.changes import Change, Decision, DropCut, DropPause, Event, Fields, PutCut, PutPause
-from master_service.core.decisions.rollback import has_parameters, slots_fit
+from master_service.core.decisions.rollback import has_parameters, holders, slots_fit
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
-from shared.records import JobSpec, JobState, Mode, Phase, TrainerList
+from shared.records import JobSpec, JobState, Mode, Phase, SlotMap, TrainerList
 from shared.records.checkpoints import CheckpointCut
 from shared.records.pauses import Pause, Saving
 
@@ -26,7 +26,7 @@ def is_paused_kind(spec: JobSpec) -> bool:
 
 
 def can_begin(job: Job) -> bool:
-    whole = job.slots is not None and slots_fit(job.slots, job.spec) and not _missing(job.spec, job.state, job.members)
+    whole = job.slots is not None and slots_fit(job.slots, job.spec) and not _missing(job)
     return job.state.phase is Phase.RUNNING and job.members.init_done and whole
 
 
@@ -69,10 +69,11 @@ def cut(job: Job, *, without_late: bool = False) -> Decision[bool]:
     return Decision(True, (cutting, *listed, PutCut(saving.uuid, _cut_of(cutting, saving, names))), events)
 
 
-def still_copying(state: JobState, members: Members) -> list[int]:
-    """Parameter servers that have not copied yet."""
-    uuid = state.saving.uuid if state.saving else ""
-    return [index for index, member in sorted(members.pservers.items()) if member.copied != uuid]
+def still_copying(job: Job) -> list[int]:
+    """Parameter servers with slots that have not copied yet."""
+    uuid = job.state.saving.uuid if job.state.saving else ""
+    there = {index: job.members.pservers.get(index) for index in holders(job.spec, job.slots)}
+    return [index for index, member in there.items() if member is not None and member.copied != uuid]
 
 
 def finish(job: Job, seconds: float) -> Decision[bool]:
@@ -80,7 +81,7 @@ def finish(job: Job, seconds: float) -> Decision[bool]:
     state, saving = job.state, job.state.saving
     if state.phase is not Phase.CHECKPOINTING or saving is None or not saving.cut:
         return Decision(False)
-    if still_copying(state, job.members) or _missing(job.spec, state, job.members):
+    if still_copying(job) or _missing(job):
         return Decision(False)
     place = _cut_of(state, saving, job.trainers.names).model_copy(update={"copied": True})
     reason = f"checkpoint {saving.step} is copied"
@@ -92,9 +93,11 @@ def finish(job: Job, seconds: float) -> Decision[bool]:
     )
 
 
-def supervise(spec: JobSpec, state: JobState, trainers: TrainerList, members: Members) -> Decision[None]:
+def supervise(
+    spec: JobSpec, state: JobState, trainers: TrainerList, slots: SlotMap | None, members: Members
+) -> Decision[None]:
     """A parameter server that dies during the pause ends it."""
-    missing = _missing(spec, state, members)
+    missing = [index for index in holders(spec, slots) if not has_parameters(state, members, index)]
     if not missing:
         return Decision(None)
     return Decision(None) + give_up(state, trainers, members, f"pserver-{missing[0]} is gone")
@@ -124,5 +127,5 @@ def _running(state: JobState, trainers: TrainerList, members: Members, reason: s
     return state.model_copy(update=update), *listed
 
 
-def _missing(spec: JobSpec, state: JobState, members: Members) -> list[int]:
-    return [index for index in range(spec.pservers) if not has_parameters(state, members, index)]
+def _missing(job: Job) -> list[int]:
+    return [index for index in holders(job.spec, job.slots) if not has_parameters(job.state, job.members, index)]

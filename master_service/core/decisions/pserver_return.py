@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from master_service.core.changes import Decision, Event, Fields
 from master_service.core.decisions.lifecycle import fail
-from master_service.core.decisions.rollback import go_back, has_parameters, slots_fit
+from master_service.core.decisions.rollback import go_back, has_parameters, holders, slots_fit
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
 from shared.records import FailureCause, JobSpec, JobState, PserverMember, SlotMap, Stage
@@ -22,7 +22,7 @@ def handle_missing(spec: JobSpec, state: JobState, slots: SlotMap | None, member
         return Decision(None)
     independent = spec.checkpoint_kind == "independent"
     if slots is not None and not slots_fit(slots, spec):
-        cause = f"the job has {spec.pservers} parameter servers now instead of {max(slots.owners) + 1}"
+        cause = f"the job has {spec.pservers} parameter servers now instead of {slots.wanted}"
         if independent:
             return fail(
                 state,
@@ -30,8 +30,9 @@ def handle_missing(spec: JobSpec, state: JobState, slots: SlotMap | None, member
                 FailureCause.MEMBERS,
             )
         return go_back(spec, state, slots, members, cause)
-    away = [index for index in range(spec.pservers) if not has_parameters(state, members, index)]
-    if whole := [index for index in state.absent if index < spec.pservers and index not in away]:
+    needed = holders(spec, slots)
+    away = [index for index in needed if not has_parameters(state, members, index)]
+    if whole := [index for index in state.absent if index in needed and index not in away]:
         return _back_whole(state, whole)
     if not away:
         return Decision(None)
@@ -41,7 +42,7 @@ def handle_missing(spec: JobSpec, state: JobState, slots: SlotMap | None, member
             return fail(state, f"pserver-{index} cannot come back: {member.restored.error}", FailureCause.STORAGE)
     cause = f"pserver-{away[0]} is gone"
     over = state.stage is not Stage.TRAIN and members.latest is not None  # evaluation must see one set of parameters
-    if (len(away) == spec.pservers or over) and not independent:
+    if (len(away) == len(needed) or over) and not independent:
         return go_back(spec, state, slots, members, cause)
     if independent:
         without = [index for index in away if index not in members.own]

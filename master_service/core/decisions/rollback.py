@@ -9,8 +9,8 @@ RUNNING --parameters lost--> ROLLING_BACK(timeline, checkpoint) --every pserver 
 from __future__ import annotations
 
 from master_service.core.changes import Change, Decision, Event, Fields, ForgetParameters, NextEpoch, RestartQueue
-from master_service.core.decisions.lane_placement import new_list
 from master_service.core.decisions.lifecycle import fail, next_stage
+from master_service.core.placement.lanes import new_list
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
 from shared.records import (
@@ -30,7 +30,7 @@ from shared.records.checkpoints import CheckpointLatest, CheckpointRef, history,
 from shared.records.pauses import Losses
 from shared.slots import spread
 
-_NO_ABSENCE: dict[str, object] = {"saving": None, "absent": (), "mended": 0, "mends": {}}
+_NO_ABSENCE: dict[str, object] = {"saving": None, "absent": (), "mended": 0, "mends": {}, "joined": {}}
 
 # -------------------------------------------------------------------- whether, and to where
 
@@ -38,8 +38,8 @@ _NO_ABSENCE: dict[str, object] = {"saving": None, "absent": (), "mended": 0, "me
 def why_incomplete(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members) -> str:
     """Why parameters are missing, or ""."""
     if slots is not None and not slots_fit(slots, spec):
-        return f"the job has {spec.pservers} parameter servers now instead of {max(slots.owners) + 1}"
-    for index in range(spec.pservers):
+        return f"the job has {spec.pservers} parameter servers now instead of {slots.wanted}"
+    for index in holders(spec, slots):
         if index not in members.pservers:
             return f"pserver-{index} is gone"
         if not has_parameters(state, members, index):
@@ -50,11 +50,18 @@ def why_incomplete(spec: JobSpec, state: JobState, slots: SlotMap | None, member
     return ""
 
 
+def holders(spec: JobSpec, slots: SlotMap | None) -> tuple[int, ...]:
+    """The parameter servers that the job needs: those that have slots. While a resize moves slots, others come or go beside them."""
+    return slots.serving if slots is not None else tuple(range(spec.pservers))
+
+
 def has_parameters(state: JobState, members: Members, index: int) -> bool:
     """Whether that pserver has the parameters of the job's timeline, by its own key in etcd."""
     member = members.pservers.get(index)
     if member is None:
         return False
+    if state.joined.get(str(index)) == member.incarnation:
+        return True
     restored = member.restored
     if restored is not None and restored.rejoined:
         noted = state.mends.get(str(index)) == member.incarnation
@@ -69,7 +76,7 @@ def has_parameters(state: JobState, members: Members, index: int) -> bool:
 
 
 def slots_fit(slots: SlotMap, spec: JobSpec) -> bool:
-    return max(slots.owners) + 1 == spec.pservers
+    return slots.wanted == spec.pservers
 
 
 def go_back(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members, cause: str) -> Decision[None]:
@@ -78,7 +85,7 @@ def go_back(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Memb
         return _back_to_best(
             spec, state, slots, members.latest, cause, f"{cause} and no checkpoint is left that could be loaded"
         )
-    if survivors(spec, state, members):
+    if survivors(spec, state, slots, members):
         return Decision(None)
     return _start_over(spec, state, slots, f"{cause} and no checkpoint exists yet: training starts over")
 
@@ -127,14 +134,18 @@ def _start_over(spec: JobSpec, state: JobState, slots: SlotMap | None, reason: s
     others = [TaskKind.EXPORT, *([TaskKind.EVALUATE] if spec.evaluation_dataset else [])]
     emptied: list[Change] = [*map(RestartQueue, others), EvaluationSums(), Losses()]
     nobody = TrainerList(generation=restarted.generation)
-    changes = (restarted, nobody, ForgetParameters(), *_new_slots(spec, slots), *emptied, NextEpoch(0))
+    if slots is not None and max(slots.owners) >= spec.pservers:
+        slots = slots.model_copy(update={"pservers": 0})  # slots of a parameter server that was about to leave
+    placed = _new_slots(spec, slots)
+    changes = (restarted, nobody, ForgetParameters(), *placed, *emptied, NextEpoch(0))
     return Decision(None, changes, (Event("started_over", reason, {"cause": reason}),))
 
 
-def survivors(spec: JobSpec, state: JobState, members: Members) -> list[PserverMember]:
+def survivors(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members) -> list[PserverMember]:
     """Pservers that still hold parameters while others lost theirs and no checkpoint exists. They have to leave, so that all
     start empty."""
-    lost = members.init_done and bool(why_incomplete(spec, state, None, members))
+    placed = slots if slots is not None and slots_fit(slots, spec) else None
+    lost = members.init_done and bool(why_incomplete(spec, state, placed, members))
     holding = state.checkpoint or members.latest is not None or spec.mode is not Mode.SYNC
     if state.phase.final or holding or not lost:
         return []

@@ -221,7 +221,7 @@ def pause(now: Situation) -> Cause | None:
         late = pause_checkpoint.still_training(state, job.trainers, job.members)
         waits = f"{now.named(late)} to pause" if late else "the cut to be written"
     else:
-        copying = pause_checkpoint.still_copying(state, job.members)
+        copying = pause_checkpoint.still_copying(job)
         waits = f"{pserver_names(copying)} to copy the parameters" if copying else "training to be released"
     details = [f"The reason: {state.reason}.", f"The pause has lasted {seconds(now.phase_s)}."]
     if saving.left_out:

@@ -57,7 +57,9 @@ class Situation:
         return listed(shown)
 
     def missing_pservers(self) -> list[int]:
-        return [index for index in range(self.job.spec.pservers) if index not in self.job.members.pservers]
+        slots = self.job.slots
+        needed = slots.serving if slots is not None else range(self.job.spec.pservers)
+        return [index for index in needed if index not in self.job.members.pservers]
 
 
 def listed(items: Iterable[str]) -> str:

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field, replace
 
 from master_service.core.changes import (
     Change,
+    DesirePservers,
     DropCut,
+    DropMigration,
     DropOperation,
     DropPause,
     DropPending,
@@ -38,6 +40,7 @@ from shared.records import (
     TaskSummary,
     TrainerList,
 )
+from shared.records.assignments import GivenNumbers, Migration
 from shared.records.operations import Operation
 from shared.records.pauses import Losses
 from shared.records.queue import FailureCounts
@@ -64,6 +67,8 @@ class Job:
     state: JobState = field(default_factory=JobState)
     trainers: TrainerList = field(default_factory=TrainerList)
     slots: SlotMap | None = None
+    migration: Migration | None = None
+    given: GivenNumbers | None = None
     sums: EvaluationSums = field(default_factory=EvaluationSums)
     losses: Losses = field(default_factory=Losses)
     members: Members = field(default_factory=Members)
@@ -162,13 +167,21 @@ class Job:
                 self.trainers = change
             case SlotMap():
                 self.slots = change
+            case JobSpec():
+                self.spec = change
+            case Migration():
+                self.migration = change
+            case DropMigration():
+                self.migration = None
+            case GivenNumbers():
+                self.given = change
             case EvaluationSums():
                 self.sums = change
             case FailureCounts():
                 self.budget.counts = change
             case Losses():
                 self.losses = change
-            case PutPause() | DropPause() | PutCut() | DropCut() | RequireLatest():
+            case PutPause() | DropPause() | PutCut() | DropCut() | RequireLatest() | DesirePservers():
                 pass
             case Operation() | DropOperation():
                 self.operations.apply(change, now)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from shared.records import PserverMember, TrainerMember
 from shared.records.checkpoints import CheckpointLatest, OwnCheckpoints
+from shared.records.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class Members:
     pservers: Mapping[int, PserverMember] = field(default_factory=dict)
     pserver_revisions: Mapping[int, int] = field(default_factory=dict)
     layout_revision: int = 0
+    layout: Layout | None = None
     init_done: bool = False
     latest: CheckpointLatest | None = None
     latest_revision: int = 0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from master_service.core.changes import DropOperation
+from master_service.core.changes import Decision, DropOperation, Event, Fields
 from shared.errors import NotFound
-from shared.records.operations import Operation, OperationKind
+from shared.records.operations import Operation, OperationKind, OperationState
+from shared.records.record import MESSAGE_CHARACTERS, shortened
 
 KEPT = 50  # of those that ended
 
@@ -50,3 +51,18 @@ class Operations:
             msg = f"operation {operation_id} does not exist (any more: the last {KEPT} that ended are kept)"
             raise NotFound(msg)
         return found
+
+
+def end(operation: Operation, state: OperationState, reason: str, stamp: str, *, code: str = "") -> Decision[None]:
+    reason = shortened(reason, MESSAGE_CHARACTERS)
+    ended = operation.model_copy(update={"state": state, "reason": reason, "error_code": code, "end_time": stamp})
+    name = "operation_done" if state is OperationState.DONE else "operation_failed"
+    message = f"{operation.kind.value.lower().replace('_', ' ')}: {reason}"
+    return Decision(None, (ended,), (Event(name, message, fields_of(ended)),))
+
+
+def fields_of(operation: Operation) -> Fields:
+    fields: Fields = {"operation": operation.operation_id, "kind": operation.kind.value, "attempt": operation.attempt}
+    if operation.checkpoint_id:
+        fields |= {"checkpoint": operation.checkpoint_id, "step": operation.step or 0}
+    return fields

@@ -12,6 +12,7 @@ from typing import Any
 
 from master_service.leadership.master import Master
 from pserver_service.context import PserverContext
+from pserver_service.data_plane.handoff_client import HandoffPort, HttpHandoff
 from pserver_service.member import Member
 from pserver_service.membership.index import OwnIndex
 from pserver_service.pserver import Pserver
@@ -44,6 +45,10 @@ class Cluster:
         """A client; its name is what `simulated.cut` and the lost answers refer to."""
         return Etcd(self.simulated.transport(client))
 
+    def connect_pservers(self, member: PserverMember) -> HandoffPort:
+        """How one parameter server reaches another."""
+        return HttpHandoff(member)
+
     def master_options(self) -> dict[str, Any]:
         """What masters and dispatchers get in place of their defaults."""
         return {}
@@ -59,5 +64,5 @@ class Cluster:
         directory = directory or Directory(etcd, self.keys)
         record = PserverMember(index=-1, url=url, incarnation=pserver.incarnation, host="test", pid=1)
         own_index = OwnIndex(etcd, directory, record)
-        member = Member(PserverContext(etcd, directory, pserver, own_index, offload))
+        member = Member(PserverContext(etcd, directory, pserver, own_index, offload, self.connect_pservers))
         return PserverProcess(pserver, directory, own_index, member)

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Self
 
+from pserver_service.data_plane.handoff_client import Parts
 from shared.errors import DeadlineExceeded, NotLeader, PeerError
 from shared.membership.directory import Directory
 from shared.records import (
@@ -25,6 +26,9 @@ from shared.records import (
     UserFailure,
 )
 from shared.wire.messages import (
+    HandoffAnswer,
+    HandoffHeader,
+    HandoffPart,
     InitBlock,
     InitHeader,
     LedgerAnswer,
@@ -42,6 +46,7 @@ from trainer_agent.data_plane.http import waits_s
 
 MASTER_TIMEOUT_S = 10.0
 STALL_S = 30.0
+HANDOFF_STALL_S = 5.0
 GARBAGE = 0xA5
 
 
@@ -209,6 +214,40 @@ class SimulatedPserver:
         asked = self._network.call(self.member.url, lambda s: s.ledger(query), timeout_s=self._stall_s)
         answer: LedgerAnswer = await asked
         return answer
+
+
+class SimulatedHandoff:
+    """pserver_service.data_plane.handoff_client.HandoffPort"""
+
+    def __init__(self, network: Network, member: PserverMember) -> None:
+        self._network, self._member = network, member
+
+    async def close(self) -> None:
+        pass
+
+    async def hand_over(self, header: HandoffHeader, parts: Parts) -> HandoffAnswer:
+        pipe = Pipe(self._network, lambda item: (item[0], bytes(item[1])))
+
+        async def each() -> AsyncIterator[tuple[HandoffPart, memoryview]]:
+            for item in parts:
+                yield item
+
+        call = self._network.call(
+            self._member.url,
+            lambda service: service.take_handoff(header, _stalling(pipe)),
+            timeout_s=HANDOFF_STALL_S,
+            pipes=(pipe,),
+            again=lambda service: service.take_handoff(header, replay(pipe)),
+            hang_up_cancels=True,
+        )
+        reply = asyncio.ensure_future(call)
+        feeding = asyncio.ensure_future(_feed(pipe, each(), HANDOFF_STALL_S))
+        try:
+            answer: HandoffAnswer = await reply
+            return answer
+        finally:
+            await _settle(feeding)
+            await _settle(reply)
 
 
 @asynccontextmanager

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from master_service.core.changes import Decision
-from master_service.core.decisions.lane_placement import moved_lanes, place
 from master_service.core.decisions.lifecycle import count_failure, fail, next_stage
 from master_service.core.decisions.membership import only_joins, reconcile, storage_events
+from master_service.core.placement.lanes import moved_lanes, place
 from master_service.core.state.job import FailureBudget
 from master_service.core.state.members import Members
 from master_service.core.state.metrics import Metrics

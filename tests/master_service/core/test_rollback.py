@@ -190,7 +190,7 @@ def test_an_old_error_does_not_count_in_a_newer_timeline() -> None:
 def test_without_any_checkpoint_pservers_that_hold_parameters_leave_and_training_starts_over() -> None:
     alone = members_of(0, latest=None)
     assert reconcile(SPEC, RUNNING, TRAINERS, SLOTS, alone) == Decision(None)
-    assert [member.index for member in rollback.survivors(SPEC, RUNNING, alone)] == [0]
+    assert [member.index for member in rollback.survivors(SPEC, RUNNING, SLOTS, alone)] == [0]
     decision = reconcile(SPEC, RUNNING, TRAINERS, SLOTS, members_of(latest=None))
     state = state_after(decision)
     assert (state.phase, state.timeline, state.checkpoint, list_after(decision).names) == (Phase.WAITING, 5, "", ())

@@ -1,0 +1,160 @@
+"""What a live resize costs: python -m benchmarks.resize [--mib 64] [--json]
+
+One trainer trains a model of --mib MiB of parameters with Adam (four times as many bytes of state: values of two versions, two
+tensors of the optimizer) on one parameter server. It is resized to two and to three while it trains. Shown are the longest step
+during each resize beyond the median step before it, the bytes that were sent against the fewest that make the loads even, the
+prediction of a dry run, and how much slower the steps were meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from shared.records import JobSpec
+from shared.records.datasets import Npy
+from shared.runtime import ids, telemetry
+from trireme.launch.cluster import LocalCluster
+from trireme.view.client import Client
+
+MIB = 1 << 20
+STATES = 4  # values of two versions, and Adam's two tensors
+CALM_S = 15.0
+SETTLE_S = 5.0
+RESIZE_S = 240.0
+SIZES = ((1, 2), (2, 3))
+GOAL_MS = 250
+
+
+@dataclass(frozen=True)
+class Row:
+    """Milliseconds of steps, MiB of payloads."""
+
+    before: int
+    after: int
+    steps_before: int
+    median_ms: float
+    steps_during: int
+    median_during_ms: float
+    longest_beyond_ms: float
+    longest_before_beyond_ms: float
+    longest_pause_ms: float
+    seconds: float
+    groups: int
+    moved_mib: float
+    predicted_mib: float
+    fewest_mib: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=64, help="of parameters, a multiple of 16")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    telemetry.configure(level="ERROR", json=False)
+    with tempfile.TemporaryDirectory(prefix="trireme-resize-") as folder:
+        rows = asyncio.run(measure(Path(folder), arguments.mib))
+    if arguments.json:
+        print(json.dumps([asdict(row) for row in rows]))
+        return
+    print(
+        "| pservers | step before | slowest before, beyond it | longest step during, beyond it | median during | longest pause of a group "
+        "| took | sent | dry run | fewest |\n|---|---|---|---|---|---|---|---|---|---|"
+    )
+    for row in rows:
+        print(
+            f"| {row.before} to {row.after} | {row.median_ms:.0f} ms | {row.longest_before_beyond_ms:.0f} ms "
+            f"| {row.longest_beyond_ms:.0f} ms (goal {GOAL_MS}) | {row.median_during_ms:.0f} ms, {row.steps_during} steps "
+            f"| {row.longest_pause_ms:.0f} ms | {row.seconds:.1f} s, {row.groups} groups | {row.moved_mib:.1f} MiB "
+            f"| {row.predicted_mib:.1f} MiB | {row.fewest_mib:.1f} MiB |"
+        )
+
+
+async def measure(folder: Path, mib: int) -> list[Row]:
+    times = folder / "times"
+    times.touch()
+    np.save(folder / "x.npy", np.random.default_rng(0).standard_normal((160_000, 2048), dtype=np.float32))
+    spec = JobSpec(
+        job="resize",
+        script=str(Path(__file__).parent / "scripts" / "resized.py"),
+        dataset=Npy(str(folder / "x.npy"), aligned=True),
+        storage=str(folder / "run"),
+        epochs=1000,
+        lanes=1,
+        global_batch_size=16,
+        records_per_task=1600,
+        trainers=1,
+        pservers=1,
+        checkpoint_every_epochs=None,
+    )
+    os.environ |= {"RESIZED_MIB": str(mib), "RESIZED_TIMES": str(times)}
+    settings = {"RESIZED_MIB": str(mib), "RESIZED_TIMES": str(times)}
+    async with LocalCluster(spec, folder / "run", environment=settings) as cluster:
+        await steps_done(times, 20)
+        return [await resized(cluster, times, mib, *size) for size in SIZES]
+
+
+async def resized(cluster: LocalCluster, times: Path, mib: int, before: int, after: int) -> Row:
+    first = time.monotonic()
+    await asyncio.sleep(CALM_S)
+    async with Client(await cluster.master_url(), timeout_s=RESIZE_S) as client:
+        predicted = await client.create_resize("", pservers=after, dry_run=True)
+        begin = time.monotonic()
+        found = await client.create_resize(ids.new_id("benchmark"), pservers=after)
+        async with asyncio.timeout(RESIZE_S):
+            while found["state"] == "RUNNING":
+                found = await client.resize(found["resize_id"], 5.0)
+        end = time.monotonic()
+    assert found["phase"] == "COMMITTED", found
+    await asyncio.sleep(SETTLE_S)
+    calm, during = steps_between(times, first, begin), steps_between(times, begin, end + 1.0)
+    median = statistics.median(calm)
+    return Row(
+        before=before,
+        after=after,
+        steps_before=len(calm),
+        median_ms=median,
+        steps_during=len(during),
+        median_during_ms=statistics.median(during),
+        longest_beyond_ms=max(during) - median,
+        longest_before_beyond_ms=max(calm) - median,
+        longest_pause_ms=1000 * found["longest_pause_s"],
+        seconds=end - begin,
+        groups=found["groups"],
+        moved_mib=found["bytes_moved"] / MIB,
+        predicted_mib=predicted["bytes"] / MIB,
+        fewest_mib=fewest(mib, before, after),
+    )
+
+
+def fewest(mib: int, before: int, after: int) -> float:
+    """MiB that must move until each of `after` has as many blocks of 1 MiB as it can have, and no more. From even loads."""
+    held = [mib // before + (index < mib % before) for index in range(before)] + [0] * (after - before)
+    shares = sorted((mib // after + (index < mib % after) for index in range(after)), reverse=True)
+    return STATES * sum(max(0, have - share) for have, share in zip(sorted(held, reverse=True), shares, strict=True))
+
+
+def steps_between(times: Path, first: float, last: float) -> list[float]:
+    """Milliseconds of the steps that lie in it."""
+    noted = [float(line) for line in times.read_text().split()]
+    return [1000 * (after - before) for before, after in pairwise(noted) if first <= before and after <= last]
+
+
+async def steps_done(times: Path, count: int) -> None:
+    async with asyncio.timeout(120):
+        while len(times.read_text().split()) < count:
+            await asyncio.sleep(0.1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Groups of slots on their way from source to target: what counts of what was handed over, and the slot map that follows from it.
+
+source: `handed` in ps/<index> --the same migration, timeline and processes--> a new slot map: the target owns the group
+"""
+
+from __future__ import annotations
+
+from master_service.core.changes import Change, Decision, DesirePservers
+from master_service.core.state.job import Job
+from shared.records import SlotMap
+from shared.records.assignments import Group, Handed, Migration
+from shared.records.operations import Operation
+from shared.records.pauses import Losses
+
+
+def move(job: Job, operation: Operation, due: list[Group], handed: dict[int, Handed]) -> Decision[None]:
+    """One new slot map."""
+    slots, resize = job.slots, operation.resize
+    assert slots is not None
+    assert resize is not None
+    owners = list(slots.owners)
+    losses = job.losses
+    for group in due:
+        for slot in group.slots:
+            owners[slot] = group.target
+        losses = _inherited(losses, group)
+    grown = progressed(counted(operation, handed), groups_moved=resize.groups_moved + len(due))
+    inherited = (losses,) if losses != job.losses else ()
+    new = slots.model_copy(update={"version": slots.version + 1, "owners": tuple(owners)})
+    return Decision(None, (new, grown, *inherited))
+
+
+def _inherited(losses: Losses, group: Group) -> Losses:
+    """Blocks bring what they lack along: each block of the target lacks at most as much as the worse of both."""
+    source, target = str(group.source), str(group.target)
+    lost, skipped = losses.lost, losses.skipped
+    if source not in lost and source not in skipped:
+        return losses
+    return losses.with_lost(
+        group.target,
+        max(lost.get(target, 0), lost.get(source, 0)),
+        max(skipped.get(target, 0), skipped.get(source, 0)),
+    )
+
+
+def obstacle(job: Job, migration: Migration) -> str:
+    """Why what is handed over does not count any more, or ""."""
+    if migration.timeline != job.state.timeline:
+        return "the job went back to a checkpoint"
+    for name, incarnation in migration.members.items():
+        member = job.members.pservers.get(int(name))
+        if member is None or member.incarnation != incarnation:
+            return f"pserver-{name} is gone" if member is None else f"pserver-{name} was replaced"
+        if member.handed is not None and member.handed.migration == migration.id and member.handed.failed:
+            return member.handed.failed
+    return ""
+
+
+def handed_of(job: Job, migration: Migration, index: int) -> Handed:
+    member = job.members.pservers.get(index)
+    known = member.handed if member is not None else None
+    return known if known is not None and known.migration == migration.id else Handed(migration=migration.id)
+
+
+def counted(operation: Operation, handed: dict[int, Handed]) -> Operation:
+    """With what this migration has measured so far; attempts before it count, too."""
+    resize = operation.resize
+    assert resize is not None
+    sent = sum(each.bytes for each in handed.values())
+    longest = max([resize.longest_pause_s, *(each.longest_pause_s for each in handed.values())])
+    return progressed(operation, bytes_moved=resize.bytes_before + sent, longest_pause_s=longest)
+
+
+def placed(slots: SlotMap, owners: tuple[int, ...], pservers: int) -> tuple[Change, ...]:
+    """A new version of the map, and as many indices as it and the target number need."""
+    new = SlotMap(version=slots.version + 1, owners=owners, pservers=pservers)
+    return new, DesirePservers(max(pservers, max(owners) + 1))
+
+
+def progressed(operation: Operation, **fields: object) -> Operation:
+    assert operation.resize is not None
+    return operation.model_copy(update={"resize": operation.resize.model_copy(update=fields)})

@@ -1,0 +1,230 @@
+"""Blocks that move from one parameter server (source) to another (target), with all that belongs to them.
+
+source   Leaving: values of this version while it serves --> next version: frozen --> values, optimizer's state, ledger, history
+target   Arriving: parts, kept apart --> whole --the slot map says so--> `adopt`: blocks of the store
+source   the slot map says so --> `forget`;  or another migration was planned --> thawed, nothing has happened
+
+Synchronous: a block freezes at its next version, when nothing has been pushed for the step after it. So nothing accumulated has to
+move, and pushes for that step wait for the target while pulls of both versions are answered.
+Asynchronous: a block freezes at once; its part of the ledger moves with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from pserver_service.core.ledger import Ledger
+from pserver_service.core.saved_ledger import SavedLedger
+from pserver_service.core.store import Store
+from shared.blocks.buffers import Buffer, BufferPool, bytes_of
+from shared.blocks.narrow import DTYPES
+from shared.errors import BadFrame
+from shared.records import Mode
+from shared.records.layout import ELEMENT_BYTES, Block
+from shared.wire.messages import HandedHistory, HandoffPart, MovedBlock
+
+Parts = Iterator[tuple[HandoffPart, memoryview]]
+
+
+class MovingSlots(Protocol):
+    """What slots consist of, as the one who sends them sees it: dense blocks here; other kinds of state may follow."""
+
+    @property
+    def frozen(self) -> bool:
+        """Whether nothing of it changes any more."""
+        ...
+
+    def begin(self) -> None:
+        """From now on it freezes at the next possible moment."""
+        ...
+
+    def early(self) -> Parts:
+        """Parts that the target will need, which may be sent before it is frozen."""
+        ...
+
+    def rest(self) -> Parts:
+        """All other parts, once it is frozen."""
+        ...
+
+    def thaw(self) -> None:
+        """It stays here."""
+        ...
+
+
+class LeavingBlocks:
+    """`MovingSlots` of some blocks of a store. `thaw` or `release` it at the end."""
+
+    def __init__(self, store: Store, numbers: Collection[int]) -> None:
+        self._store = store
+        self._blocks = [store.blocks[number] for number in sorted(numbers)]
+        self._early: dict[int, tuple[int, Buffer]] = {}
+
+    def __repr__(self) -> str:
+        frozen = sum(state.frozen for state in self._blocks)
+        return f"<LeavingBlocks: {frozen} of {len(self._blocks)} frozen>"
+
+    @property
+    def frozen(self) -> bool:
+        return all(state.frozen for state in self._blocks)
+
+    @property
+    def any_frozen(self) -> bool:
+        return any(state.frozen for state in self._blocks)
+
+    def begin(self) -> None:
+        for state in self._blocks:
+            if self._store.mode is Mode.ASYNC:
+                state.frozen = True
+            else:
+                state.freeze_at = state.version + 1
+                self._early[state.place.number] = state.version, state.current.retain()
+
+    def freeze_idle(self) -> None:
+        """No step is made: blocks freeze as they are, but for those that hold a part of a step."""
+        for state in self._blocks:
+            state.frozen = state.frozen or not state.tree.nodes
+
+    def early(self) -> Parts:
+        """The values that the next version's `previous` will be."""
+        for number, (version, values) in self._early.items():
+            yield HandoffPart(block=number, version=version, dtype=values.dtype), values.view
+
+    def rest(self) -> Parts:
+        """Values, the version before if it was not sent early, and the optimizer's state."""
+        for state in self._blocks:
+            number = state.place.number
+            known = self._early[number][0] if number in self._early else None
+            if state.previous is not None and known != state.version - 1:
+                before = HandoffPart(block=number, version=state.version - 1, dtype=state.place.dtype)
+                yield before, state.previous.view
+            if known != state.version:
+                yield HandoffPart(block=number, version=state.version, dtype=state.place.dtype), state.current.view
+            for name, tensor in state.optimizer_state().items():
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                part = HandoffPart(block=number, name=name, dtype=dtype, scalar=tensor.dim() == 0)
+                yield part, bytes_of(tensor.reshape(-1))
+
+    def described(self) -> tuple[MovedBlock, ...]:
+        return tuple(
+            MovedBlock(block=state.place.number, version=state.version, updates=state.updates) for state in self._blocks
+        )
+
+    def ledger(self) -> SavedLedger:
+        """Asynchronous: of these blocks, in the order of `described`."""
+        positions = {number: position for position, number in enumerate(self._store.blocks)}
+        return self._store.ledger.part([positions[state.place.number] for state in self._blocks])
+
+    def thaw(self) -> None:
+        for state in self._blocks:
+            state.frozen, state.freeze_at = False, None
+        self.release()
+
+    def release(self) -> None:
+        """What was kept to be sent is not sent any more."""
+        for _, values in self._early.values():
+            values.release()
+        self._early = {}
+
+
+@dataclass(slots=True)
+class _Arrived:
+    """A block's parts. `values`: by version."""
+
+    values: dict[int, Buffer] = field(default_factory=dict)
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class ArrivingBlocks:
+    """The target's end: `take` the parts, `complete` them, `adopt` them into the store; or `release`. `places`: the blocks that
+    belong to the group."""
+
+    def __init__(self, places: dict[int, Block], pool: BufferPool) -> None:
+        self._places, self._pool = places, pool
+        self._arrived = {number: _Arrived() for number in places}
+        self.blocks: tuple[MovedBlock, ...] = ()
+        self.history = HandedHistory()
+        self.ledger = SavedLedger({})
+        self.whole = False
+
+    def __repr__(self) -> str:
+        return f"<ArrivingBlocks {len(self._places)}: {'whole' if self.whole else 'not whole'}>"
+
+    @property
+    def numbers(self) -> frozenset[int]:
+        return frozenset(self._places)
+
+    def take(self, part: HandoffPart, payload: memoryview) -> None:
+        """Copy a part; one that is there already is left as it is. Raises BadFrame."""
+        place = self._places.get(part.block)
+        elements = 1 if part.scalar else place.elements if place is not None else 0
+        fits = place is not None and (bool(part.name) or (part.dtype == place.dtype and not part.scalar))
+        if not fits or part.dtype not in ELEMENT_BYTES or payload.nbytes != elements * ELEMENT_BYTES[part.dtype]:
+            msg = f"part {part.name!r} of block {part.block}: {payload.nbytes} bytes of {part.dtype!r} do not belong to this group"
+            raise BadFrame(msg)
+        if self.whole:
+            return
+        arrived = self._arrived[part.block]
+        if not part.name and part.version not in arrived.values:
+            values = self._pool.take(part.dtype, elements)
+            values.view[:] = payload.cast("B")
+            arrived.values[part.version] = values
+        elif part.name and part.name not in arrived.state:
+            tensor = torch.empty(() if part.scalar else (elements,), dtype=DTYPES[part.dtype])
+            bytes_of(tensor.reshape(-1))[:] = payload.cast("B")
+            arrived.state[part.name] = tensor
+
+    def complete(self, blocks: tuple[MovedBlock, ...], history: HandedHistory, ledger: SavedLedger) -> None:
+        """The source says what the parts make. Raises BadFrame if one is missing."""
+        if self.whole:
+            return
+        lacking = [each.block for each in blocks if each.version not in self._arrived[each.block].values]
+        if {each.block for each in blocks} != self.numbers or lacking:
+            msg = (
+                f"{len(blocks)} blocks of {len(self._places)} are said to be whole; values are missing of {lacking[:4]}"
+            )
+            raise BadFrame(msg)
+        self.blocks, self.history, self.ledger, self.whole = blocks, history, ledger, True
+
+    def adopt_into(self, store: Store) -> None:
+        """The blocks are the store's from now on; it has to be renumbered, and its ledger to be joined."""
+        store.history.take(self.history)
+        for moved in self.blocks:
+            arrived = self._arrived.pop(moved.block)
+            store.place_block(moved.block, arrived.values.pop(moved.version), arrived.state)
+            previous = arrived.values.pop(moved.version - 1, None)
+            store.blocks[moved.block].carry_on(moved.version, moved.updates, previous)
+            for old in arrived.values.values():
+                old.release()
+
+    def release(self) -> None:
+        """Nothing of it is needed."""
+        for arrived in self._arrived.values():
+            for values in arrived.values.values():
+                values.release()
+        self._arrived = {}
+
+
+def adopt(store: Store, groups: Collection[ArrivingBlocks]) -> None:
+    """In place: blocks that moved here."""
+    own = store.ledger.saved(), len(store.blocks)
+    arrived = [(group.ledger, len(group.blocks)) for group in groups]
+    for group in groups:
+        group.adopt_into(store)
+    store.renumber()
+    if store.mode is Mode.ASYNC:
+        store.ledger = Ledger.joined([own, *arrived])
+
+
+def forget(store: Store, numbers: Collection[int]) -> None:
+    """In place: blocks that moved away."""
+    staying = [position for position, number in enumerate(store.blocks) if number not in numbers]
+    ledger = store.ledger.part(staying)
+    for number in numbers:
+        store.blocks.pop(number).let_go()
+    store.renumber()
+    if store.mode is Mode.ASYNC:
+        store.ledger = Ledger.joined([(ledger, len(staying))])

@@ -1,0 +1,217 @@
+"""Blocks that move to another store go on there with the same bits: values of two versions, optimizer's state, ledger."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from pserver_service.core.moving import ArrivingBlocks, LeavingBlocks, adopt, forget
+from pserver_service.core.saved_ledger import SavedLedger
+from pserver_service.core.store import Store
+from pserver_service.pserver import Pserver
+from shared.errors import BadFrame
+from shared.records import Mode
+from shared.records.layout import OptimizerSpec
+from shared.wire.messages import HandoffPart, LedgerQuery
+from tests.pserver_service.jobs import (
+    async_header,
+    check_invariants,
+    init_header,
+    initialised,
+    item,
+    layout_of,
+    pull_request,
+    pulled,
+    push_header,
+    stream,
+)
+
+ADAM = OptimizerSpec(name="Adam", defaults={"lr": 0.1}, groups=({},))
+LAYOUT = layout_of(40, optimizer=ADAM)  # blocks of 16, 16 and 8
+SIZES = {0: 16, 1: 16, 2: 8}
+MOVED = (1, 2)
+
+
+def gradient(step: int, block: int) -> torch.Tensor:
+    return torch.full((SIZES[block],), 1.0 + step + block)
+
+
+async def make_step(pserver: Pserver, step: int, blocks=(0, 1, 2)):
+    return await pserver.push(push_header(step), stream(*(item(n, gradient(step, n)) for n in blocks)))
+
+
+def empty(mode: Mode = Mode.SYNC) -> Pserver:
+    target = Pserver("ctr", "ps-2", index=1)
+    target.store = Store(init_header(LAYOUT, mode, pserver=1))
+    target.store.seal()
+    return target
+
+
+def moved(source: Pserver, target: Pserver, leaving: LeavingBlocks) -> None:
+    """What the two ends do, without a wire."""
+    assert source.store is not None
+    assert target.store is not None
+    places = {number: place for number in MOVED if (place := source.store.geometry.block(number)) is not None}
+    arriving = ArrivingBlocks(places, target.store.pool)
+    for parts in (leaving.early(), leaving.rest()):
+        for part, payload in parts:
+            arriving.take(part, payload)
+            arriving.take(part, payload)  # a repetition
+    ledger = leaving.ledger() if source.store.mode is Mode.ASYNC else SavedLedger({})
+    arriving.complete(leaving.described(), source.store.history.handed(), ledger)
+    forget(source.store, frozenset(MOVED))
+    leaving.release()
+    adopt(target.store, [arriving])
+
+
+def test_a_block_freezes_at_its_next_version_and_goes_on_elsewhere_with_the_same_bits() -> None:
+    async def main() -> None:
+        (source, _), (alone, _) = await initialised(LAYOUT), await initialised(LAYOUT)
+        target = empty()
+        for step in range(3):
+            await make_step(source, step)
+            await make_step(alone, step)
+        assert source.store is not None
+        leaving = LeavingBlocks(source.store, MOVED)
+        leaving.begin()
+        assert not leaving.frozen
+        await make_step(source, 3)
+        assert leaving.frozen
+        refused = await make_step(source, 4)
+        assert {(each.block, each.code) for each in refused.refused} == {(1, "MOVING"), (2, "MOVING")}
+        late = await make_step(source, 3)
+        assert (late.duplicate, late.refused) == (3, ())
+        moved(source, target, leaving)
+        assert sorted(source.store.blocks) == [0]
+        answer = await make_step(target, 4, MOVED)
+        assert (answer.applied, answer.refused) == (2, ())
+        await make_step(alone, 3)
+        await make_step(alone, 4)
+        for version in (4, 5):
+            expected, _ = await pulled(alone, pull_request(version, MOVED))
+            found, end = await pulled(target, pull_request(version, MOVED))
+            assert all(torch.equal(found[number], expected[number]) for number in MOVED)
+            assert end.record is not None
+            assert end.record.positions == (await pulled(alone, pull_request(version, MOVED)))[1].record.positions  # type: ignore[union-attr]
+        assert (await make_step(source, 4, (1,))).refused[0].code == "WRONG_OWNER"
+        for pserver in (source, target, alone):
+            check_invariants(pserver)
+
+    asyncio.run(main())
+
+
+def test_a_pull_that_waits_for_a_block_that_moves_ends_and_says_so() -> None:
+    async def main() -> None:
+        source, _ = await initialised(LAYOUT)
+        assert source.store is not None
+        waiting = asyncio.create_task(pulled(source, pull_request(1, (0, 1), wait_s=20.0)))
+        await asyncio.sleep(0)
+        leaving = LeavingBlocks(source.store, MOVED)
+        leaving.begin()
+        leaving.freeze_idle()
+        moved(source, empty(), leaving)
+        source.forgotten(MOVED)
+        found, end = await waiting
+        assert (found, end.code) == ({}, "WRONG_OWNER")
+
+    asyncio.run(main())
+
+
+def test_what_stays_is_thawed_and_goes_on() -> None:
+    async def main() -> None:
+        source, _ = await initialised(LAYOUT)
+        assert source.store is not None
+        leaving = LeavingBlocks(source.store, MOVED)
+        leaving.begin()
+        leaving.freeze_idle()
+        assert leaving.frozen
+        leaving.thaw()
+        assert (await make_step(source, 0)).applied == 3
+        assert (await make_step(source, 1)).applied == 3
+        check_invariants(source)
+
+    asyncio.run(main())
+
+
+def test_a_block_with_a_part_of_a_step_does_not_freeze_before_the_step_is_whole() -> None:
+    async def main() -> None:
+        source, _ = await initialised(LAYOUT)
+        assert source.store is not None
+        half = item(1, gradient(0, 1), lanes=(0, 2))
+        await source.push(push_header(0, range(2)), stream(half))
+        leaving = LeavingBlocks(source.store, (1,))
+        leaving.begin()
+        leaving.freeze_idle()
+        assert not leaving.frozen
+        await source.push(push_header(0, range(2, 4)), stream(item(1, gradient(0, 1), lanes=(2, 4))))
+        assert leaving.frozen
+        leaving.release()
+
+    asyncio.run(main())
+
+
+def test_the_ledger_moves_with_its_block_and_each_minibatch_still_counts_once() -> None:
+    async def main() -> None:
+        source, _ = await initialised(LAYOUT, Mode.ASYNC)
+        target = empty(Mode.ASYNC)
+
+        async def push(pserver: Pserver, task: int, start: int, blocks=(0, 1, 2)):
+            parts = (item(n, gradient(start, n), lanes=(0, 1)) for n in blocks)
+            return await pserver.push(async_header(task, start, start + 1, 3), stream(*parts))
+
+        for start in range(3):
+            await push(source, 5, start)  # closed
+        await push(source, 6, 0)
+        await push(source, 6, 1, (0,))  # block 0 is ahead
+        assert source.store is not None
+        assert target.store is not None
+        leaving = LeavingBlocks(source.store, MOVED)
+        leaving.begin()
+        assert leaving.frozen
+        assert (await push(source, 6, 1)).refused[0].code == "MOVING"
+        moved(source, target, leaving)
+        assert (await push(target, 6, 0, MOVED)).duplicate == 2
+        assert (await push(target, 5, 2, MOVED)).duplicate == 2
+        assert (await push(target, 6, 2, MOVED)).refused[0].code == "TOO_EARLY"
+        assert (await target.ledger(LedgerQuery(epoch=0, task_id="6"))).next == 1
+        assert (await source.ledger(LedgerQuery(epoch=0, task_id="6"))).next == 2
+        for start in (1, 2):
+            assert (await push(target, 6, start, MOVED)).applied == 2
+        await push(source, 6, 2, (0,))
+        for pserver in (source, target):
+            (counts,) = (await pserver.info()).ledger
+            assert (counts.applied_lowest, counts.applied_highest, counts.tasks_open, counts.tasks_closed) == (
+                6,
+                6,
+                0,
+                2,
+            )
+
+    asyncio.run(main())
+
+
+def test_parts_that_do_not_belong_to_the_group_and_groups_that_are_not_whole_are_refused() -> None:
+    async def main() -> None:
+        source, _ = await initialised(LAYOUT)
+        assert source.store is not None
+        place = source.store.geometry.block(1)
+        assert place is not None
+        arriving = ArrivingBlocks({1: place}, source.store.pool)
+        for part, size in (
+            (HandoffPart(block=2, dtype="float32"), 32),
+            (HandoffPart(block=1, dtype="float32"), 60),
+            (HandoffPart(block=1, dtype="float64"), 128),
+            (HandoffPart(block=1, dtype="float16"), 32),
+            (HandoffPart(block=1, name="step", dtype="float32", scalar=True), 8),
+        ):
+            with pytest.raises(BadFrame, match="do not belong"):
+                arriving.take(part, memoryview(bytearray(size)))
+        leaving = LeavingBlocks(source.store, (1,))
+        with pytest.raises(BadFrame, match="values are missing of"):
+            arriving.complete(leaving.described(), source.store.history.handed(), SavedLedger({}))
+        arriving.release()
+        check_invariants(source)
+
+    asyncio.run(main())

@@ -1,0 +1,174 @@
+"""A resize of a running job in the simulation: the promises hold whoever dies in whichever phase, and nothing moves in vain.
+
+Checked beside all other invariants: a push changes a block only at the owner that etcd's slot map names at that moment; no block
+is served by two parameter servers; the slot map's version only grows.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from master_service.core.decisions import resize
+from master_service.core.placement import slot_moves as moves
+from master_service.core.state.job import Job
+from pserver_service.core.blocks import BlockState
+from shared.records import Mode
+from shared.records.assignments import Handed, Migration
+from shared.records.operations import OperationState, ResizePhase
+from tests.equipment.cluster.network import STEADY, conditions_of
+from tests.equipment.replaced import replaced
+from tests.simulation.compute import Speed
+from tests.simulation.plans import OperatorRequest, Plan, RequestKind, ResizeKill, Victim, plan_of
+from tests.simulation.run import Outcome, simulate
+
+SMALL_GROUP_BYTES = 1600  # so that a resize of the small model moves several groups
+MOMENTS = [
+    (ResizePhase.STARTING, 0),
+    (ResizePhase.MIGRATING, 0),
+    (ResizePhase.MIGRATING, 1),
+    (ResizePhase.COMMITTED, 0),
+]
+
+
+def resized(seed: int, mode: Mode, *, restart: bool = False) -> Plan:
+    """A job that is resized twice, drawn from the seed."""
+    rng = random.Random(f"resize-{mode}-{seed}")
+    numbers = [(rng.choice([1, 2, 3, 4]), rng.choice([1, 2, 3, 4])) for _ in range(2)]
+    drawn = plan_of(seed, mode)
+    lanes = 4 if mode is Mode.SYNC else 1
+    job = replace(drawn.job, files=(7, 1, 16, 5), task_records=4, minibatch=2, lanes=lanes, epochs=4, push_every=1)
+    requests = [
+        OperatorRequest(at_s, RequestKind.RESIZE, members=members, restart=restart)
+        for at_s, members in zip((3.0, 8.0), numbers, strict=True)
+    ]
+    return replace(
+        drawn,
+        job=job,
+        speed=Speed(0.1, 0.2),
+        conditions=STEADY,
+        faults=(),
+        requests=tuple(requests),
+        trainers=2,
+        pservers=rng.choice([1, 2, 3]),
+        independent=False,
+        skip_after_s=None,
+        checkpoint_every_s=2.0 if mode is Mode.ASYNC else None,
+    )
+
+
+def growing(seed: int, mode: Mode) -> Plan:
+    """From one parameter server to three."""
+    plan = resized(seed, mode)
+    return replace(plan, pservers=1, requests=(replace(plan.requests[0], members=(3, 2)),))
+
+
+def played(plan: Plan) -> Outcome:
+    with replaced(moves, "GROUP_BYTES", SMALL_GROUP_BYTES):
+        return simulate(plan.seed, plan.job.mode, plan=plan)
+
+
+def kept(outcome: Outcome) -> Outcome:
+    assert not outcome.violations, "\n".join([str(outcome.plan), *outcome.violations[:6]])
+    return outcome
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_an_undisturbed_resize_moves_no_byte_in_vain(mode):
+    moved = 0
+    for seed in range(4):
+        for operation in kept(played(resized(seed, mode))).operations:
+            found = operation.resize
+            assert found is not None
+            if operation.state is OperationState.DONE:
+                assert found.phase is ResizePhase.COMMITTED
+                assert (found.bytes_moved, found.groups_moved) == (found.bytes, found.groups)
+                moved += found.groups_moved
+            else:
+                assert "the job is COMPLETED" in operation.reason
+    assert moved > 5
+
+
+@pytest.mark.parametrize("victim", list(Victim))
+@pytest.mark.parametrize("mode", list(Mode))
+def test_every_promise_is_kept_whoever_dies_in_whichever_phase(mode, victim):
+    struck = 0
+    for number, (phase, moved) in enumerate(MOMENTS):
+        rng = random.Random(f"{mode}-{victim}-{number}")
+        kill = ResizeKill(phase, victim, moved, rng.choice([0.0, 0.005, 0.02, 0.1]), rng.choice([0.1, 1.0, 4.0]))
+        struck += kept(played(replace(growing(number, mode), kills=(kill,), masters=rng.choice([1, 2])))).injected
+    assert struck >= len(MOMENTS) - 1
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seeds", [range(first, first + 20) for first in range(0, 100, 20)], ids=str)
+@pytest.mark.parametrize("mode", list(Mode))
+def test_every_promise_is_kept_under_kills_faults_and_bad_networks(mode, seeds):
+    for seed in seeds:
+        kept(played(stormy(seed, mode)))
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_every_promise_is_kept_under_kills_faults_and_bad_networks_in_short(mode):
+    for seed in range(100, 103):
+        kept(played(stormy(seed, mode)))
+
+
+def stormy(seed: int, mode: Mode) -> Plan:
+    """Two resizes, the faults and requests of the seed, and one or two kills at moments of a resize."""
+    rng = random.Random(f"storm-{mode}-{seed}")
+    plan, drawn = resized(seed, mode), plan_of(seed, mode)
+    kills = [_kill(rng) for _ in range(rng.choice([1, 1, 2]))]
+    requests = tuple(sorted((*plan.requests, *drawn.requests), key=lambda request: request.at_s))
+    return replace(
+        plan, kills=tuple(kills), masters=2, conditions=conditions_of(rng), faults=drawn.faults, requests=requests
+    )
+
+
+def _kill(rng: random.Random) -> ResizeKill:
+    phase, moved = rng.choice(MOMENTS)
+    return ResizeKill(
+        phase, rng.choice(list(Victim)), moved, rng.choice([0.0, 0.005, 0.1]), rng.choice([0.1, 1.0, 4.0])
+    )
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_a_resize_by_restart_gives_the_same_parameters(mode):
+    done = 0
+    for seed in range(2):
+        outcome = kept(played(resized(seed, mode, restart=True)))
+        done += sum(operation.state is OperationState.DONE for operation in outcome.operations)
+    assert done >= 2
+
+
+# -------------------------------------------------------------------- ablations
+
+
+def test_without_the_migrations_name_what_was_handed_over_for_another_one_counts():
+    def any_migration(job: Job, _: Migration, index: int) -> Handed:
+        member = job.members.pservers.get(index)
+        return (member.handed if member is not None else None) or Handed(migration="none")
+
+    without_leader = ResizeKill(
+        ResizePhase.MIGRATING, Victim.LEADER, 0, 0.0, 4.0
+    )  # so the target dies before it counts
+    target = ResizeKill(ResizePhase.MIGRATING, Victim.TARGET, 0, 1.5, 0.1)
+    _is_missed(lambda: replaced(resize, "handed_of", any_migration), Mode.SYNC, without_leader, target)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_without_the_freeze_pushes_are_lost_between_the_last_copy_and_the_new_owner(mode):
+    _is_missed(lambda: replaced(BlockState, "takes", lambda *_: True), mode)
+
+
+def _is_missed(ablation: Callable, mode: Mode, *kills: ResizeKill) -> None:
+    for seed in range(12):
+        plan = replace(growing(seed, mode), kills=kills, masters=1)
+        with ablation():
+            broken = played(plan).violations
+        if broken and not played(plan).violations:
+            return
+    pytest.fail("no promise was broken without it")

@@ -1,0 +1,84 @@
+"""`trireme scale`: other numbers of trainers and parameter servers for a running job. Progress goes to stderr."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from shared.errors import DeadlineExceeded, TriremeError, from_map
+from shared.runtime import clock, ids
+from trireme.cli import exit_codes
+from trireme.cli.queries import job_address
+from trireme.view.job_address import AnyClient, Connect, open_client
+from trireme.view.operations import LONG_POLL_S, Document, call_any_master
+from trireme.view.progress import say
+
+POLL_S = 0.5
+MIB = 1 << 20
+
+
+def scale(
+    job: str | None, data_dir: Path | None, url: str | None, asked: dict[str, Any], wait_s: float, *, as_json: bool
+) -> int:
+    """`asked`: the body of createResize. Returns the exit code."""
+    key = ids.new_id("cli")
+
+    def connect() -> AbstractAsyncContextManager[AnyClient]:
+        return open_client(job_address(job, data_dir, url), token=os.environ.get("TRIREME_TOKEN", ""))
+
+    async def run() -> Document:
+        begun = await call_any_master(connect, lambda client: client.create_resize(key, **asked))
+        return begun if asked.get("dry_run") or not wait_s else await _ended(connect, begun, wait_s)
+
+    try:
+        found = asyncio.run(run())
+    except TriremeError as error:
+        return exit_codes.report_error(error, as_json=as_json)
+    if as_json:
+        print(json.dumps(found))  # noqa: T201
+    else:
+        text = (
+            _prediction(found) if asked.get("dry_run") else f"{found['phase']}  {found['reason']}  {found['resize_id']}"
+        )
+        Console(soft_wrap=True).print(text, highlight=False)
+    return exit_codes.OK
+
+
+async def _ended(connect: Connect, resize: Document, wait_s: float) -> Document:
+    """Once it is committed. Raises its error if it ended otherwise, DeadlineExceeded after `wait_s`."""
+    deadline, said, name = clock.monotonic() + wait_s, "", resize["resize_id"]
+    while resize["state"] == "RUNNING":
+        line = f"{resize['phase']}: {resize['groups_moved']} of {resize['groups']} groups, {resize['bytes_moved'] / MIB:.1f} MiB moved; {resize['reason']}"
+        if line != said:
+            say(line)
+            said = line
+        left = deadline - clock.monotonic()
+        if left <= 0:
+            msg = f"resize {name} is still running after {wait_s:g} s: {resize['reason']}"
+            raise DeadlineExceeded(msg, hint="it goes on; wait longer with --wait-s", operation=name)
+        wait = min(left, LONG_POLL_S if resize["phase"] == "PLANNED" else POLL_S)
+        resize = await call_any_master(connect, lambda client, wait=wait: client.resize(name, wait))  # type: ignore[misc]
+    if resize["state"] == "FAILED":
+        raise from_map(
+            {"code": resize.get("error_code"), "message": f"{resize['phase']}: {resize['reason']}", "details": resize}
+        )
+    say(f"longest pause of a group: {resize['longest_pause_s'] * 1000:.0f} ms")
+    return resize
+
+
+def _prediction(found: Document) -> str:
+    head = (
+        f"{found['before_pservers']} to {found['pservers']} parameter servers, {found['before_trainers']} to {found['trainers']} "
+        f"trainers: {found['slots']} slots in {found['groups']} groups would move, {found['bytes'] / MIB:.1f} MiB"
+    )
+    rows = [
+        f"  pserver-{each['pserver']}  sends {each['sent'] / MIB:.1f} MiB, receives {each['received'] / MIB:.1f} MiB"
+        for each in found["by_pserver"]
+    ]
+    return "\n".join([head, *rows])
