@@ -166,7 +166,8 @@ def test_without_the_freeze_pushes_are_lost_between_the_last_copy_and_the_new_ow
 
 def _is_missed(ablation: Callable, mode: Mode, *kills: ResizeKill) -> None:
     for seed in range(12):
-        plan = replace(growing(seed, mode), kills=kills, masters=1)
+        slow = replace(STEADY, high_s=0.05)  # so that steps fall into the time of a hand-over
+        plan = replace(growing(seed, mode), kills=kills, masters=1, conditions=slow)
         with ablation():
             broken = played(plan).violations
         if broken and not played(plan).violations:
