@@ -25,8 +25,8 @@ from shared.storage import files
 from trireme.cli import exit_codes
 from trireme.cli.run import job_named
 from trireme.cli.targets import Target, cluster_target
+from trireme.launch.member_numbers import cores, pservers_for
 from trireme.launch.processes import ForkServer
-from trireme.launch.pserver_count import cores, pservers_for
 from trireme.preflight import Inspection, ScriptError, check_path, inspect
 from trireme.script_source import read_source
 from trireme.settings import (
