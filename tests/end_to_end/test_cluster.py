@@ -107,6 +107,8 @@ def test_two_jobs_share_a_cluster_whose_leader_and_host_die_and_the_bits_are_tho
             *[("b", "pserver"), ("b", "trainer")],
         ]
         assert trireme.run("delete", "b").code == exit_codes.CONFLICT
+        explained = trireme.run("explain", "a")
+        assert (explained.code, explained.out.startswith("job a: ")) == (0, True), explained
         cancelled = trireme.run("cancel", "b")
         assert (cancelled.code, "CANCELLED" in cancelled.out) == (0, True), cancelled
         child_of(process, "trireme.host").kill()

@@ -20,9 +20,10 @@ from shared.membership.settings import MemberSettings
 from shared.records import JobState, MasterAddress, MasterLock, Phase
 from shared.runtime import telemetry
 from trireme.cli import exit_codes
+from trireme.cli.targets import Target, checked_name, target_in_cluster
 from trireme.launch import resume, run_folder
 from trireme.view.client import MASTERLESS
-from trireme.view.job_address import open_client
+from trireme.view.job_address import address_of, given_token, open_client
 from trireme.view.names import without_tokens
 from trireme.view.stopped_run import explain_ended, explain_stopped, told_by_launcher
 
@@ -44,9 +45,11 @@ def explain(job: str | None, data_dir: Path | None, url: str | None, *, as_json:
 async def _explained(job: str | None, data_dir: Path | None, url: str) -> Explanation:
     """Raises NotFound without such a job, Unauthorized."""
     if url:
-        return await _by_address(job or "", url)
+        return await _by_address(job or "", Target(address_of(url, checked_name(job) if job else None), given_token()))
     if "TRIREME_ETCD" in os.environ and job:
         return await _by_etcd(MemberSettings(job=job).etcd_access, job, "", None)
+    if (target := target_in_cluster(job, data_dir)) is not None:
+        return await _by_address(job or "", target)
     folder, facts = run_folder.find_begun_run(data_dir, job, "--data-dir or --url")
     if result := run_folder.read_json(folder / resume.RESULT_FILE):
         return explain_ended(result)
@@ -56,23 +59,23 @@ async def _explained(job: str | None, data_dir: Path | None, url: str) -> Explan
     if facts is None:
         return explanation_of(name, _no_master(name, None, folder, "no master of this run has led yet"))
     try:
-        return await _asked(address)
+        return await _asked(Target(address, given_token()))
     except (PeerError, CallerError) as error:
         if isinstance(error, Unauthorized):
             raise
         return await _by_etcd(EtcdAccess.from_facts(facts), name, address, folder, error)
 
 
-async def _by_address(job: str, url: str) -> Explanation:
+async def _by_address(job: str, target: Target) -> Explanation:
     try:
-        return await _asked(url)
+        return await _asked(target)
     except PeerError as error:
-        return explanation_of(job or url, _silent_master(url, error, None))
+        return explanation_of(job or target.address, _silent_master(target.address, error, None))
 
 
-async def _asked(address: str) -> Explanation:
-    """What the master at `address` explains. Raises PeerError, Unauthorized."""
-    async with open_client(address, token=os.environ.get("TRIREME_TOKEN", ""), timeout_s=MASTER_S) as client:
+async def _asked(target: Target) -> Explanation:
+    """What the master there explains. Raises PeerError, Unauthorized."""
+    async with open_client(target.address, token=target.token, timeout_s=MASTER_S) as client:
         return Explanation.model_validate(await client.explanation())
 
 
@@ -95,7 +98,7 @@ async def _by_etcd(
         return explanation_of(job, _no_sweeper(job, state, leader, str(error)))
     if leader and leader != asked:
         try:
-            return await _asked(leader)
+            return await _asked(Target(address_of(leader, job), given_token()))
         except PeerError as failed:
             error = failed
     if leader and error is not None:

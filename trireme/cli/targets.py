@@ -32,10 +32,15 @@ def job_target(job: str | None, data_dir: Path | None, url: str | None) -> Targe
     """Raises NotFound; Conflict if the job's run has ended, PeerError if it was stopped."""
     if given := url or os.environ.get("TRIREME_URL"):
         return Target(address_of(given, checked_name(job) if job else None), given_token())
+    return target_in_cluster(job, data_dir) or Target(_address_of_run(job, data_dir), given_token())
+
+
+def target_in_cluster(job: str | None, data_dir: Path | None) -> Target | None:
+    """A job of the cluster that runs in the data folder; None: none does, or a run beside it is meant. Raises InvalidArgument."""
     cluster = cluster_folder.find(data_dir)
-    if cluster is not None and _is_of_cluster(job, data_dir):
-        return Target(address_of(cluster.url, checked_name(job) if job else None), given_token() or cluster.token, True)
-    return Target(_address_of_run(job, data_dir), given_token())
+    if cluster is None or not _is_of_cluster(job, data_dir):
+        return None
+    return Target(address_of(cluster.url, checked_name(job) if job else None), given_token() or cluster.token, True)
 
 
 def cluster_target(data_dir: Path | None, url: str | None) -> Target:
