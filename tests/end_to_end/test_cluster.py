@@ -195,3 +195,37 @@ def test_what_cannot_be_done_is_one_clear_message(trireme: Command) -> None:
         failing.write_text(script.read_text().replace("def optimizer(model):", "def optimizer(model):\n    1 / 0"))
         ended = trireme.run("submit", failing, "--name", "f", "--no-check", "--wait")
         assert (ended.code, "ZeroDivisionError: division by zero" in ended.err) == (exit_codes.JOB_FAILED, True), ended
+
+
+def test_a_job_that_needs_more_members_than_there_are_gets_them_within_the_limits(trireme: Command) -> None:
+    script = script_in(trireme.folder)
+    places = ("--trainers", 1, "--pservers", 1, "--max-trainers", 3, "--max-pservers", 2)
+    with up(trireme, *places):
+        submit = ("submit", script, "--no-check", "--json", "--epochs", EPOCHS, "--min-trainers")
+        good(trireme.run(*submit, 2, "--name", "a", "--pservers", 1))
+        good(trireme.run(*submit, 1, "--name", "b", "--pservers", 1))
+        good(trireme.run(*submit, 1, "--name", "c", "--pservers", 1))
+        for name in ("a", "b"):
+            job_when(trireme, name, is_at(2))
+        pool = good(trireme.run("pool", "--json"))["members"]
+        assert sorted((place["job"], place["kind"]) for place in pool) == [
+            *[("a", "pserver"), ("a", "trainer"), ("a", "trainer")],
+            *[("b", "pserver"), ("b", "trainer")],
+        ]
+        said = (trireme.folder / "up.log").read_text()
+        assert "trainers: " in said, said
+        assert "more, because jobs need" in said, said
+        (trireme.folder / "slow").unlink()
+        job_when(trireme, "c", lambda job: job["standing"] == "COMPLETED")
+
+
+def test_launchers_refuse_what_does_not_go_together(trireme: Command) -> None:
+    for arguments, told in (
+        (("--launcher", "docker"), "--launcher docker: give one of local, ray, none"),
+        (("--trainers", 3, "--max-trainers", 2), "--max-trainers 2 is less than --trainers 3"),
+        (("--launcher", "none", "--trainers", 1), "--launcher none starts no places"),
+        (("--trainer-resources", "GPU=1"), "--trainer-resources: only for --launcher ray"),
+        (("--launcher", "ray"), "--launcher ray needs --storage"),
+    ):
+        refused = trireme.run("up", *arguments)
+        assert (refused.code, told in refused.err) == (exit_codes.USAGE, True), refused

@@ -45,6 +45,7 @@ FLOORS = {
         {"config"},
         {"settings", "view"},
         {"plain", "launch"},
+        {"launchers"},
         {"pool", "preflight", "existing_etcd"},
         {"cli"},
     ],

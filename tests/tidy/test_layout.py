@@ -43,6 +43,7 @@ HOMES = {
     "fsspec": ("shared/storage/files.py", "shared/storage/object_store.py"),
     "s3fs": ("shared/storage/object_store.py",),
     "httpx": ("trireme/view/client.py",),
+    "ray": ("trireme/launchers/ray_launcher.py", "trireme/launchers/ray_process.py"),
     "requests": (),
     "urllib.request": (),
     "http.client": (),

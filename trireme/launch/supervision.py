@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import signal
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
@@ -51,6 +52,8 @@ class SupervisedProcesses(ABC, Generic[Ended]):
         self._start_child = start
         self._on_event = on_event
         self._events = EventFile(folder)
+        self._numbers: Counter[str] = Counter()  # of the children of each role
+        self._removed: set[str] = set()
         self._stopping = self._events_lost = False
         self._opened = contextlib.AsyncExitStack()
         self._tasks = asyncio.TaskGroup()
@@ -103,7 +106,8 @@ class SupervisedProcesses(ABC, Generic[Ended]):
 
     async def _add_child(self, role: str, module: str, settings: Mapping[str, str]) -> Child:
         """`settings`: TRIREME_* variables beside its name."""
-        name = f"{role}-{len(self._of(role))}"
+        name = f"{role}-{self._numbers[role]}"
+        self._numbers[role] += 1
         ready = (self.folder / "logs" / f"{name}.ready").absolute()
         ready.unlink(missing_ok=True)  # of an earlier run
         variables = {**inherited_environment(), "TRIREME_NAME": name, READY_FILE: str(ready), **settings}
@@ -113,6 +117,13 @@ class SupervisedProcesses(ABC, Generic[Ended]):
         self._record(ChildEvent(name, "started", pid=child.pid))
         self.run_beside(self._supervise(child))
         return child
+
+    async def _remove_child(self, name: str, grace_s: float) -> None:
+        """It is not needed any more: SIGTERM, SIGKILL after the grace."""
+        self._removed.add(name)
+        child = self.children[name]
+        await child.end(grace_s)
+        del self.children[name]
 
     def _record(self, event: ChildEvent) -> None:
         """Into the folder for other commands, and to `on_event`."""
@@ -131,7 +142,7 @@ class SupervisedProcesses(ABC, Generic[Ended]):
             silent_s = self._silent_s(end)
             if self._stopping:
                 return
-            if await self._is_over(child, end):
+            if child.name in self._removed or await self._is_over(child, end):
                 self._record(ChildEvent(child.name, "finished", pid=end.pid))
                 return
             delay_s = policy.delay_s(end.code, end.lived_s, was_ready=child.was_ready)
@@ -143,7 +154,7 @@ class SupervisedProcesses(ABC, Generic[Ended]):
                 self._fail(child.name, message, child.log)
                 return
             await asyncio.sleep(delay_s)
-            if self._stopping or self._all_over:
+            if self._stopping or self._all_over or child.name in self._removed:
                 return
             await child.start()
             self._record(ChildEvent(child.name, "restarted", str(end), child.pid))

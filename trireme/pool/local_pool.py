@@ -2,6 +2,7 @@
 
 etcd ◄── master-0 … master-K      lead the jobs, one of them the cluster
   ▲──── host-0                    runs the members of the jobs, as the leader assigns them
+  ▲──── trainers-0, pservers-0 …  more host agents, while jobs need more members
 """
 
 from __future__ import annotations
@@ -10,32 +11,40 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shared.errors import DeadlineExceeded, TriremeError
+from shared.errors import DeadlineExceeded, PeerError, TriremeError
 from shared.etcd import Etcd
 from shared.etcd.reading import read_record
 from shared.keys import ClusterKeys
 from shared.membership.etcd_access import EtcdAccess
 from shared.records import MasterAddress, MasterLock
+from shared.records.cluster import Kind
 from shared.runtime.waiting import event_within
 from trireme.launch.child import Child, Exit
 from trireme.launch.cluster import HOST
 from trireme.launch.leases import REVOKE_TIMEOUT_S, revoke_all_leases
 from trireme.launch.processes import spawn
 from trireme.launch.supervision import GRACE_S, SupervisedProcesses
+from trireme.launchers.launcher import Launcher, Role
+from trireme.launchers.local import LocalLauncher
+from trireme.launchers.sizing import Bounds, PoolSize
 from trireme.view.child_events import ChildEvent
+from trireme.view.cluster_client import ClusterClient
 
 PASSED_ON = ("TRIREME_TRANSPORT", "TRIREME_REBALANCE_S", "TRIREME_LOG_LEVEL")
 DRAIN_S = 20.0
 START_TIMEOUT_S = 60.0
+REQUEST_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class PoolRequest:
-    """`trainers`, `pservers`: places. `storage`: path or URL below which the files of jobs go. `etcd`: one that is there already;
+    """`trainers`, `pservers`: places from the start. `max_trainers`, `max_pservers`: so many while jobs need them (fewer than from the
+    start: no more than these). `hosts` False: host agents are started by hand. `storage`: path or URL below which the files of jobs go. `etcd`: one that is there already;
     None: one of its own. `port`: of the first master (0: any free port). All listen at `host` and tell others `advertise` (default:
     `host`). `token`: for REST and between members."""
 
@@ -48,14 +57,31 @@ class PoolRequest:
     host: str = HOST
     advertise: str = ""
     etcd: EtcdAccess | None = None
+    max_trainers: int = 0
+    max_pservers: int = 0
+    hosts: bool = True
+
+    def bounds(self, *, beside: bool) -> dict[Kind, Bounds]:
+        """Of what a launcher has. `beside`: the places from the start are not its own."""
+        trainers, pservers = (0, 0) if beside else (self.trainers, self.pservers)
+        return {
+            "trainer": Bounds(trainers, trainers + max(0, self.max_trainers - self.trainers)),
+            "pserver": Bounds(pservers, pservers + max(0, self.max_pservers - self.pservers)),
+        }
 
 
 class LocalPool(SupervisedProcesses[None]):
     """`folder` gets what SupervisedProcesses writes, and host/ with the logs of the jobs' members. `final` is an error if the cluster
     cannot go on. `environment`: of all children, over the rest."""
 
-    # parameter servers of the host leave before its trainers; masters lead until all have left
-    grace_s = {"host": 2 * DRAIN_S + 20.0, "master": GRACE_S}  # noqa: RUF012  never changed
+    # parameter servers leave before trainers, also those of one host; masters lead until all have left
+    grace_s = {  # noqa: RUF012  never changed
+        "pservers": DRAIN_S + 20.0,
+        "host": 2 * DRAIN_S + 20.0,
+        "trainers": DRAIN_S + 20.0,
+        "master": GRACE_S,
+    }
+    start_timeout_s = START_TIMEOUT_S
 
     def __init__(
         self,
@@ -78,11 +104,17 @@ class LocalPool(SupervisedProcesses[None]):
         return f"<LocalPool {self.url or 'without leader'}: {alive} of {len(self.children)} children alive>"
 
     @property
+    def logs(self) -> str:
+        """Where the members' logs are, for people."""
+        return str(self.folder / "host" / "logs")
+
+    @property
     def etcd_access(self) -> EtcdAccess:
         return self.request.etcd or EtcdAccess((self.embedded.url,))
 
-    async def leader_url(self, timeout_s: float = START_TIMEOUT_S) -> str:
-        """Raises DeadlineExceeded if no master leads within `timeout_s`; ClusterError if the cluster cannot start."""
+    async def leader_url(self) -> str:
+        """Raises DeadlineExceeded if no master leads within `start_timeout_s`; ClusterError if the cluster cannot start."""
+        timeout_s = self.start_timeout_s
         waiting = asyncio.ensure_future(event_within(self._led, timeout_s))
         try:
             await asyncio.wait((waiting, self.final), return_when=asyncio.FIRST_COMPLETED)
@@ -109,18 +141,68 @@ class LocalPool(SupervisedProcesses[None]):
         if self.request.etcd is None:  # leases in another one are not all of this host's members
             await revoke_all_leases(self.etcd, self._keys.prefix)
         self.run_beside(self._follow_leader())
+        await self._start_masters()
+        if self.request.hosts:
+            await self._start_hosts()
+
+    async def _start_masters(self) -> None:
         for number in range(1 + self.request.standbys):
             port = str(self.request.port if number == 0 else 0)
             await self._add("master", "master_service", {"TRIREME_STORAGE": self.request.storage, "TRIREME_PORT": port})
-        places = {"TRIREME_TRAINERS": self.request.trainers, "TRIREME_PSERVERS": self.request.pservers}
-        settings = {name: str(count) for name, count in places.items()}
-        host = {"TRIREME_DATA_DIR": str(self.folder / "host"), "TRIREME_DRAIN_SECONDS": str(DRAIN_S)}
+
+    async def _start_hosts(self) -> None:
+        """One agent for all places from the start; a launcher adds others when jobs need more."""
+        if self.request.trainers + self.request.pservers:
+            places = {"TRIREME_TRAINERS": self.request.trainers, "TRIREME_PSERVERS": self.request.pservers}
+            await self._add_host("host", self.folder / "host", {name: str(count) for name, count in places.items()})
+        self._size_with(LocalLauncher(self._add_hosts, self._remove_host), beside=True)
+
+    def _size_with(self, launcher: Launcher, *, beside: bool) -> None:
+        """The launcher starts more members when jobs need them. `beside`: the places from the start are not its own."""
+        bounds = self.request.bounds(beside=beside)
+        if any(each.most > each.least for each in bounds.values()):
+            self.run_beside(PoolSize(launcher, bounds, self._leader, self._record).run())
+
+    @asynccontextmanager
+    async def _leader(self) -> AsyncIterator[ClusterClient]:
+        """Raises PeerError while there is none."""
+        if not self.url:
+            raise PeerError("no master leads the cluster yet")
+        async with ClusterClient(self.url, token=self.request.token, timeout_s=REQUEST_TIMEOUT_S) as cluster:
+            yield cluster
+
+    # ------------------------------------------------------------ children
+
+    async def _add_hosts(self, role: Role, places: int) -> str:
+        """For the launcher: an agent with places of one kind; its name in the pool."""
+        counts = {
+            "TRIREME_TRAINERS": 0,
+            "TRIREME_PSERVERS": 0,
+            f"TRIREME_{role.upper()}S": places,
+            "TRIREME_CORES": places,
+        }
+        number = self._numbers[f"{role}s"]
+        settings = {name: str(count) for name, count in counts.items()}
+        child = await self._add_host(f"{role}s", self.folder / "hosts" / f"{role}s-{number}", settings)
+        return child.environment["TRIREME_NAME"]
+
+    async def _remove_host(self, agent: str) -> None:
+        child = next(each for each in self.children.values() if each.environment["TRIREME_NAME"] == agent)
+        await self._remove_child(child.name, self.grace_s[child.name.partition("-")[0]])
+
+    async def _add_host(self, role: str, data_dir: Path, settings: Mapping[str, str]) -> Child:
+        host = {"TRIREME_DATA_DIR": str(data_dir), "TRIREME_DRAIN_SECONDS": str(DRAIN_S)}
         if self.request.etcd is not None:  # other hosts may be in the same pool
-            host["TRIREME_NAME"] = socket.gethostname()
-        await self._add("host", "trireme.host", settings | host)
+            name = socket.gethostname()
+            host["TRIREME_NAME"] = name if role == "host" else f"{name}-{role}-{self._numbers[role]}"
+        return await self._add(role, "trireme.host", {**settings, **host})
 
     async def _add(self, role: str, module: str, settings: Mapping[str, str]) -> Child:
-        given = {
+        return await self._add_child(role, module, {**self._common_settings(), **settings, **self._extra})
+
+    def _common_settings(self) -> dict[str, str]:
+        """Of masters and host agents."""
+        return {
             **self.etcd_access.environment(),
             "TRIREME_HOST": self.request.host,
             "TRIREME_ADVERTISE": self.request.advertise,
@@ -128,7 +210,6 @@ class LocalPool(SupervisedProcesses[None]):
             "TRIREME_SOURCES": str(self.folder / "host" / "sources"),
             **{name: os.environ[name] for name in PASSED_ON if name in os.environ},
         }
-        return await self._add_child(role, module, {**given, **settings, **self._extra})
 
     async def _is_over(self, child: Child, end: Exit) -> bool:
         """All are needed until the end."""

@@ -47,3 +47,7 @@ class ClusterClient(Client):
 
     def pool_members(self) -> AsyncIterator[dict[str, Any]]:
         return self._list("/v1/pool-members", "members", {})
+
+    async def pool(self) -> dict[str, Any]:
+        """How many members of each kind there are, and how many the jobs need."""
+        return await self._call("GET", "/v1/pool")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -118,6 +119,46 @@ def up(
         str | None, typer.Option(help="Address at which all listen. Default: 127.0.0.1.", metavar="ADDRESS")
     ] = None,
     advertise: Advertise = None,
+    launcher: Annotated[
+        str,
+        typer.Option(
+            help="What starts the places: processes on this machine, actors of a Ray cluster, or none: by hand.",
+            metavar="local|ray|none",
+        ),
+    ] = "local",
+    max_trainers: Annotated[
+        int | None,
+        typer.Option(
+            help="So many places for trainers while jobs need them. Default: --trainers.",
+            min=0,
+            max=10_000,
+            metavar="N",
+        ),
+    ] = None,
+    max_pservers: Annotated[
+        int | None,
+        typer.Option(
+            help="So many places for parameter servers while jobs need them. Default: --pservers.",
+            min=0,
+            max=1024,
+            metavar="N",
+        ),
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(help="Ray: the cluster that this machine is a node of. Default: auto.", metavar="ADDRESS"),
+    ] = None,
+    trainer_resources: Annotated[
+        str | None,
+        typer.Option(help="Ray: what a trainer takes. Default: CPU=1.", metavar="CPU=2,GPU=1,memory=8GiB,..."),
+    ] = None,
+    pserver_resources: Annotated[
+        str | None, typer.Option(help="Ray: what a parameter server takes. Default: CPU=1.", metavar="CPU=1,...")
+    ] = None,
+    node_dir: Annotated[
+        Path | None,
+        typer.Option(help="Ray: logs and scripts on each node go below it. Default: /tmp/trireme-ray.", metavar="PATH"),
+    ] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Run in the background.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -125,6 +166,8 @@ def up(
 
     It stays in the foreground and shows a line for each job. Ctrl-C, or `trireme down` elsewhere, ends it: jobs save a
     checkpoint, members leave. The same command goes on with all jobs.
+
+    With --launcher ray masters and places run on the nodes of the Ray cluster that this machine belongs to (docs/cluster.md).
     """
     given = dict(locals())
     if detach:
@@ -132,10 +175,20 @@ def up(
 
         arguments = [argument for argument in sys.argv[1:] if argument not in ("--detach", "--json")]
         raise typer.Exit(up_detached(arguments, data_dir, as_json=as_json))
+    from trireme.cli.cluster.launchers import LauncherRequest  # noqa: PLC0415
     from trireme.cli.cluster.up import UpRequest  # noqa: PLC0415
     from trireme.cli.cluster.up import up as run_up  # noqa: PLC0415
 
-    raise typer.Exit(run_up(UpRequest({name: given[name] for name in _PLACES}, trainers, pservers, as_json)))
+    started_by = LauncherRequest(
+        launcher,
+        max_trainers,
+        max_pservers,
+        address,
+        node_dir,
+        {"trainer": trainer_resources, "pserver": pserver_resources},
+    )
+    flags = {name: given[name] for name in _PLACES}
+    raise typer.Exit(run_up(UpRequest(flags, trainers, pservers, as_json, started_by)))
 
 
 def down(wait_s: WaitS = 120.0, data_dir: DataDir = None, as_json: Json = False) -> None:

@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from shared.keys import Keys
 from shared.runtime import clock, telemetry
 from shared.storage import files
 from trireme.cli import exit_codes
+from trireme.cli.cluster.launchers import LauncherRequest, check_places, check_settings, pool_of
 from trireme.cli.run import number_in
 from trireme.existing_etcd import access_of, check
 from trireme.launch.child import tail_of
@@ -30,7 +31,7 @@ from trireme.launch.disk_space import told_if_full
 from trireme.launch.processes import PYTHON_MODULE
 from trireme.launch.run_folder import check_port
 from trireme.pool import cluster_folder
-from trireme.pool.local_pool import START_TIMEOUT_S, LocalPool, PoolRequest
+from trireme.pool.local_pool import REQUEST_TIMEOUT_S, START_TIMEOUT_S, LocalPool, PoolRequest
 from trireme.pool.settings import default_trainers
 from trireme.settings import UsageError, outside_script
 from trireme.view.child_events import ChildEvent
@@ -40,7 +41,6 @@ from trireme.view.progress import say
 
 POLL_S = 1.0
 LOOK_S = 0.1
-REQUEST_TIMEOUT_S = 5.0
 LOG = "up.log"  # of a detached cluster
 
 
@@ -52,6 +52,7 @@ class UpRequest:
     trainers: int | None = None
     pservers: int | None = None
     as_json: bool = False
+    launcher: LauncherRequest = field(default_factory=LauncherRequest)
 
 
 def up(request: UpRequest) -> int:
@@ -66,11 +67,11 @@ def up(request: UpRequest) -> int:
 
 
 async def _up(request: UpRequest) -> int:
+    check_places(request.launcher, request.trainers, request.pservers)
     settings = outside_script(request.flags)
+    check_settings(request.launcher, settings)
     trainers = default_trainers() if request.trainers is None else request.trainers
     pservers = 1 if request.pservers is None else request.pservers
-    if trainers + pservers < 1:
-        raise UsageError("--trainers 0 --pservers 0: a cluster needs places for its members")
     access, host = access_of(settings), str(settings["host"].value) if "host" in settings else HOST
     if port := number_in(settings, "port", 65535):
         check_port(host, port)
@@ -92,9 +93,12 @@ async def _up(request: UpRequest) -> int:
             host=host,
             advertise=str(settings["advertise"].value) if "advertise" in settings else "",
             etcd=access,
+            max_trainers=request.launcher.max_trainers or 0,
+            max_pservers=request.launcher.max_pservers or 0,
+            hosts=request.launcher.kind != "none",
         )
         screen = job_lines()
-        pool = LocalPool(asked, folder, on_event=lambda event: _tell(screen, event))
+        pool = pool_of(request.launcher, asked, folder, lambda event: _tell(screen, event))
         try:
             with _interruptible(pool, screen):
                 await _run(pool, screen, as_json=request.as_json)
@@ -112,8 +116,10 @@ async def _run(pool: LocalPool, screen: JobLines, *, as_json: bool) -> None:
             if as_json:
                 document = {"url": url, **pool.etcd_access.facts(), "pid": os.getpid(), "folder": str(pool.folder)}
                 print(json.dumps(document), flush=True)  # noqa: T201
-            places = f"{pool.request.trainers} trainers and {pool.request.pservers} parameter servers"
-            screen.event(f"cluster at {url} with places for {places}, logs in {pool.folder / 'host' / 'logs'}")
+            places = "host agents started by hand"
+            if pool.request.hosts:
+                places = f"places for {pool.request.trainers} trainers and {pool.request.pservers} parameter servers"
+            screen.event(f"cluster at {url} with {places}, logs in {pool.logs}")
             screen.event("submit a job with: trireme submit SCRIPT")
             screen.event(f"elsewhere: TRIREME_URL={url} TRIREME_TOKEN_FILE={pool.folder / cluster_folder.TOKEN}")
             pool.run_beside(_publish(pool))
@@ -128,11 +134,18 @@ async def _run(pool: LocalPool, screen: JobLines, *, as_json: bool) -> None:
 def _tell(screen: JobLines, event: ChildEvent) -> None:
     match event.what:
         case "died" | "lost_lease":
-            screen.event(f"{event.child} died ({event.cause}, pid {event.pid}): it is started again")
+            screen.event(f"{event.child} died ({event.cause}{_pid(event)}): it is started again")
         case "given_up":
-            screen.event(f"{event.child} died ({event.cause}, pid {event.pid}): it is not started again")
+            screen.event(f"{event.child} died ({event.cause}{_pid(event)}): it is not started again")
+        case "grown" | "shrunk" | "waiting":
+            screen.event(f"{event.child}: {event.cause}")
         case "unrecorded":
             screen.event(f"what happens to processes is not recorded ({event.cause})")
+
+
+def _pid(event: ChildEvent) -> str:
+    """Of a process on another machine it is not known."""
+    return f", pid {event.pid}" if event.pid else ""
 
 
 async def _publish(pool: LocalPool) -> None:
