@@ -59,7 +59,7 @@ def wanted(job: Job, trainers: int | None, pservers: int | None, strategy: Strat
         raise Conflict(msg)
     if found.trainers < 1 or found.pservers < 1:
         msg = f"{found.trainers} trainers and {found.pservers} pservers: a job needs one of each at least"
-        raise InvalidArgument(msg, hint="`trireme stop` or a signal ends a job")
+        raise InvalidArgument(msg, hint="Ctrl-C, SIGTERM or `trireme cancel` ends a job")
     if spec.mode is Mode.SYNC and found.trainers > spec.lanes:
         msg = f"{found.trainers} trainers for {spec.lanes} lanes: the others would have nothing to compute"
         raise InvalidArgument(msg, hint=f"at most {spec.lanes}; the number of lanes is fixed, results depend on it")
@@ -157,7 +157,9 @@ def waits_for(job: Job, operation: Operation) -> str:
     resize, state = operation.resize, job.state
     assert resize is not None
     missing = [index for index in range(resize.pservers) if index not in job.members.pservers]
-    if resize.phase is ResizePhase.PLANNED or state.phase is not Phase.RUNNING:
+    if resize.phase is ResizePhase.PLANNED and state.phase is Phase.RUNNING:
+        return "the new numbers to be written"
+    if state.phase is not Phase.RUNNING:
         return f"the job to run (it is {state.phase}: {state.reason})"
     if missing:
         return f"{len(missing)} of {resize.pservers} parameter servers to register"
