@@ -14,7 +14,7 @@ from master_service.core.changes import Event
 from master_service.leadership.master import Master
 from shared.errors import CallerError, PeerError, TriremeError, leaves
 from shared.etcd import Compare, Delete, Lease, LeaseLost
-from shared.records import FailureCause, Phase, Stage
+from shared.records import Phase, Stage
 from shared.records.cluster import ClusterJob, Standing
 from shared.records.operations import saves_on_demand
 from shared.runtime import clock, ids, telemetry
@@ -97,7 +97,8 @@ class JobTerm:
             if term is not None and term.job.state.phase.final:
                 try:
                     await term.writer.settled()
-                except PeerError:
+                except PeerError:  # the term is over, or etcd takes no writes
+                    await self._news()
                     continue
                 state = term.job.state
                 done = state.phase is Phase.COMPLETED
@@ -164,8 +165,3 @@ class JobTerm:
             await self.master.etcd.txn([held], [Delete(keys.master_lock), Delete(keys.master_address)])
         except PeerError as error:
             log.warning("lock_not_released", job=self.job, cause=error.message)
-
-
-def is_resumable(cause: FailureCause | None) -> bool:
-    """Whether a FAILED job may go on from its newest checkpoint."""
-    return cause is not None and cause is not FailureCause.SCRIPT
