@@ -34,6 +34,7 @@ class RayNodes:
         self.folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # paths of sockets must be short
         self.address = f"127.0.0.11:{free_ports(1)[0]}"
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
+        self._seen: set[psutil.Process] = set()  # Ray's own ones with a title have no readable environment
 
     def add(self) -> str:
         """A node; its address."""
@@ -62,8 +63,7 @@ class RayNodes:
 
     def lose(self, host: str) -> None:
         """As a machine that loses power: all its processes end at once."""
-        root = psutil.Process(self._nodes[host].pid)
-        _kill([root, *root.children(recursive=True)])
+        _kill(self._of(host))
         self._nodes[host].wait()
 
     def family(self) -> list[psutil.Process]:
@@ -74,9 +74,19 @@ class RayNodes:
                     found.append(process)
         return found
 
+    def _of(self, host: str) -> list[psutil.Process]:
+        found = []
+        with contextlib.suppress(psutil.Error):
+            root = psutil.Process(self._nodes[host].pid)
+            found = [root, *root.children(recursive=True)]
+        self._seen.update(found)
+        return found
+
     def close(self) -> None:
+        for host in self._nodes:
+            self._of(host)
         deadline = time.monotonic() + LIMIT_S
-        while left := self.family():
+        while left := [*self.family(), *(each for each in self._seen if _runs(each))]:
             _kill(left)
             assert time.monotonic() < deadline, left
             time.sleep(0.1)
@@ -94,6 +104,12 @@ def ray_nodes(count: int, cpus: int) -> Iterator[RayNodes]:
         yield nodes
     finally:
         nodes.close()
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def _kill(processes: list[psutil.Process]) -> None:

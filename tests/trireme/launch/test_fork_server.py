@@ -104,7 +104,7 @@ async def test_members_are_forked_with_torch_already_there_and_show_who_they_are
     """Settings that cannot be: each ends with its own words, as if it had been spawned."""
     module = modules("waits", "import sys, time\nprint('torch' in sys.modules, flush=True)\ntime.sleep(60)")
     with ForkServer() as forks:
-        for member, code in (("trainer_agent", 2), ("pserver_service", 2), ("master_service", 1)):
+        for member, code in (("trainer_agent", 2), ("pserver_service", 2), ("master_service", 2)):
             child = child_of(forks, tmp_path, member, member)
             await child.start()
             assert is_forked(child)
