@@ -243,6 +243,7 @@ class Pserver(BlockServer):
             bytes=store.bytes,
             lowest=store.lowest,
             highest=store.highest,
+            missing=store.missing(),
             updates=store.updates,
             slots=store.slots.version if store.slots is not None else 0,
             ledger=store.ledger.counts() if store.mode is Mode.ASYNC else (),

@@ -6,6 +6,7 @@ node[a,b) = combine(node[a,m), node[m,b)).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 Interval = tuple[int, int]
@@ -30,10 +31,38 @@ def aligned_intervals(first: int, last: int) -> list[Interval]:
     return nodes
 
 
+def intervals(lanes: Iterable[int]) -> list[Interval]:
+    """The fewest intervals [first, last) of these lanes, which ascend."""
+    found: list[Interval] = []
+    for lane in lanes:
+        if found and found[-1][1] == lane:
+            found[-1] = found[-1][0], lane + 1
+        else:
+            found.append((lane, lane + 1))
+    return found
+
+
+def gaps(nodes: Iterable[Interval], lanes: int) -> list[Interval]:
+    """What disjoint `nodes` leave of [0, lanes)."""
+    found, end = [], 0
+    for first, last in sorted(nodes):
+        if first > end:
+            found.append((end, first))
+        end = last
+    return [*found, (end, lanes)] if end < lanes else found
+
+
 def share_of(lanes: int, owners: int, place: int) -> Interval:
     """[first, last) of the owner at `place`, where `owners` share all lanes as evenly as they can."""
     share, extra = divmod(lanes, owners)
     return place * share + min(place, extra), (place + 1) * share + min(place + 1, extra)
+
+
+def place_of(lanes: int, owners: int, lane: int) -> int:
+    """Whose share `lane` is in."""
+    share, extra = divmod(lanes, owners)
+    longer = extra * (share + 1)
+    return lane // (share + 1) if lane < longer else extra + (lane - longer) // share
 
 
 def sibling(node: Interval) -> Interval:

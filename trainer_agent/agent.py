@@ -68,7 +68,7 @@ class Agent:
         self._compute, self._master, self._connect, self._stopping = compute, master, connect, stopping
         self._loop: SyncLoop | AsyncLoop | None = None
         self._active: SyncLoop | AsyncLoop | EvaluateExportLoop | None = None
-        self._reports = reports = Reports(master, member.trainer, self._held)
+        self._reports = reports = Reports(master, member.trainer, self._held, self._lane_s)
         source = TaskSource(spec, master, member.trainer, offload)
         transfer = Transfer(
             directory, connect, compute, reports.suspect, spec.parameter_dtype, self._membership.certain
@@ -84,6 +84,9 @@ class Agent:
 
     def _held(self) -> list[tuple[Task, int]]:
         return self._loop.held() if self._loop else []
+
+    def _lane_s(self) -> float | None:
+        return self._loop.pace.lane_s if isinstance(self._loop, SyncLoop) else None
 
     def _position(self) -> Paused:
         return self._loop.position() if isinstance(self._loop, AsyncLoop) else Paused(uuid="")

@@ -40,6 +40,9 @@ class Config:
     shuffle: bool | None = None
     lease_ttl_s: float | None = None
     join_window_s: float | None = None
+    stragglers: str | None = None
+    rebalance_s: float | None = None
+    straggler_factor: float | None = None
     task_timeout_floor_s: float | None = None
     task_timeout_ceiling_s: float | None = None
     max_task_failures: int | None = None

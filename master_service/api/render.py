@@ -157,7 +157,8 @@ def members(job: Job, page_size: int, page_token: str) -> MemberPage:
     tasks_of: dict[str, list[str]] = {}
     for queue in job.queues.values():
         for task_id, held in queue.pending.items():
-            tasks_of.setdefault(held.record.trainer, []).append(task_id)
+            for each in held.record.attempts:
+                tasks_of.setdefault(each.trainer, []).append(task_id)
     views = tuple(_member_view(job, member, tasks_of.get(_name_of(member), ())) for member in page)
     return MemberPage(members=views, next_page_token=token)
 

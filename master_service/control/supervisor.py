@@ -3,7 +3,8 @@
 members change -> membership (generation, lanes, phase) -> lost trainers' tasks go back     joins: within a window, together
                |  etcd was silent: who is missing has the time of a lease to come back, before anything follows from it
                `-> a rollback advances (recovery.py); members join meanwhile, however slow the storage is
-every second   -> tasks past their deadline -> requeued, discarded, or (lanes) their trainer evicted
+every second   -> tasks past their deadline -> requeued, discarded, or (lanes) their trainer evicted; late ones are marked
+rebalance_s    -> lanes follow the measured speed
 beside that    -> pauses for checkpoints (pause_runner.py), what was asked for (operation_runner.py)
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
 
 from master_service.control.evictions import Evictions
 from master_service.control.operation_runner import OperationRunner
@@ -19,6 +21,7 @@ from master_service.control.recovery import Recovery
 from master_service.control.task_service import TaskService
 from master_service.core.changes import Decision, Event
 from master_service.core.decisions import membership, tasks
+from master_service.core.placement.lanes import FORGOTTEN_AFTER
 from master_service.core.state.job import Job
 from master_service.storage.job_storage import JobStorage
 from master_service.store.writer import HeldLock, Writer
@@ -35,13 +38,21 @@ log = telemetry.logger("supervisor")
 
 
 class Supervisor:
-    """Of one term. `members_changed` after each change of `writer.job.members`."""
+    """Of one term. `members_changed` after each change of `writer.job.members`. `on_late(n)`: so many tasks may be given twice."""
 
-    def __init__(self, service: TaskService, writer: Writer, lock: HeldLock, storage: JobStorage) -> None:
+    def __init__(
+        self,
+        service: TaskService,
+        writer: Writer,
+        lock: HeldLock,
+        storage: JobStorage,
+        on_late: Callable[[int], None] | None = None,
+    ) -> None:
         etcd, keys = service.etcd, service.keys
         self.operations = OperationRunner(writer, storage, service.events)
         self.evictions = Evictions(etcd, keys, lock)
         self._writer, self._etcd, self._events = writer, etcd, service.events
+        self._on_late = on_late or (lambda _: None)
         self._awaited = -math.inf  # the silence of etcd whose members were awaited last
         self._changed, self._recoverable = asyncio.Event(), asyncio.Event()
         self._window_ends = 0.0
@@ -55,6 +66,7 @@ class Supervisor:
             group.create_task(self._reconcile_members())
             group.create_task(self._recover())
             group.create_task(self._sweep())
+            group.create_task(self._rebalance())
             group.create_task(self._pauses.run())
             group.create_task(self.operations.run())
 
@@ -134,6 +146,8 @@ class Supervisor:
         while True:
             await asyncio.sleep(interval)
             await self.recovery.give_up_late()
+            if found := tasks.find_late(self._writer.job, clock.monotonic()):
+                self._on_late(found)
             late = await self._writer.decide(tasks.expire)
             if not late:
                 continue
@@ -141,6 +155,15 @@ class Supervisor:
             for trainer in late:
                 await self._evict(trainer, "its task ran over its time while other lanes wait for it")
 
+    async def _rebalance(self) -> None:
+        spec = self._writer.job.spec
+        while spec.stragglers == "on":
+            await asyncio.sleep(spec.rebalance_s)
+            job = self._writer.job
+            since = clock.monotonic() - FORGOTTEN_AFTER * spec.rebalance_s
+            job.speeds.keep(job.members.trainers, since)
+            await self._writer.decide(lambda job, _: membership.rebalance(job))
+
 
 def _reconcile(job: Job, _now: float) -> Decision[None]:
-    return membership.reconcile(job.spec, job.state, job.trainers, job.slots, job.members)
+    return membership.reconcile(job.spec, job.state, job.trainers, job.slots, job.members, job.speeds.lane_s)

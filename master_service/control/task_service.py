@@ -82,9 +82,9 @@ class TaskService(ABC):
     async def acquire_task(self, ask: AcquireTask) -> TaskAnswer:
         """The same `request` asked twice gets the same pending task. Raises StaleGeneration, Conflict, InvalidArgument."""
         writer = self.writer
-        if ask.stream is not None and ask.epoch > self.job.training.epoch:
+        if ask.stream is not None and ask.epoch > self.job.training.epoch and not ask.look:
             await writer.decide(lambda job, _: tasks.close_epoch(job, ask))
-        if ask.index > 0:
+        if ask.index > 0 and not ask.look:
             self.job.budget.started = True
         return await writer.decide(lambda job, _: tasks.acquire(job, ask))
 
@@ -100,7 +100,9 @@ class TaskService(ABC):
         held = queue.pending.get(task_id)
         completed = await writer.decide(lambda job, _: tasks.complete_and_take(job, task_id, report))
         if held is not None:
-            queue.deadlines.observe(clock.monotonic() - held.last_sign)
+            now = clock.monotonic()
+            queue.deadlines.observe(now - held.last_sign)
+            queue.late.observe(now - held.since)
         if queue.kind is TaskKind.TRAIN:
             writer.job.budget.started = True
         self.metrics.moved_at = clock.monotonic()
@@ -178,4 +180,7 @@ class TaskService(ABC):
         current = current_metrics(self.job, batch)
         if batch.steps:
             self.job.budget.started = True
-        self.metrics.add(current, clock.monotonic())
+        now = clock.monotonic()
+        self.metrics.add(current, now)
+        if batch.lane_s is not None:
+            self.job.speeds.note(batch.trainer, batch.lane_s, now)

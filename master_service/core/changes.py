@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from shared.records import (
+    Attempt,
     DiscardedTask,
     EvaluationSums,
     JobSpec,
@@ -40,16 +41,21 @@ class PutCursor:
 
 @dataclass(frozen=True, slots=True)
 class PutPending:
+    """`ended`: an attempt at it that was reported to have failed, while a newer one goes on."""
+
     task_id: str
     task: PendingTask
+    ended: Attempt | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DropPending:
-    """`reported`: the trainer (or its lane's progress) said so. A second report of the same end is then recognised."""
+    """`reported`: the trainer (or its lane's progress) said so. A second report of the same end is then recognised. `by`: which of
+    several attempts it was; None: the newest."""
 
     task_id: str
     reported: bool = False
+    by: Attempt | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,8 @@ class Term:
             on_changes=self._on_changes,
         )
         self.storage = master.storage(start.job.spec)
-        self._supervisor = Supervisor(master, LeaderWriter(master.etcd, master.keys, self.writer), lock, self.storage)
+        writer = LeaderWriter(master.etcd, master.keys, self.writer)
+        self._supervisor = Supervisor(master, writer, lock, self.storage, self.asks.freed)
         self.operations = self._supervisor.operations
         self.evictions = self._supervisor.evictions
         self.stall = StallWatch(master.etcd)

@@ -30,7 +30,7 @@ from master_service.store.takeover import take_over
 from master_service.store.writer import HeldLock
 from shared.errors import PeerError
 from shared.etcd import Lease, LeaseLost
-from shared.records import MasterLock, MetricBatch, TaskProgress
+from shared.records import AcquireTask, MasterLock, MetricBatch, TaskAnswer, TaskProgress
 from shared.records.tasks import HeldTask, TrainerProgress
 from shared.runtime import clock, ids, telemetry
 
@@ -127,6 +127,11 @@ class Dispatcher(TaskService):
             self._announced = now
             self._supervisor.members_changed()
 
+    async def acquire_task(self, ask: AcquireTask) -> TaskAnswer:
+        """Each trainer finds late tasks for itself, by how long its own took."""
+        tasks.find_late(self.job, clock.monotonic())
+        return await super().acquire_task(ask)
+
     # ---------------------------------------------------------------- reports for other processes
 
     async def report_progress(self, task_id: str, report: TaskProgress) -> None:
@@ -154,6 +159,7 @@ class Dispatcher(TaskService):
                     "loss_sum": loss_sum + sum(share.loss_sum for share in shares),
                     "records": records + sum(share.records for share in shares),
                     "tasks": tuple(task for task in before.tasks if self._holds(task)),
+                    "lane_s": batch.lane_s,
                 }
             )
         )
@@ -163,7 +169,7 @@ class Dispatcher(TaskService):
 
     def _holds(self, task: HeldTask) -> bool:
         held = self.job.queue_of(task.task_id).pending.get(task.task_id)
-        return held is not None and (held.record.trainer, held.record.attempt) == (self.name, task.attempt)
+        return held is not None and held.record.find(task.attempt, self.name) is not None
 
     async def _keep_progress(self) -> None:
         """What this trainer reported of the epoch is kept for REMEMBERED_S: others may not have read it yet."""

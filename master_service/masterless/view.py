@@ -183,14 +183,15 @@ class WatchedJob:
         if self._job is None:
             return
         self._job.budget.started |= report.step is not None
+        if report.lane_s is not None:
+            self._job.speeds.note(trainer, report.lane_s, clock.monotonic())
         for task in report.tasks:
             try:
                 queue = self._job.queue_of(task.task_id)
             except NotFound:
                 continue
             held = queue.pending.get(task.task_id)
-            mine = (task.attempt, trainer, task.epoch)
-            if held and (held.record.attempt, held.record.trainer, held.record.epoch) == mine:
+            if held and held.record.find(task.attempt, trainer) and held.record.epoch == task.epoch:
                 queue.sign_of_life(task.task_id, task.minibatches, clock.monotonic())
 
     # ---------------------------------------------------------------- opening

@@ -107,6 +107,7 @@ class OpenPush:
         return PushAnswer(
             applied=self._applied,
             duplicate=self._duplicate,
+            first=self._store.history.first_from(self._header.trainer, self._header.step),
             refused=tuple(self._refused),
             generation=self._server.generation,
         )

@@ -23,9 +23,11 @@ Positions = Mapping[int, LanePosition]
 
 @dataclass(slots=True)
 class Notes:
-    """By lane. `positions`: of the data that blocks have. `claimed`: of the only data that blocks may get from now on."""
+    """By lane. `positions`: of the data that blocks have. `first`: the trainer that it came from first. `claimed`: of the only data
+    that blocks may get from now on."""
 
     positions: dict[int, LanePosition] = field(default_factory=dict)
+    first: dict[int, str] = field(default_factory=dict)
     claimed: dict[int, LanePosition] = field(default_factory=dict)
     lane_zero: LaneZero | None = None
 
@@ -36,6 +38,7 @@ class History:
     def __init__(self, first: StepRecord) -> None:
         self._records = {first.version: first}
         self._notes: dict[int, Notes] = {}
+        self._first: dict[int, dict[int, str]] = {}  # by step, of the steps of `_records`
         self.claims = 0
 
     def __repr__(self) -> str:
@@ -46,8 +49,15 @@ class History:
         if header.step + 1 in self._records:
             return
         notes = self._notes.setdefault(header.step, Notes())
-        notes.positions.update((lane, positions[lane]) for lane in lanes)
+        for lane in lanes:
+            notes.positions[lane] = positions[lane]
+            notes.first.setdefault(lane, header.trainer)
         notes.lane_zero = header.lane_zero or notes.lane_zero
+
+    def first_from(self, trainer: str, step: int) -> tuple[int, ...]:
+        """The lanes of a step under way, or of one of the last few, whose data came from that trainer first."""
+        first = self._notes[step].first if step in self._notes else self._first.get(step, {})
+        return tuple(sorted(lane for lane, name in first.items() if name == trainer))
 
     def agrees(self, step: int, positions: Positions, lanes: Iterable[int]) -> bool:
         """Whether blocks have, or may get, data of `lanes` with these positions in that step."""
@@ -90,8 +100,11 @@ class History:
         notes = self._notes.pop(version - 1, Notes())
         positions = tuple(notes.positions[lane] for lane in sorted(notes.positions))
         self._records[version] = StepRecord(version=version, positions=positions, lane_zero=notes.lane_zero)
+        self._first[version - 1] = notes.first
         while len(self._records) > KEPT:
-            del self._records[min(self._records)]
+            oldest = min(self._records)
+            del self._records[oldest]
+            self._first.pop(oldest - 1, None)
 
     def handed(self) -> HandedHistory:
         """What another parameter server needs to know as well when it gets blocks of this one."""

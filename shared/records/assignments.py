@@ -6,31 +6,39 @@ once the target has everything.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from functools import cached_property
+from itertools import accumulate
 
-from shared.lanes import Interval, share_of
+from shared.lanes import Interval, place_of, share_of
 from shared.records.record import Message, Record
+
+Runs = tuple[tuple[int, int], ...]
+"""Shares of trainers in their order, run by run: (lanes, how many trainers one after the other have so many)."""
 
 
 class TrainersChange(Record):
     """How the trainers of `generation` follow from those of generation `before` (0: from none): those in `left` are taken out, then
-    each of `joined` is put in at its place, in order. Members follow it: it is short where the list is long."""
+    each of `joined` is put in at its place, in order. `shares`: of the list after it. Members follow it: it is short where the list
+    is long."""
 
     generation: int
     before: int = 0
     lanes: int = 0
     left: tuple[str, ...] = ()
     joined: tuple[tuple[int, str], ...] = ()
+    shares: Runs = ()
 
 
 class TrainerList(Record):
     """The trainers from `generation` on, until another list follows: the owners of lanes in the order of their lanes, then the hot
-    spares. Each of n owners has 1/n of the `lanes`, the first ones one more if that leaves a rest. Asynchronous: no lanes, in
-    order of arrival."""
+    spares. Each of n owners has 1/n of the `lanes`, the first ones one more if that leaves a rest; `shares` (if any) says otherwise,
+    and whoever is behind its end is a spare. Asynchronous: no lanes, in order of arrival."""
 
     generation: int = 0
     lanes: int = 0
     names: tuple[str, ...] = ()
+    shares: Runs = ()
 
     @cached_property
     def places(self) -> dict[str, int]:
@@ -41,8 +49,31 @@ class TrainerList(Record):
 
     def lanes_of(self, trainer: str) -> Interval:
         """[first, last) of a trainer; (0, 0) for a hot spare."""
-        place = self.places.get(trainer, self.lanes)
-        return share_of(self.lanes, min(self.lanes, len(self.names)), place) if place < self.lanes else (0, 0)
+        place = self.places.get(trainer, len(self.names))
+        if place >= self.owner_count:
+            return 0, 0
+        if self.shares:
+            return self._ends[place - 1] if place else 0, self._ends[place]
+        return share_of(self.lanes, self.owner_count, place)
+
+    def place_of(self, lane: int) -> int:
+        """The place of the owner of `lane`."""
+        return bisect_right(self._ends, lane) if self.shares else place_of(self.lanes, self.owner_count, lane)
+
+    @property
+    def owner_count(self) -> int:
+        """How many trainers have lanes: the first ones of `names`."""
+        return len(self._ends) if self.shares else min(self.lanes, len(self.names))
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """The trainers that have lanes, in the order of their lanes."""
+        return self.names[: self.owner_count]
+
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        """The end of each owner's lanes, if there are `shares`."""
+        return tuple(accumulate(lanes for lanes, trainers in self.shares for _ in range(trainers)))
 
     def change_to(self, after: TrainerList) -> TrainersChange:
         """`changed` by it, this list is `after`."""
@@ -59,10 +90,17 @@ class TrainerList(Record):
             moved.add(name)
             joined.append((place, name))
         if len(joined) == len(after.names):
-            return TrainersChange(generation=after.generation, lanes=after.lanes, joined=tuple(joined))
+            return TrainersChange(
+                generation=after.generation, lanes=after.lanes, joined=tuple(joined), shares=after.shares
+            )
         left = tuple(name for name in self.names if name not in common or name in moved)
         return TrainersChange(
-            generation=after.generation, before=self.generation, lanes=after.lanes, left=left, joined=tuple(joined)
+            generation=after.generation,
+            before=self.generation,
+            lanes=after.lanes,
+            left=left,
+            joined=tuple(joined),
+            shares=after.shares,
         )
 
     def changed(self, change: TrainersChange) -> TrainerList | None:
@@ -75,7 +113,7 @@ class TrainerList(Record):
         names = [name for name in self.names if name not in gone] if change.before else []
         for place, name in change.joined:
             names.insert(place, name)
-        return TrainerList(generation=change.generation, lanes=change.lanes, names=tuple(names))
+        return TrainerList(generation=change.generation, lanes=change.lanes, names=tuple(names), shares=change.shares)
 
 
 class SlotMap(Record):

@@ -35,7 +35,8 @@ class JobSettings(Record):
     only; None: on whenever gradients are cast): the rounding error of a cast is added to the next push. `on_nonfinite`: what
     a loss or gradient that is NaN or infinite does: the job fails, the minibatch is left out, or it is trained all the same.
     `device` auto: that of the trainer that initialises the parameters. `join_window_s`: members that join a running job within
-    it after a change make one generation. `deterministic`: synchronous trainers on GPUs use kernels that give the same bits
+    it after a change make one generation. `stragglers`: on: lanes follow measured speed, a look every `rebalance_s`, and work that takes
+    longer than `straggler_factor` times the usual is done by another trainer too; bits do not depend on it. `deterministic`: synchronous trainers on GPUs use kernels that give the same bits
     each time."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -63,6 +64,9 @@ class JobSettings(Record):
     shuffle: bool = True
     lease_ttl_s: float = Field(default=5.0, ge=2.0)
     join_window_s: float = Field(default=0.2, ge=0, le=10)
+    stragglers: Literal["on", "off"] = "on"
+    rebalance_s: float = Field(default=30.0, ge=0.5, le=3600)
+    straggler_factor: float = Field(default=2.0, ge=1.1, le=1000)
     task_timeout_floor_s: float = Field(default=30.0, gt=0)
     task_timeout_ceiling_s: float = Field(default=1200.0, gt=0)
     max_task_failures: int = Field(default=3, ge=1)

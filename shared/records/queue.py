@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 
 from pydantic import Field
 
@@ -20,8 +21,17 @@ class TaskMeta(Record):
     evaluation_digest: str = ""
 
 
+class Attempt(Record):
+    """One trainer that works on a task. `request`: the idempotency key that acquired it."""
+
+    attempt: int
+    trainer: str
+    request: str = ""
+
+
 class PendingTask(Record):
-    """`remaining_s`: seconds to the deadline at the time of writing. `request`: the idempotency key that acquired the task."""
+    """`remaining_s`: seconds to the deadline at the time of writing. `request`: the idempotency key that acquired the task.
+    `others`: earlier attempts that may still finish it, because it was late and was given twice."""
 
     attempt: int
     trainer: str
@@ -31,6 +41,25 @@ class PendingTask(Record):
     remaining_s: float
     failures: int = 0
     request: str = ""
+    others: tuple[Attempt, ...] = ()
+
+    @property
+    def attempts(self) -> tuple[Attempt, ...]:
+        """Who may report about it, the newest first."""
+        return Attempt(attempt=self.attempt, trainer=self.trainer, request=self.request), *self.others
+
+    def is_at(self, trainer: str) -> bool:
+        return any(each.trainer == trainer for each in self.attempts)
+
+    def find(self, attempt: int, trainer: str) -> Attempt | None:
+        """The attempt of that number, if it is that trainer's and may still report."""
+        return next((each for each in self.attempts if (each.attempt, each.trainer) == (attempt, trainer)), None)
+
+    def without(self, lost: Collection[str]) -> PendingTask | None:
+        """Without the earlier attempts of these trainers; None if the newest is theirs: whatever came before it may have given up."""
+        if self.trainer in lost:
+            return None
+        return self.model_copy(update={"others": tuple(each for each in self.others if each.trainer not in lost)})
 
 
 class RequeuedTask(Record):

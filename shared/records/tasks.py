@@ -52,7 +52,9 @@ class Task(Record):
 class AcquireTask(Record):
     """`stream`: a lane (sync training), or None for any task that is due. In sync mode `epoch` and `index` name the wanted task
     of the lane; the request also states that every earlier task of that lane is committed, and that *all* lanes have
-    committed the epochs before `epoch`. `wait_s`: if there is no task now, the answer may come so much later."""
+    committed the epochs before `epoch`. `look`: only tell which task that is, if the lane's owner has it now (else `wait`); the
+    lane may be another trainer's, nothing is stated and nothing changes. `wait_s`: if there is no task now, the answer may
+    come so much later."""
 
     trainer: Id
     request: Id
@@ -60,6 +62,7 @@ class AcquireTask(Record):
     stream: int | None = None
     epoch: int = 0
     index: int = 0
+    look: bool = False
     wait_s: float = Field(default=0.0, ge=0, le=30)
 
 
@@ -141,9 +144,12 @@ class HeldTask(Record):
     minibatches: int
 
 
+LaneSeconds = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+
+
 class TrainerProgress(Record):
     """What a trainer of a masterless job writes about itself. `loss_sum` (of loss x records) and `records`: this trainer's share of
-    `epoch`. `step`: the last one reported."""
+    `epoch`. `step`: the last one reported. `lane_s`: as in MetricBatch."""
 
     trainer: str
     tasks: tuple[HeldTask, ...] = ()
@@ -151,6 +157,7 @@ class TrainerProgress(Record):
     step: int | None = None
     loss_sum: float = 0.0
     records: int = 0
+    lane_s: LaneSeconds | None = None
 
 
 class StepMetrics(Record):
@@ -166,5 +173,8 @@ class StepMetrics(Record):
 
 
 class MetricBatch(Record):
+    """`lane_s`: how many seconds a lane's minibatch takes at this trainer; null: not known, or asynchronous."""
+
     trainer: str
     steps: tuple[StepMetrics, ...]
+    lane_s: LaneSeconds | None = None

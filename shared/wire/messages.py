@@ -88,10 +88,12 @@ class Refusal(Record):
 
 
 class PushAnswer(Record):
-    """Blocks that were applied, or had been applied before (duplicate), are acknowledged; refused ones are listed."""
+    """Blocks that were applied, or had been applied before (duplicate), are acknowledged; refused ones are listed. `first`
+    (sync): the lanes whose data came to this pserver first from this trainer."""
 
     applied: int = 0
     duplicate: int = 0
+    first: tuple[int, ...] = ()
     refused: tuple[Refusal, ...] = ()
     generation: int = 0
 
@@ -156,9 +158,9 @@ class EpochLedger(Record):
 
 
 class PserverInfo(Record):
-    """`ready`: initialised. `lowest`/`highest`: block versions. `updates`: optimizer steps over all blocks. `timeline`: of its
-    parameters (0: never rolled back). `checkpoint_error`: why its last part could not be written. `slots`: version of the slot map
-    by which it has its blocks."""
+    """`ready`: initialised. `lowest`/`highest`: block versions. `missing` (sync): the lanes [first, last) of step `lowest` that some
+    block still lacks. `updates`: optimizer steps over all blocks. `timeline`: of its parameters (0: never rolled back).
+    `checkpoint_error`: why its last part could not be written. `slots`: version of the slot map by which it has its blocks."""
 
     job: str
     index: int
@@ -172,6 +174,7 @@ class PserverInfo(Record):
     bytes: int = 0
     lowest: int = 0
     highest: int = 0
+    missing: tuple[tuple[int, int], ...] = ()
     updates: int = 0
     ledger: tuple[EpochLedger, ...] = ()
     timeline: int = 0

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from master_service.core.queue.checks import violations
 from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.leadership.master import Master
 from shared.etcd import KeyValue
@@ -175,7 +176,7 @@ async def running(cluster: MasterCluster, *trainers: str) -> AsyncIterator[Maste
         yield master
         term = master.current_term  # `master.job` would refuse once a busy machine let the lease run out
         for queue in term.job.queues.values() if term else ():
-            assert list(queue.violations()) == []
+            assert list(violations(queue)) == []
 
 
 async def take(cluster: MasterCluster, master: Master, trainer: str = "t1", **values: object) -> Task:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import lru_cache, partial
 from typing import Any
 
+from master_service.core.queue.checks import violations
 from pserver_service.core.store import Store
 from pserver_service.pserver import Pserver
 from shared.errors import TriremeError
@@ -231,9 +232,7 @@ class SimulatedCluster(Cluster):
                     queues = dispatcher.job.queues
                 except TriremeError:
                     continue
-                self.failures += [f"{kind}: {line}" for kind, queue in queues.items() for line in queue.violations()][
-                    :3
-                ]
+                self.failures += [f"{kind}: {line}" for kind, queue in queues.items() for line in violations(queue)][:3]
 
     def report_dead(self, name: str) -> None:
         """The launcher saw its child exit and tells the master, once; without a master it revokes the leases itself."""

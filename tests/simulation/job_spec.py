@@ -39,6 +39,8 @@ def spec_of(plan: Plan) -> JobSpec:
         pull_every=plan.pull_every,
         storage=STORAGE,
         lease_ttl_s=LEASE_TTL_S,
+        stragglers="on" if plan.stragglers else "off",
+        rebalance_s=plan.rebalance_s,
         task_timeout_floor_s=TASK_FLOOR_S,
         task_timeout_ceiling_s=TASK_CEILING_S,
         max_task_failures=MAX_TASK_FAILURES,

@@ -131,7 +131,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a run depends on."""
+    """Everything a run depends on. `slow`: trainer-0 needs so many times longer for a minibatch."""
 
     seed: int
     job: Job
@@ -151,6 +151,9 @@ class Plan:
     faults: tuple[Fault, ...] = ()
     requests: tuple[OperatorRequest, ...] = ()
     kills: tuple[ResizeKill, ...] = ()
+    stragglers: bool = True
+    rebalance_s: float = 2.0
+    slow: float = 1.0
 
     def undisturbed(self) -> Plan:
         return replace(self, conditions=STEADY, faults=(), requests=())
@@ -171,14 +174,14 @@ class Plan:
         all members join again, and one trainer does all the work, twice."""
         restores = sum(request.kind in {RequestKind.RESTORE, RequestKind.PSERVER_LEAVES} for request in self.requests)
         restores += sum(fault.kind is FaultKind.RESTART_ALL for fault in self.faults)
-        return 90.0 + (2 + restores) * self.work_s
+        return 90.0 + (2 + restores) * self.work_s * max(1.0, self.slow / 3)
 
     def __str__(self) -> str:
         head = (
             f"seed {self.seed} {self.job}\n  dispatch {self.dispatch}, {self.masters} masters, {self.pservers} pservers, "
             f"{self.trainers} trainers, pull_every {self.pull_every}, evaluate {self.evaluate}, checkpoint_every "
             f"{self.checkpoint_every or self.checkpoint_every_s} and keep {self.keep_checkpoints}, skip_after "
-            f"{self.skip_after_s}, independent {self.independent}\n  {self.speed}\n  {self.conditions}"
+            f"{self.skip_after_s}, independent {self.independent}, trainer-0 {self.slow:g} times slower\n  {self.speed}\n  {self.conditions}"
         )
         return "\n".join([head, *(f"  {event}" for event in (*self.faults, *self.requests))])
 
@@ -192,6 +195,9 @@ JOBS: tuple[tuple[tuple[int, ...], int, int, int], ...] = (
     ((3, 3, 3, 3, 3), 3, 3, 4),
     ((20, 11), 5, 5, 1),
 )
+
+
+SLOWEST_S = 2.4  # a trainer that needs more for a minibatch is taken to hang
 
 
 DTYPES: tuple[Transported, ...] = ("float32", "float32", "bfloat16", "float16")
@@ -237,6 +243,8 @@ def plan_of(seed: int, mode: Mode, dispatch: Dispatch = Dispatch.MASTER) -> Plan
     ]
     requests = () if plan.independent else _requests(seed, mode, plan.window_s)  # those are refused there
     plan = replace(plan, keep_checkpoints=random.Random(f"keep-{seed}").choice([1, 2]))
+    slow = random.Random(f"slow-{mode}-{seed}").choice([1.0, 1.0, 1.0, 4.0, 8.0])
+    plan = replace(plan, slow=min(slow, SLOWEST_S / speed.high_s))
     if random.Random(f"doubling-{mode}-{seed}").random() < 0.1:
         plan = replace(plan, conditions=replace(plan.conditions, double=0.2))
     faults += _restarts(random.Random(f"restarts-{mode}-{seed}"), plan)

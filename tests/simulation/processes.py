@@ -110,7 +110,11 @@ async def trainer(cluster: SimulatedCluster, node: Node) -> int:
             etcd=etcd,
             directory=directory,
             compute=TinyCompute(
-                cluster.plan.job.mode, cluster.trace, cluster.rng, _speed(cluster), cluster.plan.job.travels_as
+                cluster.plan.job.mode,
+                cluster.trace,
+                cluster.rng,
+                _speed(cluster, node.name),
+                cluster.plan.job.travels_as,
             ),
             master=node.dispatcher or SimulatedMaster(cluster.network, directory),
             connect=lambda member: SimulatedPserver(cluster.network, member, cluster.check_versions, stall_s),
@@ -124,9 +128,11 @@ async def trainer(cluster: SimulatedCluster, node: Node) -> int:
     return code
 
 
-def _speed(cluster: SimulatedCluster) -> Speed:
+def _speed(cluster: SimulatedCluster, name: str) -> Speed:
     """Some trainers are slower than others."""
     speed, factor = cluster.plan.speed, cluster.rng.choice([1.0, 1.0, 3.0])
+    if name == "trainer-0" and cluster.plan.slow > 1:
+        factor = cluster.plan.slow
     return replace(speed, low_s=speed.low_s * factor, high_s=speed.high_s * factor)
 
 

@@ -1,4 +1,4 @@
-"""Checks the queue: no task is at two trainers, and no finished task is given again.
+"""Checks the queue: no task is at two trainers unless it was given twice, and no finished task is given again.
 
 It reads all events, one transaction at a time. A task that is requeued and given again in one transaction, or that moves with
 its lane, has a later attempt: the next one, or one more for each time that it was given in a transaction (a master commits in
@@ -13,6 +13,10 @@ from typing import Any
 
 from shared.keys import Keys
 from shared.records import JobState, PendingTask, Phase
+
+
+def _lost_one(held: PendingTask, given: PendingTask) -> bool:
+    return given.attempts[0] == held.attempts[0] and set(given.others) < set(held.others)
 
 
 class TaskChecker:
@@ -45,8 +49,9 @@ class TaskChecker:
                     self._done.add((held.epoch, task_id))
                 continue
             given = PendingTask.model_validate_json(event["kv"]["value"])
-            # put back and given again in one transaction, or taken over with its lane: a later attempt
-            if held is not None and given.attempt <= held.attempt:
+            # put back and given again in one transaction, taken over with its lane, or given twice: a later attempt; else an
+            # earlier attempt has ended, and the newest goes on
+            if held is not None and given.attempt <= held.attempt and not _lost_one(held, given):
                 yield f"task {task_id} is at {held.trainer} (attempt {held.attempt}) and given to {given.trainer} ({given.attempt})"
             if (given.epoch, task_id) in self._done:
                 yield f"task {task_id} of epoch {given.epoch} was finished and is given again, to {given.trainer}"

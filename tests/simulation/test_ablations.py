@@ -67,7 +67,7 @@ def torn_once() -> Outcome:
     """Every trainer dies at the first moment at which blocks are of different versions; they are started again at once."""
     short = plan_of(0, Mode.SYNC)
     job = replace(short.job, epochs=1)
-    short = replace(short, job=job, speed=Speed(0.01, 0.02), conditions=STEADY, faults=(), requests=())
+    short = replace(short, job=job, speed=Speed(0.01, 0.02), conditions=STEADY, faults=(), requests=(), slow=1.0)
     check, torn = SimulatedCluster.check_versions, []
 
     def checked(self: SimulatedCluster) -> None:

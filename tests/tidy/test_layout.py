@@ -71,6 +71,7 @@ PURE = {
     "heapq",
     "itertools",
     "math",
+    "statistics",
     "typing",
     "warnings",
 }

@@ -13,12 +13,17 @@ from trainer_agent.data_plane.routing import Routes
 
 
 class Outbox:
-    """The blocks for one parameter server, in the order they were finished; may be read again from the start."""
+    """The blocks for one parameter server, in the order they were finished; may be read again from the start. `first`: the lanes
+    whose data it got from this trainer first, as it said last."""
 
     def __init__(self) -> None:
         self._items: list[tuple[PushBlock, memoryview]] = []
         self._closed = False
+        self.first: tuple[int, ...] = ()
         self._more = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._items)
 
     def add(self, block: PushBlock, payload: memoryview) -> None:
         self._items.append((block, payload))
@@ -88,6 +93,7 @@ class Outboxes(dict[int, Outbox]):
     def __init__(self, routes: Routes, dtypes: Sequence[Narrow | None]) -> None:
         super().__init__((index, Outbox()) for index in routes.blocks)
         self.version, self._owners, self._dtypes = routes.version, routes.owners, dtypes
+        self.blocks = len(dtypes)
 
     def adder(
         self, lanes: Interval, samples: Callable[[], int], contribution: Callable[[int], memoryview]
@@ -100,6 +106,16 @@ class Outboxes(dict[int, Outbox]):
             self[owners[block]].add(item, contribution(block))
 
         return add
+
+    @property
+    def added(self) -> int:
+        """How many blocks were added."""
+        return sum(len(outbox) for outbox in self.values())
+
+    @property
+    def first(self) -> tuple[int, ...]:
+        """The lanes whose data came from this trainer first, at one parameter server: the same one for all trainers."""
+        return self[min(self)].first if self else ()
 
     def close(self) -> None:
         """No more blocks will come."""

@@ -21,6 +21,7 @@ from shared.errors import (
     TriremeError,
     WrongOwner,
 )
+from shared.lanes import Interval
 from shared.membership.directory import Directory
 from shared.records.job_spec import Narrow, Transported
 from shared.records.layout import ELEMENT_BYTES
@@ -282,6 +283,7 @@ class Transfer(Peers):
                 problem: object = error
             else:
                 self._silence.answered(index)
+                outbox.first = answer.first
                 found, problem = verdict(answer, header.mode)
                 if found is Verdict.BROKEN:
                     raise TriremeError(f"pserver-{index} refused a push of step {header.step}: {problem}")
@@ -352,6 +354,13 @@ class Transfer(Peers):
             return info
 
         return await self._ask_by_one_map(ask)
+
+    async def missing(self, number: int, step: int) -> tuple[Interval, ...]:
+        """The lanes that blocks of one parameter server lack for `step`; `number` chooses it among all. One attempt. Raises
+        PeerError."""
+        indexes = sorted(self.routes.blocks)
+        info = await self._port(indexes[number % len(indexes)]).info()
+        return info.missing if info.ready and info.lowest == step else ()
 
     async def ledgers(self, query: LedgerQuery, skip_after_s: float | None = None) -> dict[int, LedgerAnswer]:
         """By pserver index, without pservers that gave no answer for `skip_after_s`."""

@@ -2,30 +2,33 @@
 
     for each generation until the next version is whole:
         missing lanes = mine - acknowledged ─► records ─► claim, if a task was discarded ─► push ─► acknowledged
+        then, while others are late: their lanes too (helping.py)
 
-Lanes that are computed already are only pushed again. A trainer that gets more lanes in a new generation computes those.
+Lanes that are computed already are only pushed again. A trainer that gets more lanes in a new generation computes those. Who is
+late itself gives its lanes up as soon as the version is whole: another trainer has computed them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from functools import partial
 
 from shared.errors import DeadlineExceeded, StaleGeneration, StepTorn
-from shared.records import Mode, StepMetrics, Task
-from shared.records.step import LanePosition, LaneZero
+from shared.records import Mode
 from shared.runtime import telemetry
 from shared.runtime.waiting import event_within
 from shared.wire.messages import PushHeader
 from trainer_agent.core.duties import Next
 from trainer_agent.data_plane.outbox import Outboxes
 from trainer_agent.loops.context import LoopContext
+from trainer_agent.loops.helping import LaneHelper
 from trainer_agent.loops.joining import REFRESH_S, Joiner
+from trainer_agent.loops.step import LaneWork, Push, Step
 from trainer_agent.loops.timeline import RolledBack, timeline_of
-from trainer_agent.model.compute import LaneResult, metrics_of
-from trainer_agent.tasks.lane_reader import LaneReaders, Portion
+from trainer_agent.tasks.lane_reader import LaneReaders
+from trainer_agent.waiting.single_error import SingleErrorGroup
 
 SETTLE_S = 10.0
 TORN_S = 60.0
@@ -34,46 +37,15 @@ IDLE_S = 30.0
 log = telemetry.logger("repair")
 
 
-@dataclass
-class Step:
-    """The step from version `number` to the next. `shares`: this trainer's lanes that are acknowledged."""
-
-    number: int
-    positions: tuple[LanePosition, ...]
-    lane_zero: LaneZero
-    shares: dict[int, tuple[Portion, LaneResult]] = field(default_factory=dict)
-
-    def metrics(self, timeline: int) -> StepMetrics | None:
-        """This trainer's share of the loss, if it had any records."""
-        results = [result for _, result in self.shares.values()]
-        share = metrics_of(results, self.number, self.positions[0].epoch, timeline)
-        return share if share.records or share.skipped else None
-
-    def finished_tasks(self) -> list[Task]:
-        """The tasks whose last records were in this step."""
-        return [p.task for p, _ in self.shares.values() if p.finishes and p.task is not None]
-
-
-@dataclass
-class LaneWork:
-    """Lanes of one step that this trainer computes; once `computed`, they can be pushed again under a new generation."""
-
-    lanes: list[int]
-    portions: dict[int, Portion]
-    outboxes: Outboxes
-    results: dict[int, LaneResult] = field(default_factory=dict)
-    computed: bool = False
-
-
-Push = Callable[[Step, PushHeader, LaneWork], Awaitable[bool]]
-
-
 class StepRepair:
     """`push` computes what is not computed yet and pushes it; True if every block is acknowledged."""
 
-    def __init__(self, context: LoopContext, readers: LaneReaders, joiner: Joiner, push: Push) -> None:
+    def __init__(
+        self, context: LoopContext, readers: LaneReaders, joiner: Joiner, push: Push, helper: LaneHelper
+    ) -> None:
         self._directory, self._transfer, self._duty = context.directory, context.transfer, context.duty
-        self._readers, self._joiner, self._push = readers, joiner, push
+        self._readers, self._joiner, self._push, self._helper = readers, joiner, push, helper
+        self._work: LaneWork | None = None
         self._trainer, self._dtypes = context.source.trainer, context.gradient_dtypes
         self._idle = asyncio.Event()
         self._idle.set()
@@ -93,7 +65,7 @@ class StepRepair:
 
     async def contribute(self, step: Step) -> None:
         """Push this trainer's lanes of the step, again for each generation, until cancelled. Raises TaskFailed, RolledBack."""
-        work: LaneWork | None = None
+        work = self._work = None
         while True:
             duty = self._duty()
             missing = [lane for lane in range(*duty.lanes) if lane not in step.shares]
@@ -104,21 +76,49 @@ class StepRepair:
                     if work is None or work.lanes != missing or not work.computed:
                         # all records before any gradient: a push begins with the positions after the step
                         portions = await self._readers.read(missing, step.positions)
-                        work = LaneWork(missing, portions, Outboxes(self._transfer.routes, self._dtypes))
+                        work = self._work = LaneWork(missing, portions, Outboxes(self._transfer.routes, self._dtypes))
                     header = self._header(step, duty.generation, work)
                     await self.claim(header, work)
                     if await self._push(step, header, work):
-                        step.shares |= {lane: (work.portions[lane], work.results[lane]) for lane in missing}
+                        step.shares |= {lane: (work.portions[lane], result) for lane, result in work.results.items()}
+                        work.count(step)
+                    if work.given_up:
+                        return
+                    if step.shares.keys() >= set(missing):
+                        self._helper.share_done(step)
                 except StaleGeneration as error:
                     log.info("generation_stale", step=step.number, generation=duty.generation, cause=error.message)
             self._idle.set()
-            await self._other_duty(duty, IDLE_S if step.shares.keys() >= set(missing) else REFRESH_S)
+            if step.shares.keys() >= set(missing):
+                await self._help(step, duty)
+            else:
+                await self._other_duty(duty, REFRESH_S)
 
-    async def settle(self, contribution: asyncio.Task[None]) -> None:
-        """The next version is whole: wait for the answers to our own pushes, then end the step."""
-        if self.busy and not await event_within(self._idle, SETTLE_S):
-            log.warning("push_unanswered", seconds=SETTLE_S)
+    async def _help(self, step: Step, duty: Next) -> None:
+        """Until this trainer's duty is another one, at most IDLE_S: then lost pushes are sent again."""
+        late_s = self._helper.late_in(step, duty)
+        if late_s is None or late_s >= IDLE_S or await self._other_duty(duty, late_s):
+            await self._other_duty(duty, IDLE_S)
+            return
+        async with SingleErrorGroup() as group:
+            header = partial(self._header, step, duty.generation)
+            helping = group.create_task(self._helper.help(step, duty, header))
+            await self._other_duty(duty, IDLE_S)
+            helping.cancel()
+
+    async def settle(self, contribution: asyncio.Task[None]) -> LaneWork | None:
+        """The next version is whole: wait for the answers to our own pushes, then end the step. Own lanes that are not computed are
+        given up, because others have pushed them; they are answered."""
+        work = self._work if self.busy else self._helper.work
+        unfinished = self._work if self._work is not None and not self._work.is_finished else None
+        if work is not None and not work.rests.is_set():
+            if not work.is_finished and work.is_between_nodes:
+                work.given_up = True
+                contribution.cancel()  # _push goes on with the answers to what was pushed
+            if not await event_within(work.rests, SETTLE_S):
+                log.warning("push_unanswered", seconds=SETTLE_S)
         contribution.cancel()
+        return unfinished
 
     async def claim(self, header: PushHeader, work: LaneWork) -> None:
         """Before a lane goes on behind a discarded task: some blocks may have got that task's data, or it is on its way.
@@ -149,7 +149,8 @@ class StepRepair:
             lane_zero=step.lane_zero if 0 in work.lanes else None,
         )
 
-    async def _other_duty(self, duty: Next, limit_s: float) -> None:
-        """Wait until this trainer's duty is another one, at most `limit_s`: then lost pushes are sent again."""
+    async def _other_duty(self, duty: Next, limit_s: float) -> bool:
+        """Wait until this trainer's duty is another one, at most `limit_s`; answers whether it is."""
         with contextlib.suppress(DeadlineExceeded):
             await self._directory.wait_for(lambda _: self._duty() != duty, limit_s, "a new generation")
+        return self._duty() != duty

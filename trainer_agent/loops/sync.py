@@ -4,8 +4,9 @@
               ─► pull version s + 1, made of the gradients of all lanes ─► swap ─► step s + 1
 
 A lane is a fixed stream of minibatches. Each trainer computes some lanes; which trainer computes a lane changes no bit of the
-result. Loss and backward are in model/minibatch.py, the optimizer runs on the parameter servers. Joining the job, and what
-happens when members come, go or fail, is in joining.py (between steps) and repair.py (within a step).
+result, so a trainer that has finished may also compute lanes of one that is late. Loss and backward are in
+model/minibatch.py, the optimizer runs on the parameter servers. Joining the job, and what happens when members come, go,
+fail or are late, is in joining.py (between steps), repair.py and helping.py (within a step).
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from shared.errors import UserCodeError
 from shared.lanes import step_seed
 from shared.records import Task
 from shared.records.step import StepRecord
-from shared.runtime import telemetry
+from shared.runtime import clock, telemetry
 from shared.wire.messages import PushHeader
 from trainer_agent.core.steps import nodes_to_compute, positions_of_step
 from trainer_agent.data_plane.verdicts import Verdict
 from trainer_agent.loops.context import LoopContext
+from trainer_agent.loops.helping import LaneHelper
 from trainer_agent.loops.joining import Joiner, found
-from trainer_agent.loops.repair import LaneWork, Step, StepRepair
+from trainer_agent.loops.pace import Pace
+from trainer_agent.loops.repair import StepRepair
+from trainer_agent.loops.step import LaneWork, Step
 from trainer_agent.tasks.lane_reader import LaneReaders
 from trainer_agent.tasks.source import TaskFailed
 from trainer_agent.waiting.single_error import SingleErrorGroup
@@ -39,7 +43,9 @@ class SyncLoop:
         self._source, self._reports, self._duty = context.source, context.reports, context.duty
         self._readers = LaneReaders(context.source, lambda: context.transfer.generation)
         self._joiner = Joiner(context, self._readers)
-        self._repair = StepRepair(context, self._readers, self._joiner, self._push)
+        self.pace = Pace()
+        helper = LaneHelper(context, self.pace, self._push)
+        self._repair = StepRepair(context, self._readers, self._joiner, self._push, helper)
 
     def __repr__(self) -> str:
         return f"<SyncLoop: {self._joiner!r}>"
@@ -74,12 +80,14 @@ class SyncLoop:
         if positions[0].epoch >= self._spec.epochs:
             first, _ = self._duty().lanes  # lanes may have moved since the readers were made
             await self._readers.announce_end(first, positions[0].epoch)
-        step = Step(version.version, positions, self._joiner.begin_step(version))
+        step = Step(version.version, positions, self._joiner.begin_step(version), clock.monotonic())
         with self._repair.contributing():
             async with asyncio.TaskGroup() as group:
                 contribution = group.create_task(self._repair.contribute(step))  # calls _push
                 following = await self._transfer.pull(step.number + 1)
-                await self._repair.settle(contribution)
+                given_up = await self._repair.settle(contribution)
+        if given_up is not None:
+            self._fetch_ahead(given_up)
         following = found(following, step.number + 1)
         self._transfer.swap()
         self._report(step)
@@ -87,10 +95,25 @@ class SyncLoop:
 
     async def _push(self, step: Step, header: PushHeader, work: LaneWork) -> bool:
         """Compute the lanes, and push each block as soon as it is finished. True if all blocks are acknowledged."""
-        async with self._transfer.pushing(header, work.outboxes) as verdicts:
-            if not work.computed:
-                await self._compute_gradients(step, work)
+        work.rests.clear()
+        try:
+            async with self._transfer.pushing(header, work.outboxes) as verdicts:
+                if not work.computed:
+                    await self._compute_unless_given_up(step, work)
+        finally:
+            work.rests.set()
         return set(verdicts.values()) <= {Verdict.ACKNOWLEDGED}
+
+    async def _compute_unless_given_up(self, step: Step, work: LaneWork) -> None:
+        """Given up: what was pushed is acknowledged all the same, and the connections stay."""
+        try:
+            await self._compute_gradients(step, work)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not work.given_up or task is None:
+                raise
+            task.uncancel()
+            work.outboxes.close()
 
     async def _compute_gradients(self, step: Step, work: LaneWork) -> None:
         """Forward and backward of each lane's minibatch. A node is a group of lanes whose mean gradient is pushed as one."""
@@ -101,7 +124,8 @@ class SyncLoop:
             for lane in range(*node):
                 portion, seed = work.portions[lane], step_seed(self._spec.seed, step.number, lane)
                 try:
-                    work.results[lane] = await self._compute.gradient(node, lane, seed, portion.records, finished)
+                    with self.pace.lane(bool(portion.records)):
+                        work.results[lane] = await self._compute.gradient(node, lane, seed, portion.records, finished)
                 except UserCodeError as error:
                     if portion.task is None:
                         raise
@@ -110,6 +134,10 @@ class SyncLoop:
                     log.warning("minibatch_skipped", step=step.number, lane=lane, records=skipped)
         work.outboxes.close()
         work.computed = True
+        self._fetch_ahead(work)
+
+    def _fetch_ahead(self, work: LaneWork) -> None:
+        """The next task of each lane whose task ends in this step."""
         for lane, portion in work.portions.items():
             if portion.finishes:
                 self._readers[lane].prefetch(portion.after, self._prefetching)

@@ -53,14 +53,14 @@ class LaneReader:
         """As `at`, if the task is loaded or was fetched ahead: then nobody has to be asked. Else None."""
         if position.exhausted:
             return None
-        loaded = _due(self._loaded, position) or self._prefetched(position)
+        loaded = is_due(self._loaded, position) or self._prefetched(position)
         return None if loaded is None else self._portion(position, position, loaded)
 
     async def at(self, position: LanePosition) -> Portion:
         """The lane's records at `position`. Raises TrainingOver, TaskFailed, StaleGeneration, DeadlineExceeded."""
         before = position
         while not position.exhausted:
-            loaded = _due(self._loaded, position)
+            loaded = is_due(self._loaded, position)
             if loaded is None:
                 found = await self._fetch(position)
                 if isinstance(found, LanePosition):
@@ -87,7 +87,7 @@ class LaneReader:
         """The task at `position`, if it was fetched ahead and is there by now; it becomes the loaded one."""
         if self._next is None or not self._next.done() or self._next.cancelled():
             return None
-        ahead = _due(self._next.result(), position)
+        ahead = is_due(self._next.result(), position)
         if ahead is not None:
             self._loaded, self._next = ahead, None
         return ahead
@@ -95,7 +95,7 @@ class LaneReader:
     async def _fetch(self, position: LanePosition) -> LoadedTask | LanePosition:
         """The task at `position`; or the position to go on from, if there is none."""
         if self._next is not None:
-            ahead = _due(await outcome_of(self._next), position)
+            ahead = is_due(await outcome_of(self._next), position)
             self._next = None
             if ahead is not None:
                 return ahead
@@ -123,16 +123,20 @@ class LaneReader:
         return found if isinstance(found, LoadedTask) else None
 
     def _portion(self, before: LanePosition, position: LanePosition, loaded: LoadedTask) -> Portion:
-        number = position.offset // self._source.spec.minibatch_size
-        records = self._source.minibatch(loaded, number)
-        self._done = number + 1
-        offset = position.offset + len(records)
-        finishes = offset >= len(loaded.shard)
-        if finishes:
-            after = _after_task(position, loaded.task.stream_length)
-        else:
-            after = position.model_copy(update={"offset": offset})
-        return Portion(before, after, records, loaded.task, finishes, position.index != before.index)
+        self._done = position.offset // self._source.spec.minibatch_size + 1
+        return portion_of(self._source, before, position, loaded)
+
+
+def portion_of(source: TaskSource, before: LanePosition, position: LanePosition, loaded: LoadedTask) -> Portion:
+    """The records of the lane whose reader stands at `position` of a task."""
+    records = source.minibatch(loaded, position.offset // source.spec.minibatch_size)
+    offset = position.offset + len(records)
+    finishes = offset >= len(loaded.shard)
+    if finishes:
+        after = _after_task(position, loaded.task.stream_length)
+    else:
+        after = position.model_copy(update={"offset": offset})
+    return Portion(before, after, records, loaded.task, finishes, position.index != before.index)
 
 
 def _after_task(position: LanePosition, stream_length: int) -> LanePosition:
@@ -141,7 +145,7 @@ def _after_task(position: LanePosition, stream_length: int) -> LanePosition:
     return position.model_copy(update={"index": index, "offset": 0, "exhausted": index >= stream_length})
 
 
-def _due(loaded: LoadedTask | None, position: LanePosition) -> LoadedTask | None:
+def is_due(loaded: LoadedTask | None, position: LanePosition) -> LoadedTask | None:
     """`loaded`, if it is the task at `position`."""
     there = loaded is not None and (loaded.task.epoch, loaded.task.index) == (position.epoch, position.index)
     return loaded if there else None

@@ -23,6 +23,7 @@ SUSPECT_EVERY_S = 1.0
 METRICS_LIMIT_S = 30.0
 PROGRESS_S = 5.0
 METRICS_EVERY_S, METRICS_STEPS, KEPT_STEPS = 0.5, 200, 2000
+PACE_EVERY_S, PACE_CHANGE = 5.0, 1.2  # without steps: how often seconds per lane are told, and what is told at once
 
 log = telemetry.logger("reports")
 
@@ -65,12 +66,23 @@ class MetricBuffer:
         return taken
 
 
+def _unknown() -> float | None:
+    return None
+
+
 class Reports:
     """`run` in the agent's TaskGroup; the other methods never wait."""
 
-    def __init__(self, master: MasterPort, trainer: str, held: Callable[[], list[tuple[Task, int]]]) -> None:
-        """`held` names the tasks being trained and how many minibatches of each are done."""
-        self._master, self._trainer, self._held = master, trainer, held
+    def __init__(
+        self,
+        master: MasterPort,
+        trainer: str,
+        held: Callable[[], list[tuple[Task, int]]],
+        lane_s: Callable[[], float | None] = _unknown,
+    ) -> None:
+        """`held` names the tasks being trained and how many minibatches of each are done. `lane_s`: seconds per lane, if known."""
+        self._master, self._trainer, self._held, self._lane_s = master, trainer, held, lane_s
+        self._told_pace = 0.0, -math.inf  # what was told last, and when
         self._completed: deque[tuple[Task, CompleteTask]] = deque()
         self._metrics = MetricBuffer()
         self._suspected: dict[str, float] = {}
@@ -131,16 +143,25 @@ class Reports:
     async def _send_metrics(self) -> None:
         while True:
             due = self._metrics.due_in(clock.monotonic())
-            if due == 0:
+            if due == 0 or (due is None and self._pace_is_news()):
                 await self._report_metrics()
             else:
                 await asyncio.sleep(due or 0.25)
 
     async def _report_metrics(self) -> None:
-        steps = self._metrics.take()
-        if steps:
-            batch = MetricBatch(trainer=self._trainer, steps=steps)
+        steps, lane_s = self._metrics.take(), self._lane_s()
+        if steps or lane_s is not None:
+            self._told_pace = lane_s or 0.0, clock.monotonic()
+            batch = MetricBatch(trainer=self._trainer, steps=steps, lane_s=lane_s)
             await self._report(partial(self._master.report_metrics, batch), "reporting metrics", METRICS_LIMIT_S)
+
+    def _pace_is_news(self) -> bool:
+        """A trainer whose lanes are all computed by others first has no steps to report, but it is slow: that must be known."""
+        lane_s, (told_s, at) = self._lane_s(), self._told_pace
+        if lane_s is None:
+            return False
+        changed = not told_s / PACE_CHANGE <= lane_s <= told_s * PACE_CHANGE
+        return (changed and clock.monotonic() - at >= METRICS_EVERY_S) or clock.monotonic() - at >= PACE_EVERY_S
 
     async def _send_progress(self) -> None:
         while True:

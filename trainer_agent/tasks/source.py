@@ -79,6 +79,20 @@ class TaskSource:
                 return answer
             await asyncio.sleep(ids.jitter(answer.retry_after_s or 0.2))
 
+    async def look(self, generation: int, stream: int, epoch: int, index: int) -> Task | None:
+        """Which task another trainer's lane has at that place; None unless that trainer has it now. One attempt. Raises
+        StaleGeneration, PeerError."""
+        ask = AcquireTask(
+            trainer=self.trainer,
+            request=ids.new_id("look"),
+            generation=generation,
+            stream=stream,
+            epoch=epoch,
+            index=index,
+            look=True,
+        )
+        return (await self._master.acquire_task(ask)).task
+
     async def read(self, task: Task) -> Shard:
         """The records of a task. Raises TaskFailed."""
         try:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from master_service.core.changes import Change, Decision, Event, Fields
 from master_service.core.decisions import pause_checkpoint, pserver_return, rollback
-from master_service.core.placement.lanes import new_list
+from master_service.core.placement.lanes import WORTH_MOVING, LaneSeconds, expected_s, new_list, step_s
+from master_service.core.state.job import Job
 from master_service.core.state.members import Members
-from shared.records import JobSpec, JobState, Mode, Phase, SlotMap, TrainerList
+from shared.records import JobSpec, JobState, Mode, Phase, SlotMap, Stage, TrainerList
 from shared.slots import spread
 
 
@@ -39,9 +40,15 @@ def missing(spec: JobSpec, listed: TrainerList, slots: SlotMap | None, members: 
 
 
 def reconcile(
-    spec: JobSpec, state: JobState, trainers: TrainerList, slots: SlotMap | None, members: Members
+    spec: JobSpec,
+    state: JobState,
+    trainers: TrainerList,
+    slots: SlotMap | None,
+    members: Members,
+    lane_s: LaneSeconds | None = None,
 ) -> Decision[None]:
-    """Bring the job in line with its members. Idempotent: applied once, the same members change nothing more."""
+    """Bring the job in line with its members. Idempotent: applied once, the same members change nothing more. `lane_s`: see
+    new_list."""
     if state.phase.final:
         return Decision(None)
     if state.phase is Phase.ROLLING_BACK:
@@ -66,7 +73,25 @@ def reconcile(
             return Decision(None, changes) + _wait(state, obstacle, members)
     elif set(now) == trainers.places.keys():
         return Decision(None, changes)
-    return Decision(None, changes) + _regroup(spec, state, trainers, now)
+    return Decision(None, changes) + _regroup(spec, state, trainers, now, lane_s)
+
+
+def rebalance(job: Job) -> Decision[None]:
+    """Other shares of lanes, in a new generation, if they make steps WORTH_MOVING times faster by what trainers reported."""
+    spec, state, listed = job.spec, job.state, job.trainers
+    running = state.phase is Phase.RUNNING and state.stage is Stage.TRAIN and listed.generation == state.generation
+    if spec.mode is not Mode.SYNC or spec.stragglers == "off" or not running or not listed.names:
+        return Decision(None)
+    generation = state.generation + 1
+    better = new_list(spec, listed, generation, listed.names, job.speeds.lane_s)
+    expected = expected_s(listed.names, job.speeds.lane_s)
+    if not expected or step_s(listed, expected) <= WORTH_MOVING * step_s(better, expected):
+        return Decision(None)
+    before_s, after_s = step_s(listed, expected), step_s(better, expected)
+    reason = f"lanes follow the measured speed: a step takes about {after_s:.3g} s instead of {before_s:.3g} s"
+    fields: Fields = {"generation": generation, "before_s": round(before_s, 6), "after_s": round(after_s, 6)}
+    moved = state.model_copy(update={"generation": generation, "reason": reason})
+    return Decision(None, (better, moved), (Event("lanes_moved", reason, fields),))
 
 
 def only_joins(state: JobState, trainers: TrainerList, decision: Decision[None]) -> bool:
@@ -99,7 +124,9 @@ def _wait(state: JobState, reason: str, members: Members) -> Decision[None]:
     return Decision(None, (state.model_copy(update={"reason": reason}),), (event,))
 
 
-def _regroup(spec: JobSpec, state: JobState, before: TrainerList, now: tuple[str, ...]) -> Decision[None]:
+def _regroup(
+    spec: JobSpec, state: JobState, before: TrainerList, now: tuple[str, ...], lane_s: LaneSeconds | None
+) -> Decision[None]:
     generation = state.generation + 1
     there = set(now)
     joined = [t for t in now if t not in before]
@@ -109,7 +136,7 @@ def _regroup(spec: JobSpec, state: JobState, before: TrainerList, now: tuple[str
     if not now:
         reason += "; waiting for a trainer"
     grown = state.model_copy(update={"phase": Phase.RUNNING, "generation": generation, "reason": reason})
-    changes: tuple[Change, ...] = (new_list(spec, before, generation, now), grown)
+    changes: tuple[Change, ...] = (new_list(spec, before, generation, now, lane_s), grown)
     name = "generation_changed" if state.phase is Phase.RUNNING else "job_running"
     fields: Fields = {"generation": generation, "trainers": len(now), "cause": reason}
     return Decision(None, changes, (Event(name, reason, fields),))

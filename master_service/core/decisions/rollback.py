@@ -285,7 +285,7 @@ def resume(job: Job, epoch: int, step: int, *, records: int, seconds: float) -> 
             "reason": reason,
         }
     )
-    changes: tuple[Change, ...] = (new_list(spec, job.trainers, generation, trainers), running)
+    changes: tuple[Change, ...] = (new_list(spec, job.trainers, generation, trainers, job.speeds.lane_s), running)
     message = f"rolled back to {place} in {seconds:.1f} s; {records} records are trained again"
     fields: Fields = {
         "step": step,

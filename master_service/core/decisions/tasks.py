@@ -6,7 +6,7 @@ no next one is taken: the trainer asks again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 from master_service.core.changes import (
@@ -16,6 +16,7 @@ from master_service.core.changes import (
     Event,
     Fields,
     NextEpoch,
+    PutPending,
     PutRequeued,
     RestartQueue,
 )
@@ -56,6 +57,8 @@ def acquire(job: Job, ask: AcquireTask) -> Decision[TaskAnswer]:
             return Decision(TaskAnswer(answer="end", reason=reason))
         return Decision(TaskAnswer(answer="wait", reason=reason, retry_after_s=WAIT_S))
     check_generation(job, ask)
+    if ask.look:
+        return Decision(_look(job, ask))
     decision = _acquire_lane(job, ask, ask.stream) if ask.stream is not None else _acquire_shared(job, ask)
     if (task := decision.answer.task) is None or not state.timeline:
         return decision
@@ -73,7 +76,27 @@ def _acquire_shared(job: Job, ask: AcquireTask) -> Decision[TaskAnswer]:
     answer, changes = queue.dispatch(ask)
     if answer.answer == "end":  # this stage is closed and the next one not yet committed
         answer = TaskAnswer(answer="wait", reason=f"{job.state.stage} is closing", retry_after_s=WAIT_S)
-    return Decision(answer, changes)
+    return Decision(answer, changes, tuple(_given_twice(changes)))
+
+
+def _given_twice(changes: Iterable[Change]) -> Iterator[Event]:
+    for change in changes:
+        if isinstance(change, PutPending) and change.task.others:
+            late, helper = change.task.others[0].trainer, change.task.trainer
+            fields: Fields = {"task": change.task_id, "attempt": change.task.attempt, "trainer": helper, "late": late}
+            message = f"task {change.task_id} is late at {late}: it is given to {helper} too"
+            yield Event("task_given_twice", message, fields)
+
+
+def find_late(job: Job, now: float) -> int:
+    """Marks the late tasks of an asynchronous job, in place and in memory only, once no other is left to give. How many there are."""
+    queue = job.training
+    waits = job.state.phase is not Phase.RUNNING or job.state.stage is not Stage.TRAIN or job.state.absent
+    if job.spec.mode is not Mode.ASYNC or job.spec.stragglers == "off" or waits:
+        return 0
+    if queue.requeued or queue.dispatched < queue.total:
+        return 0
+    return queue.late.mark(queue.pending, now, job.spec.straggler_factor)
 
 
 def close_epoch(job: Job, ask: AcquireTask) -> Decision[None]:
@@ -157,10 +180,14 @@ def put_back_lost(job: Job) -> Decision[bool]:
     if queue is None or job.state.phase is not Phase.RUNNING:
         return Decision(False)
     members = job.trainers
-    lost = [(task_id, p.record.trainer) for task_id, p in queue.pending.items() if p.record.trainer not in members]
+    found = (
+        (task_id, {each.trainer for each in p.record.attempts if each.trainer not in members})
+        for task_id, p in queue.pending.items()
+    )
+    lost = [(task_id, gone) for task_id, gone in found if gone]
     decision: Decision[bool] = Decision(len(lost) > REQUEUES_AT_ONCE)
-    for task_id, trainer in lost[:REQUEUES_AT_ONCE]:
-        decision += _put_back(queue, task_id, f"{trainer} is gone")
+    for task_id, gone in lost[:REQUEUES_AT_ONCE]:
+        decision += _put_back(queue, task_id, f"{' and '.join(sorted(gone))} is gone", gone)
     return decision
 
 
@@ -186,7 +213,7 @@ def check_generation(job: Job, ask: AcquireTask) -> None:
         msg = f"{ask.trainer} asks in generation {ask.generation}, now is {state.generation}; read lanes again"
         raise StaleGeneration(msg, generation=state.generation)
     first, last = job.trainers.lanes_of(ask.trainer)
-    if job.trainers.lanes and not first <= ask.stream < last:
+    if job.trainers.lanes and not ask.look and not first <= ask.stream < last:
         msg = f"lane {ask.stream} is not of {ask.trainer} (lanes {first} to {last} exclusive) in generation {state.generation}; read lanes again"
         raise StaleGeneration(msg, generation=state.generation)
 
@@ -209,7 +236,7 @@ def _taken(job: Job, task_id: str, report: CompleteTask, done: Decision[None]) -
     ):
         return nothing
     held = job.queue_of(task_id).pending.get(task_id)
-    if done.changes and held is not None and held.record.request == report.next.request:
+    if done.changes and held is not None and any(each.request == report.next.request for each in held.record.attempts):
         return nothing  # the same request got the task that ends now
     ask = AcquireTask(trainer=report.trainer, request=report.next.request, generation=report.next.generation)
     try:
@@ -249,9 +276,32 @@ def _acquire_lane(job: Job, ask: AcquireTask, lane: int) -> Decision[TaskAnswer]
     return Decision(answer, changes) + lifecycle.advance_stage(job, changes)
 
 
-def _put_back(queue: TaskQueue, task_id: str, cause: str) -> Decision[None]:
+def _look(job: Job, ask: AcquireTask) -> TaskAnswer:
+    """The task at that place, if the lane's owner has it, or had it: not one that is put back, discarded or not given yet. Raises
+    InvalidArgument."""
+    lane = ask.stream if ask.stream is not None else -1
+    if job.spec.mode is not Mode.SYNC or not 0 <= lane < job.spec.lanes:
+        msg = f"stream {ask.stream} cannot be looked at: the job is {job.spec.mode} with {job.spec.lanes} lanes; name a lane"
+        raise InvalidArgument(msg)
+    queue = job.training
+    streams, cursor = queue.streams, queue.cursors.get(queue.streams.name(lane), 0)
+    given = ask.epoch == queue.epoch and 0 <= ask.index < min(cursor, streams.length(lane))
+    task_id = streams.at(ask.epoch, lane, ask.index) if given else ""
+    if not given or task_id in queue.requeued or (ask.epoch, task_id) in queue.discarded:
+        reason = f"lane {lane} has no task {ask.index} of epoch {ask.epoch} under way"
+        return TaskAnswer(answer="wait", reason=reason, retry_after_s=WAIT_S)
+    held = queue.pending.get(task_id)
+    task = streams.task(task_id, held.record.attempt if held else 1, ask.epoch, lane, ask.index)
+    task = task.model_copy(update={"timeline": job.state.timeline})
+    return TaskAnswer(answer="task", task=task, stream_length=task.stream_length)
+
+
+def _put_back(queue: TaskQueue, task_id: str, cause: str, lost: Collection[str] | None = None) -> Decision[None]:
+    changes = queue.put_back(task_id, cause, lost)
+    if not any(isinstance(change, PutRequeued) for change in changes):
+        return Decision(None, changes)  # another trainer has it too
     event = Event("task_requeued", f"task {task_id} goes back: {cause}", {"task": task_id, "cause": cause})
-    return Decision(None, queue.put_back(task_id, cause), (event,))
+    return Decision(None, changes, (event,))
 
 
 def _ended_badly(
@@ -260,7 +310,7 @@ def _ended_badly(
     """Events of a requeued or discarded task, and the job's failure when too much is discarded."""
     what = queue.streams.describe(task_id)
     if closing.discarded is None:
-        failures = next(c.task.failures for c in closing.changes if isinstance(c, PutRequeued))
+        failures = next(c.task.failures for c in closing.changes if isinstance(c, PutRequeued | PutPending))
         fields: Fields = {"task": task_id, "failures": failures, "cause": cause}
         return Decision(None, closing.changes, (Event("task_requeued", f"{what} goes back: {cause}", fields),))
     records = queue.streams.records_of(task_id)

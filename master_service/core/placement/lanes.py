@@ -1,24 +1,56 @@
-"""Which trainer computes which lanes: the owners share all lanes evenly, in the order of the list.
+"""Which trainer computes which lanes: the owners share all lanes evenly, in the order of the list, or by their measured speed.
 
 Few lanes change their owner, as far as that is cheap to find. With more trainers than lanes the last ones are hot spares; a
-spare takes the place of an owner that is gone.
+spare takes the place of an owner that is gone, or that is so slow that it gets no lane.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from statistics import median
 
+from master_service.core.placement.lane_shares import aligned, cut, runs_of, slowest_s
 from shared.lanes import share_of
 from shared.records import JobSpec, Mode, TrainerList
 
 CHEAP_OWNERS = 64
+WORTH_MOVING = 1.2
+"""Lanes move only if steps get faster by this factor: measured speeds vary, and whoever gets a lane reads its task again."""
+FORGOTTEN_AFTER = 10
+"""Times `rebalance_s`: who has had no lane for so long is not known to be slow any more, and is tried again."""
+
+LaneSeconds = Mapping[str, float]
 
 
-def new_list(spec: JobSpec, before: TrainerList, generation: int, trainers: Sequence[str]) -> TrainerList:
-    """The list of a new generation. `trainers` in order of arrival; `before` may name trainers that are gone."""
+def new_list(
+    spec: JobSpec, before: TrainerList, generation: int, trainers: Sequence[str], lane_s: LaneSeconds | None = None
+) -> TrainerList:
+    """The list of a new generation. `trainers` in order of arrival; `before` may name trainers that are gone. `lane_s`: what is
+    known of their seconds per lane."""
     if spec.mode is not Mode.SYNC:
         return TrainerList(generation=generation, names=tuple(trainers))
-    return TrainerList(generation=generation, lanes=spec.lanes, names=place(spec.lanes, before.names, trainers))
+    names = place(spec.lanes, before.owners, trainers)
+    even = TrainerList(generation=generation, lanes=spec.lanes, names=names)
+    expected = expected_s(names, lane_s or {})
+    if spec.stragglers == "off" or not expected:
+        return even
+    shares = cut(spec.lanes, [expected[name] for name in names])
+    if step_s(even, expected) <= WORTH_MOVING * slowest_s(shares, [expected[name] for name in names]):
+        return even
+    working = place(spec.lanes, before.owners, [name for name, share in zip(names, shares, strict=True) if share])
+    if expected[working[0]] > spec.straggler_factor * median(expected.values()):
+        # nobody else computes lane 0 when it is late (trainer_agent/core/helpers.py)
+        working = *working[1:], working[0]
+    share_by_name = dict(zip(names, shares, strict=True))
+    fitted = aligned([share_by_name[name] for name in working], [expected[name] for name in working])
+    idle = [name for name in names if name not in set(working)]
+    return TrainerList(generation=generation, lanes=spec.lanes, names=(*working, *idle), shares=runs_of(fitted))
+
+
+def step_s(listed: TrainerList, lane_s: LaneSeconds) -> float:
+    """How long the slowest trainer of the list needs for its lanes."""
+    lanes = [listed.lanes_of(name) for name in listed.owners]
+    return max((last - first) * lane_s[name] for name, (first, last) in zip(listed.owners, lanes, strict=True))
 
 
 def place(lanes: int, before: Sequence[str], trainers: Sequence[str]) -> tuple[str, ...]:
@@ -52,6 +84,13 @@ def moved_lanes(lanes: int, before: Sequence[str], after: Sequence[str]) -> int:
             (first, last), (new_first, new_last) = share_of(lanes, len(before), number), kept[owner]
             moved += (last - first) - max(0, min(last, new_last) - max(first, new_first))
     return moved
+
+
+def expected_s(names: Sequence[str], lane_s: LaneSeconds) -> dict[str, float]:
+    """Seconds per lane of each; who is not measured is taken to be like the others. Empty if nobody is measured."""
+    known = [lane_s[name] for name in names if name in lane_s]
+    usual = median(known) if known else 0.0
+    return {name: lane_s.get(name, usual) for name in names} if known else {}
 
 
 def _cheapest_place(lanes: int, before: Sequence[str], owners: list[str], newcomer: str) -> int:

@@ -12,12 +12,15 @@ SLACK = 64
 
 @dataclass(slots=True)
 class Pending:
-    """`record` is what etcd holds; the rest starts anew in a new master."""
+    """`record` is what etcd holds; the rest starts anew in a new master. `since`: when the newest attempt was given out; `late`: it
+    was found late since then."""
 
     record: PendingTask
     deadline: float
     last_sign: float
+    since: float
     minibatches: int = 0
+    late: bool = False
 
 
 class RequeuedTasks(dict[str, RequeuedTask]):

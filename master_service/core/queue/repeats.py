@@ -6,7 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared.records import PendingTask
+from shared.records import Attempt, PendingTask
 
 REMEMBERED = 4096
 
@@ -25,17 +25,20 @@ class Repeats:
 
     def add_ask(self, task_id: str, record: PendingTask) -> None:
         """In place."""
-        if record.request:
-            self.asks[record.trainer, record.request] = task_id
+        for each in record.attempts:
+            if each.request:
+                self.asks[each.trainer, each.request] = task_id
 
     def drop_ask(self, record: PendingTask) -> None:
         """In place. The task is not pending any more, or it is pending for another request."""
-        self.asks.pop((record.trainer, record.request), None)
+        for each in record.attempts:
+            self.asks.pop((each.trainer, each.request), None)
 
-    def remember(self, task_id: str, record: PendingTask) -> None:
-        """In place."""
-        _add(self.reports, (record.epoch, task_id, record.attempt, record.trainer))
-        _add(self.requests, record.request)
+    def remember(self, task_id: str, record: PendingTask, by: Attempt | None = None) -> None:
+        """In place. `by`: the attempt that was reported; None: the newest."""
+        ended = by or record.attempts[0]
+        _add(self.reports, (record.epoch, task_id, ended.attempt, ended.trainer))
+        _add(self.requests, ended.request)
 
 
 def _add(memory: OrderedDict[Any, None], item: object) -> None:

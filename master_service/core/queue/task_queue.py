@@ -4,14 +4,15 @@
       ^                 |   |
       +---- REQUEUED <--+   +--> DISCARDED (failures spent)       fail, expire: failures + 1;  lost trainer: not
 
-Attempt numbers fence reports: only the trainer of the pending attempt may report. When no task is left the epoch advances,
+Attempt numbers fence reports: only the trainer of a pending attempt may report. There is one, or two where a late task was given
+twice: then the first end counts, and the other report is stale. When no task is left the epoch advances,
 however the last task ended. Decisions change nothing; `apply` is the only mutation.
 Streams: one that all trainers share, or one per lane (`by_lane`), where the trainer says which task it needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from master_service.core.changes import (
@@ -28,12 +29,14 @@ from master_service.core.changes import (
 )
 from master_service.core.queue.deadlines import Deadlines
 from master_service.core.queue.epoch_order import Streams
+from master_service.core.queue.late_tasks import LateTasks
 from master_service.core.queue.open_tasks import OpenOfStreams, Pending, RequeuedTasks, requeued_task
 from master_service.core.queue.repeats import Repeats
 from shared.errors import Conflict, StaleAttempt
-from shared.records import AcquireTask, DiscardedTask, PendingTask, TaskAnswer, TaskKind
+from shared.records import AcquireTask, Attempt, DiscardedTask, PendingTask, TaskAnswer, TaskKind
 
 WAIT_S = 0.2
+MOST_OTHERS = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,7 @@ class TaskQueue:
     discarded: dict[tuple[int, str], PutDiscarded] = field(default_factory=dict)
     repeats: Repeats = field(default_factory=Repeats)
     open_of: OpenOfStreams = field(default_factory=OpenOfStreams)  # of lanes only
+    late: LateTasks = field(default_factory=LateTasks)
     dispatched: int = 0
 
     @property
@@ -113,7 +117,7 @@ class TaskQueue:
     # ---------------------------------------------------------------- dispatch
 
     def dispatch(self, ask: AcquireTask) -> tuple[TaskAnswer, tuple[Change, ...]]:
-        """The next task of the shared stream: requeued ones first, then the one at the cursor."""
+        """The next task of the shared stream: requeued ones first, then the one at the cursor, then one that is late at another trainer."""
         if again := self._asked_before(ask):
             return again, ()
         if self.finished:
@@ -125,6 +129,11 @@ class TaskQueue:
         name = self.streams.name(0)
         index = self.cursors.get(name, 0)
         if index == self.total:
+            if late := self.late.first_for(self.pending, ask.trainer):
+                held = self.pending[late].record
+                others = held.attempts[:MOST_OTHERS]
+                given, put = self._give(ask, late, 0, held.index, held.attempt, held.failures, others)
+                return given, (put,)
             reason = f"the last {len(self.pending)} tasks of epoch {self.epoch} are under way"
             return TaskAnswer(answer="wait", reason=reason, retry_after_s=WAIT_S), ()
         given, put = self._give(ask, self.streams.at(self.epoch, 0, index), 0, index, 0, 0)
@@ -182,7 +191,8 @@ class TaskQueue:
         if committed or self._reported(task_id, attempt, trainer, epoch):
             return Closing(())
         self.check_attempt(task_id, attempt, trainer, epoch)
-        return self._closing(task_id, (DropPending(task_id, reported=True),))
+        by = next((each for each in self.pending[task_id].record.others if each.attempt == attempt), None)
+        return self._closing(task_id, (DropPending(task_id, reported=True, by=by),))
 
     def fail(self, task_id: str, attempt: int, trainer: str, cause: str, epoch: int | None = None) -> Closing:
         """The trainer reported an error. Raises StaleAttempt, also for a lane's task that is done: else its trainer tries for ever."""
@@ -190,7 +200,13 @@ class TaskQueue:
         if not done and self._reported(task_id, attempt, trainer, epoch):
             return Closing(())
         self.check_attempt(task_id, attempt, trainer, epoch)
-        return self.give_up(task_id, cause, reported=True)
+        held = self.pending[task_id].record
+        ended = held.find(attempt, trainer)
+        if ended not in held.others or held.failures + 1 >= self.max_failures:
+            return self.give_up(task_id, cause, reported=True)
+        left = tuple(each for each in held.others if each != ended)
+        rest = held.model_copy(update={"failures": held.failures + 1, "others": left})
+        return Closing((PutPending(task_id, rest, ended),))
 
     def give_up(self, task_id: str, cause: str, *, reported: bool = False) -> Closing:
         """One more failure: the task is requeued, or discarded for this epoch when its failures are spent."""
@@ -210,9 +226,12 @@ class TaskQueue:
         closing = self._closing(task_id, (DropPending(task_id, reported), put))
         return Closing(closing.changes, closing.last, lost)
 
-    def put_back(self, task_id: str, cause: str) -> tuple[Change, ...]:
-        """The trainer is gone or has handed the task back: this is no failure of the task."""
+    def put_back(self, task_id: str, cause: str, lost: Collection[str] | None = None) -> tuple[Change, ...]:
+        """The trainer is gone or has handed the task back: this is no failure of the task. `lost`: only attempts of these trainers
+        end."""
         held = self.pending[task_id].record
+        if lost is not None and (rest := held.without(lost)) is not None:
+            return (PutPending(task_id, rest),)
         return DropPending(task_id), PutRequeued(task_id, requeued_task(held, held.failures, cause))
 
     def overdue(self, now: float) -> list[str]:
@@ -221,16 +240,16 @@ class TaskQueue:
         return [task_id for _, task_id in sorted(late)]
 
     def held_by(self, trainer: str) -> list[str]:
-        return [task_id for task_id, held in self.pending.items() if held.record.trainer == trainer]
+        return [task_id for task_id, held in self.pending.items() if held.record.is_at(trainer)]
 
     def check_attempt(self, task_id: str, attempt: int, trainer: str, epoch: int | None = None) -> None:
-        """The fence of every report. Raises StaleAttempt unless exactly this attempt is pending."""
+        """The fence of every report. Raises StaleAttempt unless this attempt is pending."""
         held = self.pending.get(task_id)
         if held is None:
             msg = f"task {task_id} attempt {attempt} of {trainer} is stale: the task is {self.state_of(task_id)}; fetch a new task"
             raise StaleAttempt(msg)
         record = held.record
-        if (record.attempt, record.trainer) != (attempt, trainer) or (epoch is not None and epoch != record.epoch):
+        if record.find(attempt, trainer) is None or (epoch is not None and epoch != record.epoch):
             msg = (
                 f"task {task_id} attempt {attempt} of {trainer} is stale: attempt {record.attempt} of epoch "
                 f"{record.epoch} is pending at {record.trainer}; fetch a new task"
@@ -266,18 +285,20 @@ class TaskQueue:
             case PutCursor(stream, position):
                 self.dispatched += position - self.cursors.get(stream, 0)
                 self.cursors[stream] = position
-            case PutPending(task_id, record):
+            case PutPending(task_id, record, ended):
                 if before := self.pending.get(task_id):
                     self.repeats.drop_ask(before.record)
-                self.pending[task_id] = Pending(record, now + self.deadlines.allowed_s(), now)
+                if ended is not None:
+                    self.repeats.remember(task_id, record, ended)
+                self.pending[task_id] = Pending(record, now + self.deadlines.allowed_s(), now, now)
                 self.repeats.add_ask(task_id, record)
                 self._note(record.stream, task_id)
-            case DropPending(task_id, reported):
+            case DropPending(task_id, reported, by):
                 held = self.pending.pop(task_id)
                 self.repeats.drop_ask(held.record)
                 self._note(held.record.stream, task_id)
                 if reported:
-                    self.repeats.remember(task_id, held.record)
+                    self.repeats.remember(task_id, held.record, by)
             case PutRequeued(task_id, back):
                 self.requeued[task_id] = back
                 self._note(back.stream, task_id)
@@ -304,34 +325,6 @@ class TaskQueue:
                 msg = f"{change!r} is no change of a task queue"
                 raise TypeError(msg)
 
-    def violations(self) -> Iterator[str]:
-        """Broken invariants, one a line."""
-        for task_id, held in self.pending.items():
-            if task_id in self.requeued:
-                yield f"task {task_id} is pending and requeued"
-            if held.record.epoch != self.epoch:
-                yield f"task {task_id} is pending in epoch {held.record.epoch} while epoch {self.epoch} is under way"
-        for task_id in (*self.pending, *self.requeued):
-            stream, index = self.streams.place(self.current, task_id)
-            if index >= self.cursors.get(self.streams.name(stream), 0):
-                yield f"task {task_id} is under way beyond the cursor of stream {stream}"
-            if (self.epoch, task_id) in self.discarded:
-                yield f"task {task_id} is under way and discarded"
-        asks = {
-            (p.record.trainer, p.record.request): task_id for task_id, p in self.pending.items() if p.record.request
-        }
-        if asks != self.repeats.asks:
-            yield f"pending tasks were asked for as {asks}, remembered is {self.repeats.asks}"
-        streams = [p.record.stream for p in self.pending.values()] + [back.stream for back in self.requeued.values()]
-        if self.by_lane and sorted(streams) != sorted(name for name, ids in self.open_of.items() for _ in ids):
-            yield f"open tasks are of lanes {sorted(streams)}, noted are {self.open_of}"
-        if self.dispatched != sum(self.cursors.values()):
-            yield f"{self.dispatched} tasks are counted as dispatched, the cursors say {sum(self.cursors.values())}"
-        if min(self.counts) < 0 or sum(self.counts) != self.total:
-            yield f"counts {self.counts} do not add up to {self.total}"
-        if self.kind is TaskKind.TRAIN and self.epoch < self.epochs and self.closed:
-            yield f"epoch {self.epoch} is closed but did not advance"
-
     def __repr__(self) -> str:
         todo, pending, done, discarded = self.counts
         return f"<TaskQueue {self.kind} epoch {self.epoch}: {todo} todo, {pending} pending, {done} done, {discarded} discarded>"
@@ -343,7 +336,8 @@ class TaskQueue:
         if task_id := self.repeats.asks.get((ask.trainer, ask.request)):
             record = self.pending[task_id].record
             stream = int(record.stream) if record.stream.isdigit() else 0
-            return self._given(task_id, record.epoch, stream, record.index, record.attempt)
+            mine = next(each for each in record.attempts if (each.trainer, each.request) == (ask.trainer, ask.request))
+            return self._given(task_id, record.epoch, stream, record.index, mine.attempt)
         if ask.request and ask.request in self.repeats.requests:
             msg = f"request {ask.request} of {ask.trainer} was answered and its task reported; use a new request id"
             raise Conflict(msg)
@@ -354,7 +348,14 @@ class TaskQueue:
         return TaskAnswer(answer="task", task=task, stream_length=task.stream_length)
 
     def _give(
-        self, ask: AcquireTask, task_id: str, stream: int, index: int, attempts: int, failures: int
+        self,
+        ask: AcquireTask,
+        task_id: str,
+        stream: int,
+        index: int,
+        attempts: int,
+        failures: int,
+        others: tuple[Attempt, ...] = (),
     ) -> tuple[TaskAnswer, PutPending]:
         record = PendingTask(
             attempt=attempts + 1,
@@ -365,6 +366,7 @@ class TaskQueue:
             remaining_s=round(self.deadlines.allowed_s(), 3),
             failures=failures,
             request=ask.request,
+            others=others,
         )
         return self._given(task_id, self.epoch, stream, index, attempts + 1), PutPending(task_id, record)
 
@@ -394,7 +396,7 @@ class TaskQueue:
 
     def _reported(self, task_id: str, attempt: int, trainer: str, epoch: int | None) -> bool:
         """Whether this very report was taken before, and its answer got lost. Bounded memory, empty in a new master."""
-        if (held := self.pending.get(task_id)) and (held.record.attempt, held.record.trainer) == (attempt, trainer):
+        if (held := self.pending.get(task_id)) and held.record.find(attempt, trainer):
             return False
         epochs = (self.epoch, self.epoch - 1) if epoch is None else (epoch,)
         return any((e, task_id, attempt, trainer) in self.repeats.reports for e in epochs)

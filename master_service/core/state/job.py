@@ -27,6 +27,7 @@ from master_service.core.queue.file_table import FileTable
 from master_service.core.queue.task_queue import TaskQueue
 from master_service.core.state.members import Members
 from master_service.core.state.operations import Operations
+from master_service.core.state.speeds import Speeds
 from shared.errors import NotFound
 from shared.records import (
     EvaluationSums,
@@ -60,6 +61,8 @@ class FailureBudget:
 
 @dataclass
 class Job:
+    """`speeds` are measured, not decided: no change is about them, and etcd does not hold them."""
+
     spec: JobSpec
     meta: TaskMeta
     queues: dict[TaskKind, TaskQueue]
@@ -74,6 +77,7 @@ class Job:
     members: Members = field(default_factory=Members)
     operations: Operations = field(default_factory=Operations)
     phase_since: float | None = None  # also of the stage and the timeline; None: they are those of the beginning
+    speeds: Speeds = field(default_factory=Speeds)
 
     @classmethod
     def open(cls, spec: JobSpec, table: FileTable, evaluation: FileTable | None) -> Job:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from master_service.core.queue.checks import violations
 from master_service.leadership.master import Master
 from shared.errors import CheckpointUnusable
 from shared.etcd import Etcd
@@ -71,7 +72,7 @@ def test_a_new_master_goes_on_with_the_roll_back_of_the_last_one() -> None:
             assert [(task.stream, task.index) for task in requeued] == [("0", 1)]
         async with leading(cluster.master("m3")) as third:
             assert third.job.training.cursors == {"0": 2}
-            assert list(third.job.training.violations()) == []
+            assert list(violations(third.job.training)) == []
 
     run_virtually(main)
 
@@ -237,5 +238,5 @@ def test_a_job_that_starts_over_forgets_its_evaluation() -> None:
 def forgotten(master: Master) -> None:
     queue = master.job.queues[TaskKind.EVALUATE]
     assert (queue.counts, queue.cursors, queue.pending, queue.requeued) == ((4, 0, 0, 0), {}, {}, {})
-    assert list(queue.violations()) == []
+    assert list(violations(queue)) == []
     assert master.job.sums == EvaluationSums()

@@ -12,6 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from master_service.core.changes import Decision, DropPending, PutDiscarded
 from master_service.core.decisions import tasks
+from master_service.core.queue.checks import violations
+from master_service.core.queue.late_tasks import ENOUGH, LEAST_S
 from master_service.core.state.job import Job
 from master_service.store import schema
 from shared.errors import StaleAttempt, StaleGeneration
@@ -134,7 +136,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def the_books_are_in_order(self) -> None:
         if hasattr(self, "job"):
-            assert list(self.job.training.violations()) == []
+            assert list(violations(self.job.training)) == []
 
     @invariant()
     def keys_are_few(self) -> None:
@@ -149,7 +151,14 @@ class Machine(RuleBasedStateMachine):
 
 
 class SharedStream(Machine):
-    """Asynchronous training: every task of an epoch is reported finished exactly once, or is discarded."""
+    """Asynchronous training: every task of an epoch is reported finished exactly once, or is discarded, also if it was given twice."""
+
+    @rule()
+    def what_is_under_way_is_late(self) -> None:
+        for _ in range(ENOUGH):
+            self.job.training.late.observe(0.0)
+        self.now += 2 * LEAST_S
+        tasks.find_late(self.job, self.now)
 
     @rule(trainer=st.sampled_from(TRAINERS), repeat=st.booleans())
     def acquire(self, trainer: str, repeat: bool) -> None:

@@ -14,6 +14,7 @@ from master_service.core.changes import Decision, Event, ForgetParameters, NextE
 from master_service.core.decisions import queue_restore, rollback
 from master_service.core.decisions.membership import reconcile
 from master_service.core.decisions.tasks import acquire, complete, fail_task
+from master_service.core.queue.checks import violations
 from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
@@ -275,7 +276,7 @@ def train(job: Job, readers: list[Reader], rng: random.Random, steps: int, now: 
             elif rng.random() < 0.05 and lane.offset == 0:
                 failed = FailTask(trainer="t", attempt=held.record.attempt, failure=NO, epoch=held.record.epoch)
                 land(job, fail_task(job, task_id, failed), now)
-        assert list(job.training.violations()) == []
+        assert list(violations(job.training)) == []
     return all(reader.position.exhausted for reader in readers) and readers[0].position.epoch + 1 == job.spec.epochs
 
 
@@ -304,7 +305,7 @@ def test_from_any_positions_each_record_is_trained_exactly_once_afterwards(
             job.apply(change, 2e4)
     land(job, Decision(None, (NextEpoch(queue_restore.epoch_at(positions)),)), 3e4)
     land(job, Decision(None, queue_restore.restore_to_positions(job, positions)), 3e4)
-    assert list(job.training.violations()) == []
+    assert list(violations(job.training)) == []
     assert job.training.epoch == queue_restore.epoch_at(positions)
     stage = rollback.stage_at(job.spec, job.state.stage, queue_restore.epoch_at(positions))
     job.state = job.state.model_copy(update={"stage": stage})

@@ -15,6 +15,7 @@ from master_service.core.changes import (
     PutPending,
     PutRequeued,
 )
+from master_service.core.queue.checks import violations
 from master_service.core.queue.deadlines import Deadlines
 from master_service.core.queue.epoch_order import Streams
 from master_service.core.queue.task_queue import Closing, TaskQueue
@@ -31,7 +32,7 @@ class Clock:
 def queue() -> Iterator[TaskQueue]:
     queue = TaskQueue(Streams(TaskKind.TRAIN, table_of(3)), Deadlines(10.0, 100.0), epochs=2)
     yield queue
-    assert list(queue.violations()) == []
+    assert list(violations(queue)) == []
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def lanes() -> Iterator[TaskQueue]:
     """Lane 0: tasks 0 2 4, lane 1: tasks 1 3."""
     queue = TaskQueue(Streams(TaskKind.TRAIN, table_of(5), 2), Deadlines(10.0, 100.0), by_lane=True, epochs=2)
     yield queue
-    assert list(queue.violations()) == []
+    assert list(violations(queue)) == []
 
 
 def ask(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from master_service.core.decisions import lifecycle
+from master_service.core.queue.checks import violations
 from master_service.leadership.election import run_under_lease
 from master_service.leadership.master import Master
 from master_service.store.batch import MAX_OPERATIONS
@@ -318,7 +319,7 @@ def test_random_masters_and_kills_finish_every_task_once() -> None:
                         await until(lambda: master.job.trainers.names == (), "t1 to be gone")
                         await cluster.add_trainer("t1")
                         await until(lambda: master.job.trainers.names == ("t1",), "t1 to be back")
-                assert list(master.job.training.violations()) == []
+                assert list(violations(master.job.training)) == []
         assert sorted(finished) == sorted(f"{epoch}/{n}" for epoch in range(3) for n in range(7))
 
     run_virtually(main)

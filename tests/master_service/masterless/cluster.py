@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from master_service.core.queue.checks import violations
 from master_service.masterless.dispatcher import Dispatcher
 from shared.records import Stage, Task
 from tests.equipment.waiting import until
@@ -40,7 +41,7 @@ async def dispatching(cluster: MasterlessCluster, *names: str) -> AsyncIterator[
         yield dispatchers
         for name, each in dispatchers.items():
             for queue in each.job.queues.values() if not cluster.running[name].done() else ():
-                assert list(queue.violations()) == []
+                assert list(violations(queue)) == []
     finally:
         stopping.set()
         await asyncio.wait(cluster.running.values())

@@ -34,6 +34,15 @@ def test_a_change_that_does_not_follow_the_list_is_refused_unless_it_says_all():
     assert lists[0].changed(TrainerList().change_to(lists[2])) == lists[2]
 
 
+def test_a_change_brings_the_shares_along():
+    names = tuple(f"t{n}" for n in range(1000))
+    old = TrainerList(generation=3, lanes=1024, names=names)
+    new = TrainerList(generation=4, lanes=1024, names=names, shares=((2, 24), (1, 976)))
+    assert old.changed(old.change_to(new)) == new
+    assert new.lanes_of("t24") == (48, 49)
+    assert len(old.change_to(new).to_bytes()) < 200
+
+
 def test_one_join_among_a_thousand_is_told_in_a_few_bytes():
     names = tuple(f"trainer-{n}-{n:012x}" for n in range(1000))
     old = TrainerList(generation=7, lanes=1024, names=names)

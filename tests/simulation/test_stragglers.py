@@ -1,0 +1,76 @@
+"""Slow members: lanes leave them, others compute what is late, late tasks are given twice; every promise is kept.
+
+Seconds are those of the virtual clock, so they are the same in every run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shared.records import Dispatch, Mode
+from tests.equipment.cluster.network import STEADY
+from tests.simulation.compute import Speed
+from tests.simulation.plans import Fault, FaultKind, Plan, plan_of
+from tests.simulation.run import Outcome, simulate
+
+
+def plan_with_a_slow_trainer(seed: int, mode: Mode, dispatch: Dispatch, *, stragglers: bool) -> Plan:
+    plan = plan_of(seed, mode, dispatch)
+    lanes = 8 if mode is Mode.SYNC else 1
+    job = replace(plan.job, files=(16, 16, 12), task_records=4, minibatch=2, lanes=lanes, epochs=12, push_every=1)
+    return replace(
+        plan,
+        job=job,
+        speed=Speed(0.1, 0.12),
+        conditions=STEADY,
+        trainers=4,
+        pservers=2,
+        pull_every=1,
+        checkpoint_every=None,
+        checkpoint_every_s=None,
+        skip_after_s=None,
+        independent=False,
+        faults=(),
+        requests=(),
+        slow=8.0,
+        stragglers=stragglers,
+        evaluate=False,
+    )
+
+
+def run(plan: Plan, mode: Mode) -> tuple[Outcome, str]:
+    lines: list[str] = []
+    outcome = simulate(plan.seed, mode, lines.append, plan=plan, dispatch=plan.dispatch)
+    assert not outcome.violations, f"\n  {outcome}"
+    return outcome, "\n".join(lines)
+
+
+@pytest.mark.parametrize("dispatch", list(Dispatch))
+def test_lanes_leave_a_slow_trainer(dispatch):
+    plans = [plan_with_a_slow_trainer(0, Mode.SYNC, dispatch, stragglers=on) for on in (True, False)]
+    (on, told), (off, not_told) = (run(plan, Mode.SYNC) for plan in plans)
+    assert " lanes_moved " in told
+    assert " lanes_moved " not in not_told
+    assert on.seconds * 2 <= off.seconds, (on.seconds, off.seconds)
+
+
+@pytest.mark.parametrize("dispatch", list(Dispatch))
+def test_others_compute_late_lanes_while_nothing_moves(dispatch):
+    plans = [plan_with_a_slow_trainer(0, Mode.SYNC, dispatch, stragglers=on) for on in (True, False)]
+    (on, told), (off, not_told) = (run(replace(plan, rebalance_s=3600.0), Mode.SYNC) for plan in plans)
+    assert " helps " in told
+    assert " helps " not in not_told
+    assert " lanes_moved " not in told
+    assert on.seconds * 1.25 <= off.seconds, (on.seconds, off.seconds)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("dispatch", list(Dispatch))
+def test_every_promise_is_kept_with_a_slow_trainer_whatever_fails(mode, dispatch):
+    for seed in range(3):
+        plan = plan_with_a_slow_trainer(seed, mode, dispatch, stragglers=True)
+        drawn = plan_of(seed, mode, dispatch)
+        deaths = (Fault(2.0 + seed / 3, FaultKind.KILL_TRAINER, 0.3 * (seed % 3), 0.5, noticed=True),)
+        run(replace(plan, conditions=drawn.conditions, faults=deaths, evaluate=drawn.evaluate), mode)

@@ -1,0 +1,76 @@
+"""One synchronous step at one trainer: which lanes it has computed, and what of them is acknowledged."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from shared.records import StepMetrics, Task
+from shared.records.step import LanePosition, LaneZero
+from shared.wire.messages import PushHeader
+from trainer_agent.core.steps import nodes_to_compute
+from trainer_agent.data_plane.outbox import Outboxes
+from trainer_agent.model.compute import LaneResult, metrics_of
+from trainer_agent.tasks.lane_reader import Portion
+
+
+@dataclass
+class Step:
+    """The step from version `number` to the next, which this trainer began at `began`. `shares`: its lanes that are acknowledged;
+    `counted`: results of those, and of lanes of others, that came from this trainer first."""
+
+    number: int
+    positions: tuple[LanePosition, ...]
+    lane_zero: LaneZero
+    began: float = 0.0
+    shares: dict[int, tuple[Portion, LaneResult]] = field(default_factory=dict)
+    counted: dict[int, LaneResult] = field(default_factory=dict)
+
+    def metrics(self, timeline: int) -> StepMetrics | None:
+        """This trainer's share of the loss, if it had any records."""
+        share = metrics_of(list(self.counted.values()), self.number, self.positions[0].epoch, timeline)
+        return share if share.records or share.skipped else None
+
+    def finished_tasks(self) -> list[Task]:
+        """The tasks whose last records were in this step."""
+        return [p.task for p, _ in self.shares.values() if p.finishes and p.task is not None]
+
+
+def _set() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
+@dataclass
+class LaneWork:
+    """Lanes of one step that this trainer computes; once `computed`, they can be pushed again under a new generation. `given_up`:
+    others have pushed them all; what is not computed stays so. `rests`: no push of it is under way."""
+
+    lanes: list[int]
+    portions: dict[int, Portion]
+    outboxes: Outboxes
+    results: dict[int, LaneResult] = field(default_factory=dict)
+    computed: bool = False
+    given_up: bool = False
+    rests: asyncio.Event = field(default_factory=_set)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether backward has finished with every block; `computed` comes a moment later."""
+        return self.computed or self.outboxes.added == self.outboxes.blocks * len(nodes_to_compute(self.lanes))
+
+    @property
+    def is_between_nodes(self) -> bool:
+        """Whether of each node all blocks are pushed and the results are known, or none is pushed."""
+        pushed, rest = divmod(self.outboxes.added, self.outboxes.blocks)
+        lanes = sum(last - first for first, last in nodes_to_compute(self.lanes)[:pushed])
+        return not rest and lanes <= len(self.results)
+
+    def count(self, step: Step) -> None:
+        """It is acknowledged. Each lane's loss is counted once, however many trainers have computed it."""
+        step.counted |= {lane: self.results[lane] for lane in self.outboxes.first if lane in self.results}
+
+
+Push = Callable[[Step, PushHeader, LaneWork], Awaitable[bool]]
