@@ -1,0 +1,101 @@
+"""What a trainer knows of its own speed, and tells the master also while others compute all its lanes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from shared.records import MetricBatch
+from tests.trainer_agent.virtual_time import virtually
+from trainer_agent.loops.pace import ENOUGH, FRESH_S, Pace
+from trainer_agent.tasks.reports import PACE_EVERY_S, Reports
+
+
+async def lanes(pace: Pace, *seconds: float) -> None:
+    for each in seconds:
+        with pace.lane(counts=True):
+            await asyncio.sleep(each)
+
+
+def test_it_is_the_median_and_not_known_at_first():
+    async def main():
+        pace = Pace()
+        await lanes(pace, *[1.0] * (ENOUGH - 1))
+        assert pace.lane_s is None
+        await lanes(pace, 9.0, 1.0)
+        assert pace.lane_s == 1.0
+
+    virtually(main)
+
+
+def test_a_lane_without_records_says_nothing():
+    async def main():
+        pace = Pace()
+        await lanes(pace, 1.0, 1.0, 1.0)
+        for _ in range(20):
+            with pace.lane(counts=False):
+                await asyncio.sleep(0)
+        assert pace.lane_s == 1.0
+
+    virtually(main)
+
+
+def test_a_lane_under_way_counts_as_soon_as_it_takes_longer_than_usual():
+    async def main():
+        pace = Pace()
+        await lanes(pace, 1.0, 1.0, 1.0)
+        with pace.lane(counts=True):
+            await asyncio.sleep(5.0)
+            assert pace.lane_s == 5.0
+
+    virtually(main)
+
+
+def test_a_lane_that_was_given_up_would_have_taken_at_least_the_usual_time():
+    async def main():
+        pace = Pace()
+        await lanes(pace, 1.0, 1.0, 1.0)
+        for _ in range(16):
+            with pytest.raises(asyncio.CancelledError), pace.lane(counts=True):
+                raise asyncio.CancelledError
+        assert pace.lane_s == 1.0
+
+    virtually(main)
+
+
+def test_what_was_measured_long_ago_is_not_known_any_more():
+    async def main():
+        pace = Pace()
+        await lanes(pace, 1.0, 1.0, 1.0)
+        await asyncio.sleep(FRESH_S + 1)
+        assert pace.lane_s is None
+
+    virtually(main)
+
+
+def test_a_slow_trainer_reports_its_speed_without_any_step():
+    async def main():
+        batches: list[MetricBatch] = []
+
+        class Master:
+            async def report_metrics(self, batch):
+                batches.append(batch)
+
+        lane_s = [None]
+        reports = Reports(Master(), "t", list, lambda: lane_s[0])
+        running = asyncio.create_task(reports.run())
+        await asyncio.sleep(2 * PACE_EVERY_S)
+        assert not batches
+        lane_s[0] = 1.0
+        await asyncio.sleep(1.0)
+        assert [batch.lane_s for batch in batches] == [1.0]
+        lane_s[0] = 5.0
+        await asyncio.sleep(1.0)
+        assert [batch.lane_s for batch in batches] == [1.0, 5.0], "a change is told at once"
+        await asyncio.sleep(2 * PACE_EVERY_S)
+        assert 3 <= len(batches) <= 5, "and the same now and then"
+        assert {batch.steps for batch in batches} == {()}
+        running.cancel()
+
+    virtually(main)
