@@ -37,7 +37,7 @@ async def test_any_http_client_and_msgpack_library_can_train(server):
     values = await server.initialise()
     assert await server.raw("/v1/push", plain_push()) == (
         200,
-        [{"applied": 4, "duplicate": 0, "refused": [], "generation": 1}],
+        [{"applied": 4, "duplicate": 0, "first": [0, 1, 2, 3], "refused": [], "generation": 1}],
     )
     status, parts = await server.raw("/v1/pull", msgpack.packb(pull_request(1, [3, 0]).model_dump()))
     assert status == 200

@@ -157,7 +157,12 @@ async def test_lanes_move_to_faster_trainers_and_back(tmp_path):
     async with cluster(spec_for(script, **fields, rebalance_s=0.5), 3) as made:
 
         async def slowed(_):
-            await asyncio.sleep(0.1 if slow else 0.0)
+            sleeping = asyncio.ensure_future(asyncio.sleep(0.3 if slow else 0.0))
+            try:
+                await asyncio.shield(sleeping)
+            except asyncio.CancelledError:
+                await sleeping  # as a thread, which ends its work
+                raise
 
         delay(made, LATE, slowed)
         # evenly it would have two or three
