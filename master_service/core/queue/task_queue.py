@@ -4,8 +4,7 @@
       ^                 |   |
       +---- REQUEUED <--+   +--> DISCARDED (failures spent)       fail, expire: failures + 1;  lost trainer: not
 
-Attempt numbers fence reports: only the trainer of a pending attempt may report. There is one, or two where a late task was given
-twice: then the first end counts, and the other report is stale. When no task is left the epoch advances,
+Attempt numbers fence reports: only the trainer of a pending attempt may report. A late task has two: the first end counts. When no task is left the epoch advances,
 however the last task ended. Decisions change nothing; `apply` is the only mutation.
 Streams: one that all trainers share, or one per lane (`by_lane`), where the trainer says which task it needs.
 """
