@@ -4,8 +4,8 @@
       ^                 |   |
       +---- REQUEUED <--+   +--> DISCARDED (failures spent)       fail, expire: failures + 1;  lost trainer: not
 
-Attempt numbers fence reports: only the trainer of a pending attempt may report. A late task has two: the first end counts. When no task is left the epoch advances,
-however the last task ended. Decisions change nothing; `apply` is the only mutation.
+Attempt numbers fence reports: only the trainer of a pending attempt may report. A late task has two: the first end counts. When
+no task is left the epoch advances, however the last task ended. Decisions change nothing; `apply` is the only mutation.
 Streams: one that all trainers share, or one per lane (`by_lane`), where the trainer says which task it needs.
 """
 
@@ -243,8 +243,7 @@ class TaskQueue:
 
     def check_attempt(self, task_id: str, attempt: int, trainer: str, epoch: int | None = None) -> None:
         """The fence of every report. Raises StaleAttempt unless this attempt is pending."""
-        held = self.pending.get(task_id)
-        if held is None:
+        if (held := self.pending.get(task_id)) is None:
             msg = f"task {task_id} attempt {attempt} of {trainer} is stale: the task is {self.state_of(task_id)}; fetch a new task"
             raise StaleAttempt(msg)
         record = held.record
