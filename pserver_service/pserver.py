@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from pserver_service.core.calls import BlockServer, OpenPull, OpenPush, Payload, check_pull
+from pserver_service.core.progress import progress_of
 from pserver_service.core.saved_ledger import AsyncSnapshot
 from pserver_service.core.store import Store
 from shared.blocks.buffers import Allocate, Buffer, BufferPool
@@ -241,10 +242,7 @@ class Pserver(BlockServer):
             digest=store.layout.digest,
             blocks=len(store.blocks),
             bytes=store.bytes,
-            lowest=store.lowest,
-            highest=store.highest,
-            missing=store.missing(),
-            updates=store.updates,
+            **progress_of(store),
             slots=store.slots.version if store.slots is not None else 0,
             ledger=store.ledger.counts() if store.mode is Mode.ASYNC else (),
         )

@@ -22,7 +22,7 @@ from shared.blocks.buffers import Buffer, BufferPool, tensor_over
 from shared.blocks.snapshot import Snapshot
 from shared.checkpoints.schedule import Schedule
 from shared.errors import BadFrame, InvalidArgument, LayoutMismatch, StepTorn
-from shared.lanes import Interval, gaps, intervals, is_aligned
+from shared.lanes import Interval, is_aligned
 from shared.records import Mode, SlotMap
 from shared.records.layout import ELEMENT_BYTES, Block
 from shared.records.step import LanePosition, StepRecord
@@ -128,15 +128,6 @@ class Store:
     @property
     def highest(self) -> int:
         return max((block.version for block in self.blocks.values()), default=self._first_version)
-
-    def missing(self) -> tuple[Interval, ...]:
-        """The lanes [first, last) that some block of the lowest version lacks for its step."""
-        if self.mode is not Mode.SYNC:
-            return ()
-        lowest = self.lowest
-        waiting = {frozenset(state.tree.nodes) for state in self.blocks.values() if state.version == lowest}
-        lacking = {lane for nodes in waiting for first, last in gaps(nodes, self.lanes) for lane in range(first, last)}
-        return tuple(intervals(sorted(lacking)))
 
     @property
     def updates(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from pserver_service.core.progress import missing_lanes
 from shared.errors import UserCodeError
 from shared.records import Phase
 from tests.equipment.replaced import replaced
@@ -39,7 +40,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def missing(made: TorchCluster) -> set[tuple[tuple[int, int], ...]]:
-    return {pserver.store.missing() for pserver in made.pservers if pserver.store}
+    return {missing_lanes(pserver.store) for pserver in made.pservers if pserver.store}
 
 
 async def test_others_compute_the_lanes_of_a_trainer_that_hangs(tmp_path):
