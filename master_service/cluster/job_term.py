@@ -14,7 +14,7 @@ from master_service.core.changes import Event
 from master_service.leadership.master import Master
 from shared.errors import CallerError, PeerError, TriremeError, leaves
 from shared.etcd import Compare, Delete, Lease, LeaseLost
-from shared.records import Phase, Stage
+from shared.records import JobSpec, Phase, Stage
 from shared.records.cluster import ClusterJob, Standing
 from shared.records.operations import saves_on_demand
 from shared.runtime import clock, ids, telemetry
@@ -30,12 +30,16 @@ Finish = Callable[[str, Standing, str], Awaitable[None]]
 
 
 class JobTerm:
-    """`finish(job, standing, reason)` writes where the job is now. Run `run`."""
+    """`finish(job, standing, reason)` writes where the job is now. `on_resize()`: the job has other numbers of members, or other
+    parameter servers. Run `run`."""
 
-    def __init__(self, master: Master, job: ClusterJob, lease: Lease, finish: Finish) -> None:
+    def __init__(
+        self, master: Master, job: ClusterJob, lease: Lease, finish: Finish, on_resize: Callable[[], None]
+    ) -> None:
         self.master = master
         self.job = job.job
-        self._lease, self._finish = lease, finish
+        self._lease, self._finish, self._on_resize = lease, finish, on_resize
+        self._seen: tuple[JobSpec, int] | None = None
         self._spec = job.spec
         self._stop: tuple[Standing, str] | None = None
         self._error: TriremeError | None = None
@@ -110,6 +114,9 @@ class JobTerm:
                 if not self._is_final():
                     return standing, reason
                 continue
+            if term is not None and (seen := (term.job.spec, len(term.job.members.pservers))) != self._seen:
+                self._seen = seen
+                self._on_resize()
             await self._news()
 
     def _is_final(self) -> bool:

@@ -15,6 +15,7 @@ from master_service.cluster.writer import MAX_CHANGES, ClusterWriter
 from master_service.core.changes import Event
 from master_service.core.decisions import job_schedules
 from master_service.core.decisions.scheduling import Schedule, schedule
+from master_service.core.decisions.scheduling.pool_numbers import follow_resize
 from master_service.core.decisions.standing import finish
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place
 from master_service.leadership.master import Master
@@ -84,6 +85,7 @@ class ClusterTerm:
         while True:
             self._changed.clear()
             scheduled_s = await self._create_due_jobs()
+            await self._follow_resizes()
             planned = await self.writer.decide(self._plan)
             self._follow()
             if len(planned.changes) > MAX_CHANGES:
@@ -103,6 +105,20 @@ class ClusterTerm:
             if not due.again:
                 return due.next_look_s
 
+    async def _follow_resizes(self) -> None:
+        """A place runs the parameter servers whose incarnations begin with its name."""
+        for name, led in list(self.jobs.items()):
+            leading = led.master.current_term
+            if leading is None:
+                continue
+            held = {server.incarnation.rpartition("-")[0] for server in leading.job.members.pservers.values()}
+            live = leading.job.spec
+
+            def follow(state: ClusterState, _: float) -> ClusterDecision[bool]:
+                return follow_resize(state, name, live, held)  # noqa: B023  awaited before the next round
+
+            await self.writer.decide(follow)
+
     def _plan(self, state: ClusterState, now: float) -> ClusterDecision[Schedule]:
         planned = schedule(state, now, clock.wall_time(), self._rebalance_s)
         return ClusterDecision(planned, planned.changes[:MAX_CHANGES], planned.events)
@@ -113,7 +129,9 @@ class ClusterTerm:
             if job.standing is not Standing.ACTIVE:
                 continue
             if job.job not in self.jobs:
-                self.jobs[job.job] = term = JobTerm(self._make(job), job, self.lock.lease, self._finish)
+                self.jobs[job.job] = term = JobTerm(
+                    self._make(job), job, self.lock.lease, self._finish, self.look_again
+                )
                 self._group.create_task(self._run_job(term))
             if job.wanted == "pause":
                 self.jobs[job.job].stop(Standing.PAUSED, "paused by its user")

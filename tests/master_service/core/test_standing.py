@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from master_service.core.decisions.scheduling.pool_numbers import follow_resize
 from master_service.core.decisions.standing import finish
-from shared.records.cluster import Standing
+from master_service.core.state.cluster import ClusterState, DropAssignment, PutAssignment, PutJob
+from shared.records.cluster import Assignment, Standing
 from tests.master_service.core.cluster_jobs import active, job_of, state_of
 
 STAMP = "2027-01-15T08:00:00.000+00:00"
@@ -35,3 +37,25 @@ def test_a_job_that_stops_becomes_what_was_asked_for_last(ended, wanted, then):
 def test_a_job_that_another_term_has_ended_stays_as_it_is():
     state = state_of(job_of("a", standing=Standing.PAUSED))
     assert finish(state, "a", Standing.COMPLETED, "done", STAMP).changes == ()
+
+
+def test_the_pool_follows_a_resize_and_takes_back_parameter_servers_without_an_index() -> None:
+    job = job_of("a", pservers=1)
+    state = ClusterState()
+    state.apply(PutJob(job.model_copy(update={"standing": Standing.ACTIVE, "epoch": 1})), 0.0)
+    assert not follow_resize(state, "a", job.spec, set()).answer
+    for grown, wanted in ((3, {"p0", "p1", "p2"}), (1, {"p1"})):
+        live = job.spec.model_copy(update={"pservers": grown, "trainers": 4})
+        decided = follow_resize(state, "a", live, set())
+        assert decided.answer
+        for change in decided.changes:
+            state.apply(change, 0.0)
+        assert (state.job("a").pservers_wanted, state.job("a").trainers) == (grown, 4)
+        if grown == 3:
+            assert not follow_resize(state, "a", live, wanted).answer
+            for name in ("p0", "p1", "p2"):
+                state.apply(PutAssignment(("pserver", name), Assignment(job="a", epoch=1)), 0.0)
+            continue
+        assert not follow_resize(state, "a", live, set()).answer, "nobody has an index yet: nobody is let go"
+        drops = follow_resize(state, "a", live, wanted).changes
+        assert set(drops) == {DropAssignment(("pserver", "p0")), DropAssignment(("pserver", "p2"))}

@@ -1,0 +1,37 @@
+"""A resize of a job of a cluster: the pool follows the numbers of members that the job has now.
+
+createResize -> the job's spec has other numbers -> ClusterJob has them, too -> the schedule gives places, or takes them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from master_service.core.changes import Event
+from master_service.core.state.cluster import ClusterDecision, ClusterState, DropAssignment, PutJob
+from shared.records import JobSpec
+
+
+def follow_resize(state: ClusterState, name: str, live: JobSpec, holders: Collection[str]) -> ClusterDecision[bool]:
+    """`live`: the job's spec as its leader has it. `holders`: the members of the pool whose parameter server has an index. Places of
+    parameter servers that have none are taken back once there are more than wanted. Answers whether anything changes."""
+    job = state.jobs.get(name)
+    if job is None or job.standing.final:
+        return ClusterDecision(False)
+    update: dict[str, int] = {}
+    if live.pservers != job.pservers_wanted:
+        update["pservers"] = live.pservers
+    if live.trainers != (job.spec.trainers if job.trainers is None else job.trainers):
+        update["trainers"] = live.trainers
+    if update:
+        message = f"job {name} is resized to {live.trainers} trainers and {live.pservers} parameter servers"
+        event = Event("job_resized", message, {"job": name, **update})
+        return ClusterDecision(True, (PutJob(job.model_copy(update=update)),), (event,))
+    places = state.assigned_to(name, "pserver")
+    surplus = len(places) - job.pservers_wanted
+    without = [place for place in places if place[1] not in holders]
+    if surplus <= 0 or len(places) - len(without) < job.pservers_wanted:
+        return ClusterDecision(False)
+    drops = tuple(DropAssignment(place) for place in without[:surplus])
+    event = Event("places_freed", f"job {name} needs {len(drops)} parameter servers less", {"job": name})
+    return ClusterDecision(True, drops, (event,))
