@@ -145,8 +145,8 @@ class ClusterJob(Record):
     def most_trainers(self) -> int:
         """At most so many trainers are of use, or allowed."""
         lanes = self.spec.lanes if self.spec.mode == "sync" else 10_000
-        limits = (self.scheduling.max_trainers, self.trainers, lanes)
-        return min(limit for limit in limits if limit is not None)
+        most = self.scheduling.max_trainers if self.trainers is None else self.trainers
+        return lanes if most is None else min(most, lanes)
 
     @property
     def least_trainers(self) -> int:

@@ -250,6 +250,7 @@ def checkpoint_verify(which: Which = None, job: Job = None, data_dir: DataDir = 
 
 @app.command()
 def scale(
+    named: Named = None,
     trainers: Annotated[int | None, typer.Option(help="Number of trainers from now on.", metavar="N")] = None,
     pservers: Annotated[int | None, typer.Option(help="Number of parameter servers from now on.", metavar="M")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would move.")] = False,
@@ -276,7 +277,7 @@ def scale(
         "dry_run": dry_run,
         "strategy": "restart" if restart else "live",
     }
-    raise typer.Exit(run_scale(job, data_dir, url, asked, wait_s, as_json=as_json))
+    raise typer.Exit(run_scale(named or job, data_dir, url, asked, wait_s, as_json=as_json))
 
 
 @app.command()

@@ -55,11 +55,6 @@ async def _ask(show: Show, target: Target, console: Console | None, query: dict[
         return await show(client, console, **query)
 
 
-def job_address(job: str | None, data_dir: Path | None, url: str | None) -> str:
-    """As `job_target`, without the token."""
-    return job_target(job, data_dir, url).address
-
-
 def _result_of(job: str | None, data_dir: Path | None, url: str | None) -> dict[str, Any] | None:
     """The result of a local run that has ended. Says which job it is if there are several. Raises NotFound."""
     folder = local_run(job, data_dir, url)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from rich.console import Console
 from shared.errors import DeadlineExceeded, TriremeError, from_map
 from shared.runtime import clock, ids
 from trireme.cli import exit_codes
-from trireme.cli.queries import job_address
+from trireme.cli.targets import job_target
 from trireme.view.job_address import AnyClient, Connect, open_client
 from trireme.view.operations import LONG_POLL_S, Document, call_any_master
 from trireme.view.progress import say
@@ -30,7 +29,8 @@ def scale(
     key = ids.new_id("cli")
 
     def connect() -> AbstractAsyncContextManager[AnyClient]:
-        return open_client(job_address(job, data_dir, url), token=os.environ.get("TRIREME_TOKEN", ""))
+        target = job_target(job, data_dir, url)
+        return open_client(target.address, token=target.token)
 
     async def run() -> Document:
         begun = await call_any_master(connect, lambda client: client.create_resize(key, **asked))

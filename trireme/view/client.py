@@ -91,11 +91,11 @@ class Client:
 
     async def create_resize(self, key: str, **asked: Any) -> dict[str, Any]:
         """Starts a resize; its `resize_id` is the id of its operation. With `dry_run` the prediction of what would move."""
-        return await self._call("POST", "/v1/resizes", key=key, body=asked)
+        return await self._call("POST", f"{self._of_job}/resizes", key=key, body=asked)
 
     async def resize(self, resize_id: str, wait_s: float = 0.0) -> dict[str, Any]:
         """Waits up to `wait_s` seconds for its end."""
-        return await self._call("GET", f"/v1/resizes/{resize_id}", {"wait_s": wait_s})
+        return await self._call("GET", f"{self._of_job}/resizes/{resize_id}", {"wait_s": wait_s})
 
     async def operation(self, operation_id: str, wait_s: float = 0.0) -> dict[str, Any]:
         """`state` is RUNNING (`reason`: what it waits for), DONE or FAILED. Waits up to `wait_s` seconds for the end."""
