@@ -11,7 +11,8 @@ import pytest
 from shared.errors import Conflict, PeerError
 from shared.records import JobResult, JobSpec, JobState, Phase
 from shared.records.datasets import TextLines
-from trireme.cli.queries import ask, job_address, show_members, show_status, show_tasks
+from trireme.cli.queries import ask, show_members, show_status, show_tasks
+from trireme.cli.targets import job_target
 from trireme.launch import resume, run_folder
 from trireme.view.report import Counts, result_document
 
@@ -73,7 +74,7 @@ def test_an_ended_job_has_no_members_and_only_discarded_tasks(tmp_path, capsys):
 def test_a_checkpoint_of_an_ended_job_can_be_neither_made_nor_restored(tmp_path):
     ended(tmp_path, "digits", Phase.COMPLETED)
     with pytest.raises(Conflict, match="job digits is COMPLETED: nobody runs that could do this") as refused:
-        job_address("digits", tmp_path, None)
+        job_target("digits", tmp_path, None)
     assert "trireme checkpoint list" in refused.value.hint
 
 
@@ -81,10 +82,10 @@ def test_a_job_that_was_stopped_is_told_from_one_that_does_not_answer(tmp_path):
     ended(tmp_path, "digits", Phase.COMPLETED)
     (tmp_path / "digits" / resume.RESULT_FILE).unlink()
     with pytest.raises(PeerError, match="job digits does not run now, and it is unfinished") as refused:
-        job_address("digits", tmp_path, None)
+        job_target("digits", tmp_path, None)
     assert "resumes it" in refused.value.hint
     with run_folder.opened(tmp_path, "digits"):
-        assert job_address("digits", tmp_path, None) == NOBODY
+        assert job_target("digits", tmp_path, None).address == NOBODY
 
 
 def test_with_several_jobs_it_is_told_which_one_is_shown_and_what_others_there_are(tmp_path, capsys):
