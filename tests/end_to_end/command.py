@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from shared.errors import TriremeError
-from trireme.cli import queries
+from trireme.cli.targets import job_target
 from trireme.view.job_address import open_client
 
 MARK = "E2E_MARK"
@@ -110,7 +110,7 @@ def wait_for_step(trireme: Command, step: int, data_dir: Path | None = None) -> 
             while True:
                 with contextlib.suppress(TriremeError):
                     place = data_dir or trireme.folder / ".trireme"
-                    async with open_client(queries.job_address("script", place, None)) as client:
+                    async with open_client(job_target("script", place, None).address) as client:
                         while (at := (await client.job())["progress"].get("step") or 0) < step:
                             await asyncio.sleep(0.05)
                         return int(at)

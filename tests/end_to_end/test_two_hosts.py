@@ -61,6 +61,7 @@ def logs(folder: Path) -> str:
     return "".join(f"\n== {name}\n{text[-1500:]}" for name, text in texts.items())
 
 
+@pytest.mark.soak  # longer than 40 s
 def test_a_host_with_trainers_is_cut_off_and_comes_back(trireme: Command) -> None:
     report = cut_off(trireme, "trainers")
     assert 1.0 < report["next_step_s"] < LEASE_S + BUSY_S

@@ -181,7 +181,7 @@ def test_a_parameter_server_that_freezes_in_a_pause_ends_it_and_costs_one_pause(
         given_up = [line for line in lines if " checkpoint_given_up " in line]
         assert len(given_up) <= 1
         for line in given_up:
-            assert "gave no sign of life" in line
+            assert "gave no sign of life" in line or "is gone" in line  # its lease may end first
             [step] = re.findall(r"step=(\d+)", line)
             paused = [float(other.split()[0]) for other in lines if other.endswith(f" paused step={step}")]
             stood_still.append(float(line.split()[0]) - paused[0])

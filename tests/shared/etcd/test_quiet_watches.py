@@ -38,7 +38,7 @@ class Cluster:
 
     async def put_into_each(self, value):
         """Until every watch has seen it."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             for number in range(WATCHES):
                 await self.client.put(f"/{number}/a", value)
             while not {(number, value) for number in range(WATCHES)} <= set(self.seen):
