@@ -25,8 +25,11 @@ def timeline_of(directory: Directory) -> int:
 
 
 async def on_timeline(directory: Directory, timeline: int, work: Coroutine[Any, Any, T]) -> T:
-    """Raises RolledBack, also if the job left the timeline just when `work` ended, and what `work` raises."""
+    """Raises RolledBack, also if the job left the timeline before `work` began (then it does not begin) or just when it ended, and
+    what `work` raises."""
     try:
+        if timeline_of(directory) != timeline:
+            raise RolledBack(_sentence(directory, timeline))
         async with SingleErrorGroup() as group:
             watching = group.create_task(_watch(directory, timeline))
             result = await work
