@@ -197,6 +197,7 @@ def test_what_cannot_be_done_is_one_clear_message(trireme: Command) -> None:
         assert (ended.code, "ZeroDivisionError: division by zero" in ended.err) == (exit_codes.JOB_FAILED, True), ended
 
 
+@pytest.mark.soak  # for its length
 def test_a_job_that_needs_more_members_than_there_are_gets_them_within_the_limits(trireme: Command) -> None:
     script = script_in(trireme.folder)
     places = ("--trainers", 1, "--pservers", 1, "--max-trainers", 3, "--max-pservers", 2)

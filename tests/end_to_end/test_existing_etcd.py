@@ -122,6 +122,7 @@ async def test_an_etcd_that_nobody_reaches_is_one_message_within_seconds(trireme
     assert not (tmp_path / ".trireme").exists()
 
 
+@pytest.mark.soak  # for its length
 async def test_a_run_is_interrupted_resumed_and_told_from_runs_of_others(
     trireme: Command, embedded_etcd: EmbeddedEtcd, tmp_path: Path
 ) -> None:
@@ -166,6 +167,7 @@ async def test_a_run_is_interrupted_resumed_and_told_from_runs_of_others(
     check_own_etcd_was_not_started(tmp_path / ".trireme" / "script")
 
 
+@pytest.mark.soak  # for its length
 async def test_an_etcd_that_goes_and_comes_during_the_run(
     trireme: Command, embedded_etcd: EmbeddedEtcd, tmp_path: Path
 ) -> None:

@@ -42,6 +42,7 @@ def process_of(folder: Path, child: str) -> psutil.Process:
     return psutil.Process(pids[-1])
 
 
+@pytest.mark.soak  # for its length
 @pytest.mark.parametrize("dispatch", ["master", "etcd"])
 def test_a_job_that_trains_freezes_and_is_stopped(trireme: Command, tmp_path: Path, dispatch: str) -> None:
     script = write_script(tmp_path, loss=UNHURRIED_LOSS)
