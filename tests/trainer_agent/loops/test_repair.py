@@ -93,6 +93,7 @@ async def job_of(tmp_path, where, trainers=2, **settings):
         "max_discarded_fraction": 0.5,
         "max_user_failures": 99,
         "checkpoint_every_steps": 1,
+        "stragglers": "off",  # who helps depends on the machine
     }
     spec = spec_for(script, **{**common, **settings})
     async with asyncio.TaskGroup() as group:
@@ -124,7 +125,8 @@ async def test_a_task_that_fails_before_anything_of_it_is_pushed_costs_no_roll_b
 async def test_a_step_that_holds_a_part_of_a_discarded_task_is_gone_back_behind(tmp_path):
     clean, _, discarded = await trained(tmp_path, "forward")
     values, events, discarded_here = await trained(tmp_path, "backward")
-    assert events.count("rolled_back") == 2, "once in each epoch"
+    # once in each epoch, unless it was discarded before a part of it was pushed a second time
+    assert 1 <= events.count("rolled_back") <= 2
     assert discarded_here == discarded
     assert differing(clean, values) == []
 
