@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from master_service.cluster.writer import Overtaken, write_under
 from master_service.core.state.cluster import ClusterState, Place, PutAssignment, PutJob, PutSchedule
-from master_service.store.writer import HeldLock, LockLost
-from shared.errors import PeerError
+from master_service.store.first_write import write_first
+from master_service.store.writer import HeldLock
 from shared.etcd import Etcd, KeyValue, Put
 from shared.etcd.reading import must_read, read_below
 from shared.keys import ClusterKeys
 from shared.records import MasterAddress
 from shared.records.cluster import Assignment, ClusterJob, JobSchedule
-from shared.runtime import clock, ids, telemetry
+from shared.runtime import clock, telemetry
 
-PAUSE_S = 0.1
 
 log = telemetry.logger("cluster.takeover")
 
@@ -34,19 +30,8 @@ class ClusterTakeover:
 
 async def take_over(etcd: Etcd, keys: ClusterKeys, lock: HeldLock, url: str) -> ClusterTakeover:
     """Raises LockLost, StateUnreadable, PeerError."""
-
-    def check() -> None:
-        if not lock.lease.alive:
-            raise LockLost(f"{lock.key} of term {lock.term} was lost during the takeover")
-
     address = Put(keys.address, MasterAddress(url=url, term=lock.term).to_bytes(), lock.lease.id)
-    while True:
-        try:
-            before = await _commit_revision(etcd, keys, check)
-            commit_revision = await write_under(etcd, keys, lock, before, [address], check)
-            break
-        except Overtaken as error:  # the last write of the leader before has arrived in between
-            log.info("takeover_repeated", cause=error.message)
+    commit_revision = await write_first(etcd, lock, keys.commit, [address])
     jobs, _ = await read_below(etcd, keys.jobs)
     schedules, _ = await read_below(etcd, keys.schedules)
     pool, revision = await read_below(etcd, keys.pool)
@@ -63,16 +48,3 @@ async def take_over(etcd: Etcd, keys: ClusterKeys, lock: HeldLock, url: str) -> 
             state.apply(PutAssignment(place, must_read(Assignment, kv.key, kv.value)), now)
     log.info("took_over", term=lock.term, state=repr(state))
     return ClusterTakeover(commit_revision, revision, state, tuple(pool.values()))
-
-
-async def _commit_revision(etcd: Etcd, keys: ClusterKeys, check: Callable[[], None]) -> int:
-    """Of `cluster/commit`, 0 if it does not exist. Repeated until etcd answers; `check` raises when it is too late."""
-    while True:
-        check()
-        try:
-            marker = await etcd.get(keys.commit)
-        except PeerError as error:
-            log.warning("takeover_unanswered", cause=str(error))
-            await asyncio.sleep(ids.jitter(PAUSE_S))
-        else:
-            return marker.mod_revision if marker else 0

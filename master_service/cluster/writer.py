@@ -25,7 +25,7 @@ from master_service.core.state.cluster import (
     PutSource,
 )
 from master_service.store.writer import HeldLock, LockLost
-from shared.errors import NotLeader, TooLarge
+from shared.errors import TooLarge
 from shared.etcd import Compare, Delete, Etcd, Get, Put, TxnResult
 from shared.etcd.fenced_write import FencedWrite
 from shared.keys import ClusterKeys
@@ -36,10 +36,6 @@ MAX_BYTES = 900 << 10  # the client takes 1 MiB, keys included
 PAUSE_S = 0.1
 
 A = TypeVar("A")
-
-
-class Overtaken(LockLost):
-    """A write of the term before landed in between. Only the first write of a term can meet this."""
 
 
 class ClusterWriter:
@@ -85,41 +81,28 @@ class ClusterWriter:
         if len(writes) > MAX_CHANGES or size > MAX_BYTES:
             msg = f"{len(writes)} changes with {size} bytes do not fit into one transaction ({MAX_CHANGES}, {MAX_BYTES} bytes)"
             raise TooLarge(msg)
-        self._commit_revision = await write_under(
-            self._etcd, self._keys, self._lock, self._commit_revision, writes, self._check
+        lock, commit, name = self._lock, self._keys.commit, ids.new_id("cluster").encode()
+
+        async def landed(found: TxnResult) -> int:
+            holder, marker = found.range(0).first, found.range(1).first
+            if holder is None or holder.create_revision != lock.term or marker is None or marker.value != name:
+                raise LockLost(f"the cluster's lock of term {lock.term} is lost: {commit} has another holder's write")
+            return marker.mod_revision
+
+        write = FencedWrite(
+            self._etcd,
+            fence_of(lock, self._keys, self._commit_revision),
+            [*writes, Put(commit, name)],
+            [Get(lock.key), Get(commit)],
+            landed,
         )
+        outcome = await write.until_answered(self._check, PAUSE_S)
+        assert isinstance(outcome, int), "what did not land has raised"
+        self._commit_revision = outcome
 
     def _check(self) -> None:
         if self._over or not self._lock.lease.alive:
             raise LockLost("this master leads the cluster no more; ask its successor")
-
-
-async def write_under(
-    etcd: Etcd,
-    keys: ClusterKeys,
-    lock: HeldLock,
-    commit_revision: int,
-    writes: Sequence[Put | Delete],
-    check: Callable[[], None],
-) -> int:
-    """Write once, under the lock and after the write at `commit_revision`; the revision. Raises LockLost, what `check` raises."""
-    name = ids.new_id("cluster").encode()
-
-    async def landed(found: TxnResult) -> int:
-        holder, marker = found.range(0).first, found.range(1).first
-        if holder is None or holder.create_revision != lock.term:
-            raise LockLost(f"the cluster's lock of term {lock.term} is lost")
-        if marker is None or marker.value != name:
-            msg = f"{keys.commit} was written after revision {commit_revision} by an earlier leader"
-            raise Overtaken(msg)
-        return marker.mod_revision
-
-    fence = fence_of(lock, keys, commit_revision)
-    write = FencedWrite(etcd, fence, [*writes, Put(keys.commit, name)], [Get(lock.key), Get(keys.commit)], landed)
-    outcome = await write.until_answered(check, PAUSE_S)
-    if not isinstance(outcome, int):
-        raise NotLeader("the write was refused; the cluster's lock is lost")
-    return outcome
 
 
 def fence_of(lock: HeldLock, keys: ClusterKeys, commit_revision: int) -> list[Compare]:

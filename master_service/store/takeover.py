@@ -5,8 +5,7 @@ lock held --> first write under it (a master's address) --> all keys read --> sp
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from master_service.core.decisions.lifecycle import fail
@@ -14,19 +13,18 @@ from master_service.core.queue.file_table import FileTable
 from master_service.core.state.job import Job
 from master_service.storage.job_storage import JobStorage
 from master_service.store import schema
-from master_service.store.writer import HeldLock, LockLost
+from master_service.store.first_write import write_first
+from master_service.store.writer import HeldLock
 from shared.checkpoints.stored import ELASTIC
-from shared.errors import Conflict, DatasetError, NotFound, PeerError, StorageUnreachable
-from shared.etcd import Compare, Etcd, Get, KeyValue, Put, TxnResult
-from shared.etcd.fenced_write import FencedWrite
+from shared.errors import Conflict, DatasetError, NotFound, StorageUnreachable
+from shared.etcd import Etcd, KeyValue, Put
 from shared.etcd.reading import must_read, read_below
 from shared.keys import Keys
 from shared.records import FailureCause, JobSpec, JobState, TaskMeta, UserFailure
 from shared.records.assignments import GivenNumbers
 from shared.records.datasets import Dataset
-from shared.runtime import clock, ids, telemetry
+from shared.runtime import clock, telemetry
 
-PAUSE_S = 0.1
 
 log = telemetry.logger("takeover")
 
@@ -50,7 +48,7 @@ async def take_over(
     StorageUnreachable: nothing is decided, and the next candidate tries again, perhaps with a better way to the storage.
     If the dataset cannot be read the job fails, and its state tells the user why; that is not raised.
     """
-    commit_revision = await _write(etcd, keys, lock, first)
+    commit_revision = await write_first(etcd, lock, keys.commit, first)
     found, revision = await read_below(etcd, keys.prefix)
     spec = _agreed_spec(keys, found, spec)
     stored = found.get(keys.spec)
@@ -61,7 +59,7 @@ async def take_over(
             writes.append(Put(keys.given, numbers.to_bytes()))
         if stored is None:
             writes.append(Put(keys.state, JobState(reason="counting the dataset's records").to_bytes()))
-        commit_revision = await _write(etcd, keys, lock, writes)
+        commit_revision = await write_first(etcd, lock, keys.commit, writes)
         found, revision = await read_below(etcd, keys.prefix)
     job, unreadable = await _open_job(found.get(keys.task_meta), spec, storage(spec))
     if unreadable is None:
@@ -75,53 +73,9 @@ async def take_over(
             job.apply(change, clock.monotonic())
         opening = [Put(keys.state, job.state.to_bytes())]
     if opening:
-        commit_revision = await _write(etcd, keys, lock, opening)
+        commit_revision = await write_first(etcd, lock, keys.commit, opening)
     log.info("took_over", lock=lock.key, term=lock.term, job=repr(job))
     return Takeover(commit_revision, revision, found, job)
-
-
-async def _write(etcd: Etcd, keys: Keys, lock: HeldLock, writes: Sequence[Put]) -> int:
-    """Write under the lock, exactly once; the revision. Raises LockLost.
-
-    An attempt without an answer may land long after the term has begun. So each attempt compares `tasks/commit` and writes it:
-    of several attempts one lands, and none after a later write. The last write of the term before may come in between: then
-    the next attempt compares what that one wrote.
-    """
-    name = ids.new_id("takeover").encode()
-    reads = [Get(lock.key), Get(keys.commit)]
-
-    def check() -> None:
-        if not lock.lease.alive:
-            raise LockLost(f"{lock.key} of term {lock.term} was lost during the takeover")
-
-    async def landed(found: TxnResult) -> int:
-        holder, marker = found.range(0).first, found.range(1).first
-        if holder is None or holder.create_revision != lock.term:
-            raise LockLost(f"{lock.key} of term {lock.term} was lost during the takeover")
-        return marker.mod_revision if marker is not None and marker.value == name else 0
-
-    found_at = await _commit_revision(etcd, keys, check)
-    while True:
-        fence = [lock.compare(), Compare.mod(keys.commit, "==", found_at)]
-        write = FencedWrite(etcd, fence, [*writes, Put(keys.commit, name)], reads, landed)
-        outcome = await write.until_answered(check, PAUSE_S)
-        if isinstance(outcome, int):
-            return outcome
-        marker = outcome.range(1).first
-        found_at = marker.mod_revision if marker else 0
-
-
-async def _commit_revision(etcd: Etcd, keys: Keys, check: Callable[[], None]) -> int:
-    """Of `tasks/commit`, 0 if it does not exist. Repeated until etcd answers; `check` raises when it is too late."""
-    while True:
-        check()
-        try:
-            marker = await etcd.get(keys.commit)
-        except PeerError as error:
-            log.warning("takeover_unanswered", cause=str(error))
-            await asyncio.sleep(ids.jitter(PAUSE_S))
-        else:
-            return marker.mod_revision if marker else 0
 
 
 def _agreed_spec(keys: Keys, found: dict[str, KeyValue], given: JobSpec | None) -> JobSpec:
