@@ -13,7 +13,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +32,12 @@ PREFIX = "trireme-"
 
 
 @contextlib.contextmanager
-def opened(data_dir: Path, job: str) -> Iterator[Path]:
-    """The job's folder, locked for this run. Files of an earlier run are still in it (resume.py decides about them).
-
-    Raises UsageError if it cannot be written or another run has the lock.
-    """
-    run_dir = (data_dir / job).absolute()
+def locked(data_dir: Path, lock_file: Path, taken: Callable[[str], UsageError]) -> Iterator[None]:
+    """Hold a lock file in a folder of the data directory, with our process id in it. Raises UsageError if it cannot be
+    written, `taken(process)` if another process has it."""
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock = (run_dir / "lock").open("a+")
+        lock_file.parent.mkdir(parents=True, exist_ok=True)
+        lock = lock_file.open("a+")
     except OSError as error:
         msg = f"the data directory {data_dir} cannot be written: {error.strerror}; choose another with --data-dir"
         raise UsageError(msg) from error
@@ -49,15 +46,29 @@ def opened(data_dir: Path, job: str) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             lock.seek(0)
-            msg = (
-                f"job {job} is already running in {run_dir} (process {lock.read().strip() or 'unknown'}); "
-                "wait for its end, or run under another name: --job NAME"
-            )
-            raise UsageError(msg) from error
-        with told_if_full(run_dir):
+            raise taken(lock.read().strip() or "unknown") from error
+        with told_if_full(lock_file.parent):
             lock.truncate(0)
             lock.write(f"{os.getpid()}\n")
             lock.flush()
+        yield
+
+
+@contextlib.contextmanager
+def opened(data_dir: Path, job: str) -> Iterator[Path]:
+    """The job's folder, locked for this run. Files of an earlier run are still in it (resume.py decides about them).
+
+    Raises UsageError if it cannot be written or another run has the lock.
+    """
+    run_dir = (data_dir / job).absolute()
+
+    def taken(process: str) -> UsageError:
+        return UsageError(
+            f"job {job} is already running in {run_dir} (process {process}); "
+            "wait for its end, or run under another name: --job NAME"
+        )
+
+    with locked(data_dir, run_dir / "lock", taken):
         yield run_dir
 
 

@@ -7,7 +7,6 @@ cluster.json is what other commands need to find the cluster; the token lets the
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,8 +16,7 @@ from typing import Any
 from shared.errors import NotFound, PeerError
 from shared.membership.etcd_access import EtcdAccess
 from shared.runtime import ids
-from trireme.launch.disk_space import told_if_full
-from trireme.launch.run_folder import DATA_DIR, is_locked, read_json, write_json
+from trireme.launch.run_folder import DATA_DIR, is_locked, locked, read_json, write_json
 from trireme.settings import UsageError
 
 NAME, FACTS, LOCK, TOKEN = "_cluster", "cluster.json", "cluster.lock", "token"
@@ -44,23 +42,12 @@ def place_of(data_dir: Path | None) -> Path:
 def opened(data_dir: Path | None) -> Iterator[Path]:
     """Raises UsageError if it cannot be written or another cluster runs in it."""
     folder = place_of(data_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK).open("a+")
-    except OSError as error:
-        msg = f"the data directory {folder.parent} cannot be written: {error.strerror}; choose another with --data-dir"
-        raise UsageError(msg) from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            lock.seek(0)
-            msg = f"a cluster runs already in {folder} (process {lock.read().strip() or 'unknown'})"
-            raise UsageError(msg, hint="`trireme down` ends it; another one needs another --data-dir") from error
-        with told_if_full(folder):
-            lock.truncate(0)
-            lock.write(f"{os.getpid()}\n")
-            lock.flush()
+
+    def taken(process: str) -> UsageError:
+        msg = f"a cluster runs already in {folder} (process {process})"
+        return UsageError(msg, hint="`trireme down` ends it; another one needs another --data-dir")
+
+    with locked(folder.parent, folder / LOCK, taken):
         (folder / FACTS).unlink(missing_ok=True)
         try:
             yield folder
