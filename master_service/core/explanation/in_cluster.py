@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from master_service.core.decisions.scheduling.reasons import counted
 from master_service.core.explanation.cause import Cause, Code, Explanation, explanation_of
 from master_service.core.state.cluster import ClusterState
 from shared.records.cluster import ClusterJob, Kind, Standing
@@ -94,7 +95,7 @@ def _queued(state: ClusterState, job: ClusterJob, wall_time: float) -> Cause:
             details=tuple(f"job {other.job} is {other.standing}: {other.reason}" for other in waits[:SHOWN]),
             hints=(f"trireme explain {waits[0].job}", f"trireme cancel {name}"),
         )
-    pservers, trainers = _count(job.pservers_wanted, "parameter server"), _count(job.least_trainers, "trainer")
+    pservers, trainers = counted("pserver", job.pservers_wanted), counted("trainer", job.least_trainers)
     needs = f"It needs {pservers} and at least {trainers}, all at once; its priority is {wanted.priority}."
     return Cause(
         code=Code.WAITS_FOR_MEMBERS,
@@ -116,11 +117,6 @@ def _pool(state: ClusterState, kind: Kind) -> str:
     places = [place for place in state.members if place[0] == kind]
     held = [state.assignments[place].job for place in places if place in state.assignments]
     of = ", ".join(f"{name} has {held.count(name)}" for name in sorted(set(held))[:SHOWN])
-    what = "parameter server" if kind == "pserver" else kind
     return (
-        f"The pool has {_count(len(places), what)}, {len(places) - len(held)} not assigned{f' ({of})' if of else ''}."
+        f"The pool has {counted(kind, len(places))}, {len(places) - len(held)} not assigned{f' ({of})' if of else ''}."
     )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
