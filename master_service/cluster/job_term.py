@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from master_service.core.changes import Event
 from master_service.leadership.master import Master
+from master_service.leadership.term import Term
 from shared.errors import CallerError, PeerError, TriremeError, leaves
 from shared.etcd import Compare, Delete, Lease, LeaseLost
 from shared.records import JobSpec, Phase, Stage
@@ -109,11 +110,11 @@ class JobTerm:
                 return (Standing.COMPLETED if done else Standing.FAILED), state.reason
             if self._stop is not None:
                 standing, reason = self._stop
-                if standing is Standing.CANCELLED or term is None or not await self._save(reason):
-                    return standing, reason
-                if not self._is_final():
-                    return standing, reason
-                continue
+                if standing is not Standing.CANCELLED and term is not None:
+                    await self._save(term, reason)
+                if self._is_final():  # it ended while it was saved
+                    continue
+                return standing, reason
             if term is not None and (seen := (term.job.spec, len(term.job.members.pservers))) != self._seen:
                 self._seen = seen
                 self._on_resize()
@@ -133,25 +134,22 @@ class JobTerm:
 
     # ---------------------------------------------------------------- leaving
 
-    async def _save(self, cause: str) -> bool:
-        """A checkpoint of the present step, if the job trains and can make one. Whether one was tried."""
-        term = self.master.current_term
-        if term is None or not saves_on_demand(self._spec):
-            return False
+    async def _save(self, term: Term, cause: str) -> None:
+        """A checkpoint of the present step, if the job trains and can make one."""
         state = term.job.state
-        if state.stage is not Stage.TRAIN or state.phase not in {Phase.RUNNING, Phase.CHECKPOINTING}:
-            return False
+        trains = state.stage is Stage.TRAIN and state.phase in {Phase.RUNNING, Phase.CHECKPOINTING}
+        if not trains or not saves_on_demand(self._spec):
+            return
         begin = clock.monotonic()
         try:
             asked = await term.operations.create_checkpoint("", cause, SAVE_S)
             done = await term.operations.wait(asked.operation_id, SAVE_S)
         except TriremeError as error:
             self._tell("stopped_unsaved", f"no checkpoint before the job stops: {error.message}")
-            return True
+            return
         took_s = round(clock.monotonic() - begin, 3)
         if done.running or done.error_code:
             self._tell("stopped_unsaved", f"no checkpoint within {took_s} s before the job stops: {done.reason}")
-        return True
 
     def _tell(self, name: str, message: str) -> None:
         self.master.events.add([Event(name, message, {"job": self.job})])

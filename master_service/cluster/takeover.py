@@ -14,7 +14,6 @@ from shared.records import MasterAddress
 from shared.records.cluster import Assignment, ClusterJob, JobSchedule
 from shared.runtime import clock, telemetry
 
-
 log = telemetry.logger("cluster.takeover")
 
 

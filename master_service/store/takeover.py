@@ -25,7 +25,6 @@ from shared.records.assignments import GivenNumbers
 from shared.records.datasets import Dataset
 from shared.runtime import clock, telemetry
 
-
 log = telemetry.logger("takeover")
 
 
