@@ -164,6 +164,8 @@ def test_a_parameter_server_that_freezes_in_a_pause_ends_it_and_costs_one_pause(
             plan,
             job=replace(plan.job, files=(7, 1, 16, 5), task_records=4, minibatch=2, epochs=6),
             speed=Speed(0.1, 0.2),
+            slow=1.0,
+            stragglers=False,  # who helps moves the moments at which pauses begin
             conditions=STEADY,
             trainers=2,
             pservers=2,
@@ -181,7 +183,7 @@ def test_a_parameter_server_that_freezes_in_a_pause_ends_it_and_costs_one_pause(
         given_up = [line for line in lines if " checkpoint_given_up " in line]
         assert len(given_up) <= 1
         for line in given_up:
-            assert "gave no sign of life" in line or "is gone" in line  # its lease may end first
+            assert "gave no sign of life" in line
             [step] = re.findall(r"step=(\d+)", line)
             paused = [float(other.split()[0]) for other in lines if other.endswith(f" paused step={step}")]
             stood_still.append(float(line.split()[0]) - paused[0])
