@@ -17,22 +17,20 @@ from master_service.control.task_service import Probe
 from master_service.core.changes import Event
 from master_service.core.decisions import job_schedules, submission
 from master_service.core.state.cluster import ClusterDecision, ClusterState
-from master_service.leadership.election import campaign, run_under_lease
+from master_service.leadership.election import campaign, stand
 from master_service.leadership.master import Master
 from master_service.storage.job_storage import FileStorage, JobStorage, remove_files
 from master_service.store.start_again import start_again
 from master_service.store.writer import HeldLock
-from shared.errors import Conflict, NotFound, NotLeader, NotReady, PeerError
-from shared.etcd import Etcd, Lease, LeaseLost
+from shared.errors import Conflict, NotFound, NotLeader, NotReady
+from shared.etcd import Etcd, Lease
 from shared.etcd.reading import must_read
 from shared.keys import ClusterKeys
 from shared.records import JobSpec, JobState, MasterLock
 from shared.records.cluster import ClusterJob, JobSchedule, Source, Standing
-from shared.runtime import clock, http, ids, telemetry
+from shared.runtime import clock, http, telemetry
 from shared.runtime.network import own_network
 from shared.storage import files
-
-PAUSE_S = 0.5
 
 A = TypeVar("A")
 
@@ -68,12 +66,7 @@ class ClusterMaster:
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Lead or stand by until `stopping`, then give up the lease at once. Raises errors that a new term would meet again."""
-        while not stopping.is_set():
-            try:
-                await run_under_lease(self.etcd, self.ttl_s, stopping, self._lead)
-            except (PeerError, LeaseLost) as error:
-                log.warning("stepped_down", cause=error.message)
-                await asyncio.sleep(ids.jitter(PAUSE_S))
+        await stand(self.etcd, self.ttl_s, stopping, self._lead)
 
     async def _lead(self, lease: Lease) -> None:
         me = MasterLock(master=self.name, url=self.url, lease=lease.id, network=self.network)

@@ -10,18 +10,37 @@ import asyncio
 from collections.abc import Callable, Coroutine
 
 from master_service.control.task_service import Probe
-from shared.errors import TriremeError
-from shared.etcd import Etcd, KeyValue, Lease
+from shared.errors import PeerError, TriremeError
+from shared.etcd import Etcd, KeyValue, Lease, LeaseLost
 from shared.etcd.lock import acquire
 from shared.etcd.reading import read_record
 from shared.records import MasterLock
-from shared.runtime import telemetry
+from shared.runtime import ids, telemetry
 from shared.runtime.network import tells
 
 PROBE_EVERY_S = 0.5
+PAUSE_S = 0.5
 REVOKE_S = 3.0
 
 log = telemetry.logger("election")
+
+
+async def stand(
+    etcd: Etcd,
+    ttl_s: float,
+    stopping: asyncio.Event,
+    work: Callable[[Lease], Coroutine[None, None, None]],
+    on_setback: Callable[[PeerError | LeaseLost], None] = lambda _: None,
+) -> None:
+    """Run `work` under one lease after the other until `stopping`. Raises errors that the next lease would meet again; `on_setback`
+    gets the others."""
+    while not stopping.is_set():
+        try:
+            await run_under_lease(etcd, ttl_s, stopping, work)
+        except (PeerError, LeaseLost) as error:
+            log.warning("stepped_down", cause=error.message)
+            on_setback(error)
+            await asyncio.sleep(ids.jitter(PAUSE_S))
 
 
 async def run_under_lease(

@@ -11,16 +11,14 @@ import asyncio
 from master_service.control.evictions import Evictions
 from master_service.control.task_service import TaskService
 from master_service.core.changes import Event
-from master_service.leadership.election import campaign, run_under_lease
+from master_service.leadership.election import campaign, stand
 from master_service.leadership.term import Term
 from master_service.store.takeover import take_over
 from master_service.store.writer import HeldLock, Writer
 from shared.errors import NotFound, NotLeader, NotReady, PeerError
 from shared.etcd import Lease, LeaseLost, Put
 from shared.records import AcquireTask, MasterAddress, MasterLock, TaskAnswer
-from shared.runtime import clock, ids, telemetry
-
-PAUSE_S = 0.5
+from shared.runtime import clock, telemetry
 
 log = telemetry.logger("master")
 
@@ -42,17 +40,10 @@ class Master(TaskService):
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Lead or stand by until `stopping`, then give up the lease at once. Raises errors that a new term would meet again."""
-        while not stopping.is_set():
-            try:
-                await self._candidacy(stopping)
-            except (PeerError, LeaseLost) as error:
-                self.setback = error
-                log.warning("stepped_down", cause=error.message)
-                await asyncio.sleep(ids.jitter(PAUSE_S))
+        await stand(self.etcd, self.ttl_s, stopping, self.lead, self._note_setback)
 
-    async def _candidacy(self, stopping: asyncio.Event) -> None:
-        """One lease, from its grant until it is lost or the process is asked to stop."""
-        await run_under_lease(self.etcd, self.ttl_s, stopping, self.lead)
+    def _note_setback(self, error: PeerError | LeaseLost) -> None:
+        self.setback = error
 
     async def lead(self, lease: Lease) -> None:
         """Wait for the job's lock, take the job over and lead it until cancelled, or the lock is lost (raises LockLost, in an

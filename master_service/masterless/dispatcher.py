@@ -22,7 +22,7 @@ from master_service.core.decisions import tasks
 from master_service.core.decisions.membership import storage_events
 from master_service.core.decisions.reports import current_metrics
 from master_service.core.state.members import Members
-from master_service.leadership.election import campaign, run_under_lease
+from master_service.leadership.election import campaign, stand
 from master_service.masterless.view import WatchedJob
 from master_service.masterless.writer import SharedWriter
 from master_service.store.leader_writer import LeaderWriter
@@ -32,9 +32,8 @@ from shared.errors import PeerError
 from shared.etcd import Lease, LeaseLost
 from shared.records import AcquireTask, MasterLock, MetricBatch, TaskAnswer, TaskProgress
 from shared.records.tasks import HeldTask, TrainerProgress
-from shared.runtime import clock, ids, telemetry
+from shared.runtime import clock, telemetry
 
-PAUSE_S = 0.5
 WRITE_S = 3.0
 REMEMBERED_S = 30.0
 
@@ -79,7 +78,7 @@ class Dispatcher(TaskService):
         async with asyncio.TaskGroup() as group:
             working = [group.create_task(work) for work in (self.view.run(), self._writer.run())]
             leaving = asyncio.Event()
-            candidate = group.create_task(self._candidate(leaving))
+            candidate = group.create_task(stand(self.etcd, self.ttl_s, leaving, self._under_lease))
             await stopping.wait()
             await self._keep_progress()
             leaving.set()
@@ -87,15 +86,11 @@ class Dispatcher(TaskService):
             for task in working:
                 task.cancel()
 
-    async def _candidate(self, stopping: asyncio.Event) -> None:
-        while not stopping.is_set():
-            try:
-                await run_under_lease(self.etcd, self.ttl_s, stopping, self._sweep)
-            except (PeerError, LeaseLost) as error:
-                log.warning("stepped_down", cause=error.message)
-                await asyncio.sleep(ids.jitter(PAUSE_S))
-            finally:
-                self._supervisor = self._lease = None
+    async def _under_lease(self, lease: Lease) -> None:
+        try:
+            await self._sweep(lease)
+        finally:
+            self._supervisor = self._lease = None
 
     async def _sweep(self, lease: Lease) -> None:
         """Wait for the lock, then do what its holder has to do."""
