@@ -18,6 +18,7 @@ from shared.etcd import Etcd, connect
 from shared.etcd.embedded import free_ports
 from shared.etcd.etcd3_transport import PROBE_S, QUIET_S, RawClient
 from shared.etcd.transport import STATUS
+from tests.equipment.waiting import until
 from tests.shared.etcd.test_endpoints import etcd_process
 
 WATCHES = 5
@@ -30,15 +31,17 @@ class Cluster:
         self.urls, self.processes = urls, processes
         self.client: Etcd = connect(urls)
         self.seen: list[tuple[int, bytes]] = []
+        self.following: set[int] = set()
 
     async def follow(self, number):
         async with aclosing(self.client.watch(f"/{number}/", prefix=True)) as batches:
             async for batch in batches:
+                self.following.add(number)  # from its first reading on it sees each event
                 self.seen += [(number, event.kv.value) for event in batch.events]
 
     async def put_into_each(self, value):
         """Until every watch has seen it."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(20):
             for number in range(WATCHES):
                 await self.client.put(f"/{number}/a", value)
             while not {(number, value) for number in range(WATCHES)} <= set(self.seen):
@@ -57,6 +60,7 @@ async def cluster(tmp_path):
         stack.push_async_callback(cluster.client.close)
         await cluster.client.get("/ready", timeout_s=20)
         following = [asyncio.ensure_future(cluster.follow(number)) for number in range(WATCHES)]
+        await until(lambda: len(cluster.following) == WATCHES, "every watch to be open")
         yield cluster
         for task in following:
             task.cancel()
