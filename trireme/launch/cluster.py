@@ -245,8 +245,6 @@ class LocalCluster(SupervisedProcesses[JobState]):
         self.run_beside(self.directory.run())
         self.run_beside(self._follow_state())
         self.run_beside(self._end_the_silent())
-        if not self.masterless:
-            self.run_beside(self.numbers.follow(self.etcd, self.directory, self._grow, self._leave))
         if self.masterless:
             self._masterless_client = MasterlessClient(self.etcd, self._keys)
             self.run_beside(self._masterless_client.run())
@@ -261,6 +259,8 @@ class LocalCluster(SupervisedProcesses[JobState]):
             await self._add("pserver", self._pserver_settings)
         for _ in range(self.spec.trainers):
             await self._add("trainer")
+        if not self.masterless:  # only now, or it would start members that are about to be started here
+            self.run_beside(self.numbers.follow(self.etcd, self.directory, self._grow, self._leave))
 
     async def _follow_state(self) -> None:
         revision = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -12,9 +13,11 @@ from tests.end_to_end.local_cluster import cluster_of, spec_of
 from tests.end_to_end.scripts import write_script
 from trireme.cli.run import RunRequest, run_command
 from trireme.config import Config, ConfigError
+from trireme.launch.child import Child
 from trireme.launch.member_numbers import pservers_for, threads_for
 
 MIB = 1 << 20
+LONGER_THAN_AN_ELECTION_S = 1.0
 
 
 def model_of(mib, frozen_mib=0):
@@ -59,6 +62,22 @@ async def test_parameter_servers_are_started_with_the_threads_of_the_environment
     async with cluster_of(spec_of(tmp_path, trainers=1, pservers=1), tmp_path) as cluster:
         threads = {name: child.environment.get("TRIREME_THREADS") for name, child in cluster.children.items()}
     assert threads == {"master-0": None, "pserver-0": "3", "trainer-0": None}
+
+
+async def test_a_slow_start_is_not_taken_for_a_resize(tmp_path, monkeypatch):
+    """A master led before the last member was started, and what was still to be started was started twice."""
+    start = Child.start
+
+    async def start_slowly(child):
+        if child.name.startswith("pserver-"):
+            await asyncio.sleep(LONGER_THAN_AN_ELECTION_S)
+        await start(child)
+
+    monkeypatch.setattr(Child, "start", start_slowly)
+    async with cluster_of(spec_of(tmp_path), tmp_path) as cluster:
+        await cluster.master_url()
+        await asyncio.sleep(0.3)
+        assert list(cluster.children) == ["master-0", "pserver-0", "pserver-1", "trainer-0", "trainer-1"]
 
 
 @pytest.mark.parametrize(("asked", "found"), [(None, 3), ("2", 2)])
