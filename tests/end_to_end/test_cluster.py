@@ -2,91 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import torch
 
-from tests.end_to_end.command import Command, Done
-from tests.end_to_end.local_cluster import EPOCHS, SLOW_LOSS, same_bits
-from tests.end_to_end.scripts import EVALUATION, RECORDS, write_script
+from tests.end_to_end.cluster_command import good, is_at, job_when, model_of, script_in, up
+from tests.end_to_end.command import Command
+from tests.end_to_end.local_cluster import EPOCHS, same_bits
 from trireme.cli import exit_codes
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
-LIMIT_S = 150
-
-
-def good(done: Done) -> Any:
-    assert done.code == 0, f"{done.err}\n{done.out}"
-    return json.loads(done.out)
-
-
-@contextmanager
-def up(trireme: Command, *arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """A cluster in the foreground; ended in order at the end, if it still runs. Its stderr goes to up.log."""
-    log = (trireme.folder / "up.log").open("w")
-    with log, trireme.start("up", *arguments, stderr_to=log) as process:
-        try:
-            told_in(trireme.folder / "up.log", "cluster at http://", process)
-            yield process
-            if process.poll() is None:
-                assert trireme.run("down").code == 0
-            assert process.wait(60) == 0, (trireme.folder / "up.log").read_text()
-        finally:
-            process.kill()
-
-
-def told_in(log: Path, words: str, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while words not in log.read_text():
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, f"{words!r} is not told: {log.read_text()}"
-        time.sleep(0.05)
-
-
-def job_when(trireme: Command, name: str, condition: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-    """Its status, once the condition holds."""
-    deadline, done = time.monotonic() + LIMIT_S, None
-    while time.monotonic() < deadline:
-        done = trireme.run("status", name, "--json")
-        if done.code == 0 and condition(job := json.loads(done.out)):
-            return job
-        assert done.code in (0, exit_codes.UNREACHABLE, exit_codes.CONFLICT, exit_codes.TIMED_OUT), done
-        time.sleep(0.1)
-    raise AssertionError(f"waited {LIMIT_S} s for {name}: {done}")
-
-
-def is_at(step: int) -> Callable[[dict[str, Any]], bool]:
-    return lambda job: job["standing"] == "COMPLETED" or (job["progress"]["step"] or 0) >= step
 
 
 def child_of(process: subprocess.Popen[str], module: str) -> psutil.Process:
     found = [child for child in psutil.Process(process.pid).children() if module in " ".join(child.cmdline())]
     assert len(found) == 1, found
     return found[0]
-
-
-def script_in(folder: Path) -> Path:
-    """It trains very slowly while the file `slow` exists, so that a job lasts until everything is done to it."""
-    (folder / "mine").mkdir()
-    (folder / "slow").touch()
-    waits = f'time.sleep(0.1 if Path("{folder / "slow"}").exists() else 0.004)'
-    loss = SLOW_LOSS.replace("time.sleep(0.004)", waits)
-    assert waits in loss
-    return write_script(folder / "mine", loss=loss, evaluation=EVALUATION)
-
-
-def model_of(job: dict[str, Any]) -> dict[str, torch.Tensor]:
-    assert (job["standing"], job["result"]["trained_records"]) == ("COMPLETED", EPOCHS * RECORDS), job
-    return torch.load(job["result"]["exports"]["state_dict"], weights_only=True)
 
 
 def test_two_jobs_share_a_cluster_whose_leader_and_host_die_and_the_bits_are_those_of_a_job_alone(

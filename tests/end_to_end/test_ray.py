@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
+from tests.end_to_end.cluster_command import good, is_at, job_when, model_of, script_in, told_in, up
 from tests.end_to_end.command import Command
 from tests.end_to_end.local_cluster import EPOCHS, same_bits
 from tests.end_to_end.ray_nodes import RayNodes, ray_nodes
-from tests.end_to_end.test_cluster import good, is_at, job_when, model_of, script_in, told_in, up
 from trireme.cli import exit_codes
 
 pytest.importorskip("ray", reason="Ray is an extra: pip install 'trireme[ray]'")
