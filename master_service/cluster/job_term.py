@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from master_service.core.changes import Event
+from master_service.core.state.job import Job
 from master_service.leadership.master import Master
 from master_service.leadership.term import Term
 from shared.errors import CallerError, PeerError, TriremeError, leaves
@@ -40,7 +41,7 @@ class JobTerm:
         self.master = master
         self.job = job.job
         self._lease, self._finish, self._on_resize = lease, finish, on_resize
-        self._seen: tuple[JobSpec, int] | None = None
+        self._seen: tuple[JobSpec, int, bool] | None = None
         self._spec = job.spec
         self._stop: tuple[Standing, str] | None = None
         self._error: TriremeError | None = None
@@ -115,7 +116,7 @@ class JobTerm:
                 if self._is_final():  # it ended while it was saved
                     continue
                 return standing, reason
-            if term is not None and (seen := (term.job.spec, len(term.job.members.pservers))) != self._seen:
+            if term is not None and (seen := _numbers(term.job)) != self._seen:
                 self._seen = seen
                 self._on_resize()
             await self._news()
@@ -170,3 +171,8 @@ class JobTerm:
             await self.master.etcd.txn([held], [Delete(keys.master_lock), Delete(keys.master_address)])
         except PeerError as error:
             log.warning("lock_not_released", job=self.job, cause=error.message)
+
+
+def _numbers(job: Job) -> tuple[JobSpec, int, bool]:
+    """What the numbers of members of a job in its cluster follow from."""
+    return job.spec, len(job.members.pservers), job.operations.number_of_trainers_asked()

@@ -49,7 +49,8 @@ class Strategy(StrEnum):
 
 
 class Resize(Record):
-    """`trainers`, `pservers`: the numbers asked for. `before_…`: those before. `attempt`: how often the migration was planned: again
+    """`trainers`, `pservers`: the numbers asked for, or as before. `trainers_asked`: the number of trainers was asked for, perhaps the
+    same one as before: a cluster had given the job as many as it could use. `before_…`: those before. `attempt`: how often the migration was planned: again
     after a member of it died, or the job went back to a checkpoint. `groups`, `bytes`, `slots`: of the whole resize as last
     planned, with what had moved before. `bytes_moved`: payloads that were sent, `bytes_before` of them by
     attempts that did not end. `longest_pause_s`: how long the pushes of a group
@@ -59,6 +60,7 @@ class Resize(Record):
     pservers: int
     before_trainers: int
     before_pservers: int
+    trainers_asked: bool = False
     strategy: Strategy = Strategy.LIVE
     phase: ResizePhase = ResizePhase.PLANNED
     attempt: int = 0

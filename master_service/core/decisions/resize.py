@@ -49,6 +49,7 @@ def wanted(job: Job, trainers: int | None, pservers: int | None, strategy: Strat
         pservers=spec.pservers if pservers is None else pservers,
         before_trainers=spec.trainers,
         before_pservers=spec.pservers,
+        trainers_asked=trainers is not None,
         strategy=strategy,
     )
     if spec.dispatch is Dispatch.ETCD:
@@ -80,7 +81,8 @@ def checked(job: Job, asked: Operation) -> Operation:
     for running in job.operations.running(OperationKind.RESIZE):
         msg = f"the job is being resized already ({running.operation_id}: {sentence(running)})"
         raise Conflict(msg, hint="wait for its end, or cancel it", operation=running.operation_id)
-    return asked.model_copy(update={"resize": wanted(job, resize.trainers, resize.pservers, resize.strategy)})
+    trainers = resize.trainers if resize.trainers_asked else None
+    return asked.model_copy(update={"resize": wanted(job, trainers, resize.pservers, resize.strategy)})
 
 
 def is_same(operation: Operation, trainers: int | None, pservers: int | None, strategy: Strategy) -> bool:
@@ -320,7 +322,7 @@ def _trainers_there(job: Job, resize: Resize) -> bool:
     count = len(job.trainers.names)
     if resize.trainers > resize.before_trainers:
         return count >= resize.trainers
-    return resize.trainers == resize.before_trainers or count <= resize.trainers
+    return not resize.trainers_asked or count <= resize.trainers
 
 
 def _back_out(

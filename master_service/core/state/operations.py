@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from master_service.core.changes import Decision, DropOperation, Event, Fields
 from shared.errors import NotFound
-from shared.records.operations import Operation, OperationKind, OperationState
+from shared.records.operations import Operation, OperationKind, OperationState, ResizePhase
 from shared.records.record import MESSAGE_CHARACTERS, shortened
 
 KEPT = 50  # of those that ended
@@ -43,6 +43,14 @@ class Operations:
         """Those that checkpoints are made for, without those that wait for the next one or share it. Oldest first."""
         creating = self.running(OperationKind.CREATE_CHECKPOINT)
         return [operation for operation in creating if not (operation.after or operation.joined)]
+
+    def number_of_trainers_asked(self) -> bool:
+        """Whether a resize to a number of trainers is in force, or is being carried out."""
+        resizes = [(each, each.resize) for each in self.records.values() if each.resize is not None]
+        return any(
+            resize.trainers_asked and resize.phase is not ResizePhase.PLANNED and not operation.error_code
+            for operation, resize in resizes
+        )
 
     def find(self, operation_id: str) -> Operation:
         """Raises NotFound."""

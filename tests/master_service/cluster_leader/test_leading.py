@@ -183,3 +183,39 @@ def test_a_completed_job_that_another_waits_for_keeps_its_files() -> None:
             assert removed == ["a"]
 
     run_virtually(main)
+
+
+def test_a_resize_to_the_first_number_of_trainers_takes_what_the_pool_gave_beyond_it() -> None:
+    async def main() -> None:
+        jobs = Jobs(tasks=1000)
+        async with jobs.leading() as leader, jobs.pool(4, 1):
+            await leader.create_job(job_of("a", trainers=2), None)
+            await until(lambda: "a" in leader.term.jobs, "the job to be led")
+            master = leader.term.jobs["a"].master
+            await until(lambda: master.current_term and len(master.job.trainers.names) == 4, "all trainers of the pool")
+            asked = await master.term.operations.create_resize("", "", 2, None)
+            await until(lambda: len(leader.state.assigned_to("a", "trainer")) == 2, "two trainers to leave", 3)
+            done = await master.term.operations.wait(asked.operation_id, 30)
+            assert (done.running, done.error_code) == (False, "")
+            assert len(master.job.trainers.names) == 2, "it is done when they have left"
+            asked = await master.term.operations.create_resize("", "", 3, None)
+            await until(lambda: len(leader.state.assigned_to("a", "trainer")) == 3, "one trainer more", 3)
+            assert not (await master.term.operations.wait(asked.operation_id, 30)).running
+
+    run_virtually(main)
+
+
+def test_a_resize_of_the_parameter_servers_alone_leaves_the_trainers_that_the_pool_gave() -> None:
+    async def main() -> None:
+        jobs = Jobs(tasks=1000)
+        async with jobs.leading() as leader, jobs.pool(4, 2):
+            await leader.create_job(job_of("a", trainers=2, checkpoint_kind="coordinated"), None)
+            await until(lambda: "a" in leader.term.jobs, "the job to be led")
+            master = leader.term.jobs["a"].master
+            await until(lambda: master.current_term and len(master.job.trainers.names) == 4, "all trainers of the pool")
+            await master.term.operations.create_resize("", "", None, 2)
+            await until(lambda: len(leader.state.assigned_to("a", "pserver")) == 2, "another parameter server")
+            await asyncio.sleep(10)
+            assert len(leader.state.assigned_to("a", "trainer")) == 4
+
+    run_virtually(main)

@@ -43,19 +43,21 @@ def test_the_pool_follows_a_resize_and_takes_back_parameter_servers_without_an_i
     job = job_of("a", pservers=1)
     state = ClusterState()
     state.apply(PutJob(job.model_copy(update={"standing": Standing.ACTIVE, "epoch": 1})), 0.0)
-    assert not follow_resize(state, "a", job.spec, set()).answer
+    assert not follow_resize(state, "a", job.spec, set(), asked=False).answer
     for grown, wanted in ((3, {"p0", "p1", "p2"}), (1, {"p1"})):
         live = job.spec.model_copy(update={"pservers": grown, "trainers": 4})
-        decided = follow_resize(state, "a", live, set())
+        decided = follow_resize(state, "a", live, set(), asked=False)
         assert decided.answer
         for change in decided.changes:
             state.apply(change, 0.0)
         assert (state.job("a").pservers_wanted, state.job("a").trainers) == (grown, 4)
         if grown == 3:
-            assert not follow_resize(state, "a", live, wanted).answer
+            assert not follow_resize(state, "a", live, wanted, asked=False).answer
             for name in ("p0", "p1", "p2"):
                 state.apply(PutAssignment(("pserver", name), Assignment(job="a", epoch=1)), 0.0)
             continue
-        assert not follow_resize(state, "a", live, set()).answer, "nobody has an index yet: nobody is let go"
-        drops = follow_resize(state, "a", live, wanted).changes
+        assert not follow_resize(state, "a", live, set(), asked=False).answer, (
+            "nobody has an index yet: nobody is let go"
+        )
+        drops = follow_resize(state, "a", live, wanted, asked=False).changes
         assert set(drops) == {DropAssignment(("pserver", "p0")), DropAssignment(("pserver", "p2"))}

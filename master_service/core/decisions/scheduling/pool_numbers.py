@@ -12,16 +12,20 @@ from master_service.core.state.cluster import ClusterDecision, ClusterState, Dro
 from shared.records import JobSpec
 
 
-def follow_resize(state: ClusterState, name: str, live: JobSpec, holders: Collection[str]) -> ClusterDecision[bool]:
-    """`live`: the job's spec as its leader has it. `holders`: the members of the pool whose parameter server has an index. Places of
-    parameter servers that have none are taken back once there are more than wanted. Answers whether anything changes."""
+def follow_resize(
+    state: ClusterState, name: str, live: JobSpec, holders: Collection[str], *, asked: bool
+) -> ClusterDecision[bool]:
+    """`live`: the job's spec as its leader has it. `asked`: a resize asked for its number of trainers, which may be the first one.
+    `holders`: the members of the pool whose parameter server has an index. Places of parameter servers that have none are taken back
+    once there are more than wanted. Answers whether anything changes."""
     job = state.jobs.get(name)
     if job is None or job.standing.final:
         return ClusterDecision(False)
     update: dict[str, int] = {}
     if live.pservers != job.pservers_wanted:
         update["pservers"] = live.pservers
-    if live.trainers != (job.spec.trainers if job.trainers is None else job.trainers):
+    first = None if asked else job.spec.trainers  # without a resize the job may have more than the spec says
+    if live.trainers != (first if job.trainers is None else job.trainers):
         update["trainers"] = live.trainers
     if update:
         message = f"job {name} is resized to {live.trainers} trainers and {live.pservers} parameter servers"
