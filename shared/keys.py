@@ -206,6 +206,7 @@ class ClusterKeys:
     schedules/<name>                JobSchedule  -          leader       lock
     pool/<kind>/<member>            PoolMember   agent's    host agent   create = 0, own create_revision
     pool/<kind>/<member>/assignment Assignment   -          leader       lock
+    pool/<kind>/<member>/drain      Drain        -          leader       lock
 
     The leader holds the `master/lock` of each job that it leads as well, under the same lease: a job's writes compare that one.
     """
@@ -238,6 +239,15 @@ class ClusterKeys:
 
     def assignment(self, kind: str, member: str) -> str:
         return f"{self.prefix}pool/{kind}/{member}/assignment"
+
+    def drain(self, kind: str, member: str) -> str:
+        return f"{self.prefix}pool/{kind}/{member}/drain"
+
+    def drained_in(self, key: str) -> tuple[str, str] | None:
+        """(kind, member) if `key` is a `drain`, else None."""
+        kind, _, rest = key.removeprefix(self.pool).partition("/")
+        member, _, last = rest.partition("/")
+        return (kind, member) if member and last == "drain" else None
 
     def member_of(self, key: str) -> tuple[str, str, bool] | None:
         """(kind, member, whether it is its assignment) of a key below `pool`; None: it is neither."""

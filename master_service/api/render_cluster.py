@@ -24,6 +24,8 @@ from shared.records import JobState
 from shared.records.cluster import ClusterJob, JobSchedule, Kind, PoolMember, Standing
 from shared.runtime import clock
 
+AWAY = "it is not registered"
+
 
 def job(term: ClusterTerm, found: ClusterJob) -> ClusterJobView:
     led = term.jobs.get(found.job)
@@ -97,11 +99,13 @@ def pool(term: ClusterTerm) -> PoolView:
     wants = needed(state, clock.wall_time())
 
     def counts(kind: Kind) -> PoolKind:
-        there = [(member, place in state.assignments) for place, member in state.members.items() if place[0] == kind]
+        there = [
+            (place, member, place in state.assignments) for place, member in state.members.items() if place[0] == kind
+        ]
         return PoolKind(
             members=len(there),
-            idle=sum(not (assigned or member.running or member.draining) for member, assigned in there),
-            draining=sum(member.draining for member, _ in there),
+            idle=sum(state.takes_work(place) and not (held or member.running) for place, member, held in there),
+            draining=sum(not state.takes_work(place) for place, _, _ in there),
             needed=wants[kind],
         )
 
@@ -110,9 +114,9 @@ def pool(term: ClusterTerm) -> PoolView:
 
 def pool_members(term: ClusterTerm, page_size: int, page_token: str) -> PoolMemberPage:
     """In the order of their kinds and names."""
-    places = sorted(term.state.members)
+    places = sorted(term.state.members.keys() | term.state.drains.keys())
     page, token = page_of(places, offset_of(page_token), page_size)
-    return PoolMemberPage(members=tuple(_place(term.state, place) for place in page), next_page_token=token)
+    return PoolMemberPage(members=tuple(pool_member(term.state, place) for place in page), next_page_token=token)
 
 
 def schedule(found: JobSchedule) -> ScheduleView:
@@ -126,10 +130,13 @@ def schedules(term: ClusterTerm, page_size: int, page_token: str) -> SchedulePag
     return SchedulePage(schedules=tuple(schedule(each) for each in page), next_page_token=token)
 
 
-def _place(state: ClusterState, place: Place) -> PoolMemberView:
-    member, assignment = state.members[place], state.assignments.get(place)
-    if member.draining:
-        name, of = "draining", member.running
+def pool_member(state: ClusterState, place: Place) -> PoolMemberView:
+    member, assignment = state.members.get(place), state.assignments.get(place)
+    if member is None:
+        return PoolMemberView(member_id=place[1], kind=place[0], host="", agent="", state="drained", trouble=AWAY)
+    if not state.takes_work(place):
+        leaves = member.draining or member.running or assignment is not None
+        name, of = ("draining" if leaves else "drained"), member.running
     elif assignment is None:
         name, of = ("leaving" if member.running else "idle"), member.running
     else:

@@ -143,7 +143,8 @@ class JobSource(Record):
 
 
 class PoolMemberView(Record):
-    """`state`: idle, assigned (its process does not run yet), running, leaving (its process of an earlier job still runs), draining."""
+    """`state`: idle, assigned (its process does not run yet), running, leaving (its process of an earlier job still runs), draining
+    (it gets no work, and what it runs leaves), drained (nothing runs there, and it gets no work)."""
 
     member_id: str
     kind: Kind
@@ -163,7 +164,7 @@ class PoolMemberPage(Record):
 
 
 class PoolKind(Record):
-    """Members of one kind. `needed`: so many that every job that may run now can start, and has what a resize asked for."""
+    """Members of one kind. `draining`: those that get no work, drained ones too. `needed`: so many that every job that may run now can start, and has what a resize asked for."""
 
     members: int
     idle: int

@@ -15,8 +15,8 @@ from master_service.cluster.term import ClusterTerm
 from master_service.control.events import EventRing
 from master_service.control.task_service import Probe
 from master_service.core.changes import Event
-from master_service.core.decisions import job_schedules, submission
-from master_service.core.state.cluster import ClusterDecision, ClusterState
+from master_service.core.decisions.cluster import drains, job_schedules, submission
+from master_service.core.state.cluster import ClusterDecision, ClusterState, Place
 from master_service.leadership.election import campaign, stand
 from master_service.leadership.master import Master
 from master_service.storage.job_storage import FileStorage, JobStorage, remove_files
@@ -196,6 +196,14 @@ class ClusterMaster:
     async def delete_schedule(self, name: str) -> JobSchedule:
         """Its jobs stay. Raises NotFound."""
         return await self._decide(lambda state, _: job_schedules.delete(state, name))
+
+    async def drain_member(self, member: str) -> Place:
+        """It gets no work any more, and what it runs leaves in order. Raises NotFound."""
+        return await self._decide(lambda state, _: drains.drain(state, member, clock.timestamp()))
+
+    async def undrain_member(self, member: str) -> Place:
+        """It may get work again. Raises NotFound."""
+        return await self._decide(lambda state, _: drains.undrain(state, member))
 
     async def source_of(self, name: str) -> Source:
         """The script that the job runs. Raises NotFound, also for a job whose script was a path."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from master_service.core.state.cluster import ClusterState, Place, PutAssignment, PutJob, PutSchedule
+from master_service.core.state.cluster import ClusterState, Place, PutAssignment, PutDrain, PutJob, PutSchedule
 from master_service.store.first_write import write_first
 from master_service.store.writer import HeldLock
 from shared.etcd import Etcd, KeyValue, Put
 from shared.etcd.reading import must_read, read_below
 from shared.keys import ClusterKeys
 from shared.records import MasterAddress
-from shared.records.cluster import Assignment, ClusterJob, JobSchedule
+from shared.records.cluster import Assignment, ClusterJob, Drain, JobSchedule
 from shared.runtime import clock, telemetry
 
 log = telemetry.logger("cluster.takeover")
@@ -45,5 +45,7 @@ async def take_over(etcd: Etcd, keys: ClusterKeys, lock: HeldLock, url: str) -> 
             kind, member, _ = found
             place: Place = (kind, member)  # type: ignore[assignment]
             state.apply(PutAssignment(place, must_read(Assignment, kv.key, kv.value)), now)
+        if (drained := keys.drained_in(kv.key)) is not None:
+            state.apply(PutDrain(drained, must_read(Drain, kv.key, kv.value)), now)  # type: ignore[arg-type]
     log.info("took_over", term=lock.term, state=repr(state))
     return ClusterTakeover(commit_revision, revision, state, tuple(pool.values()))

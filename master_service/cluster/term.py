@@ -13,10 +13,10 @@ from master_service.cluster.takeover import ClusterTakeover
 from master_service.cluster.watch import PoolWatch
 from master_service.cluster.writer import MAX_CHANGES, ClusterWriter
 from master_service.core.changes import Event
-from master_service.core.decisions import job_schedules
+from master_service.core.decisions.cluster import job_schedules
+from master_service.core.decisions.cluster.standing import finish
 from master_service.core.decisions.scheduling import Schedule, schedule
 from master_service.core.decisions.scheduling.pool_numbers import follow_resize
-from master_service.core.decisions.standing import finish
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place
 from master_service.leadership.master import Master
 from master_service.store.writer import HeldLock

@@ -16,10 +16,12 @@ from master_service.core.state.cluster import (
     ClusterDecision,
     ClusterState,
     DropAssignment,
+    DropDrain,
     DropJob,
     DropSchedule,
     DropSource,
     PutAssignment,
+    PutDrain,
     PutJob,
     PutSchedule,
     PutSource,
@@ -126,6 +128,10 @@ def operations(keys: ClusterKeys, changes: Iterable[ClusterChange]) -> Iterable[
                 by_key[key] = Put(key, assignment.to_bytes())
             case DropAssignment(place):
                 by_key[keys.assignment(*place)] = Delete(keys.assignment(*place))
+            case PutDrain(place, drain):
+                by_key[keys.drain(*place)] = Put(keys.drain(*place), drain.to_bytes())
+            case DropDrain(place):
+                by_key[keys.drain(*place)] = Delete(keys.drain(*place))
             case PutSource(digest, source):
                 by_key[keys.source(digest)] = Put(keys.source(digest), source.to_bytes())
             case DropSource(digest):

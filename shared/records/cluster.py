@@ -212,6 +212,13 @@ class PoolMember(Record):
     draining: bool = False
 
 
+class Drain(Record):
+    """Key `pool/<kind>/<member>/drain`, written by the leader: the member gets no work until its users take this back. It outlives the
+    member's registration, so a host that starts again stays drained."""
+
+    ask_time: str = ""
+
+
 class Assignment(Record):
     """Key `pool/<kind>/<member>/assignment`, written by the leader: the member runs a process of that job. `incarnation`: of
     the member that it is meant for."""

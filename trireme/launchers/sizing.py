@@ -138,7 +138,7 @@ class PoolSize:
 
 
 def _now(kind: Kind, needs: Mapping[str, Any], members: Collection[Mapping[str, Any]]) -> KindNow:
-    there = [each for each in members if each["kind"] == kind and each["state"] != "draining"]
+    there = [each for each in members if each["kind"] == kind and each["state"] not in ("draining", "drained")]
     return KindNow(
         needed=needs[f"{kind}s"]["needed"],
         by_agent=Counter(each["agent"] for each in there),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from typing import Any, Literal
+from urllib.parse import quote
 
 from trireme.view.client import JOBS, Client
 
@@ -47,6 +48,13 @@ class ClusterClient(Client):
 
     def pool_members(self) -> AsyncIterator[dict[str, Any]]:
         return self._list("/v1/pool-members", "members", {})
+
+    async def drain_member(self, member: str) -> dict[str, Any]:
+        """The member as it is now."""
+        return await self._call("POST", f"/v1/pool/{quote(member, safe='')}/drain")
+
+    async def undrain_member(self, member: str) -> dict[str, Any]:
+        return await self._call("POST", f"/v1/pool/{quote(member, safe='')}/undrain")
 
     async def pool(self) -> dict[str, Any]:
         """How many members of each kind there are, and how many the jobs need."""

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Header, Query, Request
+from fastapi import APIRouter, Depends, Header, Path, Query, Request
 
 from master_service.api import render_cluster as render
-from master_service.api.resources import JobView, MasterView
+from master_service.api.resources import Empty, JobView, MasterView
 from master_service.api.resources_cluster import (
     ClusterJobPage,
     ClusterJobView,
     CreateJob,
     JobSource,
     PoolMemberPage,
+    PoolMemberView,
     PoolView,
 )
 from master_service.api.routes.dependencies import PageSize, PageToken, answered
@@ -28,6 +29,9 @@ router = APIRouter(prefix="/v1", tags=["jobs"])
 pool = APIRouter(prefix="/v1", tags=["pool"])
 
 Key = Annotated[str, Header(alias="Idempotency-Key", max_length=200, description="the same key is the same job")]
+
+
+Member = Annotated[str, Path(max_length=200, description="id of a member of the pool")]
 
 
 async def cluster_of(request: Request) -> ClusterMaster:
@@ -125,3 +129,18 @@ async def list_pool_members(
 ) -> PoolMemberPage:
     """The places for trainers and parameter servers, idle or assigned."""
     return render.pool_members(cluster.term, page_size, page_token)
+
+
+@pool.post("/pool/{member}/drain", operation_id="drainPoolMember")
+async def drain_pool_member(cluster: ClusterOf, member: Member) -> PoolMemberView:
+    """It takes no new work. What it runs leaves as when it is moved to another job; then the member is `drained`, and stays so until
+    undrainPoolMember, also when it registers anew."""
+    place = await answered(cluster.drain_member(member))
+    return render.pool_member(cluster.state, place)
+
+
+@pool.post("/pool/{member}/undrain", operation_id="undrainPoolMember")
+async def undrain_pool_member(cluster: ClusterOf, member: Member) -> Empty:
+    """It may get work again."""
+    await answered(cluster.undrain_member(member))
+    return Empty()

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from master_service.core.changes import Event
 from shared.errors import NotFound
-from shared.records.cluster import Assignment, ClusterJob, JobSchedule, Kind, PoolMember, Source
+from shared.records.cluster import Assignment, ClusterJob, Drain, JobSchedule, Kind, PoolMember, Source
 
 Answer_co = TypeVar("Answer_co", covariant=True)
 Place = tuple[Kind, str]  # kind and id of a pool member
@@ -35,6 +35,17 @@ class DropAssignment:
 
 
 @dataclass(frozen=True, slots=True)
+class PutDrain:
+    place: Place
+    drain: Drain
+
+
+@dataclass(frozen=True, slots=True)
+class DropDrain:
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
 class PutSource:
     digest: str
     source: Source
@@ -55,7 +66,18 @@ class DropSchedule:
     name: str
 
 
-ClusterChange = PutJob | DropJob | PutAssignment | DropAssignment | PutSource | DropSource | PutSchedule | DropSchedule
+ClusterChange = (
+    PutJob
+    | DropJob
+    | PutAssignment
+    | DropAssignment
+    | PutDrain
+    | DropDrain
+    | PutSource
+    | DropSource
+    | PutSchedule
+    | DropSchedule
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +93,14 @@ class ClusterDecision(Generic[Answer_co]):
 class ClusterState:
     """`members`: as the watch tells, the newest registration of each place. `moved`: when (monotonic s) a place was assigned or
     unassigned last in this term. `gone_since`: when an assigned place was first seen without a member. `unfit`: for which
-    (job, epoch) a place is of no use any more, because the process ended there again and again, or ended well."""
+    (job, epoch) a place is of no use any more, because the process ended there again and again, or ended well. `drains`: places
+    that get no work, whether they have a member now or not."""
 
     jobs: dict[str, ClusterJob] = field(default_factory=dict)
     schedules: dict[str, JobSchedule] = field(default_factory=dict)
     members: dict[Place, PoolMember] = field(default_factory=dict)
     assignments: dict[Place, Assignment] = field(default_factory=dict)
+    drains: dict[Place, Drain] = field(default_factory=dict)
     moved: dict[Place, float] = field(default_factory=dict)
     gone_since: dict[Place, float] = field(default_factory=dict)
     unfit: dict[Place, frozenset[tuple[str, int]]] = field(default_factory=dict)
@@ -105,6 +129,11 @@ class ClusterState:
 
     def assigned_to(self, job: str, kind: Kind) -> list[Place]:
         return [place for place, held in self.assignments.items() if held.job == job and place[0] == kind]
+
+    def takes_work(self, place: Place) -> bool:
+        """Whether there is a member that is not about to leave, and that nobody has drained."""
+        member = self.members.get(place)
+        return member is not None and not member.draining and place not in self.drains
 
     def fits(self, place: Place, job: ClusterJob) -> bool:
         """Whether the place may run a process of the job's present epoch."""
@@ -147,6 +176,10 @@ class ClusterState:
                 self.moved[place] = now
                 if place not in self.members:
                     self._forget(place)
+            case PutDrain(place, drain):
+                self.drains[place] = drain
+            case DropDrain(place):
+                self.drains.pop(place, None)
             case PutSchedule(schedule):
                 self.schedules[schedule.name] = schedule
             case DropSchedule(name):

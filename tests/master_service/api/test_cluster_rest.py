@@ -191,3 +191,34 @@ def test_a_job_that_nobody_leads_says_why_and_what_to_do() -> None:
             check_problem(await client.get("/v1/jobs/none/explanation"), 404, "NOT_FOUND")
 
     run_virtually(main)
+
+
+def test_a_member_is_drained_by_rest_also_for_the_next_leader() -> None:
+    async def states(client: Any) -> dict[str, str]:
+        members = (await client.get("/v1/pool-members")).json()["members"]
+        return {member["member_id"]: member["state"] for member in members}
+
+    async def main() -> None:
+        jobs = Jobs(tasks=40)
+        async with jobs.pool(2, 1) as places:
+            async with jobs.leading() as leader, client_of(leader) as client:
+                check_problem(await client.post("/v1/pool/none/drain"), 404, "NOT_FOUND")
+                await client.post("/v1/jobs", json=wanted("a"))
+                await until(lambda: len(jobs.taken) > 4, "the job to train")
+                drained = await client.post("/v1/pool/t0/drain")
+                assert drained.status_code == 200, drained.text
+                assert drained.json()["state"] == "draining"
+                seen = leader.state.members
+                await until(lambda: not seen[("trainer", "t0")].running, "the process of t0 to leave")
+                assert (await states(client))["t0"] == "drained"
+                assert (await client.get("/v1/pool")).json()["trainers"]["draining"] == 1
+            async with jobs.leading("m2") as leader, client_of(leader) as client:
+                await until(lambda: len(leader.state.members) == 3, "the pool to be read")
+                assert (await states(client))["t0"] == "drained"
+                await until(lambda: leader.state.job("a").standing is Standing.COMPLETED, "the job to end", 300)
+                assert [job for job, _ in places[0].history] == ["a"]
+                assert (await client.post("/v1/pool/t0/undrain")).json() == {}
+                assert (await states(client))["t0"] == "idle"
+                assert await jobs.etcd.get(jobs.keys.drain("trainer", "t0")) is None
+
+    run_virtually(main)

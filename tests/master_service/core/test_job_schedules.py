@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from master_service.core.decisions import job_schedules, submission
+from master_service.core.decisions.cluster import job_schedules, submission
 from master_service.core.state.cluster import ClusterState, DropSchedule, DropSource, PutJob, PutSchedule, PutSource
 from shared.errors import Conflict, InvalidArgument, NotFound
 from shared.records.cluster import JobSchedule, Scheduling, Source, Standing

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from master_service.core.decisions.scheduling import Schedule, schedule
-from master_service.core.state.cluster import DropAssignment, Place, PutAssignment, PutJob
-from shared.records.cluster import ClusterJob, Standing
+from master_service.core.state.cluster import DropAssignment, DropDrain, Place, PutAssignment, PutDrain, PutJob
+from shared.records.cluster import ClusterJob, Drain, Standing
 from tests.master_service.core.cluster_jobs import job_of, member_of, state_of
 
 REBALANCE_S = 30.0
@@ -91,6 +91,11 @@ class Cluster(RuleBasedStateMachine):
             if (member := self.state.members.get(place)) and member.running:
                 self.state.see(place, member.model_copy(update=fields), self.now)
 
+    @rule(kind=st.sampled_from(["trainer", "pserver"]), number=NAMES, drained=st.booleans())
+    def drain(self, kind, number, drained):
+        change = PutDrain((kind, f"m{number}"), Drain()) if drained else DropDrain((kind, f"m{number}"))
+        self.state.apply(change, self.now)
+
     @rule(places=st.sets(st.tuples(st.sampled_from(["trainer", "pserver"]), NAMES)))
     def follow(self, places):
         """Some host agents do what their assignments say."""
@@ -157,7 +162,7 @@ class Cluster(RuleBasedStateMachine):
                     change.assignment.job,
                     change.assignment.epoch,
                 )
-                assert not member.draining
+                assert self.state.takes_work(change.place)
                 assert not member.running or same, "its old process still runs"
                 job = jobs.get(change.assignment.job) or self.state.jobs[change.assignment.job]
                 assert (job.standing, job.epoch) == (Standing.ACTIVE, change.assignment.epoch)
@@ -166,8 +171,8 @@ class Cluster(RuleBasedStateMachine):
     def _free(self, kind: str) -> int:
         """Idle, or idle soon."""
         return sum(
-            not member.draining and place not in self.state.assignments
-            for place, member in self.state.members.items()
+            self.state.takes_work(place) and place not in self.state.assignments
+            for place in self.state.members
             if place[0] == kind
         )
 
@@ -182,14 +187,16 @@ class Cluster(RuleBasedStateMachine):
         lacks = sum(
             max(0, job.least_trainers - len(self.state.assigned_to(job.job, "trainer"))) for job in self._staying()
         )
-        if lacks > self._free("trainer") and not self.state.unfit:
+        leaving = [job.job for job in self.state.jobs.values() if job.leaving]
+        soon = sum(len(self.state.assigned_to(job, "trainer")) for job in leaving)
+        if lacks > self._free("trainer") + soon and not self.state.unfit:
             assert all(self._surplus(job) <= self._gone(job) for job in self._staying()), (
                 "a job lacks what others have above"
             )
 
     def _check_priority(self, started: list[ClusterJob]) -> None:
         usable = {
-            kind: sum(place[0] == kind and not member.draining for place, member in self.state.members.items())
+            kind: sum(place[0] == kind and self.state.takes_work(place) for place in self.state.members)
             for kind in ("trainer", "pserver")
         }
         for job in self.state.jobs.values():
@@ -219,8 +226,8 @@ class Cluster(RuleBasedStateMachine):
         for change in made.changes:
             if not isinstance(change, DropAssignment) or started or waits or ended or short:
                 continue
-            job, member = self.state.jobs[before[change.place].job], self.state.members.get(change.place)
-            useless = member is None or member.draining or not self.state.fits(change.place, job)
+            job = self.state.jobs[before[change.place].job]
+            useless = not self.state.takes_work(change.place) or not self.state.fits(change.place, job)
             many = (
                 sum(held.job == job.job for place, held in before.items() if place[0] == "trainer") > job.most_trainers
             )

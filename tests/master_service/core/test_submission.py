@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from master_service.core.decisions import submission
+from master_service.core.decisions.cluster import submission
 from master_service.core.state.cluster import ClusterState, DropJob, DropSource, PutJob, PutSource
 from shared.errors import Conflict, InvalidArgument, NotFound
 from shared.records.cluster import RESERVED, ClusterJob, Source, Standing

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from trireme.cli.cluster import groups
 from trireme.cli.options import (
     Advertise,
     Assignments,
@@ -57,34 +58,10 @@ _SCHEDULE = ("cron", "time_zone", "concurrency")
 
 
 def add_to(app: typer.Typer) -> None:
-    for command in (up, down, submit, jobs, pool, pause, resume, cancel, delete):
+    for command in (up, down, submit, jobs, pause, resume, cancel, delete):
         app.command()(command)
-    app.add_typer(_schedules)
-
-
-_schedules = typer.Typer(name="schedules", no_args_is_help=False)
-
-
-@_schedules.callback(invoke_without_command=True)
-def schedules(context: typer.Context, data_dir: DataDir = None, url: Url = None, as_json: Json = False) -> None:
-    """The schedules of a cluster (`trireme submit --cron`): when each begins its next job, and what became of the last one."""
-    if context.invoked_subcommand is None:
-        from trireme.cli.cluster.schedules import list_schedules  # noqa: PLC0415
-
-        raise typer.Exit(list_schedules(data_dir, url, as_json=as_json))
-
-
-@_schedules.command("delete")
-def delete_schedule(
-    name: Annotated[str, typer.Argument(metavar="NAME")],
-    data_dir: DataDir = None,
-    url: Url = None,
-    as_json: Json = False,
-) -> None:
-    """No more jobs begin; those that began go on."""
-    from trireme.cli.cluster.schedules import delete as run_delete  # noqa: PLC0415
-
-    raise typer.Exit(run_delete(name, data_dir, url, as_json=as_json))
+    app.add_typer(groups.schedules)
+    app.add_typer(groups.pool)
 
 
 def up(
@@ -309,13 +286,6 @@ def jobs(
     from trireme.cli.cluster.jobs import list_jobs  # noqa: PLC0415
 
     raise typer.Exit(list_jobs(state, data_dir, url, as_json=as_json))
-
-
-def pool(data_dir: DataDir = None, url: Url = None, as_json: Json = False) -> None:
-    """The places of a cluster for trainers and parameter servers, and which job each has."""
-    from trireme.cli.cluster.jobs import list_pool  # noqa: PLC0415
-
-    raise typer.Exit(list_pool(data_dir, url, as_json=as_json))
 
 
 def pause(job: JobName, wait_s: WaitS = 60.0, data_dir: DataDir = None, url: Url = None, as_json: Json = False) -> None:

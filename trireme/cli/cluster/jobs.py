@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -57,6 +58,39 @@ def list_pool(data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
         print_table(console, columns, document["members"])
 
     return answer(ask, show, data_dir, url, as_json=as_json)
+
+
+def drain(member: str, wait_s: float, data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
+    """Wait at most `wait_s` until nothing runs there. Returns the exit code."""
+
+    async def ask(cluster: ClusterClient) -> dict[str, Any]:
+        now = await cluster.drain_member(member)
+        deadline = clock.monotonic() + wait_s
+        while wait_s and now["state"] != "drained":
+            if clock.monotonic() > deadline:
+                msg = f"{member} is still {now['state']} {wait_s:g} s after it was drained: it runs job {now['job']}"
+                raise DeadlineExceeded(msg, hint="it goes on; wait longer with --wait-s")
+            await asyncio.sleep(POLL_S)
+            with contextlib.suppress(PeerError):  # the next leader answers; asking again changes nothing
+                target = cluster_target(data_dir, url)
+                async with ClusterClient(target.address, token=target.token) as leader:
+                    now = await leader.drain_member(member)
+        return now
+
+    def show(console: Console, now: dict[str, Any]) -> None:
+        of = f": it leaves job {now['job']}" if now["job"] else ""
+        console.print(f"{now['member_id']} is {now['state']}{of}; `trireme pool undrain {member}` takes it back")
+
+    return answer(ask, show, data_dir, url, as_json=as_json)
+
+
+def undrain(member: str, data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
+    """Returns the exit code."""
+
+    async def ask(cluster: ClusterClient) -> dict[str, Any]:
+        return await cluster.undrain_member(member)
+
+    return answer(ask, lambda console, _: console.print(f"{member} may get work again"), data_dir, url, as_json=as_json)
 
 
 def act(name: str, action: Action, wait_s: float, data_dir: Path | None, url: str | None, *, as_json: bool) -> int:

@@ -51,7 +51,7 @@ def look(state: ClusterState, now: float) -> PoolView:
     for place, held in sorted(state.assignments.items()):
         _look_at_assignment(view, state, place, held, now)
     for place, member in sorted(state.members.items()):
-        if not member.draining:
+        if state.takes_work(place):
             view.usable[place[0]] += 1
             _look_at_member(view, state, place, member)
     return view
@@ -61,7 +61,7 @@ def unfit_counts(state: ClusterState) -> dict[Kind, Counter[str]]:
     """How many members of a kind are of no use for an ACTIVE job's epoch, by job."""
     counts: dict[Kind, Counter[str]] = {kind: Counter() for kind in KINDS}
     for place, member in state.members.items():
-        if member.draining:
+        if not state.takes_work(place):
             continue
         for job in {*(start[0] for start in state.unfit.get(place, ())), member.running} & state.jobs.keys():
             counts[place[0]][job] += not state.fits(place, state.jobs[job])
@@ -103,6 +103,8 @@ def _useless(state: ClusterState, place: Place, member: PoolMember, job: Cluster
     """Why a member that is there cannot go on with the job, else None."""
     if member.draining:
         return "it is about to leave the pool"
+    if place in state.drains:
+        return "it is drained"
     if not state.fits(place, job):
         return f"its process does not run: {member.trouble}" if member.trouble else "its process has ended"
     return None

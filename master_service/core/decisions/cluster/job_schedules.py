@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from master_service.core.changes import Event
-from master_service.core.decisions import submission
+from master_service.core.decisions.cluster import submission
 from master_service.core.state.cluster import (
     ClusterChange,
     ClusterDecision,
