@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from master_service.core.decisions.scheduling import Schedule, schedule
 from master_service.core.state.cluster import ClusterState, Place, PutAssignment, PutJob
 from shared.records.cluster import Assignment, ClusterJob, Kind, PoolMember, Scheduling, Standing
 from shared.records.job_spec import JobSpec, Mode
 from tests.master_service.cluster import spec_of
 
+WALL = 1_800_000_000.0
 SCHEDULING = set(Scheduling.model_fields)
 
 
@@ -54,3 +58,35 @@ def give(state: ClusterState, job: str, *names: str, at: float = -1000.0) -> Non
 
 def held_by(state: ClusterState, job: str) -> list[str]:
     return sorted(member for (_, member), held in state.assignments.items() if held.job == job)
+
+
+def step(state: ClusterState, now: float = 0.0, wall_time: float = WALL) -> Schedule:
+    """Schedule, apply, and see that a second look changes nothing."""
+    made = schedule(state, now, wall_time)
+    for change in made.changes:
+        state.apply(change, now)
+    again = schedule(state, now, wall_time)
+    assert (again.changes, again.preempt) == ((), made.preempt)
+    return made
+
+
+def run_children(state: ClusterState, now: float = 0.0) -> None:
+    """What host agents do: processes of dropped assignments have ended, those of new ones run."""
+    for place, member in list(state.members.items()):
+        held = state.assignments.get(place)
+        running = {"running": held.job, "epoch": held.epoch} if held else {"running": "", "epoch": 0}
+        state.see(place, member.model_copy(update=running), now)
+
+
+def settle(state: ClusterState, now: float = 0.0) -> None:
+    for _ in range(10):
+        changes = step(state, now).changes
+        run_children(state, now)
+        if not changes:
+            return
+    pytest.fail("the schedule does not come to rest")
+
+
+def split(state: ClusterState, *jobs: str) -> list[tuple[int, int]]:
+    """(trainers, parameter servers) of each."""
+    return [(len(state.assigned_to(job, "trainer")), len(state.assigned_to(job, "pserver"))) for job in jobs]

@@ -4,48 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from master_service.core.decisions.cluster.drains import drain, undrain
-from master_service.core.decisions.scheduling import Schedule, schedule
-from master_service.core.state.cluster import ClusterState, DropAssignment, PutAssignment, PutJob
-from shared.errors import NotFound
+from master_service.core.state.cluster import DropAssignment, PutAssignment, PutJob
 from shared.records.cluster import ClusterJob, Standing
 from shared.records.job_spec import Mode
 from tests.master_service.cluster import spec_of
-from tests.master_service.core.cluster_jobs import active, give, held_by, job_of, member_of, state_of
-
-WALL = 1_800_000_000.0
-
-
-def step(state: ClusterState, now: float = 0.0, wall_time: float = WALL) -> Schedule:
-    """Schedule, apply, and see that a second look changes nothing."""
-    made = schedule(state, now, wall_time)
-    for change in made.changes:
-        state.apply(change, now)
-    again = schedule(state, now, wall_time)
-    assert (again.changes, again.preempt) == ((), made.preempt)
-    return made
-
-
-def run_children(state: ClusterState, now: float = 0.0) -> None:
-    """What host agents do: processes of dropped assignments have ended, those of new ones run."""
-    for place, member in list(state.members.items()):
-        held = state.assignments.get(place)
-        running = {"running": held.job, "epoch": held.epoch} if held else {"running": "", "epoch": 0}
-        state.see(place, member.model_copy(update=running), now)
-
-
-def settle(state: ClusterState, now: float = 0.0) -> None:
-    for _ in range(10):
-        changes = step(state, now).changes
-        run_children(state, now)
-        if not changes:
-            return
-    pytest.fail("the schedule does not come to rest")
-
-
-def split(state: ClusterState, *jobs: str) -> list[tuple[int, int]]:
-    """(trainers, parameter servers) of each."""
-    return [(len(state.assigned_to(job, "trainer")), len(state.assigned_to(job, "pserver"))) for job in jobs]
+from tests.master_service.core.cluster_jobs import (
+    WALL,
+    active,
+    give,
+    held_by,
+    job_of,
+    member_of,
+    run_children,
+    settle,
+    split,
+    state_of,
+    step,
+)
 
 
 def sync(name: str, lanes: int, **fields) -> ClusterJob:
@@ -393,51 +368,3 @@ def test_of_two_equal_jobs_the_one_that_has_the_odd_trainer_keeps_it():
     give(state, "a", "p0", "t0")
     give(state, "b", "p1", "t1", "t2")
     assert step(state, 1000.0).changes == ()
-
-
-# ---------------------------------------------------------------- drained members
-
-
-def decide(state: ClusterState, decision) -> None:
-    for change in decision.changes:
-        state.apply(change, 0.0)
-
-
-def test_a_drained_member_leaves_its_job_which_gets_another_one():
-    state = state_of(active("a", min_trainers=1, max_trainers=1), trainers=2, pservers=2)
-    give(state, "a", "t0", "p0")
-    decide(state, drain(state, "t0", "now"))
-    decide(state, drain(state, "p0", "now"))
-    made = step(state)
-    assert sorted(event.message for event in made.events) == [
-        "pserver p0 leaves job a: it is drained",
-        "trainer t0 leaves job a: it is drained",
-    ]
-    assert held_by(state, "a") == ["p1", "t1"]
-    settle(state)
-    assert held_by(state, "a") == ["p1", "t1"]
-
-
-def test_drained_members_are_nobodys_until_that_is_taken_back():
-    state = state_of(job_of("a", min_trainers=2), trainers=2, pservers=1)
-    decide(state, drain(state, "t1", "now"))
-    settle(state)
-    assert state.jobs["a"].reason == "needs 2 trainers; the pool has 1: more must join it"
-    decide(state, undrain(state, "t1"))
-    settle(state)
-    assert split(state, "a") == [(2, 1)]
-
-
-def test_a_drained_member_that_registers_anew_stays_drained():
-    state = state_of(job_of("a"), trainers=1, pservers=1)
-    decide(state, drain(state, "t0", "now"))
-    state.see(("trainer", "t0"), None, 0.0)
-    state.see(("trainer", "t0"), member_of("trainer", "t0").model_copy(update={"incarnation": "new"}), 1.0)
-    settle(state)
-    assert state.jobs["a"].standing is Standing.QUEUED
-    assert drain(state, "t0", "later").changes == ()
-
-
-def test_only_members_that_are_known_can_be_drained():
-    with pytest.raises(NotFound, match="no member t9"):
-        drain(state_of(trainers=1), "t9", "now")
