@@ -41,7 +41,7 @@ class JobTerm:
         self.master = master
         self.job = job.job
         self._lease, self._finish, self._on_resize = lease, finish, on_resize
-        self._seen: tuple[JobSpec, int, bool] | None = None
+        self._seen: tuple[JobSpec, int, int, bool] | None = None
         self._spec = job.spec
         self._stop: tuple[Standing, str] | None = None
         self._error: TriremeError | None = None
@@ -173,6 +173,6 @@ class JobTerm:
             log.warning("lock_not_released", job=self.job, cause=error.message)
 
 
-def _numbers(job: Job) -> tuple[JobSpec, int, bool]:
+def _numbers(job: Job) -> tuple[JobSpec, int, int, bool]:
     """What the numbers of members of a job in its cluster follow from."""
-    return job.spec, len(job.members.pservers), job.operations.number_of_trainers_asked()
+    return job.spec, job.pservers_needed, len(job.members.pservers), job.operations.number_of_trainers_asked()

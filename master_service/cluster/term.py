@@ -112,10 +112,11 @@ class ClusterTerm:
             if leading is None:
                 continue
             held = {server.incarnation.rpartition("-")[0] for server in leading.job.members.pservers.values()}
-            live, asked = leading.job.spec, leading.job.operations.number_of_trainers_asked()
+            live, pservers = leading.job.spec, leading.job.pservers_needed
+            asked = leading.job.operations.number_of_trainers_asked()
 
             def follow(state: ClusterState, _: float) -> ClusterDecision[bool]:
-                return follow_resize(state, name, live, held, asked=asked)  # noqa: B023  awaited before the next round
+                return follow_resize(state, name, live, pservers, held, asked=asked)  # noqa: B023  awaited before the next round
 
             await self.writer.decide(follow)
 

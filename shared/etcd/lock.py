@@ -75,14 +75,15 @@ async def acquire(
             return taken
         if on_wait is not None:
             await on_wait(taken)
-        await _until_free(etcd, key, taken, lease)
+        await _until_free(etcd, key, lease)
         await asyncio.sleep(ids.jitter(JITTER_S))
 
 
-async def _until_free(etcd: Etcd, key: str, holder: KeyValue, lease: Lease) -> None:
-    """Until the holder's key is deleted, the lease is lost, or RECHECK_S is over."""
+async def _until_free(etcd: Etcd, key: str, lease: Lease) -> None:
+    """Until the holder's key is deleted, the lease is lost, or RECHECK_S is over. It looks first: the revision at which the holder came
+    may be compacted."""
     limit_s = min(RECHECK_S, max(lease.remaining_s, 0.001))
-    watch = etcd.watch(key, start_revision=holder.mod_revision + 1)
+    watch = etcd.watch(key)
     with suppress(TimeoutError):
         async with asyncio.timeout(limit_s), aclosing(watch) as batches:
             async for batch in batches:

@@ -116,6 +116,11 @@ class Job:
         return self.queues.get(kind) if kind else None
 
     @property
+    def pservers_needed(self) -> int:
+        """While a resize takes some away, those that leave count until their slots have moved."""
+        return max(self.spec.pservers, max(self.slots.owners, default=-1) + 1 if self.slots else 0)
+
+    @property
     def records_done(self) -> int:
         """Trained or discarded in all epochs, with the minibatches of tasks under way."""
         queue, spec = self.training, self.spec

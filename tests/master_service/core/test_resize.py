@@ -203,6 +203,17 @@ def test_slots_move_once_the_target_has_everything_and_the_job_is_committed_once
     assert progress(job).bytes_moved == 100 * len(sources)
 
 
+def test_a_parameter_server_that_shall_leave_is_needed_until_its_slots_have_moved() -> None:
+    job = job_of()
+    assert job.pservers_needed == 2
+    migrating(job, 1)
+    assert (job.spec.pservers, job.pservers_needed) == (1, 2)
+    job.slots = SlotMap(version=2, owners=spread(128, 1), pservers=1)
+    assert job.pservers_needed == 1
+    job.slots = None
+    assert job.pservers_needed == 1
+
+
 def test_what_another_migration_handed_over_does_not_count() -> None:
     job = job_of()
     migration = migrating(job, 3)

@@ -43,21 +43,37 @@ def test_the_pool_follows_a_resize_and_takes_back_parameter_servers_without_an_i
     job = job_of("a", pservers=1)
     state = ClusterState()
     state.apply(PutJob(job.model_copy(update={"standing": Standing.ACTIVE, "epoch": 1})), 0.0)
-    assert not follow_resize(state, "a", job.spec, set(), asked=False).answer
+    assert not follow_resize(state, "a", job.spec, 1, set(), asked=False).answer
     for grown, wanted in ((3, {"p0", "p1", "p2"}), (1, {"p1"})):
         live = job.spec.model_copy(update={"pservers": grown, "trainers": 4})
-        decided = follow_resize(state, "a", live, set(), asked=False)
+        decided = follow_resize(state, "a", live, grown, set(), asked=False)
         assert decided.answer
         for change in decided.changes:
             state.apply(change, 0.0)
         assert (state.job("a").pservers_wanted, state.job("a").trainers) == (grown, 4)
         if grown == 3:
-            assert not follow_resize(state, "a", live, wanted, asked=False).answer
+            assert not follow_resize(state, "a", live, grown, wanted, asked=False).answer
             for name in ("p0", "p1", "p2"):
                 state.apply(PutAssignment(("pserver", name), Assignment(job="a", epoch=1)), 0.0)
             continue
-        assert not follow_resize(state, "a", live, set(), asked=False).answer, (
+        assert not follow_resize(state, "a", live, grown, set(), asked=False).answer, (
             "nobody has an index yet: nobody is let go"
         )
-        drops = follow_resize(state, "a", live, wanted, asked=False).changes
+        drops = follow_resize(state, "a", live, grown, wanted, asked=False).changes
         assert set(drops) == {DropAssignment(("pserver", "p0")), DropAssignment(("pserver", "p2"))}
+
+
+def test_the_place_of_a_parameter_server_that_dies_before_its_slots_have_moved_is_kept() -> None:
+    """It was taken back, and the job waited for ever for those slots."""
+    job = job_of("a", pservers=2)
+    state = ClusterState()
+    state.apply(PutJob(job.model_copy(update={"standing": Standing.ACTIVE, "epoch": 1})), 0.0)
+    for name in ("p0", "p1"):
+        state.apply(PutAssignment(("pserver", name), Assignment(job="a", epoch=1)), 0.0)
+    live = job.spec.model_copy(update={"pservers": 1})
+    assert not follow_resize(state, "a", live, 2, {"p0"}, asked=False).answer
+    for change in follow_resize(state, "a", live, 1, {"p0"}, asked=False).changes:
+        state.apply(change, 0.0)
+    assert follow_resize(state, "a", live, 1, {"p0", "p1"}, asked=False).events == (), "nobody can be let go yet"
+    drops = follow_resize(state, "a", live, 1, {"p0"}, asked=False).changes
+    assert drops == (DropAssignment(("pserver", "p1")),)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from structlog.testing import capture_logs
 
 from shared.etcd import Compare, LeaseLost, Put
 from shared.etcd.lock import acquire, try_acquire
@@ -105,3 +106,27 @@ async def test_waiting_ends_when_the_candidates_own_lease_is_lost(world):
         await acquire(etcd, world.key, b"me", mine)
     assert clock.monotonic() - begun < 10  # the holder would keep it for 60 s
     await holder.revoke()
+
+
+async def test_a_candidate_of_a_lock_that_is_held_for_long_asks_for_no_compacted_revision(world, etcd):
+    """Each standby logged a compacted watch every few seconds, for as long as the leader led."""
+    dead = await etcd.grant(60)
+    await acquire(etcd, world.key, b"holder", dead)
+    for _ in range(3):
+        last = await etcd.put(world.key + "busy", b"")
+    await etcd.compact(last)
+    waiting = asyncio.Event()
+
+    async def waits(_):
+        waiting.set()
+
+    with capture_logs() as logs:
+        lease = await etcd.grant(10)
+        async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+            taken = group.create_task(acquire(etcd, world.key, b"next", lease, on_wait=waits))
+            await waiting.wait()
+            await asyncio.sleep(0.3)
+            await etcd.revoke(dead.id)
+        assert await taken
+    assert [entry["event"] for entry in logs if entry["event"].startswith("watch")] == []
+    await lease.revoke()

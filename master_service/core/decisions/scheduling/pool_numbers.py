@@ -13,28 +13,29 @@ from shared.records import JobSpec
 
 
 def follow_resize(
-    state: ClusterState, name: str, live: JobSpec, holders: Collection[str], *, asked: bool
+    state: ClusterState, name: str, live: JobSpec, pservers: int, holders: Collection[str], *, asked: bool
 ) -> ClusterDecision[bool]:
-    """`live`: the job's spec as its leader has it. `asked`: a resize asked for its number of trainers, which may be the first one.
+    """`live`: the job's spec as its leader has it. `pservers`: how many the job needs now; those that a resize takes away count until
+    their slots have moved, so that one that dies before is replaced. `asked`: a resize asked for its number of trainers, which may be the first one.
     `holders`: the members of the pool whose parameter server has an index. Places of parameter servers that have none are taken back
     once there are more than wanted. Answers whether anything changes."""
     job = state.jobs.get(name)
     if job is None or job.standing.final:
         return ClusterDecision(False)
     update: dict[str, int] = {}
-    if live.pservers != job.pservers_wanted:
-        update["pservers"] = live.pservers
+    if pservers != job.pservers_wanted:
+        update["pservers"] = pservers
     first = None if asked else job.spec.trainers  # without a resize the job may have more than the spec says
     if live.trainers != (first if job.trainers is None else job.trainers):
         update["trainers"] = live.trainers
     if update:
-        message = f"job {name} is resized to {live.trainers} trainers and {live.pservers} parameter servers"
+        message = f"job {name} has places for {live.trainers} trainers and {pservers} parameter servers now"
         event = Event("job_resized", message, {"job": name, **update})
         return ClusterDecision(True, (PutJob(job.model_copy(update=update)),), (event,))
     places = state.assigned_to(name, "pserver")
     surplus = len(places) - job.pservers_wanted
     without = [place for place in places if place[1] not in holders]
-    if surplus <= 0 or len(places) - len(without) < job.pservers_wanted:
+    if surplus <= 0 or not without or len(places) - len(without) < job.pservers_wanted:
         return ClusterDecision(False)
     drops = tuple(DropAssignment(place) for place in without[:surplus])
     event = Event("places_freed", f"job {name} needs {len(drops)} parameter servers less", {"job": name})
