@@ -30,7 +30,7 @@ from trainer_agent.membership.lease import Membership
 from trainer_agent.membership.pause import PauseResponder
 from trainer_agent.model.compute import Compute
 from trainer_agent.tasks.master import MasterPort, failure_of
-from trainer_agent.tasks.reports import Reports
+from trainer_agent.tasks.reports import LanePace, Reports
 from trainer_agent.tasks.source import Offload, TaskSource
 from trainer_agent.waiting.end_tasks import end_tasks
 from trainer_agent.waiting.retry import retry
@@ -68,7 +68,7 @@ class Agent:
         self._compute, self._master, self._connect, self._stopping = compute, master, connect, stopping
         self._loop: SyncLoop | AsyncLoop | None = None
         self._active: SyncLoop | AsyncLoop | EvaluateExportLoop | None = None
-        self._reports = reports = Reports(master, member.trainer, self._held, self._lane_s)
+        self._reports = reports = Reports(master, member.trainer, self._held, self._pace)
         source = TaskSource(spec, master, member.trainer, offload)
         transfer = Transfer(
             directory, connect, compute, reports.suspect, spec.parameter_dtype, self._membership.certain
@@ -85,8 +85,9 @@ class Agent:
     def _held(self) -> list[tuple[Task, int]]:
         return self._loop.held() if self._loop else []
 
-    def _lane_s(self) -> float | None:
-        return self._loop.pace.lane_s if isinstance(self._loop, SyncLoop) else None
+    def _pace(self) -> LanePace:
+        pace = self._loop.pace if isinstance(self._loop, SyncLoop) else None
+        return LanePace(pace.lane_s, pace.least_lane_s) if pace else LanePace()
 
     def _position(self) -> Paused:
         return self._loop.position() if isinstance(self._loop, AsyncLoop) else Paused(uuid="")

@@ -182,5 +182,4 @@ class TaskService(ABC):
             self.job.budget.started = True
         now = clock.monotonic()
         self.metrics.add(current, now)
-        if batch.lane_s is not None:
-            self.job.speeds.note(batch.trainer, batch.lane_s, now)
+        self.job.speeds.note(batch.trainer, batch.lane_s, batch.least_lane_s, now)

@@ -155,6 +155,7 @@ class Dispatcher(TaskService):
                     "records": records + sum(share.records for share in shares),
                     "tasks": tuple(task for task in before.tasks if self._holds(task)),
                     "lane_s": batch.lane_s,
+                    "least_lane_s": batch.least_lane_s,
                 }
             )
         )

@@ -183,8 +183,7 @@ class WatchedJob:
         if self._job is None:
             return
         self._job.budget.started |= report.step is not None
-        if report.lane_s is not None:
-            self._job.speeds.note(trainer, report.lane_s, clock.monotonic())
+        self._job.speeds.note(trainer, report.lane_s, report.least_lane_s, clock.monotonic())
         for task in report.tasks:
             try:
                 queue = self._job.queue_of(task.task_id)

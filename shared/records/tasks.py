@@ -149,7 +149,7 @@ LaneSeconds = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 
 class TrainerProgress(Record):
     """What a trainer of a masterless job writes about itself. `loss_sum` (of loss x records) and `records`: this trainer's share of
-    `epoch`. `step`: the last one reported. `lane_s`: as in MetricBatch."""
+    `epoch`. `step`: the last one reported. `lane_s`, `least_lane_s`: as in MetricBatch."""
 
     trainer: str
     tasks: tuple[HeldTask, ...] = ()
@@ -158,6 +158,7 @@ class TrainerProgress(Record):
     loss_sum: float = 0.0
     records: int = 0
     lane_s: LaneSeconds | None = None
+    least_lane_s: LaneSeconds | None = None
 
 
 class StepMetrics(Record):
@@ -173,8 +174,10 @@ class StepMetrics(Record):
 
 
 class MetricBatch(Record):
-    """`lane_s`: how many seconds a lane's minibatch takes at this trainer; null: not known, or asynchronous."""
+    """`lane_s`: how many seconds a lane's minibatch takes at this trainer; null: not known, or asynchronous. `least_lane_s`: it takes
+    at least so long, which is all that lanes without records tell."""
 
     trainer: str
     steps: tuple[StepMetrics, ...]
     lane_s: LaneSeconds | None = None
+    least_lane_s: LaneSeconds | None = None

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from shared.errors import CallerError, PeerError, TriremeError
 from shared.records import CompleteTask, MetricBatch, StepMetrics, Task, TaskProgress
@@ -66,8 +67,17 @@ class MetricBuffer:
         return taken
 
 
-def _unknown() -> float | None:
-    return None
+class LanePace(NamedTuple):
+    """Seconds that a lane takes here, and what one takes at least; None: not known."""
+
+    lane_s: float | None = None
+    least_lane_s: float | None = None
+
+
+def _has_changed(told_s: float | None, now_s: float | None) -> bool:
+    if told_s is None or now_s is None:
+        return told_s is not now_s
+    return not told_s / PACE_CHANGE <= now_s <= told_s * PACE_CHANGE
 
 
 class Reports:
@@ -78,11 +88,11 @@ class Reports:
         master: MasterPort,
         trainer: str,
         held: Callable[[], list[tuple[Task, int]]],
-        lane_s: Callable[[], float | None] = _unknown,
+        pace: Callable[[], LanePace] = LanePace,
     ) -> None:
-        """`held` names the tasks being trained and how many minibatches of each are done. `lane_s`: seconds per lane, if known."""
-        self._master, self._trainer, self._held, self._lane_s = master, trainer, held, lane_s
-        self._told_pace = 0.0, -math.inf  # what was told last, and when
+        """`held` names the tasks being trained and how many minibatches of each are done. `pace`: how long lanes take, if known."""
+        self._master, self._trainer, self._held, self._pace = master, trainer, held, pace
+        self._told_pace = LanePace(), -math.inf  # what was told last, and when
         self._completed: deque[tuple[Task, CompleteTask]] = deque()
         self._metrics = MetricBuffer()
         self._suspected: dict[str, float] = {}
@@ -149,18 +159,18 @@ class Reports:
                 await asyncio.sleep(due or 0.25)
 
     async def _report_metrics(self) -> None:
-        steps, lane_s = self._metrics.take(), self._lane_s()
-        if steps or lane_s is not None:
-            self._told_pace = lane_s or 0.0, clock.monotonic()
-            batch = MetricBatch(trainer=self._trainer, steps=steps, lane_s=lane_s)
+        steps, pace = self._metrics.take(), self._pace()
+        if steps or any(pace):
+            self._told_pace = pace, clock.monotonic()
+            batch = MetricBatch(trainer=self._trainer, steps=steps, lane_s=pace.lane_s, least_lane_s=pace.least_lane_s)
             await self._report(partial(self._master.report_metrics, batch), "reporting metrics", METRICS_LIMIT_S)
 
     def _pace_is_news(self) -> bool:
         """A trainer whose lanes are all computed by others first has no steps to report, but it is slow: that must be known."""
-        lane_s, (told_s, at) = self._lane_s(), self._told_pace
-        if lane_s is None:
+        pace, (told, at) = self._pace(), self._told_pace
+        if not any(pace):
             return False
-        changed = not told_s / PACE_CHANGE <= lane_s <= told_s * PACE_CHANGE
+        changed = any(_has_changed(*pair) for pair in zip(told, pace, strict=True))
         return (changed and clock.monotonic() - at >= METRICS_EVERY_S) or clock.monotonic() - at >= PACE_EVERY_S
 
     async def _send_progress(self) -> None:

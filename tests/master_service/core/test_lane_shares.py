@@ -32,7 +32,7 @@ def job_of(spec: JobSpec, trainers: TrainerList, lane_s: dict[str, float]) -> Jo
     job.trainers = trainers
     job.state = JobState(phase=Phase.RUNNING, generation=trainers.generation)
     for trainer, seconds in lane_s.items():
-        job.speeds.note(trainer, seconds, 0.0)
+        job.speeds.note(trainer, seconds, None, 0.0)
     return job
 
 
@@ -139,7 +139,7 @@ def test_lanes_leave_the_slow_one_and_come_back_when_it_is_fast_again() -> None:
     assert decision.events[0].message == "lanes follow the measured speed: a step takes about 5 s instead of 20 s"
     job.speeds = Speeds()
     for name in names:
-        job.speeds.note(name, 1.0, 1.0)
+        job.speeds.note(name, 1.0, None, 1.0)
     job.trainers = list_after(rebalance(job))
     assert job.trainers == TrainerList(generation=3, lanes=16, names=names)
 
@@ -194,11 +194,42 @@ def test_a_newcomer_is_taken_to_be_like_the_others_and_what_is_known_stays_known
 
 def test_who_was_not_measured_for_long_or_is_gone_is_not_known_to_be_slow_any_more() -> None:
     speeds = Speeds()
-    speeds.note("a", 1.0, 10.0)
-    speeds.note("b", 5.0, 2.0)
-    speeds.note("gone", 1.0, 10.0)
+    speeds.note("a", 1.0, None, 10.0)
+    speeds.note("b", 5.0, None, 2.0)
+    speeds.note("gone", 1.0, None, 10.0)
     speeds.keep({"a", "b"}, since=3.0)
     assert speeds.lane_s == {"a": 1.0}
+
+
+def test_lanes_without_records_tell_only_who_is_slower_than_the_others() -> None:
+    speeds = Speeds()
+    speeds.note("idle", None, 0.001, 1.0)
+    assert speeds.lane_s == {}, "nobody to compare with"
+    speeds.note("a", 1.0, None, 1.0)
+    speeds.note("b", 3.0, None, 1.0)
+    speeds.note("slow", None, 9.0, 1.0)
+    speeds.note("stuck", 1.0, 8.0, 1.0)
+    speeds.note("unknown", None, None, 1.0)
+    assert speeds.lane_s == {"idle": 1.0, "a": 1.0, "b": 3.0, "slow": 9.0, "stuck": 8.0}
+
+
+def test_a_report_of_nothing_leaves_what_is_known() -> None:
+    speeds = Speeds()
+    speeds.note("a", 1.0, None, 1.0)
+    speeds.note("a", None, None, 5.0)
+    assert speeds.lane_s == {"a": 1.0}
+    speeds.keep({"a"}, since=2.0)
+    assert speeds.lane_s == {}, "and is no sign that it is still so"
+
+
+def test_lanes_leave_a_slow_trainer_whose_lanes_have_no_records() -> None:
+    names = ("a", "b", "c", "slow")
+    job = job_of(sync_spec(16), TrainerList(generation=1, lanes=16, names=names), dict.fromkeys("abc", 1.0))
+    job.speeds.note("slow", None, 0.001, 0.0)
+    assert rebalance(job) == Decision(None), "it is quick with nothing: that says little"
+    job.speeds.note("slow", None, 5.0, 0.0)
+    moved = list_after(rebalance(job))
+    assert moved.lanes_of("slow") == (15, 16)
 
 
 def test_a_thousand_trainers_are_cut_again_at_once() -> None:

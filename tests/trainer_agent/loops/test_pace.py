@@ -9,12 +9,18 @@ import pytest
 from shared.records import MetricBatch
 from tests.trainer_agent.virtual_time import virtually
 from trainer_agent.loops.pace import ENOUGH, FRESH_S, Pace
-from trainer_agent.tasks.reports import PACE_EVERY_S, Reports
+from trainer_agent.tasks.reports import PACE_EVERY_S, LanePace, Reports
 
 
 async def lanes(pace: Pace, *seconds: float) -> None:
     for each in seconds:
         with pace.lane(counts=True):
+            await asyncio.sleep(each)
+
+
+async def empty_lanes(pace: Pace, *seconds: float) -> None:
+    for each in seconds:
+        with pace.lane(counts=False):
             await asyncio.sleep(each)
 
 
@@ -29,14 +35,32 @@ def test_it_is_the_median_and_not_known_at_first():
     virtually(main)
 
 
-def test_a_lane_without_records_says_nothing():
+def test_a_lane_without_records_says_only_what_a_lane_takes_at_least():
     async def main():
         pace = Pace()
         await lanes(pace, 1.0, 1.0, 1.0)
-        for _ in range(20):
-            with pace.lane(counts=False):
-                await asyncio.sleep(0)
-        assert pace.lane_s == 1.0
+        assert pace.least_lane_s is None
+        await empty_lanes(pace, *[0.25] * 20)
+        assert (pace.lane_s, pace.least_lane_s) == (1.0, 0.25)
+        with pace.lane(counts=False):
+            await asyncio.sleep(7.0)
+            assert (pace.lane_s, pace.least_lane_s) == (7.0, 7.0), "as soon as it takes longer"
+        await asyncio.sleep(FRESH_S + 1)
+        assert (pace.lane_s, pace.least_lane_s) == (None, None)
+
+    virtually(main)
+
+
+def test_lanes_given_up_before_any_was_computed_are_no_measure():
+    async def main():
+        pace = Pace()
+        for _ in range(ENOUGH):
+            with pytest.raises(asyncio.CancelledError), pace.lane(counts=True):
+                await asyncio.sleep(0.5)
+                raise asyncio.CancelledError
+        assert (pace.lane_s, pace.least_lane_s) == (None, 0.5)
+
+    virtually(main)
 
     virtually(main)
 
@@ -82,20 +106,24 @@ def test_a_slow_trainer_reports_its_speed_without_any_step():
             async def report_metrics(self, batch):
                 batches.append(batch)
 
-        lane_s = [None]
-        reports = Reports(Master(), "t", list, lambda: lane_s[0])
+        pace = [LanePace()]
+        reports = Reports(Master(), "t", list, lambda: pace[0])
         running = asyncio.create_task(reports.run())
         await asyncio.sleep(2 * PACE_EVERY_S)
         assert not batches
-        lane_s[0] = 1.0
+        pace[0] = LanePace(1.0)
         await asyncio.sleep(1.0)
         assert [batch.lane_s for batch in batches] == [1.0]
-        lane_s[0] = 5.0
+        pace[0] = LanePace(5.0)
         await asyncio.sleep(1.0)
         assert [batch.lane_s for batch in batches] == [1.0, 5.0], "a change is told at once"
         await asyncio.sleep(2 * PACE_EVERY_S)
         assert 3 <= len(batches) <= 5, "and the same now and then"
         assert {batch.steps for batch in batches} == {()}
+        batches.clear()
+        pace[0] = LanePace(None, 5.0)
+        await asyncio.sleep(1.0)
+        assert [(batch.lane_s, batch.least_lane_s) for batch in batches] == [(None, 5.0)]
         running.cancel()
 
     virtually(main)
