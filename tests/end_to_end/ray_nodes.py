@@ -74,6 +74,27 @@ class RayNodes:
                     found.append(process)
         return found
 
+    @property
+    def hosts(self) -> list[str]:
+        """The nodes that are there."""
+        return [host for host, node in self._nodes.items() if node.poll() is None]
+
+    def processes(self) -> list[str]:
+        """The command lines of all that runs on the nodes."""
+        lines = []
+        for each in {*self.family(), *(each for host in self.hosts for each in self._of(host))}:
+            with contextlib.suppress(psutil.Error):
+                lines.append(" ".join(each.cmdline()))
+        return lines
+
+    def free_cpus(self) -> float:
+        """Which no actor and no placement group has."""
+        code = f"import ray; ray.init({self.address!r}, log_to_driver=False); print(ray.available_resources()['CPU'])"
+        done = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, **QUIET}, capture_output=True, timeout=LIMIT_S, check=True
+        )
+        return float(done.stdout)
+
     def _of(self, host: str) -> list[psutil.Process]:
         found = []
         with contextlib.suppress(psutil.Error):

@@ -5,7 +5,9 @@ Not part of `make test`: it needs the extra (`pip install 'trireme[ray]'`) and m
 
 from __future__ import annotations
 
+import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -42,6 +44,17 @@ def places_when(trireme: Command, condition: Any) -> list[dict[str, Any]]:
 
 def say(start: float, *words: object) -> None:
     print(f"{time.monotonic() - start:6.1f} s ", *words)  # noqa: T201  for `pytest -s`
+
+
+def nothing_left(nodes: RayNodes) -> bool:
+    """No process of Trireme, no actor, and nothing of what the nodes have is taken."""
+    left = [line for each in nodes.processes() if re.search("trireme|master_service|RayProcess", line := each)]
+    assert not left, left
+    deadline = time.monotonic() + LIMIT_S
+    while (free := nodes.free_cpus()) != nodes.cpus * len(nodes.hosts):
+        assert time.monotonic() < deadline, f"{free:g} CPUs are free"
+        time.sleep(0.5)
+    return True
 
 
 def test_a_job_on_ray_survives_a_lost_node_and_another_one_gets_more_members(
@@ -85,8 +98,38 @@ def test_a_job_on_ray_survives_a_lost_node_and_another_one_gets_more_members(
         job_when(trireme, "b", lambda job: job["standing"] == "COMPLETED")
         say(start, "a and b are COMPLETED, a with the bits of a run with one trainer and one parameter server")
     say(start, "told by up:", (trireme.folder / "up.log").read_text())
-    left = [line for each in nodes.family() if "trireme" in (line := " ".join(each.cmdline()))]
-    assert not left, left
+    assert nothing_left(nodes)
+
+
+def test_a_resize_makes_ray_place_more_members_and_they_are_given_back(
+    trireme: Command, undisturbed: dict[str, torch.Tensor], nodes: RayNodes
+) -> None:
+    start = time.monotonic()
+    script = script_in(trireme.folder)
+    ray = ("--launcher", "ray", "--address", nodes.address, "--node-dir", trireme.folder / "nodes")
+    places = ("--trainers", 1, "--pservers", 1, "--max-trainers", 3, "--max-pservers", 2)
+    with up(trireme, *ray, *places, "--storage", trireme.folder / "storage") as process:
+        good(trireme.run("submit", script, "--name", "a", "--pservers", 1, "--epochs", EPOCHS, "--json"))
+        job_when(trireme, "a", is_at(4))
+        there = places_when(trireme, lambda found: len(found) == 2)
+        say(start, "places:", {place["member_id"]: place["host"] for place in there})
+        scaled = trireme.run("scale", "a", "--trainers", 3, "--pservers", 2)
+        say(start, "trireme scale:", scaled.err + scaled.out)
+        assert (scaled.code, scaled.out.split()[0]) == (0, "COMMITTED"), scaled
+        there = places_when(trireme, lambda found: len(found) == 5 and all(each["job"] for each in found))
+        say(start, "places:", {place["member_id"]: (place["host"], place["job"]) for place in there})
+        members = good(trireme.run("members", "a", "--json"))["members"]
+        say(start, "members:", {each["member_id"]: each["url"] for each in members})
+        assert Counter(each["kind"] for each in members) >= Counter(trainer=3, pserver=2), members
+        assert good(trireme.run("status", "a", "--json"))["standing"] == "ACTIVE", "it ended before it was resized"
+        (trireme.folder / "slow").unlink()
+        job = job_when(trireme, "a", lambda job: job["standing"] == "COMPLETED")
+        assert same_bits(model_of(job), undisturbed)
+        say(start, "a is COMPLETED with the bits of a run with one trainer and one parameter server")
+        told_in(trireme.folder / "up.log", "had nothing to do", process)
+        places_when(trireme, lambda found: len(found) == 2)
+    say(start, "told by up:", (trireme.folder / "up.log").read_text())
+    assert nothing_left(nodes)
 
 
 def test_what_ray_cannot_do_is_told(trireme: Command, nodes: RayNodes) -> None:
