@@ -62,11 +62,12 @@ def jobs(term: ClusterTerm, standing: Standing | None, page_size: int, page_toke
     return ClusterJobPage(jobs=tuple(job(term, each) for each in page), next_page_token=token)
 
 
-async def led(master: Master, found: ClusterJob, leader: MasterView) -> JobView:
-    """Of a job that is led now."""
+async def led(term: ClusterTerm, master: Master, found: ClusterJob, leader: MasterView) -> JobView:
+    """Of a job that is led now. Trainers are desired as many as the schedule gives it."""
     stalled = await master.term.stall.look(master.job, master.metrics.records)
     view = render.job(master.job, master.metrics, leader, stalled)
-    return view.model_copy(update={"standing": str(found.standing)})
+    members = view.members.model_copy(update={"trainers_desired": _held(term.state, found).trainers})
+    return view.model_copy(update={"standing": str(found.standing), "members": members})
 
 
 def resting(found: ClusterJob, state: JobState, leader: MasterView) -> JobView:

@@ -47,8 +47,9 @@ class Observer:
         unrenewed_s: float = 0.0,
         storage_away: str = "",
         reported: Iterable[tuple[float, str, UserFailure]] = (),
+        given: int | None = None,
     ) -> Situation:
-        """`unrenewed_s`: since the leader's own lease was renewed. `reported`: (time, task or "", failure). Waits at most ANSWER_S for
+        """`unrenewed_s`: since the leader's own lease was renewed. `reported`: (time, task or "", failure). `given`: as in Situation. Waits at most ANSWER_S for
         each of etcd's answers, which are asked for at the same time."""
         async with asyncio.TaskGroup() as group:
             silent = group.create_task(self._stall.silent(job))
@@ -69,6 +70,7 @@ class Observer:
             storage_away=storage_away,
             initialiser=holder.result(),
             reported=[Reported(_short(failure), now - at, task_id) for at, task_id, failure in reported],
+            given=given,
         )
 
     async def _space(self) -> str | None:

@@ -14,8 +14,8 @@ from shared.records import JobSpec
 from shared.runtime import clock
 
 
-async def explain_job(master: Master) -> Explanation:
-    """Raises NotLeader."""
+async def explain_job(master: Master, given: int | None = None) -> Explanation:
+    """`given`: trainers that a cluster gives the job. Raises NotLeader."""
     try:
         term = master.term
     except (NotReady, NotLeader) as error:
@@ -33,6 +33,7 @@ async def explain_job(master: Master) -> Explanation:
             unrenewed_s=term.lease.unrenewed_s,
             storage_away=term.storage_away,
             reported=tuple(master.reported),
+            given=given,
         )
     )
 

@@ -186,6 +186,12 @@ class JobSchedule(Record):
 
 
 Kind = Literal["trainer", "pserver"]
+_WORDS: dict[Kind, str] = {"pserver": "parameter server", "trainer": "trainer"}
+
+
+def in_words(kind: Kind, count: int) -> str:
+    """`1 parameter server`, `2 trainers`."""
+    return f"{count} {_WORDS[kind]}{'' if count == 1 else 's'}"
 
 
 class PoolMember(Record):

@@ -54,7 +54,9 @@ async def _ended(connect: Connect, resize: Document, wait_s: float) -> Document:
     """Once it is committed. Raises its error if it ended otherwise, DeadlineExceeded after `wait_s`."""
     deadline, said, name = clock.monotonic() + wait_s, "", resize["resize_id"]
     while resize["state"] == "RUNNING":
-        line = f"{resize['phase']}: {resize['groups_moved']} of {resize['groups']} groups, {resize['bytes_moved'] / MIB:.1f} MiB moved; {resize['reason']}"
+        line = f"{resize['phase']}: {resize['reason']}"
+        if resize["groups"]:
+            line += f"; {resize['groups_moved']} of {resize['groups']} groups of slots, {resize['bytes_moved'] / MIB:.1f} MiB moved"
         if line != said:
             say(line)
             said = line
@@ -68,7 +70,6 @@ async def _ended(connect: Connect, resize: Document, wait_s: float) -> Document:
         raise from_map(
             {"code": resize.get("error_code"), "message": f"{resize['phase']}: {resize['reason']}", "details": resize}
         )
-    say(f"longest pause of a group: {resize['longest_pause_s'] * 1000:.0f} ms")
     return resize
 
 

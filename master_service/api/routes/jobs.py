@@ -68,7 +68,7 @@ async def get_job(cluster: ClusterOf, job: str) -> JobView:
     found = term.state.job(job)
     leader = MasterView(master_id=cluster.name, url=cluster.url, term=term.lock.term)
     if (led := term.jobs.get(job)) is not None and led.master.current_term is not None:
-        return await render.led(led.master, found, leader)
+        return await render.led(term, led.master, found, leader)
     return render.resting(found, await answered(cluster.state_of(job)), leader)
 
 
@@ -80,7 +80,7 @@ async def explain_job(cluster: ClusterOf, job: str) -> Explanation:
     led = term.jobs.get(job)
     if led is None:
         return explain_unled(term.state, found, clock.wall_time())
-    told = await explain_master(led.master)
+    told = await explain_master(led.master, len(term.state.assigned_to(job, "trainer")))
     failing = failing_places(term.state, found)
     return told if failing is None else told.model_copy(update={"also": (failing, *told.also)})
 

@@ -111,7 +111,7 @@ def only_joins(state: JobState, trainers: TrainerList, decision: Decision[None])
 def _obstacle(spec: JobSpec, members: Members, missing: list[int]) -> str:
     """What the job waits for before it can run, or ""."""
     if missing:
-        return f"waiting for {len(missing)} of {spec.pservers} parameter servers"
+        return f"waiting for {len(missing)} of {spec.pservers} parameter servers to register"
     if not members.trainers:
         return "waiting for a trainer"
     return "" if members.init_done else "waiting for a trainer to initialise the parameters"

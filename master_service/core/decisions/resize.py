@@ -20,6 +20,7 @@ from master_service.core.state.operations import end
 from shared.errors import Conflict, DeadlineExceeded, InvalidArgument
 from shared.records import Dispatch, JobSpec, Mode, Phase
 from shared.records.assignments import GivenNumbers, Group, Migration
+from shared.records.cluster import in_words
 from shared.records.operations import (
     Operation,
     OperationKind,
@@ -170,7 +171,7 @@ def waits_for(job: Job, operation: Operation) -> str:
     if resize.saving and not operation.timeline:
         return f"a checkpoint ({resize.saving})"
     if not _trainers_there(job, resize):
-        return f"{resize.trainers} trainers (there are {len(job.trainers.names)})"
+        return f"{in_words('trainer', resize.trainers)} (there are {len(job.trainers.names)})"
     return "the parameter servers to have all parameters"
 
 
@@ -312,17 +313,18 @@ def _finish(job: Job, operation: Operation, stamp: str) -> Decision[None]:
         waiting = progressed(operation, phase=ResizePhase.STARTING)
         return Decision(None, (waiting, *closing)) if closing or waiting != operation else Decision(None)
     done = progressed(operation, phase=ResizePhase.COMMITTED)
-    reason = f"{resize.trainers} trainers and {resize.pservers} parameter servers"
+    reason = f"{in_words('trainer', resize.trainers)} and {in_words('pserver', resize.pservers)}"
     if resize.groups_moved:
-        reason += f"; {resize.groups_moved} groups moved, the longest pause was {resize.longest_pause_s:.3f} s"
+        groups = f"{resize.groups_moved} group{'' if resize.groups_moved == 1 else 's'}"
+        reason += f"; {groups} moved, the longest pause was {resize.longest_pause_s:.3f} s"
     return Decision(None, (*closing, DesirePservers(resize.pservers))) + end(done, OperationState.DONE, reason, stamp)
 
 
 def _trainers_there(job: Job, resize: Resize) -> bool:
     count = len(job.trainers.names)
-    if resize.trainers > resize.before_trainers:
-        return count >= resize.trainers
-    return not resize.trainers_asked or count <= resize.trainers
+    if resize.trainers == resize.before_trainers:
+        return count == resize.trainers or not resize.trainers_asked
+    return count >= resize.trainers if resize.trainers > resize.before_trainers else count <= resize.trainers
 
 
 def _back_out(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from master_service.core.decisions.scheduling.reasons import counted
 from master_service.core.explanation.cause import Cause, Code, Explanation, explanation_of
 from master_service.core.state.cluster import ClusterState
-from shared.records.cluster import ClusterJob, Kind, Standing
+from shared.records.cluster import ClusterJob, Kind, Standing, in_words
 from shared.times import instant
 
 SHOWN = 5
@@ -95,7 +94,7 @@ def _queued(state: ClusterState, job: ClusterJob, wall_time: float) -> Cause:
             details=tuple(f"job {other.job} is {other.standing}: {other.reason}" for other in waits[:SHOWN]),
             hints=(f"trireme explain {waits[0].job}", f"trireme cancel {name}"),
         )
-    pservers, trainers = counted("pserver", job.pservers_wanted), counted("trainer", job.least_trainers)
+    pservers, trainers = in_words("pserver", job.pservers_wanted), in_words("trainer", job.least_trainers)
     needs = f"It needs {pservers} and at least {trainers}, all at once; its priority is {wanted.priority}."
     return Cause(
         code=Code.WAITS_FOR_MEMBERS,
@@ -118,5 +117,5 @@ def _pool(state: ClusterState, kind: Kind) -> str:
     held = [state.assignments[place].job for place in places if place in state.assignments]
     of = ", ".join(f"{name} has {held.count(name)}" for name in sorted(set(held))[:SHOWN])
     return (
-        f"The pool has {counted(kind, len(places))}, {len(places) - len(held)} not assigned{f' ({of})' if of else ''}."
+        f"The pool has {in_words(kind, len(places))}, {len(places) - len(held)} not assigned{f' ({of})' if of else ''}."
     )

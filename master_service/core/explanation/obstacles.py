@@ -182,7 +182,7 @@ def no_trainer(now: Situation) -> Cause | None:
         code=Code.NO_TRAINER,
         summary="No trainer is registered, so nobody computes.",
         details=(
-            f"0 of {job.spec.trainers} wanted trainers are there; the job has waited for {seconds(now.phase_s)}.",
+            f"0 of {now.trainers_wanted} wanted trainers are there; the job has waited for {seconds(now.phase_s)}.",
         ),
         hints=(_start("trainer", job), "read logs/trainer-*.log of the run"),
     )

@@ -26,7 +26,8 @@ class Situation:
     """Durations in seconds. `phase_s`: in its phase, as far as this leader knows. `still_s`: since any minibatch or task was finished.
     `records_per_s`: 0 while unknown. `silent`: members that have not renewed their leases for so long. `etcd_silent_s`: 0 if etcd
     answers. `etcd_full`, `storage_away`: why nothing can be written or read, or "". `initialiser`: who holds the lock to
-    initialise the parameters. `reported`: the newest comes last."""
+    initialise the parameters. `reported`: the newest comes last. `given`: trainers that a cluster gives the job now; without one, as
+    many as its spec says are wanted."""
 
     job: Job
     now: float
@@ -40,6 +41,11 @@ class Situation:
     storage_away: str = ""
     initialiser: str = ""
     reported: Sequence[Reported] = ()
+    given: int | None = None
+
+    @property
+    def trainers_wanted(self) -> int:
+        return self.job.spec.trainers if self.given is None else self.given
 
     @property
     def is_still(self) -> bool:

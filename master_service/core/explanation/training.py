@@ -273,7 +273,7 @@ def trainers_without_lanes(now: Situation) -> Cause | None:
 
 
 def fewer_trainers(now: Situation) -> Cause | None:
-    there, wanted = len(now.job.members.trainers), now.job.spec.trainers
+    there, wanted = len(now.job.members.trainers), now.trainers_wanted
     if not 0 < there < wanted:
         return None
     return Cause(

@@ -87,8 +87,8 @@ def test_a_newcomer_is_put_where_the_fewest_lanes_move() -> None:
 def test_a_job_waits_and_says_for_what() -> None:
     state = JobState()
     waits = [
-        (Members(), "waiting for 2 of 2 parameter servers"),
-        (Members(pservers=pservers(0)), "waiting for 1 of 2 parameter servers"),
+        (Members(), "waiting for 2 of 2 parameter servers to register"),
+        (Members(pservers=pservers(0)), "waiting for 1 of 2 parameter servers to register"),
         (Members(pservers=pservers(0, 1)), "waiting for a trainer"),
         (Members(trainers("a"), pservers(0, 1)), "waiting for a trainer to initialise the parameters"),
     ]

@@ -19,6 +19,7 @@ from typing import Any
 from shared.errors import CallerError, DeadlineExceeded, NotFound, PeerError, TriremeError
 from shared.etcd.embedded import find_binary
 from shared.keys import Keys
+from shared.records.cluster import in_words
 from shared.runtime import clock, telemetry
 from shared.storage import files
 from trireme.cli import exit_codes
@@ -118,7 +119,7 @@ async def _run(pool: LocalPool, screen: JobLines, *, as_json: bool) -> None:
                 print(json.dumps(document), flush=True)  # noqa: T201
             places = "host agents started by hand"
             if pool.request.hosts:
-                places = f"places for {pool.request.trainers} trainers and {pool.request.pservers} parameter servers"
+                places = f"places for {in_words('trainer', pool.request.trainers)} and {in_words('pserver', pool.request.pservers)}"
             screen.event(f"cluster at {url} with {places}, logs in {pool.logs}")
             screen.event("submit a job with: trireme submit SCRIPT")
             screen.event(f"elsewhere: TRIREME_URL={url} TRIREME_TOKEN_FILE={pool.folder / cluster_folder.TOKEN}")

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from master_service.core.changes import Event
 from master_service.core.state.cluster import ClusterDecision, ClusterState, DropAssignment, PutJob
 from shared.records import JobSpec
+from shared.records.cluster import in_words
 
 
 def follow_resize(
@@ -29,7 +30,9 @@ def follow_resize(
     if live.trainers != (first if job.trainers is None else job.trainers):
         update["trainers"] = live.trainers
     if update:
-        message = f"job {name} has places for {live.trainers} trainers and {pservers} parameter servers now"
+        message = (
+            f"job {name} has places for {in_words('trainer', live.trainers)} and {in_words('pserver', pservers)} now"
+        )
         event = Event("job_resized", message, {"job": name, **update})
         return ClusterDecision(True, (PutJob(job.model_copy(update=update)),), (event,))
     places = state.assigned_to(name, "pserver")
@@ -38,5 +41,5 @@ def follow_resize(
     if surplus <= 0 or not without or len(places) - len(without) < job.pservers_wanted:
         return ClusterDecision(False)
     drops = tuple(DropAssignment(place) for place in without[:surplus])
-    event = Event("places_freed", f"job {name} needs {len(drops)} parameter servers less", {"job": name})
+    event = Event("places_freed", f"job {name} gives {in_words('pserver', len(drops))} back", {"job": name})
     return ClusterDecision(True, drops, (event,))

@@ -7,17 +7,12 @@ from collections.abc import Iterator
 from master_service.core.decisions.scheduling.admission import KINDS, Admission, need
 from master_service.core.decisions.scheduling.pool_view import PoolView
 from master_service.core.decisions.scheduling.readiness import named
-from shared.records.cluster import ClusterJob, Kind
+from shared.records.cluster import ClusterJob, Kind, in_words
 
 NUMBERED = (
     20  # of the jobs that wait, so many have numbers in their reason: these change often, and each change is written
 )
 LACKS = "lacks "
-WORDS: dict[Kind, str] = {"pserver": "parameter server", "trainer": "trainer"}
-
-
-def counted(kind: Kind, count: int) -> str:
-    return f"{count} {WORDS[kind]}{'' if count == 1 else 's'}"
 
 
 def of_waiting(view: PoolView, admission: Admission) -> Iterator[tuple[ClusterJob, str]]:
@@ -27,7 +22,7 @@ def of_waiting(view: PoolView, admission: Admission) -> Iterator[tuple[ClusterJo
     for number, job in enumerate(admission.waiting):
         if too_many := [kind for kind in KINDS if need(job)[kind] > view.usable[kind]]:
             kind = too_many[0]
-            yield job, f"needs {counted(kind, need(job)[kind])}; the pool has {view.usable[kind]}: more must join it"
+            yield job, f"needs {in_words(kind, need(job)[kind])}; the pool has {view.usable[kind]}: more must join it"
         elif number >= NUMBERED:
             yield job, f"waits behind more than {NUMBERED} jobs that come first"
         else:
@@ -41,7 +36,7 @@ def of_starting(job: ClusterJob, view: PoolView) -> str:
     kind = lacking[0] if lacking else KINDS[-1]
     ending = sorted(view.ending[kind])
     by = f"; processes of {named(ending)} end" if ending else ""
-    return f"waits for {counted(kind, need(job)[kind])}; {len(view.idle[kind])} of {view.usable[kind]} can be had at once{by}"
+    return f"waits for {in_words(kind, need(job)[kind])}; {len(view.idle[kind])} of {view.usable[kind]} can be had at once{by}"
 
 
 def of_short(job: ClusterJob, view: PoolView) -> str:
@@ -51,7 +46,7 @@ def of_short(job: ClusterJob, view: PoolView) -> str:
         if lacks > 0:
             idle = len(view.idle[kind])
             of = f"{idle} of {view.usable[kind]} in the pool {'is' if idle == 1 else 'are'} idle"
-            return f"{LACKS}{lacks} of {counted(kind, need(job)[kind])}; {of}"
+            return f"{LACKS}{lacks} of {in_words(kind, need(job)[kind])}; {of}"
     return ""
 
 
@@ -64,7 +59,7 @@ def _lacks(job: ClusterJob, view: PoolView, admission: Admission, others: list[s
             if kind == "trainer":
                 words = f"{free} of {there} can be had"
                 have = f"{named(others)} {'keeps' if len(others) == 1 else 'keep'} the others as the minimum"
-            return f"waits for {counted(kind, needs)}; {words} ({have})"
+            return f"waits for {in_words(kind, needs)}; {words} ({have})"
     return ""
 
 
@@ -74,7 +69,7 @@ def _behind(job: ClusterJob, first: ClusterJob | None, view: PoolView, admission
     if first and need(first)["pserver"] <= max(0, admission.left["pserver"]):
         kind = "trainer"
     free = max(0, admission.left[kind])
-    wants = f"which comes first and waits for {counted(kind, need(first)[kind])}" if first else "which comes first"
+    wants = f"which comes first and waits for {in_words(kind, need(first)[kind])}" if first else "which comes first"
     return (
-        f"waits for {counted(kind, need(job)[kind])} behind {ahead}, {wants}; {free} of {view.usable[kind]} can be had"
+        f"waits for {in_words(kind, need(job)[kind])} behind {ahead}, {wants}; {free} of {view.usable[kind]} can be had"
     )

@@ -27,7 +27,7 @@ from master_service.core.state.cluster import (
     PutAssignment,
     PutJob,
 )
-from shared.records.cluster import Assignment, ClusterJob, Kind, Standing
+from shared.records.cluster import Assignment, ClusterJob, Kind, Standing, in_words
 from shared.times import rfc3339
 
 
@@ -277,7 +277,7 @@ class _Making:
         preempted = [job for job in self._all_jobs() if job.standing is Standing.ACTIVE and job.preempted_by]
         for job in self.jobs.values():
             if job.standing is Standing.ACTIVE and job.epoch != self.state.jobs[job.job].epoch:
-                counts = [reasons.counted(kind, len(self.view.holds(kind, job.job))) for kind in KINDS]
+                counts = [in_words(kind, len(self.view.holds(kind, job.job))) for kind in KINDS]
                 self._say("job_started", f"job {job.job} starts with {counts[0]} and {counts[1]}", job)
         for place, why in self.view.drops.items():
             was = self.state.assignments[place].job
