@@ -38,7 +38,8 @@ class BlockServer:
     """The blocks being served, and what all pushes and pulls of them share.
 
     `store` None: no parameters yet. `generation`: the highest seen; pushes of a lower one are stale. `snapshot_ready` is
-    called when `store.take_snapshot()` has a snapshot, `on_step` (if set) when a block has a new version."""
+    called when `store.take_snapshot()` has a snapshot, `on_step` (if set) when a block has a new version, `on_moving` (if set) when
+    a push is refused because its block moves."""
 
     def __init__(self, snapshot_ready: Callable[[], None]) -> None:
         self.store: Store | None = None
@@ -46,6 +47,7 @@ class BlockServer:
         self.counters = Counters()
         self.pulls: list[OpenPull] = []
         self.on_step: Callable[[], None] | None = None
+        self.on_moving: Callable[[], None] | None = None
         self._snapshot_ready = snapshot_ready
 
     def is_stale(self, generation: int) -> bool:
@@ -102,6 +104,8 @@ class OpenPush:
                 Refusal(block=item.block, lanes=item.lanes, code=verdict, version=version, message=why)
             )
             counters.blocks_refused += 1
+            if verdict is Verdict.MOVING and server.on_moving is not None:
+                server.on_moving()
 
     def answer(self) -> PushAnswer:
         return PushAnswer(

@@ -1,7 +1,8 @@
 """Blocks that move from one parameter server (source) to another (target), with all that belongs to them.
 
-source   Leaving: values of this version while it serves --> next version: frozen --> values, optimizer's state, ledger, history
-target   Arriving: parts, kept apart --> whole --the slot map says so--> `adopt`: blocks of the store
+source   Leaving: what is coming --> values of this version while it serves --> next version: frozen --> values, optimizer's state,
+         ledger, history
+target   Arriving: memory reserved --> parts, kept apart --> whole --the slot map says so--> `adopt`: blocks of the store
 source   the slot map says so --> `forget`;  or another migration was planned --> thawed, nothing has happened
 
 Synchronous: a block freezes at its next version, when nothing has been pushed for the step after it. So nothing accumulated has to
@@ -11,7 +12,8 @@ Asynchronous: a block freezes at once; its part of the ledger moves with it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,14 +30,24 @@ from shared.records.layout import ELEMENT_BYTES, Block
 from shared.wire.messages import HandedHistory, HandoffPart, MovedBlock
 
 Parts = Iterator[tuple[HandoffPart, memoryview]]
+TOUCHED_BYTES = 1 << 20  # written at once to new memory: a few milliseconds
 
 
 class MovingSlots(Protocol):
     """What slots consist of, as the one who sends them sees it: dense blocks here; other kinds of state may follow."""
 
     @property
+    def even(self) -> bool:
+        """Whether all of it can freeze in the same step if it begins now."""
+        ...
+
+    @property
     def frozen(self) -> bool:
         """Whether nothing of it changes any more."""
+        ...
+
+    def coming(self) -> tuple[HandoffPart, ...]:
+        """What will be sent, as far as it is known; one part for each piece of memory."""
         ...
 
     def begin(self) -> None:
@@ -68,12 +80,27 @@ class LeavingBlocks:
         return f"<LeavingBlocks: {frozen} of {len(self._blocks)} frozen>"
 
     @property
+    def even(self) -> bool:
+        """Synchronous: whether all blocks are at one version. In the middle of a step they are at two, and those that have made
+        it would freeze a whole step later than the others."""
+        return self._store.mode is Mode.ASYNC or len({state.version for state in self._blocks}) < 2
+
+    @property
     def frozen(self) -> bool:
         return all(state.frozen for state in self._blocks)
 
     @property
     def any_frozen(self) -> bool:
         return any(state.frozen for state in self._blocks)
+
+    def coming(self) -> tuple[HandoffPart, ...]:
+        values = 1 if self._store.mode is Mode.ASYNC else 2
+        parts = []
+        for state in self._blocks:
+            number = state.place.number
+            parts += [HandoffPart(block=number, dtype=state.place.dtype)] * values
+            parts += [_part_of_state(number, *named) for named in state.optimizer_state().items()]
+        return tuple(parts)
 
     def begin(self) -> None:
         for state in self._blocks:
@@ -84,9 +111,11 @@ class LeavingBlocks:
                 self._early[state.place.number] = state.version, state.current.retain()
 
     def freeze_idle(self) -> None:
-        """No step is made: blocks freeze as they are, but for those that hold a part of a step."""
-        for state in self._blocks:
-            state.frozen = state.frozen or not state.tree.nodes
+        """No step is made: all blocks freeze as they are. If a step is under way, they freeze when it is whole, all of them: pushes
+        to the first would wait for the last."""
+        if self.even and not any(state.tree.nodes for state in self._blocks):
+            for state in self._blocks:
+                state.frozen = True
 
     def early(self) -> Parts:
         """The values that the next version's `previous` will be."""
@@ -104,9 +133,7 @@ class LeavingBlocks:
             if known != state.version:
                 yield HandoffPart(block=number, version=state.version, dtype=state.place.dtype), state.current.view
             for name, tensor in state.optimizer_state().items():
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                part = HandoffPart(block=number, name=name, dtype=dtype, scalar=tensor.dim() == 0)
-                yield part, bytes_of(tensor.reshape(-1))
+                yield _part_of_state(number, name, tensor), bytes_of(tensor.reshape(-1))
 
     def described(self) -> tuple[MovedBlock, ...]:
         return tuple(
@@ -130,17 +157,36 @@ class LeavingBlocks:
         self._early = {}
 
 
+def _part_of_state(number: int, name: str, tensor: torch.Tensor) -> HandoffPart:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return HandoffPart(block=number, name=name, dtype=dtype, scalar=tensor.dim() == 0)
+
+
 @dataclass(slots=True)
 class _Arrived:
-    """A block's parts. `values`: by version."""
+    """A block's parts. `values`: by version. `vacant`, `vacant_state`: memory for parts that have not come."""
 
     values: dict[int, Buffer] = field(default_factory=dict)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
+    vacant: list[Buffer] = field(default_factory=list)
+    vacant_state: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def release_vacant(self) -> None:
+        for values in self.vacant:
+            values.release()
+        self.vacant.clear()
+        self.vacant_state.clear()
+
+    def release(self) -> None:
+        self.release_vacant()
+        for values in self.values.values():
+            values.release()
+        self.values.clear()
 
 
 class ArrivingBlocks:
-    """The target's end: `take` the parts, `complete` them, `adopt` them into the store; or `release`. `places`: the blocks that
-    belong to the group."""
+    """The target's end: `reserve` memory, `take` the parts, `complete` them, `adopt` them into the store; or `release`. `places`:
+    the blocks that belong to the group."""
 
     def __init__(self, places: dict[int, Block], pool: BufferPool) -> None:
         self._places, self._pool = places, pool
@@ -157,25 +203,65 @@ class ArrivingBlocks:
     def numbers(self) -> frozenset[int]:
         return frozenset(self._places)
 
+    def reserve(self, coming: Collection[HandoffPart]) -> Generator[None]:
+        """Take memory for parts, if it is not there, and write to all of it: the first write to a page costs a multiple of a
+        copy, and has to be over before the parts freeze at the source. Yields after each TOUCHED_BYTES. Raises BadFrame."""
+        for part, count in Counter(coming).items():
+            elements, size = self._elements(part), ELEMENT_BYTES[part.dtype]
+            while self._lacks(part, count):
+                values = None if part.name else self._pool.take(part.dtype, elements)
+                tensor = _empty(part, elements) if values is None else values.tensor
+                try:
+                    for first in range(0, elements, TOUCHED_BYTES // size):
+                        tensor.view(-1)[first : first + TOUCHED_BYTES // size].zero_()
+                        yield
+                    if self._lacks(part, count):  # no repetition of the request was faster
+                        arrived = self._arrived[part.block]
+                        if values is None:
+                            arrived.vacant_state[part.name] = tensor
+                        else:
+                            arrived.vacant.append(values.retain())
+                finally:
+                    if values is not None:
+                        values.release()
+
+    def _lacks(self, part: HandoffPart, count: int) -> bool:
+        """Whether there is less memory than for `count` such parts."""
+        arrived = self._arrived.get(part.block)
+        if self.whole or arrived is None:
+            return False
+        if part.name:
+            return part.name not in arrived.vacant_state and part.name not in arrived.state
+        return len(arrived.values) + len(arrived.vacant) < count
+
     def take(self, part: HandoffPart, payload: memoryview) -> None:
         """Copy a part; one that is there already is left as it is. Raises BadFrame."""
-        place = self._places.get(part.block)
-        elements = 1 if part.scalar else place.elements if place is not None else 0
-        fits = place is not None and (bool(part.name) or (part.dtype == place.dtype and not part.scalar))
-        if not fits or part.dtype not in ELEMENT_BYTES or payload.nbytes != elements * ELEMENT_BYTES[part.dtype]:
-            msg = f"part {part.name!r} of block {part.block}: {payload.nbytes} bytes of {part.dtype!r} do not belong to this group"
+        elements = self._elements(part)
+        if payload.nbytes != elements * ELEMENT_BYTES[part.dtype]:
+            msg = f"part {part.name!r} of block {part.block} has {payload.nbytes} bytes: expected {elements} of {part.dtype}"
             raise BadFrame(msg)
         if self.whole:
             return
         arrived = self._arrived[part.block]
         if not part.name and part.version not in arrived.values:
-            values = self._pool.take(part.dtype, elements)
+            values = arrived.vacant.pop() if arrived.vacant else self._pool.take(part.dtype, elements)
             values.view[:] = payload.cast("B")
             arrived.values[part.version] = values
         elif part.name and part.name not in arrived.state:
-            tensor = torch.empty(() if part.scalar else (elements,), dtype=DTYPES[part.dtype])
+            tensor = arrived.vacant_state.pop(part.name, None)
+            if tensor is None or (tensor.numel(), tensor.dtype) != (elements, DTYPES[part.dtype]):
+                tensor = _empty(part, elements)
             bytes_of(tensor.reshape(-1))[:] = payload.cast("B")
             arrived.state[part.name] = tensor
+
+    def _elements(self, part: HandoffPart) -> int:
+        """How many elements the part has. Raises BadFrame: it does not belong to the group."""
+        place = self._places.get(part.block)
+        fits = place is not None and (bool(part.name) or (part.dtype == place.dtype and not part.scalar))
+        if place is None or not fits or part.dtype not in ELEMENT_BYTES:
+            msg = f"part {part.name!r} of block {part.block}, {part.dtype!r}, does not belong to this group"
+            raise BadFrame(msg)
+        return 1 if part.scalar else place.elements
 
     def complete(self, blocks: tuple[MovedBlock, ...], history: HandedHistory, ledger: SavedLedger) -> None:
         """The source says what the parts make. Raises BadFrame if one is missing."""
@@ -188,6 +274,8 @@ class ArrivingBlocks:
             )
             raise BadFrame(msg)
         self.blocks, self.history, self.ledger, self.whole = blocks, history, ledger, True
+        for arrived in self._arrived.values():
+            arrived.release_vacant()
 
     def adopt_into(self, store: Store) -> None:
         """The blocks are the store's from now on; it has to be renumbered, and its ledger to be joined."""
@@ -197,15 +285,17 @@ class ArrivingBlocks:
             store.place_block(moved.block, arrived.values.pop(moved.version), arrived.state)
             previous = arrived.values.pop(moved.version - 1, None)
             store.blocks[moved.block].carry_on(moved.version, moved.updates, previous)
-            for old in arrived.values.values():
-                old.release()
+            arrived.release()
 
     def release(self) -> None:
         """Nothing of it is needed."""
         for arrived in self._arrived.values():
-            for values in arrived.values.values():
-                values.release()
+            arrived.release()
         self._arrived = {}
+
+
+def _empty(part: HandoffPart, elements: int) -> torch.Tensor:
+    return torch.empty(() if part.scalar else (elements,), dtype=DTYPES[part.dtype])
 
 
 def adopt(store: Store, groups: Collection[ArrivingBlocks]) -> None:

@@ -36,7 +36,7 @@ class Incoming(Generic[Header, Item]):
         self._content = content
         self._header_kind, self._item_kind = header, item
         self._time_limits = time_limits
-        self._memory: memoryview | None = None
+        self._memory = memoryview(b"")
         self._item: Item | None = None
         self._decoder = codec.Decoder(codec.Limits(payload_bytes=0, blocks=0), self._place)
         self._events = self._read()
@@ -52,9 +52,11 @@ class Incoming(Generic[Header, Item]):
     async def blocks(
         self, limits: codec.Limits, memory: memoryview | None = None
     ) -> AsyncIterator[tuple[Item, memoryview]]:
-        """All blocks up to the end map. A payload lies in `memory` (of `limits.payload_bytes`) and is valid until the next is
-        asked for, or in memory of its own. Raises BadFrame, TooLarge, DeadlineExceeded; blocks yielded before were complete."""
-        self._decoder.limits, self._memory = limits, memory
+        """All blocks up to the end map. A payload is valid until the next is asked for; it lies in `memory` (of
+        `limits.payload_bytes`), if given. Raises BadFrame, TooLarge, DeadlineExceeded; blocks yielded before were complete."""
+        self._decoder.limits = limits
+        if memory is not None:
+            self._memory = memory
         async for event in self._events:
             if isinstance(event, codec.Filled):
                 assert self._item is not None
@@ -72,7 +74,9 @@ class Incoming(Generic[Header, Item]):
 
     def _place(self, header: codec.Fields, size: int) -> memoryview:
         self._item = codec.read(self._item_kind, header)
-        return memoryview(bytearray(size)) if self._memory is None else self._memory[:size]
+        if self._memory.nbytes < size:
+            self._memory = memoryview(bytearray(size))
+        return self._memory[:size]
 
     async def _read(self) -> AsyncGenerator[codec.Event, None]:
         while chunk := await self._chunk():

@@ -1,6 +1,6 @@
 """A pserver follows the slot map: blocks that it lost are forgotten, blocks that it gained were handed over before.
 
-parts of a group arrive -> kept apart -> whole: HAVE -> the map gives the group to this pserver -> blocks of its store, served
+memory is reserved, parts of a group arrive -> kept apart -> whole: HAVE -> the map gives the group to this pserver -> blocks of its store, served
                                                      `-> another migration was planned -> dropped
 
 `follow` is called whenever the view of the job changes, before anybody else sees the change. The map and the migration that one
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import closing
 
 from pserver_service.checkpoints import ledger_text
 from pserver_service.context import PserverContext
@@ -122,6 +123,9 @@ class SlotFollower:
         arriving = self._arriving.get(key)
         if arriving is None:
             arriving = self._arriving[key] = ArrivingBlocks(places, self._memory())
+        with closing(arriving.reserve(header.coming)) as reserving:
+            for _ in reserving:
+                await asyncio.sleep(0)
         async for part, payload in parts:
             self._check_expected(header, arriving)
             arriving.take(part, memoryview(payload))

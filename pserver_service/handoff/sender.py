@@ -1,6 +1,6 @@
 """A pserver hands groups of its blocks over to others, one after the other, as the job's migration says.
 
-group due -> values sent while it is served -> each block freezes at its next version -> the rest sent -> target: HAVE
+group due -> target: memory is there -> between two steps -> values sent while it is served -> each block freezes at its next version -> the rest sent -> target: HAVE
           -> `handed` in ps/<index> -> the leader writes the slot map -> forgotten (follower.py)
              `-> the leader plans another migration, or none -> thawed
 
@@ -23,7 +23,8 @@ from shared.errors import TriremeError
 from shared.records import Mode
 from shared.records.assignments import Group, Handed, Migration
 from shared.runtime import clock, ids, telemetry
-from shared.wire.messages import HandoffHeader
+from shared.runtime.waiting import event_within
+from shared.wire.messages import HandoffHeader, HandoffPart
 
 IDLE_S = 1.0  # without a step a group freezes as it is
 PAUSE_S = 0.1
@@ -34,7 +35,8 @@ log = telemetry.logger("pserver.handoff")
 
 @dataclass(slots=True)
 class _Moving:
-    """A group on its way. `bytes`: sent. `frozen_at`: when its first block froze."""
+    """A group on its way. `bytes`: sent. `frozen_at`: when its first block froze. `refused_at`: when the first push had to wait for
+    its new owner."""
 
     migration: Migration
     group: Group
@@ -42,6 +44,18 @@ class _Moving:
     blocks: LeavingBlocks
     bytes: int = 0
     frozen_at: float | None = None
+    refused_at: float | None = None
+    port: HandoffPort | None = None
+
+    def refused(self) -> None:
+        """A push to it has to wait."""
+        if self.refused_at is None:
+            self.refused_at = clock.monotonic()
+
+    async def disconnect(self) -> None:
+        if self.port is not None:
+            await self.port.close()
+            self.port = None
 
 
 class HandOver:
@@ -88,7 +102,7 @@ class HandOver:
         assert store.slots is not None
         numbers = [number for number in places(store.layout, store.slots, group) if number in store.blocks]
         moving = _Moving(migration, group, store, LeavingBlocks(store, numbers))
-        self._pserver.on_step = self._stepped.set
+        self._pserver.on_step, self._pserver.on_moving = self._stepped.set, moving.refused
         handing = asyncio.ensure_future(self._send_all(moving))
         over = asyncio.ensure_future(self._over(moving))
         try:
@@ -100,8 +114,10 @@ class HandOver:
             for task in (handing, over):
                 task.cancel()
             await asyncio.wait((handing, over))
-            self._pserver.on_step, self._pserver.hands_over = None, False
+            self._pserver.on_step = self._pserver.on_moving = None
+            self._pserver.hands_over = False
             self._end(moving)
+            await moving.disconnect()
 
     async def _over(self, moving: _Moving) -> None:
         """Returns when the slot map gives the group to another one, or the migration is over."""
@@ -119,11 +135,17 @@ class HandOver:
             return
         moving.blocks.release()
         handed = self._handed(moving)
-        paused_s = clock.monotonic() - moving.frozen_at if moving.frozen_at is not None else 0.0
+        frozen_s, paused_s = _seconds_since(moving.frozen_at), _seconds_since(moving.refused_at)
         longest = max(handed.longest_pause_s, round(paused_s, 6))
         done = handed.model_copy(update={"forgotten": handed.forgotten + 1, "longest_pause_s": longest})
         self._own_index.set(handed=done)
-        log.info("group_moved", index=self._pserver.index, group=moving.group.number, seconds=round(paused_s, 4))
+        log.info(
+            "group_moved",
+            index=self._pserver.index,
+            group=moving.group.number,
+            frozen_s=round(frozen_s, 4),
+            paused_s=round(paused_s, 4),
+        )
 
     def _handed(self, moving: _Moving) -> Handed:
         """What is on record of this migration."""
@@ -136,7 +158,8 @@ class HandOver:
 
     async def _send_all(self, moving: _Moving) -> None:
         """Returns when the target has everything."""
-        await self._send(moving, lambda: iter(()))  # the target may not know of the migration yet
+        await self._send(moving, lambda: iter(()), coming=moving.blocks.coming())
+        await self._until_even(moving)
         moving.blocks.begin()
         await self._send(moving, moving.blocks.early)
         await self._until_frozen(moving)
@@ -146,36 +169,50 @@ class HandOver:
         update = {"groups": (*handed.groups, moving.group.number), "bytes": handed.bytes + moving.bytes, "failed": ""}
         self._own_index.set(handed=handed.model_copy(update=update))
 
+    async def _until_even(self, moving: _Moving) -> None:
+        """A step that has begun becomes whole, or the job goes back to a checkpoint and the migration is over."""
+        while not moving.blocks.even:
+            if not await self._step():
+                log.info(
+                    "handoff_waits", index=self._pserver.index, group=moving.group.number, cause="a step is not whole"
+                )
+
     async def _until_frozen(self, moving: _Moving) -> None:
-        """At most IDLE_S after the last step there is, all blocks but those of a torn step are frozen."""
+        """At most IDLE_S after the last step there is, unless one has begun that is not whole."""
         while not moving.blocks.frozen:
-            self._stepped.clear()
-            try:
-                async with asyncio.timeout(IDLE_S):
-                    await self._stepped.wait()
-            except TimeoutError:
+            if not await self._step():
                 moving.blocks.freeze_idle()
             if moving.frozen_at is None and moving.blocks.any_frozen:
                 moving.frozen_at = clock.monotonic()
         moving.frozen_at = moving.frozen_at or clock.monotonic()
 
-    async def _send(self, moving: _Moving, parts: Callable[[], Parts], *, whole: bool = False) -> None:
-        """Again until the target has taken it; nothing is sent twice except after an error."""
+    async def _step(self) -> bool:
+        """Wait until a block has a new version; False: none had for IDLE_S."""
+        self._stepped.clear()
+        return await event_within(self._stepped, IDLE_S)
+
+    async def _send(
+        self,
+        moving: _Moving,
+        parts: Callable[[], Parts],
+        *,
+        coming: tuple[HandoffPart, ...] = (),
+        whole: bool = False,
+    ) -> None:
+        """Again until the target has taken it; nothing is sent twice except after an error, and only then it connects again."""
         began, told = clock.monotonic(), False
         while True:
-            port = self._port(moving)
             try:
-                if port is not None:
-                    header = self._header(moving, whole=whole)
-                    answer = await port.hand_over(header, _counted(moving, parts()))
+                moving.port = moving.port or self._port(moving)
+                if moving.port is not None:
+                    header = self._header(moving, coming=coming, whole=whole)
+                    answer = await moving.port.hand_over(header, _counted(moving, parts()))
                     if answer.have or not whole:
                         return
                 cause = "the target is not registered, or does not have everything"
             except TriremeError as error:
                 cause = error.message
-            finally:
-                if port is not None:
-                    await port.close()
+            await moving.disconnect()
             log.warning("handoff_delayed", index=self._pserver.index, group=moving.group.number, cause=cause)
             if not told and clock.monotonic() - began > FAILED_S:
                 told = True
@@ -189,7 +226,7 @@ class HandOver:
             return None
         return self._context.connect(member)
 
-    def _header(self, moving: _Moving, *, whole: bool) -> HandoffHeader:
+    def _header(self, moving: _Moving, *, coming: tuple[HandoffPart, ...], whole: bool) -> HandoffHeader:
         pserver, master = self._pserver, self._directory.master
         header = HandoffHeader(
             job=pserver.job,
@@ -199,6 +236,7 @@ class HandOver:
             group=moving.group.number,
             source=pserver.index,
             timeline=moving.migration.timeline,
+            coming=coming,
         )
         if not whole:
             return header
@@ -207,6 +245,10 @@ class HandOver:
             ledger = ledger_text.to_text(moving.blocks.ledger(), [moved.block for moved in blocks])
         history = moving.store.history.handed()
         return header.model_copy(update={"whole": True, "blocks": blocks, "history": history, "ledger": ledger})
+
+
+def _seconds_since(moment: float | None) -> float:
+    return clock.monotonic() - moment if moment is not None else 0.0
 
 
 def _counted(moving: _Moving, parts: Parts) -> Parts:

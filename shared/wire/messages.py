@@ -204,23 +204,6 @@ class MovedBlock(Record):
     updates: int
 
 
-class HandoffHeader(MessageHeader):
-    """First map of `POST /v1/handoffs`: a parameter server (`source`) gives blocks of group `group` of migration `migration` to
-    another one. Parts follow, each as HandoffPart + payload.
-
-    `whole`: with these parts the target has everything: `blocks` tells what each of them is, `history` what it knows of versions
-    and steps, `ledger` (asynchronous) which minibatches the blocks have."""
-
-    migration: str
-    group: int
-    source: int
-    timeline: int
-    whole: bool = False
-    blocks: tuple[MovedBlock, ...] = ()
-    history: HandedHistory = HandedHistory()
-    ledger: str = ""
-
-
 class HandoffPart(Record):
     """`name`: "" for the values at `version`, else a tensor of the optimizer's state. `scalar`: it has no dimensions."""
 
@@ -229,6 +212,25 @@ class HandoffPart(Record):
     version: int = 0
     dtype: str
     scalar: bool = False
+
+
+class HandoffHeader(MessageHeader):
+    """First map of `POST /v1/handoffs`: a parameter server (`source`) gives blocks of group `group` of migration `migration` to
+    another one. Parts follow, each as HandoffPart + payload.
+
+    `coming`: parts that will follow in later requests, so that the target has memory for them before anything freezes. `whole`:
+    with these parts the target has everything: `blocks` tells what each of them is, `history` what it knows of versions and
+    steps, `ledger` (asynchronous) which minibatches the blocks have."""
+
+    migration: str
+    group: int
+    source: int
+    timeline: int
+    coming: tuple[HandoffPart, ...] = ()
+    whole: bool = False
+    blocks: tuple[MovedBlock, ...] = ()
+    history: HandedHistory = HandedHistory()
+    ledger: str = ""
 
 
 class HandoffAnswer(Record):

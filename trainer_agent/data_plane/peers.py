@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
+from itertools import count
 from typing import Any, TypeVar
 
 from shared.errors import DeadlineExceeded, NotReady, PeerError, StaleGeneration, TriremeError, WrongOwner
@@ -23,7 +24,10 @@ from trainer_agent.waiting.single_error import SingleErrorGroup
 
 REFRESH_S = 0.5
 REROUTE_S = 0.25
-ADOPT_S = 0.01
+ADOPT_S = (
+    0.01  # until the new owner of a block has the slot map as well: the first wait, each next one is twice as long
+)
+MOVING_S = 1.0
 OWN_LEASE = "etcd did not say whether this trainer is still a member"
 
 T = TypeVar("T")
@@ -119,24 +123,31 @@ class Peers:
     async def _ask_by_one_map(self, ask: Callable[[Routes, int], Coroutine[Any, Any, T]]) -> list[T]:
         """Ask all parameter servers that have blocks by one slot map; again if slots move meanwhile: no block may be left out."""
         backoff = Backoff("all parameter servers to have one slot map")
-        while True:
+        for refusals in count(1):
             routes = self.routes
             try:
                 async with SingleErrorGroup() as group:
                     tasks = [group.create_task(ask(routes, index)) for index in routes.blocks]
             except WrongOwner as error:
                 backoff.waited(error)
-                await self._rerouted(routes.version)
+                await self._rerouted(routes.version, refusals)
             else:
                 return [task.result() for task in tasks]
+        raise AssertionError("count() ends")
 
-    async def _rerouted(self, version: int) -> None:
-        """Wait a moment for a newer slot map than `version`. If it is known, its new owner may not know it yet."""
-        if self.routes.version != version:
-            await asyncio.sleep(ids.jitter(ADOPT_S))
-            return
+    async def _rerouted(self, version: int, refusals: int, *, moving: bool = False) -> None:
+        """After a parameter server has refused what slot map `version` sent to it, for the `refusals`th time: wait for a newer map, if
+        it is not here already. The other one may also be the one that lacks it, so it is asked again soon. `moving`: its blocks are
+        frozen; nothing helps but a newer map, or the end of the migration."""
+        migration = self._directory.migration
+        frozen = moving and migration is not None
+        limit_s = MOVING_S if frozen else min(REROUTE_S, ids.jitter(ADOPT_S) * 2.0 ** min(refusals - 1, 8))
         with suppress(DeadlineExceeded):
-            await self._directory.wait_for(lambda _: self.routes.version != version, REROUTE_S, "a newer slot map")
+            await self._directory.wait_for(
+                lambda seen: self.routes.version != version or (frozen and seen.migration is not migration),
+                limit_s,
+                "a newer slot map",
+            )
 
     def _port(self, index: int) -> PserverPort:
         member = self._directory.pservers.get(index)

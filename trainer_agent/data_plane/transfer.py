@@ -42,7 +42,7 @@ from trainer_agent.data_plane.http import PserverPort
 from trainer_agent.data_plane.outbox import Outbox, Outboxes
 from trainer_agent.data_plane.peers import OWN_LEASE, Connect, Peers, Suspect, Unanswered
 from trainer_agent.data_plane.routing import Routes
-from trainer_agent.data_plane.verdicts import Verdict, moved_blocks, verdict, worst
+from trainer_agent.data_plane.verdicts import Verdict, is_moving, moved_blocks, verdict, worst
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting.retry import Backoff
 from trainer_agent.waiting.single_error import SingleErrorGroup
@@ -137,7 +137,7 @@ class Transfer(Peers):
         narrow: Narrow | None,
     ) -> StepRecord | None:
         """`narrowed`: memory for one block in its narrow dtype."""
-        missing, routes = dict.fromkeys(blocks), self.routes
+        missing, routes, refusals = dict.fromkeys(blocks), self.routes, 0
         # what comes from elsewhere than the slot map said at first is named by nobody
         place_known = routes.version, index
         everything = blocks is routes.blocks.get(index)
@@ -212,7 +212,8 @@ class Transfer(Peers):
                 case "TOO_EARLY":
                     backoff.waited(end.message)
                 case "WRONG_OWNER":
-                    await self._rerouted(routes.version)
+                    refusals += 1
+                    await self._rerouted(routes.version, refusals)
                     parts, routes = self.routes.split(missing), self.routes
                     if parts.keys() != {index}:
                         return await self._pull_parts(parts, version, skip_after_s, narrow) or record
@@ -264,7 +265,7 @@ class Transfer(Peers):
         """The verdict of each parameter server that got some of the blocks. `version`: of the slot map that put them together."""
         if not await outbox.started():
             return {index: Verdict.ACKNOWLEDGED}
-        backoff = Backoff(f"pushing step {header.step} to pserver-{index}")
+        backoff, refusals = Backoff(f"pushing step {header.step} to pserver-{index}"), 0
         while True:
             if await self._certain():
                 backoff.waited(OWN_LEASE)
@@ -290,7 +291,9 @@ class Transfer(Peers):
                 if found is Verdict.MOVED:
                     moved = moved_blocks(answer)
                     rest = [item for item in await outbox.items() if item[0].block in moved]
-                    await self._rerouted(self.routes.version if version is None else version)
+                    refusals += 1
+                    asked_by = self.routes.version if version is None else version
+                    await self._rerouted(asked_by, refusals, moving=is_moving(answer))
                     if self.generation > header.generation:
                         return {index: Verdict.STALE}
                     if self.routes.split(moved).keys() != {index}:

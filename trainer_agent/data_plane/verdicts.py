@@ -60,6 +60,11 @@ def worst(verdicts: Iterable[Verdict]) -> Verdict:
     return max(verdicts, key=_ORDER.__getitem__, default=Verdict.ACKNOWLEDGED)
 
 
+def is_moving(answer: PushAnswer) -> bool:
+    """Whether blocks are frozen because they are on their way."""
+    return any(refused.code == MOVING for refused in answer.refused)
+
+
 def moved_blocks(answer: PushAnswer) -> frozenset[int]:
     """The blocks that have to be pushed to another parameter server."""
     return frozenset(refused.block for refused in answer.refused if _VERDICTS.get(refused.code) is Verdict.MOVED)

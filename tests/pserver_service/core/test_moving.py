@@ -7,14 +7,17 @@ import asyncio
 import pytest
 import torch
 
+from pserver_service.core import moving
 from pserver_service.core.moving import ArrivingBlocks, LeavingBlocks, adopt, forget
 from pserver_service.core.saved_ledger import SavedLedger
 from pserver_service.core.store import Store
 from pserver_service.pserver import Pserver
+from shared.blocks.buffers import BufferPool
 from shared.errors import BadFrame
 from shared.records import Mode
 from shared.records.layout import OptimizerSpec
 from shared.wire.messages import HandoffPart, LedgerQuery
+from tests.equipment.replaced import replaced
 from tests.pserver_service.jobs import (
     async_header,
     check_invariants,
@@ -49,7 +52,7 @@ def empty(mode: Mode = Mode.SYNC) -> Pserver:
     return target
 
 
-def moved(source: Pserver, target: Pserver, leaving: LeavingBlocks) -> None:
+def hand_over(source: Pserver, target: Pserver, leaving: LeavingBlocks) -> None:
     """What the two ends do, without a wire."""
     assert source.store is not None
     assert target.store is not None
@@ -83,7 +86,7 @@ def test_a_block_freezes_at_its_next_version_and_goes_on_elsewhere_with_the_same
         assert {(each.block, each.code) for each in refused.refused} == {(1, "MOVING"), (2, "MOVING")}
         late = await make_step(source, 3)
         assert (late.duplicate, late.refused) == (3, ())
-        moved(source, target, leaving)
+        hand_over(source, target, leaving)
         assert sorted(source.store.blocks) == [0]
         answer = await make_step(target, 4, MOVED)
         assert (answer.applied, answer.refused) == (2, ())
@@ -111,7 +114,7 @@ def test_a_pull_that_waits_for_a_block_that_moves_ends_and_says_so() -> None:
         leaving = LeavingBlocks(source.store, MOVED)
         leaving.begin()
         leaving.freeze_idle()
-        moved(source, empty(), leaving)
+        hand_over(source, empty(), leaving)
         source.forgotten(MOVED)
         found, end = await waiting
         assert (found, end.code) == ({}, "WRONG_OWNER")
@@ -171,7 +174,7 @@ def test_the_ledger_moves_with_its_block_and_each_minibatch_still_counts_once() 
         leaving.begin()
         assert leaving.frozen
         assert (await push(source, 6, 1)).refused[0].code == "MOVING"
-        moved(source, target, leaving)
+        hand_over(source, target, leaving)
         assert (await push(target, 6, 0, MOVED)).duplicate == 2
         assert (await push(target, 5, 2, MOVED)).duplicate == 2
         assert (await push(target, 6, 2, MOVED)).refused[0].code == "TOO_EARLY"
@@ -206,12 +209,98 @@ def test_parts_that_do_not_belong_to_the_group_and_groups_that_are_not_whole_are
             (HandoffPart(block=1, dtype="float16"), 32),
             (HandoffPart(block=1, name="step", dtype="float32", scalar=True), 8),
         ):
-            with pytest.raises(BadFrame, match="do not belong"):
+            with pytest.raises(BadFrame, match=r"does not belong|: expected"):
                 arriving.take(part, memoryview(bytearray(size)))
         leaving = LeavingBlocks(source.store, (1,))
         with pytest.raises(BadFrame, match="values are missing of"):
             arriving.complete(leaving.described(), source.store.history.handed(), SavedLedger({}))
         arriving.release()
         check_invariants(source)
+
+    asyncio.run(main())
+
+
+async def leaving_after_a_step() -> tuple[Pserver, LeavingBlocks]:
+    source, _ = await initialised(LAYOUT)
+    await make_step(source, 0)
+    assert source.store is not None
+    return source, LeavingBlocks(source.store, MOVED)
+
+
+def places_of(source: Pserver) -> dict:
+    assert source.store is not None
+    return {number: source.store.geometry.block(number) for number in MOVED}
+
+
+def test_all_memory_that_a_group_needs_is_taken_and_written_to_before_it_freezes() -> None:
+    async def main() -> None:
+        source, leaving = await leaving_after_a_step()
+        pool = BufferPool()
+        arriving = ArrivingBlocks(places_of(source), pool)
+        with replaced(moving, "TOUCHED_BYTES", 16):
+            pieces = list(arriving.reserve(leaving.coming()))
+        values, states = 2 * (64 + 32), 2 * (64 + 32) + 2 * 4
+        assert (pool.allocated_bytes, pool.free_bytes) == (values, 0)
+        assert len(pieces) == (values + states - 2 * 4) // 16 + 2  # each of the two scalars is a piece
+        assert list(arriving.reserve(leaving.coming())) == []
+        leaving.begin()
+        early = list(leaving.early())
+        await make_step(source, 1)
+        with replaced(moving, "_empty", None):  # nothing is allocated any more
+            for part, payload in (*early, *leaving.rest()):
+                arriving.take(part, payload)
+        arriving.complete(leaving.described(), source.store.history.handed(), SavedLedger({}))  # type: ignore[union-attr]
+        assert (pool.allocated_bytes, pool.free_bytes) == (values, 0)
+        arriving.release()
+        leaving.release()
+        assert pool.free_bytes == values
+
+    asyncio.run(main())
+
+
+def test_memory_that_is_being_reserved_twice_is_kept_once_and_never_written_to_after_a_part_came() -> None:
+    """The first request was slow, and the source repeated it."""
+
+    async def main() -> None:
+        source, leaving = await leaving_after_a_step()
+        pool = BufferPool()
+        arriving = ArrivingBlocks(places_of(source), pool)
+        with replaced(moving, "TOUCHED_BYTES", 16):
+            slow = arriving.reserve(leaving.coming())
+            next(slow)
+            list(arriving.reserve(leaving.coming()))
+            leaving.begin()
+            early = {part.block: (part, bytes(payload)) for part, payload in leaving.early()}
+            for part, payload in early.values():
+                arriving.take(part, memoryview(payload))
+            list(slow)
+        await make_step(source, 1)
+        for part, payload in leaving.rest():
+            arriving.take(part, payload)
+        arriving.complete(leaving.described(), source.store.history.handed(), SavedLedger({}))  # type: ignore[union-attr]
+        target = empty()
+        adopt(target.store, [arriving])  # type: ignore[arg-type]
+        for number, (_, payload) in early.items():
+            assert bytes(target.store.pull(number, 1).view) == payload  # type: ignore[union-attr]
+        assert pool.allocated_bytes - pool.free_bytes == 2 * (64 + 32)
+        leaving.release()
+
+    asyncio.run(main())
+
+
+def test_a_group_that_is_dropped_while_memory_is_reserved_gives_all_of_it_back() -> None:
+    async def main() -> None:
+        source, leaving = await leaving_after_a_step()
+        pool = BufferPool()
+        arriving = ArrivingBlocks(places_of(source), pool)
+        with replaced(moving, "TOUCHED_BYTES", 16):
+            reserving = arriving.reserve(leaving.coming())
+            next(reserving)
+            arriving.release()
+            list(reserving)
+        assert pool.free_bytes == pool.allocated_bytes > 0
+        foreign = HandoffPart(block=0, dtype="float32")
+        with pytest.raises(BadFrame, match="does not belong"):
+            list(ArrivingBlocks(places_of(source), pool).reserve((foreign,)))
 
     asyncio.run(main())
