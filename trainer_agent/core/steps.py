@@ -2,16 +2,17 @@
 
 a version's positions ──positions_of_step──► where each lane reads in the step
 the master's request ──checkpoint_asked──► which version becomes a checkpoint on demand
+the records that parameter servers have of one version ──agreed──► one record
 lanes without acknowledgement ──nodes_to_compute──► nodes of the aggregation tree, the largest first
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from shared.lanes import Interval, aligned_intervals
 from shared.records.operations import CheckpointRequest
-from shared.records.step import CheckpointAsked, LanePosition
+from shared.records.step import CheckpointAsked, LanePosition, StepRecord
 
 
 def positions_of_step(positions: Sequence[LanePosition]) -> tuple[LanePosition, ...]:
@@ -22,20 +23,40 @@ def positions_of_step(positions: Sequence[LanePosition]) -> tuple[LanePosition, 
 
 
 def checkpoint_asked(
-    request: CheckpointRequest | None, generation: int, step: int, carried: CheckpointAsked | None
+    request: CheckpointRequest | None,
+    generation: int,
+    step: int,
+    carried: CheckpointAsked | None,
+    timeline: int = 0,
 ) -> CheckpointAsked | None:
-    """What lane 0's push of `step` says about a checkpoint on demand; `carried`: what the version before says.
+    """What lane 0's push of `step` says about a checkpoint on demand; `carried`: what the version before says, at all parameter
+    servers alike. `timeline`: the generation of the last rollback.
 
     The checkpoint is due two versions later. All pushes until then come from one owner of lane 0, so every parameter
-    server gets the same request. If that owner dies or lane 0 moves, the generation changes and the next owner asks anew.
+    server gets the same request. If that owner dies or lane 0 moves before, the generation changes and the next owner asks anew.
+    A request that was due in this timeline has been carried to its end: it stays on record until the checkpoint is written.
     """
     if request is None:
         return None
-    asked = CheckpointAsked(
+    if carried is not None and (carried.operation, carried.attempt) == (request.operation, request.attempt):
+        was_due = carried.version <= step and carried.generation >= timeline
+        if was_due or carried.generation == generation:
+            return carried
+    return CheckpointAsked(
         operation=request.operation, attempt=request.attempt, generation=generation, version=step + 2
     )
-    same = carried is not None and carried.model_copy(update={"version": asked.version}) == asked
-    return carried if same else asked
+
+
+def agreed(records: Iterable[StepRecord | None]) -> StepRecord | None:
+    """One of the records that parameter servers have of a version. What it says about a checkpoint on demand is left out unless all
+    say the same: in a step in which lane 0 moved, some have it from one owner and some from the next."""
+    found = [record for record in records if record is not None]
+    if not found:
+        return None
+    first = found[0]
+    if first.lane_zero is None or all(record.asked == first.asked for record in found):
+        return first
+    return first.model_copy(update={"lane_zero": first.lane_zero.model_copy(update={"asked": None})})
 
 
 def nodes_to_compute(missing: Sequence[int]) -> list[Interval]:

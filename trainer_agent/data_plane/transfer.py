@@ -38,6 +38,7 @@ from shared.wire.messages import (
     PushBlock,
     PushHeader,
 )
+from trainer_agent.core.steps import agreed
 from trainer_agent.data_plane.http import PserverPort
 from trainer_agent.data_plane.outbox import Outbox, Outboxes
 from trainer_agent.data_plane.peers import OWN_LEASE, Connect, Peers, Suspect, Unanswered
@@ -106,7 +107,7 @@ class Transfer(Peers):
                 group.create_task(self._pull_from(index, blocks, version, skip_after_s, narrow))
                 for index, blocks in parts.items()
             ]
-        return next((record for pull in pulls if (record := pull.result()) is not None), None)
+        return agreed(pull.result() for pull in pulls)
 
     def swap(self) -> None:
         """What the last pull brought becomes the parameters in use; buffers that stay as they are come only once."""
@@ -191,7 +192,8 @@ class Transfer(Peers):
                 end = PullEnd(code="WRONG_OWNER", message=error.message)
             except (PeerError, StaleGeneration) as error:
                 if self.routes.version != routes.version:
-                    return await self._pull_parts(self.routes.split(missing), version, skip_after_s, narrow) or record
+                    rest = await self._pull_parts(self.routes.split(missing), version, skip_after_s, narrow)
+                    return agreed((rest, record))
                 if isinstance(error, PeerError) and self._silence.failed(index, error, skip_after_s):
                     self._keep_current(missing)
                     return record
@@ -216,7 +218,8 @@ class Transfer(Peers):
                     await self._rerouted(routes.version, refusals)
                     parts, routes = self.routes.split(missing), self.routes
                     if parts.keys() != {index}:
-                        return await self._pull_parts(parts, version, skip_after_s, narrow) or record
+                        rest = await self._pull_parts(parts, version, skip_after_s, narrow)
+                        return agreed((rest, record))
                     backoff.waited(end.message)
                 case "NOT_READY" | "OK" if missing:
                     await backoff.failed(end.message or f"{len(missing)} blocks did not come")

@@ -104,7 +104,7 @@ class Joiner:
         step = version.version
         if self._lane_zero is None or self._lane_zero[0] != step:
             request, generation = self._directory.checkpoint_request, self._transfer.generation
-            asked = checkpoint_asked(request, generation, step, version.asked)
+            asked = checkpoint_asked(request, generation, step, version.asked, self.timeline)
             self._lane_zero = step, self._compute.begin_step().model_copy(update={"asked": asked})
         return self._lane_zero[1]
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from shared.lanes import is_aligned
 from shared.records.operations import CheckpointRequest
-from shared.records.step import CheckpointAsked, LanePosition
-from trainer_agent.core.steps import checkpoint_asked, nodes_to_compute, positions_of_step
+from shared.records.step import CheckpointAsked, LanePosition, LaneZero, StepRecord
+from trainer_agent.core.steps import agreed, checkpoint_asked, nodes_to_compute, positions_of_step
 
 
 def test_a_new_epoch_begins_when_all_lanes_are_exhausted():
@@ -26,6 +26,30 @@ def test_a_checkpoint_on_demand_is_due_two_versions_on_and_said_anew_in_each_gen
     assert checkpoint_asked(first, 5, 11, asked).version == 13
     assert checkpoint_asked(CheckpointRequest(operation="op", attempt=2), 4, 11, asked).version == 13
     assert checkpoint_asked(None, 4, 11, asked) is None
+
+
+def test_a_checkpoint_that_was_due_when_lane_0_moved_is_not_asked_for_again():
+    """The request stays on record until the checkpoint is written; by then lane 0 may have had several owners."""
+    request = CheckpointRequest(operation="op", attempt=1)
+    asked = checkpoint_asked(request, 4, 10, None)
+    assert checkpoint_asked(request, 5, 12, asked) == checkpoint_asked(request, 9, 40, asked) == asked
+    assert checkpoint_asked(CheckpointRequest(operation="op", attempt=2), 5, 12, asked).version == 14
+    rolled_back = checkpoint_asked(request, 6, 12, asked, timeline=5)
+    assert (rolled_back.version, rolled_back.generation) == (14, 6)
+
+
+def test_a_request_that_parameter_servers_have_from_two_owners_of_lane_0_is_asked_anew():
+    def record(asked, version=12):
+        return StepRecord(version=version, positions=(), lane_zero=LaneZero(options=(), asked=asked))
+
+    old = CheckpointAsked(operation="op", attempt=1, generation=4, version=12)
+    new = old.model_copy(update={"generation": 5, "version": 13})
+    assert agreed([record(old), None, record(old)]) == record(old)
+    for mixed in ([record(old), record(new)], [record(new), record(old), None], [record(None), record(old)]):
+        assert agreed(mixed) == record(None)
+        anew = checkpoint_asked(CheckpointRequest(operation="op", attempt=1), 5, 12, agreed(mixed).asked)
+        assert anew.version == 14
+    assert agreed([None, None]) is None
 
 
 def test_missing_lanes_are_covered_by_the_largest_nodes_first():
