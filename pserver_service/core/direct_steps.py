@@ -32,7 +32,7 @@ def direct_step(optimizer: torch.optim.Optimizer) -> DirectStep | None:
             return partial(_sgd, options)
         case torch.optim.Adam() | torch.optim.AdamW() if not any(map(options.get, _EXTRAS_OF_ADAM)):
             decoupled = isinstance(optimizer, torch.optim.AdamW) or options.get("decoupled_weight_decay", False)
-            return partial(_fused_adam if options["fused"] else _adam, options, decoupled)
+            return partial(_adam, options, decoupled)
     return None
 
 
@@ -54,35 +54,6 @@ def _sgd(
     torch.add(values, gradient, alpha=-rate, out=out)
 
 
-def _fused_adam(
-    options: Mapping[str, Any],
-    decoupled: bool,
-    out: torch.Tensor,
-    values: torch.Tensor,
-    gradient: torch.Tensor,
-    state: State,
-) -> None:
-    out.copy_(values)
-    state["step"].add_(1)
-    beta1, beta2 = options["betas"]
-    kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    kernel(
-        [out],
-        [gradient],
-        [state["exp_avg"]],
-        [state["exp_avg_sq"]],
-        [],
-        [state["step"]],
-        lr=options["lr"],
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=options["weight_decay"],
-        eps=options["eps"],
-        amsgrad=False,
-        maximize=False,
-    )
-
-
 def _adam(
     options: Mapping[str, Any],
     decoupled: bool,
@@ -91,9 +62,15 @@ def _adam(
     gradient: torch.Tensor,
     state: State,
 ) -> None:
-    rate, (beta1, beta2), decay = options["lr"], options["betas"], options["weight_decay"]
-    mean, square = state["exp_avg"], state["exp_avg_sq"]
-    step = state["step"].add_(1).item()
+    """The fused kernel rounds otherwise than the single operations, so each has its own arithmetic."""
+    rate, (beta1, beta2), decay, eps = options["lr"], options["betas"], options["weight_decay"], options["eps"]
+    mean, square, steps = state["exp_avg"], state["exp_avg_sq"], state["step"].add_(1)
+    if options["fused"]:
+        kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        numbers = {"lr": rate, "beta1": beta1, "beta2": beta2, "weight_decay": decay, "eps": eps}
+        kernel([out.copy_(values)], [gradient], [mean], [square], [], [steps], **numbers, amsgrad=False, maximize=False)
+        return
+    step = steps.item()
     if decay and decoupled:
         values = values.mul(1 - rate * decay)
     elif decay:
@@ -101,5 +78,5 @@ def _adam(
     mean.lerp_(gradient, 1 - beta1)
     square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     torch.sqrt(square, out=out)  # the denominator, where the values will be
-    out.div_((1 - beta2**step) ** 0.5).add_(options["eps"])
+    out.div_((1 - beta2**step) ** 0.5).add_(eps)
     torch.addcdiv(values, mean, out, value=-(rate / (1 - beta1**step)), out=out)
