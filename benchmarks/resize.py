@@ -1,9 +1,11 @@
-"""What a live resize costs: python -m benchmarks.resize [--mib 64] [--json]
+"""What a resize costs, live and by a restart: python -m benchmarks.resize [--mib 64] [--rounds 3] [--json]
 
 One trainer trains a model of --mib MiB of parameters with Adam (four times as many bytes of state: values of two versions, two
-tensors of the optimizer) on one parameter server. It is resized to two and to three while it trains. Shown are the longest step
-during each resize beyond the median step before it, the bytes that were sent against the fewest that make the loads even, the
-prediction of a dry run, and how much slower the steps were meanwhile.
+tensors of the optimizer) on one parameter server. In each round it is resized to two and to three while it trains, back to one,
+and to two and three again by the strategy `restart` (checkpoint, load). A step is the time between two calls of the user's `loss`:
+forward, backward, push, optimizer, pull. Shown are medians over the rounds: the longest step during a resize, and the longest in the
+seconds before it, both beyond the median step of those seconds; by how much all steps during it were longer than that; the bytes
+that were sent against the fewest that make the loads even, and the prediction of a dry run.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ import os
 import statistics
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,17 +32,19 @@ from trireme.view.client import Client
 
 MIB = 1 << 20
 STATES = 4  # values of two versions, and Adam's two tensors
-CALM_S = 15.0
-SETTLE_S = 5.0
+CALM_S = 6.0
+SETTLE_S = 2.0
 RESIZE_S = 240.0
 SIZES = ((1, 2), (2, 3))
+STRATEGIES = ("live", "restart")
 GOAL_MS = 250
 
 
 @dataclass(frozen=True)
 class Row:
-    """Milliseconds of steps, MiB of payloads."""
+    """Milliseconds of steps, MiB of payloads. `lost_ms`: the sum over the steps during the resize, beyond the median before it."""
 
+    strategy: str
     before: int
     after: int
     steps_before: int
@@ -47,6 +52,7 @@ class Row:
     steps_during: int
     median_during_ms: float
     longest_beyond_ms: float
+    lost_ms: float
     longest_before_beyond_ms: float
     longest_pause_ms: float
     seconds: float
@@ -59,28 +65,42 @@ class Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=64, help="of parameters, a multiple of 16")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     telemetry.configure(level="ERROR", json=False)
     with tempfile.TemporaryDirectory(prefix="trireme-resize-") as folder:
-        rows = asyncio.run(measure(Path(folder), arguments.mib))
+        rows = asyncio.run(measure(Path(folder), arguments.mib, arguments.rounds))
     if arguments.json:
         print(json.dumps([asdict(row) for row in rows]))
         return
     print(
-        "| pservers | step before | slowest before, beyond it | longest step during, beyond it | median during | longest pause of a group "
-        "| took | sent | dry run | fewest |\n|---|---|---|---|---|---|---|---|---|---|"
+        "| pservers | step before | longest before, beyond it | longest during, beyond it | median during | lost altogether "
+        "| longest pause of a group | took | sent | dry run | fewest |\n|---|---|---|---|---|---|---|---|---|---|---|"
     )
-    for row in rows:
+    for row in medians(rows):
+        goal = f" (goal {GOAL_MS})" if row.strategy == "live" else ""
         print(
-            f"| {row.before} to {row.after} | {row.median_ms:.0f} ms | {row.longest_before_beyond_ms:.0f} ms "
-            f"| {row.longest_beyond_ms:.0f} ms (goal {GOAL_MS}) | {row.median_during_ms:.0f} ms, {row.steps_during} steps "
+            f"| {row.before} to {row.after}, {row.strategy} | {row.median_ms:.0f} ms | {row.longest_before_beyond_ms:.0f} ms "
+            f"| {row.longest_beyond_ms:.0f} ms{goal} | {row.median_during_ms:.0f} ms, {row.steps_during} steps | {row.lost_ms:.0f} ms "
             f"| {row.longest_pause_ms:.0f} ms | {row.seconds:.1f} s, {row.groups} groups | {row.moved_mib:.1f} MiB "
             f"| {row.predicted_mib:.1f} MiB | {row.fewest_mib:.1f} MiB |"
         )
 
 
-async def measure(folder: Path, mib: int) -> list[Row]:
+def medians(rows: list[Row]) -> list[Row]:
+    """One row for each kind of resize: of each number the median over the rounds."""
+    kinds: dict[tuple[str, int, int], list[Row]] = {}
+    for row in rows:
+        kinds.setdefault((row.strategy, row.before, row.after), []).append(row)
+    numbers = [field.name for field in fields(Row) if field.name != "strategy"]
+    return [
+        replace(same[0], **{name: statistics.median_high(getattr(row, name) for row in same) for name in numbers})
+        for same in kinds.values()
+    ]
+
+
+async def measure(folder: Path, mib: int, rounds: int) -> list[Row]:
     times = folder / "times"
     times.touch()
     np.save(folder / "x.npy", np.random.default_rng(0).standard_normal((160_000, 2048), dtype=np.float32))
@@ -101,25 +121,30 @@ async def measure(folder: Path, mib: int) -> list[Row]:
     settings = {"RESIZED_MIB": str(mib), "RESIZED_TIMES": str(times)}
     async with LocalCluster(spec, folder / "run", environment=settings) as cluster:
         await steps_done(times, 20)
-        return [await resized(cluster, times, mib, *size) for size in SIZES]
+        rows = []
+        for _ in range(rounds):
+            for strategy in STRATEGIES:
+                rows += [await resized(cluster, times, mib, strategy, *size) for size in SIZES]
+                async with Client(await cluster.master_url(), timeout_s=RESIZE_S) as client:
+                    await ended(client, SIZES[0][0], "live")
+        return rows
 
 
-async def resized(cluster: LocalCluster, times: Path, mib: int, before: int, after: int) -> Row:
+async def resized(cluster: LocalCluster, times: Path, mib: int, strategy: str, before: int, after: int) -> Row:
+    await asyncio.sleep(SETTLE_S)
     first = time.monotonic()
     await asyncio.sleep(CALM_S)
     async with Client(await cluster.master_url(), timeout_s=RESIZE_S) as client:
         predicted = await client.create_resize("", pservers=after, dry_run=True)
         begin = time.monotonic()
-        found = await client.create_resize(ids.new_id("benchmark"), pservers=after)
-        async with asyncio.timeout(RESIZE_S):
-            while found["state"] == "RUNNING":
-                found = await client.resize(found["resize_id"], 5.0)
+        found = await ended(client, after, strategy)
         end = time.monotonic()
     assert found["phase"] == "COMMITTED", found
     await asyncio.sleep(SETTLE_S)
-    calm, during = steps_between(times, first, begin), steps_between(times, begin, end + 1.0)
+    calm, during = steps_between(times, first, begin), steps_between(times, begin, end + SETTLE_S)
     median = statistics.median(calm)
     return Row(
+        strategy=strategy,
         before=before,
         after=after,
         steps_before=len(calm),
@@ -127,6 +152,7 @@ async def resized(cluster: LocalCluster, times: Path, mib: int, before: int, aft
         steps_during=len(during),
         median_during_ms=statistics.median(during),
         longest_beyond_ms=max(during) - median,
+        lost_ms=sum(during) - median * len(during),
         longest_before_beyond_ms=max(calm) - median,
         longest_pause_ms=1000 * found["longest_pause_s"],
         seconds=end - begin,
@@ -135,6 +161,15 @@ async def resized(cluster: LocalCluster, times: Path, mib: int, before: int, aft
         predicted_mib=predicted["bytes"] / MIB,
         fewest_mib=fewest(mib, before, after),
     )
+
+
+async def ended(client: Client, pservers: int, strategy: str) -> dict[str, Any]:
+    """The resize once it has ended."""
+    found = await client.create_resize(ids.new_id("benchmark"), pservers=pservers, strategy=strategy)
+    async with asyncio.timeout(RESIZE_S):
+        while found["state"] == "RUNNING":
+            found = await client.resize(found["resize_id"], 5.0)
+    return found
 
 
 def fewest(mib: int, before: int, after: int) -> float:
