@@ -1,6 +1,6 @@
 """Which slots move when the number of parameter servers changes, in which groups, and how many bytes that is: from the layout alone.
 
-owners, layout --least movement--> slots with another owner --by (source, target)--> groups of at most GROUP_BYTES, or of one slot
+owners, layout --least movement--> slots with another owner --by (source, target)--> groups of some MiB, or of one slot
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from shared.records.operations import MovedBytes
 from shared.slots import rebalanced, slot_of
 
 GROUP_BYTES = 32 << 20
+LEAST_GROUP_BYTES = 8 << 20
+GROUPS = 64
+"""A step has to bear the work for one group of each source, and a group takes at least a step. So groups are small as long as a
+source has not more than GROUPS of them."""
 _STATES = {"Adam": 2, "AdamW": 2, "Adagrad": 1, "RMSprop": 1, "Adadelta": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2}
 _MORE = {"amsgrad": 1, "centered": 1, "momentum": 1}
 
@@ -30,12 +34,16 @@ def planned_owners(layout: Layout, slots: SlotMap, pservers: int) -> tuple[int, 
 def planned_groups(layout: Layout, mode: Mode, slots: SlotMap, pservers: int) -> tuple[Group, ...]:
     """The groups that move, those of different sources and targets in turn, so that the parameter servers work side by side."""
     new, sizes = planned_owners(layout, slots, pservers), slot_bytes(layout, mode)
+    leaving: dict[int, int] = defaultdict(int)
+    for slot, (source, target) in enumerate(zip(slots.owners, new, strict=True)):
+        leaving[source] += sizes[slot] if source != target else 0
+    most = {source: min(GROUP_BYTES, max(LEAST_GROUP_BYTES, size // GROUPS)) for source, size in leaving.items()}
     moving: dict[tuple[int, int], list[tuple[tuple[int, ...], int]]] = defaultdict(list)
     for slot, (source, target) in enumerate(zip(slots.owners, new, strict=True)):
         if source == target:
             continue
         groups = moving[source, target]
-        if groups and groups[-1][1] + sizes[slot] <= GROUP_BYTES:
+        if groups and groups[-1][1] + sizes[slot] <= most[source]:
             members, size = groups.pop()
             groups.append(((*members, slot), size + sizes[slot]))
         else:

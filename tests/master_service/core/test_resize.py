@@ -102,6 +102,22 @@ def test_groups_are_bounded_and_those_of_different_pairs_take_turns(monkeypatch:
     assert sum(group.bytes for group in groups) == 8 * 4096
 
 
+def test_groups_grow_with_what_a_source_has_to_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    def groups(blocks: int) -> list[int]:
+        layout = LAYOUT.model_copy(
+            update={"segments": (LAYOUT.segments[0].model_copy(update={"elements": blocks * 256}),)}
+        )
+        found = moves.planned_groups(layout, Mode.SYNC, SlotMap(version=1, owners=(0,) * 128), 2)
+        assert sum(group.bytes for group in found) == blocks // 2 * 4096
+        return sorted({group.bytes for group in found})
+
+    for name, value in (("LEAST_GROUP_BYTES", 8192), ("GROUP_BYTES", 4 * 8192), ("GROUPS", 4)):
+        monkeypatch.setattr(moves, name, value)
+    assert groups(16) == [8192]
+    assert groups(32) == [16384]
+    assert groups(128) == [4 * 8192]
+
+
 @pytest.mark.parametrize(
     ("fields", "states"),
     [
