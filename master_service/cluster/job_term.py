@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from master_service.core.changes import Event
 from master_service.core.state.job import Job
+from master_service.core.state.members import Members
 from master_service.leadership.master import Master
 from master_service.leadership.term import Term
 from shared.errors import CallerError, PeerError, TriremeError, leaves
@@ -33,14 +34,23 @@ Finish = Callable[[str, Standing, str], Awaitable[None]]
 
 class JobTerm:
     """`finish(job, standing, reason)` writes where the job is now. `on_resize()`: the job has other numbers of members, or other
-    parameter servers. Run `run`."""
+    parameter servers. `on_members()`: other members, or they say something else. Run `run`."""
 
     def __init__(
-        self, master: Master, job: ClusterJob, lease: Lease, finish: Finish, on_resize: Callable[[], None]
+        self,
+        master: Master,
+        job: ClusterJob,
+        lease: Lease,
+        finish: Finish,
+        *,
+        on_resize: Callable[[], None],
+        on_members: Callable[[], None],
     ) -> None:
         self.master = master
         self.job = job.job
-        self._lease, self._finish, self._on_resize = lease, finish, on_resize
+        self._lease, self._finish = lease, finish
+        self._on_resize, self._on_members = on_resize, on_members
+        self._members = Members()
         self._seen: tuple[JobSpec, int, int, bool] | None = None
         self._spec = job.spec
         self._stop: tuple[Standing, str] | None = None
@@ -119,6 +129,9 @@ class JobTerm:
             if term is not None and (seen := _numbers(term.job)) != self._seen:
                 self._seen = seen
                 self._on_resize()
+            if term is not None and term.job.members is not self._members:
+                self._members = term.job.members
+                self._on_members()
             await self._news()
 
     def _is_final(self) -> bool:

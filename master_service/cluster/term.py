@@ -15,14 +15,16 @@ from master_service.cluster.writer import MAX_CHANGES, ClusterWriter
 from master_service.core.changes import Event
 from master_service.core.decisions.cluster import job_schedules
 from master_service.core.decisions.cluster.standing import finish
-from master_service.core.decisions.scheduling import Schedule, schedule
+from master_service.core.decisions.scheduling import Schedule, lost_places, schedule
 from master_service.core.decisions.scheduling.pool_numbers import follow_resize
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place
+from master_service.core.state.members import started_by
 from master_service.leadership.master import Master
 from master_service.store.writer import HeldLock
 from shared.errors import TriremeError
 from shared.etcd import Etcd
 from shared.keys import ClusterKeys
+from shared.membership.own_key import may_return_s
 from shared.records.cluster import ClusterJob, PoolMember, Standing
 from shared.runtime import clock, telemetry
 
@@ -48,6 +50,7 @@ class ClusterTerm:
         rebalance_s: float,
     ) -> None:
         self.lock = lock
+        self._etcd = etcd
         self.state: ClusterState = start.state
         self.jobs: dict[str, JobTerm] = {}
         self.writer = ClusterWriter(
@@ -74,6 +77,11 @@ class ClusterTerm:
     def look_again(self) -> None:
         """A job has changed."""
         self._changed.set()
+
+    def _on_job_members(self) -> None:
+        """They matter to the schedule while a place is gone: its process may be gone now, too."""
+        if self.state.gone_since:
+            self._changed.set()
 
     def _on_member(self, place: Place, member: PoolMember | None) -> None:
         self.state.see(place, member, clock.monotonic())
@@ -111,7 +119,7 @@ class ClusterTerm:
             leading = led.master.current_term
             if leading is None:
                 continue
-            held = {server.incarnation.rpartition("-")[0] for server in leading.job.members.pservers.values()}
+            held = {started_by(server) for server in leading.job.members.pservers.values()}
             live, pservers = leading.job.spec, leading.job.pservers_needed
             asked = leading.job.operations.number_of_trainers_asked()
 
@@ -121,8 +129,19 @@ class ClusterTerm:
             await self.writer.decide(follow)
 
     def _plan(self, state: ClusterState, now: float) -> ClusterDecision[Schedule]:
-        planned = schedule(state, now, clock.wall_time(), self._rebalance_s)
+        lost = lost_places(state, self._present())
+        planned = schedule(state, now, clock.wall_time(), self._rebalance_s, lost)
         return ClusterDecision(planned, planned.changes[:MAX_CHANGES], planned.events)
+
+    def _present(self) -> dict[str, frozenset[str]]:
+        """Job -> whose processes are its members, for jobs of places that are gone. A job whose members may have lost their leases by a
+        silence of etcd is left out as long as they may come back."""
+        state, found = self.state, {}
+        for name in {state.assignments[place].job for place in state.gone_since if place in state.assignments}:
+            leading = self.jobs[name].master.current_term if name in self.jobs else None
+            if leading is not None and may_return_s(self._etcd.silent_at, leading.job.spec.lease_ttl_s) <= 0:
+                found[name] = leading.job.members.starters()
+        return found
 
     def _follow(self) -> None:
         """Begin what is ACTIVE and not led yet; stop what shall stop."""
@@ -131,7 +150,12 @@ class ClusterTerm:
                 continue
             if job.job not in self.jobs:
                 self.jobs[job.job] = term = JobTerm(
-                    self._make(job), job, self.lock.lease, self._finish, self.look_again
+                    self._make(job),
+                    job,
+                    self.lock.lease,
+                    self._finish,
+                    on_resize=self.look_again,
+                    on_members=self._on_job_members,
                 )
                 self._group.create_task(self._run_job(term))
             if job.wanted == "pause":

@@ -26,7 +26,7 @@ from master_service.core.state.job import Job
 from master_service.storage.job_storage import JobStorage
 from master_service.store.writer import HeldLock, Writer
 from shared.errors import NotLeader, PeerError
-from shared.membership.own_key import RETURN_S
+from shared.membership.own_key import may_return_s
 from shared.runtime import clock, ids, telemetry
 from shared.runtime.waiting import event_within
 
@@ -115,7 +115,7 @@ class Supervisor:
         """Leases ran out while etcd was silent: whether members may still come back. Then it has waited for news of them."""
         job, silent_at = self._writer.job, self._etcd.silent_at
         away = set(membership.missing(job.spec, job.trainers, job.slots, job.members)) - self.evictions.ended
-        left_s = silent_at + max(job.spec.lease_ttl_s, RETURN_S) - clock.since_boot()
+        left_s = may_return_s(silent_at, job.spec.lease_ttl_s)
         if not away or left_s <= 0 or job.state.phase.final:
             return False
         if self._awaited != silent_at:

@@ -19,7 +19,7 @@ from shared.errors import DeadlineExceeded, PeerError
 from shared.etcd import Compare, Etcd, Refused
 from shared.etcd.reading import must_read
 from shared.membership.directory import Directory
-from shared.membership.own_key import RETURN_S, OwnKey
+from shared.membership.own_key import OwnKey, may_return_s
 from shared.records import JobState, PserverMember
 from shared.runtime import clock, telemetry
 
@@ -82,7 +82,7 @@ class OwnIndex(OwnKey[PserverMember]):
             seen = self._directory
             assert seen.spec is not None
             revision, index = seen.revision, free_index(seen.pservers_desired or 0, seen.pservers, self._own)
-            left_s = silent_at + max(seen.spec.lease_ttl_s, RETURN_S) - clock.since_boot()
+            left_s = may_return_s(silent_at, seen.spec.lease_ttl_s)
             if index is not None and left_s <= 0:
                 return index
             if clock.monotonic() >= deadline:

@@ -34,6 +34,12 @@ R = TypeVar("R", PserverMember, TrainerMember)
 log = telemetry.logger("own_key")
 
 
+def may_return_s(silent_at: float, ttl_s: float) -> float:
+    """For how long members whose lease of `ttl_s` ran out may still come back, because etcd was silent at `silent_at` (seconds since
+    boot; see Etcd). 0 or less: who is gone is gone."""
+    return silent_at + max(ttl_s, RETURN_S) - clock.since_boot()
+
+
 class OwnKey(Generic[R]):
     """`record`: the wanted value; its lease is filled in."""
 

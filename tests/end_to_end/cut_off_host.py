@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -60,10 +61,12 @@ SLOW_LOSS = LOSS.replace("    return", '    time.sleep(0.01 if (HERE / "slow").e
 
 @dataclass
 class Report:
-    """`next_step_s`: from the cut to the first step that only members of host 1 made. `back_s`: from the end of the cut until members of
+    """`next_step_s`: from the cut to the first step that only members of host 1 made. `leases_end_s`: from the cut until etcd had none of
+    host 2's keys any more: agents, members, master. `back_s`: from the end of the cut until members of
     host 2 train. `streams`: over what the trainers of each host opened their streams. Durations in seconds."""
 
     next_step_s: float = 0.0
+    leases_end_s: float = 0.0
     back_s: float = 0.0
     lease_s: float = LEASE_S
     timeline: int = 0
@@ -115,15 +118,32 @@ class Job:
         async with HttpPserver(kept, TOKEN) as port:
             await _until_steps(port, STEPS_BEFORE)
             before = await port.info()
+            lost = await self._leased_by("two")
             at = clock()
             self.hosts.cut(how)
+            ending = asyncio.create_task(self._gone_at(lost))
             self.report.next_step_s = await _next_step(port, before.timeline, clock, at) - at
+            self.report.leases_end_s = await ending - at
             await _until_steps(port, STEPS_AFTER)
             at = clock()
             self.hosts.join()
             await joined()
             self.report.back_s = clock() - at
             await _until_steps(port, STEPS_AFTER)
+
+    async def _leased_by(self, host: str) -> set[str]:
+        """The keys of its agent, its members and its master: they have names that begin with the host's."""
+        named = re.compile(rf'"{host}-(trainer|pserver|master)\b'.encode())
+        found = (await self.etcd.range("/", prefix=True)).kvs
+        return {kv.key for kv in found if kv.lease and named.search(kv.value)}
+
+    async def _gone_at(self, keys: set[str]) -> float:
+        """When each of them has been deleted. Others may have taken some of them since."""
+        clock = asyncio.get_running_loop().time
+        async with asyncio.timeout(LIMIT_S):
+            while keys := keys & {kv.key for kv in (await self.etcd.range("/", prefix=True, keys_only=True)).kvs}:
+                await asyncio.sleep(LOOK_S)
+        return clock()
 
     def _kept_pserver(self) -> PserverMember:
         members = self.directory.pservers.values()
@@ -212,7 +232,7 @@ async def _members(job: Job, second: Number) -> None:
 
 async def agents(job: Job) -> None:
     await job.start(1, "master", "master_service", job="", storage=job.folder / "storage")
-    settings = {"trainers": 1, "agent_ttl_s": 2, "drain_seconds": 5, "job": ""}
+    settings = {"trainers": 1, "agent_ttl_s": LEASE_S, "drain_seconds": 5, "job": ""}
     for number, name in NAMES.items():
         places = {"pservers": 3 - number, "data_dir": job.folder / name, "node": name}
         await job.start(number, name, "trireme.host", **settings, **places)

@@ -85,6 +85,7 @@ class SimulatedJobs(Jobs):
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)
         self.nodes: list[Node] = []
+        self.others: list[Process] = []  # that `end` ends, too
 
     def start_master(self, name: str) -> Node:
         process, stopping = Process(name), asyncio.Event()
@@ -159,13 +160,14 @@ class SimulatedJobs(Jobs):
         await until(idle, "all members to be idle", limit_s)
 
     async def end(self) -> None:
-        """Kill all masters, then unwind their coroutines where it can have no effect any more."""
-        for node in self.nodes:
-            self.simulated.cut(node.process.name)
-            node.process.kill()
-        for node in self.nodes:
-            node.process.dead = False
-            node.process.release()
+        """Kill all processes, then unwind their coroutines where it can have no effect any more."""
+        processes = [*(node.process for node in self.nodes), *self.others]
+        for process in processes:
+            self.simulated.cut(process.name)
+            process.kill()
+        for process in processes:
+            process.dead = False
+            process.release()
         for _ in range(UNWINDING_ROUNDS):
             await asyncio.sleep(0)
             left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]

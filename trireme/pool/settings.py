@@ -50,7 +50,7 @@ class Settings(MemberSettings):
     data_dir: Path = Path(".trireme-host")
     node: str = Field(default="", max_length=200)
     cores: int = Field(default=0, ge=0, le=4096)
-    agent_ttl_s: float = Field(default=10.0, ge=2.0)
+    agent_ttl_s: float = Field(default=5.0, ge=2.0)
     drain_seconds: float = Field(default=20.0, ge=0)
 
 

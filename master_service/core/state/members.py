@@ -10,6 +10,11 @@ from shared.records.checkpoints import CheckpointLatest, OwnCheckpoints
 from shared.records.layout import Layout
 
 
+def started_by(member: TrainerMember | PserverMember) -> str:
+    """The name that its process was started with. In a cluster that is the pool member whose place it has."""
+    return member.incarnation.rpartition("-")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class Members:
     """Trainers in order of arrival. The revisions are those at which etcd created each `ps/<index>` and `layout` (0: not there).
@@ -24,6 +29,11 @@ class Members:
     latest: CheckpointLatest | None = None
     latest_revision: int = 0
     own: Mapping[int, OwnCheckpoints] = field(default_factory=dict)
+
+    def starters(self) -> frozenset[str]:
+        """`started_by` of each trainer and parameter server."""
+        trainers, pservers = map(started_by, self.trainers.values()), map(started_by, self.pservers.values())
+        return frozenset((*trainers, *pservers))
 
     def __repr__(self) -> str:
         done = "initialised" if self.init_done else "not initialised"

@@ -60,12 +60,12 @@ def held_by(state: ClusterState, job: str) -> list[str]:
     return sorted(member for (_, member), held in state.assignments.items() if held.job == job)
 
 
-def step(state: ClusterState, now: float = 0.0, wall_time: float = WALL) -> Schedule:
+def step(state: ClusterState, now: float = 0.0, wall_time: float = WALL, lost: tuple[Place, ...] = ()) -> Schedule:
     """Schedule, apply, and see that a second look changes nothing."""
-    made = schedule(state, now, wall_time)
+    made = schedule(state, now, wall_time, lost=lost)
     for change in made.changes:
         state.apply(change, now)
-    again = schedule(state, now, wall_time)
+    again = schedule(state, now, wall_time, lost=lost)
     assert (again.changes, again.preempt) == ((), made.preempt)
     return made
 

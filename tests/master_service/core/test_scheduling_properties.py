@@ -25,6 +25,7 @@ class Cluster(RuleBasedStateMachine):
         self.state = state_of()
         self.now = 0.0
         self.count = 0
+        self.lost: set[Place] = set()  # members that vanished with their process
         self.taken: dict[Place, float] = {}  # when the place was given to the job that holds it
 
     # ------------------------------------------------------------ what happens
@@ -81,9 +82,15 @@ class Cluster(RuleBasedStateMachine):
             member = member_of(kind, f"m{number}", f"h{host}").model_copy(update={"incarnation": f"i{self.count}"})
             self.state.see((kind, f"m{number}"), member, self.now)
 
-    @rule(kind=st.sampled_from(["trainer", "pserver"]), number=NAMES)
-    def vanish(self, kind, number):
-        self.state.see((kind, f"m{number}"), None, self.now)
+    @rule(kind=st.sampled_from(["trainer", "pserver"]), number=NAMES, with_process=st.booleans())
+    def vanish(self, kind, number, with_process):
+        place = (kind, f"m{number}")
+        self.state.see(place, None, self.now)
+        (self.lost.add if with_process else self.lost.discard)(place)
+
+    def made(self) -> Schedule:
+        self.lost &= self.state.assignments.keys() - self.state.members.keys()
+        return schedule(self.state, self.now, 0.0, REBALANCE_S, self.lost)
 
     @rule(number=NAMES, fields=st.sampled_from([{"draining": True}, {"trouble": "no"}, {"ended": True}]))
     def spoil(self, number, fields):
@@ -124,11 +131,11 @@ class Cluster(RuleBasedStateMachine):
         state = self.state
         before = dict(state.assignments)
         jobs = dict(state.jobs)
-        made = schedule(state, self.now, 0.0, REBALANCE_S)
+        made = self.made()
         self._check_order_of_places(made)
         for change in made.changes:
             state.apply(change, self.now)
-        again = schedule(state, self.now, 0.0, REBALANCE_S)
+        again = self.made()
         assert (again.changes, again.preempt) == ((), made.preempt), "not a fixed point"
         started = [job for job in state.jobs.values() if job.epoch > jobs[job.job].epoch]
         for job in started:
@@ -239,7 +246,7 @@ class Cluster(RuleBasedStateMachine):
         """Agents follow and nothing else happens: the cluster comes to rest, and everything that can run does."""
         for _ in range(12):
             self.now += 40.0
-            made = schedule(self.state, self.now, 0.0, REBALANCE_S)
+            made = self.made()
             for change in made.changes:
                 self.state.apply(change, self.now)
             for place in list(self.state.members):
@@ -249,7 +256,7 @@ class Cluster(RuleBasedStateMachine):
                 self.state.apply(
                     PutJob(job.model_copy(update={"standing": Standing.QUEUED, "preempted_by": ""})), self.now
                 )
-        assert not schedule(self.state, self.now, 0.0, REBALANCE_S).changes
+        assert not self.made().changes
         kept = any(job.leaving or "at once" in job.reason for job in self.state.jobs.values())
         if self.state.unfit or kept:  # what is idle may be kept for a job that waits for a leaving one
             return

@@ -4,6 +4,7 @@ jobs ──ready?──► admission (who runs: minimum, priority) ──► sha
 """
 
 from master_service.core.decisions.scheduling.demand import needed
+from master_service.core.decisions.scheduling.pool_view import lost_places
 from master_service.core.decisions.scheduling.schedule import Schedule, schedule
 
-__all__ = ["Schedule", "needed", "schedule"]
+__all__ = ["Schedule", "lost_places", "needed", "schedule"]

@@ -2,12 +2,16 @@
 
 valid assignment     the job is ACTIVE in that epoch ──► held         else ──► dropped
 no assignment        the member runs nothing ──► idle                 its old process still runs ──► ending
+
+valid assignment, no member:
+    its process is a member of the job still, or nobody knows ──► held, gone      for GONE_GRACE_S, then dropped
+    its process has lost its key in the job, too              ──► lost            as long, or until another place replaces it
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from master_service.core.state.cluster import ClusterState, Place
@@ -19,8 +23,8 @@ KINDS: tuple[Kind, Kind] = ("pserver", "trainer")
 
 @dataclass
 class PoolView:
-    """`held`: places of ACTIVE jobs, `gone` ones too. `gone`: held, but there is no member; it may come back. `renewed`: held, but
-    the member registered anew since. `idle`: may be assigned now. `ending`: kind -> job whose old process still runs -> how
+    """`held`: places of ACTIVE jobs, `gone` ones too. `gone`: held, but there is no member; it may come back. `lost`: assigned, but
+    neither the member nor its process is there: the job has to do without it. `renewed`: held, but the member registered anew since. `idle`: may be assigned now. `ending`: kind -> job whose old process still runs -> how
     many places will be idle after it. `usable`: all of these, those held by jobs that end or leave too. `drops`: assignments
     that are no more. `next_look_s`: when a grace is over."""
 
@@ -29,6 +33,7 @@ class PoolView:
     ending: dict[Kind, Counter[str]]
     usable: dict[Kind, int]
     gone: set[Place] = field(default_factory=set)
+    lost: dict[Kind, dict[str, list[Place]]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
     renewed: set[Place] = field(default_factory=set)
     drops: dict[Place, str] = field(default_factory=dict)
     job_ended: bool = False
@@ -41,7 +46,14 @@ class PoolView:
         self.next_look_s = after_s if self.next_look_s is None else min(self.next_look_s, after_s)
 
 
-def look(state: ClusterState, now: float) -> PoolView:
+def lost_places(state: ClusterState, present: Mapping[str, Collection[str]]) -> frozenset[Place]:
+    """Assigned places whose member is gone and whose process is no member of the job any more: both leases have ended. `present`: for
+    each job whose members are known, the names of the pool's members that have a process among them."""
+    held = [(place, state.assignments[place].job) for place in state.gone_since if place in state.assignments]
+    return frozenset(place for place, job in held if job in present and place[1] not in present[job])
+
+
+def look(state: ClusterState, now: float, lost: Collection[Place]) -> PoolView:
     view = PoolView(
         held={kind: {} for kind in KINDS},
         idle={kind: [] for kind in KINDS},
@@ -49,7 +61,7 @@ def look(state: ClusterState, now: float) -> PoolView:
         usable=dict.fromkeys(KINDS, 0),
     )
     for place, held in sorted(state.assignments.items()):
-        _look_at_assignment(view, state, place, held, now)
+        _look_at_assignment(view, state, place, held, now, lost)
     for place, member in sorted(state.members.items()):
         if state.takes_work(place):
             view.usable[place[0]] += 1
@@ -68,7 +80,9 @@ def unfit_counts(state: ClusterState) -> dict[Kind, Counter[str]]:
     return counts
 
 
-def _look_at_assignment(view: PoolView, state: ClusterState, place: Place, held: Assignment, now: float) -> None:
+def _look_at_assignment(
+    view: PoolView, state: ClusterState, place: Place, held: Assignment, now: float, lost: Collection[Place]
+) -> None:
     job, member = state.jobs.get(held.job), state.members.get(place)
     if job is None or job.standing is not Standing.ACTIVE or job.epoch != held.epoch:
         view.drops[place] = f"job {held.job} is {job.standing if job else 'deleted'}"
@@ -79,6 +93,9 @@ def _look_at_assignment(view: PoolView, state: ClusterState, place: Place, held:
             view.drops[place] = f"it is gone for {GONE_GRACE_S:g} s"
             return
         view.look_again(left_s)
+        if place in lost:
+            view.lost[place[0]].setdefault(held.job, []).append(place)
+            return
         view.gone.add(place)
         view.usable[place[0]] += 1
         view.held[place[0]].setdefault(held.job, []).append(place)

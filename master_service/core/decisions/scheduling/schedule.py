@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -42,10 +42,12 @@ class Schedule:
     events: tuple[Event, ...] = ()
 
 
-def schedule(state: ClusterState, now: float, wall_time: float, rebalance_s: float = 30.0) -> Schedule:
+def schedule(
+    state: ClusterState, now: float, wall_time: float, rebalance_s: float = 30.0, lost: Collection[Place] = ()
+) -> Schedule:
     """`now`: monotonic, s; `wall_time`: seconds since 1970; `rebalance_s`: a place that moved less than so long ago is not taken from
-    a job for fairness alone, unless a job starts or ends."""
-    return _Making(state, now, wall_time, rebalance_s).run()
+    a job for fairness alone, unless a job starts or ends; `lost`: see `lost_places`."""
+    return _Making(state, now, wall_time, rebalance_s, lost).run()
 
 
 @dataclass
@@ -56,6 +58,7 @@ class _Making:
     now: float
     wall_time: float
     rebalance_s: float
+    lost: Collection[Place]
     view: PoolView = field(init=False)
     jobs: dict[str, ClusterJob] = field(default_factory=dict)
     gives: dict[Kind, Counter[str]] = field(default_factory=lambda: {kind: Counter() for kind in KINDS})
@@ -64,7 +67,7 @@ class _Making:
     left: int = 0  # idle trainers that no minimum needs; counted by _give_minimum
 
     def __post_init__(self) -> None:
-        self.view = look(self.state, self.now)
+        self.view = look(self.state, self.now, self.lost)
         self.unfit = unfit_counts(self.state)
 
     def run(self) -> Schedule:
@@ -259,7 +262,15 @@ class _Making:
                 held += places
                 for place in places:
                     self._assign(place, job)
+                self._replace_lost(job, places)
             self.view.idle[kind] = [place for place in self.view.idle[kind] if place not in self.puts]
+
+    def _replace_lost(self, job: ClusterJob, places: list[Place]) -> None:
+        """Each new place of a job is instead of a lost one. A lost place that nobody replaces stays assigned for its grace: its process
+        goes on if its host comes back meanwhile."""
+        for place in places:
+            if lost := self.view.lost[place[0]].get(job.job):
+                self.view.drops[lost.pop(0)] = f"it is lost with its process; {place[1]} replaces it"
 
     def _assign(self, place: Place, job: ClusterJob) -> None:
         self.puts[place] = Assignment(
