@@ -6,6 +6,7 @@ The script travels with the job, and so do the modules of its folder that it imp
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from shared.records.job_spec import JobSettings
 from shared.runtime import clock, ids, telemetry
 from shared.storage import files
 from trireme.cli import exit_codes
+from trireme.cli.cluster.leader import ask_leader
 from trireme.cli.run import job_named
 from trireme.cli.targets import Target, cluster_target
 from trireme.launch.member_numbers import cores, pservers_for
@@ -81,7 +83,8 @@ def submit(request: SubmitRequest) -> int:
 
 
 async def _submit(request: SubmitRequest) -> int:
-    target = cluster_target(request.data_dir, request.url)  # first: no cluster is said before torch is imported
+    with contextlib.suppress(PeerError):  # it may lead when the script has been inspected
+        cluster_target(request.data_dir, request.url)  # first: no cluster is said before torch is imported
     outer = outside_script(request.flags, request.assignments)
     check_fields(outer)
     scheduling, schedule = scheduling_of(request.scheduling), schedule_of(request)
@@ -89,15 +92,13 @@ async def _submit(request: SubmitRequest) -> int:
     with ForkServer() as forks:
         inspection = await inspect(request.script, known, check=request.check, start=forks.start)
     body = request_body(request, outer, inspection, scheduling)
-    async with ClusterClient(target.address, token=target.token) as cluster:
-        if schedule:
-            made = await cluster.create_schedule(body | schedule, ids.new_id("submit"))
-            text = (
-                f"schedule {made['name']} begins its first job at {made['next_time']}; `trireme schedules` lists them"
-            )
-            print(json.dumps(made) if request.as_json else text)  # noqa: T201
-            return exit_codes.OK
-        job = await cluster.create_job(body, ids.new_id("submit"))
+    key, where = ids.new_id("submit"), (request.data_dir, request.url)
+    if schedule:
+        made = await ask_leader(lambda cluster: cluster.create_schedule(body | schedule, key), *where)
+        text = f"schedule {made['name']} begins its first job at {made['next_time']}; `trireme schedules` lists them"
+        print(json.dumps(made) if request.as_json else text)  # noqa: T201
+        return exit_codes.OK
+    job = await ask_leader(lambda cluster: cluster.create_job(body, key), *where)
     if not request.wait:
         name = job["job"]
         text = f"job {name} is submitted; `trireme status {name}` tells what it does"
