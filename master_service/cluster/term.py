@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from master_service.cluster.job_term import JobTerm
 from master_service.cluster.takeover import ClusterTakeover
 from master_service.cluster.watch import PoolWatch
-from master_service.cluster.writer import MAX_CHANGES, ClusterWriter
+from master_service.cluster.writer import MAX_BYTES, MAX_CHANGES, ClusterWriter
 from master_service.core.changes import Event
 from master_service.core.decisions.cluster import job_schedules
 from master_service.core.decisions.cluster.standing import finish
-from master_service.core.decisions.scheduling import Schedule, lost_places, schedule
+from master_service.core.decisions.scheduling import lost_places, schedule
 from master_service.core.decisions.scheduling.pool_numbers import follow_resize
+from master_service.core.decisions.scheduling.portions import Portions
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place
 from master_service.core.state.members import started_by
 from master_service.leadership.master import Master
@@ -94,11 +96,14 @@ class ClusterTerm:
             self._changed.clear()
             scheduled_s = await self._create_due_jobs()
             await self._follow_resizes()
-            planned = await self.writer.decide(self._plan)
+            portions = await self.writer.decide(self._plan)
             self._follow()
-            if len(planned.changes) > MAX_CHANGES:
-                continue  # the rest, in another transaction
-            looks = [LOOK_S, scheduled_s, planned.next_look_s]
+            while not portions.done:
+                await self.writer.decide(lambda state, _: portions.next(state))  # noqa: B023  awaited before the next round
+                self._follow()
+            if portions.stale:
+                continue
+            looks = [LOOK_S, scheduled_s, portions.next_look_s]
             limit_s = max(0.01, min(look for look in looks if look is not None))
             try:
                 async with asyncio.timeout(limit_s):
@@ -128,10 +133,12 @@ class ClusterTerm:
 
             await self.writer.decide(follow)
 
-    def _plan(self, state: ClusterState, now: float) -> ClusterDecision[Schedule]:
+    def _plan(self, state: ClusterState, now: float) -> ClusterDecision[Portions]:
+        """Writes the first portion."""
         lost = lost_places(state, self._present())
         planned = schedule(state, now, clock.wall_time(), self._rebalance_s, lost)
-        return ClusterDecision(planned, planned.changes[:MAX_CHANGES], planned.events)
+        portions = Portions(state, planned, MAX_CHANGES, MAX_BYTES)
+        return replace(portions.next(state), answer=portions)
 
     def _present(self) -> dict[str, frozenset[str]]:
         """Job -> whose processes are its members, for jobs of places that are gone. A job whose members may have lost their leases by a

@@ -65,9 +65,14 @@ def step(state: ClusterState, now: float = 0.0, wall_time: float = WALL, lost: t
     made = schedule(state, now, wall_time, lost=lost)
     for change in made.changes:
         state.apply(change, now)
-    again = schedule(state, now, wall_time, lost=lost)
-    assert (again.changes, again.preempt) == ((), made.preempt)
+    assert schedule(state, now, wall_time, lost=lost).changes == ()
     return made
+
+
+def preempted(state: ClusterState) -> tuple[str, ...]:
+    """ACTIVE jobs that must be stopped with a checkpoint and be QUEUED again."""
+    jobs = state.jobs.values()
+    return tuple(sorted(job.job for job in jobs if job.standing is Standing.ACTIVE and job.preempted_by))
 
 
 def run_children(state: ClusterState, now: float = 0.0) -> None:

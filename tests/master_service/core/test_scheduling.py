@@ -15,6 +15,7 @@ from tests.master_service.core.cluster_jobs import (
     held_by,
     job_of,
     member_of,
+    preempted,
     run_children,
     settle,
     split,
@@ -93,7 +94,8 @@ def test_a_preemptible_job_of_lower_priority_uses_what_waits_and_gives_it_back()
     settle(state)
     assert state.jobs["small"].standing is Standing.ACTIVE
     state.apply(PutJob(state.jobs["x"].model_copy(update={"standing": Standing.COMPLETED})), 1.0)
-    assert step(state, 1.0).preempt == ("small",)
+    step(state, 1.0)
+    assert preempted(state) == ("small",)
     assert state.jobs["small"].preempted_by == "big"
 
 
@@ -215,8 +217,8 @@ def test_a_job_of_higher_priority_takes_a_preemptible_one_and_waits_for_its_memb
     low = active("low", 1, priority=10, preemptible=True, min_trainers=2)
     state = state_of(low, job_of("high", 2, priority=90, min_trainers=2), trainers=2, pservers=1)
     give(state, "low", "p0", "t0", "t1")
-    made = step(state)
-    assert made.preempt == ("low",)
+    step(state)
+    assert preempted(state) == ("low",)
     assert held_by(state, "low") == ["p0", "t0", "t1"]  # it writes a checkpoint first
     assert state.jobs["low"].reason == "gives its members to job high of priority 90; its own is 10"
     assert state.jobs["high"].reason == "waits for 1 parameter server; 0 of 1 can be had at once"
@@ -231,7 +233,8 @@ def test_only_preemptible_jobs_of_lower_priority_are_taken(preemptible, priority
     low = active("low", 1, priority=10, preemptible=preemptible)
     state = state_of(low, job_of("other", 2, priority=priority), trainers=1, pservers=1)
     give(state, "low", "p0", "t0")
-    assert step(state).preempt == ()
+    step(state)
+    assert preempted(state) == ()
 
 
 def test_nobody_is_preempted_if_it_does_not_suffice():
@@ -239,7 +242,8 @@ def test_nobody_is_preempted_if_it_does_not_suffice():
     state = state_of(low, equal, job_of("other", 3, pservers=2), trainers=3, pservers=2)
     give(state, "low", "p0", "t0")
     give(state, "equal", "p1", "t1")
-    assert step(state).preempt == ()
+    step(state)
+    assert preempted(state) == ()
 
 
 def test_no_more_jobs_are_preempted_than_are_needed_and_the_lowest_and_latest_first():
@@ -247,7 +251,8 @@ def test_no_more_jobs_are_preempted_than_are_needed_and_the_lowest_and_latest_fi
     state = state_of(*lows, job_of("high", 9, priority=90, pservers=2), trainers=4, pservers=3)
     for number, name in enumerate("abc"):
         give(state, name, f"p{number}", f"t{number}")
-    assert step(state).preempt == ("b", "c")
+    step(state)
+    assert preempted(state) == ("b", "c")
 
 
 def test_members_on_their_way_count_so_nobody_is_preempted_twice_for_one_need():
@@ -256,12 +261,15 @@ def test_members_on_their_way_count_so_nobody_is_preempted_twice_for_one_need():
     state = state_of(ending, low, job_of("high", 9, priority=90), trainers=2, pservers=2)
     give(state, "ending", "p0", "t0")
     give(state, "low", "p1", "t1")
-    assert step(state).preempt == ()
+    step(state)
+    assert preempted(state) == ()
     state.apply(PutJob(ending.model_copy(update={"standing": Standing.PAUSED})), 1.0)
-    assert step(state, 1.0).preempt == ()
+    step(state, 1.0)
+    assert preempted(state) == ()
     assert split(state, "ending", "low", "high") == [(0, 0), (1, 1), (0, 0)]
     run_children(state, 2.0)
-    assert step(state, 2.0).preempt == ()
+    step(state, 2.0)
+    assert preempted(state) == ()
     assert split(state, "low", "high") == [(1, 1), (1, 1)]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -33,13 +33,16 @@ from shared.times import rfc3339
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`changes`: in an order in which they may be written one after the other. `preempt`: ACTIVE jobs that must be stopped with a
-    checkpoint and be QUEUED again; their `preempted_by` says so, too. `next_look_s`: when time alone may change the outcome."""
+    """`changes`: in an order in which they may be written one after the other. `told`: for each of them, the events to tell once it is
+    written. `next_look_s`: when time alone may change the outcome."""
 
     changes: tuple[ClusterChange, ...] = ()
-    preempt: tuple[str, ...] = ()
+    told: tuple[tuple[Event, ...], ...] = ()
     next_look_s: float | None = None
-    events: tuple[Event, ...] = ()
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        return tuple(event for told in self.told for event in told)
 
 
 def schedule(
@@ -52,7 +55,8 @@ def schedule(
 
 @dataclass
 class _Making:
-    """One schedule while it is made. `jobs`: those that change. `gives`: places for jobs, of each kind."""
+    """One schedule while it is made. `jobs`: those that change. `gives`: places for jobs, of each kind. `events`: by the job or the
+    place that they are about."""
 
     state: ClusterState
     now: float
@@ -63,7 +67,7 @@ class _Making:
     jobs: dict[str, ClusterJob] = field(default_factory=dict)
     gives: dict[Kind, Counter[str]] = field(default_factory=lambda: {kind: Counter() for kind in KINDS})
     puts: dict[Place, Assignment] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
+    events: dict[str | Place, list[Event]] = field(default_factory=dict)
     left: int = 0  # idle trainers that no minimum needs; counted by _give_minimum
 
     def __post_init__(self) -> None:
@@ -285,31 +289,26 @@ class _Making:
     def _written(self) -> Schedule:
         for place in sorted(self.view.renewed):
             self._assign(place, self.state.jobs[self.state.assignments[place].job])
-        preempted = [job for job in self._all_jobs() if job.standing is Standing.ACTIVE and job.preempted_by]
         for job in self.jobs.values():
             if job.standing is Standing.ACTIVE and job.epoch != self.state.jobs[job.job].epoch:
                 counts = [in_words(kind, len(self.view.holds(kind, job.job))) for kind in KINDS]
                 self._say("job_started", f"job {job.job} starts with {counts[0]} and {counts[1]}", job)
         for place, why in self.view.drops.items():
             was = self.state.assignments[place].job
-            self.events.append(
-                Event(
-                    "member_unassigned",
-                    f"{place[0]} {place[1]} leaves job {was}: {why}",
-                    {"member": place[1], "job": was},
-                )
-            )
-        changes: list[ClusterChange] = [
-            DropAssignment(place) for place in sorted(self.view.drops.keys() - self.puts.keys())
-        ]
-        changes += [PutJob(job) for _, job in sorted(self.jobs.items())]
-        changes += [PutAssignment(place, held) for place, held in sorted(self.puts.items(), key=lambda item: item[0])]
-        return Schedule(
-            tuple(changes), tuple(sorted(job.job for job in preempted)), self.view.next_look_s, tuple(self.events)
-        )
-
-    def _all_jobs(self) -> Iterable[ClusterJob]:
-        return (self.jobs.get(name, job) for name, job in self.state.jobs.items())
+            message = f"{place[0]} {place[1]} leaves job {was}: {why}"
+            self._tell(place, Event("member_unassigned", message, {"member": place[1], "job": was}))
+        changes: dict[str | Place, ClusterChange] = {
+            place: DropAssignment(place) for place in sorted(self.view.drops.keys() - self.puts.keys())
+        }
+        changes |= {name: PutJob(job) for name, job in sorted(self.jobs.items())}
+        changes |= {
+            place: PutAssignment(place, held) for place, held in sorted(self.puts.items(), key=lambda item: item[0])
+        }
+        told = tuple(tuple(self.events.get(about, ())) for about in changes)
+        return Schedule(tuple(changes.values()), told, self.view.next_look_s)
 
     def _say(self, name: str, message: str, job: ClusterJob) -> None:
-        self.events.append(Event(name, message, {"job": job.job}))
+        self._tell(job.job, Event(name, message, {"job": job.job}))
+
+    def _tell(self, about: str | Place, event: Event) -> None:
+        self.events.setdefault(about, []).append(event)
