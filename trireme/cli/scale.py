@@ -56,14 +56,15 @@ async def _ended(connect: Connect, resize: Document, wait_s: float) -> Document:
     while resize["state"] == "RUNNING":
         line = f"{resize['phase']}: {resize['reason']}"
         if resize["groups"]:
-            line += f"; {resize['groups_moved']} of {resize['groups']} groups of slots, {resize['bytes_moved'] / MIB:.1f} MiB moved"
+            line += f"; {resize['bytes_moved'] / MIB:.1f} of {resize['bytes'] / MIB:.1f} MiB moved"
         if line != said:
             say(line)
             said = line
         left = deadline - clock.monotonic()
         if left <= 0:
             msg = f"resize {name} is still running after {wait_s:g} s: {resize['reason']}"
-            raise DeadlineExceeded(msg, hint="it goes on; wait longer with --wait-s", operation=name)
+            hint = "it goes on; `trireme explain` may tell why it takes long; wait longer with --wait-s"
+            raise DeadlineExceeded(msg, hint=hint, operation=name)
         wait = min(left, LONG_POLL_S if resize["phase"] == "PLANNED" else POLL_S)
         resize = await call_any_master(connect, lambda client, wait=wait: client.resize(name, wait))  # type: ignore[misc]
     if resize["state"] == "FAILED":

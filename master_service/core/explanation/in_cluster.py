@@ -91,7 +91,7 @@ def _queued(state: ClusterState, job: ClusterJob, wall_time: float) -> Cause:
         return Cause(
             code=Code.WAITS_FOR_JOBS,
             summary=f"Job {name} starts once {waits[0].job} is COMPLETED; that one is {waits[0].standing}.",
-            details=tuple(f"job {other.job} is {other.standing}: {other.reason}" for other in waits[:SHOWN]),
+            details=tuple(f"job {each.job} is {each.standing}: {each.reason}" for each in waits[:SHOWN] if each.reason),
             hints=(f"trireme explain {waits[0].job}", f"trireme cancel {name}"),
         )
     pservers, trainers = in_words("pserver", job.pservers_wanted), in_words("trainer", job.least_trainers)

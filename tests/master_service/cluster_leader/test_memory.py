@@ -1,0 +1,140 @@
+"""A leader keeps nothing of jobs that were deleted, in its memory or in etcd. A real etcd; the host agents are keys and calls."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import tracemalloc
+from collections import Counter
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from master_service.cluster.leader import ClusterMaster
+from master_service.cluster.term import ClusterTerm
+from master_service.control import events
+from shared import etcd as etcd_client
+from shared.errors import NotReady
+from shared.etcd import Etcd
+from shared.etcd.embedded import EmbeddedEtcd
+from shared.etcd.errors import Compacted
+from shared.etcd.transport import STATUS
+from shared.records.cluster import Standing
+from tests.equipment.etcd.real import embedded_etcd  # noqa: F401  a fixture
+from tests.equipment.replaced import replaced
+from tests.equipment.waiting import until
+from tests.master_service.many_jobs import Jobs, job_of
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+LIMIT_S = 120
+BYTES_OF_A_JOB = (
+    16 << 10
+)  # 4 to 7 KiB for each of 12 were seen: Python's lists of free tuples and floats, idle connections
+EVENTS = 10  # the leader's ring is full before anything is measured
+
+
+class RealJobs(Jobs):
+    """As Jobs, on a real etcd."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.clients: list[Etcd] = []
+        super().__init__(tasks=2, task_s=0.01)
+
+    def etcd_of(self, client: str) -> Etcd:
+        self.clients.append(etcd_client.connect([self._url]))
+        return self.clients[-1]
+
+    async def stored(self) -> set[str]:
+        return {kv.key for kv in (await self.etcd.range("/", prefix=True, keys_only=True)).kvs}
+
+    async def bytes_in_use(self) -> int:
+        """Of etcd's file, without history."""
+        with suppress(Compacted):
+            await self.etcd.compact((await self.etcd.range("/", prefix=True, count_only=True)).revision)
+        for _ in range(3):  # etcd frees the pages of old revisions with its next commits
+            await self.etcd.put("/scratch", b"")
+            await self.etcd.delete("/scratch")
+            await asyncio.sleep(0.3)
+        return int((await self.etcd.transport.call(STATUS, {}, 5.0))["dbSizeInUse"])
+
+
+@asynccontextmanager
+async def leading(etcd: EmbeddedEtcd):
+    """A leader and a pool of eight."""
+    with replaced(events, "KEPT", EVENTS):
+        jobs = RealJobs(etcd.url)
+        try:
+            async with jobs.leading(ttl_s=10.0) as leader, jobs.pool(5, 3):
+                await until(lambda: len(leader.state.members) == 8, "the pool")
+                yield jobs, leader
+        finally:
+            for client in jobs.clients:
+                await client.close()
+
+
+async def wave(leader: ClusterMaster, names: list[str]) -> None:
+    """All are submitted, end, and are deleted."""
+    for name in names:
+        await leader.create_job(job_of(name, {"max_trainers": 2}, request=name), None)
+    await until(
+        lambda: all(leader.state.job(name).standing is Standing.COMPLETED for name in names), "the jobs to end", LIMIT_S
+    )
+    for name in names:
+        while True:
+            try:
+                await leader.delete_job(name)
+            except NotReady:
+                await asyncio.sleep(0.05)
+            else:
+                break
+    await until(lambda: not any(member.running for member in leader.state.members.values()), "members to be idle")
+
+
+def objects_of_the_master() -> Counter[str]:
+    gc.collect()
+    kinds = (type(each) for each in gc.get_objects())
+    return Counter(kind.__qualname__ for kind in kinds if str(kind.__module__).startswith("master_service"))
+
+
+async def left_by(jobs: RealJobs, leader: ClusterMaster, count: int) -> Counter[str]:
+    """Objects that were not there before so many jobs came and went."""
+    before = objects_of_the_master()
+    await wave(leader, [f"job-{number}" for number in range(count)])
+    return objects_of_the_master() - before
+
+
+async def test_what_a_dozen_jobs_took_is_free_again_once_they_are_deleted(embedded_etcd) -> None:  # noqa: F811
+    async with leading(embedded_etcd) as (jobs, leader):
+        await wave(leader, ["first"])
+        keys, in_use = await jobs.stored(), await jobs.bytes_in_use()
+        gc.collect()
+        tracemalloc.start()
+        try:
+            await wave(leader, [f"second-{number}" for number in range(5)])  # connections, caches
+            gc.collect()
+            before = tracemalloc.get_traced_memory()[0]
+            left = await left_by(jobs, leader, 12)
+            gc.collect()
+            grown = tracemalloc.get_traced_memory()[0] - before
+        finally:
+            tracemalloc.stop()
+        assert left == Counter(), f"objects are left: {left}"
+        assert grown < 12 * BYTES_OF_A_JOB, f"{grown} bytes are left"
+        assert await jobs.stored() == keys
+        assert await jobs.bytes_in_use() < in_use + (64 << 10)
+
+
+async def test_without_the_end_of_a_jobs_term_the_leader_keeps_it(embedded_etcd) -> None:  # noqa: F811
+    kept, run_job = [], ClusterTerm._run_job
+
+    async def keeps(self: ClusterTerm, term) -> None:
+        kept.append(term)
+        await run_job(self, term)
+
+    async with leading(embedded_etcd) as (jobs, leader):
+        await wave(leader, ["first"])
+        with replaced(ClusterTerm, "_run_job", keeps):
+            left = await left_by(jobs, leader, 2)
+        assert {"JobTerm", "Master"} <= left.keys(), left
+        assert len(kept) == 2
