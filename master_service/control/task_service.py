@@ -11,7 +11,7 @@ from master_service.control.events import EventRing
 from master_service.control.evictions import Evictions
 from master_service.core.changes import Event, Fields
 from master_service.core.decisions import tasks
-from master_service.core.decisions.lifecycle import count_failure
+from master_service.core.decisions.lifecycle import count_outside_tasks
 from master_service.core.decisions.reports import check_failure, check_trainer, current_metrics
 from master_service.core.state.job import Job
 from master_service.core.state.metrics import Metrics
@@ -124,7 +124,7 @@ class TaskService(ABC):
         fields: Fields = {"member": member_id, "error_type": failure.error_type}
         self.events.add([Event("user_failure", f"{member_id}: {failure.error_type}: {failure.message}", fields)])
         self.reported.append((clock.monotonic(), "", named))
-        await writer.decide(lambda job, _: count_failure(job.budget, job.state, named, in_task=False))
+        await writer.decide(lambda job, _: count_outside_tasks(job, named))
 
     async def _is_starting(self, member_id: str) -> bool:
         """Whether that trainer has said in etcd that it is there, without being registered (yet, or any more)."""

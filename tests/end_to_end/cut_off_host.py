@@ -131,17 +131,19 @@ class Job:
             self.report.back_s = clock() - at
             await _until_steps(port, STEPS_AFTER)
 
-    async def _leased_by(self, host: str) -> set[str]:
-        """The keys of its agent, its members and its master: they have names that begin with the host's."""
+    async def _leased_by(self, host: str) -> set[tuple[str, int]]:
+        """The keys of its agent, its members and its master, and when they were created. Their names begin with the host's."""
         named = re.compile(rf'"{host}-(trainer|pserver|master)\b'.encode())
         found = (await self.etcd.range("/", prefix=True)).kvs
-        return {kv.key for kv in found if kv.lease and named.search(kv.value)}
+        return {(kv.key, kv.create_revision) for kv in found if kv.lease and named.search(kv.value)}
 
-    async def _gone_at(self, keys: set[str]) -> float:
-        """When each of them has been deleted. Others may have taken some of them since."""
+    async def _gone_at(self, keys: set[tuple[str, int]]) -> float:
+        """When each of them has been deleted. Others may have created some of them again since."""
         clock = asyncio.get_running_loop().time
         async with asyncio.timeout(LIMIT_S):
-            while keys := keys & {kv.key for kv in (await self.etcd.range("/", prefix=True, keys_only=True)).kvs}:
+            while keys:
+                there = (await self.etcd.range("/", prefix=True, keys_only=True)).kvs
+                keys &= {(kv.key, kv.create_revision) for kv in there}
                 await asyncio.sleep(LOOK_S)
         return clock()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from master_service.core.changes import Change, Decision, Event, Fields, NextEpoch, RestartQueue
 from master_service.core.state.job import FailureBudget, Job
-from shared.errors import DatasetError, StorageUnreachable
+from shared.errors import DatasetError, LayoutMismatch, StorageUnreachable
 from shared.records import (
     CompleteTask,
     EvaluationSums,
@@ -103,6 +103,15 @@ def count_failure(budget: FailureBudget, state: JobState, failure: UserFailure, 
     else:
         return counted
     return counted + fail(state, reason, cause_of(failure), failure)
+
+
+def count_outside_tasks(job: Job, failure: UserFailure) -> Decision[None]:
+    """As `count_failure`, of a trainer that does not train. While others train, a model that is not the job's concerns its own trainer
+    alone: it is refused, and nothing is counted."""
+    others = (job.members.trainers.keys() & set(job.trainers.names)) - {failure.trainer}
+    if failure.error_type == LayoutMismatch.code and others:
+        return Decision(None)
+    return count_failure(job.budget, job.state, failure, in_task=False)
 
 
 def advance_stage(

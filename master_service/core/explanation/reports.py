@@ -20,7 +20,7 @@ def refusals(now: Situation) -> Cause | None:
     return Cause(
         code=Code.TRAINER_REFUSED,
         summary=f"{now.named(names)} came and may not join: {_shortly(found[-1])}",
-        details=(*_told(found), _budget(now)),
+        details=(*_told(found), "Another model does not count against the job while others train.", _budget(now)),
         hints=(
             "give every trainer the same script, packages and device, or start a new job with --job NAME",
             f"trireme members {now.option}",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from master_service.leadership.master import Master
-from shared.errors import InvalidArgument, NotFound
+from shared.errors import InvalidArgument, LayoutMismatch, NotFound
 from shared.records import MetricBatch, Mode, Phase, StepMetrics, UserFailure
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
@@ -103,5 +103,26 @@ def test_steps_that_a_rollback_undid_do_not_count_however_late_they_are_reported
             assert (master.metrics.step, master.metrics.records) == (2, 4)
             await report(master, step=2, timeline=master.job.state.timeline)
             assert (master.metrics.step, master.metrics.records) == (3, 8)
+
+    run_virtually(main)
+
+
+ANOTHER_MODEL = UserFailure(error_type=LayoutMismatch.code, message="this trainer's model is not the job's")
+
+
+def test_another_model_than_the_jobs_counts_only_if_nobody_else_trains() -> None:
+    async def main() -> None:
+        cluster = MasterCluster(spec_of(max_user_failures=2))
+        async with running(cluster, "t1", "t2") as master:
+            for _ in range(5):
+                await master.report_failure("t2", ANOTHER_MODEL)
+            assert (master.job.state.phase, master.job.budget.counts.total) == (Phase.RUNNING, 0)
+            assert [event.name for event in master.events.after(0, 1000)].count("user_failure") == 5, "it is told"
+            await cluster.lose("t1")
+            await until(lambda: "t1" not in master.job.members.trainers, "t1 to be gone")
+            for _ in range(2):
+                await master.report_failure("t2", ANOTHER_MODEL)
+            assert master.job.state.phase is Phase.FAILED
+            assert "this trainer's model is not the job's" in master.job.state.reason
 
     run_virtually(main)

@@ -18,12 +18,13 @@ from trainer_agent.membership.initialise import check_layout, followed
 async def test_a_trainer_with_another_model_is_turned_away_and_the_job_goes_on(tmp_path):
     script = write_script(tmp_path)
     other = write_script(tmp_path, name="script_other", model="def model():\n    return nn.Linear(5, 3)\n")
-    spec = spec_for(script, lanes=2, epochs=4, max_user_failures=2)
+    spec = spec_for(script, lanes=2, epochs=12, max_user_failures=2)
     async with cluster(spec, 1) as made:
         await made.version(1)
-        made.add_trainer("stranger-x", other)
-        outcome = await asyncio.wait_for(made.running["stranger-x"], 20)
-        assert isinstance(outcome, LayoutMismatch)
+        for number in range(4):  # twice as often as failures of the job's own script are borne
+            made.add_trainer(f"stranger-{number}", other)
+            outcome = await asyncio.wait_for(made.running[f"stranger-{number}"], 20)
+            assert isinstance(outcome, LayoutMismatch)
         assert (await made.ended()).phase is Phase.COMPLETED
 
 
