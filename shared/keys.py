@@ -202,6 +202,7 @@ class ClusterKeys:
     cluster/addr                    MasterAddress leader's  leader       lock
     cluster/commit                  text         -          leader       lock + its own value
     jobs/<job>                      ClusterJob   -          leader       lock
+    jobs/<job>/tasks/<name>         TaskRun      -          leader       lock
     sources/<digest>                Source       -          leader       lock
     schedules/<name>                JobSchedule  -          leader       lock
     pool/<kind>/<member>            PoolMember   agent's    host agent   create = 0, own create_revision
@@ -227,6 +228,17 @@ class ClusterKeys:
 
     def job(self, job: str) -> str:
         return f"{self.prefix}jobs/{job}"
+
+    def below_job(self, job: str) -> str:
+        """Prefix of what the cluster keeps of a job beside its ClusterJob; the job's own keys are `keys_of(job)`."""
+        return f"{self.prefix}jobs/{job}/"
+
+    def task_run(self, job: str, name: str) -> str:
+        return f"{self.prefix}jobs/{job}/tasks/{name}"
+
+    def is_job(self, key: str) -> bool:
+        """Whether a key below `jobs` is a ClusterJob."""
+        return "/" not in key.removeprefix(self.jobs)
 
     def source(self, digest: str) -> str:
         return f"{self.prefix}sources/{digest}"

@@ -6,6 +6,7 @@ the script, in this order; fields that are not set get their default.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -59,6 +60,8 @@ class Config:
     parameter_dtype: str | None = None
     error_feedback: bool | None = None
     recovery_timeout_s: float | None = None
+    pre_tasks: Sequence[str | dict[str, Any]] | None = None
+    post_tasks: Sequence[str | dict[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         from trireme.validation import field_problems  # noqa: PLC0415  loads pydantic, so only when a Config is made

@@ -6,7 +6,7 @@ train.py ──import prepare──► prepare.py ──from features import tex
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -17,10 +17,11 @@ from shared.records.cluster import Source
 OURS = {"trireme", "shared", "trainer_agent", "master_service", "pserver_service"}  # every member has these packages
 
 
-def read_source(script: Path) -> Source:
-    """What is imported by name from the script's folder; imports that are computed are not seen. Raises InvalidArgument."""
+def read_source(script: Path, modules: Iterable[str] = ()) -> Source:
+    """What is imported by name from the script's folder; imports that are computed are not seen. `modules`: taken, too, if they lie
+    there. Raises InvalidArgument."""
     folder, found = script.resolve().parent, dict[Path, str]()
-    todo = [script.resolve()]
+    todo = [script.resolve(), *(path for name in modules for path in _beside(folder, name.partition(".")[0]))]
     while todo:
         path = todo.pop()
         if path not in found:

@@ -8,6 +8,8 @@ from master_service.api.resources import JobProgress, JobView, MasterView, Membe
 from master_service.api.resources_cluster import (
     ClusterJobPage,
     ClusterJobView,
+    JobTaskPage,
+    JobTaskView,
     MembersHeld,
     PoolKind,
     PoolMemberPage,
@@ -19,9 +21,11 @@ from master_service.api.resources_cluster import (
 from master_service.cluster.term import ClusterTerm
 from master_service.core.decisions.scheduling import needed
 from master_service.core.state.cluster import ClusterState, Place
+from master_service.core.state.job_tasks import run_of
 from master_service.leadership.master import Master
 from shared.records import JobState
 from shared.records.cluster import ClusterJob, JobSchedule, Kind, PoolMember, Standing
+from shared.records.job_spec import JobTask
 from shared.runtime import clock
 
 AWAY = "it is not registered"
@@ -60,6 +64,19 @@ def jobs(term: ClusterTerm, standing: Standing | None, page_size: int, page_toke
     found.sort(key=lambda each: (each.number, each.job))
     page, token = page_of(found, offset_of(page_token), page_size)
     return ClusterJobPage(jobs=tuple(job(term, each) for each in page), next_page_token=token)
+
+
+def job_tasks(term: ClusterTerm, found: ClusterJob) -> JobTaskPage:
+    """Pre-tasks, then post-tasks, in their order."""
+    runs = term.state.task_runs.get(found.job, {})
+
+    def view(name: str, task: JobTask) -> JobTaskView:
+        run = run_of(found, runs, name)
+        given = task.model_dump(include=set(JobTaskView.model_fields))
+        ran = run.model_dump(include=set(JobTaskView.model_fields))
+        return JobTaskView(**given | ran, member_id=run.member)
+
+    return JobTaskPage(job_tasks=tuple(view(*item) for item in found.spec.named_tasks.items()))
 
 
 async def led(term: ClusterTerm, master: Master, found: ClusterJob, leader: MasterView) -> JobView:
@@ -141,7 +158,7 @@ def pool_member(state: ClusterState, place: Place) -> PoolMemberView:
     elif assignment is None:
         name, of = ("leaving" if member.running else "idle"), member.running
     else:
-        runs = (member.running, member.epoch) == (assignment.job, assignment.epoch)
+        runs = (member.running, member.epoch, member.task) == (assignment.job, assignment.epoch, assignment.task)
         name, of = ("running" if runs else "assigned"), assignment.job
     return PoolMemberView(
         member_id=member.member,
@@ -150,6 +167,7 @@ def pool_member(state: ClusterState, place: Place) -> PoolMemberView:
         agent=member.agent,
         state=name,
         job=of,
+        task=member.task,
         trouble=member.trouble,
         cores=member.cores,
         memory_bytes=member.memory_bytes,

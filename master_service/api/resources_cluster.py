@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, model_validator
 from master_service.api.resources import JobProgress
 from shared.errors import InvalidArgument
 from shared.records import JobSpec, Mode, Record
-from shared.records.cluster import ClusterJob, JobSchedule, Kind, Scheduling, Source, Standing
+from shared.records.cluster import ClusterJob, JobSchedule, Kind, Scheduling, Source, Standing, TaskState
 from shared.records.job_spec import JOB_NAME, JobSettings
 from shared.runtime import clock
 from shared.storage import files
@@ -134,6 +134,34 @@ class ClusterJobPage(Record):
     next_page_token: str = ""
 
 
+class JobTaskView(Record):
+    """A pre- or post-task of a job: `name` is `pre-0`, ... `state`: WAITING, RUNNING, SUCCEEDED, FAILED, CANCELLED; WAITING, too, if it
+    may never run. `attempt`: how often it was started; `failures`: how often it ended badly; `lost`: how often its member was
+    lost. `output`: the end of what the last attempt that ended printed."""
+
+    name: str
+    command: str
+    function: str
+    when: str
+    timeout_s: float
+    retries: int
+    state: TaskState
+    attempt: int
+    failures: int
+    lost: int
+    member_id: str
+    host: str
+    exit_code: int | None
+    reason: str
+    output: str
+    start_time: str
+    end_time: str
+
+
+class JobTaskPage(Record):
+    job_tasks: tuple[JobTaskView, ...]
+
+
 class JobSource(Record):
     """`digest`: SHA-256 of the text."""
 
@@ -152,6 +180,7 @@ class PoolMemberView(Record):
     agent: str
     state: str
     job: str = ""
+    task: str = ""
     trouble: str = ""
     cores: int = 1
     memory_bytes: int = 0

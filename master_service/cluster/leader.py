@@ -17,6 +17,7 @@ from master_service.control.task_service import Probe
 from master_service.core.changes import Event
 from master_service.core.decisions.cluster import drains, job_schedules, submission
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place
+from master_service.core.state.job_tasks import failed as failed_tasks
 from master_service.leadership.election import campaign, stand
 from master_service.leadership.master import Master
 from master_service.storage.job_storage import FileStorage, JobStorage, remove_files
@@ -165,7 +166,8 @@ class ClusterMaster:
         failed = self.state.job(name).standing is Standing.FAILED
         if failed and name in self.term.jobs:
             raise NotReady(f"job {name} has failed, and its members are leaving; ask again")
-        if failed and not await start_again(self.etcd, self.keys.keys_of(name)):
+        before = bool(failed_tasks(self.state.task_runs.get(name, {}), "pre"))  # then it never began
+        if failed and not before and not await start_again(self.etcd, self.keys.keys_of(name)):
             msg = f"job {name} has FAILED for good: {self.state.job(name).reason}"
             raise Conflict(msg, hint="mend its script and submit it under another name, or delete this one first")
         return await self._decide(lambda state, _: submission.resume(state, name))

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from master_service.core.state.cluster import ClusterState, Place, PutAssignment, PutDrain, PutJob, PutSchedule
+from master_service.core.state.cluster import (
+    ClusterState,
+    Place,
+    PutAssignment,
+    PutDrain,
+    PutJob,
+    PutSchedule,
+    PutTaskRun,
+)
 from master_service.store.first_write import write_first
 from master_service.store.writer import HeldLock
 from shared.etcd import Etcd, KeyValue, Put
 from shared.etcd.reading import must_read, read_below
 from shared.keys import ClusterKeys
 from shared.records import MasterAddress
-from shared.records.cluster import Assignment, ClusterJob, Drain, JobSchedule
+from shared.records.cluster import Assignment, ClusterJob, Drain, JobSchedule, TaskRun
 from shared.runtime import clock, telemetry
 
 log = telemetry.logger("cluster.takeover")
@@ -36,7 +44,10 @@ async def take_over(etcd: Etcd, keys: ClusterKeys, lock: HeldLock, url: str) -> 
     pool, revision = await read_below(etcd, keys.pool)
     state, now = ClusterState(), clock.monotonic()
     for kv in jobs.values():
-        state.apply(PutJob(must_read(ClusterJob, kv.key, kv.value)), now)
+        if keys.is_job(kv.key):
+            state.apply(PutJob(must_read(ClusterJob, kv.key, kv.value)), now)
+        else:
+            state.apply(PutTaskRun(must_read(TaskRun, kv.key, kv.value)), now)
     for kv in schedules.values():
         state.apply(PutSchedule(must_read(JobSchedule, kv.key, kv.value)), now)
     for kv in pool.values():

@@ -25,6 +25,7 @@ from master_service.core.state.cluster import (
     PutJob,
     PutSchedule,
     PutSource,
+    PutTaskRun,
 )
 from master_service.store.writer import HeldLock, LockLost
 from shared.errors import TooLarge
@@ -122,7 +123,10 @@ def operations(keys: ClusterKeys, changes: Iterable[ClusterChange]) -> Iterable[
             case DropJob(name):
                 job_keys = keys.keys_of(name)
                 by_key[keys.job(name)] = Delete(keys.job(name))
-                by_key[job_keys.prefix] = Delete(job_keys.prefix, prefix=True)
+                for prefix in (job_keys.prefix, keys.below_job(name)):
+                    by_key[prefix] = Delete(prefix, prefix=True)
+            case PutTaskRun(run):
+                by_key[keys.task_run(run.job, run.name)] = Put(keys.task_run(run.job, run.name), run.to_bytes())
             case PutAssignment(place, assignment):
                 key = keys.assignment(*place)
                 by_key[key] = Put(key, assignment.to_bytes())

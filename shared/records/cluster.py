@@ -163,6 +163,52 @@ class ClusterJob(Record):
         return self.standing is Standing.ACTIVE and (self.wanted != "run" or bool(self.preempted_by))
 
 
+class TaskState(StrEnum):
+    """Of a pre- or post-task.
+
+    WAITING ─ an idle member gets it ─► RUNNING ─ exit code 0 ─► SUCCEEDED
+       ▲                                  │ ├─ failed for the last time ─► FAILED
+       └─ failed, or its member is lost ──┘ └─ cancelled ─► CANCELLED
+    """
+
+    WAITING = "WAITING"
+    RUNNING = "RUNNING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+    @property
+    def over(self) -> bool:
+        return self in {TaskState.SUCCEEDED, TaskState.FAILED, TaskState.CANCELLED}
+
+
+class TaskRun(Record):
+    """Key `jobs/<job>/tasks/<name>`, written by the leader. `attempt` counts its starts: reports of an earlier one count for nothing.
+    `failures`: attempts that ended badly; `lost`: attempts whose member was lost, which no retry is taken for. `member`, `host`,
+    `incarnation`: who runs it, or ran it last. `output`: the end of what the last attempt that ended printed."""
+
+    job: Id
+    name: Id
+    state: TaskState = TaskState.WAITING
+    attempt: int = 0
+    failures: int = 0
+    lost: int = 0
+    member: Id = ""
+    host: Name = ""
+    incarnation: Id = ""
+    exit_code: int | None = None
+    output: Message = ""
+    reason: Message = ""
+    start_time: str = ""
+    end_time: str = ""
+
+
+def spoken(name: str) -> str:
+    """`pre-task 1` for `pre-0`: as users count."""
+    stage, _, number = name.partition("-")
+    return f"{stage}-task {int(number) + 1}"
+
+
 class JobSchedule(Record):
     """Key `schedules/<name>`: jobs that begin again and again, called `<name>-<UTC time as yyyymmddhhmm>`.
 
@@ -198,7 +244,8 @@ class PoolMember(Record):
     """A place for one trainer or parameter server, registered by a host agent: key `pool/<kind>/<member>`, leased.
 
     `running`: the job whose process it runs now, with `epoch`; empty: idle. `trouble`: why that process does not run (it ended
-    again and again). `ended`: the process of that epoch of the job ended with exit code 0 and is not started again."""
+    again and again). `ended`: the process of that epoch of the job ended with exit code 0 and is not started again.
+    `task`: it runs this attempt of a pre- or post-task of the job; once `ended`, how: `exit_code`, and the end of its output."""
 
     member: Id
     kind: Kind
@@ -216,6 +263,10 @@ class PoolMember(Record):
     ended: bool = False
     trouble: Message = ""
     draining: bool = False
+    task: Id = ""
+    attempt: int = 0
+    exit_code: int | None = None
+    output: Message = ""
 
 
 class Drain(Record):
@@ -227,9 +278,12 @@ class Drain(Record):
 
 class Assignment(Record):
     """Key `pool/<kind>/<member>/assignment`, written by the leader: the member runs a process of that job. `incarnation`: of
-    the member that it is meant for."""
+    the member that it is meant for. `task`: it runs that attempt of a pre- or post-task instead, for at most `limit_s` seconds."""
 
     job: Id
     epoch: int
     incarnation: Id = ""
     assign_time: str = ""
+    task: Id = ""
+    attempt: int = 0
+    limit_s: float = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import Literal, Self
 
@@ -13,6 +14,8 @@ from shared.records.record import Record
 Narrow = Literal["bfloat16", "float16"]
 Transported = Literal["float32", "bfloat16", "float16"]
 
+MAX_TASKS = 8  # of each stage
+_FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*")
 JOB_NAME = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
 
 
@@ -28,6 +31,48 @@ class Dispatch(StrEnum):
     ETCD = "etcd"
 
 
+class JobTask(Record):
+    """`command`: for /bin/sh, or `function`: `pkg.mod:function`, called without arguments. A text alone is either, by its form.
+    `timeout_s`: of one attempt. `retries`: how often it may fail before that counts. `when`: a post-task runs once the job is
+    COMPLETED, or (always) also once it is FAILED or CANCELLED."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    command: str = Field(default="", max_length=2000)
+    function: str = Field(default="", max_length=500)
+    timeout_s: float = Field(default=600.0, gt=0, le=7 * 86_400)
+    retries: int = Field(default=0, ge=0, le=100)
+    when: Literal["completed", "always"] = "completed"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        return {"function": value} if _FUNCTION.fullmatch(value) else {"command": value}
+
+    @field_validator("command")
+    @classmethod
+    def _is_text(cls, value: str) -> str:
+        if "\0" in value:
+            raise ValueError("a command cannot have a null character")
+        return value
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> JobTask:
+        if bool(self.command.strip()) is bool(self.function):
+            raise ValueError("give either command (for /bin/sh) or function (pkg.mod:function)")
+        if self.function and not _FUNCTION.fullmatch(self.function):
+            msg = f"function {self.function!r} is not of the form pkg.mod:function"
+            raise ValueError(msg)
+        return self
+
+    @property
+    def text(self) -> str:
+        """What it runs."""
+        return self.command or self.function
+
+
 class JobSettings(Record):
     """What users choose of a job. Durations in seconds, sizes in bytes.
 
@@ -36,7 +81,8 @@ class JobSettings(Record):
     a loss or gradient that is NaN or infinite does: the job fails, the minibatch is left out, or it is trained all the same.
     `device` auto: that of the trainer that initialises the parameters. `join_window_s`: members that join a running job within
     it after a change make one generation. `stragglers`: on: lanes follow measured speed, a look every `rebalance_s`, and work that takes
-    longer than `straggler_factor` times the usual is done by another trainer too; bits do not depend on it. `deterministic`: synchronous trainers on GPUs use kernels that give the same bits
+    longer than `straggler_factor` times the usual is done by another trainer too; bits do not depend on it. `pre_tasks`, `post_tasks` (in a
+    cluster only): commands that run before its members are assigned, and after its end. `deterministic`: synchronous trainers on GPUs use kernels that give the same bits
     each time."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -83,6 +129,8 @@ class JobSettings(Record):
     parameter_dtype: Transported = "float32"
     error_feedback: bool | None = None
     recovery_timeout_s: float = Field(default=600.0, gt=0)
+    pre_tasks: tuple[JobTask, ...] = Field(default=(), max_length=MAX_TASKS)
+    post_tasks: tuple[JobTask, ...] = Field(default=(), max_length=MAX_TASKS)
 
     @field_validator("checkpoint_every_steps", "checkpoint_every_epochs", "checkpoint_every_seconds", mode="before")
     @classmethod
@@ -93,6 +141,19 @@ class JobSettings(Record):
     def to_bytes(self) -> bytes:
         """With nulls: for some fields null is not the default."""
         return self.model_dump_json().encode()
+
+    @field_validator("pre_tasks", "post_tasks", mode="before")
+    @classmethod
+    def _one(cls, value: object) -> object:
+        """A text alone is one task, which flags and the environment can express."""
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("pre_tasks")
+    @classmethod
+    def _when_is_for_post_tasks(cls, value: tuple[JobTask, ...]) -> tuple[JobTask, ...]:
+        if any(task.when != "completed" for task in value):
+            raise ValueError("`when` is for post-tasks: pre-tasks run before the job")
+        return value
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -118,6 +179,12 @@ class JobSettings(Record):
             msg = f"block_bytes must be a multiple of 64, got {self.block_bytes}"
             raise ValueError(msg)
         return self
+
+    @property
+    def named_tasks(self) -> dict[str, JobTask]:
+        """Pre-tasks, then post-tasks, in their order."""
+        pre = {f"pre-{number}": task for number, task in enumerate(self.pre_tasks)}
+        return pre | {f"post-{number}": task for number, task in enumerate(self.post_tasks)}
 
     @property
     def minibatch_size(self) -> int:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from tests.end_to_end.cluster_command import good, is_at, job_when, model_of, script_in, up
+from tests.end_to_end.cluster_command import LIMIT_S, good, is_at, job_when, model_of, script_in, up
 from tests.end_to_end.command import Command
 from tests.end_to_end.local_cluster import EPOCHS, same_bits
 from trireme.cli import exit_codes
@@ -24,13 +26,22 @@ def child_of(process: subprocess.Popen[str], module: str) -> psutil.Process:
     return found[0]
 
 
+def until_answered(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
 def test_two_jobs_share_a_cluster_whose_leader_and_host_die_and_the_bits_are_those_of_a_job_alone(
     trireme: Command, undisturbed: dict[str, torch.Tensor]
 ) -> None:
     script = script_in(trireme.folder)
     with up(trireme, "--trainers", 2, "--pservers", 2, "--standbys", 1) as process:
+        tasks = {"a": ("--pre-task", "echo ready for $TRIREME_JOB", "--post-task", "echo $TRIREME_STANDING"), "b": ()}
         submitted = [
-            good(trireme.run("submit", script, "--name", name, "--epochs", EPOCHS, "--json")) for name in ("a", "b")
+            good(trireme.run("submit", script, "--name", name, "--epochs", EPOCHS, *more, "--json"))
+            for name, more in tasks.items()
         ]
         assert [job["job"] for job in submitted] == ["a", "b"]
         script.unlink()  # it was sent
@@ -57,6 +68,14 @@ def test_two_jobs_share_a_cluster_whose_leader_and_host_die_and_the_bits_are_tho
         (trireme.folder / "slow").unlink()
         job = job_when(trireme, "a", lambda job: job["standing"] == "COMPLETED")
         assert same_bits(model_of(job), undisturbed)
+        until_answered(lambda: good(trireme.run("job-tasks", "a", "post-0", "--json"))["state"] == "SUCCEEDED")
+        before, after = good(trireme.run("job-tasks", "a", "--json"))["job_tasks"]
+        assert (before["state"], before["attempt"], after["state"]) == ("SUCCEEDED", 1, "SUCCEEDED")
+        assert [trireme.run("job-tasks", "a", name).out for name in ("pre-0", "post-0")] == [
+            "ready for a\n",
+            "COMPLETED\n",
+        ]
+        assert trireme.run("job-tasks", "a", "pre-7").code == exit_codes.NOT_FOUND
         states = {job["job"]: job["standing"] for job in good(trireme.run("jobs", "--json"))["jobs"]}
         assert states == {"a": "COMPLETED", "b": "CANCELLED"}
         listed = trireme.run("jobs", "--state", "cancelled")

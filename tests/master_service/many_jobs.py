@@ -39,6 +39,8 @@ class Jobs:
         self.task_s = task_s
         self.masters: list[ClusterMaster] = []
         self.taken: list[tuple[str, int, str]] = []  # job, epoch, task: what a trainer completed
+        self.ran: list[tuple[str, str, int]] = []  # job, pre- or post-task, attempt: that ended
+        self.exit_codes: dict[tuple[str, str], list[int]] = {}
 
     def etcd_of(self, client: str) -> Etcd:
         return Etcd(self.simulated.transport(client))
@@ -123,16 +125,13 @@ class Place:
 
     async def run(self) -> None:
         keys, lease = self._jobs.keys, await self.etcd.grant(3600)
-        key, watched = keys.member(self.kind, self.name), keys.assignment(self.kind, self.name)
+        key = keys.member(self.kind, self.name)
         await self.etcd.put(key, self.member.to_bytes(), lease.id)
         child: asyncio.Task[None] | None = None
-        now: tuple[str, int] | None = None
-        async with aclosing(self.etcd.watch(watched)) as batches:
-            async for batch in batches:
-                values = [kv.value for kv in batch.kvs] if batch.reset else []
-                values += [event.kv.value if event.type == "put" else b"" for event in batch.events]
-                wanted = read_record(Assignment, watched, values[-1]) if values and values[-1] else None
-                start = (wanted.job, wanted.epoch) if wanted else None
+        now: tuple[str, int, str, int] | None = None
+        try:
+            async for wanted in self._assignments():
+                start = (wanted.job, wanted.epoch, wanted.task, wanted.attempt) if wanted else None
                 if start == now:
                     continue
                 if child is not None:
@@ -140,13 +139,40 @@ class Place:
                     await asyncio.wait([child])
                     await asyncio.sleep(0.05)
                 child, now = None, start
-                update: dict[str, Any] = {"running": start[0] if start else "", "epoch": start[1] if start else 0}
-                self.member = self.member.model_copy(update=update)
+                self._note(start or ("", 0, "", 0))
                 await self.etcd.put(key, self.member.to_bytes(), lease.id)
-                if start is not None:
-                    self.history.append(start)
+                if wanted is not None and wanted.task:
+                    child = asyncio.ensure_future(self._run_task(wanted, key, lease.id))
+                elif wanted is not None:
+                    self.history.append((wanted.job, wanted.epoch))
                     serve = self._train if self.kind == "trainer" else self._serve
-                    child = asyncio.ensure_future(serve(*start))
+                    child = asyncio.ensure_future(serve(wanted.job, wanted.epoch))
+        finally:
+            if child is not None:
+                child.cancel()
+
+    async def _assignments(self) -> AsyncIterator[Assignment | None]:
+        watched = self._jobs.keys.assignment(self.kind, self.name)
+        async with aclosing(self.etcd.watch(watched)) as batches:
+            async for batch in batches:
+                values = [kv.value for kv in batch.kvs] if batch.reset else []
+                values += [event.kv.value if event.type == "put" else b"" for event in batch.events]
+                found = read_record(Assignment, watched, values[-1]) if values and values[-1] else None
+                yield found if found is None or found.incarnation in ("", self.member.incarnation) else None
+
+    def _note(self, start: tuple[str, int, str, int]) -> None:
+        job, epoch, task, attempt = start
+        now = {"running": job, "epoch": epoch, "task": task, "attempt": attempt, "ended": False, "exit_code": None}
+        self.member = self.member.model_copy(update=now)
+
+    async def _run_task(self, work: Assignment, key: str, lease: int) -> None:
+        """One attempt. Its exit code is the next one of `exit_codes`, then 0."""
+        await asyncio.sleep(self._jobs.task_s)
+        self._jobs.ran.append((work.job, work.task, work.attempt))
+        codes = self._jobs.exit_codes.get((work.job, work.task), [])
+        told = {"ended": True, "exit_code": codes.pop(0) if codes else 0, "output": f"attempt {work.attempt}"}
+        self.member = self.member.model_copy(update=told)
+        await self.etcd.put(key, self.member.to_bytes(), lease)
 
     async def _serve(self, job: str, epoch: int) -> None:
         """As a pserver: the lowest free index; parameters are there at once."""

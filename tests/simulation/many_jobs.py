@@ -15,8 +15,9 @@ from master_service.cluster.leader import ClusterMaster
 from shared.errors import NotLeader, PeerError
 from shared.etcd import Etcd
 from shared.etcd.transport import Body, Transport
+from shared.keys import ClusterKeys
 from shared.records import JobState
-from shared.records.cluster import Assignment, ClusterJob, PoolMember, Standing
+from shared.records.cluster import Assignment, ClusterJob, PoolMember, Standing, TaskRun, TaskState
 from tests.equipment.cluster.crash_point import CrashPoint
 from tests.equipment.virtual_loop import Process
 from tests.equipment.waiting import until
@@ -182,10 +183,15 @@ class SimulatedJobs(Jobs):
         """Broken promises, as sentences."""
         broken: list[str] = []
         jobs: dict[str, ClusterJob] = {}
+        task_runs: dict[str, TaskRun] = {}
         running: dict[str, tuple[str, int]] = {}  # job, and since which revision
         for event in self.simulated.events():
             key, put = event.kv.key, event.type == "put"
-            if key.startswith(self.keys.jobs):
+            if key.startswith(self.keys.jobs) and not self.keys.is_job(key):
+                run = TaskRun.model_validate_json(event.kv.value) if put else None
+                broken += _wrong_run(task_runs.get(key), run)
+                _set(task_runs, key, run)
+            elif key.startswith(self.keys.jobs):
                 broken += _wrong_job(jobs.get(key), ClusterJob.model_validate_json(event.kv.value) if put else None)
                 _set(jobs, key, ClusterJob.model_validate_json(event.kv.value) if put else None)
             elif (place := self.keys.member_of(key)) is not None:
@@ -198,7 +204,7 @@ class SimulatedJobs(Jobs):
                 now = Assignment.model_validate_json(event.kv.value) if put else None
                 job, since = running.get(own, ("", 0))
                 heard = job if event.kv.mod_revision - since > UNHEARD else ""
-                broken += _wrong_assignment(own, now, heard, jobs, self.keys.jobs)
+                broken += _wrong_assignment(own, now, heard, jobs, task_runs, self.keys)
         done = Counter(self.taken)
         broken += [f"task {task} of {job} was completed {n} times" for (job, _, task), n in done.items() if n > 1]
         return broken
@@ -231,14 +237,52 @@ def _wrong_job(before: ClusterJob | None, now: ClusterJob | None) -> list[str]:
     return []
 
 
+def _wrong_run(before: TaskRun | None, now: TaskRun | None) -> list[str]:
+    """A success is for good, and attempts are counted one by one."""
+    if before is None or now is None:
+        return []
+    if before.state is TaskState.SUCCEEDED:
+        return [f"{now.name} of {now.job} succeeded, and is {now.state} afterwards"]
+    starts = now.state is TaskState.RUNNING
+    if now.attempt != before.attempt + starts:
+        return [f"{now.name} of {now.job} went from attempt {before.attempt} to {now.attempt} as it became {now.state}"]
+    return []
+
+
 def _wrong_assignment(
-    place: str, now: Assignment | None, running: str, jobs: dict[str, ClusterJob], prefix: str
+    place: str,
+    now: Assignment | None,
+    running: str,
+    jobs: dict[str, ClusterJob],
+    runs: dict[str, TaskRun],
+    keys: ClusterKeys,
 ) -> list[str]:
     if now is None:
         return []
+    prefix = keys.jobs
+    if now.task:
+        run = runs.get(keys.task_run(now.job, now.task))
+        if run is None or (run.state, run.attempt, f"/{run.member}") != (
+            TaskState.RUNNING,
+            now.attempt,
+            place[-len(run.member) - 1 :],
+        ):
+            return [f"{place} is given attempt {now.attempt} of {now.task} of {now.job}, which is {run}"]
+        return []
+    before = (
+        [name for name in jobs[prefix + now.job].spec.named_tasks if name.startswith("pre-")]
+        if prefix + now.job in jobs
+        else []
+    )
+    if early := [name for name in before if not _succeeded(runs.get(keys.task_run(now.job, name)))]:
+        return [f"{place} is given to {now.job} before its {early[0]} has succeeded"]
     if running not in ("", now.job):
         return [f"{place} is given to {now.job} while it runs {running}"]
     job = jobs.get(prefix + now.job)
     if job is None or job.standing is not Standing.ACTIVE or job.epoch != now.epoch:
         return [f"{place} is given to {now.job} of epoch {now.epoch}, which is {job.standing if job else 'deleted'}"]
     return []
+
+
+def _succeeded(run: TaskRun | None) -> bool:
+    return run is not None and run.state is TaskState.SUCCEEDED

@@ -103,6 +103,10 @@ async def _run(request: RunRequest) -> int:
             evaluation_dataset=inspection.evaluation_dataset,
             storage=run_storage.place_of(base, job, (data_dir / job).absolute()),
         )
+        if spec.named_tasks:
+            name = "pre_tasks" if spec.pre_tasks else "post_tasks"
+            msg = f"{settings[name].origin}: pre- and post-tasks run on members of a cluster, and trireme run has none"
+            raise UsageError(msg, hint="start a cluster with `trireme up` and give it the job with `trireme submit`")
         if spec.dispatch is Dispatch.ETCD and (options["port"] or options["standbys"]):
             named = "port" if options["port"] else "standbys"
             msg = f"{outer[named].origin} is a setting of masters, and with dispatch etcd there is no master; leave it out"

@@ -7,6 +7,7 @@ spawn -> alive -> ended(Exit)      each child leads its own session, so a Ctrl-C
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -42,17 +43,25 @@ class Exit:
 
 
 class Child:
-    """A process that can be started again after its end; `starts` counts the starts."""
+    """A process that can be started again after its end; `starts` counts the starts. `group`: signals go to all processes of the group
+    that it leads."""
 
     def __init__(
-        self, name: str, argv: Sequence[str], environment: Mapping[str, str], log: Path, start: Start = spawn
+        self,
+        name: str,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        start: Start = spawn,
+        *,
+        group: bool = False,
     ) -> None:
         self.name = name
         self.argv = tuple(argv)
         self.environment = dict(environment)
         self.log = log
         self.starts = 0
-        self._start = start
+        self._start, self._group = start, group
         self.process: Process | None = None
         self._since = 0.0
 
@@ -94,7 +103,12 @@ class Child:
 
     def send(self, number: signal.Signals) -> None:
         """Does nothing if it has ended."""
-        if self.process is not None and self.alive:
+        if self.process is None or not self.alive:
+            return
+        if self._group:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
+        else:
             self.process.send_signal(number)
 
     async def end(self, grace_s: float) -> None:

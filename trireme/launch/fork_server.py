@@ -51,6 +51,7 @@ NEEDS = {
         "pserver_service.data_plane.server",
         "pserver_service.member",
     ),
+    "trireme.pool.task_process": ("pydantic_settings", "shared.membership.local_script", "shared.membership.settings"),
     "trireme.masterless": (*_TRAINER, "master_service.masterless.dispatcher", "trireme.config"),
 }
 

@@ -4,7 +4,8 @@
       ▲                 │ └─ job is over ─► ended      `─ failed again and again ─► trouble
       └── drained ◄─────┴── assigned to another job or epoch, or to none: SIGTERM, SIGKILL after the grace
 
-A place that ended or is in trouble waits for another assignment. A process never serves two jobs, nor two epochs of one.
+A place that ended or is in trouble waits for another assignment. A process never serves two jobs, nor two epochs of one. An attempt of
+a pre- or post-task is run once: `ended` tells its exit code, and it is the leader who tries again.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shared.errors import PeerError, TriremeError
 from shared.etcd import Etcd
@@ -35,6 +37,11 @@ MODULES = {"trainer": "trainer_agent", "pserver": "pserver_service"}
 START_AGAIN_S = 3.0  # after a start that the system refused
 LOOK_S = 2.0
 TROUBLE_CHARACTERS = 1500
+TASK_MODULE = "trireme.pool.task_process"
+NOT_STARTED, TIMED_OUT = 126, 124  # exit codes of tasks, as a shell and `timeout` give them
+OUTPUT_LINES, OUTPUT_CHARACTERS = 200, 3900
+IDLE: dict[str, Any] = {"running": "", "epoch": 0, "ended": False, "trouble": ""}
+IDLE |= {"task": "", "attempt": 0, "exit_code": None, "output": ""}
 LEAVE_S = 5.0  # beyond its own limit
 
 log = telemetry.logger("place")
@@ -74,8 +81,9 @@ class Place:
 
     @property
     def job(self) -> str:
-        """That it is assigned to; "": none."""
-        return self._assignment.job if self._assignment is not None else ""
+        """That it is assigned to as a member; "": none."""
+        work = self._assignment
+        return work.job if work is not None and not work.task else ""
 
     @property
     def short_name(self) -> str:
@@ -101,8 +109,11 @@ class Place:
         while not self._closed or self._assignment is not None:
             self._changed.clear()
             if self._assignment is None:
-                self._report(running="", epoch=0, ended=False, trouble="")
+                self._report(**IDLE)
                 await self._changed.wait()
+            elif self._assignment.task:
+                await self._run_task(self._assignment)
+                self.child = None
             else:
                 await self._serve(self._assignment)
                 self._forget_child()
@@ -116,7 +127,7 @@ class Place:
 
     async def _serve(self, work: Assignment) -> None:
         """Until the assignment is another one; no process of it is left then."""
-        self._report(running=work.job, epoch=work.epoch, ended=False, trouble="")
+        self._report(**IDLE | {"running": work.job, "epoch": work.epoch})
         if not _may_be_a_job(work.job):
             await self._give_up(f"{work.job!r} is no name of a job")
             return
@@ -153,6 +164,32 @@ class Place:
                 return
             await event_within(self._changed, delay_s)
 
+    async def _run_task(self, work: Assignment) -> None:
+        """One attempt; until the assignment is another one. Nothing of it is left then."""
+        if not _may_be_a_job(work.job) or not _may_be_a_job(work.task):
+            await self._give_up(f"{work.job!r} or {work.task!r} is no name")
+            return
+        told = IDLE | {"running": work.job, "epoch": work.epoch, "task": work.task, "attempt": work.attempt}
+        self._report(**told)
+        child = self.child = self._task_child(work)
+        code, trouble = NOT_STARTED, ""
+        try:
+            await child.start()
+            log.info("task_started", member=self.member, job=work.job, task=work.task, pid=child.pid)
+            async with asyncio.timeout(work.limit_s):
+                end = await self._end_of(child)
+            if end is None:
+                return
+            code = end.code
+        except TimeoutError:
+            await child.end(self._host.grace_s)
+            code, trouble = TIMED_OUT, f"it ran over its time limit of {work.limit_s:g} s"
+        except OSError as error:
+            trouble = f"{child.name} cannot be started on {self._host.name}: {error}"
+        log.info("task_ended", member=self.member, job=work.job, task=work.task, code=code, cause=trouble)
+        self._report(**told | {"ended": True, "exit_code": code, "trouble": trouble, "output": _output(child.log)})
+        await self._changed.wait()
+
     async def _give_up(self, trouble: str) -> None:
         log.error("given_up", member=self.member, cause=trouble)
         self._report(trouble=shortened(trouble, TROUBLE_CHARACTERS))
@@ -169,6 +206,17 @@ class Place:
         }
         argv = [*PYTHON_MODULE, MODULES[self.kind]]
         return Child(self.short_name, argv, {**self._host.environment, **settings}, path, self._host.start)
+
+    def _task_child(self, work: Assignment) -> Child:
+        path = self._host.folder.log_of(work.job, f"{work.task}-{self.member}", work.attempt)
+        settings = {
+            "TRIREME_JOB": work.job,
+            "TRIREME_NAME": self.member,
+            "TRIREME_TASK": work.task,
+            "TRIREME_ATTEMPT": str(work.attempt),
+        }
+        environment = {**self._host.environment, **settings}
+        return Child(work.task, [*PYTHON_MODULE, TASK_MODULE], environment, path, self._host.start, group=True)
 
     async def _end_of(self, child: Child) -> Exit | None:
         """Of the process that runs; None if the assignment has changed, and the process was ended for it."""
@@ -203,7 +251,13 @@ class Place:
 def _same(one: Assignment | None, other: Assignment | None) -> bool:
     if one is None or other is None:
         return one is other
-    return (one.job, one.epoch) == (other.job, other.epoch)
+    return (one.job, one.epoch, one.task, one.attempt) == (other.job, other.epoch, other.task, other.attempt)
+
+
+def _output(log_file: Path) -> str:
+    """The end of a task's output; what does not belong into a text is replaced."""
+    text = tail_of(log_file, OUTPUT_LINES)
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text[-OUTPUT_CHARACTERS:])
 
 
 def _may_be_a_job(name: str) -> bool:

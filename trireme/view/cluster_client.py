@@ -30,6 +30,11 @@ class ClusterClient(Client):
         """The job in full, as `Client.job` of it."""
         return await self._call("GET", f"{JOBS}{name}")
 
+    async def job_tasks(self, name: str) -> list[dict[str, Any]]:
+        """Its pre-tasks, then its post-tasks."""
+        found = await self._call("GET", f"{JOBS}{name}/job-tasks")
+        return list(found["job_tasks"])
+
     async def act(self, name: str, action: Action) -> dict[str, Any]:
         return await self._call("POST", f"{JOBS}{name}/{action}")
 

@@ -13,6 +13,7 @@ from master_service.api.resources_cluster import (
     ClusterJobView,
     CreateJob,
     JobSource,
+    JobTaskPage,
     PoolMemberPage,
     PoolMemberView,
     PoolView,
@@ -83,6 +84,12 @@ async def explain_job(cluster: ClusterOf, job: str) -> Explanation:
     told = await explain_master(led.master, len(term.state.assigned_to(job, "trainer")))
     failing = failing_places(term.state, found)
     return told if failing is None else told.model_copy(update={"also": (failing, *told.also)})
+
+
+@router.get("/jobs/{job}/job-tasks", operation_id="listJobTasks")
+async def list_job_tasks(cluster: ClusterOf, job: str) -> JobTaskPage:
+    """Its pre-tasks and post-tasks, how each stands, and what it printed."""
+    return render.job_tasks(cluster.term, cluster.state.job(job))
 
 
 @router.get("/jobs/{job}/source", operation_id="getJobSource")

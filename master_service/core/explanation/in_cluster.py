@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from master_service.core.explanation.cause import Cause, Code, Explanation, explanation_of
 from master_service.core.state.cluster import ClusterState
-from shared.records.cluster import ClusterJob, Kind, Standing, in_words
+from master_service.core.state.job_tasks import failed, run_of, unfinished
+from shared.records.cluster import ClusterJob, Kind, Standing, TaskState, in_words, spoken
 from shared.times import instant
 
 SHOWN = 5
@@ -12,7 +13,7 @@ SHOWN = 5
 
 def explain_unled(state: ClusterState, job: ClusterJob, wall_time: float) -> Explanation:
     """`wall_time`: seconds since 1970."""
-    return explanation_of(job.job, _cause(state, job, wall_time))
+    return explanation_of(job.job, *_of_tasks(state, job, _cause(state, job, wall_time)))
 
 
 def failing_places(state: ClusterState, job: ClusterJob) -> Cause | None:
@@ -30,6 +31,37 @@ def failing_places(state: ClusterState, job: ClusterJob) -> Cause | None:
         details=tuple(found[:SHOWN]),
         hints=("read logs/<job>/<member>-*.log in the host agent's data folder", f"trireme cancel {job.job}"),
     )
+
+
+def _of_tasks(state: ClusterState, job: ClusterJob, cause: Cause) -> list[Cause]:
+    """`cause`, and what pre- and post-tasks have to do with it, the most important one first."""
+    runs = state.task_runs.get(job.job, {})
+    bad = [
+        Cause(
+            code=Code.JOB_TASK_FAILED,
+            summary=f"The {spoken(run.name)} of job {job.job} failed {run.failures} times: {run.reason}.",
+            details=tuple(run.output.splitlines()[-SHOWN:]),
+            hints=(f"trireme job-tasks {job.job} {run.name}", f"trireme resume {job.job}, if the job is FAILED"),
+        )
+        for run in failed(runs)
+    ]
+    open_ones = [run_of(job, runs, name) for name in unfinished(job, runs)]
+    if job.standing is Standing.FAILED and failed(runs, "pre"):
+        return [*bad, cause]
+    if not open_ones or cause.code in (Code.WAITS_FOR_TIME, Code.WAITS_FOR_JOBS):
+        return [cause, *bad]
+    run = open_ones[0]
+    what = {
+        TaskState.RUNNING: f"runs on {run.member}, attempt {run.attempt}",
+        TaskState.WAITING: f"is tried again: {run.reason}" if run.reason else "waits for an idle trainer",
+    }
+    waits = Cause(
+        code=Code.JOB_TASK_UNFINISHED,
+        summary=f"The {spoken(run.name)} of job {job.job} {what[run.state]}.",
+        details=(f"It runs {job.spec.named_tasks[run.name].text[:200]!r}, since {run.start_time or 'not yet'}.",),
+        hints=(f"trireme job-tasks {job.job}", f"trireme cancel {job.job}"),
+    )
+    return [waits, *bad] if job.standing is Standing.QUEUED else [cause, waits, *bad]
 
 
 def _cause(state: ClusterState, job: ClusterJob, wall_time: float) -> Cause:

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from master_service.core.changes import Event
 from shared.errors import NotFound
-from shared.records.cluster import Assignment, ClusterJob, Drain, JobSchedule, Kind, PoolMember, Source
+from shared.records.cluster import Assignment, ClusterJob, Drain, JobSchedule, Kind, PoolMember, Source, TaskRun
 
 Answer_co = TypeVar("Answer_co", covariant=True)
 Place = tuple[Kind, str]  # kind and id of a pool member
@@ -21,6 +21,11 @@ class PutJob:
 @dataclass(frozen=True, slots=True)
 class DropJob:
     job: str
+
+
+@dataclass(frozen=True, slots=True)
+class PutTaskRun:
+    run: TaskRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,7 @@ class DropSchedule:
 ClusterChange = (
     PutJob
     | DropJob
+    | PutTaskRun
     | PutAssignment
     | DropAssignment
     | PutDrain
@@ -94,13 +100,16 @@ class ClusterState:
     """`members`: as the watch tells, the newest registration of each place. `moved`: when (monotonic s) a place was assigned or
     unassigned last in this term. `gone_since`: when an assigned place was first seen without a member. `unfit`: for which
     (job, epoch) a place is of no use any more, because the process ended there again and again, or ended well. `drains`: places
-    that get no work, whether they have a member now or not."""
+    that get no work, whether they have a member now or not. `task_runs`: by job, the pre- and post-tasks that were begun, and
+    `tasks_written`: when (monotonic s) each was written last in this term."""
 
     jobs: dict[str, ClusterJob] = field(default_factory=dict)
     schedules: dict[str, JobSchedule] = field(default_factory=dict)
     members: dict[Place, PoolMember] = field(default_factory=dict)
     assignments: dict[Place, Assignment] = field(default_factory=dict)
     drains: dict[Place, Drain] = field(default_factory=dict)
+    task_runs: dict[str, dict[str, TaskRun]] = field(default_factory=dict)
+    tasks_written: dict[str, dict[str, float]] = field(default_factory=dict)
     moved: dict[Place, float] = field(default_factory=dict)
     gone_since: dict[Place, float] = field(default_factory=dict)
     unfit: dict[Place, frozenset[tuple[str, int]]] = field(default_factory=dict)
@@ -128,7 +137,10 @@ class ClusterState:
         return jobs + sum(schedule.source_digest == digest for schedule in self.schedules.values())
 
     def assigned_to(self, job: str, kind: Kind) -> list[Place]:
-        return [place for place, held in self.assignments.items() if held.job == job and place[0] == kind]
+        """The places that train it; not those that run its tasks."""
+        return [
+            place for place, held in self.assignments.items() if held.job == job and place[0] == kind and not held.task
+        ]
 
     def takes_work(self, place: Place) -> bool:
         """Whether there is a member that is not about to leave, and that nobody has drained."""
@@ -140,7 +152,10 @@ class ClusterState:
         member = self.members.get(place)
         start = (job.job, job.epoch)
         spent = (
-            member is not None and (member.ended or bool(member.trouble)) and (member.running, member.epoch) == start
+            member is not None
+            and not member.task
+            and (member.ended or bool(member.trouble))
+            and (member.running, member.epoch) == start
         )
         return not spent and start not in self.unfit.get(place, frozenset())
 
@@ -155,7 +170,7 @@ class ClusterState:
             return
         self.members[place] = member
         self.gone_since.pop(place, None)
-        if member.running and (member.trouble or member.ended):
+        if member.running and not member.task and (member.trouble or member.ended):
             still = {start for start in self.unfit.get(place, ()) if self._current(*start)}
             self.unfit[place] = frozenset(still | {(member.running, member.epoch)})
 
@@ -166,6 +181,11 @@ class ClusterState:
                 self.jobs[job.job] = job
             case DropJob(job):
                 self.jobs.pop(job, None)
+                self.task_runs.pop(job, None)
+                self.tasks_written.pop(job, None)
+            case PutTaskRun(run):
+                self.task_runs.setdefault(run.job, {})[run.name] = run
+                self.tasks_written.setdefault(run.job, {})[run.name] = now
             case PutAssignment(place, assignment):
                 self.assignments[place] = assignment
                 self.moved[place] = now

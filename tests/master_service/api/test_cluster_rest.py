@@ -222,3 +222,31 @@ def test_a_member_is_drained_by_rest_also_for_the_next_leader() -> None:
                 assert await jobs.etcd.get(jobs.keys.drain("trainer", "t0")) is None
 
     run_virtually(main)
+
+
+def test_pre_and_post_tasks_are_given_and_read_by_rest() -> None:
+    async def main() -> None:
+        jobs = Jobs()
+        async with jobs.leading() as leader, client_of(leader) as client:
+            for bad in ([{"command": "x", "function": "a:b"}], ["echo"] * 9, [{"command": "x", "when": "always"}]):
+                settings = {**SETTINGS, "pre_tasks": bad}
+                refused = await client.post("/v1/jobs", json=wanted("a", settings=settings))
+                assert "pre_tasks" in str(check_problem(refused, 422, "INVALID_ARGUMENT"))
+            settings = {**SETTINGS, "pre_tasks": ["fetch --all"], "post_tasks": ["publish:main"]}
+            await client.post("/v1/jobs", json=wanted("a", settings=settings))
+            told = (await client.get("/v1/jobs/a/explanation")).json()
+            assert told["code"] == "JOB_TASK_UNFINISHED"
+            async with jobs.pool(2, 1):
+
+                def over() -> bool:
+                    runs = leader.state.task_runs.get("a", {})
+                    return [run.state for run in runs.values()] == ["SUCCEEDED", "SUCCEEDED"]
+
+                await until(over, "both tasks to succeed", 300)
+            first, last = (await client.get("/v1/jobs/a/job-tasks")).json()["job_tasks"]
+            assert (first["name"], first["command"], first["state"]) == ("pre-0", "fetch --all", "SUCCEEDED")
+            assert (first["attempt"], first["exit_code"], first["output"]) == (1, 0, "attempt 1")
+            assert (last["name"], last["function"], last["state"]) == ("post-0", "publish:main", "SUCCEEDED")
+            check_problem(await client.get("/v1/jobs/none/job-tasks"), 404, "NOT_FOUND")
+
+    run_virtually(main)

@@ -52,13 +52,15 @@ _SETTINGS = (  # of `submit`
     "device",
     "gradient_dtype",
     "parameter_dtype",
+    "pre_tasks",
+    "post_tasks",
 )
 _SCHEDULING = ("min_trainers", "max_trainers", "priority", "weight", "preemptible", "after", "not_before_time")
 _SCHEDULE = ("cron", "time_zone", "concurrency")
 
 
 def add_to(app: typer.Typer) -> None:
-    for command in (up, down, submit, jobs, pause, resume, cancel, delete):
+    for command in (up, down, submit, jobs, job_tasks, pause, resume, cancel, delete):
         app.command()(command)
     app.add_typer(groups.schedules)
     app.add_typer(groups.pool)
@@ -234,6 +236,17 @@ def submit(
         str | None,
         typer.Option(help="Its files go to this path or URL. Default: below the cluster's storage.", metavar="URL"),
     ] = None,
+    pre_task: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Run before its members are assigned, on an idle one: a shell command, or pkg.mod:function. Several run in turn.",
+            metavar="COMMAND",
+        ),
+    ] = None,
+    post_task: Annotated[
+        list[str] | None,
+        typer.Option(help="Run once it is COMPLETED, as --pre-task. More: trireme.toml.", metavar="COMMAND"),
+    ] = None,
     assignments: Assignments = None,
     check: Check = True,
     wait: Annotated[bool, typer.Option("--wait", help="Show its progress until it has ended.")] = False,
@@ -252,6 +265,7 @@ def submit(
     With --wait the exit code tells the job's end: 0 COMPLETED, 1 FAILED, 9 CANCELLED.
     """
     given = {**locals(), "after": tuple(after or ()), "preemptible": preemptible or None, "not_before_time": not_before}
+    given |= {"pre_tasks": pre_task or None, "post_tasks": post_task or None}
     if script.is_file():  # said before the imports, which take a second
         print(f"checking {script}", file=sys.stderr)  # noqa: T201
     from trireme.cli.cluster.submit import SubmitRequest  # noqa: PLC0415
@@ -286,6 +300,21 @@ def jobs(
     from trireme.cli.cluster.jobs import list_jobs  # noqa: PLC0415
 
     raise typer.Exit(list_jobs(state, data_dir, url, as_json=as_json))
+
+
+def job_tasks(
+    job: JobName,
+    task: Annotated[
+        str | None, typer.Argument(metavar="TASK", help="Show the end of its output, such as pre-0.")
+    ] = None,
+    data_dir: DataDir = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """The pre- and post-tasks of a job of a cluster, how each stands, or the output of one."""
+    from trireme.cli.cluster.jobs import list_job_tasks  # noqa: PLC0415
+
+    raise typer.Exit(list_job_tasks(job, task, data_dir, url, as_json=as_json))
 
 
 def pause(job: JobName, wait_s: WaitS = 60.0, data_dir: DataDir = None, url: Url = None, as_json: Json = False) -> None:

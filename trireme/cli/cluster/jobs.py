@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from shared.errors import DeadlineExceeded, PeerError, TriremeError
+from shared.errors import DeadlineExceeded, NotFound, PeerError, TriremeError
 from shared.records.cluster import Standing
 from shared.runtime import clock, telemetry
 from trireme.cli import exit_codes
@@ -56,6 +56,30 @@ def list_pool(data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
     def show(console: Console, document: dict[str, Any]) -> None:
         columns = ("member_id", "state", "job", "host", "cores", "device", "trouble")
         print_table(console, columns, document["members"])
+
+    return answer(ask, show, data_dir, url, as_json=as_json)
+
+
+def list_job_tasks(name: str, task: str | None, data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
+    """`task`: only that one, with its output. Returns the exit code."""
+
+    async def ask(cluster: ClusterClient) -> dict[str, Any]:
+        found = await cluster.job_tasks(checked_name(name))
+        if task is None:
+            return {"job_tasks": found}
+        for each in found:
+            if each["name"] == task:
+                return each
+        known = ", ".join(each["name"] for each in found) or "none"
+        raise NotFound(f"job {name} has no task {task}; there are: {known}", hint=f"`trireme job-tasks {name}`")
+
+    def show(console: Console, document: dict[str, Any]) -> None:
+        if task is not None:
+            console.print(document["output"], highlight=False, markup=False)
+            return
+        columns = ("name", "state", "attempt", "failures", "member_id", "runs", "reason")
+        rows = [{**each, "runs": each["command"] or each["function"]} for each in document["job_tasks"]]
+        print_table(console, columns, rows)
 
     return answer(ask, show, data_dir, url, as_json=as_json)
 

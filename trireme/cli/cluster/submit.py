@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -156,11 +156,12 @@ def request_body(
     )
     if spec.dispatch is Dispatch.ETCD:
         raise UsageError("dispatch etcd is for jobs without a master (`trireme run`); a cluster's jobs have one")
+    functions = [task.function.partition(":")[0] for task in spec.named_tasks.values() if task.function]
     document: dict[str, Any] = {
         "name": job,
         "settings": _settings_of(spec),
         "scheduling": scheduling.model_dump(mode="json"),
-        **_script_of(request.script),
+        **_script_of(request.script, functions),
     }
     return document | ({"storage": files.absolute(request.storage)} if request.storage else {})
 
@@ -176,9 +177,9 @@ def _absolute(dataset: dict[str, Any]) -> dict[str, Any]:
     return {**dataset, "urls": urls}
 
 
-def _script_of(script: Path) -> dict[str, Any]:
-    """The script and the modules of its folder that it imports. Raises InvalidArgument."""
-    source = read_source(script)
+def _script_of(script: Path, functions: Iterable[str]) -> dict[str, Any]:
+    """The script and the modules of its folder that it imports, or that have functions of tasks. Raises InvalidArgument."""
+    source = read_source(script, functions)
     if source.modules:
         say(f"sent with {script.name}: {', '.join(source.modules)}")
     return {"source": source.model_dump()}

@@ -18,9 +18,11 @@ from master_service.core.state.cluster import (
     DropSource,
     PutJob,
     PutSource,
+    PutTaskRun,
 )
+from master_service.core.state.job_tasks import run_of, unfinished
 from shared.errors import Conflict, InvalidArgument
-from shared.records.cluster import RESERVED, ClusterJob, Scheduling, Source, Standing
+from shared.records.cluster import RESERVED, ClusterJob, Scheduling, Source, Standing, TaskState, spoken
 from shared.records.job_spec import JobSpec, Mode
 
 MAX_OPEN = 1000  # jobs that are not final
@@ -74,7 +76,8 @@ def resume(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
     match job.standing:
         case Standing.PAUSED | Standing.FAILED:
             resumed = _moved(job, Standing.QUEUED, "resumed by its user", wanted="run")
-            return _change(resumed.model_copy(update={"end_time": ""}), "job_resumed")
+            decision = _change(resumed.model_copy(update={"end_time": ""}), "job_resumed")
+            return replace(decision, changes=decision.changes + _tasks_again(state, job))
         case Standing.QUEUED:
             return ClusterDecision(job)
         case Standing.ACTIVE:
@@ -86,8 +89,10 @@ def resume(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
 
 
 def cancel(state: ClusterState, name: str, stamp: str) -> ClusterDecision[ClusterJob]:
-    """Raises NotFound, Conflict."""
+    """Of a job that has ended: the post-tasks that are not over. Raises NotFound, Conflict."""
     job = state.job(name)
+    if job.standing.final and (names := unfinished(job, state.task_runs.get(name, {}))):
+        return _cancel_tasks(state, job, names, stamp)
     match job.standing:
         case Standing.CANCELLED:
             return ClusterDecision(job)
@@ -106,6 +111,9 @@ def delete(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
     if not job.standing.final:
         msg = f"job {name} is {job.standing}: only jobs that are COMPLETED, FAILED or CANCELLED can be deleted"
         raise Conflict(msg, hint=f"`trireme cancel {name}` first", job=name, standing=str(job.standing))
+    if names := unfinished(job, state.task_runs.get(name, {})):
+        msg = f"job {name} is {job.standing}, and its {spoken(names[0])} is not over"
+        raise Conflict(msg, hint=f"wait for it, or stop it with `trireme cancel {name}`", job=name)
     waiting = [other.job for other in state.jobs.values() if _waits_for(other, name)]
     if waiting and job.standing is Standing.COMPLETED:
         msg = f"job {waiting[0]} comes after job {name} and has not started yet"
@@ -209,6 +217,26 @@ def _circle(jobs: Mapping[str, ClusterJob], asked: ClusterJob) -> list[str]:
 
 def _waits_for(job: ClusterJob, name: str) -> bool:
     return job.epoch == 0 and not job.standing.final and name in job.scheduling.after
+
+
+def _cancel_tasks(state: ClusterState, job: ClusterJob, names: list[str], stamp: str) -> ClusterDecision[ClusterJob]:
+    runs = state.task_runs.get(job.job, {})
+    update = {"state": TaskState.CANCELLED, "reason": "cancelled by its user", "end_time": stamp}
+    changes = tuple(PutTaskRun(run_of(job, runs, name).model_copy(update=update)) for name in names)
+    message = f"{len(names)} tasks of job {job.job} are cancelled"
+    return ClusterDecision(job, changes, (Event("job_tasks_cancelled", message, {"job": job.job}),))
+
+
+def _tasks_again(state: ClusterState, job: ClusterJob) -> tuple[PutTaskRun, ...]:
+    """A job that FAILED is tried again: failed pre-tasks, too, and all post-tasks once more after its next end."""
+    if job.standing is not Standing.FAILED:
+        return ()
+    again = {"state": TaskState.WAITING, "failures": 0, "lost": 0, "reason": ""}
+    return tuple(
+        PutTaskRun(run.model_copy(update=again))
+        for run in state.task_runs.get(job.job, {}).values()
+        if run.state.over and (run.name.startswith("post-") or run.state is not TaskState.SUCCEEDED)
+    )
 
 
 def _moved(job: ClusterJob, standing: Standing, reason: str, *, wanted: str) -> ClusterJob:

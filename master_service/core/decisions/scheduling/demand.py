@@ -5,6 +5,7 @@ from __future__ import annotations
 from master_service.core.decisions.scheduling.admission import KINDS
 from master_service.core.decisions.scheduling.readiness import readiness
 from master_service.core.state.cluster import ClusterState
+from master_service.core.state.job_tasks import unfinished
 from shared.records.cluster import ClusterJob, Kind, Standing
 
 
@@ -13,7 +14,11 @@ def needed(state: ClusterState, wall_time: float) -> dict[Kind, int]:
     trainers is no need. `wall_time`: seconds since 1970."""
     active = [job for job in state.jobs.values() if job.standing is Standing.ACTIVE and not job.leaving]
     jobs = [*active, *readiness(state.jobs, wall_time).ready]
-    return {kind: sum(_of(job, kind) for job in jobs) for kind in KINDS}
+    found = {kind: sum(_of(job, kind) for job in jobs) for kind in KINDS}
+    ended = (job for job in state.jobs.values() if job.standing.final)
+    if not found["trainer"] and any(unfinished(job, state.task_runs.get(job.job, {})) for job in ended):
+        found["trainer"] = 1  # post-tasks run on trainers
+    return found
 
 
 def _of(job: ClusterJob, kind: Kind) -> int:

@@ -15,7 +15,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from master_service.core.state.cluster import ClusterState, Place
-from shared.records.cluster import Assignment, ClusterJob, Kind, PoolMember, Standing
+from master_service.core.state.job_tasks import is_wanted, reports_end
+from shared.records.cluster import Assignment, ClusterJob, Kind, PoolMember, Standing, TaskState, spoken
 
 GONE_GRACE_S = 10.0  # a member that vanished may come back with its process: its lease ran out, or etcd was silent
 KINDS: tuple[Kind, Kind] = ("pserver", "trainer")
@@ -26,7 +27,9 @@ class PoolView:
     """`held`: places of ACTIVE jobs, `gone` ones too. `gone`: held, but there is no member; it may come back. `lost`: assigned, but
     neither the member nor its process is there: the job has to do without it. `renewed`: held, but the member registered anew since. `idle`: may be assigned now. `ending`: kind -> job whose old process still runs -> how
     many places will be idle after it. `usable`: all of these, those held by jobs that end or leave too. `drops`: assignments
-    that are no more. `next_look_s`: when a grace is over."""
+    that are no more. `tasked`: run a pre- or post-task of a job, and are not `usable`. `reported`: whose
+    member says how the task ended. `held_back`: so many trainers less are `usable`
+    than there are, for such tasks. `next_look_s`: when a grace is over."""
 
     held: dict[Kind, dict[str, list[Place]]]
     idle: dict[Kind, list[Place]]
@@ -36,6 +39,9 @@ class PoolView:
     lost: dict[Kind, dict[str, list[Place]]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
     renewed: set[Place] = field(default_factory=set)
     drops: dict[Place, str] = field(default_factory=dict)
+    tasked: dict[Place, Assignment] = field(default_factory=dict)
+    reported: set[Place] = field(default_factory=set)
+    held_back: int = 0
     job_ended: bool = False
     next_look_s: float | None = None
 
@@ -63,7 +69,7 @@ def look(state: ClusterState, now: float, lost: Collection[Place]) -> PoolView:
     for place, held in sorted(state.assignments.items()):
         _look_at_assignment(view, state, place, held, now, lost)
     for place, member in sorted(state.members.items()):
-        if state.takes_work(place):
+        if state.takes_work(place) and place not in view.tasked:
             view.usable[place[0]] += 1
             _look_at_member(view, state, place, member)
     return view
@@ -84,7 +90,9 @@ def _look_at_assignment(
     view: PoolView, state: ClusterState, place: Place, held: Assignment, now: float, lost: Collection[Place]
 ) -> None:
     job, member = state.jobs.get(held.job), state.members.get(place)
-    if job is None or job.standing is not Standing.ACTIVE or job.epoch != held.epoch:
+    if held.task:
+        _look_at_task(view, state, place, held, now)
+    elif job is None or job.standing is not Standing.ACTIVE or job.epoch != held.epoch:
         view.drops[place] = f"job {held.job} is {job.standing if job else 'deleted'}"
         view.job_ended = True
     elif member is None:
@@ -105,6 +113,28 @@ def _look_at_assignment(
         if held.incarnation not in ("", member.incarnation):
             view.renewed.add(place)
         view.held[place[0]].setdefault(held.job, []).append(place)
+
+
+def _look_at_task(view: PoolView, state: ClusterState, place: Place, held: Assignment, now: float) -> None:
+    job, member = state.jobs.get(held.job), state.members.get(place)
+    run = state.task_runs.get(held.job, {}).get(held.task)
+    left_s = state.gone_since.get(place, now) + GONE_GRACE_S - now
+    if member is not None and reports_end(member, held):
+        view.reported.add(place)
+    current = run is not None and run.state is TaskState.RUNNING and run.attempt == held.attempt
+    if job is None or not current or not is_wanted(job, held.task):
+        view.drops[place] = f"its {spoken(held.task)} is over"
+    elif member is None and left_s <= 0:
+        view.drops[place] = f"it is gone for {GONE_GRACE_S:g} s"
+    elif member is None:
+        view.look_again(left_s)
+        view.tasked[place] = held
+    elif not state.takes_work(place) or held.incarnation != member.incarnation:
+        view.drops[place] = "it is drained, leaves the pool or has registered anew"
+    elif place in view.reported:
+        view.drops[place] = f"its {spoken(held.task)} has ended"
+    else:
+        view.tasked[place] = held
 
 
 def _look_at_member(view: PoolView, state: ClusterState, place: Place, member: PoolMember) -> None:

@@ -16,7 +16,9 @@ from master_service.core.state.cluster import (
     Place,
     PutAssignment,
     PutJob,
+    PutTaskRun,
 )
+from shared.records.cluster import TaskState
 
 
 class Portions:
@@ -29,6 +31,7 @@ class Portions:
         self._left = deque(zip(planned.changes, planned.told, strict=True))
         self._jobs, self._members = dict(state.jobs), dict(state.members)
         self._assignments, self._drains = dict(state.assignments), dict(state.drains)
+        self._runs = {(job, name): run for job, runs in state.task_runs.items() for name, run in runs.items()}
 
     def __repr__(self) -> str:
         return f"<Portions: {len(self._left)} changes left{', stale' if self.stale else ''}>"
@@ -43,10 +46,10 @@ class Portions:
         changes: list[ClusterChange] = []
         events = []
         size = 0
-        while self._left and len(changes) < self._most:
+        while self._left and (len(changes) < self._most or _goes_on(changes)):
             change, told = self._left[0]
             size += _size(change)
-            if changes and size > self._most_bytes:
+            if changes and size > self._most_bytes and not _goes_on(changes):
                 break
             if not self._is_as_planned(change, state):
                 self.stale = True
@@ -57,6 +60,8 @@ class Portions:
         for change in changes:
             if isinstance(change, PutJob):
                 self._jobs[change.job.job] = change.job
+            elif isinstance(change, PutTaskRun):
+                self._runs[change.run.job, change.run.name] = change.run
         return ClusterDecision(None, tuple(changes), tuple(events))
 
     def _is_as_planned(self, change: ClusterChange, state: ClusterState) -> bool:
@@ -68,6 +73,9 @@ class Portions:
                 return self._place_is(place, state) and state.jobs.get(job) == self._jobs.get(job)
             case DropAssignment(place):
                 return self._place_is(place, state)
+            case PutTaskRun(run):
+                same = state.task_runs.get(run.job, {}).get(run.name) == self._runs.get((run.job, run.name))
+                return same and state.jobs.get(run.job) == self._jobs.get(run.job)
             case _:
                 return False
 
@@ -83,11 +91,19 @@ class Portions:
         )
 
 
+def _goes_on(changes: list[ClusterChange]) -> bool:
+    """Whether the next change belongs to the last one: a task's start and the assignment of its member."""
+    last = changes[-1] if changes else None
+    return isinstance(last, PutTaskRun) and last.run.state is TaskState.RUNNING
+
+
 def _size(change: ClusterChange) -> int:
     match change:
         case PutJob(job):
             return len(job.to_bytes())
         case PutAssignment(_, assignment):
             return len(assignment.to_bytes())
+        case PutTaskRun(run):
+            return len(run.to_bytes())
         case _:
             return 0

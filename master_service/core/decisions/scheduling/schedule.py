@@ -15,6 +15,7 @@ from functools import partial
 from master_service.core.changes import Event
 from master_service.core.decisions.scheduling import reasons
 from master_service.core.decisions.scheduling.admission import KINDS, Admission, admit, in_turn, need
+from master_service.core.decisions.scheduling.job_tasks import TaskTurn, take_turn
 from master_service.core.decisions.scheduling.placement import IdlePlaces
 from master_service.core.decisions.scheduling.pool_view import PoolView, hosts_of, look, unfit_counts
 from master_service.core.decisions.scheduling.readiness import readiness
@@ -68,6 +69,7 @@ class _Making:
     gives: dict[Kind, Counter[str]] = field(default_factory=lambda: {kind: Counter() for kind in KINDS})
     puts: dict[Place, Assignment] = field(default_factory=dict)
     events: dict[str | Place, list[Event]] = field(default_factory=dict)
+    tasks: TaskTurn = field(default_factory=TaskTurn)
     left: int = 0  # idle trainers that no minimum needs; counted by _give_minimum
 
     def __post_init__(self) -> None:
@@ -80,12 +82,15 @@ class _Making:
             self.view.look_again(turn.next_look_s)
         for name, why in turn.cancelled.items():
             self._cancel(self.state.jobs[name], why)
+        tasks = self.tasks = take_turn(self.state, self.view, turn.ready, self.now, self.wall_time)
+        for name, why in tasks.failed.items():
+            self._fail(self.state.jobs[name], why)
         stays = [job for job in self.state.jobs.values() if job.standing is Standing.ACTIVE and not job.leaving]
         short = {job.job for job in stays if self._short(job)}
-        admission = admit([*stays, *turn.ready], self.view.usable, short)
+        admission = admit([*stays, *tasks.ready], self.view.usable, short)
         self._preempt(admission)
         targets = self._targets(admission.running, admission.starting)
-        urgent = self.view.job_ended or bool(short) or bool(admission.starting)
+        urgent = self.view.job_ended or bool(short) or bool(admission.starting or self.view.held_back)
         self._release(admission.running, targets, urgent=urgent)
         started = self._give_minimum(admission)
         if started:
@@ -95,7 +100,7 @@ class _Making:
             self._release(admission.running, targets, urgent=True)
         self._give_above_minimum(admission.running, targets)
         self._place(admission.running)
-        for name, why in turn.waiting.items():
+        for name, why in (turn.waiting | tasks.waiting).items():
             self._explain(self.state.jobs[name], why)
         self._explain_all(admission)
         return self._written()
@@ -106,6 +111,11 @@ class _Making:
         end = {"standing": Standing.CANCELLED, "reason": why, "end_time": rfc3339(self.wall_time)}
         self.jobs[job.job] = job.model_copy(update=end)
         self._say("job_cancelled", f"job {job.job} is CANCELLED: {why}", job)
+
+    def _fail(self, job: ClusterJob, why: str) -> None:
+        end = {"standing": Standing.FAILED, "reason": why, "end_time": rfc3339(self.wall_time)}
+        self.jobs[job.job] = job.model_copy(update=end)
+        self._say("job_failed", f"job {job.job} is FAILED: {why}", job)
 
     def _preempt(self, admission: Admission) -> None:
         for name, claimant in admission.preempted.items():
@@ -153,7 +163,7 @@ class _Making:
         claims = []
         for job in (*running, *starting):
             runs = job.standing is Standing.ACTIVE
-            fit = self.view.usable["trainer"] - (self.unfit["trainer"][job.job] if runs else 0)
+            fit = self.view.usable["trainer"] + self.view.held_back - (self.unfit["trainer"][job.job] if runs else 0)
             least = min(job.least_trainers, fit)
             claims.append(
                 Claim(
@@ -297,9 +307,13 @@ class _Making:
             was = self.state.assignments[place].job
             message = f"{place[0]} {place[1]} leaves job {was}: {why}"
             self._tell(place, Event("member_unassigned", message, {"member": place[1], "job": was}))
-        changes: dict[str | Place, ClusterChange] = {
-            place: DropAssignment(place) for place in sorted(self.view.drops.keys() - self.puts.keys())
-        }
+        changes: dict[str | Place, ClusterChange] = dict(
+            self.tasks.changes
+        )  # first: what their members report is recorded
+        for about, events in self.tasks.events.items():
+            self.events.setdefault(about, []).extend(events)
+        given = self.puts.keys() | changes.keys()
+        changes |= {place: DropAssignment(place) for place in sorted(self.view.drops.keys() - given)}
         changes |= {name: PutJob(job) for name, job in sorted(self.jobs.items())}
         changes |= {
             place: PutAssignment(place, held) for place, held in sorted(self.puts.items(), key=lambda item: item[0])

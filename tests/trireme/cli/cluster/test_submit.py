@@ -9,7 +9,10 @@ import pytest
 
 from master_service.api.resources_cluster import CreateJob, CreateSchedule
 from shared.records.cluster import Scheduling
+from tests.end_to_end.scripts import write_script
+from trireme.cli import exit_codes
 from trireme.cli.cluster.submit import SubmitRequest, request_body, schedule_of, scheduling_of
+from trireme.cli.run import RunRequest, run_command
 from trireme.preflight import Inspection
 from trireme.settings import UsageError, from_flags, merge
 
@@ -108,3 +111,28 @@ def test_a_schedule_is_the_job_and_its_times(script):
 
 def test_without_cron_it_is_one_job(script):
     assert schedule_of(SubmitRequest(script, {}, schedule={"cron": None, "time_zone": None})) == {}
+
+
+def test_functions_of_tasks_travel_with_the_script(script, tmp_path):
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "publish.py").write_text("def main(): ...\n")
+    asked = sent(
+        script, Inspection({}, DATA, None), pre_tasks=["make data"], post_tasks=["tools.publish:main", "beside:y"]
+    )
+    assert [task.command for task in asked.settings.pre_tasks] == ["make data"]
+    assert [task.function for task in asked.settings.post_tasks] == ["tools.publish:main", "beside:y"]
+    assert sorted(asked.source.modules) == ["beside.py", "tools/publish.py"]
+
+
+def test_trireme_run_has_no_members_for_tasks_and_says_what_has(tmp_path, capsys):
+    flags = {"data_dir": str(tmp_path / "runs"), "pre_tasks": ["make data"], "global_batch_size": 8}
+    assert run_command(RunRequest(write_script(tmp_path), flags)) == exit_codes.USAGE
+    told = capsys.readouterr().err
+    assert "--pre-tasks: pre- and post-tasks run on members of a cluster" in told
+    assert "trireme submit" in told
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_task_that_cannot_be_is_told_by_its_flag(script):
+    with pytest.raises(UsageError, match=r"--pre-tasks = .*give either command"):
+        sent(script, Inspection({}, DATA, None), pre_tasks=[" "])
