@@ -8,7 +8,16 @@ RUNNING --parameters lost--> ROLLING_BACK(timeline, checkpoint) --every pserver 
 
 from __future__ import annotations
 
-from master_service.core.changes import Change, Decision, Event, Fields, ForgetParameters, NextEpoch, RestartQueue
+from master_service.core.changes import (
+    Change,
+    Decision,
+    DesirePservers,
+    Event,
+    Fields,
+    ForgetParameters,
+    NextEpoch,
+    RestartQueue,
+)
 from master_service.core.decisions.lifecycle import fail, next_stage
 from master_service.core.placement.lanes import new_list
 from master_service.core.state.job import Job
@@ -134,8 +143,8 @@ def _start_over(spec: JobSpec, state: JobState, slots: SlotMap | None, reason: s
     others = [TaskKind.EXPORT, *([TaskKind.EVALUATE] if spec.evaluation_dataset else [])]
     emptied: list[Change] = [*map(RestartQueue, others), EvaluationSums(), Losses()]
     nobody = TrainerList(generation=restarted.generation)
-    if slots is not None and max(slots.owners) >= spec.pservers:
-        slots = slots.model_copy(update={"pservers": 0})  # slots of a parameter server that was about to leave
+    if slots is not None and max(slots.owners) + 1 != spec.pservers:
+        slots = slots.model_copy(update={"pservers": 0})  # a resize was moving them: nothing is left that could move
     placed = _new_slots(spec, slots)
     changes = (restarted, nobody, ForgetParameters(), *placed, *emptied, NextEpoch(0))
     return Decision(None, changes, (Event("started_over", reason, {"cause": reason}),))
@@ -255,7 +264,8 @@ def back_to(spec: JobSpec, state: JobState, slots: SlotMap | None, ref: Checkpoi
 def _new_slots(spec: JobSpec, slots: SlotMap | None) -> tuple[Change, ...]:
     if slots is None or slots_fit(slots, spec):
         return ()
-    return (SlotMap(version=slots.version + 1, owners=spread(spec.slot_count, spec.pservers)),)
+    owners = spread(spec.slot_count, spec.pservers)
+    return SlotMap(version=slots.version + 1, owners=owners), DesirePservers(spec.pservers)
 
 
 def stage_at(spec: JobSpec, stage: Stage, epoch: int) -> Stage:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from master_service.core.changes import Decision, Event, ForgetParameters, NextEpoch
+from master_service.core.changes import Decision, DesirePservers, Event, ForgetParameters, NextEpoch
 from master_service.core.decisions import queue_restore, rollback
 from master_service.core.decisions.membership import reconcile
 from master_service.core.decisions.tasks import acquire, complete, fail_task
@@ -36,6 +36,7 @@ from shared.records import (
 )
 from shared.records.checkpoints import CheckpointLatest, CheckpointRef
 from shared.records.step import LanePosition
+from shared.slots import spread
 from tests.master_service.cluster import spec_of
 from tests.master_service.core.members import (
     RUNNING,
@@ -196,6 +197,20 @@ def test_without_any_checkpoint_pservers_that_hold_parameters_leave_and_training
     state = state_after(decision)
     assert (state.phase, state.timeline, state.checkpoint, list_after(decision).names) == (Phase.WAITING, 5, "", ())
     assert event_of(decision, "started_over").message == state.reason
+
+
+@pytest.mark.parametrize(("serving", "wanted"), [(3, 2), (1, 2), (2, 2)])
+def test_a_job_that_starts_over_in_a_resize_has_the_parameter_servers_that_the_resize_asked_for(serving, wanted):
+    """Trainers initialise them once as many are there as etcd says, and all have slots: a map of other numbers was waited for
+    for ever."""
+    slots = SlotMap(version=4, owners=spread(SPEC.slot_count, serving), pservers=wanted)
+    spec = SPEC.model_copy(update={"pservers": wanted})
+    changes = reconcile(spec, RUNNING, TRAINERS, slots, members_of(latest=None)).changes
+    placed = [change for change in changes if isinstance(change, SlotMap | DesirePservers)]
+    if serving == wanted:
+        assert placed == []
+        return
+    assert placed == [SlotMap(version=5, owners=spread(SPEC.slot_count, wanted)), DesirePservers(wanted)]
 
 
 # ------------------------------------------------------------------ the queue
