@@ -101,6 +101,7 @@ def _master(settings: Settings, etcd: Etcd, name: str, url: str) -> Master | Clu
         storage_url=settings.storage,
         ttl_s=ttl_s,
         rebalance_s=settings.rebalance_s,
+        job_retention_s=settings.job_retention_s,
         storage=storage,
     )
 

@@ -14,12 +14,14 @@ from shared.records import JobSpec
 class Settings(MemberSettings):
     """With `job` the master leads that job alone; `spec`: path of its JobSpec as JSON, needed for a job's first master. Without `job`
     it leads a cluster of jobs; `storage`: path or URL below which their files go. `rebalance_s`: no pool member changes jobs
-    more often, unless a job starts or ends."""
+    more often, unless a job starts or ends. `job_retention_s`: so long after its end a job of the cluster is
+    deleted with its files (None: never)."""
 
     job: str = ""
     name: str = "master"
     storage: str = ""
     rebalance_s: float = Field(default=30.0, ge=0)
+    job_retention_s: float | None = Field(default=None, gt=0)
     spec: Path | None = None
     master_ttl_s: float = Field(default=3.0, ge=2.0)
 

@@ -163,11 +163,12 @@ class JobTaskPage(Record):
 
 
 class JobSource(Record):
-    """`digest`: SHA-256 of the text."""
+    """`digest`: SHA-256 of all texts. `modules`: those beside the script that were sent with it, path -> text."""
 
     digest: str
     file_name: str
     text: str
+    modules: dict[str, str] = Field(default_factory=dict)
 
 
 class PoolMemberView(Record):

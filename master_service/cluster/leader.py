@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TypeVar
 
+from master_service.cluster.retention import Retention
 from master_service.cluster.takeover import take_over
 from master_service.cluster.term import ClusterTerm
 from master_service.control.events import EventRing
@@ -32,6 +33,7 @@ from shared.records.cluster import ClusterJob, JobSchedule, Source, Standing
 from shared.runtime import clock, http, telemetry
 from shared.runtime.network import own_network
 from shared.storage import files
+from shared.times import rfc3339
 
 A = TypeVar("A")
 
@@ -40,7 +42,8 @@ log = telemetry.logger("cluster")
 
 @dataclass(eq=False, repr=False)
 class ClusterMaster:
-    """`url` is where its REST API is served. `storage_url`: below it lie the files of jobs that name no place of their own.
+    """`url` is where its REST API is served. `storage_url`: below it lie the files of jobs that name no place of their own. `job_retention_s`: so long after its
+    end a job is deleted; None: never.
     `current_term`: None on a standby."""
 
     etcd: Etcd
@@ -51,6 +54,7 @@ class ClusterMaster:
     storage_url: str
     ttl_s: float = 3.0
     rebalance_s: float = 30.0
+    job_retention_s: float | None = None
     storage: Callable[[JobSpec], JobStorage] = FileStorage
     remove_files: Callable[[JobSpec], Awaitable[None]] = remove_files
     probe: Probe = http.refuses_connections
@@ -82,7 +86,9 @@ class ClusterMaster:
             )
             elected = f"{self.name} leads the cluster in term {number}"
             self.events.add([Event("leader_elected", elected, {"term": number, "url": self.url})])
-            await self.current_term.run()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(Retention(self, self.job_retention_s).run())
+                group.create_task(self.current_term.run())
         finally:
             self.current_term, self._leading = None, False
 
@@ -163,7 +169,7 @@ class ClusterMaster:
 
     async def resume_job(self, name: str) -> ClusterJob:
         """PAUSED, or FAILED but not by its script: it is QUEUED again. Raises Conflict, NotFound, PeerError."""
-        failed = self.state.job(name).standing is Standing.FAILED
+        failed = self.state.job(name).standing is Standing.FAILED and self.state.job(name).wanted != "delete"
         if failed and name in self.term.jobs:
             raise NotReady(f"job {name} has failed, and its members are leaving; ask again")
         before = bool(failed_tasks(self.state.task_runs.get(name, {}), "pre"))  # then it never began
@@ -174,7 +180,7 @@ class ClusterMaster:
 
     async def cancel_job(self, name: str) -> ClusterJob:
         """Without a checkpoint. Raises Conflict, NotFound."""
-        return await self._decide(lambda state, _: submission.cancel(state, name, clock.timestamp()))
+        return await self._decide(lambda state, _: submission.cancel(state, name, rfc3339(clock.wall_time())))
 
     async def delete_job(self, name: str) -> ClusterJob:
         """Its keys, and its files if they lie below the cluster's own storage. Raises Conflict unless it has ended, NotFound."""
@@ -186,7 +192,7 @@ class ClusterMaster:
                 else f"is {job.standing}: cancel it first"
             )
             raise (NotReady if job.standing.final else Conflict)(f"job {name} {what}")
-        submission.delete(self.state, name)  # refused before any file is gone
+        await self._decide(lambda state, _: submission.begin_delete(state, name))  # refused before any file is gone
         if job.spec.storage == files.join(self.storage_url, name):
             await self.remove_files(job.spec)
         return await self._decide(lambda state, _: submission.delete(state, name))

@@ -29,6 +29,7 @@ from shared.keys import ClusterKeys
 from shared.membership.own_key import may_return_s
 from shared.records.cluster import ClusterJob, PoolMember, Standing
 from shared.runtime import clock, telemetry
+from shared.times import rfc3339
 
 LOOK_S = 5.0
 
@@ -185,6 +186,6 @@ class ClusterTerm:
             self._changed.set()
 
     async def _finish(self, name: str, standing: Standing, reason: str) -> None:
-        stamp = clock.timestamp()
+        stamp = rfc3339(clock.wall_time())  # retention counts from it
         await self.writer.decide(lambda state, _: finish(state, name, standing, reason, stamp))
         self._changed.set()

@@ -121,14 +121,14 @@ def stored_source(script: str) -> tuple[str, str] | None:
 
 class ClusterJob(Record):
     """One job of a cluster. `epoch` counts its starts: assignments of an older one are no more. `wanted`: what its users asked for
-    last. `reason`: why it is where it is, as a sentence. `trainers`, `pservers`: how many it may have now by a resize (None: as
+    last; `delete`: its files are being deleted, then its keys. `reason`: why it is where it is, as a sentence. `trainers`, `pservers`: how many it may have now by a resize (None: as
     `max_trainers` and the spec say). `preempted_by`: the job that it gives its members to; it is stopped and then QUEUED again."""
 
     job: Id
     spec: JobSpec
     scheduling: Scheduling = Scheduling()
     standing: Standing = Standing.QUEUED
-    wanted: Literal["run", "pause", "cancel"] = "run"
+    wanted: Literal["run", "pause", "cancel", "delete"] = "run"
     epoch: int = 0
     reason: Message = ""
     source_digest: str = ""

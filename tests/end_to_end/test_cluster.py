@@ -14,7 +14,7 @@ import torch
 
 from tests.end_to_end.cluster_command import LIMIT_S, good, is_at, job_when, model_of, script_in, up
 from tests.end_to_end.command import Command
-from tests.end_to_end.local_cluster import EPOCHS, same_bits
+from tests.end_to_end.local_cluster import EPOCHS, STEPS, same_bits
 from trireme.cli import exit_codes
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
@@ -78,6 +78,15 @@ def test_two_jobs_share_a_cluster_whose_leader_and_host_die_and_the_bits_are_tho
         assert trireme.run("job-tasks", "a", "pre-7").code == exit_codes.NOT_FOUND
         states = {job["job"]: job["standing"] for job in good(trireme.run("jobs", "--json"))["jobs"]}
         assert states == {"a": "COMPLETED", "b": "CANCELLED"}
+        assert good(trireme.run("checkpoint", "list", "--job", "a", "--json"))["checkpoints"][0]["step"] == STEPS
+        exported = good(trireme.run("export", "--job", "a", "--out", trireme.folder / "model", "--json"))["exports"]
+        assert same_bits(torch.load(exported["state_dict"], weights_only=True), undisturbed)
+        killing = trireme.run("chaos", "kill", "trainer-0", "--job", "a")
+        assert (killing.code, "trireme pool" in killing.err) == (exit_codes.CONFLICT, True), killing
+        files = trireme.folder / ".trireme" / "_cluster" / "jobs" / "a"
+        files.rename(files.with_name("elsewhere"))
+        lacking = trireme.run("checkpoint", "list", "--job", "a")
+        assert (lacking.code, f"has no folder {files}" in lacking.err) == (exit_codes.NOT_FOUND, True), lacking
         listed = trireme.run("jobs", "--state", "cancelled")
         assert (listed.code, listed.out.splitlines()[1].split()[:2]) == (0, ["b", "cancelled"])
         assert trireme.run("delete", "b").code == 0

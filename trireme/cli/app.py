@@ -201,11 +201,11 @@ def explain(
 
 
 @checkpoint.command(name="list")
-def checkpoint_list(job: Job = None, data_dir: DataDir = None, as_json: Json = False) -> None:
-    """The checkpoints of a job, newest first."""
+def checkpoint_list(job: Job = None, data_dir: DataDir = None, url: Url = None, as_json: Json = False) -> None:
+    """The checkpoints of a job, newest first. This machine must see its storage."""
     from trireme.cli.checkpoint import list_checkpoints  # noqa: PLC0415
 
-    raise typer.Exit(list_checkpoints(job, data_dir, as_json=as_json))
+    raise typer.Exit(list_checkpoints(job, data_dir, url, as_json=as_json))
 
 
 @checkpoint.command(name="create")
@@ -241,11 +241,13 @@ def checkpoint_restore(
 
 
 @checkpoint.command(name="verify")
-def checkpoint_verify(which: Which = None, job: Job = None, data_dir: DataDir = None, as_json: Json = False) -> None:
+def checkpoint_verify(
+    which: Which = None, job: Job = None, data_dir: DataDir = None, url: Url = None, as_json: Json = False
+) -> None:
     """Read every file of a checkpoint (of all, if none is named) and compare its checksum; exit code 1 if one is damaged."""
     from trireme.cli.checkpoint import verify  # noqa: PLC0415
 
-    raise typer.Exit(verify(job, data_dir, which, as_json=as_json))
+    raise typer.Exit(verify(job, data_dir, which, url, as_json=as_json))
 
 
 @app.command()
@@ -289,15 +291,17 @@ def export(
     ] = None,
     job: Job = None,
     data_dir: DataDir = None,
+    url: Url = None,
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint (the newest, if none is named) as model.safetensors and model.pt, which plain PyTorch loads.
 
     Loads the job's script to build the model; the script must be the one the checkpoint was made with.
+    The script of a job in a cluster is fetched and runs here.
     """
     from trireme.cli.export import export as run_export  # noqa: PLC0415
 
-    raise typer.Exit(run_export(job, data_dir, which, out, as_json=as_json))
+    raise typer.Exit(run_export(job, data_dir, which, out, url, as_json=as_json))
 
 
 @chaos.command("kill")

@@ -20,8 +20,9 @@ from shared.errors import CheckpointUnusable, NotFound, PeerError, TriremeError
 from shared.records import JobSpec
 from shared.records.checkpoints import CheckpointRef, Manifest
 from shared.runtime import ids
+from shared.storage import files
 from trireme.cli import exit_codes
-from trireme.cli.targets import job_target
+from trireme.cli.targets import Target, cluster_of, job_target
 from trireme.launch import run_folder
 from trireme.launch.run_folder import DATA_DIR
 from trireme.validation import allowed_name
@@ -32,8 +33,10 @@ from trireme.view.progress import say
 Answer = tuple[dict[str, Any], int]
 
 
-def spec_of(job: str | None, data_dir: Path | None) -> JobSpec:
-    """The spec of a local run, finished or not. Raises NotFound."""
+def spec_of(job: str | None, data_dir: Path | None, url: str | None = None) -> JobSpec:
+    """Of a local run, finished or not, or of a job of a cluster, whose files this machine must see. Raises NotFound, PeerError."""
+    if (cluster := cluster_of(job, data_dir, url)) is not None:
+        return asyncio.run(_spec_in(cluster))
     place = data_dir or Path(os.environ.get("TRIREME_DATA_DIR") or DATA_DIR)
     job = allowed_name(job) if job else None
     facts = run_folder.read_run_file(place, job)
@@ -45,13 +48,24 @@ def spec_of(job: str | None, data_dir: Path | None) -> JobSpec:
         raise NotFound(msg, hint="give the same --job and --data-dir as to `trireme run`") from error
 
 
-def list_checkpoints(job: str | None, data_dir: Path | None, *, as_json: bool) -> int:
-    return answer(lambda: _list(spec_of(job, data_dir), as_json=as_json), as_json=as_json)
+async def _spec_in(cluster: Target) -> JobSpec:
+    async with open_client(cluster.address, token=cluster.token) as client:
+        spec = JobSpec.model_validate((await client.job())["spec"])
+    folder = files.local_path(spec.storage)
+    if folder is not None and not folder.is_dir():
+        msg = f"this machine has no folder {folder}, where the files of job {spec.job} lie"
+        hint = "run the command on a host of the cluster that sees it, if the job has written anything yet"
+        raise NotFound(msg, hint=f"{hint}; `trireme up --storage` with a URL or a shared folder serves all")
+    return spec
 
 
-def verify(job: str | None, data_dir: Path | None, which: str | None, *, as_json: bool) -> int:
+def list_checkpoints(job: str | None, data_dir: Path | None, url: str | None = None, *, as_json: bool) -> int:
+    return answer(lambda: _list(spec_of(job, data_dir, url), as_json=as_json), as_json=as_json)
+
+
+def verify(job: str | None, data_dir: Path | None, which: str | None, url: str | None = None, *, as_json: bool) -> int:
     """All checkpoints, or one; exit code 1 if any is damaged."""
-    return answer(lambda: _verify(spec_of(job, data_dir), which, as_json=as_json), as_json=as_json)
+    return answer(lambda: _verify(spec_of(job, data_dir, url), which, as_json=as_json), as_json=as_json)
 
 
 def answer(work: Callable[[], Answer], *, as_json: bool) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,15 +13,45 @@ from shared.checkpoints import stored
 from shared.errors import CheckpointUnusable
 from shared.records import JobSpec
 from shared.records.checkpoints import CheckpointRef, Manifest
+from shared.records.cluster import Source, stored_source
 from shared.storage import files
 from shared.storage.tensor_file import Entry
 from trireme.cli import exit_codes
 from trireme.cli.checkpoint import Answer, answer, choose, spec_of
+from trireme.cli.targets import Target, cluster_of
+from trireme.view.client import JOBS
+from trireme.view.cluster_client import ClusterClient
 
 
-def export(job: str | None, data_dir: Path | None, which: str | None, out: Path | None, *, as_json: bool) -> int:
+def export(
+    job: str | None,
+    data_dir: Path | None,
+    which: str | None,
+    out: Path | None,
+    url: str | None = None,
+    *,
+    as_json: bool,
+) -> int:
     """Returns the exit code."""
-    return answer(lambda: _export(spec_of(job, data_dir), which, out, as_json=as_json), as_json=as_json)
+
+    def work() -> Answer:
+        spec, cluster = spec_of(job, data_dir, url), cluster_of(job, data_dir, url)
+        with tempfile.TemporaryDirectory(prefix="trireme-export-") as folder:
+            if cluster is not None and stored_source(spec.script):
+                spec = spec.model_copy(update={"script": str(asyncio.run(_fetch(cluster, Path(folder), spec.job)))})
+            return _export(spec, which, out, as_json=as_json)
+
+    return answer(work, as_json=as_json)
+
+
+async def _fetch(cluster: Target, folder: Path, job: str) -> Path:
+    """The script that was sent with the job, and its modules, as files."""
+    async with ClusterClient(cluster.address.partition(JOBS)[0], token=cluster.token) as client:
+        found = Source.model_validate(await client.job_source(job))
+    for name, text in {**found.modules, found.file_name: found.text}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder / found.file_name
 
 
 def _export(spec: JobSpec, which: str | None, out: Path | None, *, as_json: bool) -> Answer:

@@ -30,9 +30,7 @@ class Target:
 
 def job_target(job: str | None, data_dir: Path | None, url: str | None) -> Target:
     """Raises NotFound; Conflict if the job's run has ended, PeerError if it was stopped."""
-    if given := url or os.environ.get("TRIREME_URL"):
-        return Target(address_of(given, checked_name(job) if job else None), given_token())
-    return target_in_cluster(job, data_dir) or Target(_address_of_run(job, data_dir), given_token())
+    return cluster_of(job, data_dir, url) or Target(_address_of_run(job, data_dir), given_token())
 
 
 def target_in_cluster(job: str | None, data_dir: Path | None) -> Target | None:
@@ -41,6 +39,14 @@ def target_in_cluster(job: str | None, data_dir: Path | None) -> Target | None:
     if cluster is None or not _is_of_cluster(job, data_dir):
         return None
     return Target(address_of(cluster.url, checked_name(job) if job else None), given_token() or cluster.token, True)
+
+
+def cluster_of(job: str | None, data_dir: Path | None, url: str | None) -> Target | None:
+    """The job of a cluster that is meant, or the only job of a master that is named; None: a run in the data folder. Raises
+    InvalidArgument."""
+    if given := url or os.environ.get("TRIREME_URL"):
+        return Target(address_of(given, checked_name(job) if job else None), given_token())
+    return target_in_cluster(job, data_dir)
 
 
 def cluster_target(data_dir: Path | None, url: str | None) -> Target:

@@ -35,7 +35,7 @@ from trireme.launchers.sizing import Bounds, PoolSize
 from trireme.view.child_events import ChildEvent
 from trireme.view.cluster_client import ClusterClient
 
-PASSED_ON = ("TRIREME_TRANSPORT", "TRIREME_REBALANCE_S", "TRIREME_LOG_LEVEL")
+PASSED_ON = ("TRIREME_TRANSPORT", "TRIREME_REBALANCE_S", "TRIREME_JOB_RETENTION_S", "TRIREME_LOG_LEVEL")
 DRAIN_S = 20.0
 START_TIMEOUT_S = 60.0
 REQUEST_TIMEOUT_S = 5.0
@@ -46,7 +46,8 @@ class PoolRequest:
     """`trainers`, `pservers`: places from the start. `max_trainers`, `max_pservers`: so many while jobs need them (fewer than from the
     start: no more than these). `hosts` False: host agents are started by hand. `storage`: path or URL below which the files of jobs go. `etcd`: one that is there already;
     None: one of its own. `port`: of the first master (0: any free port). All listen at `host` and tell others `advertise` (default:
-    `host`). `token`: for REST and between members."""
+    `host`). `token`: for REST and between members. `job_retention_s`: jobs are deleted so long after their end (None: as
+    the environment says, else never)."""
 
     trainers: int
     pservers: int
@@ -60,6 +61,7 @@ class PoolRequest:
     max_trainers: int = 0
     max_pservers: int = 0
     hosts: bool = True
+    job_retention_s: float | None = None
 
     def bounds(self, *, beside: bool) -> dict[Kind, Bounds]:
         """Of what a launcher has. `beside`: the places from the start are not its own."""
@@ -209,6 +211,7 @@ class LocalPool(SupervisedProcesses[None]):
             "TRIREME_TOKEN": self.request.token,
             "TRIREME_SOURCES": str(self.folder / "host" / "sources"),
             **{name: os.environ[name] for name in PASSED_ON if name in os.environ},
+            **({"TRIREME_JOB_RETENTION_S": str(retention_s)} if (retention_s := self.request.job_retention_s) else {}),
         }
 
     async def _is_over(self, child: Child, end: Exit) -> bool:

@@ -30,6 +30,10 @@ class ClusterClient(Client):
         """The job in full, as `Client.job` of it."""
         return await self._call("GET", f"{JOBS}{name}")
 
+    async def job_source(self, name: str) -> dict[str, Any]:
+        """The script that was sent with the job, and its modules, as a Source."""
+        return await self._call("GET", f"{JOBS}{name}/source")
+
     async def job_tasks(self, name: str) -> list[dict[str, Any]]:
         """Its pre-tasks, then its post-tasks."""
         found = await self._call("GET", f"{JOBS}{name}/job-tasks")

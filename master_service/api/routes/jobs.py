@@ -97,7 +97,7 @@ async def get_job_source(cluster: ClusterOf, job: str) -> JobSource:
     """The script that was submitted with the job."""
     found = cluster.state.job(job)
     source = await answered(cluster.source_of(job))
-    return JobSource(digest=found.source_digest, file_name=source.file_name, text=source.text)
+    return JobSource(digest=found.source_digest, file_name=source.file_name, text=source.text, modules=source.modules)
 
 
 @router.post("/jobs/{job}/pause", operation_id="pauseJob")

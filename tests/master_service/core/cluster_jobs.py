@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from master_service.core.decisions.cluster import submission
 from master_service.core.decisions.scheduling import Schedule, schedule
-from master_service.core.state.cluster import ClusterState, Place, PutAssignment, PutJob
+from master_service.core.state.cluster import ClusterDecision, ClusterState, Place, PutAssignment, PutJob
 from shared.records.cluster import Assignment, ClusterJob, Kind, PoolMember, Scheduling, Standing
 from shared.records.job_spec import JobSpec, Mode
 from tests.master_service.cluster import spec_of
@@ -95,3 +96,10 @@ def settle(state: ClusterState, now: float = 0.0) -> None:
 def split(state: ClusterState, *jobs: str) -> list[tuple[int, int]]:
     """(trainers, parameter servers) of each."""
     return [(len(state.assigned_to(job, "trainer")), len(state.assigned_to(job, "pserver"))) for job in jobs]
+
+
+def deleted(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
+    """The deletion of a job that was begun, in place."""
+    for change in submission.begin_delete(state, name).changes:
+        state.apply(change, 0.0)
+    return submission.delete(state, name)

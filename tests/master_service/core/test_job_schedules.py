@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from master_service.core.decisions.cluster import job_schedules, submission
+from master_service.core.decisions.cluster import job_schedules
 from master_service.core.state.cluster import ClusterState, DropSchedule, DropSource, PutJob, PutSchedule, PutSource
 from shared.errors import Conflict, InvalidArgument, NotFound
 from shared.records.cluster import JobSchedule, Scheduling, Source, Standing
 from shared.times import instant
 from tests.master_service.cluster import spec_of
-from tests.master_service.core.cluster_jobs import state_of
+from tests.master_service.core.cluster_jobs import deleted, state_of
 
 EIGHT = instant("2027-01-15T08:00:00Z")
 MINUTE, DAY = 60.0, 86_400.0
@@ -101,7 +101,7 @@ def test_a_deleted_schedule_leaves_its_jobs_and_the_script_that_they_run():
     assert decision.changes == (DropSchedule("n"),)
     state.apply(decision.changes[0], 0.0)
     end(state, name)
-    assert DropSource(SCRIPT.digest) in submission.delete(state, name).changes
+    assert DropSource(SCRIPT.digest) in deleted(state, name).changes
     with pytest.raises(NotFound, match="no schedule n"):
         job_schedules.delete(state, "n")
 
@@ -111,7 +111,7 @@ def test_a_script_that_only_a_schedule_needs_goes_with_it_and_not_before():
     created(state)
     (name,) = run(state, EIGHT + 61 * MINUTE)
     end(state, name)
-    assert DropSource(SCRIPT.digest) not in submission.delete(state, name).changes
+    assert DropSource(SCRIPT.digest) not in deleted(state, name).changes
     state.jobs.clear()
     assert DropSource(SCRIPT.digest) in job_schedules.delete(state, "n").changes
 

@@ -19,6 +19,7 @@ from tests.master_service.cluster import spec_of
 from tests.master_service.core.cluster_jobs import (
     WALL,
     active,
+    deleted,
     give,
     held_by,
     job_of,
@@ -210,7 +211,7 @@ def test_post_tasks_run_after_the_end_that_they_are_for(standing, when, runs):
     if not runs:
         return
     with pytest.raises(Conflict, match="post-task 1 is not over"):
-        submission.delete(state, "a")
+        deleted(state, "a")
     agents_follow(state)
     end(state)
     step(state)
@@ -218,7 +219,7 @@ def test_post_tasks_run_after_the_end_that_they_are_for(standing, when, runs):
     step(state)
     assert run_of(state, "a", "post-0").state is TaskState.SUCCEEDED
     assert not state.assignments
-    assert submission.delete(state, "a").changes
+    assert deleted(state, "a").changes
 
 
 def test_cancel_stops_a_pre_task_with_its_job_and_a_post_task_alone():

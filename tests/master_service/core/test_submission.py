@@ -10,7 +10,7 @@ from shared.errors import Conflict, InvalidArgument, NotFound
 from shared.records.cluster import RESERVED, ClusterJob, Source, Standing
 from shared.records.job_spec import Mode
 from tests.master_service.cluster import spec_of
-from tests.master_service.core.cluster_jobs import active, job_of, state_of
+from tests.master_service.core.cluster_jobs import active, deleted, job_of, state_of
 
 STAMP = "2027-01-15T08:00:00.000+00:00"
 ENDS = (Standing.COMPLETED, Standing.FAILED, Standing.CANCELLED)
@@ -58,9 +58,9 @@ def test_a_script_is_stored_with_its_first_job_and_goes_with_the_last():
     for name in "ab":
         ended = {"source_digest": script.digest, "standing": Standing.COMPLETED}
         state.apply(PutJob(job_of(name).model_copy(update=ended)), 0.0)
-    assert submission.delete(state, "a").changes == (DropJob("a"),)
+    assert deleted(state, "a").changes == (DropJob("a"),)
     state.apply(DropJob("a"), 0.0)
-    assert submission.delete(state, "b").changes == (DropJob("b"), DropSource(script.digest))
+    assert deleted(state, "b").changes == (DropJob("b"), DropSource(script.digest))
 
 
 def test_a_name_is_taken_once():
@@ -170,15 +170,15 @@ def test_unknown_jobs_are_not_found(ask):
 @pytest.mark.parametrize("end", ENDS)
 def test_a_job_is_deleted_once_it_has_ended(end):
     state = state_of(job_of("a", standing=end))
-    assert submission.delete(state, "a").changes == (DropJob("a"),)
+    assert deleted(state, "a").changes == (DropJob("a"),)
     state = state_of(active("a"))
     with pytest.raises(Conflict, match="job a is ACTIVE: only jobs that are"):
-        submission.delete(state, "a")
+        deleted(state, "a")
 
 
 def test_a_completed_job_is_kept_while_another_waits_to_come_after_it():
     state = state_of(job_of("a", standing=Standing.COMPLETED), active("x"), job_of("b", after=("a", "x")))
     with pytest.raises(Conflict, match="job b comes after job a and has not started yet"):
-        submission.delete(state, "a")
+        deleted(state, "a")
     state.apply(PutJob(active("b", after=("a", "x"))), 0.0)
-    assert submission.delete(state, "a").changes == (DropJob("a"),)
+    assert deleted(state, "a").changes == (DropJob("a"),)

@@ -88,6 +88,15 @@ def up(
         str | None,
         typer.Option(help="Files of all jobs go below this path or URL. Default: in the data folder.", metavar="URL"),
     ] = None,
+    job_retention_s: Annotated[
+        float | None,
+        typer.Option(
+            "--job-retention-s",
+            help="Delete jobs so many seconds after their end, as `trireme delete` does. Default: never.",
+            min=1,
+            metavar="S",
+        ),
+    ] = None,
     etcd: Etcd = None,
     etcd_user: EtcdUser = None,
     etcd_password_file: EtcdPasswordFile = None,
@@ -167,7 +176,7 @@ def up(
         {"trainer": trainer_resources, "pserver": pserver_resources},
     )
     flags = {name: given[name] for name in _PLACES}
-    raise typer.Exit(run_up(UpRequest(flags, trainers, pservers, as_json, started_by)))
+    raise typer.Exit(run_up(UpRequest(flags, trainers, pservers, as_json, started_by, job_retention_s)))
 
 
 def down(wait_s: WaitS = 120.0, data_dir: DataDir = None, as_json: Json = False) -> None:

@@ -54,6 +54,7 @@ class UpRequest:
     pservers: int | None = None
     as_json: bool = False
     launcher: LauncherRequest = field(default_factory=LauncherRequest)
+    job_retention_s: float | None = None
 
 
 def up(request: UpRequest) -> int:
@@ -97,6 +98,7 @@ async def _up(request: UpRequest) -> int:
             max_trainers=request.launcher.max_trainers or 0,
             max_pservers=request.launcher.max_pservers or 0,
             hosts=request.launcher.kind != "none",
+            job_retention_s=request.job_retention_s,
         )
         screen = job_lines()
         pool = pool_of(request.launcher, asked, folder, lambda event: _tell(screen, event))

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import psutil
 
-from shared.errors import NotFound, TriremeError
+from shared.errors import Conflict, NotFound, TriremeError
 from shared.runtime import ids, telemetry
 from trireme.cli import exit_codes
 from trireme.cli.faults.job_probe import JobProbe
 from trireme.cli.faults.receipt import Receipt, measure, observe
+from trireme.cli.targets import cluster_of
 from trireme.launch import resume, run_folder
 from trireme.view.child_events import read_events
 
@@ -27,6 +28,10 @@ def kill(name: str | None, job: str | None, data_dir: Path | None, *, at_random:
     """Returns the exit code."""
     telemetry.configure(level="ERROR", json=False)
     try:
+        if (cluster := cluster_of(job, data_dir, None)) is not None:
+            msg = f"trireme chaos kill ends processes of a `trireme run` in a data folder of this machine, not at {cluster.address}"
+            hint = "`trireme pool` shows on which host a member of a cluster runs: kill it there, or `trireme pool drain` it"
+            raise Conflict(msg, hint=hint)
         folder, _ = run_folder.find_run(data_dir, job)
         receipt = asyncio.run(kill_one(folder, _victim(folder, name, at_random=at_random)))
     except TriremeError as error:

@@ -73,6 +73,8 @@ def resume(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
     """An ACTIVE job whose pause is not done yet goes on, or is QUEUED as soon as it is. A FAILED one is QUEUED, too: whoever asks
     has opened it again. Raises NotFound, Conflict."""
     job = state.job(name)
+    if job.wanted == "delete":
+        raise Conflict(f"job {name} is being deleted: it cannot be resumed", job=name)
     match job.standing:
         case Standing.PAUSED | Standing.FAILED:
             resumed = _moved(job, Standing.QUEUED, "resumed by its user", wanted="run")
@@ -105,9 +107,11 @@ def cancel(state: ClusterState, name: str, stamp: str) -> ClusterDecision[Cluste
             raise _ended(job, "cancelled")
 
 
-def delete(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
-    """Answers the job that is no more; its script goes with the last job that has it. Raises NotFound, Conflict."""
+def begin_delete(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
+    """From now on the job is not resumed, and no job may come after it: its files are deleted. Raises NotFound, Conflict."""
     job = state.job(name)
+    if job.wanted == "delete":
+        return ClusterDecision(job)
     if not job.standing.final:
         msg = f"job {name} is {job.standing}: only jobs that are COMPLETED, FAILED or CANCELLED can be deleted"
         raise Conflict(msg, hint=f"`trireme cancel {name}` first", job=name, standing=str(job.standing))
@@ -120,6 +124,15 @@ def delete(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
         raise Conflict(
             msg, hint="delete it once that one has started, or cancel that one", job=name, after=waiting[:20]
         )
+    return _change(job.model_copy(update={"wanted": "delete"}), "job_delete_asked", f"job {name} is being deleted")
+
+
+def delete(state: ClusterState, name: str) -> ClusterDecision[ClusterJob]:
+    """Answers the job that is no more; its script goes with the last job that has it. Call it after `begin_delete`, once the files
+    are gone. Raises NotFound; Conflict: its deletion was not begun."""
+    job = state.job(name)
+    if job.wanted != "delete":
+        raise Conflict(f"the deletion of job {name} was not begun", job=name)
     drops: tuple[ClusterChange, ...] = (DropJob(name), *drop_unused(state, job.source_digest))
     return ClusterDecision(job, drops, (Event("job_deleted", f"job {name} was deleted", {"job": name}),))
 
@@ -182,7 +195,7 @@ def _check_after(jobs: Mapping[str, ClusterJob], asked: ClusterJob) -> None:
         before = jobs.get(name)
         if name == asked.job:
             raise InvalidArgument(f"job {name} cannot come after itself", job=name)
-        if before is None:
+        if before is None or before.wanted == "delete":
             raise InvalidArgument(
                 f"job {asked.job} comes after job {name}, which does not exist",
                 hint="submit that one first",

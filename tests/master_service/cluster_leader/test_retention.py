@@ -1,0 +1,75 @@
+"""A leader deletes jobs whose retention is over, and finishes deletions that another one has begun."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from shared.errors import Conflict, StorageUnreachable
+from shared.records.cluster import Standing
+from tests.equipment.virtual_loop import run_virtually
+from tests.equipment.waiting import until
+from tests.master_service.many_jobs import Jobs, job_of
+
+
+def in_storage(name: str) -> Any:
+    job = job_of(name)
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"storage": f"memory://cluster/{name}"})})
+
+
+def test_jobs_are_deleted_with_their_files_after_the_retention_and_those_elsewhere_keep_theirs() -> None:
+    async def main() -> None:
+        jobs, removed = Jobs(), []
+
+        async def remove(spec: Any) -> None:
+            removed.append(spec.job)
+
+        async with jobs.leading(remove_files=remove, job_retention_s=0.001) as leader, jobs.pool(2, 1):
+            await leader.create_job(in_storage("a"), None)
+            await leader.create_job(job_of("b"), None)
+            await until(lambda: not leader.state.jobs, "both jobs to end and to be deleted", 300)
+            assert removed == ["a"]
+            for name in "ab":
+                assert not (await jobs.etcd.range(jobs.keys.keys_of(name).prefix, prefix=True)).kvs
+                assert await jobs.job(name) is None
+
+    run_virtually(main)
+
+
+def test_nothing_is_deleted_by_itself_without_a_retention() -> None:
+    async def main() -> None:
+        jobs = Jobs()
+        async with jobs.leading() as leader, jobs.pool(2, 1):
+            await leader.create_job(job_of("a"), None)
+            await until(lambda: leader.state.job("a").standing is Standing.COMPLETED, "the job to end")
+            await asyncio.sleep(1000)
+            assert list(leader.state.jobs) == ["a"]
+
+    run_virtually(main)
+
+
+def test_a_deletion_whose_files_could_not_be_deleted_is_finished_by_the_next_leader() -> None:
+    async def main() -> None:
+        jobs, removed = Jobs(), []
+
+        async def fail(spec: Any) -> None:
+            raise StorageUnreachable("no route")
+
+        async def remove(spec: Any) -> None:
+            removed.append(spec.job)
+
+        async with jobs.leading(remove_files=fail) as leader:
+            await leader.create_job(in_storage("a"), None)
+            await leader.cancel_job("a")
+            with pytest.raises(StorageUnreachable):
+                await leader.delete_job("a")
+            assert leader.state.job("a").wanted == "delete"
+            with pytest.raises(Conflict, match="is being deleted"):
+                await leader.resume_job("a")
+        async with jobs.leading("m2", remove_files=remove) as leader:
+            await until(lambda: not leader.state.jobs, "the deletion to be finished")
+            assert removed == ["a"]
+
+    run_virtually(main)
