@@ -42,7 +42,8 @@ def handle_missing(spec: JobSpec, state: JobState, slots: SlotMap | None, member
             return fail(state, f"pserver-{index} cannot come back: {member.restored.error}", FailureCause.STORAGE)
     cause = f"pserver-{away[0]} is gone"
     over = state.stage is not Stage.TRAIN and members.latest is not None  # evaluation must see one set of parameters
-    if (len(away) == len(needed) or over) and not independent:
+    nothing_saved = members.latest is None and not any(index in members.own for index in needed)
+    if (len(away) == len(needed) and (nothing_saved or not independent)) or (over and not independent):
         return go_back(spec, state, slots, members, cause)
     if independent:
         without = [index for index in away if index not in members.own]

@@ -219,3 +219,26 @@ def test_a_resize_of_the_parameter_servers_alone_leaves_the_trainers_that_the_po
             assert len(leader.state.assigned_to("a", "trainer")) == 4
 
     run_virtually(main)
+
+
+def test_a_job_with_independent_checkpoints_that_is_paused_before_its_first_one_starts_anew() -> None:
+    async def main() -> None:
+        jobs = Jobs(tasks=10)
+        async with jobs.leading() as leader, jobs.pool(2, 1):
+            await leader.create_job(job_of("a"), None)
+            await until(lambda: len(jobs.taken) > 2, "some tasks")
+            await leader.pause_job("a")
+            await until(lambda: leader.state.job("a").standing is Standing.PAUSED, "the pause")
+            await until(lambda: not leader.state.assignments, "the members to be free")
+            await leader.resume_job("a")
+
+            def starts_anew() -> bool:
+                led = leader.term.jobs.get("a")
+                return led is not None and any(
+                    "training starts over" in each.message for each in led.master.events.after(0, 1000)
+                )
+
+            await until(starts_anew, "the job to start anew")
+            assert leader.state.job("a").standing is Standing.ACTIVE
+
+    run_virtually(main)
