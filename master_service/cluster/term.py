@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from master_service.cluster.job_term import JobTerm
 from master_service.cluster.takeover import ClusterTakeover
@@ -139,7 +138,8 @@ class ClusterTerm:
         lost = lost_places(state, self._present())
         planned = schedule(state, now, clock.wall_time(), self._rebalance_s, lost)
         portions = Portions(state, planned, MAX_CHANGES, MAX_BYTES)
-        return replace(portions.next(state), answer=portions)
+        first = portions.next(state)
+        return ClusterDecision(portions, first.changes, first.events)
 
     def _present(self) -> dict[str, frozenset[str]]:
         """Job -> whose processes are its members, for jobs of places that are gone. A job whose members may have lost their leases by a

@@ -11,6 +11,7 @@ import signal as signals
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
+from itertools import count
 from pathlib import Path
 from typing import IO
 
@@ -33,16 +34,14 @@ from trireme.pool.place_keys import PlaceKeys
 
 KINDS: tuple[Kind, ...] = ("pserver", "trainer")
 START_S = 0.3  # of a member
+PIDS = count(1001)
 
 
 class SimulatedMember:
     """A process of a job: a parameter server that wants an index, or a trainer. As trireme/launch/processes.py has it."""
 
-    _pids = 1000
-
     def __init__(self, etcd: Etcd, job: str, kind: Kind, name: str, ttl_s: float, ready: Path) -> None:
-        SimulatedMember._pids += 1
-        self.pid, self.returncode, self.job, self.name = SimulatedMember._pids, None, job, name
+        self.pid, self.returncode, self.job, self.name = next(PIDS), None, job, name
         self.key: OwnIndex | Membership | None = None
         self._etcd, self._kind, self._ttl_s, self._ready = etcd, kind, ttl_s, ready
         self._stopping, self._ended = asyncio.Event(), asyncio.Event()

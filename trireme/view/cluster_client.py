@@ -60,10 +60,10 @@ class ClusterClient(Client):
 
     async def drain_member(self, member: str) -> dict[str, Any]:
         """The member as it is now."""
-        return await self._call("POST", f"/v1/pool/{quote(member, safe='')}/drain")
+        return await self._call("POST", f"/v1/pool-members/{quote(member, safe='')}/drain")
 
     async def undrain_member(self, member: str) -> dict[str, Any]:
-        return await self._call("POST", f"/v1/pool/{quote(member, safe='')}/undrain")
+        return await self._call("POST", f"/v1/pool-members/{quote(member, safe='')}/undrain")
 
     async def pool(self) -> dict[str, Any]:
         """How many members of each kind there are, and how many the jobs need."""

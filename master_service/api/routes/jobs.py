@@ -138,7 +138,7 @@ async def list_pool_members(
     return render.pool_members(cluster.term, page_size, page_token)
 
 
-@pool.post("/pool/{member}/drain", operation_id="drainPoolMember")
+@pool.post("/pool-members/{member}/drain", operation_id="drainPoolMember")
 async def drain_pool_member(cluster: ClusterOf, member: Member) -> PoolMemberView:
     """It takes no new work. What it runs leaves as when it is moved to another job; then the member is `drained`, and stays so until
     undrainPoolMember, also when it registers anew."""
@@ -146,7 +146,7 @@ async def drain_pool_member(cluster: ClusterOf, member: Member) -> PoolMemberVie
     return render.pool_member(cluster.state, place)
 
 
-@pool.post("/pool/{member}/undrain", operation_id="undrainPoolMember")
+@pool.post("/pool-members/{member}/undrain", operation_id="undrainPoolMember")
 async def undrain_pool_member(cluster: ClusterOf, member: Member) -> Empty:
     """It may get work again."""
     await answered(cluster.undrain_member(member))

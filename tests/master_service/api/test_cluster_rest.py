@@ -202,10 +202,10 @@ def test_a_member_is_drained_by_rest_also_for_the_next_leader() -> None:
         jobs = Jobs(tasks=40)
         async with jobs.pool(2, 1) as places:
             async with jobs.leading() as leader, client_of(leader) as client:
-                check_problem(await client.post("/v1/pool/none/drain"), 404, "NOT_FOUND")
+                check_problem(await client.post("/v1/pool-members/none/drain"), 404, "NOT_FOUND")
                 await client.post("/v1/jobs", json=wanted("a"))
                 await until(lambda: len(jobs.taken) > 4, "the job to train")
-                drained = await client.post("/v1/pool/t0/drain")
+                drained = await client.post("/v1/pool-members/t0/drain")
                 assert drained.status_code == 200, drained.text
                 assert drained.json()["state"] == "draining"
                 seen = leader.state.members
@@ -217,7 +217,7 @@ def test_a_member_is_drained_by_rest_also_for_the_next_leader() -> None:
                 assert (await states(client))["t0"] == "drained"
                 await until(lambda: leader.state.job("a").standing is Standing.COMPLETED, "the job to end", 300)
                 assert [job for job, _ in places[0].history] == ["a"]
-                assert (await client.post("/v1/pool/t0/undrain")).json() == {}
+                assert (await client.post("/v1/pool-members/t0/undrain")).json() == {}
                 assert (await states(client))["t0"] == "idle"
                 assert await jobs.etcd.get(jobs.keys.drain("trainer", "t0")) is None
 

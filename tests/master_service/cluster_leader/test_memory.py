@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
+from master_service.cluster.job_term import JobTerm
 from master_service.cluster.leader import ClusterMaster
-from master_service.cluster.term import ClusterTerm
 from master_service.control import events
 from shared import etcd as etcd_client
 from shared.errors import NotReady
@@ -126,15 +126,15 @@ async def test_what_a_dozen_jobs_took_is_free_again_once_they_are_deleted(embedd
 
 
 async def test_without_the_end_of_a_jobs_term_the_leader_keeps_it(embedded_etcd) -> None:  # noqa: F811
-    kept, run_job = [], ClusterTerm._run_job
+    kept, run = [], JobTerm.run
 
-    async def keeps(self: ClusterTerm, term) -> None:
-        kept.append(term)
-        await run_job(self, term)
+    async def keeps(self: JobTerm) -> None:
+        kept.append(self)
+        await run(self)
 
     async with leading(embedded_etcd) as (jobs, leader):
         await wave(leader, ["first"])
-        with replaced(ClusterTerm, "_run_job", keeps):
+        with replaced(JobTerm, "run", keeps):
             left = await left_by(jobs, leader, 2)
         assert {"JobTerm", "Master"} <= left.keys(), left
         assert len(kept) == 2

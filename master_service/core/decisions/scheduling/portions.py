@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from master_service.core.changes import Event
 from master_service.core.decisions.scheduling.schedule import Schedule
 from master_service.core.state.cluster import (
     ClusterChange,
@@ -44,7 +45,7 @@ class Portions:
     def next(self, state: ClusterState) -> ClusterDecision[None]:
         """The next portion. None of it if anything in it is about what has changed since the schedule was made."""
         changes: list[ClusterChange] = []
-        events = []
+        events: list[Event] = []
         size = 0
         while self._left and (len(changes) < self._most or _goes_on(changes)):
             change, told = self._left[0]
@@ -69,8 +70,8 @@ class Portions:
             case PutJob(job):
                 return state.jobs.get(job.job) == self._jobs.get(job.job)
             case PutAssignment(place, assignment):
-                job = assignment.job
-                return self._place_is(place, state) and state.jobs.get(job) == self._jobs.get(job)
+                same = state.jobs.get(assignment.job) == self._jobs.get(assignment.job)
+                return same and self._place_is(place, state)
             case DropAssignment(place):
                 return self._place_is(place, state)
             case PutTaskRun(run):
