@@ -29,6 +29,7 @@ from tests.soak.job import fingerprint
 from tests.soak.plan import LEASE_S
 from trainer_agent.data_plane.http import HttpPserver
 from trireme.cli.faults.job_probe import JobProbe
+from trireme.launch import run_folder
 
 JOB = "soak"
 BATCH, CONTEXT, TEXT_BYTES = 8, 128, 1 << 15
@@ -142,6 +143,14 @@ class Run:
     def exit_code(self) -> int | None:
         """Of the launcher; None while it runs."""
         return self._process.poll() if self._process is not None else None
+
+    @property
+    def url(self) -> str:
+        """Of the master that led last. Raises PeerError before the first one."""
+        facts = run_folder.read_json(self.folder / run_folder.RUN_FILE)
+        if facts is None:
+            raise PeerError("no master has led yet")
+        return str(facts["url"])
 
     def check(self) -> None:
         """Raises SoakError if the launcher has ended."""
