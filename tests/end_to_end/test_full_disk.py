@@ -16,6 +16,7 @@ from trireme.cli.exit_codes import DISK_FULL
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
 
+@pytest.mark.soak  # for its length
 def test_a_disk_that_fills_up_ends_the_run_in_order_and_once_there_is_room_it_resumes(trireme, tmp_path, undisturbed):
     script = spec_of(tmp_path).script
     with disk_of(tmp_path / "disk", "200m") as disk:

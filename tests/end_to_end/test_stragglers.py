@@ -38,6 +38,7 @@ async def slowed(cluster, name):
             await cycling
 
 
+@pytest.mark.soak  # for its length; tests/trainer_agent/loops and the simulation have it in every run
 async def test_lanes_leave_a_slow_trainer_and_no_bit_changes(tmp_path):
     (tmp_path / "calm").mkdir()
     (tmp_path / "slow").mkdir()

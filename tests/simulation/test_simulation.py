@@ -157,6 +157,7 @@ def test_a_frozen_trainer_does_not_stretch_the_time_between_two_checkpoints(disp
 def test_a_parameter_server_that_freezes_in_a_pause_ends_it_and_costs_one_pause(dispatch):
     frozen_s, bound_s = 4.0, seconds_between(2.0, frozen_s=4.0 + LEASE_TTL_S / 3)
     stood_still: list[float] = []
+    causes: list[str] = []
     for seed, at_s in enumerate((5.0, 6.0, 7.0)):
         lines: list[str] = []
         plan = plan_of(seed, Mode.ASYNC, dispatch)
@@ -182,12 +183,13 @@ def test_a_parameter_server_that_freezes_in_a_pause_ends_it_and_costs_one_pause(
         assert max(later - earlier for earlier, later in pairwise(copied)) <= bound_s, copied
         given_up = [line for line in lines if " checkpoint_given_up " in line]
         assert len(given_up) <= 1
+        causes += given_up
         for line in given_up:
-            assert "gave no sign of life" in line
             [step] = re.findall(r"step=(\d+)", line)
             paused = [float(other.split()[0]) for other in lines if other.endswith(f" paused step={step}")]
             stood_still.append(float(line.split()[0]) - paused[0])
-    assert stood_still
+    assert any("gave no sign of life" in line for line in causes)
+    assert all("gave no sign of life" in line or "is gone" in line for line in causes), "or its lease ended before"
     assert max(stood_still) <= SILENT_S + 0.1
 
 

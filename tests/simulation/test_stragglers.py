@@ -49,11 +49,14 @@ def run(plan: Plan, mode: Mode) -> tuple[Outcome, str]:
 
 @pytest.mark.parametrize("dispatch", list(Dispatch))
 def test_lanes_leave_a_slow_trainer(dispatch):
-    plans = [plan_with_a_slow_trainer(0, Mode.SYNC, dispatch, stragglers=on) for on in (True, False)]
-    (on, told), (off, not_told) = (run(plan, Mode.SYNC) for plan in plans)
-    assert " lanes_moved " in told
-    assert " lanes_moved " not in not_told
-    assert on.seconds * 2 <= off.seconds, (on.seconds, off.seconds)
+    on_s = off_s = 0.0
+    for seed in range(2):
+        plans = [plan_with_a_slow_trainer(seed, Mode.SYNC, dispatch, stragglers=on) for on in (True, False)]
+        (on, told), (off, not_told) = (run(plan, Mode.SYNC) for plan in plans)
+        assert " lanes_moved " in told
+        assert " lanes_moved " not in not_told
+        on_s, off_s = on_s + on.seconds, off_s + off.seconds
+    assert on_s * 2 <= off_s, (on_s, off_s)
 
 
 @pytest.mark.parametrize("dispatch", list(Dispatch))

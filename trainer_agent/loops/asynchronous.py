@@ -126,7 +126,15 @@ class AsyncLoop:
                 self._held = None
                 log.warning("task_failed", task=failed.task.task_id, cause=str(failed.error))
                 await self._source.fail(failed.task, failed.error, failed.place)
-        return None
+        return await self._given_ahead()
+
+    async def _given_ahead(self) -> Task | None:
+        """Training is over. A task of another kind that this trainer got when it asked ahead: nobody else will do it."""
+        if self._next is None or self._stopping.is_set() or self._duty().duty is Duty.LEAVE:
+            return None
+        ahead = await outcome_of(self._next)
+        self._next = None
+        return ahead if isinstance(ahead, Task) else None
 
     async def _may_go_on(self) -> bool:
         """Between minibatches: waits while the job is paused. False if training is over or this trainer is asked to stop."""

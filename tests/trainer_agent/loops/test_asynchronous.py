@@ -6,9 +6,13 @@ import asyncio
 
 import pytest
 
-from shared.records import Mode, Phase
+from shared.records import Mode, Phase, TaskKind
+from tests.equipment.replaced import replaced
 from tests.trainer_agent.cluster import cluster
 from tests.trainer_agent.scripts import RECORDS, differing, spec_for, train_plainly, write_script
+from trainer_agent.core.duties import Duty, Next
+from trainer_agent.loops.context import LoopContext
+from trainer_agent.tasks.source import TaskSource
 
 EPOCHS = 3
 
@@ -116,3 +120,38 @@ async def test_a_task_that_always_fails_is_discarded_and_the_rest_is_trained(tmp
             EPOCHS,
             EPOCHS * spec.task_records,
         )
+
+
+async def test_a_task_of_the_evaluation_that_came_in_a_pause_at_the_end_of_training_is_done(tmp_path):
+    """The trainer had asked ahead. It forgot the answer when it went on and training was over, and the job waited for the task's
+    time limit."""
+    script = write_script(
+        tmp_path,
+        evaluation="""
+        def evaluation_dataset():
+            return dataset()
+
+        def evaluate(model, batch):
+            return {"records": len(batch["y"])}
+        """,
+    )
+    spec = spec_of(script, epochs=1, evaluation_dataset=spec_of(script).dataset, task_timeout_floor_s=600)
+    asking, evaluation_tasks = 0, 0
+    acquire, duty = TaskSource.acquire, LoopContext.duty
+
+    async def acquired(source, *arguments, **more):
+        nonlocal asking, evaluation_tasks
+        asking += 1
+        answer = await acquire(source, *arguments, **more)
+        asking -= 1
+        evaluation_tasks += answer.task is not None and answer.task.kind is TaskKind.EVALUATE
+        return answer
+
+    def paused_while_it_asks_ahead(context):
+        return Next(Duty.WAIT, "a pause") if asking and not evaluation_tasks else duty(context)
+
+    with replaced(TaskSource, "acquire", acquired), replaced(LoopContext, "duty", paused_while_it_asks_ahead):
+        async with cluster(spec, 1) as made:
+            async with asyncio.timeout(30):
+                assert (await made.ended()).phase is Phase.COMPLETED
+    assert evaluation_tasks
