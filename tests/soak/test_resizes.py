@@ -79,9 +79,7 @@ def test_a_process_killed_in_each_resize_of_charlm_costs_no_bit(tmp_path, left_a
             run.slow_down(SLOWLY_S)
             run.start()
             await trains(run, 3)
-            phases = []
-            for number in range(len(SIZES)):
-                phases.append(await resized(run, number, rng))
+            phases = [await resized(run, number, rng) for number in range(len(SIZES))]
             run.slow_down(0)
             return await run.end(), phases
 
@@ -90,4 +88,3 @@ def test_a_process_killed_in_each_resize_of_charlm_costs_no_bit(tmp_path, left_a
     check_exactly_once(left_alone, EPOCHS)
     check_records(trained, EPOCHS)
     check_bits(left_alone, trained)
-
