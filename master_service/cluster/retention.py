@@ -52,9 +52,7 @@ class Retention:
         try:
             await self._cluster.delete_job(name)
             log.info("job_deleted", job=name)
-        except (
-            CallerError,
-            PeerError,
-        ) as error:  # its members leave, its user was faster, or its files cannot be deleted
+        except (CallerError, PeerError) as error:
+            # its members leave, its user was faster, or its files cannot be deleted
             self._failed[name] = clock.monotonic()
             log.warning("job_not_deleted", job=name, cause=error.message)

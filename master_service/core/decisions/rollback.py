@@ -143,9 +143,9 @@ def _start_over(spec: JobSpec, state: JobState, slots: SlotMap | None, reason: s
     others = [TaskKind.EXPORT, *([TaskKind.EVALUATE] if spec.evaluation_dataset else [])]
     emptied: list[Change] = [*map(RestartQueue, others), EvaluationSums(), Losses()]
     nobody = TrainerList(generation=restarted.generation)
-    if slots is not None and max(slots.owners) + 1 != spec.pservers:
-        slots = slots.model_copy(update={"pservers": 0})  # a resize was moving them: nothing is left that could move
-    placed = _new_slots(spec, slots)
+    placed: tuple[Change, ...] = ()
+    if slots is not None and not (slots_fit(slots, spec) and max(slots.owners) + 1 == spec.pservers):
+        placed = _new_slots(spec, slots)  # a resize may have been moving them: nothing is left that could move
     changes = (restarted, nobody, ForgetParameters(), *placed, *emptied, NextEpoch(0))
     return Decision(None, changes, (Event("started_over", reason, {"cause": reason}),))
 
@@ -258,12 +258,12 @@ def back_to(spec: JobSpec, state: JobState, slots: SlotMap | None, ref: Checkpoi
         "checkpoint": ref.uuid,
         "timeline": timeline,
     }
-    return Decision(None, (back, *_new_slots(spec, slots)), (Event("rolling_back", reason, fields),))
+    placed = () if slots is None or slots_fit(slots, spec) else _new_slots(spec, slots)
+    return Decision(None, (back, *placed), (Event("rolling_back", reason, fields),))
 
 
-def _new_slots(spec: JobSpec, slots: SlotMap | None) -> tuple[Change, ...]:
-    if slots is None or slots_fit(slots, spec):
-        return ()
+def _new_slots(spec: JobSpec, slots: SlotMap) -> tuple[Change, ...]:
+    """All slots spread anew over as many parameter servers as the job wants."""
     owners = spread(spec.slot_count, spec.pservers)
     return SlotMap(version=slots.version + 1, owners=owners), DesirePservers(spec.pservers)
 

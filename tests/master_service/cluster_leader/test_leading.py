@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from master_service.cluster.leader import ClusterMaster
 from shared.errors import Conflict, NotFound, NotLeader
 from shared.records.cluster import JobSchedule, Source, Standing
 from shared.runtime import clock
@@ -14,6 +15,13 @@ from shared.times import instant
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.many_jobs import Jobs, job_of
+
+
+async def paused(leader: ClusterMaster) -> None:
+    """Pause job a; its members are free then."""
+    await leader.pause_job("a")
+    await until(lambda: leader.state.job("a").standing is Standing.PAUSED, "the pause")
+    await until(lambda: not leader.state.assignments, "the members to be free")
 
 
 def test_a_job_starts_when_the_pool_has_its_members_and_ends_and_its_keys_go_with_it() -> None:
@@ -69,9 +77,7 @@ def test_a_paused_job_leaves_its_members_and_a_cancelled_one_ends() -> None:
         async with jobs.leading() as leader, jobs.pool(2, 1):
             await leader.create_job(job_of("a"), None)
             await until(lambda: len(jobs.taken) > 4, "some tasks")
-            await leader.pause_job("a")
-            await until(lambda: leader.state.job("a").standing is Standing.PAUSED, "the pause")
-            await until(lambda: not leader.state.assignments, "the members to be free")
+            await paused(leader)
             with pytest.raises(Conflict, match="PAUSED"):
                 leader.find("a")
             await leader.create_job(job_of("b"), None)
@@ -227,9 +233,7 @@ def test_a_job_with_independent_checkpoints_that_is_paused_before_its_first_one_
         async with jobs.leading() as leader, jobs.pool(2, 1):
             await leader.create_job(job_of("a"), None)
             await until(lambda: len(jobs.taken) > 2, "some tasks")
-            await leader.pause_job("a")
-            await until(lambda: leader.state.job("a").standing is Standing.PAUSED, "the pause")
-            await until(lambda: not leader.state.assignments, "the members to be free")
+            await paused(leader)
             await leader.resume_job("a")
 
             def starts_anew() -> bool:

@@ -47,6 +47,15 @@ def slow_down(made, name: str) -> None:
     compute.gradient = gradient
 
 
+async def one_hangs(made) -> asyncio.Event:
+    """When it does so, what lets it go on."""
+    hangs, goes_on = asyncio.Event(), asyncio.Event()
+    hang_in_its_task(made, hangs, goes_on)
+    slow_down(made, "trainer-0-x")
+    await asyncio.wait_for(hangs.wait(), 50)
+    return goes_on
+
+
 async def ledgers(made):
     found = [ledger for pserver in made.pservers for ledger in (await pserver.info()).ledger]
     return [(ledger.applied_lowest, ledger.applied_highest, ledger.tasks_open) for ledger in found]
@@ -85,10 +94,7 @@ async def test_the_tasks_of_a_trainer_that_hangs_at_the_end_of_an_epoch_are_done
 async def test_a_trainer_that_goes_on_after_its_task_was_done_by_another_changes_nothing(tmp_path):
     spec = spec_of(write_script(tmp_path), push_every=1).model_copy(update={"epochs": 2})
     async with cluster(spec, 2) as made:
-        hangs, goes_on = asyncio.Event(), asyncio.Event()
-        hang_in_its_task(made, hangs, goes_on)
-        slow_down(made, "trainer-0-x")
-        await asyncio.wait_for(hangs.wait(), 50)
+        goes_on = await one_hangs(made)
         async with asyncio.timeout(50):
             while made.master.job.training.current < 1:
                 await asyncio.sleep(0.01)
@@ -102,10 +108,7 @@ async def test_a_trainer_that_goes_on_after_its_task_was_done_by_another_changes
 async def test_with_stragglers_off_the_epoch_waits_for_the_trainer_that_hangs(tmp_path):
     spec = spec_of(write_script(tmp_path), stragglers="off")
     async with cluster(spec, 2) as made:
-        hangs, goes_on = asyncio.Event(), asyncio.Event()
-        hang_in_its_task(made, hangs, goes_on)
-        slow_down(made, "trainer-0-x")
-        await asyncio.wait_for(hangs.wait(), 50)
+        goes_on = await one_hangs(made)
 
         async with asyncio.timeout(50):
             while not only_its_tasks_are_left(made):

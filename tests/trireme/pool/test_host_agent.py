@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
@@ -19,7 +19,7 @@ from shared.records import Phase
 from tests.end_to_end.scripts import RECORDS
 from tests.equipment.etcd.real import embedded_etcd
 from tests.equipment.waiting import until
-from tests.trireme.pool.hosts import KEYS, Host, family, final_state, job_in, led, marked, training
+from tests.trireme.pool.hosts import KEYS, Host, family, final_state, job_in, led, training
 
 __all__ = ["embedded_etcd"]
 pytestmark = [
@@ -27,17 +27,6 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the agent's children are forked, as Linux can"),
 ]
 LONG = 400  # epochs of a job that does not end during a test
-
-
-@pytest.fixture(autouse=True)
-def one_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYTEST_CURRENT_TEST", raising=False)
-
-
-@pytest.fixture
-def mark() -> Iterator[str]:
-    with marked() as mark:
-        yield mark
 
 
 @pytest_asyncio.fixture

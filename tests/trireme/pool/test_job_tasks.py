@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
@@ -17,7 +17,7 @@ from shared.etcd.embedded import EmbeddedEtcd
 from shared.records.cluster import Assignment, ClusterJob, PoolMember, Source
 from shared.records.job_spec import JobTask
 from tests.equipment.etcd.real import embedded_etcd
-from tests.trireme.pool.hosts import KEYS, Host, family, job_in, marked
+from tests.trireme.pool.hosts import KEYS, Host, family, job_in
 
 __all__ = ["embedded_etcd"]
 pytestmark = [
@@ -31,17 +31,6 @@ TASKS = (
     JobTask(function="helper:broken"),
     JobTask(command="sleep 600 & echo started $!; sleep 600"),
 )
-
-
-@pytest.fixture(autouse=True)
-def one_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYTEST_CURRENT_TEST", raising=False)
-
-
-@pytest.fixture
-def mark() -> Iterator[str]:
-    with marked() as mark:
-        yield mark
 
 
 @pytest_asyncio.fixture
