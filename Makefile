@@ -12,7 +12,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 PYTEST_WORKERS ?= 3
 FAULTS ?= 30
 
-.PHONY: help setup demo test lint types pytest soak format clean
+.PHONY: help setup demo test lint types pytest clients soak format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r name text; do printf '  make %-8s %s\n' "$$name" "$$text"; done
@@ -53,6 +53,9 @@ pytest: $(STAMP) ## the tests (without those marked soak)
 soak: $(STAMP) ## break a job in all ways, compare every bit: make soak [SEED="1 2"] [FAULTS=30] [TRANSPORT="tcp shm"] [MODE=async] [KINDS="cut-etcd kill-two"]
 	@$(BIN)/python -m tests.soak --faults $(FAULTS) $(if $(SEED),--seed $(SEED)) $(if $(TRANSPORT),--transport $(TRANSPORT)) \
 		$(if $(MODE),--mode $(MODE)) $(if $(KINDS),--kinds $(KINDS))
+
+clients: $(STAMP) ## write what is derived from the REST API: the synchronous Python client
+	@$(BIN)/python -m clients.derive_sync
 
 format: $(STAMP) ## rewrite the sources in the house format
 	@$(BIN)/ruff check --quiet --fix . && $(BIN)/ruff format --quiet .

@@ -16,6 +16,11 @@ def monotonic() -> float:
         return time.monotonic()
 
 
+def sleep(seconds: float) -> None:
+    """Blocks the thread: for programs without an event loop."""
+    time.sleep(seconds)
+
+
 def since_boot() -> float:
     """As `monotonic`, but the time that the machine was suspended counts: for leases, which run out meanwhile."""
     return monotonic() + suspended_s()

@@ -13,7 +13,11 @@ PACKAGES = (*SERVICES, "shared", "trireme")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 EVERYTHING = [
     *SOURCES,
-    *sorted(path for folder in ("tests", "examples", "benchmarks", "docker") for path in (ROOT / folder).rglob("*.py")),
+    *sorted(
+        path
+        for folder in ("tests", "examples", "benchmarks", "clients", "docker")
+        for path in (ROOT / folder).rglob("*.py")
+    ),
 ]
 
 

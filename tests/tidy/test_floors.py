@@ -44,6 +44,7 @@ FLOORS = {
         {"validation", "data"},
         {"config"},
         {"settings", "view"},
+        {"client"},
         {"plain", "launch"},
         {"launchers"},
         {"pool", "preflight", "existing_etcd"},

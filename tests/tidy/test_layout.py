@@ -42,7 +42,7 @@ HOMES = {
     "structlog": ("shared/runtime/telemetry.py",),
     "fsspec": ("shared/storage/files.py", "shared/storage/object_store.py"),
     "s3fs": ("shared/storage/object_store.py",),
-    "httpx": ("trireme/view/client.py",),
+    "httpx": ("trireme/view/client.py", "trireme/client/"),
     "ray": ("trireme/launchers/ray_launcher.py", "trireme/launchers/ray_process.py"),
     "requests": (),
     "urllib.request": (),
@@ -268,7 +268,9 @@ def test_every_module_opens_with_its_promise():
     assert not bare, f"without a docstring: {bare}"
 
 
-@pytest.mark.parametrize("statement", ["import trireme", "import trireme.cli.app", "import trireme.data"])
+@pytest.mark.parametrize(
+    "statement", ["import trireme", "import trireme.cli.app", "import trireme.data", "import trireme.client"]
+)
 def test_the_front_door_loads_no_torch(statement):
     heavy = ("torch", "numpy", "pyarrow", "fastapi", "etcd3", "aiohttp", "sklearn")
     probe = f"import sys; {statement}; print([name for name in {heavy!r} if name in sys.modules])"

@@ -144,18 +144,27 @@ class Client:
             msg = f"{self._root} cannot be reached: {error}"
             raise PeerError(msg, hint="is the job running? `trireme run` prints the master's address") from error
         if response.is_error:
-            raise _error_of(response)
+            raise error_of(response)
         document: dict[str, Any] = response.json()
         return document
 
 
-def _error_of(response: httpx.Response) -> TriremeError:
+def error_of(response: httpx.Response) -> TriremeError:
+    """The error that an answer is. `details` also has the answer's `request_id` (of the master's log), `errors` (each value that is
+    wrong), a `code` that this version does not know, and `retry_after_s`."""
     try:
         problem = response.json()
     except ValueError:
         problem = None
     if isinstance(problem, dict) and "code" in problem:
-        return from_map({"message": problem.get("detail", ""), **problem})
-    if response.status_code == Unauthorized.status:
-        return Unauthorized(f"{response.url} refused the token; give the job's token in TRIREME_TOKEN")
-    return PeerError(f"{response.url} answered {response.status_code} {response.reason_phrase}")
+        error = from_map({"message": problem.get("detail", ""), **problem})
+        error.details.update({name: problem[name] for name in ("request_id", "errors") if problem.get(name)})
+        if error.code != problem["code"]:
+            error.details["code"] = problem["code"]
+    elif response.status_code == Unauthorized.status:
+        error = Unauthorized(f"{response.url} refused the token; give the job's token in TRIREME_TOKEN")
+    else:
+        error = PeerError(f"{response.url} answered {response.status_code} {response.reason_phrase}")
+    if (after := response.headers.get("Retry-After", "")).isdecimal():
+        error.details["retry_after_s"] = int(after)
+    return error

@@ -1,0 +1,186 @@
+"""The typed client and the API's own document agree: paths, parameters, answers. Then it drives a cluster's leader, in virtual time."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from functools import cache
+from typing import Any
+
+import httpx
+import pytest
+
+from clients.derive_sync import DERIVED, SOURCE, derived
+from master_service.api.app import make_api, make_app
+from shared.errors import Conflict, InvalidArgument, NotFound
+from shared.records.cluster import Standing
+from tests.equipment.virtual_loop import run_virtually
+from tests.equipment.waiting import until
+from tests.master_service.many_jobs import Jobs
+from trireme.client import AsyncClient, Client, CreateJob, CreateSchedule, JobSettings, Source
+from trireme.data import TextLines
+
+OF_MEMBERS = {
+    *(
+        "acquireTask",
+        "reportTaskProgress",
+        "completeTask",
+        "failTask",
+        "reportMetrics",
+        "reportSuspect",
+        "reportFailure",
+    ),
+    *("scrapeMetrics", "checkHealth", "checkReadiness"),  # for monitoring
+}
+BESIDE = {"predict_resize", "wait_for_job", "wait_for_operation", "wait_for_resize", "follow_events", "aclose"}
+SETTINGS = JobSettings(
+    dataset=TextLines("train.txt"),
+    mode="async",
+    checkpoint_kind="independent",
+    global_batch_size=8,
+    records_per_task=10,
+    max_discarded_fraction=1.0,
+)
+NAMES = {"job": "a/b", "schedule": "s", "task_id": "7", "member_id": "m", "member": "m", "checkpoint_id": "c"}
+NAMES |= {"resize_id": "r", "operation_id": "o"}
+BODIES = {
+    "createJob": {"job": CreateJob(name="a", settings=SETTINGS, script="train.py")},
+    "createSchedule": {"schedule": CreateSchedule(name="a", settings=SETTINGS, script="train.py", cron="1 2 3 4 5")},
+}
+SOURCE_OF_JOB = Source(file_name="train.py", text="print('hello')")
+
+
+def new_job(name: str) -> CreateJob:
+    return CreateJob(name=name, settings=SETTINGS, source=SOURCE_OF_JOB)
+
+
+def client_of(leader: Any) -> AsyncClient:
+    return AsyncClient("http://master", token="", transport=httpx.ASGITransport(make_app(leader)))
+
+
+@cache
+def documented() -> dict[str, tuple[str, str, dict[str, Any]]]:
+    """operationId -> method, path, operation; of a cluster's leader."""
+    paths = make_api(Jobs().master()).openapi()["paths"]
+    return {
+        operation["operationId"]: (method.upper(), path, operation)
+        for path, operations in paths.items()
+        for method, operation in operations.items()
+    }
+
+
+def snake(name: str) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+
+
+def methods(client: type) -> dict[str, Any]:
+    return {name: method for name, method in inspect.getmembers(client, inspect.isfunction) if name[0] != "_"}
+
+
+def test_every_operation_has_a_method_and_every_method_an_operation():
+    operations = {snake(name) for name in documented() if name not in OF_MEMBERS}
+    assert methods(AsyncClient).keys() == operations | BESIDE
+    assert {name.replace("aclose", "close") for name in methods(AsyncClient)} == methods(Client).keys()
+
+
+@pytest.mark.parametrize("name", sorted(documented().keys() - OF_MEMBERS))
+async def test_a_method_sends_what_the_document_says_and_reads_its_answer(name: str):
+    method, path, operation = documented()[name]
+    asked: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        return httpx.Response(404, json={"code": "NOT_FOUND", "detail": "nothing is here"})
+
+    possible: dict[str, Any] = {**NAMES, "wait_s": 3.0, "state": "DONE", "key": "k", "after": 5, "page_size": 9}
+    possible |= BODIES.get(name, {})
+    asks = getattr(AsyncClient, snake(name))
+    given = {name: value for name, value in possible.items() if name in inspect.signature(asks).parameters}
+    async with AsyncClient("http://master", token="t", transport=httpx.MockTransport(answer)) as client:
+        call = asks(client, **given)
+        with pytest.raises(NotFound):
+            await (anext(call) if hasattr(call, "__anext__") else call)
+    [request] = asked
+    path = path.format(**NAMES | {"job": "a%2Fb"})
+    assert (request.method, request.url.raw_path.decode().partition("?")[0]) == (method, path)
+    parameters = operation.get("parameters", [])
+    assert set(request.url.params) <= {each["name"] for each in parameters if each["in"] == "query"}
+    if method == "POST":
+        assert request.headers["Idempotency-Key"] == "k"
+    assert ("requestBody" in operation) == bool(request.content)
+    assert request.headers["Authorization"] == "Bearer t"
+
+
+@pytest.mark.parametrize("name", sorted(documented().keys() - OF_MEMBERS))
+def test_a_method_returns_the_record_of_the_document(name: str):
+    _, _, operation = documented()[name]
+    good = next(answer for status, answer in operation["responses"].items() if status.startswith("2"))
+    schema = str(good["content"]["application/json"]["schema"])
+    source = inspect.getsource(getattr(AsyncClient, snake(name)))
+    assert any(f"schemas/{word}'" in schema for word in re.findall(r"\b[A-Z]\w+", source)), (schema, source)
+
+
+def test_the_synchronous_client_is_the_asynchronous_one_without_awaits():
+    assert DERIVED.read_text() == derived(SOURCE.read_text()), "run `make clients`"
+
+
+def test_a_job_is_submitted_shown_paused_and_cancelled():
+    async def main() -> None:
+        jobs = Jobs(tasks=12)
+        async with jobs.leading() as leader, client_of(leader) as client:
+            created = await client.create_job(new_job("a"), key="once")
+            assert (created.standing, created.source_digest) == (Standing.QUEUED, SOURCE_OF_JOB.digest)
+            assert (await client.create_job(new_job("a"), key="once")).create_time == created.create_time
+            with pytest.raises(Conflict):
+                await client.create_job(new_job("a"), key="another")
+            assert (await client.get_job_source("a")).text == SOURCE_OF_JOB.text
+            async with jobs.pool(2, 1):
+                running = await client.wait_for_job(
+                    "a", lambda job: job.standing == "ACTIVE" and job.phase == "RUNNING"
+                )
+                assert running.progress.records_total > 0
+                states = [task.state async for task in client.list_tasks("a", page_size=5)]
+                assert len(states) == (await client.get_task_summary("a")).total == 12
+                assert len([member async for member in client.list_members("a")]) == 3
+                assert (await client.get_pool()).trainers.members == 2
+                await client.pause_job("a")
+                await client.wait_for_job("a", lambda job: job.standing == "PAUSED")
+                with pytest.raises(Conflict):
+                    await client.get_task_summary("a")
+                assert (await client.explain_job("a")).code == "JOB_PAUSED"
+                assert (await client.resume_job("a")).wanted == "run"
+                await client.cancel_job("a")
+                assert (await client.wait_for_job("a")).standing == "CANCELLED"
+                with pytest.raises(Conflict, match="not as it was waited for"):
+                    await client.wait_for_job("a", lambda job: job.standing == "PAUSED")
+            assert [job.job async for job in client.list_jobs(state=Standing.CANCELLED)] == ["a"]
+
+    run_virtually(main)
+
+
+def test_events_are_followed_without_a_gap_until_the_job_has_ended():
+    async def main() -> None:
+        jobs = Jobs(tasks=6)
+        async with jobs.leading() as leader, client_of(leader) as client, jobs.pool(2, 1):
+            await client.create_job(new_job("a"))
+            await until(lambda: leader.state.job("a").standing is Standing.ACTIVE, "the job to start")
+            seen = [event async for event in client.follow_events("a")]
+            numbers = [event.event_id for event in seen]
+            assert len(numbers) > 3
+            assert numbers == sorted(set(numbers))
+            assert (await client.get_job("a")).standing == "COMPLETED"
+
+    run_virtually(main)
+
+
+def test_names_cannot_become_other_paths():
+    async def main() -> None:
+        async with Jobs().leading() as leader, client_of(leader) as client:
+            for name in ("../pool", "a/../../pool", "a?state=x", "a#b"):
+                with pytest.raises((NotFound, InvalidArgument)):
+                    await client.get_job(name)
+            for name in ("", ".", ".."):
+                with pytest.raises(InvalidArgument):
+                    await client.get_job(name)
+
+    run_virtually(main)

@@ -1,0 +1,47 @@
+"""The REST API as a Python client, for notebooks and programs: typed results, typed errors, lists that page by themselves.
+
+from trireme.client import Client
+
+with Client("http://127.0.0.1:8470") as client:
+    operation = client.create_checkpoint("digits")
+    client.wait_for_operation("digits", operation.operation_id)
+    for event in client.follow_events("digits"):
+        print(event.event_time, event.message)
+"""
+
+from master_service.api.resources_cluster import CreateJob, CreateSchedule
+from shared.errors import (
+    CallerError,
+    Conflict,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    PeerError,
+    TriremeError,
+    Unauthorized,
+)
+from shared.records.cluster import Scheduling, Source, Standing
+from shared.records.job_spec import JobSettings
+from shared.records.operations import Strategy
+from trireme.client.asynchronous import AsyncClient
+from trireme.client.synchronous import Client
+
+__all__ = [
+    "AsyncClient",
+    "CallerError",
+    "Client",
+    "Conflict",
+    "CreateJob",
+    "CreateSchedule",
+    "DeadlineExceeded",
+    "InvalidArgument",
+    "JobSettings",
+    "NotFound",
+    "PeerError",
+    "Scheduling",
+    "Source",
+    "Standing",
+    "Strategy",
+    "TriremeError",
+    "Unauthorized",
+]

@@ -1,0 +1,356 @@
+"""The REST API of a master or a cluster's leader as typed Python calls, one method for each operation: awaited here, plain in
+synchronous.py, which `make clients` derives from this file.
+
+method ──Call──> attempts at whichever master leads ──> record, or the TriremeError that the master answered
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import Literal, Self, TypeVar
+
+import httpx
+from pydantic import BaseModel
+
+from master_service.api.resources import (
+    CheckpointDetails,
+    CheckpointPage,
+    CheckpointView,
+    CreateCheckpoint,
+    CreateResize,
+    Empty,
+    EventPage,
+    JobView,
+    MemberPage,
+    MemberView,
+    MetricPage,
+    MetricPoint,
+    ResizePage,
+    ResizeView,
+    TaskPage,
+    TaskView,
+    Version,
+)
+from master_service.api.resources_cluster import (
+    ClusterJobPage,
+    ClusterJobView,
+    CreateJob,
+    CreateSchedule,
+    JobSource,
+    JobTaskPage,
+    PoolMemberPage,
+    PoolMemberView,
+    PoolView,
+    SchedulePage,
+    ScheduleView,
+)
+from master_service.control.events import EventRecord
+from master_service.core.explanation.cause import Explanation
+from shared.errors import Conflict, TriremeError
+from shared.records import TaskKind, TaskSummary
+from shared.records.cluster import Standing
+from shared.records.operations import Operation, OperationState, ResizePrediction, Strategy
+from shared.runtime import clock
+from trireme.client.exchange import AGENT, Attempts, Call, Listing, Masters, get, path_of, post
+from trireme.client.waiting import LONG_POLL_S, POLL_S, Wait, has_ended, result_of
+from trireme.view.job_address import given_token
+
+TIMEOUT_S = 15.0
+TaskState = Literal["TODO", "PENDING", "REQUEUED", "DONE", "DISCARDED"]
+
+R = TypeVar("R", bound=BaseModel)
+P = TypeVar("P", bound=BaseModel)
+T = TypeVar("T")
+
+
+class AsyncClient:
+    """`urls`: of a master or a cluster's leader, of several ones separated by commas. `token`: None: TRIREME_TOKEN, or the content of
+    TRIREME_TOKEN_FILE. `timeout_s`: how long a call may take, with its repetitions: it is sent again, with the same Idempotency-Key,
+    while a master takes over or none can be reached. Each call raises the TriremeError of the master's answer, PeerError if nobody
+    can be reached, DeadlineExceeded if nobody answers. `async with` closes it."""
+
+    def __init__(
+        self,
+        urls: str,
+        *,
+        token: str | None = None,
+        timeout_s: float = TIMEOUT_S,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._masters = Masters(urls)
+        self._timeout_s = timeout_s
+        given = given_token() if token is None else token
+        headers = {"User-Agent": AGENT} | ({"Authorization": f"Bearer {given}"} if given else {})
+        self._http = httpx.AsyncClient(headers=headers, trust_env=False, transport=transport)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._masters.url}>"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        await self._http.aclose()
+
+    # ---------------------------------------------------------------- jobs
+
+    async def create_job(self, job: CreateJob, *, key: str = "") -> ClusterJobView:
+        """Queue a job in a cluster. The same `key` (Idempotency-Key) is the same job, here and in all other calls."""
+        return await self._send(post(path_of("jobs"), ClusterJobView, key, job))
+
+    def list_jobs(self, *, state: Standing | None = None) -> AsyncIterator[ClusterJobView]:
+        """In the order of their submission."""
+        return self._list(
+            Listing(path_of("jobs"), ClusterJobPage, lambda page: (page.jobs, page.next_page_token), {"state": state})
+        )
+
+    async def get_job(self, job: str) -> JobView:
+        return await self._send(get(path_of("jobs", job), JobView))
+
+    async def explain_job(self, job: str) -> Explanation:
+        """Why it does not progress, and what to do."""
+        return await self._send(get(path_of("jobs", job, "explanation"), Explanation))
+
+    async def get_job_source(self, job: str) -> JobSource:
+        return await self._send(get(path_of("jobs", job, "source"), JobSource))
+
+    async def list_job_tasks(self, job: str) -> JobTaskPage:
+        """Its pre-tasks and post-tasks, and what they printed."""
+        return await self._send(get(path_of("jobs", job, "job-tasks"), JobTaskPage))
+
+    async def pause_job(self, job: str, *, key: str = "") -> ClusterJobView:
+        """It saves a checkpoint and frees its members: `wait_for_job` waits until it has."""
+        return await self._send(post(path_of("jobs", job, "pause"), ClusterJobView, key))
+
+    async def resume_job(self, job: str, *, key: str = "") -> ClusterJobView:
+        return await self._send(post(path_of("jobs", job, "resume"), ClusterJobView, key))
+
+    async def cancel_job(self, job: str, *, key: str = "") -> ClusterJobView:
+        return await self._send(post(path_of("jobs", job, "cancel"), ClusterJobView, key))
+
+    async def delete_job(self, job: str) -> ClusterJobView:
+        """Of a job that has ended. NotFound may mean that an attempt whose answer was lost has deleted it."""
+        return await self._send(Call("DELETE", path_of("jobs", job), ClusterJobView, wait_s=30.0))
+
+    async def wait_for_job(
+        self, job: str, until: Callable[[JobView], bool] = has_ended, *, timeout_s: float = 600.0
+    ) -> JobView:
+        """The job once `until` holds: by default once it has ended, however it did. Raises DeadlineExceeded after `timeout_s`, and
+        Conflict if it has ended and `until` cannot hold any more."""
+        wait = Wait(f"job {job}", timeout_s, clock.monotonic())
+        while True:
+            found = await self.get_job(job)
+            if until(found):
+                return found
+            if has_ended(found):
+                raise Conflict(f"job {job} is {found.phase}, and not as it was waited for: {found.reason}")
+            await asyncio.sleep(wait.pause(POLL_S, f"{found.phase}: {found.reason}", clock.monotonic()))
+
+    # ---------------------------------------------------------------- inside one job
+
+    def list_tasks(
+        self, job: str, *, state: TaskState | None = None, kind: TaskKind = TaskKind.TRAIN, page_size: int = 500
+    ) -> AsyncIterator[TaskView]:
+        """Tasks of the current epoch (DISCARDED: of all), page by page as they are consumed."""
+        query = {"state": state, "kind": kind, "page_size": page_size}
+        return self._list(
+            Listing(path_of("jobs", job, "tasks"), TaskPage, lambda page: (page.tasks, page.next_page_token), query)
+        )
+
+    async def get_task(self, job: str, task_id: str) -> TaskView:
+        return await self._send(get(path_of("jobs", job, "tasks", task_id), TaskView))
+
+    async def get_task_summary(self, job: str) -> TaskSummary:
+        """Counts of the current stage."""
+        return await self._send(get(path_of("jobs", job, "task-summary"), TaskSummary))
+
+    def list_members(self, job: str) -> AsyncIterator[MemberView]:
+        return self._list(
+            Listing(path_of("jobs", job, "members"), MemberPage, lambda page: (page.members, page.next_page_token))
+        )
+
+    async def get_member(self, job: str, member_id: str) -> MemberView:
+        return await self._send(get(path_of("jobs", job, "members", member_id), MemberView))
+
+    async def create_checkpoint(
+        self, job: str, *, cause: str = "", limit_s: float = 600.0, wait_s: float = 0.0, key: str = ""
+    ) -> Operation:
+        """Waits up to `wait_s` (at most 30) seconds for its end; `wait_for_operation` waits longer."""
+        asked = CreateCheckpoint(cause=cause, limit_s=limit_s)
+        return await self._send(post(path_of("jobs", job, "checkpoints"), Operation, key, asked, {"wait_s": wait_s}))
+
+    def list_checkpoints(self, job: str) -> AsyncIterator[CheckpointView]:
+        """Those that are kept, the newest first."""
+        path = path_of("jobs", job, "checkpoints")
+        return self._list(Listing(path, CheckpointPage, lambda page: (page.checkpoints, page.next_page_token)))
+
+    async def get_checkpoint(self, job: str, checkpoint_id: str) -> CheckpointDetails:
+        return await self._send(get(path_of("jobs", job, "checkpoints", checkpoint_id), CheckpointDetails))
+
+    async def verify_checkpoint(self, job: str, checkpoint_id: str, *, wait_s: float = 0.0, key: str = "") -> Operation:
+        """Every part is read and compared with its checksum."""
+        path = path_of("jobs", job, "checkpoints", checkpoint_id, "verify")
+        return await self._send(post(path, Operation, key, query={"wait_s": wait_s}))
+
+    async def restore_checkpoint(
+        self, job: str, checkpoint_id: str, *, wait_s: float = 0.0, key: str = ""
+    ) -> Operation:
+        """The whole job goes back to that step and continues from there."""
+        path = path_of("jobs", job, "checkpoints", checkpoint_id, "restore")
+        return await self._send(post(path, Operation, key, query={"wait_s": wait_s}))
+
+    async def create_resize(
+        self,
+        job: str,
+        *,
+        trainers: int | None = None,
+        pservers: int | None = None,
+        strategy: Strategy = Strategy.LIVE,
+        cause: str = "",
+        limit_s: float = 600.0,
+        wait_s: float = 0.0,
+        key: str = "",
+    ) -> ResizeView:
+        """Other numbers of members while it trains; None: as many as now. `wait_for_resize` waits for its end."""
+        asked = CreateResize(trainers=trainers, pservers=pservers, strategy=strategy, cause=cause, limit_s=limit_s)
+        return await self._send(post(path_of("jobs", job, "resizes"), ResizeView, key, asked, {"wait_s": wait_s}))
+
+    async def predict_resize(
+        self,
+        job: str,
+        *,
+        trainers: int | None = None,
+        pservers: int | None = None,
+        strategy: Strategy = Strategy.LIVE,
+    ) -> ResizePrediction:
+        """What would move; nothing changes (`dry_run` of createResize)."""
+        asked = CreateResize(trainers=trainers, pservers=pservers, strategy=strategy, dry_run=True)
+        return await self._send(post(path_of("jobs", job, "resizes"), ResizePrediction, "", asked))
+
+    def list_resizes(self, job: str) -> AsyncIterator[ResizeView]:
+        """Those that run and the last ones that ended, newest first."""
+        return self._list(
+            Listing(path_of("jobs", job, "resizes"), ResizePage, lambda page: (page.resizes, page.next_page_token))
+        )
+
+    async def get_resize(self, job: str, resize_id: str, *, wait_s: float = 0.0) -> ResizeView:
+        return await self._send(get(path_of("jobs", job, "resizes", resize_id), ResizeView, wait_s=wait_s))
+
+    async def cancel_resize(self, job: str, resize_id: str, *, key: str = "") -> ResizeView:
+        """What has moved stays where it is."""
+        return await self._send(post(path_of("jobs", job, "resizes", resize_id, "cancel"), ResizeView, key))
+
+    async def wait_for_resize(self, job: str, resize_id: str, *, timeout_s: float = 600.0) -> ResizeView:
+        """Once it is DONE. Raises the error it FAILED with; DeadlineExceeded after `timeout_s` (it goes on)."""
+        wait = Wait(f"resize {resize_id}", timeout_s, clock.monotonic())
+        while True:
+            found = await self.get_resize(job, resize_id, wait_s=wait.left(LONG_POLL_S, clock.monotonic()))
+            if found.state is not OperationState.RUNNING:
+                return result_of(found)
+            wait.check(found.reason, clock.monotonic())
+
+    async def get_operation(self, job: str, operation_id: str, *, wait_s: float = 0.0) -> Operation:
+        return await self._send(get(path_of("jobs", job, "operations", operation_id), Operation, wait_s=wait_s))
+
+    async def wait_for_operation(self, job: str, operation_id: str, *, timeout_s: float = 600.0) -> Operation:
+        """Once it is DONE. Raises the error it FAILED with; DeadlineExceeded after `timeout_s` (it goes on)."""
+        wait = Wait(f"operation {operation_id}", timeout_s, clock.monotonic())
+        while True:
+            found = await self.get_operation(job, operation_id, wait_s=wait.left(LONG_POLL_S, clock.monotonic()))
+            if found.state is not OperationState.RUNNING:
+                return result_of(found)
+            wait.check(found.reason, clock.monotonic())
+
+    async def list_events(self, job: str, *, after: int = 0, wait_s: float = 0.0, page_size: int = 100) -> EventPage:
+        """One page; `next_after` is the `after` of the next one. Waits up to `wait_s` (at most 30) seconds for an event."""
+        return await self._send(
+            get(path_of("jobs", job, "events"), EventPage, after=after, wait_s=wait_s, page_size=page_size)
+        )
+
+    async def follow_events(self, job: str, *, after: int = 0) -> AsyncIterator[EventRecord]:
+        """Events as they happen, also while one master takes over from another, until the job has ended."""
+        ended = False
+        while True:
+            try:
+                page = await self.list_events(job, after=after, wait_s=0.0 if ended else LONG_POLL_S)
+            except Conflict:  # nobody leads it now: it is queued or paused, or has ended
+                if ended:
+                    return
+                page = EventPage(events=(), next_after=after)
+                await asyncio.sleep(POLL_S)
+            for event in page.events:
+                yield event
+            after = page.next_after
+            if not page.events:
+                if ended:
+                    return
+                ended = has_ended(await self.get_job(job))
+
+    def list_metrics(self, job: str, *, metric: str = "step_loss") -> AsyncIterator[MetricPoint]:
+        """`step_loss` or `epoch_loss`, the oldest first."""
+        path, query = path_of("jobs", job, "metrics"), {"metric": metric, "page_size": 1000}
+        return self._list(Listing(path, MetricPage, lambda page: (page.points, page.next_page_token), query))
+
+    # ---------------------------------------------------------------- pool, schedules, version
+
+    async def get_pool(self) -> PoolView:
+        return await self._send(get(path_of("pool"), PoolView))
+
+    def list_pool_members(self) -> AsyncIterator[PoolMemberView]:
+        return self._list(
+            Listing(path_of("pool-members"), PoolMemberPage, lambda page: (page.members, page.next_page_token))
+        )
+
+    async def drain_pool_member(self, member: str, *, key: str = "") -> PoolMemberView:
+        """It gets no work until it is undrained."""
+        return await self._send(post(path_of("pool-members", member, "drain"), PoolMemberView, key))
+
+    async def undrain_pool_member(self, member: str, *, key: str = "") -> None:
+        await self._send(post(path_of("pool-members", member, "undrain"), Empty, key))
+
+    async def create_schedule(self, schedule: CreateSchedule, *, key: str = "") -> ScheduleView:
+        return await self._send(post(path_of("schedules"), ScheduleView, key, schedule))
+
+    def list_schedules(self) -> AsyncIterator[ScheduleView]:
+        return self._list(
+            Listing(path_of("schedules"), SchedulePage, lambda page: (page.schedules, page.next_page_token))
+        )
+
+    async def get_schedule(self, schedule: str) -> ScheduleView:
+        return await self._send(get(path_of("schedules", schedule), ScheduleView))
+
+    async def delete_schedule(self, schedule: str) -> ScheduleView:
+        return await self._send(Call("DELETE", path_of("schedules", schedule), ScheduleView))
+
+    async def get_version(self) -> Version:
+        return await self._send(get(path_of("version"), Version))
+
+    # ---------------------------------------------------------------- sending
+
+    async def _list(self, listing: Listing[P, T]) -> AsyncIterator[T]:
+        token = ""
+        while True:
+            items, token = listing.split(await self._send(listing.call(token)))
+            for item in items:
+                yield item
+            if not token:
+                return
+
+    async def _send(self, call: Call[R]) -> R:
+        attempts = Attempts(self._masters, call, self._timeout_s, clock.monotonic())
+        while True:
+            try:
+                return call.read(await self._http.send(attempts.request(self._http, clock.monotonic())))
+            except httpx.TransportError as error:
+                told = attempts.told(error)
+                told.__cause__ = error
+            except TriremeError as error:
+                told = error
+            await asyncio.sleep(attempts.failed(told, clock.monotonic()))

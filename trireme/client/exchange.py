@@ -1,0 +1,158 @@
+"""One call of the REST API: what is sent, what its answer means, and whether it is sent again. Nothing here sends or sleeps.
+
+Call --send--> answer --read--> record
+          `--> TriremeError --Attempts.failed--> a pause, then send again | raise it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+from urllib.parse import quote
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from shared.errors import BadFrame, DeadlineExceeded, InvalidArgument, NotLeader, PeerError, TriremeError
+from shared.runtime import ids
+from trireme.view.client import MASTERLESS, error_of
+
+PAUSE_S = 0.2
+CONNECT_S = 2.0
+LONGEST_PAUSE_S = 5.0
+AGENT = "trireme-client"
+
+R = TypeVar("R", bound=BaseModel)
+P = TypeVar("P", bound=BaseModel)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[R]):
+    """`answer`: the record that the answer's body is. `key`: every POST has one, so a repeated one has no second effect. `wait_s`: the
+    master may take that much longer to answer."""
+
+    method: str
+    path: str
+    answer: type[R]
+    query: Mapping[str, Any] = field(default_factory=dict)
+    body: BaseModel | None = None
+    key: str = ""
+    wait_s: float = 0.0
+
+    def request(self, client: httpx.Client | httpx.AsyncClient, url: str, timeout_s: float) -> httpx.Request:
+        query = {name: value for name, value in self.query.items() if value is not None}
+        headers = {"Accept": "application/json"}
+        if self.method == "POST":
+            headers["Idempotency-Key"] = self.key
+        content = None
+        if self.body is not None:
+            headers["Content-Type"] = "application/json"
+            content = self.body.model_dump_json(exclude_none=True)
+        limits = httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s))
+        return client.build_request(
+            self.method, f"{url}{self.path}", params=query, headers=headers, content=content, timeout=limits
+        )
+
+    def read(self, response: httpx.Response) -> R:
+        """Raises the TriremeError that the answer is; BadFrame if it is none of this API."""
+        if not response.is_success:
+            raise error_of(response)
+        try:
+            return self.answer.model_validate_json(response.content)
+        except ValidationError as error:
+            first = error.errors(include_input=False, include_url=False)[0]
+            where = ".".join(str(part) for part in first["loc"]) or "the body"
+            msg = f"{response.url} answered {response.status_code} with no {self.answer.__name__}: {where}: {first['msg']}"
+            hint = "is it a Trireme master, of a version like this client's? getVersion tells its own"
+            raise BadFrame(msg, hint=hint) from error
+
+
+def post(
+    path: str, answer: type[R], key: str, body: BaseModel | None = None, query: Mapping[str, Any] | None = None
+) -> Call[R]:
+    """`key` empty: a new one."""
+    wait_s = float((query or {}).get("wait_s", 0.0))
+    return Call("POST", path, answer, query or {}, body, key or ids.new_id("client"), wait_s)
+
+
+def get(path: str, answer: type[R], **query: Any) -> Call[R]:
+    return Call("GET", path, answer, query, wait_s=float(query.get("wait_s", 0.0)))
+
+
+def path_of(*names: str) -> str:
+    """`/v1/names[0]/...`, each quoted: no name can become another path. Raises InvalidArgument for an empty one."""
+    if not all(names):
+        raise InvalidArgument(f"a name in /{'/'.join(('v1', *names))} is empty")
+    if dots := [name for name in names if name in (".", "..")]:
+        raise InvalidArgument(f"{dots[0]!r} is no name")
+    return "/".join(("/v1", *(quote(name, safe="") for name in names)))
+
+
+@dataclass(frozen=True, slots=True)
+class Listing(Generic[P, T]):
+    """A list in pages. `split`: the items of a page, and the token of the next one (empty: it was the last)."""
+
+    path: str
+    page: type[P]
+    split: Callable[[P], tuple[Sequence[T], str]]
+    query: Mapping[str, Any] = field(default_factory=dict)
+
+    def call(self, page_token: str) -> Call[P]:
+        return Call("GET", self.path, self.page, {**self.query, "page_token": page_token or None})
+
+
+class Masters:
+    """The addresses that were given, and the one that calls go to now."""
+
+    def __init__(self, urls: str) -> None:
+        given = [url.strip().rstrip("/") for url in urls.split(",")]
+        for url in given:
+            if url.startswith(MASTERLESS):
+                msg = f"{url} is a masterless job: no master can answer this"
+                raise InvalidArgument(msg, hint="see docs/masterless.md for the commands that work")
+            if not url.startswith(("http://", "https://")) or httpx.URL(url).path not in ("", "/"):
+                raise InvalidArgument(f"{url!r} is no address of a master; write http://HOST:PORT")
+        self._given = tuple(given)
+        self.url = self._given[0]
+
+    def failed(self, url: str, error: TriremeError) -> None:
+        """Go on with the leader that a standby named, else with the next address that was given."""
+        leader = str(error.details.get("leader") or "").rstrip("/") if isinstance(error, NotLeader) else ""
+        if leader.startswith(url.partition("://")[0] + "://"):  # a token for https never goes to http
+            self.url = leader
+        elif url in self._given:
+            self.url = self._given[(self._given.index(url) + 1) % len(self._given)]
+        else:
+            self.url = self._given[0]
+
+
+class Attempts(Generic[R]):
+    """One call until it is answered, for at most `timeout_s` (and the time that the master may wait)."""
+
+    def __init__(self, masters: Masters, call: Call[R], timeout_s: float, now: float) -> None:
+        self._masters, self._call = masters, call
+        self._deadline = now + timeout_s + call.wait_s
+        self._url = masters.url
+
+    def request(self, client: httpx.Client | httpx.AsyncClient, now: float) -> httpx.Request:
+        self._url = self._masters.url
+        return self._call.request(client, self._url, max(0.05, self._deadline - now))
+
+    def told(self, error: httpx.TransportError) -> TriremeError:
+        what = f"{self._call.method} {self._url}{self._call.path}"
+        if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
+            return DeadlineExceeded(f"{what} gave no answer in time ({type(error).__name__})")
+        msg = f"{self._url} cannot be reached: {error}"
+        return PeerError(msg, hint="is the job running? `trireme run` and `trireme up` print the master's address")
+
+    def failed(self, error: TriremeError, now: float) -> float:
+        """How long to wait before the next attempt, in seconds. Raises `error` if there is none."""
+        if not error.retryable:
+            raise error
+        self._masters.failed(self._url, error)
+        pause_s = min(float(error.details.get("retry_after_s") or ids.jitter(PAUSE_S)), LONGEST_PAUSE_S)
+        if now + pause_s >= self._deadline:
+            raise error
+        return pause_s
