@@ -37,7 +37,7 @@ def main() -> int:
         description="The master of one Trireme job, or of a cluster of jobs. All settings come from the environment: "
         "TRIREME_JOB with TRIREME_SPEC (JSON file, for the job's first master), or without a job TRIREME_STORAGE (path or URL for "
         "the files of all jobs) and TRIREME_REBALANCE_S; TRIREME_ETCD, TRIREME_ROOT, TRIREME_HOST, TRIREME_PORT, "
-        "TRIREME_ADVERTISE, TRIREME_NAME, TRIREME_TOKEN, TRIREME_MASTER_TTL_S, TRIREME_LOG_LEVEL.",
+        "TRIREME_ADVERTISE, TRIREME_NAME, TRIREME_TOKEN, TRIREME_TOKENS_FILE, TRIREME_ALLOWED_HOSTS, TRIREME_MASTER_TTL_S, TRIREME_LOG_LEVEL.",
     ).parse_args()
     settings = Settings.from_environment()
     if not settings.job and not settings.storage:
@@ -62,12 +62,13 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     if host in {"0.0.0.0", "::"}:
         host = socket.gethostname()
     url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+    access = settings.access
     etcd = settings.connect()
     master = _master(settings, etcd, name, url)
     service.ready()
     service.settled()
     gc.set_threshold(10_000, 20, 20)
-    server = Server(make_app(master, token=settings.token))
+    server = Server(make_app(master, access))
     log.info("serving", url=url, master=name)
     try:
         async with asyncio.TaskGroup() as group:

@@ -25,7 +25,7 @@ def main() -> int:
         prog="python -m pserver_service", description="One parameter server of a Trireme job."
     )
     parser.epilog = (
-        "Settings come from the environment: TRIREME_JOB (required), TRIREME_ETCD, TRIREME_TOKEN, TRIREME_HOST, TRIREME_PORT, "
+        "Settings come from the environment: TRIREME_JOB (required), TRIREME_ETCD, TRIREME_TOKEN, TRIREME_TOKENS_FILE, TRIREME_ALLOWED_HOSTS, TRIREME_HOST, TRIREME_PORT, "
         "TRIREME_ADVERTISE, TRIREME_UDS, TRIREME_NAME, TRIREME_THREADS, TRIREME_DRAIN_SECONDS, TRIREME_LOG_LEVEL."
     )
     parser.parse_args()
@@ -60,7 +60,7 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     torch.set_num_threads(settings.threads)
     optimizers_without_compiler()
     pserver = Pserver(settings.job, ids.new_id(settings.name), max_wait_s=settings.max_wait_s, allocate=RegionAllocator)
-    app = make_app(pserver, token=settings.token, stall_s=settings.stall_s, idle_s=settings.idle_s)
+    app = make_app(pserver, settings.access, stall_s=settings.stall_s, idle_s=settings.idle_s)
     etcd = settings.connect()
     background = Background(stopping.is_set)
     try:

@@ -60,7 +60,31 @@ class Conflict(CallerError):
 
 
 class Unauthorized(CallerError):
-    code, status = "UNAUTHORIZED", 401
+    """No token, or one that is not known."""
+
+    code, status = "UNAUTHENTICATED", 401
+
+
+class Forbidden(CallerError):
+    """The token is known, but its role does not include this."""
+
+    code, status = "PERMISSION_DENIED", 403
+
+
+class ForeignOrigin(CallerError):
+    """A web page of another site sent the request."""
+
+    code, status = "ORIGIN_NOT_ALLOWED", 403
+
+
+class UnknownHost(CallerError):
+    """The request names a host that this service is not."""
+
+    code, status = "HOST_NOT_ALLOWED", 421
+
+
+class UnsupportedMediaType(CallerError):
+    code, status = "UNSUPPORTED_MEDIA_TYPE", 415
 
 
 class StaleAttempt(CallerError):

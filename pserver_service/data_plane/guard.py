@@ -1,8 +1,10 @@
-"""Middleware of all routes: checks the bearer token, turns errors into msgpack maps."""
+"""Middleware of all routes: checks the token's role, the host and the origin of a request, turns errors into msgpack maps.
+
+/healthz, /readyz ─► nobody is asked      /metrics ─► viewer      everything else, streams too ─► member
+"""
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,22 +12,25 @@ from aiohttp import web
 
 from shared.errors import BadFrame, PeerError, TriremeError, Unauthorized
 from shared.runtime import telemetry
+from shared.security.access import CHALLENGE, Access, Asked
+from shared.security.tokens import Role
 from shared.wire import codec
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-OPEN = frozenset({"/healthz", "/readyz", "/metrics"})
+OPEN = frozenset({"/healthz", "/readyz"})
+READ_BY_VIEWERS = frozenset({"/metrics"})
 
 log = telemetry.logger("pserver.http")
 
 
-def guard(token: str) -> Any:
-    """Middleware; with an empty token every request passes."""
+def guard(access: Access) -> Any:
+    """Middleware of an application."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            if token and request.path not in OPEN:
-                _authorize(request, token)
+            if request.path not in OPEN:
+                access.admit(_asked(request), Role.VIEWER if request.path in READ_BY_VIEWERS else Role.MEMBER)
             return await handler(request)
         except TriremeError as error:
             return _refusal(error)
@@ -40,15 +45,24 @@ def guard(token: str) -> Any:
     return middleware
 
 
-def _authorize(request: web.Request, token: str) -> None:
-    given = request.headers.get("Authorization", "")
-    if not hmac.compare_digest(given.encode(errors="surrogateescape"), f"Bearer {token}".encode()):
-        what = "a wrong token" if given else "no token"
-        msg = f"{request.path} needs the job's bearer token, {what} was given; set TRIREME_TOKEN"
-        raise Unauthorized(msg)
+def _asked(request: web.Request) -> Asked:
+    headers, address = request.headers, request.get_extra_info("sockname")
+    return Asked(
+        request.method,
+        host=headers.get("Host", ""),
+        origin=headers.get("Origin", ""),
+        fetch_site=headers.get("Sec-Fetch-Site", ""),
+        content_type=headers.get("Content-Type", ""),
+        authorization=headers.get("Authorization", ""),
+        address=str(address[0]) if isinstance(address, tuple) else "",
+    )
 
 
 def _refusal(error: TriremeError, status: int | None = None) -> web.Response:
+    headers = {"WWW-Authenticate": CHALLENGE} if isinstance(error, Unauthorized) else None
     return web.Response(
-        body=codec.encode(error.to_map()), status=status or error.status, content_type=codec.CONTENT_TYPE
+        body=codec.encode(error.to_map()),
+        status=status or error.status,
+        headers=headers,
+        content_type=codec.CONTENT_TYPE,
     )

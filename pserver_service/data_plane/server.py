@@ -16,6 +16,7 @@ from pserver_service.data_plane.guard import guard
 from pserver_service.data_plane.http_frames import TimeLimits
 from pserver_service.pserver import Pserver
 from shared.errors import CallerError
+from shared.security.access import Access
 
 READ_BUFFER_BYTES = 1 << 20
 KEEP_ALIVE_S = 3600.0  # trainers keep their connection while they compute
@@ -31,8 +32,11 @@ class Listening:
     uds: str = ""
 
 
-def make_app(pserver: Pserver, *, token: str = "", stall_s: float = 30.0, idle_s: float = 900.0) -> web.Application:
-    app = web.Application(middlewares=[guard(token)])
+def make_app(
+    pserver: Pserver, access: Access | None = None, *, stall_s: float = 30.0, idle_s: float = 900.0
+) -> web.Application:
+    """`access` None: it needs no token and answers at loopback names only."""
+    app = web.Application(middlewares=[guard(access or Access())])
     app[http.PSERVER] = pserver
     app[http.TIME_LIMITS] = TimeLimits(stall_s, idle_s)
     app[http.STREAMS] = http.Streams()

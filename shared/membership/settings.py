@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import socket
 import sys
+from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from shared.etcd import Etcd
 from shared.membership.etcd_access import EtcdAccess, split
+from shared.security.access import Access, is_loopback
+from shared.security.tokens import Tokens
 
 CONFIGURATION = 2  # exit code of a process whose settings cannot be used
 
 
 class MemberSettings(BaseSettings):
-    """TRIREME_JOB, TRIREME_ETCD (urls with commas between), ... `advertise`: the host that peers use. `sources`: the folder for
-    scripts that come from etcd or from a URL; "": a folder of this user below the system's temporary one."""
+    """TRIREME_JOB, TRIREME_ETCD (urls with commas between), ... `token`: what this process shows to others; it accepts it, too, with
+    all roles, unless `tokens_file` has a table of those that it accepts. `advertise`: the host that peers use. `allowed_hosts`:
+    more names by which requests may call this service. `sources`: the folder for scripts that come from etcd or from a URL; "": a
+    folder of this user below the system's temporary one."""
 
     model_config = SettingsConfigDict(env_prefix="TRIREME_", frozen=True)
 
@@ -31,16 +36,26 @@ class MemberSettings(BaseSettings):
     etcd_cert: str = ""
     etcd_key: str = ""
     token: str = ""
+    tokens_file: Path | None = None
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)
     advertise: str = ""
     sources: str = ""
     log_level: str = "INFO"
 
-    @field_validator("etcd", mode="before")
+    @field_validator("etcd", "allowed_hosts", mode="before")
     @classmethod
-    def _urls(cls, value: object) -> object:
+    def _parts(cls, value: object) -> object:
         return split(value) if isinstance(value, str) else value
+
+    @field_validator("host")
+    @classmethod
+    def _protected(cls, value: str, info: ValidationInfo) -> str:
+        if not (is_loopback(value) or info.data.get("token") or info.data.get("tokens_file")):
+            msg = f"{value} lets other hosts reach this process, and no token protects it; set TRIREME_TOKEN or TRIREME_TOKENS_FILE"
+            raise ValueError(msg)
+        return value
 
     @classmethod
     def from_environment(cls) -> Self:
@@ -59,6 +74,12 @@ class MemberSettings(BaseSettings):
         if host in {"0.0.0.0", "::"}:
             host = socket.gethostname()
         return f"[{host}]" if ":" in host else host
+
+    @property
+    def access(self) -> Access:
+        """Who may use this process. Raises InvalidArgument: the table of tokens cannot be used."""
+        hosts = (self.host, self.advertise, self.advertised, *self.allowed_hosts)
+        return Access.of(Tokens(self.tokens_file, self.token), hosts)
 
     @property
     def etcd_access(self) -> EtcdAccess:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import secrets
 import uuid
 
 source: random.Random = random.SystemRandom()
@@ -12,6 +13,11 @@ def new_id(prefix: str = "") -> str:
     """`prefix-9f2c51ab03de`: unguessable in production, repeatable in a simulation."""
     token = f"{source.getrandbits(48):012x}"
     return f"{prefix}-{token}" if prefix else token
+
+
+def secret() -> str:
+    """256 random bits as base64url, never from `source`: nobody can guess them or repeat them."""
+    return secrets.token_urlsafe(32)
 
 
 def jitter(seconds: float) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar, cast
 from urllib.parse import urlsplit
 
-from shared.errors import DeadlineExceeded, PeerError
+from shared.errors import DeadlineExceeded, Forbidden, PeerError, Unauthorized
 from shared.wire.stream import PATH, UPGRADE, FrameStream
 
 HEAD_BYTES = 16 << 10
@@ -22,7 +22,8 @@ class UpgradeRefused(PeerError):
 async def upgrade(
     url: str, make: Callable[[], Stream], *, uds: str = "", token: str = "", limit_s: float = 2.0
 ) -> Stream:
-    """A stream to the host of `url`, through the UNIX socket `uds` if one is given. Raises UpgradeRefused, PeerError."""
+    """A stream to the host of `url`, through the UNIX socket `uds` if one is given. Raises UpgradeRefused, Unauthorized,
+    Forbidden, PeerError."""
     loop, parts = asyncio.get_running_loop(), urlsplit(url)
     where = uds or url
     request = [f"GET {PATH} HTTP/1.1", f"Host: {parts.netloc}", f"Upgrade: {UPGRADE}", "Connection: Upgrade"]
@@ -53,6 +54,12 @@ async def upgrade(
     status = head.split(b"\r\n", 1)[0].split(b" ")
     if len(status) < 2 or not status[0].startswith(b"HTTP/1.") or status[1] != b"101":
         transport.abort()
+        if status[1:2] == [b"401"]:
+            raise Unauthorized(
+                f"{where}: the token was refused", hint="give the cluster's token for members in TRIREME_TOKEN"
+            )
+        if status[1:2] == [b"403"]:
+            raise Forbidden(f"{where}: streams need a token with the role member", hint="give it in TRIREME_TOKEN")
         msg = f"{where} does not upgrade to {UPGRADE}: {head.split(bytes((13,)), 1)[0][:100]!r}"
         raise UpgradeRefused(msg)
     stream = make()

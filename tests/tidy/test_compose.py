@@ -48,6 +48,13 @@ def test_the_entry_points_are_modules_of_ours():
         assert importlib.util.find_spec(module), module
 
 
+def test_members_do_not_start_without_a_token():
+    """They are reached by other containers."""
+    for name in ("master", "pserver", "trainer", "masterless"):
+        given = COMPOSE["services"][name]["environment"]["TRIREME_TOKEN"]
+        assert given.startswith("${TRIREME_TOKEN:?"), name
+
+
 def test_what_the_image_copies_exists():
     for line in re.findall(r"^COPY (.+)$", DOCKERFILE, re.MULTILINE):
         *sources, _ = line.split()

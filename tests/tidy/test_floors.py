@@ -36,7 +36,7 @@ FLOORS = {
     "shared": [
         {"errors", "keys", "lanes", "slots", "times", "cron", "records"},
         {"runtime", "blocks", "datasets"},
-        {"etcd", "storage", "wire"},
+        {"etcd", "storage", "wire", "security"},
         {"membership"},
         {"checkpoints"},
     ],

@@ -8,10 +8,13 @@ import httpx
 
 from master_service.api.app import make_app
 from master_service.leadership.jobs_led import JobsLed
+from shared.security.access import Access
+from shared.security.tokens import Tokens
 
 
 def client_of(master: JobsLed, token: str = "", given: str = "") -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(make_app(master, token=token), raise_app_exceptions=False)
+    access = Access.of(Tokens(given=token), ["master"])
+    transport = httpx.ASGITransport(make_app(master, access), raise_app_exceptions=False)
     headers = {"Authorization": f"Bearer {given}"} if given else {}
     return httpx.AsyncClient(transport=transport, base_url="http://master", headers=headers)
 

@@ -15,9 +15,11 @@ from shared.records import AcquireTask, FailTask, UserFailure
 from tests.equipment.waiting import until
 from tests.master_service.cluster import MasterCluster, Storage, running, spec_of
 
-HEALTH = b"GET /healthz HTTP/1.1\r\nhost: m\r\n\r\n"
-HALF_HEAD = b"GET /healthz HTTP/1.1\r\nhost: m\r\nx-mo"
-HALF_BODY = b"POST /v1/task-leases HTTP/1.1\r\nhost: m\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n{"
+HEALTH = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
+HALF_HEAD = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nx-mo"
+HALF_BODY = (
+    b"POST /v1/task-leases HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n{"
+)
 CUT_S = 5.0
 
 
@@ -64,17 +66,17 @@ async def test_a_connection_without_a_whole_request_is_cut(sent: tuple[bytes, ..
 
 
 async def test_a_long_poll_outlives_the_limit_of_a_request() -> None:
-    poll = b"GET /v1/events?after=100000&wait_s=1 HTTP/1.1\r\nhost: m\r\nconnection: close\r\n\r\n"
+    poll = b"GET /v1/events?after=100000&wait_s=1 HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     async with serving(Connections(request_s=0.2)) as port:
         assert b"200 OK" in await rest_of(port, poll)
 
 
 async def test_a_head_beyond_the_bound_is_refused() -> None:
-    head = b"GET /healthz HTTP/1.1\r\nhost: m\r\nx-long: "
+    head = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nx-long: "
     async with serving(Connections(head_bytes=4096)) as port:
         assert b" 431 " in await rest_of(port, head + b"x" * 5000)
         body = (
-            b"POST /v1/task-leases HTTP/1.1\r\nhost: m\r\nconnection: close\r\ncontent-length: 20000\r\n\r\n"
+            b"POST /v1/task-leases HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: 20000\r\n\r\n"
             + b" " * 20000
         )
         answer = await rest_of(port, body)
@@ -106,7 +108,7 @@ async def test_no_task_is_given_to_a_request_whose_caller_is_gone(hot: bool) -> 
                 held = await master.acquire_task(AcquireTask(trainer="t1", request="held", generation=1))
                 assert held.task is not None
                 body = AcquireTask(trainer="t2", request="gone", generation=1, wait_s=20).to_bytes()
-                head = b"POST /v1/task-leases HTTP/1.1\r\nhost: m\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+                head = b"POST /v1/task-leases HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
                 _, writer = await asyncio.open_connection(*listener.getsockname())
                 writer.write(head % len(body) + body)
                 await until(lambda: len(master.term.asks) == 1, "it to wait", CUT_S)

@@ -239,12 +239,12 @@ async def test_the_token_guards_everything_but_health() -> None:
     cluster = MasterCluster(spec_of())
     async with leading(cluster.master()) as master:
         async with client_of(master, "secret") as stranger:
-            problem = check_problem(await stranger.get("/v1/job"), 401, "UNAUTHORIZED")
-            assert problem["hint"] == "give the job's token in TRIREME_TOKEN"
-            check_problem(await stranger.get("/metrics"), 401, "UNAUTHORIZED")
+            problem = check_problem(await stranger.get("/v1/job"), 401, "UNAUTHENTICATED")
+            assert problem["hint"] == "give a token in TRIREME_TOKEN or TRIREME_TOKEN_FILE"
+            check_problem(await stranger.get("/metrics"), 401, "UNAUTHENTICATED")
             assert (await stranger.get("/healthz")).json() == {"status": "ok"}
         async with client_of(master, "secret", "wrong") as liar:
-            check_problem(await liar.get("/v1/job"), 401, "UNAUTHORIZED")
+            check_problem(await liar.get("/v1/job"), 401, "UNAUTHENTICATED")
         async with client_of(master, "secret", "secret") as friend:
             assert (await friend.get("/v1/job")).status_code == 200
 

@@ -14,6 +14,8 @@ from pserver_service.pserver import Pserver
 from shared.blocks.buffers import bytes_of
 from shared.records import Mode, PserverMember
 from shared.records.layout import OptimizerSpec
+from shared.security.access import Access
+from shared.security.tokens import Tokens
 from shared.wire.messages import InitBlock, PushBlock
 from shared.wire.region_allocator import RegionAllocator
 from shared.wire.shared_memory import Region
@@ -64,6 +66,11 @@ CONNECT = {
 }
 
 
+def accepting(token: str) -> Access:
+    """A service that takes this token only."""
+    return Access.of(Tokens(given=token))
+
+
 class Server:
     """A pserver on a socket, and a client of it."""
 
@@ -100,7 +107,7 @@ async def server(request, tmp_path):
     pserver = Pserver(JOB, "ps-1", index=0, allocate=RegionAllocator if connect is Sharer else None)
     mark = request.node.get_closest_marker("stall")
     stall_s = mark.args[0] if mark else getattr(request.module, "STALL_S", PATIENCE_S)
-    app = make_app(pserver, token=TOKEN, stall_s=stall_s, idle_s=2 * stall_s)
+    app = make_app(pserver, accepting(TOKEN), stall_s=stall_s, idle_s=2 * stall_s)
     async with serving(app, "127.0.0.1", 0, uds) as listening:
         made = Server(pserver, f"http://127.0.0.1:{listening.port}", listening.uds, connect)
         made.app = app

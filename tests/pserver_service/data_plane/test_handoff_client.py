@@ -12,6 +12,7 @@ from pserver_service.pserver import Pserver
 from shared.errors import DeadlineExceeded, NotReady, PeerError, Unauthorized
 from shared.records import PserverMember
 from shared.wire.messages import HandoffAnswer, HandoffHeader, HandoffPart
+from tests.pserver_service.data_plane.servers import accepting
 
 HEADER = HandoffHeader(job="ctr", generation=3, migration="op-1.1", group=2, source=0, timeline=0, whole=True)
 PAYLOADS = [bytes([number]) * size for number, size in enumerate((1_000_000, 4, 300_000))]
@@ -29,7 +30,7 @@ def member_at(port: int) -> PserverMember:
 async def handed_over(take, *, token: str = "boat", stall_s: float = 20.0):
     pserver = Pserver("ctr", "ps", index=1)
     pserver.take_handoff = take
-    async with serving(make_app(pserver, token="boat"), "127.0.0.1", 0) as listening:
+    async with serving(make_app(pserver, accepting("boat")), "127.0.0.1", 0) as listening:
         port = HttpHandoff(member_at(listening.port), token, stall_s=stall_s)
         try:
             return await port.hand_over(HEADER, parts())

@@ -65,16 +65,18 @@ async def test_without_the_token_nothing_is_answered(server, token):
         ("POST", "/v1/ledger"),
     ]:
         status, [error] = await server.raw(path, plain_push() if method == "POST" else None, token=token, method=method)
-        assert (status, error["code"], error["retryable"]) == (401, "UNAUTHORIZED", False)
+        assert (status, error["code"], error["retryable"]) == (401, "UNAUTHENTICATED", False)
     assert (await server.client.info()).highest == 0
     async with HttpPserver(server.member, token) as client:
-        with pytest.raises(Unauthorized, match="set TRIREME_TOKEN"):
+        with pytest.raises(Unauthorized, match="bearer token"):
             await client.push(push_header(0), gradients())
 
 
 async def test_a_token_that_is_no_text_is_a_wrong_token(server):
     reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
-    writer.write(b"GET /v1/info HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xe9\xff\r\nConnection: close\r\n\r\n")
+    writer.write(
+        b"GET /v1/info HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer \xe9\xff\r\nConnection: close\r\n\r\n"
+    )
     try:
         async with asyncio.timeout(5):
             answer = await reader.read()
@@ -101,7 +103,7 @@ async def test_a_connection_that_is_cut_keeps_whole_blocks_and_nothing_else(serv
     body = plain_push(count=2)[:-1000]
     _, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
     writer.write(
-        f"POST /v1/push HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(body) + 5000}\r\n\r\n".encode()
+        f"POST /v1/push HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(body) + 5000}\r\n\r\n".encode()
     )
     writer.write(body)
     await writer.drain()
@@ -186,7 +188,7 @@ async def test_a_stalled_push_is_given_up_and_blocks_nobody(server):
     reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
     body = plain_push(count=2)
     writer.write(
-        f"POST /v1/push HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        f"POST /v1/push HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     )
     writer.write(body[:-1000])
     async with asyncio.timeout(STALL_S):
@@ -218,7 +220,7 @@ async def test_a_puller_that_does_not_read_is_cut_off_and_blocks_nobody(server):
     _, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]), limit=1024)
     body = codec.encode(pull_request(0, range(16)))
     writer.write(
-        f"POST /v1/pull HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        f"POST /v1/pull HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         + body
     )
     await asyncio.sleep(0.05)
@@ -279,12 +281,13 @@ async def test_bytes_on_the_wire_are_of_one_version_while_steps_go_on(server):
 # ---------------------------------------------------------------- around it
 
 
-async def test_health_readiness_and_metrics_need_no_token(server):
+async def test_health_and_readiness_need_no_token_and_metrics_need_one(server):
     async with aiohttp.ClientSession() as session:
 
-        async def get(path):
-            async with session.get(server.url + path) as answer:
-                return answer.status, await answer.text()
+        async def get(path, token=""):
+            headers = {"Authorization": f"Bearer {token}"} if token else {}
+            async with session.get(server.url + path, headers=headers) as answer:
+                return answer.status, (await answer.read()).decode(errors="replace")
 
         assert (await get("/healthz"))[0] == 200
         status, text = await get("/readyz")
@@ -292,7 +295,9 @@ async def test_health_readiness_and_metrics_need_no_token(server):
         await server.initialise()
         await server.client.push(push_header(0), gradients())
         assert await get("/readyz") == (200, '{"status": "ready", "index": 0}')
-        status, text = await get("/metrics")
+        for token in ("", "wrong"):
+            assert (await get("/metrics", token))[0] == 401
+        status, text = await get("/metrics", TOKEN)
         assert status == 200
         assert "trireme_pserver_blocks_applied_total 4.0" in text
         assert "trireme_pserver_version_lowest 1.0" in text
