@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from master_service.cluster.retention import Retention
@@ -63,6 +64,7 @@ class ClusterMaster:
     current_term: ClusterTerm | None = field(init=False, default=None)
     _leader: str = field(init=False, default="")
     _leading: bool = field(init=False, default=False)
+    _deletions: dict[str, asyncio.Task[ClusterJob]] = field(init=False, default_factory=dict)
 
     def __repr__(self) -> str:
         return f"<ClusterMaster {self.name} at {self.url}: {self.current_term or 'standing by'}>"
@@ -183,7 +185,20 @@ class ClusterMaster:
         return await self._decide(lambda state, _: submission.cancel(state, name, rfc3339(clock.wall_time())))
 
     async def delete_job(self, name: str) -> ClusterJob:
-        """Its keys, and its files if they lie below the cluster's own storage. Raises Conflict unless it has ended, NotFound."""
+        """Its keys, and its files if they lie below the cluster's own storage. Calls for one job are one deletion, which goes on
+        when its callers leave. Raises Conflict unless it has ended, NotFound."""
+        deletion = self._deletions.get(name)
+        if deletion is None:
+            deletion = self._deletions[name] = asyncio.ensure_future(self._delete_job(name))
+            deletion.add_done_callback(partial(self._deletion_ended, name))
+        return await asyncio.shield(deletion)
+
+    def _deletion_ended(self, name: str, deletion: asyncio.Task[ClusterJob]) -> None:
+        del self._deletions[name]
+        if not deletion.cancelled() and (error := deletion.exception()) is not None:  # its callers may have left
+            log.info("deletion_ended", job=name, cause=str(error))
+
+    async def _delete_job(self, name: str) -> ClusterJob:
         job = self.state.job(name)
         if name in self.term.jobs:
             what = (

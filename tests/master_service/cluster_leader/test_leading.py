@@ -180,7 +180,7 @@ def test_a_completed_job_that_another_waits_for_keeps_its_files() -> None:
             async with jobs.pool(1, 1):
                 await until(lambda: leader.state.job("a").standing is Standing.COMPLETED, "the job to end")
                 await until(lambda: not leader.term.jobs, "its term to end")
-            await leader.create_job(job_of("b", {"after": ("a",)}), None)
+            await leader.create_job(job_of("b", {"after": ("a",), "min_trainers": 2}), None)  # more than there are
             with pytest.raises(Conflict, match="job b comes after job a"):
                 await leader.delete_job("a")
             assert removed == []

@@ -73,3 +73,25 @@ def test_a_deletion_whose_files_could_not_be_deleted_is_finished_by_the_next_lea
             assert removed == ["a"]
 
     run_virtually(main)
+
+
+def test_a_deletion_is_answered_also_if_its_files_take_longer_than_the_leader_waits_before_it_finishes_one() -> None:
+    """The loop that finishes deletions which another leader has begun found this one, too, and was faster: its user heard that
+    there is no such job."""
+
+    async def main() -> None:
+        jobs, removed = Jobs(), []
+
+        async def slowly(spec: Any) -> None:
+            await asyncio.sleep(60)
+            removed.append(spec.job)
+
+        async with jobs.leading(remove_files=slowly) as leader:
+            await leader.create_job(in_storage("a"), None)
+            await leader.cancel_job("a")
+            first, second = await asyncio.gather(leader.delete_job("a"), leader.delete_job("a"))
+            assert first.job == second.job == "a"
+            assert not leader.state.jobs
+            assert removed == ["a"]
+
+    run_virtually(main)
