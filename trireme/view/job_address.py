@@ -1,5 +1,5 @@
 """A client for a job's address: a master's URL, that of a job in a cluster (`http://HOST:PORT/v1/jobs/NAME`), or
-`etcd+http://HOST:PORT/JOB` for a job without a master."""
+`etcd+http://HOST:PORT/JOB` or `etcd+unix:///SOCKET/JOB` for a job without a master."""
 
 from __future__ import annotations
 

@@ -6,7 +6,9 @@ import asyncio
 import os
 import signal
 import socket
+import stat
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -47,7 +49,7 @@ async def test_its_garbage_collector_is_lazier_unless_the_user_says_otherwise(tm
         assert psutil.Process(etcd.pid).environ()["GOGC"] == (given or embedded.GOGC)
 
 
-async def test_data_port_and_clients_survive_a_kill_and_a_restart(embedded_etcd):
+async def test_data_address_and_clients_survive_a_kill_and_a_restart(embedded_etcd):
     client, url, pid = connect([embedded_etcd.url]), embedded_etcd.url, embedded_etcd.pid
     await client.put("/a", b"1")
     os.kill(pid, signal.SIGKILL)
@@ -82,7 +84,7 @@ async def test_an_etcd_that_cannot_serve_is_reported_with_its_last_words(tmp_pat
         await EmbeddedEtcd(tmp_path / "data", binary=binary).start()
     binary.write_text("#!/bin/sh\n[ $1 = --version ] && echo etcd Version: 3.6.1 && exit\nexec sleep 60\n")
     silent = EmbeddedEtcd(tmp_path / "data2", binary=binary)
-    with pytest.raises(Fatal, match=r"did not serve at http://127.0.0.1:\d+ within 0.3 s: it wrote nothing"):
+    with pytest.raises(Fatal, match=r"did not serve at unix:///.+ within 0.3 s: it wrote nothing"):
         await silent.start(timeout_s=0.3)
     assert not silent.running
     binary.write_text("#!/bin/sh\necho hello\n")
@@ -94,10 +96,48 @@ async def test_a_port_that_was_taken_in_between_is_exchanged_for_another(tmp_pat
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        answers = [(taken.getsockname()[1], embedded.free_ports(1)[0]), embedded.free_ports(2)]
+        answers = [(taken.getsockname()[1],), embedded.free_ports(1)]
         monkeypatch.setattr(embedded, "free_ports", lambda _: answers.pop(0))
-        async with EmbeddedEtcd(tmp_path) as etcd:
+        async with EmbeddedEtcd(tmp_path, host="127.0.0.1") as etcd:
             assert etcd.client_port != taken.getsockname()[1]
+
+
+async def test_it_opens_no_port_and_only_its_user_can_enter_the_folders_of_its_sockets_and_data(tmp_path):
+    etcd = EmbeddedEtcd(tmp_path / "run" / "etcd")
+    async with etcd:
+        process = psutil.Process(etcd.pid)
+        listening = [each for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN]
+        assert listening == []
+        socket_path = Path(etcd.url.removeprefix("unix://"))
+        assert stat.S_ISSOCK(socket_path.stat().st_mode)
+        for folder in (socket_path.parent, etcd.data_dir, etcd.data_dir / "data"):
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700, folder
+    assert not socket_path.parent.exists()
+    assert not (etcd.data_dir / "sockets").is_symlink()
+    async with etcd:
+        assert etcd.url == f"unix://{socket_path}", "also after a stop the address stays"
+
+
+async def test_sockets_that_a_killed_parent_left_behind_are_removed_by_the_next_start(tmp_path):
+    left = Path(tempfile.mkdtemp(prefix=embedded.PREFIX))
+    (left / embedded.CLIENT).touch()
+    (tmp_path / "sockets").symlink_to(left)
+    async with EmbeddedEtcd(tmp_path) as etcd:
+        assert not left.exists()
+        assert etcd.url != f"unix://{left / embedded.CLIENT}"
+
+
+async def test_a_folder_that_somebody_else_made_under_its_name_is_not_used(tmp_path):
+    etcd = EmbeddedEtcd(tmp_path)
+    await etcd.start()
+    await etcd.stop()
+    folder = Path(etcd.url.removeprefix("unix://")).parent
+    folder.mkdir()
+    try:
+        with pytest.raises(Fatal, match="was made by somebody else"):
+            await etcd.start()
+    finally:
+        folder.rmdir()
 
 
 async def test_it_listens_on_another_address_of_this_machine(tmp_path):

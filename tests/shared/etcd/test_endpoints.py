@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from shared.errors import InvalidArgument
-from shared.etcd import Compare, Fatal, OutcomeUnknown, Put, Retryable, Unauthenticated, connect
+from shared.etcd import Compare, Fatal, OutcomeUnknown, Put, Refused, Retryable, Unauthenticated, connect
 from shared.etcd.embedded import EmbeddedEtcd, free_ports
 from shared.runtime import clock
 from tests.equipment.etcd.with_tls import etcd_process, make_certificates, tls_etcd
@@ -70,10 +70,10 @@ async def test_a_write_into_a_frozen_etcd_is_unknown_within_its_time_limit(embed
 
 
 async def test_a_client_outlives_an_etcd_that_is_not_there_yet(tmp_path):
-    etcd = EmbeddedEtcd(tmp_path)
-    etcd.client_port, etcd.peer_port = free_ports(2)
+    async with EmbeddedEtcd(tmp_path) as etcd:
+        pass
     async with client_of(etcd.url) as client:
-        with pytest.raises(Retryable, match="cannot connect to etcd at http://"):
+        with pytest.raises(Refused, match="cannot connect to etcd at unix:///"):
             await client.get("/a", timeout_s=0.2)
         waiting = asyncio.create_task(client.put("/a", b"1"))
         try:
@@ -110,9 +110,22 @@ async def test_another_cluster_and_an_older_term_are_not_believed(tmp_path):
             await etcd.stop()
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:2379", "http://", "ftp://h:1", "http://h", "http://h:x", "http://h:1/path"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "127.0.0.1:2379",
+        "http://",
+        "ftp://h:1",
+        "http://h",
+        "http://h:x",
+        "http://h:1/path",
+        "unix://c:0",
+        "unix:///folder/",
+        f"unix:///{'d' * 107}",
+    ],
+)
 def test_what_is_no_endpoint_is_refused_with_an_example(url):
-    with pytest.raises(InvalidArgument, match="write it as http://host:2379"):
+    with pytest.raises(InvalidArgument, match=r"write it as (http://host:2379|unix:///)|may have 107 bytes"):
         connect([url])
 
 
