@@ -59,6 +59,12 @@ class Conflict(CallerError):
     code, status = "CONFLICT", 409
 
 
+class IdempotencyKeyReused(CallerError):
+    """The key came with another request before: use a new key."""
+
+    code, status = "IDEMPOTENCY_KEY_REUSED", 422
+
+
 class Unauthorized(CallerError):
     """No token, or one that is not known."""
 

@@ -9,6 +9,7 @@
     job/migration           Migration       -          master                        lock; parameter servers follow it
     job/given               GivenNumbers    -          master                        lock: the numbers of members in the spec that masters are given
     operations/<id>         Operation       -          master                        lock
+    answers/<digest>        KeptAnswer      -          master                        lock; requests with an Idempotency-Key
     ps_desired              int             -          master                        lock
     ps/<index>              PserverMember   pserver's  pserver                       create = 0, own create_revision
     trainers/<id>           TrainerMember   trainer's  trainer                       create = 0
@@ -79,6 +80,7 @@ class Keys:
     migration = _Key("job/migration")
     given = _Key("job/given")
     operations = _Key("operations/")
+    answers = _Key("answers/")
     pservers_desired = _Key("ps_desired")
     pservers = _Key("ps/")
     trainers = _Key("trainers/")
@@ -113,6 +115,10 @@ class Keys:
 
     def operation(self, operation_id: str) -> str:
         return self._of("operations", operation_id)
+
+    def answer(self, digest: str) -> str:
+        """To the request whose Idempotency-Key has that digest."""
+        return self._of("answers", digest)
 
     def pserver(self, index: int) -> str:
         return self._of("ps", index)
@@ -201,6 +207,7 @@ class ClusterKeys:
     cluster/lock                    MasterLock   leader's   candidates   create = 0; its create_revision is the cluster's term
     cluster/addr                    MasterAddress leader's  leader       lock
     cluster/commit                  text         -          leader       lock + its own value
+    cluster/answers/<digest>        KeptAnswer   -          leader       lock
     jobs/<job>                      ClusterJob   -          leader       lock
     jobs/<job>/tasks/<name>         TaskRun      -          leader       lock
     sources/<digest>                Source       -          leader       lock
@@ -218,6 +225,7 @@ class ClusterKeys:
     lock = _Key("cluster/lock")
     address = _Key("cluster/addr")
     commit = _Key("cluster/commit")
+    answers = _Key("cluster/answers/")
     jobs = _Key("jobs/")
     sources = _Key("sources/")
     schedules = _Key("schedules/")
@@ -228,6 +236,10 @@ class ClusterKeys:
 
     def job(self, job: str) -> str:
         return f"{self.prefix}jobs/{job}"
+
+    def answer(self, digest: str) -> str:
+        """To the request whose Idempotency-Key has that digest."""
+        return f"{self.prefix}cluster/answers/{digest}"
 
     def below_job(self, job: str) -> str:
         """Prefix of what the cluster keeps of a job beside its ClusterJob; the job's own keys are `keys_of(job)`."""

@@ -94,6 +94,8 @@ class DirectTaskLeases:
             return None
         if not parts:
             return partial(self._acquire, job, headers.get(b"idempotency-key"))
+        if b"idempotency-key" in headers:
+            return None
         if len(parts) != 2 or not parts[0] or parts[1] not in REPORTS:
             return None
         return partial(self._report, job, parts[0], *REPORTS[parts[1]])

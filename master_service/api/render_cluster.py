@@ -148,11 +148,16 @@ def schedules(term: ClusterTerm, page_size: int, page_token: str) -> SchedulePag
     return SchedulePage(schedules=tuple(schedule(each) for each in page), next_page_token=token)
 
 
-def pool_member(state: ClusterState, place: Place) -> PoolMemberView:
+def drained(state: ClusterState, place: Place) -> PoolMemberView:
+    """As it is once it is drained."""
+    return pool_member(state, place, takes_work=False)
+
+
+def pool_member(state: ClusterState, place: Place, *, takes_work: bool = True) -> PoolMemberView:
     member, assignment = state.members.get(place), state.assignments.get(place)
     if member is None:
         return PoolMemberView(member_id=place[1], kind=place[0], host="", agent="", state="drained", trouble=AWAY)
-    if not state.takes_work(place):
+    if not (takes_work and state.takes_work(place)):
         leaves = member.draining or member.running or assignment is not None
         name, of = ("draining" if leaves else "drained"), member.running
     elif assignment is None:

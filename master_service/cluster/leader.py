@@ -18,6 +18,7 @@ from master_service.control.events import EventRing
 from master_service.control.task_service import Probe
 from master_service.core.changes import Event
 from master_service.core.decisions.cluster import drains, job_schedules, submission
+from master_service.core.decisions.once import Once
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place
 from master_service.core.state.job_tasks import failed as failed_tasks
 from master_service.leadership.election import campaign, stand
@@ -29,7 +30,7 @@ from shared.errors import Conflict, NotFound, NotLeader, NotReady
 from shared.etcd import Etcd, Lease
 from shared.etcd.reading import must_read
 from shared.keys import ClusterKeys
-from shared.records import JobSpec, JobState, MasterLock
+from shared.records import JobSpec, JobState, MasterLock, Phase
 from shared.records.cluster import ClusterJob, JobSchedule, Source, Standing
 from shared.runtime import clock, http, telemetry
 from shared.runtime.network import own_network
@@ -161,28 +162,41 @@ class ClusterMaster:
 
     # ---------------------------------------------------------------- what users ask for
 
-    async def create_job(self, job: ClusterJob, source: Source | None) -> ClusterJob:
+    # `once`: of a request with an Idempotency-Key; all raise AnsweredBefore, IdempotencyKeyReused then.
+
+    async def create_job(
+        self, job: ClusterJob, source: Source | None, once: Once[ClusterJob] | None = None
+    ) -> ClusterJob:
         """The same `job.request` is the same job. Raises Conflict, InvalidArgument, NotFound."""
-        return await self._decide(lambda state, _: submission.create(state, job, source, clock.timestamp()))
+        return await self._decide(lambda state, _: submission.create(state, job, source, clock.timestamp()), once)
 
-    async def pause_job(self, name: str) -> ClusterJob:
+    async def pause_job(self, name: str, once: Once[ClusterJob] | None = None) -> ClusterJob:
         """With a checkpoint; its members become free. Raises Conflict, NotFound."""
-        return await self._decide(lambda state, _: submission.pause(state, name))
+        return await self._decide(lambda state, _: submission.pause(state, name), once)
 
-    async def resume_job(self, name: str) -> ClusterJob:
+    async def resume_job(self, name: str, once: Once[ClusterJob] | None = None) -> ClusterJob:
         """PAUSED, or FAILED but not by its script: it is QUEUED again. Raises Conflict, NotFound, PeerError."""
+        if once is not None:
+            await self._decide(once.check_cluster)
         failed = self.state.job(name).standing is Standing.FAILED and self.state.job(name).wanted != "delete"
         if failed and name in self.term.jobs:
             raise NotReady(f"job {name} has failed, and its members are leaving; ask again")
         before = bool(failed_tasks(self.state.task_runs.get(name, {}), "pre"))  # then it never began
-        if failed and not before and not await start_again(self.etcd, self.keys.keys_of(name)):
+        if failed and not before and not await self._opened_again(name):
             msg = f"job {name} has FAILED for good: {self.state.job(name).reason}"
             raise Conflict(msg, hint="mend its script and submit it under another name, or delete this one first")
-        return await self._decide(lambda state, _: submission.resume(state, name))
+        return await self._decide(lambda state, _: submission.resume(state, name), once)
 
-    async def cancel_job(self, name: str) -> ClusterJob:
+    async def _opened_again(self, name: str) -> bool:
+        """Also if a leader before this one has done it, and died before the job was QUEUED."""
+        if await start_again(self.etcd, self.keys.keys_of(name)):
+            return True
+        return (await self.state_of(name)).phase is not Phase.FAILED
+
+    async def cancel_job(self, name: str, once: Once[ClusterJob] | None = None) -> ClusterJob:
         """Without a checkpoint. Raises Conflict, NotFound."""
-        return await self._decide(lambda state, _: submission.cancel(state, name, rfc3339(clock.wall_time())))
+        stamp = rfc3339(clock.wall_time())
+        return await self._decide(lambda state, _: submission.cancel(state, name, stamp), once)
 
     async def delete_job(self, name: str) -> ClusterJob:
         """Its keys, and its files if they lie below the cluster's own storage. Calls for one job are one deletion, which goes on
@@ -212,21 +226,24 @@ class ClusterMaster:
             await self.remove_files(job.spec)
         return await self._decide(lambda state, _: submission.delete(state, name))
 
-    async def create_schedule(self, schedule: JobSchedule, source: Source | None) -> JobSchedule:
+    async def create_schedule(
+        self, schedule: JobSchedule, source: Source | None, once: Once[JobSchedule] | None = None
+    ) -> JobSchedule:
         """The same `schedule.request` is the same schedule. Raises Conflict, InvalidArgument."""
-        return await self._decide(lambda state, _: job_schedules.create(state, schedule, source, clock.wall_time()))
+        now = clock.wall_time()
+        return await self._decide(lambda state, _: job_schedules.create(state, schedule, source, now), once)
 
     async def delete_schedule(self, name: str) -> JobSchedule:
         """Its jobs stay. Raises NotFound."""
         return await self._decide(lambda state, _: job_schedules.delete(state, name))
 
-    async def drain_member(self, member: str) -> Place:
+    async def drain_member(self, member: str, once: Once[Place] | None = None) -> Place:
         """It gets no work any more, and what it runs leaves in order. Raises NotFound."""
-        return await self._decide(lambda state, _: drains.drain(state, member, clock.timestamp()))
+        return await self._decide(lambda state, _: drains.drain(state, member, clock.timestamp()), once)
 
-    async def undrain_member(self, member: str) -> Place:
+    async def undrain_member(self, member: str, once: Once[Place] | None = None) -> Place:
         """It may get work again. Raises NotFound."""
-        return await self._decide(lambda state, _: drains.undrain(state, member))
+        return await self._decide(lambda state, _: drains.undrain(state, member), once)
 
     async def source_of(self, name: str) -> Source:
         """The script that the job runs. Raises NotFound, also for a job whose script was a path."""
@@ -244,8 +261,10 @@ class ClusterMaster:
         found = await self.etcd.get(self.keys.keys_of(name).state)
         return must_read(JobState, found.key, found.value) if found else JobState()
 
-    async def _decide(self, decision: Callable[[ClusterState, float], ClusterDecision[A]]) -> A:
+    async def _decide(
+        self, decision: Callable[[ClusterState, float], ClusterDecision[A]], once: Once[A] | None = None
+    ) -> A:
         term = self.term
-        answer = await term.writer.decide(decision)
+        answer = await term.writer.decide(once.in_cluster(decision) if once is not None else decision)
         term.look_again()
         return answer

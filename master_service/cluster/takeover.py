@@ -20,6 +20,7 @@ from shared.etcd.reading import must_read, read_below
 from shared.keys import ClusterKeys
 from shared.records import MasterAddress
 from shared.records.cluster import Assignment, ClusterJob, Drain, JobSchedule, TaskRun
+from shared.records.operations import KeptAnswer
 from shared.runtime import clock, telemetry
 
 log = telemetry.logger("cluster.takeover")
@@ -41,6 +42,7 @@ async def take_over(etcd: Etcd, keys: ClusterKeys, lock: HeldLock, url: str) -> 
     commit_revision = await write_first(etcd, lock, keys.commit, [address])
     jobs, _ = await read_below(etcd, keys.jobs)
     schedules, _ = await read_below(etcd, keys.schedules)
+    answers, _ = await read_below(etcd, keys.answers)
     pool, revision = await read_below(etcd, keys.pool)
     state, now = ClusterState(), clock.monotonic()
     for kv in jobs.values():
@@ -50,6 +52,8 @@ async def take_over(etcd: Etcd, keys: ClusterKeys, lock: HeldLock, url: str) -> 
             state.apply(PutTaskRun(must_read(TaskRun, kv.key, kv.value)), now)
     for kv in schedules.values():
         state.apply(PutSchedule(must_read(JobSchedule, kv.key, kv.value)), now)
+    for kv in answers.values():
+        state.apply(must_read(KeptAnswer, kv.key, kv.value), now)
     for kv in pool.values():
         found = keys.member_of(kv.key)
         if found is not None and found[2]:

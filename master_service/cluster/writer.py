@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from master_service.core.changes import Event
+from master_service.core.changes import DropAnswer, Event
 from master_service.core.state.cluster import (
     ClusterChange,
     ClusterDecision,
@@ -32,6 +32,7 @@ from shared.errors import TooLarge
 from shared.etcd import Compare, Delete, Etcd, Get, Put, TxnResult
 from shared.etcd.fenced_write import FencedWrite
 from shared.keys import ClusterKeys
+from shared.records.operations import KeptAnswer
 from shared.runtime import clock, ids
 
 MAX_CHANGES = 90  # of one transaction
@@ -142,6 +143,10 @@ def operations(keys: ClusterKeys, changes: Iterable[ClusterChange]) -> Iterable[
                 by_key[keys.source(digest)] = Delete(keys.source(digest))
             case PutSchedule(schedule):
                 by_key[keys.schedule(schedule.name)] = Put(keys.schedule(schedule.name), schedule.to_bytes())
+            case KeptAnswer():
+                by_key[keys.answer(change.key)] = Put(keys.answer(change.key), change.to_bytes())
+            case DropAnswer(key):
+                by_key[keys.answer(key)] = Delete(keys.answer(key))
             case DropSchedule(name):
                 by_key[keys.schedule(name)] = Delete(keys.schedule(name))
     return by_key.values()

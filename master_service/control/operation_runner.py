@@ -11,6 +11,7 @@ from collections.abc import Callable
 from master_service.control.events import EventRing
 from master_service.core.changes import Decision
 from master_service.core.decisions import operations, resize, rollback
+from master_service.core.decisions.once import Once
 from master_service.core.state.job import Job
 from master_service.storage.job_storage import JobStorage
 from master_service.store.writer import Writer
@@ -37,17 +38,26 @@ class OperationRunner:
 
     # ---------------------------------------------------------------- asking
 
-    async def create_checkpoint(self, key: str, cause: str, limit_s: float) -> Operation:
+    # `once`: of a request with an Idempotency-Key; all raise AnsweredBefore, IdempotencyKeyReused then.
+
+    async def create_checkpoint(
+        self, key: str, cause: str, limit_s: float, once: Once[Operation] | None = None
+    ) -> Operation:
         """The same `key` is the same operation. Raises Conflict."""
-        return await self._begin(OperationKind.CREATE_CHECKPOINT, key, cause, limit_s=limit_s)
+        asked = self._asked(OperationKind.CREATE_CHECKPOINT, key, cause, limit_s=limit_s)
+        return await self._begin(asked, key, once)
 
-    async def restore_checkpoint(self, key: str, cause: str, checkpoint_id: str) -> Operation:
+    async def restore_checkpoint(
+        self, key: str, cause: str, checkpoint_id: str, once: Once[Operation] | None = None
+    ) -> Operation:
         """Raises Conflict, NotFound. If files are damaged the operation fails before anything is stopped."""
-        return await self._begin(OperationKind.RESTORE_CHECKPOINT, key, cause, checkpoint_id)
+        return await self._begin(self._asked(OperationKind.RESTORE_CHECKPOINT, key, cause, checkpoint_id), key, once)
 
-    async def verify_checkpoint(self, key: str, cause: str, checkpoint_id: str) -> Operation:
+    async def verify_checkpoint(
+        self, key: str, cause: str, checkpoint_id: str, once: Once[Operation] | None = None
+    ) -> Operation:
         """Raises Conflict, NotFound."""
-        return await self._begin(OperationKind.VERIFY_CHECKPOINT, key, cause, checkpoint_id)
+        return await self._begin(self._asked(OperationKind.VERIFY_CHECKPOINT, key, cause, checkpoint_id), key, once)
 
     async def create_resize(
         self,
@@ -57,6 +67,7 @@ class OperationRunner:
         pservers: int | None,
         strategy: Strategy = Strategy.LIVE,
         limit_s: float = LIMIT_S,
+        once: Once[Operation] | None = None,
     ) -> Operation:
         """None: as many as now. Raises InvalidArgument, Conflict."""
         asked = self._asked(OperationKind.RESIZE, key, cause, limit_s=limit_s)
@@ -68,18 +79,17 @@ class OperationRunner:
             numbers = resize.wanted(job, trainers, pservers, strategy)
             return operations.ask(job, asked.model_copy(update={"resize": numbers}), keyed=bool(key))
 
-        return await self._begun(decide)
+        return await self._begun(decide, once)
 
     def predict_resize(self, trainers: int | None, pservers: int | None, strategy: Strategy) -> ResizePrediction:
         """What would move. Raises InvalidArgument, Conflict."""
         job = self._writer.job
         return resize.predict(job, resize.wanted(job, trainers, pservers, strategy))
 
-    async def cancel_resize(self, operation_id: str) -> Operation:
+    async def cancel_resize(self, operation_id: str, once: Once[Operation] | None = None) -> Operation:
         """Raises NotFound, Conflict."""
         stamp = clock.timestamp()
-        await self._writer.decide(lambda job, _: resize.cancel(job, job.operations.find(operation_id), stamp))
-        return self.get(operation_id)
+        return await self._begun(lambda job, _: resize.cancel(job, job.operations.find(operation_id), stamp), once)
 
     def get(self, operation_id: str) -> Operation:
         """With what it waits for now. Raises NotFound."""
@@ -96,11 +106,8 @@ class OperationRunner:
             await self._events.next(left)
         return found
 
-    async def _begin(
-        self, kind: OperationKind, key: str, cause: str, checkpoint_id: str = "", limit_s: float = LIMIT_S
-    ) -> Operation:
-        asked = self._asked(kind, key, cause, checkpoint_id, limit_s)
-        return await self._begun(lambda job, _: operations.ask(job, asked, keyed=bool(key)))
+    async def _begin(self, asked: Operation, key: str, once: Once[Operation] | None) -> Operation:
+        return await self._begun(lambda job, _: operations.ask(job, asked, keyed=bool(key)), once)
 
     def _asked(
         self, kind: OperationKind, key: str, cause: str, checkpoint_id: str = "", limit_s: float = LIMIT_S
@@ -115,8 +122,10 @@ class OperationRunner:
             create_time=clock.timestamp(),
         )
 
-    async def _begun(self, decide: Callable[[Job, float], Decision[Operation]]) -> Operation:
-        begun = await self._writer.decide(decide)
+    async def _begun(
+        self, decide: Callable[[Job, float], Decision[Operation]], once: Once[Operation] | None
+    ) -> Operation:
+        begun = await self._writer.decide(once.in_job(decide) if once is not None else decide)
         self.look_again()
         return self.get(begun.operation_id)
 

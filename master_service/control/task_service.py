@@ -6,12 +6,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass, field
+from typing import TypeVar
 
 from master_service.control.events import EventRing
 from master_service.control.evictions import Evictions
-from master_service.core.changes import Event, Fields
+from master_service.core.changes import Decision, Event, Fields
 from master_service.core.decisions import tasks
 from master_service.core.decisions.lifecycle import count_outside_tasks
+from master_service.core.decisions.once import Once
 from master_service.core.decisions.reports import check_failure, check_trainer, current_metrics
 from master_service.core.state.job import Job
 from master_service.core.state.metrics import Metrics
@@ -39,6 +41,7 @@ from shared.runtime.network import own_network, tells
 
 REPORTED = 64  # failures that are kept to explain what goes on
 
+A = TypeVar("A")
 Probe = Callable[[str], Awaitable[bool]]
 
 
@@ -77,6 +80,10 @@ class TaskService(ABC):
         """To read. Raises NotLeader, NotReady."""
         return self.writer.job
 
+    async def _decide(self, decision: Callable[[Job, float], Decision[A]], once: Once[A] | None) -> A:
+        """`once`: of a request with an Idempotency-Key. Raises AnsweredBefore, IdempotencyKeyReused, what the decision raises."""
+        return await self.writer.decide(once.in_job(decision) if once is not None else decision)
+
     # ---------------------------------------------------------------- tasks
 
     async def acquire_task(self, ask: AcquireTask) -> TaskAnswer:
@@ -88,17 +95,24 @@ class TaskService(ABC):
             self.job.budget.started = True
         return await writer.decide(lambda job, _: tasks.acquire(job, ask))
 
-    async def report_progress(self, task_id: str, report: TaskProgress) -> None:
-        """Moves the deadline. Nothing is written to etcd. Raises StaleAttempt, NotFound."""
+    async def report_progress(self, task_id: str, report: TaskProgress, once: Once[None] | None = None) -> None:
+        """Moves the deadline. Nothing of it is written to etcd. Raises StaleAttempt, NotFound."""
+
+        def check(job: Job, _: float) -> Decision[None]:
+            tasks.report_progress(job, task_id, report)
+            return Decision(None)
+
+        if once is not None:
+            await self.writer.decide(once.in_job(check))
         queue = tasks.report_progress(self.job, task_id, report)
         queue.sign_of_life(task_id, report.minibatches, clock.monotonic())
 
-    async def complete_task(self, task_id: str, report: CompleteTask) -> Completed:
+    async def complete_task(self, task_id: str, report: CompleteTask, once: Once[Completed] | None = None) -> Completed:
         """A repeated report changes nothing, and gets the same next task. Raises StaleAttempt, NotFound."""
         writer = self.writer
         queue = writer.job.queue_of(task_id)
         held = queue.pending.get(task_id)
-        completed = await writer.decide(lambda job, _: tasks.complete_and_take(job, task_id, report))
+        completed = await self._decide(lambda job, _: tasks.complete_and_take(job, task_id, report), once)
         if held is not None:
             now = clock.monotonic()
             queue.deadlines.observe(now - held.last_sign)
@@ -108,23 +122,33 @@ class TaskService(ABC):
         self.metrics.moved_at = clock.monotonic()
         return completed
 
-    async def fail_task(self, task_id: str, report: FailTask) -> None:
+    async def fail_task(self, task_id: str, report: FailTask, once: Once[None] | None = None) -> None:
         """Counts against the task, and before the first step against the job. Raises StaleAttempt, NotFound."""
-        await self.writer.decide(lambda job, _: tasks.fail_task(job, task_id, report))
+
+        def decide(job: Job, _: float) -> Decision[None]:
+            return Decision(None) + tasks.fail_task(job, task_id, report)
+
+        await self._decide(decide, once)
         self.reported.append((clock.monotonic(), task_id, report.failure))
 
-    async def report_failure(self, member_id: str, failure: UserFailure) -> None:
+    async def report_failure(self, member_id: str, failure: UserFailure, once: Once[None] | None = None) -> None:
         """The user's code failed outside a task (building the model, say). Raises NotFound unless that trainer is registered, or
         has said in etcd that it is starting; InvalidArgument."""
         writer = self.writer
         check_failure(member_id, failure)
+        if once is not None:
+            await writer.decide(once.check_job)
         if not await self._is_starting(member_id):
             check_trainer(writer.job, member_id)
         named = failure.model_copy(update={"trainer": member_id})
         fields: Fields = {"member": member_id, "error_type": failure.error_type}
-        self.events.add([Event("user_failure", f"{member_id}: {failure.error_type}: {failure.message}", fields)])
+        told = Event("user_failure", f"{member_id}: {failure.error_type}: {failure.message}", fields)
+
+        def decide(job: Job, _: float) -> Decision[None]:
+            return Decision(None, (), (told,)) + count_outside_tasks(job, named)
+
+        await self._decide(decide, once)
         self.reported.append((clock.monotonic(), "", named))
-        await writer.decide(lambda job, _: count_outside_tasks(job, named))
 
     async def _is_starting(self, member_id: str) -> bool:
         """Whether that trainer has said in etcd that it is there, without being registered (yet, or any more)."""
@@ -133,12 +157,25 @@ class TaskService(ABC):
 
     # ---------------------------------------------------------------- members
 
-    async def report_suspect(self, member_id: str) -> bool:
+    async def report_suspect(self, member_id: str, once: Once[bool] | None = None) -> bool:
         """Probe a member that is suspected dead (or all of that name), and end its registration if nothing listens at its url.
 
         Answers whether one was dead. A member that listens, or does not answer, stays; so does one whose url is a loopback
         address of another machine or container. Raises NotFound.
         """
+        if once is None:
+            return await self._end_if_dead(member_id)
+        begun = await self.writer.decide(lambda job, _: once.begin(job, lambda: self.find_members(member_id)))
+        try:
+            dead = await self._end_if_dead(member_id)
+        except NotFound:  # asked before, its answer was lost, and nobody of that name is registered now
+            if not begun:
+                raise
+            dead = True
+        return await self.writer.decide(lambda job, _: once.end(job, dead))
+
+    async def _end_if_dead(self, member_id: str) -> bool:
+        """Raises NotFound."""
         dead = False
         for suspect in self.find_members(member_id):
             if suspect.url in self._probing or not tells(suspect.url, suspect.network, self.network):
@@ -175,8 +212,15 @@ class TaskService(ABC):
 
     # ---------------------------------------------------------------- metrics
 
-    async def report_metrics(self, batch: MetricBatch) -> None:
+    async def report_metrics(self, batch: MetricBatch, once: Once[None] | None = None) -> None:
         """In memory of the leader only. Raises NotFound, InvalidArgument."""
+
+        def check(job: Job, _: float) -> Decision[None]:
+            current_metrics(job, batch)
+            return Decision(None)
+
+        if once is not None:
+            await self.writer.decide(once.in_job(check))
         current = current_metrics(self.job, batch)
         if batch.steps:
             self.job.budget.started = True

@@ -1,6 +1,6 @@
 """What a decision wants to change: values that name the change. How etcd stores it is in store/schema.py.
 
-A record that the job has once, or an Operation, is a change by itself: it takes the place of the one before.
+A record that the job has once, an Operation or a KeptAnswer is a change by itself: it takes the place of the one before.
 
 decision(job, now) -> Decision(answer, changes, events)     nothing has happened yet
 commit(changes) in one txn -> job.apply(changes)            now it has
@@ -25,7 +25,7 @@ from shared.records import (
 )
 from shared.records.assignments import GivenNumbers, Migration
 from shared.records.checkpoints import CheckpointCut
-from shared.records.operations import Operation
+from shared.records.operations import KeptAnswer, Operation
 from shared.records.pauses import Losses, Pause
 from shared.records.queue import FailureCounts
 
@@ -159,12 +159,21 @@ class DropOperation:
     operation_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class DropAnswer:
+    """Its request is forgotten: it is too old, or newer ones take its place."""
+
+    key: str
+
+
 JobRecord = (
     JobSpec | JobState | TrainerList | SlotMap | FailureCounts | EvaluationSums | Losses | Migration | GivenNumbers
 )
 Change = (
     JobRecord
     | Operation
+    | KeptAnswer
+    | DropAnswer
     | PutCursor
     | PutPending
     | DropPending

@@ -20,6 +20,7 @@ from master_service.control.task_service import TaskService
 from master_service.core.changes import Event
 from master_service.core.decisions import tasks
 from master_service.core.decisions.membership import storage_events
+from master_service.core.decisions.once import Once
 from master_service.core.decisions.reports import current_metrics
 from master_service.core.state.members import Members
 from master_service.leadership.election import campaign, stand
@@ -129,8 +130,9 @@ class Dispatcher(TaskService):
 
     # ---------------------------------------------------------------- reports for other processes
 
-    async def report_progress(self, task_id: str, report: TaskProgress) -> None:
+    async def report_progress(self, task_id: str, report: TaskProgress, once: Once[None] | None = None) -> None:
         """Written to the trainer's key, where the sweeper's watch finds it. Raises StaleAttempt, NotFound, PeerError."""
+        assert once is None, "a trainer asks itself without a key"
         held = tasks.report_progress(self.job, task_id, report).pending[task_id]
         mine = HeldTask(
             task_id=task_id, attempt=report.attempt, epoch=held.record.epoch, minibatches=report.minibatches
@@ -138,9 +140,9 @@ class Dispatcher(TaskService):
         others = [task for task in self._progress.tasks if task.task_id != task_id and self._holds(task)]
         await self._publish(self._progress.model_copy(update={"tasks": (*others, mine)}))
 
-    async def report_metrics(self, batch: MetricBatch) -> None:
+    async def report_metrics(self, batch: MetricBatch, once: Once[None] | None = None) -> None:
         """Sums of the current epoch. Raises PeerError."""
-        await super().report_metrics(batch)
+        await super().report_metrics(batch, once)
         batch = current_metrics(self.job, batch)
         before = self._progress
         epoch = max([share.epoch for share in batch.steps], default=before.epoch)

@@ -11,6 +11,7 @@ from functools import lru_cache
 from master_service.core.changes import (
     Change,
     DesirePservers,
+    DropAnswer,
     DropCut,
     DropDiscarded,
     DropMigration,
@@ -48,7 +49,7 @@ from shared.records import (
     TrainerList,
 )
 from shared.records.assignments import GivenNumbers, Migration
-from shared.records.operations import CheckpointRequest, Operation, OperationKind
+from shared.records.operations import CheckpointRequest, KeptAnswer, Operation, OperationKind
 from shared.records.pauses import Losses
 from shared.records.queue import FailureCounts
 
@@ -104,6 +105,10 @@ def _operations(keys: Keys, job: Job | None, change: Change) -> tuple[Put | Dele
             return (Put(keys.operation(change.operation_id), change.to_bytes()), *_request(keys, change))
         case DropOperation(operation_id):
             return (Delete(keys.operation(operation_id)),)
+        case KeptAnswer():
+            return (Put(keys.answer(change.key), change.to_bytes()),)
+        case DropAnswer(key):
+            return (Delete(keys.answer(key)),)
         case ForgetParameters():
             return (Delete(keys.layout), Delete(keys.init_done))
         case RestartQueue(kind):
@@ -178,6 +183,8 @@ def _change_of(keys: Keys, job: Job, event: WatchEvent) -> Change | None:
         return _change(keys, job, key, event.kv.value)
     if key.startswith(keys.operations):
         return DropOperation(keys.name_of(key))
+    if key.startswith(keys.answers):
+        return DropAnswer(keys.name_of(key))
     if key == keys.migration:
         return DropMigration()
     if not key.startswith(keys.tasks):
@@ -205,6 +212,8 @@ def _change(keys: Keys, job: Job, key: str, value: bytes) -> Change | None:
             return record.model_validate_json(value)
     if key.startswith(keys.operations):
         return read_record(Operation, key, value)
+    if key.startswith(keys.answers):
+        return read_record(KeptAnswer, key, value)
     if not key.startswith(keys.tasks):
         return None
     kind, _, name = key.removeprefix(keys.tasks).partition("/")

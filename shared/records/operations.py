@@ -127,6 +127,17 @@ class Operation(Record):
         return self.state is OperationState.RUNNING
 
 
+class KeptAnswer(Record):
+    """`key`: a digest of the Idempotency-Key. `asked`: a digest of what was asked for. `operation`: the operationId. `answer`: the body,
+    as JSON; empty while the request is carried out and its effect is not in etcd yet. `create_time`: when it came first."""
+
+    key: str
+    asked: str
+    operation: str
+    answer: str = ""
+    create_time: str
+
+
 class CheckpointRequest(Record):
     """`job/checkpoint`: requests a checkpoint of a future version. The key is deleted once that checkpoint is the latest."""
 

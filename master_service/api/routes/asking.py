@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Annotated
 
-from fastapi import Depends, Header, Request, Response
+from fastapi import Depends, Request, Response
 
 from master_service.api.routes.dependencies import MasterOf, WaitS, answered, committed
+from master_service.api.routes.keyed import Key, keyed_request
+from master_service.core.decisions.once import AnsweredBefore, Keyed, Once
 from master_service.leadership.master import Master
+from shared.errors import NotFound
 from shared.records.operations import Operation
-
-Key = Annotated[str, Header(alias="Idempotency-Key", max_length=200, description="the same key is the same operation")]
 
 
 @dataclass(frozen=True)
@@ -22,14 +23,24 @@ class AskingFor:
     master: Master
     response: Response
     key: str
+    keyed: Keyed | None
     by: str
     wait_s: float
 
-    async def begin(self, call: Awaitable[Operation], place: str = "operations") -> Operation:
-        begun = await answered(call)
+    async def begin(
+        self, call: Callable[[Once[Operation] | None], Awaitable[Operation]], place: str = "operations"
+    ) -> Operation:
+        """The operation as it is then. If it was asked for before and has been forgotten since: as it was at first."""
+        try:
+            begun = await answered(call(Once(self.keyed, lambda begun: begun) if self.keyed else None))
+        except AnsweredBefore as before:
+            begun = Operation.model_validate_json(before.kept.answer)
         self.response.headers["Location"] = f"/v1/jobs/{self.master.keys.job}/{place}/{begun.operation_id}"
         operations = self.master.term.operations
-        await operations.wait(begun.operation_id, self.wait_s)
+        try:
+            await operations.wait(begun.operation_id, self.wait_s)
+        except NotFound:
+            return begun
         return await committed(self.master, lambda: operations.get(begun.operation_id))
 
 
@@ -37,7 +48,8 @@ async def _asking(
     master: MasterOf, request: Request, response: Response, idempotency_key: Key = "", wait_s: WaitS = 0.0
 ) -> AskingFor:
     by = f"asked by {request.client.host if request.client else 'REST'}"
-    return AskingFor(master, response, idempotency_key, by, wait_s)
+    keyed = await keyed_request(request, idempotency_key, job=master.keys.job)
+    return AskingFor(master, response, idempotency_key, keyed, by, wait_s)
 
 
 Asking = Annotated[AskingFor, Depends(_asking)]

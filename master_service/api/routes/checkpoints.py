@@ -21,7 +21,8 @@ router = APIRouter(prefix="/checkpoints", tags=["checkpoints"])
 async def create_checkpoint(master: MasterOf, asking: Asking, asked: CreateCheckpoint | None = None) -> Operation:
     """Save one of the next steps; training does not stop for it. A request that comes while one is being made gets the next one."""
     asked, operations = asked or CreateCheckpoint(), master.term.operations
-    return await asking.begin(operations.create_checkpoint(asking.key, asked.cause or asking.by, asked.limit_s))
+    cause, limit_s = asked.cause or asking.by, asked.limit_s
+    return await asking.begin(lambda once: operations.create_checkpoint(asking.key, cause, limit_s, once))
 
 
 @router.get("", operation_id="listCheckpoints")
@@ -39,11 +40,12 @@ async def get_checkpoint(master: MasterOf, checkpoint_id: str) -> CheckpointDeta
 @router.post("/{checkpoint_id}/verify", operation_id="verifyCheckpoint", status_code=202)
 async def verify_checkpoint(master: MasterOf, asking: Asking, checkpoint_id: str) -> Operation:
     """Read every part and compare its checksum; the operation is FAILED if one is not as it was written."""
-    return await asking.begin(master.term.operations.verify_checkpoint(asking.key, asking.by, checkpoint_id))
+    operations = master.term.operations
+    return await asking.begin(lambda once: operations.verify_checkpoint(asking.key, asking.by, checkpoint_id, once))
 
 
 @router.post("/{checkpoint_id}/restore", operation_id="restoreCheckpoint", status_code=202)
 async def restore_checkpoint(master: MasterOf, asking: Asking, checkpoint_id: str) -> Operation:
     """The whole job goes back to that step and continues from there. The files are verified before anything is stopped."""
-    cause = f"restore {asking.by}"
-    return await asking.begin(master.term.operations.restore_checkpoint(asking.key, cause, checkpoint_id))
+    cause, operations = f"restore {asking.by}", master.term.operations
+    return await asking.begin(lambda once: operations.restore_checkpoint(asking.key, cause, checkpoint_id, once))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Query
@@ -9,6 +10,7 @@ from fastapi import APIRouter, Query
 from master_service.api import render
 from master_service.api.resources import Empty, EventPage, JobView, MasterView, MetricPage
 from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, committed
+from master_service.api.routes.keyed import AnsweringInJob, empty
 from shared.records import MetricBatch
 
 of_job = APIRouter()
@@ -44,6 +46,5 @@ async def list_metrics(
 
 
 @router.post("/metric-batches", operation_id="reportMetrics", tags=["metrics"])
-async def report_metrics(master: MasterOf, batch: MetricBatch) -> Empty:
-    await master.report_metrics(batch)
-    return Empty()
+async def report_metrics(master: MasterOf, answering: AnsweringInJob, batch: MetricBatch) -> Empty:
+    return await answering.answer(Empty, partial(master.report_metrics, batch), empty)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Header, Path, Query, Request
+from fastapi import APIRouter, Depends, Path, Query, Request
 
 from master_service.api import render_cluster as render
 from master_service.api.resources import Empty, JobView, MasterView
@@ -19,6 +20,7 @@ from master_service.api.resources_cluster import (
     PoolView,
 )
 from master_service.api.routes.dependencies import PageSize, PageToken, answered
+from master_service.api.routes.keyed import AnsweringInCluster
 from master_service.cluster.leader import ClusterMaster
 from master_service.core.explanation.cause import Explanation
 from master_service.core.explanation.in_cluster import explain_unled, failing_places
@@ -28,9 +30,6 @@ from shared.runtime import clock
 
 router = APIRouter(prefix="/v1", tags=["jobs"])
 pool = APIRouter(prefix="/v1", tags=["pool"])
-
-Key = Annotated[str, Header(alias="Idempotency-Key", max_length=200, description="the same key is the same job")]
-
 
 Member = Annotated[str, Path(max_length=200, description="id of a member of the pool")]
 
@@ -44,11 +43,11 @@ ClusterOf = Annotated[ClusterMaster, Depends(cluster_of)]
 
 
 @router.post("/jobs", operation_id="createJob", status_code=201)
-async def create_job(cluster: ClusterOf, asked: CreateJob, idempotency_key: Key = "") -> ClusterJobView:
+async def create_job(cluster: ClusterOf, asked: CreateJob, answering: AnsweringInCluster) -> ClusterJobView:
     """Queue a job. It starts when the pool has its parameter servers and `min_trainers` for it."""
-    job = asked.to_job(cluster.storage_url, idempotency_key)
-    created = await answered(cluster.create_job(job, asked.source))
-    return render.job(cluster.term, created)
+    job = asked.to_job(cluster.storage_url, answering.request)
+    call = partial(cluster.create_job, job, asked.source)
+    return await answering.answer(ClusterJobView, call, partial(render.job, cluster.term))
 
 
 @router.get("/jobs", operation_id="listJobs")
@@ -101,21 +100,24 @@ async def get_job_source(cluster: ClusterOf, job: str) -> JobSource:
 
 
 @router.post("/jobs/{job}/pause", operation_id="pauseJob")
-async def pause_job(cluster: ClusterOf, job: str) -> ClusterJobView:
+async def pause_job(cluster: ClusterOf, answering: AnsweringInCluster, job: str) -> ClusterJobView:
     """It saves a checkpoint, its members become free, and it stays PAUSED until it is resumed."""
-    return render.job(cluster.term, await answered(cluster.pause_job(job)))
+    view = partial(render.job, cluster.term)
+    return await answering.answer(ClusterJobView, partial(cluster.pause_job, job), view)
 
 
 @router.post("/jobs/{job}/resume", operation_id="resumeJob")
-async def resume_job(cluster: ClusterOf, job: str) -> ClusterJobView:
+async def resume_job(cluster: ClusterOf, answering: AnsweringInCluster, job: str) -> ClusterJobView:
     """It is QUEUED again and goes on from its newest checkpoint."""
-    return render.job(cluster.term, await answered(cluster.resume_job(job)))
+    view = partial(render.job, cluster.term)
+    return await answering.answer(ClusterJobView, partial(cluster.resume_job, job), view)
 
 
 @router.post("/jobs/{job}/cancel", operation_id="cancelJob")
-async def cancel_job(cluster: ClusterOf, job: str) -> ClusterJobView:
+async def cancel_job(cluster: ClusterOf, answering: AnsweringInCluster, job: str) -> ClusterJobView:
     """It stops for good, without a checkpoint of its last steps. Its checkpoints stay until it is deleted."""
-    return render.job(cluster.term, await answered(cluster.cancel_job(job)))
+    view = partial(render.job, cluster.term)
+    return await answering.answer(ClusterJobView, partial(cluster.cancel_job, job), view)
 
 
 @router.delete("/jobs/{job}", operation_id="deleteJob")
@@ -139,15 +141,14 @@ async def list_pool_members(
 
 
 @pool.post("/pool-members/{member}/drain", operation_id="drainPoolMember")
-async def drain_pool_member(cluster: ClusterOf, member: Member) -> PoolMemberView:
+async def drain_pool_member(cluster: ClusterOf, answering: AnsweringInCluster, member: Member) -> PoolMemberView:
     """It takes no new work. What it runs leaves as when it is moved to another job; then the member is `drained`, and stays so until
     undrainPoolMember, also when it registers anew."""
-    place = await answered(cluster.drain_member(member))
-    return render.pool_member(cluster.state, place)
+    view = partial(render.drained, cluster.state)
+    return await answering.answer(PoolMemberView, partial(cluster.drain_member, member), view)
 
 
 @pool.post("/pool-members/{member}/undrain", operation_id="undrainPoolMember")
-async def undrain_pool_member(cluster: ClusterOf, member: Member) -> Empty:
+async def undrain_pool_member(cluster: ClusterOf, answering: AnsweringInCluster, member: Member) -> Empty:
     """It may get work again."""
-    await answered(cluster.undrain_member(member))
-    return Empty()
+    return await answering.answer(Empty, partial(cluster.undrain_member, member), lambda _: Empty())

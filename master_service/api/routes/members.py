@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fastapi import APIRouter
 
 from master_service.api import render
 from master_service.api.resources import Empty, MemberPage, MemberView, SuspectAnswer
-from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, answered, committed
+from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, committed
+from master_service.api.routes.keyed import AnsweringInJob, empty
 from shared.records import UserFailure
 
 router = APIRouter(prefix="/members", tags=["members"])
@@ -23,13 +26,13 @@ async def get_member(master: MasterOf, member_id: str) -> MemberView:
 
 
 @router.post("/{member_id}/suspect", operation_id="reportSuspect")
-async def report_suspect(master: MasterOf, member_id: str) -> SuspectAnswer:
+async def report_suspect(master: MasterOf, answering: AnsweringInJob, member_id: str) -> SuspectAnswer:
     """The master probes the member and revokes its lease if nothing listens there."""
-    return SuspectAnswer(dead=await answered(master.report_suspect(member_id)))
+    call = partial(master.report_suspect, member_id)
+    return await answering.answer(SuspectAnswer, call, lambda dead: SuspectAnswer(dead=dead))
 
 
 @router.post("/{member_id}/failures", operation_id="reportFailure")
-async def report_failure(master: MasterOf, member_id: str, failure: UserFailure) -> Empty:
+async def report_failure(master: MasterOf, answering: AnsweringInJob, member_id: str, failure: UserFailure) -> Empty:
     """The user's code failed outside a task."""
-    await answered(master.report_failure(member_id, failure))
-    return Empty()
+    return await answering.answer(Empty, partial(master.report_failure, member_id, failure), empty)

@@ -5,12 +5,15 @@ POST asks (202, an operation), or predicts (`dry_run`: 200, nothing changes). On
 
 from __future__ import annotations
 
+from functools import partial
+
 from fastapi import APIRouter
 
 from master_service.api import render
 from master_service.api.resources import CreateResize, ResizePage, ResizeView
 from master_service.api.routes.asking import Asking
-from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, WaitS, answered, committed
+from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, WaitS, committed
+from master_service.api.routes.keyed import AnsweringInJob
 from shared.records.operations import ResizePrediction
 
 router = APIRouter(prefix="/resizes", tags=["resizes"])
@@ -24,8 +27,10 @@ async def create_resize(master: MasterOf, asking: Asking, asked: CreateResize) -
     if asked.dry_run:
         asking.response.status_code = 200
         return await committed(master, lambda: operations.predict_resize(*numbers))
-    call = operations.create_resize(asking.key, asked.cause or asking.by, *numbers, asked.limit_s)
-    return render.resize(await asking.begin(call, "resizes"))
+    key, cause = asking.key, asked.cause or asking.by
+    return render.resize(
+        await asking.begin(lambda once: operations.create_resize(key, cause, *numbers, asked.limit_s, once), "resizes")
+    )
 
 
 @router.get("", operation_id="listResizes")
@@ -43,6 +48,7 @@ async def get_resize(master: MasterOf, resize_id: str, wait_s: WaitS = 0.0) -> R
 
 
 @router.post("/{resize_id}/cancel", operation_id="cancelResize")
-async def cancel_resize(master: MasterOf, resize_id: str) -> ResizeView:
+async def cancel_resize(master: MasterOf, answering: AnsweringInJob, resize_id: str) -> ResizeView:
     """Groups of slots that have moved stay where they are; no others move. The job wants as many members as that needs."""
-    return render.resize(await answered(master.term.operations.cancel_resize(resize_id)))
+    call = partial(master.term.operations.cancel_resize, resize_id)
+    return await answering.answer(ResizeView, call, render.resize)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fastapi import APIRouter
 
 from master_service.api import render_cluster as render
 from master_service.api.resources_cluster import CreateSchedule, SchedulePage, ScheduleView
 from master_service.api.routes.dependencies import PageSize, PageToken, answered
-from master_service.api.routes.jobs import ClusterOf, Key
+from master_service.api.routes.jobs import ClusterOf
+from master_service.api.routes.keyed import AnsweringInCluster
 
 router = APIRouter(prefix="/v1/schedules", tags=["schedules"])
 
 
 @router.post("", operation_id="createSchedule", status_code=201)
-async def create_schedule(cluster: ClusterOf, asked: CreateSchedule, idempotency_key: Key = "") -> ScheduleView:
+async def create_schedule(cluster: ClusterOf, asked: CreateSchedule, answering: AnsweringInCluster) -> ScheduleView:
     """Its jobs are called `<name>-<UTC time as yyyymmddhhmm>`. Of times that pass while no master lives the latest one runs."""
-    found = asked.to_schedule(cluster.storage_url, idempotency_key)
-    return render.schedule(await answered(cluster.create_schedule(found, asked.source)))
+    found = asked.to_schedule(cluster.storage_url, answering.request)
+    return await answering.answer(ScheduleView, partial(cluster.create_schedule, found, asked.source), render.schedule)
 
 
 @router.get("", operation_id="listSchedules")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Request
 
 from master_service.api.resources import Empty
 from master_service.api.routes.dependencies import MasterOf, answered, unless_gone
+from master_service.api.routes.keyed import AnsweringInJob, empty
 from shared.errors import InvalidArgument
 from shared.records import AcquireTask, Completed, CompleteTask, FailTask, TaskAnswer, TaskProgress
 
@@ -31,19 +33,20 @@ async def acquire_task(
 
 
 @router.post("/{task_id}/progress", operation_id="reportTaskProgress")
-async def report_task_progress(master: MasterOf, task_id: str, progress: TaskProgress) -> Empty:
+async def report_task_progress(
+    master: MasterOf, answering: AnsweringInJob, task_id: str, progress: TaskProgress
+) -> Empty:
     """Moves the deadline of the attempt."""
-    await master.report_progress(task_id, progress)
-    return Empty()
+    return await answering.answer(Empty, partial(master.report_progress, task_id, progress), empty)
 
 
 @router.post("/{task_id}/complete", operation_id="completeTask")
-async def complete_task(master: MasterOf, task_id: str, done: CompleteTask) -> Completed:
+async def complete_task(master: MasterOf, answering: AnsweringInJob, task_id: str, done: CompleteTask) -> Completed:
     """Takes effect exactly once, however often it is sent. With `next`: another task of the shared stream in the same transaction."""
-    return await answered(master.complete_task(task_id, done))
+    call = partial(master.complete_task, task_id, done)
+    return await answering.answer(Completed, call, lambda completed: completed)
 
 
 @router.post("/{task_id}/fail", operation_id="failTask")
-async def fail_task(master: MasterOf, task_id: str, failed: FailTask) -> Empty:
-    await answered(master.fail_task(task_id, failed))
-    return Empty()
+async def fail_task(master: MasterOf, answering: AnsweringInJob, task_id: str, failed: FailTask) -> Empty:
+    return await answering.answer(Empty, partial(master.fail_task, task_id, failed), empty)

@@ -116,8 +116,8 @@ def sentence(operation: Operation) -> str:
     return f"{numbers}, {resize.strategy}"
 
 
-def cancel(job: Job, operation: Operation, stamp: str) -> Decision[None]:
-    """Raises Conflict if it has ended, or has gone too far."""
+def cancel(job: Job, operation: Operation, stamp: str) -> Decision[Operation]:
+    """Answers the operation as it ends. Raises Conflict if it has ended, or has gone too far."""
     resize = operation.resize
     if resize is None or not operation.running:
         msg = f"{operation.operation_id} is no resize that runs: there is nothing to cancel"
@@ -125,7 +125,9 @@ def cancel(job: Job, operation: Operation, stamp: str) -> Decision[None]:
     if operation.timeline:
         msg = f"{operation.operation_id} loads the new slot map's parameters already: it cannot be cancelled any more"
         raise Conflict(msg, hint="resize again once it has ended")
-    return _back_out(job, operation, ResizePhase.CANCELLED, "cancelled", stamp, Conflict.code)
+    cancelled = _back_out(job, operation, ResizePhase.CANCELLED, "cancelled", stamp, Conflict.code)
+    ended = next(change for change in cancelled.changes if isinstance(change, Operation))
+    return Decision(ended) + cancelled
 
 
 def give_up(job: Job, operation: Operation, reason: str, stamp: str) -> Decision[None]:

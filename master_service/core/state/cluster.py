@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from master_service.core.changes import Event
+from master_service.core.changes import DropAnswer, Event
+from master_service.core.state.answers import KeptAnswers
 from shared.errors import NotFound
 from shared.records.cluster import Assignment, ClusterJob, Drain, JobSchedule, Kind, PoolMember, Source, TaskRun
+from shared.records.operations import KeptAnswer
 
 Answer_co = TypeVar("Answer_co", covariant=True)
 Place = tuple[Kind, str]  # kind and id of a pool member
@@ -83,6 +85,8 @@ ClusterChange = (
     | DropSource
     | PutSchedule
     | DropSchedule
+    | KeptAnswer
+    | DropAnswer
 )
 
 
@@ -109,6 +113,7 @@ class ClusterState:
     assignments: dict[Place, Assignment] = field(default_factory=dict)
     drains: dict[Place, Drain] = field(default_factory=dict)
     task_runs: dict[str, dict[str, TaskRun]] = field(default_factory=dict)
+    answers: KeptAnswers = field(default_factory=KeptAnswers)
     tasks_written: dict[str, dict[str, float]] = field(default_factory=dict)
     moved: dict[Place, float] = field(default_factory=dict)
     gone_since: dict[Place, float] = field(default_factory=dict)
@@ -204,6 +209,8 @@ class ClusterState:
                 self.schedules[schedule.name] = schedule
             case DropSchedule(name):
                 self.schedules.pop(name, None)
+            case KeptAnswer() | DropAnswer():
+                self.answers.apply(change)
             case PutSource() | DropSource():
                 pass  # only etcd holds the texts
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from master_service.core.changes import (
     Change,
     DesirePservers,
+    DropAnswer,
     DropCut,
     DropMigration,
     DropOperation,
@@ -25,6 +26,7 @@ from master_service.core.queue.deadlines import Deadlines
 from master_service.core.queue.epoch_order import Streams
 from master_service.core.queue.file_table import FileTable
 from master_service.core.queue.task_queue import TaskQueue
+from master_service.core.state.answers import KeptAnswers
 from master_service.core.state.members import Members
 from master_service.core.state.operations import Operations
 from master_service.core.state.speeds import Speeds
@@ -42,7 +44,7 @@ from shared.records import (
     TrainerList,
 )
 from shared.records.assignments import GivenNumbers, Migration
-from shared.records.operations import Operation
+from shared.records.operations import KeptAnswer, Operation
 from shared.records.pauses import Losses
 from shared.records.queue import FailureCounts
 
@@ -76,6 +78,7 @@ class Job:
     losses: Losses = field(default_factory=Losses)
     members: Members = field(default_factory=Members)
     operations: Operations = field(default_factory=Operations)
+    answers: KeptAnswers = field(default_factory=KeptAnswers)
     phase_since: float | None = None  # also of the stage and the timeline; None: they are those of the beginning
     speeds: Speeds = field(default_factory=Speeds)
 
@@ -194,6 +197,8 @@ class Job:
                 pass
             case Operation() | DropOperation():
                 self.operations.apply(change, now)
+            case KeptAnswer() | DropAnswer():
+                self.answers.apply(change)
             case ForgetParameters():
                 self.members = replace(self.members, layout_revision=0, init_done=False)
             case RestartQueue(kind):

@@ -292,7 +292,8 @@ async def test_rest_answers_202_with_the_operation_and_where_to_ask_for_it() -> 
         await commit(cluster, 12, operation=operation["operation_id"])
         done = (await client.get(f"{response.headers['location']}?wait_s=5")).json()
         assert (done["state"], done["checkpoint_id"], done["step"]) == ("DONE", "at-12", 12)
-        assert (await client.post("/v1/checkpoints", headers=headers)).json() == done
+        assert (await client.post("/v1/checkpoints", json=request, headers=headers)).json() == done
+        check_problem(await client.post("/v1/checkpoints", headers=headers), 422, "IDEMPOTENCY_KEY_REUSED")
         shown = (await client.get("/v1/checkpoints/at-12")).json()
         assert (shown["step"], shown["state"], shown["pservers"]) == (12, "LATEST", 0)
         verified = await client.post("/v1/checkpoints/at-12/verify?wait_s=5")
@@ -300,8 +301,9 @@ async def test_rest_answers_202_with_the_operation_and_where_to_ask_for_it() -> 
         check_problem(await client.get("/v1/operations/nothing"), 404, "NOT_FOUND")
         gone = check_problem(await client.post("/v1/checkpoints/nothing/restore"), 404, "NOT_FOUND")
         assert gone["details"] == {"checkpoints": ["at-12"]}
-        clash = check_problem(await client.post("/v1/checkpoints/at-12/verify", headers=headers), 409, "CONFLICT")
-        assert "asked for CREATE_CHECKPOINT" in clash["detail"]
+        clashing = await client.post("/v1/checkpoints/at-12/verify", headers=headers)
+        clash = check_problem(clashing, 422, "IDEMPOTENCY_KEY_REUSED")
+        assert "asked for createCheckpoint before, now for verifyCheckpoint" in clash["detail"]
         back = await client.post("/v1/checkpoints/at-12/restore")
         assert (back.status_code, back.json()["kind"]) == (202, OperationKind.RESTORE_CHECKPOINT)
         await rolling_back(master, "at-12")

@@ -1,0 +1,113 @@
+"""A request with an Idempotency-Key takes effect once and has one answer, also at the next master. Decisions only.
+
+new key ───► decision ──► its changes and its answer, in one transaction
+same key ──► same request: AnsweredBefore, nothing changes │ another request: IdempotencyKeyReused
+
+A request that was refused changes nothing, and nothing is kept of it: sent again it is decided anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+from master_service.core.changes import Decision, DropAnswer
+from master_service.core.state.answers import KeptAnswers
+from master_service.core.state.cluster import ClusterDecision, ClusterState
+from master_service.core.state.job import Job
+from shared.errors import IdempotencyKeyReused, TriremeError
+from shared.records.operations import KeptAnswer
+from shared.records.record import Record
+from shared.times import rfc3339
+
+A = TypeVar("A")
+D = TypeVar("D", Decision[Any], ClusterDecision[Any])
+
+
+class AnsweredBefore(TriremeError):
+    """No failure: the request was carried out before, and `kept` holds its answer."""
+
+    def __init__(self, kept: KeptAnswer) -> None:
+        super().__init__(f"{kept.operation} was carried out before with this Idempotency-Key")
+        self.kept = kept
+
+
+@dataclass(frozen=True, slots=True)
+class Keyed:
+    """A request. `key`, `asked`: digests of its Idempotency-Key and of what it asks for. `operation`: its operationId.
+    `wall_time`: when it came, seconds since 1970."""
+
+    key: str
+    asked: str
+    operation: str
+    wall_time: float
+
+
+@dataclass(frozen=True, slots=True)
+class Once(Generic[A]):
+    """`view`: the body of the answer, from what the decision answers; it is called before the changes are made."""
+
+    request: Keyed
+    view: Callable[[A], Record]
+
+    def in_job(self, decision: Callable[[Job, float], Decision[A]]) -> Callable[[Job, float], Decision[A]]:
+        """Raises AnsweredBefore, IdempotencyKeyReused, and what the decision raises."""
+        return lambda job, now: self._decide(job.answers, lambda: decision(job, now))
+
+    def in_cluster(
+        self, decision: Callable[[ClusterState, float], ClusterDecision[A]]
+    ) -> Callable[[ClusterState, float], ClusterDecision[A]]:
+        """Raises AnsweredBefore, IdempotencyKeyReused, and what the decision raises."""
+        return lambda state, now: self._decide(state.answers, lambda: decision(state, now))
+
+    def check_job(self, job: Job, _: float) -> Decision[None]:
+        """Before anything that precedes the decision. Raises AnsweredBefore, IdempotencyKeyReused."""
+        self._known(job.answers)
+        return Decision(None)
+
+    def check_cluster(self, state: ClusterState, _: float) -> ClusterDecision[None]:
+        """As `check_job`."""
+        self._known(state.answers)
+        return ClusterDecision(None)
+
+    def begin(self, job: Job, check: Callable[[], object]) -> Decision[bool]:
+        """For an effect that no transaction of the writer can hold: it follows, and then `end`. Answers whether it was begun before, by a
+        request whose end is not known. `check` refuses a new request. Raises AnsweredBefore, IdempotencyKeyReused."""
+        if self._known(job.answers) is not None:
+            return Decision(True)
+        check()
+        return Decision(False, (self._kept(""), *job.answers.surplus(self.request.wall_time)))
+
+    def end(self, job: Job, answer: A) -> Decision[A]:
+        """Raises AnsweredBefore if another request with this key has ended meanwhile."""
+        self._known(job.answers)
+        return Decision(answer, (self._kept(self.view(answer).model_dump_json()),))
+
+    def _decide(self, answers: KeptAnswers, decide: Callable[[], D]) -> D:
+        self._known(answers)
+        decided: D = decide()
+        body = self.view(decided.answer).model_dump_json()
+        kept: tuple[KeptAnswer | DropAnswer, ...] = (self._kept(body), *answers.surplus(self.request.wall_time))
+        return replace(decided, changes=(*decided.changes, *kept))
+
+    def _known(self, answers: KeptAnswers) -> KeptAnswer | None:
+        """One without an answer yet. Raises AnsweredBefore, IdempotencyKeyReused."""
+        asked = self.request
+        found = answers.find(asked.key, asked.wall_time)
+        if found is None:
+            return None
+        if (found.operation, found.asked) != (asked.operation, asked.asked):
+            other = f"{found.operation} before, now for {asked.operation}"
+            if found.operation == asked.operation:
+                other = f"{found.operation} with other values before"
+            msg = f"this Idempotency-Key asked for {other}"
+            raise IdempotencyKeyReused(msg, hint="use a new key for a new request")
+        if found.answer:
+            raise AnsweredBefore(found)
+        return found
+
+    def _kept(self, answer: str) -> KeptAnswer:
+        asked = self.request
+        stamp = rfc3339(asked.wall_time)
+        return KeptAnswer(key=asked.key, asked=asked.asked, operation=asked.operation, answer=answer, create_time=stamp)

@@ -1,0 +1,153 @@
+"""A request with an Idempotency-Key has its effect once and one answer, whenever its master dies."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from master_service.api.app import make_api
+from master_service.core.changes import DropAnswer
+from master_service.core.decisions.once import Once
+from master_service.core.state.answers import AT_ONCE, KEPT, KEPT_S, KeptAnswers
+from shared.records.operations import KeptAnswer
+from shared.times import rfc3339
+from tests.equipment.cluster.crash_point import StoppingProcess
+from tests.equipment.replaced import replaced
+from tests.equipment.virtual_loop import run_virtually
+from tests.equipment.waiting import until
+from tests.master_service.api.client import check_problem
+from tests.master_service.api.requests_by_key import ASKED, WANTED, Asked, World, begin, post, shown
+
+
+async def killed(asked: Asked, turns: int) -> bool:
+    """The master dies after so many turns of the request; the next one is asked twice. Whether the first one had answered."""
+    world, process = World(asked.world), StoppingProcess("m1")
+    await world.prepare()
+    async with world.leading("m1", process) as first:
+        path = await process.spawn(begin(world, first, asked))
+        call = process.spawn(post(first, path, asked.body))
+        process.last_turn = process.turns + turns
+        await until(lambda: call.done() or process.dead, "the request to end")
+        answered = call.done()
+        answers = [shown(asked, call.result())] if answered else []
+        process.kill()
+        async with world.leading("m2") as second:
+            answers += [shown(asked, await post(second, path, asked.body)) for _ in range(2)]
+            assert answers == [answers[0]] * len(answers), turns
+            assert asked.effect(second) == asked.once, turns
+            if asked.body is None or "request" not in asked.body:
+                other = {**(asked.body or {}), "name": "other"}
+                check_problem(await post(second, path, other), 422, "IDEMPOTENCY_KEY_REUSED")
+    return answered
+
+
+async def kill_at_each_turn(asked: Asked) -> int:
+    turns = 1
+    while not await killed(asked, turns):
+        turns += 1
+    return turns
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_request_has_one_effect_and_one_answer_whenever_its_master_dies(name: str) -> None:
+    turns = run_virtually(kill_at_each_turn, ASKED[name], shuffled=False)
+    assert turns > 2, "the master was never killed while it worked"
+
+
+async def keep_nothing(asked: Asked) -> None:
+    with replaced(Once, "_kept", lambda once, _: DropAnswer(once.request.key)):
+        await kill_at_each_turn(asked)
+
+
+@pytest.mark.parametrize("name", ["failTask", "reportSuspect", "cancelResize", "drainPoolMember", "createJob"])
+def test_without_kept_answers_a_request_is_refused_or_takes_effect_again(name: str) -> None:
+    with pytest.raises(AssertionError):
+        run_virtually(keep_nothing, ASKED[name], shuffled=False)
+
+
+def test_every_request_that_changes_something_takes_a_key_and_is_killed_here() -> None:
+    async def main() -> set[str]:
+        found = set()
+        for kind in ("tasks", "cluster"):
+            world = World(kind)
+            await world.prepare()
+            async with world.leading("m1") as master:
+                for path, operations in make_api(master).openapi()["paths"].items():
+                    posted = operations.get("post", {})
+                    keys = [each for each in posted.get("parameters", ()) if each["name"].lower() == "idempotency-key"]
+                    assert not posted or len(keys) == 1, path
+                    found |= {posted["operationId"]} if posted else set()
+        return found
+
+    assert run_virtually(main) == {name.partition(" ")[0] for name in ASKED}
+
+
+def test_the_same_request_in_other_words_has_the_same_answer() -> None:
+    async def main() -> None:
+        world = World("saved")
+        await world.prepare()
+        async with world.leading("m1") as master:
+            first = await post(master, "/v1/checkpoints", {"cause": "x", "limit_s": 60.0})
+            for path, body in (
+                ("/v1/jobs/j/checkpoints", {"limit_s": 60, "cause": "x"}),
+                ("/v1/checkpoints?wait_s=0", {"cause": "x", "limit_s": 60.0}),
+            ):
+                assert (await post(master, path, body)).json() == first.json()
+            check_problem(await post(master, "/v1/resizes", {"trainers": 3}), 422, "IDEMPOTENCY_KEY_REUSED")
+            assert len(master.job.operations.records) == 1
+
+    run_virtually(main)
+
+
+def test_requests_at_the_same_time_with_one_key_have_one_effect_and_one_answer() -> None:
+    async def main() -> None:
+        for name in ("failTask", "reportSuspect", "createResize"):
+            asked, world = ASKED[name], World(ASKED[name].world)
+            await world.prepare()
+            async with world.leading("m1") as master:
+                path = await begin(world, master, asked)
+                answers = await asyncio.gather(*(post(master, path, asked.body) for _ in range(5)))
+                assert len({answer.text for answer in answers}) == 1, name
+                assert answers[0].is_success
+                assert asked.effect(master) == asked.once
+
+    run_virtually(main)
+
+
+def test_a_refused_request_keeps_its_key_and_an_answer_outlives_what_it_is_about() -> None:
+    async def main() -> None:
+        world = World("cluster")
+        await world.prepare()
+        async with world.leading(
+            "m1",
+        ) as leader:
+            check_problem(await post(leader, "/v1/jobs/none/cancel", None), 404, "NOT_FOUND")
+            created = await post(leader, "/v1/jobs", WANTED)
+            assert created.status_code == 201
+            await leader.cancel_job("new")
+            await leader.delete_job("new")
+            assert (await post(leader, "/v1/jobs", WANTED)).json() == created.json()
+            assert "new" not in leader.state.jobs
+
+    run_virtually(main)
+
+
+def kept(number: int, wall_time: float) -> KeptAnswer:
+    return KeptAnswer(key=f"k{number}", asked="a", operation="o", answer="{}", create_time=rfc3339(wall_time))
+
+
+def test_a_bounded_number_of_answers_is_kept_for_a_bounded_time() -> None:
+    answers = KeptAnswers()
+    start = KEPT_S + KEPT
+    for number in range(KEPT + 500):
+        for change in (kept(number, start + number), *answers.surplus(start + number)):
+            answers.apply(change)
+    assert len(answers) == KEPT
+    assert answers.find("k499", start + 1500) is None
+    oldest, lived = kept(500, start + 500), start + 500 + KEPT_S
+    assert answers.find("k500", lived) == oldest
+    assert answers.find("k500", lived + 1) is None
+    assert answers.surplus(lived) == (DropAnswer("k500"),)  # a place for the new one
+    assert answers.surplus(lived + 3) == tuple(DropAnswer(f"k{number}") for number in (500, 501, 502))
+    assert len(answers.surplus(lived + 1000)) == AT_ONCE
