@@ -34,6 +34,7 @@ from shared.etcd.client import Etcd
 from shared.etcd.errors import Fatal
 from shared.runtime import clock, ids, telemetry
 from shared.runtime.lifelines import die_with_parent
+from shared.security import private_files
 
 CLIENT, PEER = (
     "client:0",
@@ -140,8 +141,8 @@ class EmbeddedEtcd:
     async def start(self, *, timeout_s: float = READY_TIMEOUT_S) -> None:
         """Start the child and wait until it serves. Raises Fatal, with the end of etcd's log, if it does not."""
         assert not self.running, f"{self!r} runs already"
-        self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        private_files.make_folder(self.data_dir)
+        private_files.make_missing(self.log_path.parent)
         self._claim_data()
         try:
             await self._start(timeout_s)
@@ -212,7 +213,7 @@ class EmbeddedEtcd:
         """One process at a time may start an etcd on this data, until `stop` or its own end."""
         if self._claim is not None:
             return
-        claim = (self.data_dir / "lock").open("ab")
+        claim = private_files.open_private(self.data_dir / "lock", "ab")
         try:
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -272,7 +273,7 @@ class EmbeddedEtcd:
             arguments.append("--unsafe-no-fsync")
         if self.log_path.exists() and self.log_path.stat().st_size > LOG_BYTES:
             self.log_path.unlink()
-        with self.log_path.open("ab") as output:
+        with private_files.open_private(self.log_path, "ab") as output:
             self._log_start = output.tell()
             self._process = await asyncio.create_subprocess_exec(
                 str(self.binary),

@@ -18,6 +18,7 @@ from shared.etcd import Etcd
 from shared.etcd.reading import read_record
 from shared.keys import ClusterKeys
 from shared.records.cluster import Source, stored_source
+from shared.security import private_files
 from shared.storage import files
 
 _HINT = "submit the script again: it is sent with the job"
@@ -81,18 +82,16 @@ class LocalScripts:
         for name, text in {**source.modules, source.file_name: source.text}.items():
             place, content = folder / name, text.encode()
             if not (place.is_file() and place.read_bytes() == content):
-                place.parent.mkdir(parents=True, exist_ok=True)
+                private_files.make_missing(place.parent)
                 files.write_bytes(str(place), content)
         return folder / source.file_name
 
     def _own_folder(self) -> Path:
         """Code is run from here, so nobody else may write into it. Raises InvalidArgument."""
-        if self._folder:
-            return Path(self._folder).absolute()
-        folder = Path(tempfile.gettempdir()) / f"trireme-sources-{os.getuid()}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-        if found.st_uid != os.getuid() or found.st_mode & 0o022 or folder.is_symlink():
-            msg = f"{folder} can be written by others, and scripts would be run from there"
-            raise InvalidArgument(msg, hint="remove it, or name a folder of your own in TRIREME_SOURCES")
+        folder = (
+            Path(self._folder).absolute()
+            if self._folder
+            else Path(tempfile.gettempdir()) / f"trireme-sources-{os.getuid()}"
+        )
+        private_files.make_own_folder(folder)
         return folder

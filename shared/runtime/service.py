@@ -41,7 +41,7 @@ def run(main: Callable[[asyncio.Event], Awaitable[int]], drain_s: float = DRAIN_
 def ready() -> None:
     """Call it once start-up can no longer fail. Tells the launcher, if one has set TRIREME_READY_FILE: it creates that file."""
     if path := os.environ.get(READY_FILE):
-        Path(path).touch()
+        Path(path).touch(mode=0o600)
 
 
 def settled() -> None:

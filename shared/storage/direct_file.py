@@ -98,9 +98,9 @@ def _create(path: Path) -> tuple[int, bool]:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     if sys.platform == "linux":
         try:
-            return os.open(path, flags | os.O_DIRECT, 0o666), True
+            return os.open(path, flags | os.O_DIRECT, 0o600), True
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
         path.unlink(missing_ok=True)  # some systems create the file and then refuse
-    return os.open(path, flags, 0o666), False
+    return os.open(path, flags, 0o600), False

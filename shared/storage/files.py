@@ -21,6 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from shared.errors import DatasetError, InvalidArgument
 from shared.runtime import ids
+from shared.security import private_files
 from shared.storage import object_store
 from shared.storage.direct_file import DirectFile
 
@@ -143,7 +144,7 @@ def write_atomic(url: str) -> Iterator[BinaryIO]:
             filesystem.put_file(str(local), name)
         return
     path = Path(name)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    private_files.make_missing(path.parent)
     temporary = path.with_name(f".{path.name}.{ids.new_id()}{TEMPORARY}")
     try:
         with DirectFile(temporary) as file:

@@ -17,6 +17,7 @@ from shared.keys import Keys
 from shared.membership.etcd_access import EtcdAccess
 from shared.records import Dispatch, FailureCause, JobSpec, JobState, Phase
 from shared.runtime import telemetry
+from shared.security import private_files
 from trireme import existing_etcd
 from trireme.cli import exit_codes
 from trireme.existing_etcd import access_of
@@ -180,7 +181,7 @@ def _prepare(folder: Path, start: resume.Start, script: str, model: Facts | None
                 (folder / name).unlink(missing_ok=True)
             if access is not None:
                 run_folder.write_json(folder / resume.ETCD_FILE, access.facts())
-            (folder / "logs").mkdir(exist_ok=True)
+            private_files.make_folder(folder / "logs")
     except OSError as error:
         msg = f"the files of the last run in {folder} cannot be moved: {error}; choose another --data-dir"
         raise UsageError(msg) from error

@@ -18,6 +18,7 @@ from typing import IO
 from shared.errors import TriremeError
 from shared.runtime import clock
 from shared.runtime.service import READY_FILE
+from shared.security import private_files
 from trireme.launch.processes import Process, Start, spawn
 
 TAIL_BYTES = 16 << 10
@@ -92,8 +93,8 @@ class Child:
         self._since = clock.monotonic()
 
     def _open_log(self) -> IO[bytes]:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        return self.log.open("ab")
+        private_files.make_missing(self.log.parent)
+        return private_files.open_private(self.log, "ab")
 
     async def wait(self) -> Exit:
         """Wait for the end of the current process."""

@@ -27,6 +27,7 @@ from shared.membership.etcd_access import EtcdAccess
 from shared.records import Dispatch, JobSpec, JobState
 from shared.records.checkpoints import CheckpointLatest
 from shared.runtime import clock
+from shared.security import private_files
 from trireme.launch.child import Child, Exit
 from trireme.launch.leases import LostLeases, revoke_all_leases, revoke_leases_of
 from trireme.launch.member_numbers import MemberNumbers, cores, threads_for
@@ -231,7 +232,7 @@ class LocalCluster(SupervisedProcesses[JobState]):
     # ------------------------------------------------------------ start and end
 
     async def _start(self) -> None:
-        (self.run_dir / "spec.json").write_bytes(self.spec.to_bytes())
+        private_files.write_text(self.run_dir / "spec.json", self.spec.to_bytes().decode())
         if self._own_forks:
             self._opened.enter_context(self._forks)
         if self._existing_etcd is None:

@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from shared.checkpoints.stored import ELASTIC
 from shared.errors import Conflict
 from shared.records import JobSpec, Phase
+from shared.security import private_files
 from trireme.launch import model_facts
 from trireme.launch.run_folder import read_json, write_json
 
@@ -149,7 +150,7 @@ def set_aside(folder: Path) -> None:
     previous = folder / PREVIOUS
     if previous.exists():
         shutil.rmtree(previous)
-    previous.mkdir()
+    private_files.make_folder(previous)
     for path in left:
         path.rename(previous / path.name)
 
@@ -157,4 +158,4 @@ def set_aside(folder: Path) -> None:
 def write_start(folder: Path, script: str, model: model_facts.Facts | None = None) -> None:
     if model is not None:
         write_json(folder / model_facts.FILE, model)
-    (folder / SCRIPT_FILE).write_text(script, encoding="utf-8")
+    private_files.write_text(folder / SCRIPT_FILE, script)

@@ -19,6 +19,7 @@ from typing import Any
 
 from shared.errors import NotFound
 from shared.runtime import clock
+from shared.security import private_files
 from trireme.launch.disk_space import told_if_full
 from trireme.settings import UsageError
 from trireme.validation import allowed_name
@@ -36,8 +37,8 @@ def locked(data_dir: Path, lock_file: Path, taken: Callable[[str], UsageError]) 
     """Hold a lock file in a folder of the data directory, with our process id in it. Raises UsageError if it cannot be
     written, `taken(process)` if another process has it."""
     try:
-        lock_file.parent.mkdir(parents=True, exist_ok=True)
-        lock = lock_file.open("a+")
+        private_files.make_folder(lock_file.parent)
+        lock = private_files.open_private(lock_file, "a+")
     except OSError as error:
         msg = f"the data directory {data_dir} cannot be written: {error.strerror}; choose another with --data-dir"
         raise UsageError(msg) from error
@@ -115,7 +116,7 @@ class TimeSpent:
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """The file appears complete or not at all."""
     temporary = path.with_name(f".{path.name}")
-    temporary.write_text(json.dumps(document), encoding="utf-8")
+    private_files.write_text(temporary, json.dumps(document))
     temporary.replace(path)
 
 

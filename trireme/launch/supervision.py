@@ -23,6 +23,7 @@ from shared.etcd import Fatal
 from shared.etcd.embedded import EmbeddedEtcd
 from shared.runtime import clock
 from shared.runtime.service import READY_FILE
+from shared.security import private_files
 from trireme.launch.child import Child, ClusterError, Exit, tail_of
 from trireme.launch.disk_space import DiskFull, etcd_lacks_space, is_full
 from trireme.launch.processes import PYTHON_MODULE, Start, inherited_environment
@@ -221,8 +222,8 @@ class SupervisedProcesses(ABC, Generic[Ended]):
         self.final = asyncio.get_running_loop().create_future()
         await self._tasks.__aenter__()
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "logs").mkdir(exist_ok=True)
+            private_files.make_folder(self.folder)
+            private_files.make_folder(self.folder / "logs")
             await self._start()
         except BaseException:
             await self._end()

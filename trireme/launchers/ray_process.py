@@ -14,6 +14,7 @@ from typing import IO
 
 import ray
 
+from shared.security import private_files
 from trireme.launch.processes import PYTHON_MODULE, Process, inherited_environment, spawn
 
 LOG = "process.log"
@@ -54,5 +55,6 @@ class RayProcess:
 
 
 def _log(folder: Path) -> IO[bytes]:
-    folder.mkdir(parents=True, exist_ok=True)
-    return (folder / LOG).open("ab")
+    private_files.make_own_folder(folder.parent)
+    private_files.make_own_folder(folder)
+    return private_files.open_private(folder / LOG, "ab")

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shared.errors import Conflict, InvalidArgument
+from shared.security import private_files
 from trireme.launch.run_folder import read_json, write_json
 
 LOCK, AGENT_FILE = "agent.lock", "agent.json"
@@ -48,8 +49,8 @@ def opened(place: Path) -> Iterator[HostFolder]:
     """Raises InvalidArgument if it cannot be written, Conflict if another agent has it."""
     place = place.absolute()
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        lock = (place / LOCK).open("a")
+        private_files.make_folder(place)
+        lock = private_files.open_private(place / LOCK, "a")
     except OSError as error:
         msg = f"the data directory {place} cannot be written: {error.strerror}"
         raise InvalidArgument(msg, hint="choose another in TRIREME_DATA_DIR") from error

@@ -6,11 +6,11 @@ import json
 import os
 from collections import Counter, deque
 from dataclasses import asdict, dataclass
-from io import RawIOBase
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from shared.runtime import clock
+from shared.security import private_files
 
 EVENTS_FILE = "children.jsonl"
 
@@ -43,7 +43,7 @@ class EventFile:
         """Raises OSError if there is still no room."""
         if not self._waiting:
             return
-        with self._path.open("a+b", buffering=0) as file:
+        with private_files.open_private(self._path, "a+b") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - 1))
             if file.read(1) not in (b"", b"\n"):  # of a line only a part was written
@@ -53,7 +53,7 @@ class EventFile:
                 self._waiting.popleft()
 
 
-def _write(file: RawIOBase, line: bytes) -> None:
+def _write(file: IO[bytes], line: bytes) -> None:
     while line:
         line = line[file.write(line) or 0 :]
 

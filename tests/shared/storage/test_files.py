@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -97,9 +96,3 @@ def test_reading_turns_what_goes_wrong_into_one_error_with_the_url(error):
         raise error
     assert caught.value.__cause__ is error
     assert caught.value.details == {"url": "u"}
-
-
-def test_files_are_as_readable_as_any_other(tmp_path):
-    files.write_bytes(str(tmp_path / "a"), b"")
-    Path(tmp_path / "b").touch()
-    assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode

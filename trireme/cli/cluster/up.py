@@ -21,6 +21,7 @@ from shared.etcd.embedded import find_binary
 from shared.keys import Keys
 from shared.records.cluster import in_words
 from shared.runtime import clock, telemetry
+from shared.security import private_files
 from shared.storage import files
 from trireme.cli import exit_codes
 from trireme.cli.cluster.launchers import LauncherRequest, check_places, check_settings, pool_of
@@ -228,8 +229,8 @@ async def _detached(arguments: list[str], data_dir: Path | None) -> cluster_fold
         msg = f"a cluster runs already in {folder} (process {owner})"
         raise UsageError(msg, hint="`trireme down` ends it; another one needs another --data-dir")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        log = (folder / LOG).open("wb")
+        private_files.make_folder(folder)
+        log = private_files.open_private(folder / LOG, "wb")
     except OSError as error:
         msg = f"the data directory {folder.parent} cannot be written: {error.strerror}; choose another with --data-dir"
         raise UsageError(msg) from error
