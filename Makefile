@@ -29,6 +29,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check 'torch==$(TORCH)'
 	@echo "==> installing trireme and what it needs"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,examples]'
+	@echo "==> installing generators of API clients, and node for them"
+	@$(BIN)/python -m clients.tools
 	@touch $@
 
 demo: $(STAMP) ## set up, then train examples/digits with 2 trainers and 2 parameter servers

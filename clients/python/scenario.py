@@ -1,0 +1,127 @@
+"""Drives a cluster by the client that openapi-python-client gives. Prints what it saw as one JSON object."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from trireme_api import AuthenticatedClient
+from trireme_api.api.checkpoints import create_checkpoint
+from trireme_api.api.events import list_events
+from trireme_api.api.jobs import cancel_job, create_job, get_job, pause_job, resume_job
+from trireme_api.api.operations import get_operation
+from trireme_api.api.resizes import create_resize, get_resize
+from trireme_api.api.system import get_version
+from trireme_api.api.tasks import get_task, list_tasks
+from trireme_api.models import (
+    CreateCheckpoint,
+    CreateJob,
+    CreateResize,
+    JobSettings,
+    JobView,
+    Npy,
+    OperationState,
+    Problem,
+    ResizeView,
+    Scheduling,
+    Source,
+)
+
+LIMIT_S = 60.0
+T = TypeVar("T")
+
+job = os.environ["SCENARIO_JOB"]
+script = Path(os.environ["SCENARIO_SCRIPT"])
+client = AuthenticatedClient(base_url=os.environ["SCENARIO_URL"], token=os.environ["SCENARIO_TOKEN"])
+
+
+def good(answer: T | Problem | None) -> T:
+    if answer is None or isinstance(answer, Problem):
+        raise AssertionError(answer)
+    return answer
+
+
+def job_when(holds: Callable[[JobView], bool]) -> JobView:
+    end = time.monotonic() + LIMIT_S
+    while not holds(found := good(get_job.sync(job, client=client))):
+        assert time.monotonic() < end, found
+        time.sleep(0.1)
+    return found
+
+
+settings = JobSettings(
+    dataset=Npy(urls=os.environ["SCENARIO_FILES"].split(","), aligned=True),
+    epochs=10_000,
+    global_batch_size=32,
+    lanes=4,
+    records_per_task=16,
+    block_bytes=256,
+)
+asked = CreateJob(
+    name=job,
+    settings=settings,
+    source=Source(file_name="script.py", text=script.read_text()),
+    scheduling=Scheduling(max_trainers=1),
+)
+key = uuid.uuid4().hex
+created = good(create_job.sync(client=client, body=asked, idempotency_key=key))
+again = good(create_job.sync(client=client, body=asked, idempotency_key=key))
+job_when(lambda found: (found.progress.step or 0) >= 1)
+
+tasks: list[str] = []
+token, pages = "", 0
+while pages == 0 or token:
+    page = good(list_tasks.sync(job, client=client, page_size=5, page_token=token))
+    tasks += [task.task_id for task in page.tasks]
+    token, pages = page.next_page_token or "", pages + 1
+
+operation = good(
+    create_checkpoint.sync(
+        job, client=client, body=CreateCheckpoint(cause="scenario"), idempotency_key=uuid.uuid4().hex
+    )
+)
+while operation.state is OperationState.RUNNING:
+    operation = good(get_operation.sync(job, operation.operation_id, client=client, wait_s=4.0))
+
+begun = good(create_resize.sync(job, client=client, body=CreateResize(trainers=2), idempotency_key=uuid.uuid4().hex))
+assert isinstance(begun, ResizeView), begun
+resize = begun
+while resize.state is OperationState.RUNNING:
+    resize = good(get_resize.sync(job, resize.resize_id, client=client, wait_s=4.0))
+
+good(pause_job.sync(job, client=client))
+paused = job_when(lambda found: found.standing == "PAUSED")
+good(resume_job.sync(job, client=client))
+step = paused.progress.step or 0
+job_when(lambda found: found.standing == "ACTIVE" and (found.progress.step or 0) > step)
+
+events: list[int] = []
+while len(events) < 3:
+    found = good(list_events.sync(job, client=client, after=events[-1] if events else 0, wait_s=4.0, page_size=2))
+    events += [event.event_id for event in found.events]
+
+unknown = get_task.sync(job, "no-such-task", client=client)
+assert isinstance(unknown, Problem), unknown
+good(cancel_job.sync(job, client=client))
+cancelled = job_when(lambda found: found.standing == "CANCELLED")
+print(
+    json.dumps(
+        {
+            "version": good(get_version.sync(client=client)).version,
+            "same": created.create_time == again.create_time,
+            "tasks": len(set(tasks)),
+            "pages": pages,
+            "checkpoint": operation.state.value if operation.state else "",
+            "resize": resize.phase.value if resize.phase else "",
+            "trainers": resize.trainers,
+            "events": events,
+            "problem": unknown.code,
+            "standing": cancelled.standing,
+        }
+    )
+)

@@ -1,0 +1,114 @@
+"""Clients that are generated from what a cluster's leader serves as its document, type-checked, and trireme.client, drive that cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+
+import shared
+from clients import generate
+from clients.tools import run
+from shared.errors import Conflict, NotFound, Unauthorized
+from tests.end_to_end.cluster_command import script_in, up
+from tests.end_to_end.command import Command
+from tests.end_to_end.scripts import RECORDS
+from trireme.cli.targets import cluster_target
+from trireme.client import AsyncClient, Client, CreateJob, JobSettings, Scheduling, Source
+from trireme.data import Npy
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+
+GENERATED = [generate.python, generate.typescript]
+TASKS = RECORDS // 16
+
+
+def test_generated_clients_and_our_own_drive_a_cluster(trireme: Command) -> None:
+    script = script_in(trireme.folder)
+    files = [str(script.parent / name) for name in ("x.npy", "y.npy")]
+    document = trireme.folder / "openapi.json"
+    with up(trireme, "--trainers", 2, "--pservers", 1):
+        target = cluster_target(trireme.folder / ".trireme", None)
+        document.write_bytes(document_of(target.address, target.token))
+        for make in GENERATED:
+            folder = trireme.folder / make.__name__
+            folder.mkdir()
+            environment = {
+                "SCENARIO_URL": target.address,
+                "SCENARIO_TOKEN": target.token,
+                "SCENARIO_JOB": make.__name__,
+                "SCENARIO_SCRIPT": str(script),
+                "SCENARIO_FILES": ",".join(files),
+            }
+            saw = json.loads(run(make(document, folder), folder, **environment))
+            events = saw.pop("events")
+            assert (len(events) >= 3, events) == (True, sorted(set(events)))
+            assert saw == {
+                "version": shared.__version__,
+                "same": True,
+                "tasks": TASKS,
+                "pages": -(-TASKS // 5),
+                "checkpoint": "DONE",
+                "resize": "COMMITTED",
+                "trainers": 2,
+                "problem": "NOT_FOUND",
+                "standing": "CANCELLED",
+            }
+        drive_by_our_own(target.address, target.token, script, files)
+
+
+def document_of(url: str, token: str) -> bytes:
+    answer = httpx.get(f"{url}/v1/openapi.json", headers={"Authorization": f"Bearer {token}"}, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    return answer.content
+
+
+def drive_by_our_own(url: str, token: str, script: Path, files: list[str]) -> None:
+    settings = JobSettings(
+        dataset=Npy(*files, aligned=True),
+        epochs=10_000,
+        global_batch_size=32,
+        lanes=4,
+        records_per_task=16,
+        block_bytes=256,
+    )
+    source = Source(file_name="script.py", text=script.read_text())
+    job = CreateJob(name="ours", settings=settings, source=source, scheduling=Scheduling(max_trainers=1))
+    with Client(url, token=token) as client:
+        client.create_job(job)
+        client.wait_for_job("ours", lambda found: (found.progress.step or 0) >= 1)
+        assert len({task.task_id for task in client.list_tasks("ours", page_size=5)}) == TASKS
+        saved = client.create_checkpoint("ours", cause="test")
+        checkpoint = client.wait_for_operation("ours", saved.operation_id).checkpoint_id
+        assert checkpoint in [each.checkpoint_id for each in client.list_checkpoints("ours")]
+        resize = client.create_resize("ours", trainers=2)
+        assert client.wait_for_resize("ours", resize.resize_id).phase == "COMMITTED"
+        client.pause_job("ours")
+        client.wait_for_job("ours", lambda found: found.standing == "PAUSED")
+        with pytest.raises(Conflict):
+            client.get_task_summary("ours")
+        client.resume_job("ours")
+        client.wait_for_job("ours", lambda found: found.phase == "RUNNING")
+        with pytest.raises(NotFound):
+            client.get_task("ours", "no-such-task")
+    if token:
+        with Client(url, token="wrong") as stranger, pytest.raises(Unauthorized):
+            stranger.get_job("ours")
+    asyncio.run(cancelled_while_followed(url, token))
+
+
+async def cancelled_while_followed(url: str, token: str) -> None:
+    async with AsyncClient(url, token=token) as client:
+        followed = asyncio.ensure_future(names_of_events(client))
+        member = await anext(client.list_members("ours"))
+        assert (await client.get_member("ours", member.member_id)).pid == member.pid
+        await client.cancel_job("ours")
+        assert (await client.wait_for_job("ours")).standing == "CANCELLED"
+        assert len(await asyncio.wait_for(followed, 60)) > 0
+
+
+async def names_of_events(client: AsyncClient) -> list[str]:
+    return [event.name async for event in client.follow_events("ours")]
