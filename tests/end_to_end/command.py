@@ -110,7 +110,8 @@ def wait_for_step(trireme: Command, step: int, data_dir: Path | None = None) -> 
             while True:
                 with contextlib.suppress(TriremeError):
                     place = data_dir or trireme.folder / ".trireme"
-                    async with open_client(job_target("script", place, None).address) as client:
+                    target = job_target("script", place, None)
+                    async with open_client(target.address, token=target.token) as client:
                         while (at := (await client.job())["progress"].get("step") or 0) < step:
                             await asyncio.sleep(0.05)
                         return int(at)
