@@ -65,14 +65,14 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     host = settings.advertise or settings.host
     if host in {"0.0.0.0", "::"}:
         host = socket.gethostname()
-    url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-    access = settings.access
+    url = f"{settings.tls.scheme}://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+    access, tls = settings.access, settings.tls.server()
     etcd = settings.connect()
     master = _master(settings, etcd, name, url)
     service.ready()
     service.settled()
     gc.set_threshold(*COLLECTIONS)
-    server = Server(make_app(master, access))
+    server = Server(make_app(master, access), tls=tls)
     log.info("serving", url=url, master=name)
     try:
         async with asyncio.TaskGroup() as group:

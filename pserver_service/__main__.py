@@ -65,10 +65,10 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     background = Background(stopping.is_set)
     try:
         uds = socket_path(settings.uds, pserver.incarnation)
-        async with serving(app, settings.host, settings.port, uds) as listening:
+        async with serving(app, settings.host, settings.port, uds, settings.tls.server()) as listening:
             record = PserverMember(
                 index=-1,
-                url=f"http://{settings.advertised}:{listening.port}",
+                url=f"{settings.tls.scheme}://{settings.advertised}:{listening.port}",
                 incarnation=pserver.incarnation,
                 host=socket.gethostname(),
                 pid=os.getpid(),
@@ -77,7 +77,7 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
             )
             directory = Directory(etcd, Keys(settings.job, settings.root))
             own_index = OwnIndex(etcd, directory, record, own_number(settings.name))
-            connect = partial(HttpHandoff, token=settings.token)
+            connect = partial(HttpHandoff, token=settings.token, tls=settings.tls.client())
             member = Member(PserverContext(etcd, directory, pserver, own_index, background, connect))
             service.ready()
             service.settled()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -86,12 +87,14 @@ async def serve(
         etcd = settings.connect()
         stack.push_async_callback(etcd.close)
         directory = Directory(etcd, Keys(settings.job, settings.root))
-        client = await stack.enter_async_context(http.session(settings.token))
+        client = await stack.enter_async_context(http.session(settings.token, tls=settings.tls.client()))
         group = await stack.enter_async_context(SingleErrorGroup())
         stack.callback(group.create_task(directory.run()).cancel)
         telemetry.configure(level=settings.log_level, service="trainer", job=settings.job, member=trainer)
-        port = await stack.enter_async_context(_health(settings.host, settings.port))
-        context = TrainerContext(trainer, f"http://{settings.advertised}:{port}", etcd, directory, client)
+        port = await stack.enter_async_context(_health(settings.host, settings.port, settings.tls.server()))
+        context = TrainerContext(
+            trainer, f"{settings.tls.scheme}://{settings.advertised}:{port}", etcd, directory, client
+        )
         master = await stack.enter_async_context(connect(context))
         await directory.wait_for(lambda view: view.spec is not None, settings.spec_wait_s, "the job's spec")
         spec = directory.spec
@@ -171,6 +174,7 @@ class Connections(AbstractAsyncContextManager["Connections"]):
 
     def __init__(self, settings: Settings, stall_s: float) -> None:
         self._settings, self._stall_s = settings, stall_s
+        self._tls = settings.tls.client()
         self._open: dict[str, HttpPserver] = {}
 
     async def __aexit__(self, *_: object) -> None:
@@ -193,12 +197,12 @@ class Connections(AbstractAsyncContextManager["Connections"]):
                 hint="use auto, or give the parameter server a TRIREME_UDS that both can reach",
             )
         if transport == "http":
-            return HttpPserver(member, token, stall_s=stall_s)
-        return StreamPserver(member, token, stall_s=stall_s, share=transport in {"auto", "shm"})
+            return HttpPserver(member, token, tls=self._tls, stall_s=stall_s)
+        return StreamPserver(member, token, tls=self._tls, stall_s=stall_s, share=transport in {"auto", "shm"})
 
 
 @asynccontextmanager
-async def _health(host: str, port: int) -> AsyncIterator[int]:
+async def _health(host: str, port: int, tls: ssl.SSLContext | None) -> AsyncIterator[int]:
     """Serves `/healthz`, with which others tell a dead trainer from a slow one."""
 
     async def alive(_: web.Request) -> web.Response:
@@ -209,7 +213,7 @@ async def _health(host: str, port: int) -> AsyncIterator[int]:
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host, port)
+        site = web.TCPSite(runner, host, port, ssl_context=tls)
         await site.start()
         yield runner.addresses[0][1]
     finally:

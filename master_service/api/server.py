@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
+import ssl
 from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass, field
@@ -48,9 +49,11 @@ class Connections:
 
 
 class Server(uvicorn.Server):
-    """`serve(sockets)` until `should_exit`."""
+    """`serve(sockets)` until `should_exit`; with `tls`, https alone."""
 
-    def __init__(self, app: ASGIApp, connections: Connections | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, connections: Connections | None = None, *, tls: ssl.SSLContext | None = None
+    ) -> None:
         config = uvicorn.Config(
             app,
             http=partial(Connection, connections or Connections()),  # type: ignore[arg-type]
@@ -61,6 +64,8 @@ class Server(uvicorn.Server):
             ws="none",
             timeout_graceful_shutdown=CLOSING_S,
         )
+        config.load()
+        config.ssl = tls
         super().__init__(config)
 
     @contextlib.contextmanager

@@ -6,6 +6,7 @@ header, then each part as `HandoffPart` + payload, end --POST /v1/handoffs--> Ha
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Protocol
 
@@ -40,9 +41,11 @@ Connect = Callable[[PserverMember], HandoffPort]
 class HttpHandoff:
     """A HandoffPort by plain requests over TCP. Close it."""
 
-    def __init__(self, member: PserverMember, token: str = "", *, stall_s: float = STALL_S) -> None:
+    def __init__(
+        self, member: PserverMember, token: str = "", *, tls: ssl.SSLContext | None = None, stall_s: float = STALL_S
+    ) -> None:
         self._member, self._stall_s = member, stall_s
-        self._token = token
+        self._token, self._tls = token, tls
         self._session: aiohttp.ClientSession | None = None
 
     def __repr__(self) -> str:
@@ -55,7 +58,7 @@ class HttpHandoff:
 
     async def hand_over(self, header: HandoffHeader, parts: Parts) -> HandoffAnswer:
         """Raises DeadlineExceeded if nothing moves for `stall_s`."""
-        self._session = self._session or http.session(self._token)
+        self._session = self._session or http.session(self._token, tls=self._tls)
         url = f"{self._member.url.rstrip('/')}/v1/handoffs"
         try:
             async with asyncio.timeout(self._stall_s) as limit:

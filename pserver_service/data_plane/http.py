@@ -37,7 +37,7 @@ from shared.wire.messages import (
     PushHeader,
 )
 from shared.wire.round_robin import RoundRobin
-from shared.wire.stream import PATH, UPGRADE
+from shared.wire.stream import PATH, UPGRADE, unbuffered
 
 PSERVER = web.AppKey("pserver", Pserver)
 TIME_LIMITS = web.AppKey("time_limits", TimeLimits)
@@ -92,7 +92,7 @@ async def pull(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": codec.CONTENT_TYPE})
         assert request.transport is not None
         # so that `write` returns when the kernel has all bytes, and buffers can be reused
-        request.transport.set_write_buffer_limits(high=0)
+        unbuffered(request.transport)
         await response.prepare(request)
         opening = {"protocol": PROTOCOL_VERSION, "job": pserver.job, "generation": pserver.generation}
         await response.write(codec.encode(opening))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -47,8 +48,10 @@ def make_app(
 
 
 @asynccontextmanager
-async def serving(app: web.Application, host: str, port: int, uds: str = "") -> AsyncIterator[Listening]:
-    """Serve until the `with` block ends; the socket `uds` accepts our own user only. Raises CallerError if the port is taken."""
+async def serving(
+    app: web.Application, host: str, port: int, uds: str = "", tls: ssl.SSLContext | None = None
+) -> AsyncIterator[Listening]:
+    """Serve until the `with` block ends; the socket `uds` accepts our own user only, without `tls`. Raises CallerError if the port is taken."""
     runner = web.AppRunner(
         app,
         handler_cancellation=True,  # so the pull of a dead trainer stops waiting
@@ -60,7 +63,7 @@ async def serving(app: web.Application, host: str, port: int, uds: str = "") -> 
     await runner.setup()
     try:
         listener = _bind(host, port)
-        await web.SockSite(runner, listener).start()
+        await web.SockSite(runner, listener, ssl_context=tls).start()
         if uds:
             await web.SockSite(runner, _bind_path(uds)).start()
         yield Listening(port=listener.getsockname()[1], uds=uds)

@@ -13,6 +13,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from shared.etcd import Etcd
 from shared.membership.etcd_access import EtcdAccess, split
 from shared.security.access import Access, is_loopback
+from shared.security.tls import Tls
 from shared.security.tokens import Tokens
 
 CONFIGURATION = 2  # exit code of a process whose settings cannot be used
@@ -21,7 +22,7 @@ CONFIGURATION = 2  # exit code of a process whose settings cannot be used
 class MemberSettings(BaseSettings):
     """TRIREME_JOB, TRIREME_ETCD (urls with commas between), ... `token`: what this process shows to others; it accepts it, too, with
     all roles, unless `tokens_file` has a table of those that it accepts. `advertise`: the host that peers use. `allowed_hosts`:
-    more names by which requests may call this service. `sources`: the folder for scripts that come from etcd or from a URL; "": a
+    more names by which requests may call this service. `tls_...`: see Tls. `sources`: the folder for scripts that come from etcd or from a URL; "": a
     folder of this user below the system's temporary one."""
 
     model_config = SettingsConfigDict(env_prefix="TRIREME_", frozen=True)
@@ -35,6 +36,10 @@ class MemberSettings(BaseSettings):
     etcd_ca: str = ""
     etcd_cert: str = ""
     etcd_key: str = ""
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_mutual: bool = False
     token: str = ""
     tokens_file: Path | None = None
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
@@ -80,6 +85,10 @@ class MemberSettings(BaseSettings):
         """Who may use this process. Raises InvalidArgument: the table of tokens cannot be used."""
         hosts = (self.host, self.advertise, self.advertised, *self.allowed_hosts)
         return Access.of(Tokens(self.tokens_file, self.token), hosts)
+
+    @property
+    def tls(self) -> Tls:
+        return Tls(self.tls_ca, self.tls_cert, self.tls_key, self.tls_mutual)
 
     @property
     def etcd_access(self) -> EtcdAccess:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,12 +14,14 @@ from shared.errors import DeadlineExceeded, PeerError, TriremeError, Unauthorize
 PROBE_TIMEOUT_S = 1.0
 
 
-def session(token: str = "", *, uds: str = "") -> aiohttp.ClientSession:
-    """A client session; `uds` routes every request through that UNIX socket. Close it (`async with`).
+def session(token: str = "", *, uds: str = "", tls: ssl.SSLContext | None = None) -> aiohttp.ClientSession:
+    """A client session; `uds` routes every request through that UNIX socket. `tls`: for https. Close it (`async with`).
 
     No total timeout: each call gives its own. Connecting takes at most 2 s.
     """
-    connector = aiohttp.UnixConnector(path=uds) if uds else aiohttp.TCPConnector(limit=0, ttl_dns_cache=60)
+    connector = (
+        aiohttp.UnixConnector(path=uds) if uds else aiohttp.TCPConnector(limit=0, ttl_dns_cache=60, ssl=tls or True)
+    )
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=2.0)
     return aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout, auto_decompress=False)

@@ -147,8 +147,7 @@ class FrameStream(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)  # uvloop's transports do not inherit from it
-        # so that `paused` tells whether the transport refers to our memory
-        self.transport.set_write_buffer_limits(high=0)
+        unbuffered(self.transport)
         plain = transport.get_extra_info("socket")
         if plain is not None and _is_local(plain):
             _tune(plain)
@@ -223,6 +222,12 @@ class FrameStream(asyncio.BufferedProtocol):
             self._vacant = self._decoder.vacant or self._head
         if not self.rests and self.transport is not None and not self.transport.is_closing():
             self.transport.resume_reading()
+
+
+def unbuffered(transport: asyncio.Transport) -> None:
+    """Its protocol's `pause_writing` is called whenever the transport keeps bytes: only then may it refer to memory it was given. TLS
+    copies what it encrypts; at 0, its transports pause for ever."""
+    transport.set_write_buffer_limits(high=0 if transport.get_extra_info("sslcontext") is None else 1)
 
 
 def _tune(plain: socket.socket) -> None:

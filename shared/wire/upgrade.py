@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable
 from typing import TypeVar, cast
 from urllib.parse import urlsplit
@@ -20,9 +21,15 @@ class UpgradeRefused(PeerError):
 
 
 async def upgrade(
-    url: str, make: Callable[[], Stream], *, uds: str = "", token: str = "", limit_s: float = 2.0
+    url: str,
+    make: Callable[[], Stream],
+    *,
+    uds: str = "",
+    token: str = "",
+    tls: ssl.SSLContext | None = None,
+    limit_s: float = 2.0,
 ) -> Stream:
-    """A stream to the host of `url`, through the UNIX socket `uds` if one is given. Raises UpgradeRefused, Unauthorized,
+    """A stream to the host of `url`, through the UNIX socket `uds` if one is given; `tls`: for https. Raises UpgradeRefused, Unauthorized,
     Forbidden, PeerError."""
     loop, parts = asyncio.get_running_loop(), urlsplit(url)
     where = uds or url
@@ -37,7 +44,9 @@ async def upgrade(
             else:
                 secure = parts.scheme == "https"
                 port = parts.port or (443 if secure else 80)
-                _, handshake = await loop.create_connection(_Handshake, parts.hostname or "", port, ssl=secure or None)
+                _, handshake = await loop.create_connection(
+                    _Handshake, parts.hostname or "", port, ssl=(tls or True) if secure else None
+                )
             head, rest, transport = await handshake.exchange("\r\n".join([*request, "", ""]).encode())
     except TimeoutError as error:
         if handshake is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import pairwise
@@ -70,9 +71,11 @@ class PserverPort(Protocol):
 class HttpPserver:
     """A PserverPort by plain requests; uses the member's UNIX socket if it is on this host. Close it (`async with`)."""
 
-    def __init__(self, member: PserverMember, token: str = "", *, stall_s: float = 30.0) -> None:
+    def __init__(
+        self, member: PserverMember, token: str = "", *, tls: ssl.SSLContext | None = None, stall_s: float = 30.0
+    ) -> None:
         self.member = member
-        self._token = token
+        self._token, self._tls = token, tls
         self._stall_s = stall_s
         self._name = f"<HttpPserver {member.index} at {member.url}>"
         self.session: aiohttp.ClientSession | None = None
@@ -211,7 +214,7 @@ class HttpPserver:
 
     def _session(self) -> aiohttp.ClientSession:
         if self.session is None:
-            self.session = http.session(self._token, uds=socket_of(self.member))
+            self.session = http.session(self._token, uds=socket_of(self.member), tls=self._tls)
         return self.session
 
     def _silent(self, path: str, seconds: float) -> DeadlineExceeded:

@@ -9,6 +9,7 @@ call connects again.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -276,8 +277,16 @@ class StreamPserver(HttpPserver):
 
     `share`: over a UNIX socket, each side reads payloads where the other has them, if both can."""
 
-    def __init__(self, member: PserverMember, token: str = "", *, stall_s: float = 30.0, share: bool = True) -> None:
-        super().__init__(member, token, stall_s=stall_s)
+    def __init__(
+        self,
+        member: PserverMember,
+        token: str = "",
+        *,
+        tls: ssl.SSLContext | None = None,
+        stall_s: float = 30.0,
+        share: bool = True,
+    ) -> None:
+        super().__init__(member, token, tls=tls, stall_s=stall_s)
         self.stream: TrainerStream | None = None
         self._connecting = asyncio.Lock()
         self.refused = False
@@ -342,7 +351,7 @@ class StreamPserver(HttpPserver):
         make, limit_s = partial(TrainerStream, name), min(CONNECT_S, self._stall_s)
         self._share = self._share and bool(uds) and not (self.stream is not None and self.stream.memory.unreadable)
         try:
-            stream = await upgrade(self.member.url, make, uds=uds, token=self._token, limit_s=limit_s)
+            stream = await upgrade(self.member.url, make, uds=uds, token=self._token, tls=self._tls, limit_s=limit_s)
         except UpgradeRefused as error:
             log.warning("upgrade_refused", pserver=self.member.index, cause=error.message)
             self.refused = True

@@ -338,6 +338,28 @@ def doctor(data_dir: DataDir = None, as_json: Json = False) -> None:
     raise typer.Exit(examine(data_dir, as_json=as_json))
 
 
+@app.command()
+def certs(
+    folder: Annotated[Path, typer.Argument(help="Folder of the authority: made if it is not there.", metavar="DIR")],
+    hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--host", help="A name or address that the certificate is for, besides this machine's.", metavar="HOST"
+        ),
+    ] = None,
+    name: Annotated[str, typer.Option(help="Of the certificate's files.", metavar="NAME")] = "trireme",
+    days: Annotated[int, typer.Option(help="For which it is valid, up to 825.", metavar="N")] = 365,
+    as_json: Json = False,
+) -> None:
+    """Make a small certificate authority, or a further certificate of it, for TLS between members, masters and commands.
+
+    Prints the environment variables that use them. A name that is there already gets a new certificate.
+    """
+    from trireme.cli.certs import make_certificates  # noqa: PLC0415
+
+    raise typer.Exit(make_certificates(folder, name, hosts or [], days, as_json=as_json))
+
+
 cluster_commands.add_to(app)
 
 

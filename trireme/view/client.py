@@ -14,6 +14,7 @@ import httpx
 
 from shared.errors import DeadlineExceeded, InvalidArgument, NotReady, PeerError, TriremeError, Unauthorized, from_map
 from shared.runtime import clock, ids
+from shared.security.tls import client_context
 
 TIMEOUT_S = 10.0
 MASTERLESS = "etcd+"  # etcd+http://HOST:PORT/JOB is the address of a job without a master (job_address.py)
@@ -39,6 +40,7 @@ class Client:
             base_url=self._root,
             headers={"Authorization": f"Bearer {token}"} if token else {},
             timeout=httpx.Timeout(timeout_s, connect=2.0),
+            verify=client_context() or True,
             trust_env=False,
         )
 

@@ -18,6 +18,7 @@ from shared.membership.directory import Directory
 from shared.membership.etcd_access import EtcdAccess
 from shared.records import Dispatch, JobState, Mode, PserverMember
 from shared.records.checkpoints import CheckpointLatest
+from shared.security.tls import client_context
 from trainer_agent.data_plane.http import HttpPserver
 from trireme.launch import run_folder
 from trireme.view.client import Client
@@ -113,7 +114,7 @@ class JobProbe:
 
     def _pserver(self, member: PserverMember) -> HttpPserver:
         if member.incarnation not in self._pservers:
-            self._pservers[member.incarnation] = HttpPserver(member, self._token, stall_s=STALL_S)
+            self._pservers[member.incarnation] = HttpPserver(member, self._token, tls=client_context(), stall_s=STALL_S)
         return self._pservers[member.incarnation]
 
     async def revision(self) -> int:

@@ -1,0 +1,60 @@
+"""The master's REST API over TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from contextlib import closing
+from pathlib import Path
+
+import httpx
+import pytest
+
+from master_service.api.app import make_app
+from master_service.api.server import Server
+from shared.errors import PeerError
+from shared.security import authority
+from shared.security.tls import Tls
+from tests.equipment.waiting import until
+from tests.master_service.cluster import MasterCluster, running, spec_of
+from trireme.view.client import Client
+
+
+async def test_clients_that_trust_its_authority_and_have_a_certificate_get_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority.create_authority(tmp_path / "tls")
+    authority.issue(tmp_path / "tls", "trireme", ("127.0.0.1",), 1)
+    ca, cert, key = (str(tmp_path / "tls" / name) for name in ("ca.pem", "trireme.pem", "trireme-key.pem"))
+    tls = Tls(ca, cert, key, mutual=True)
+    async with running(MasterCluster(spec_of()), "t1") as master:
+        server = Server(make_app(master), tls=tls.server())
+        with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+            port = listener.getsockname()[1]
+            task = asyncio.ensure_future(server.serve(sockets=[listener]))
+            try:
+                await until(lambda: server.started, "the server to start", 10)
+                await _asked(port, tls, monkeypatch)
+            finally:
+                server.should_exit = True
+                await task
+
+
+async def _asked(port: int, tls: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"https://127.0.0.1:{port}"
+    async with Client(url, timeout_s=2) as stranger:
+        with pytest.raises(PeerError, match="certificate verify failed"):
+            await stranger.job()
+    for context in (Tls(ca=tls.ca).client(), ssl.create_default_context()):
+        assert context is not None
+        async with httpx.AsyncClient(verify=context) as http:
+            with pytest.raises(httpx.TransportError):
+                await http.get(f"{url}/healthz")
+    async with httpx.AsyncClient() as http:
+        with pytest.raises(httpx.TransportError):
+            await http.get(f"http://127.0.0.1:{port}/healthz")
+    for name, value in tls.environment().items():
+        monkeypatch.setenv(name, value)
+    async with Client(url, timeout_s=5) as client:
+        assert (await client.job())["phase"]
