@@ -48,7 +48,8 @@ HOMES = {
     "urllib.request": (),
     "http.client": (),
     "time": ("shared/runtime/clock.py",),
-    "datetime": ("shared/runtime/clock.py", "shared/times.py", "shared/cron.py"),
+    "datetime": ("shared/runtime/clock.py", "shared/times.py", "shared/cron.py", "shared/security/authority.py"),
+    "cryptography": ("shared/security/authority.py",),
     "zoneinfo": ("shared/cron.py",),
     "cronsim": ("shared/cron.py",),
     "random": (
