@@ -15,7 +15,7 @@ import torch
 
 from shared.errors import Conflict, DeadlineExceeded, NotReady, PeerError
 from tests.end_to_end.command import Command, Done
-from tests.end_to_end.local_cluster import EPOCHS, SLOW_LOSS
+from tests.end_to_end.local_cluster import EPOCHS, slowable_loss
 from tests.end_to_end.scripts import EVALUATION, RECORDS, write_script
 from trireme.cli import exit_codes
 from trireme.cli.targets import job_target
@@ -81,14 +81,11 @@ def is_at(step: int) -> Callable[[dict[str, Any]], bool]:
     return lambda job: job["standing"] == "COMPLETED" or (job["progress"]["step"] or 0) >= step
 
 
-def script_in(folder: Path) -> Path:
+def script_in(folder: Path, slow_s: float = 0.4) -> Path:
     """It trains very slowly while the file `slow` exists, so that a job lasts until everything is done to it."""
     (folder / "mine").mkdir()
     (folder / "slow").touch()
-    waits = f'time.sleep(0.1 if Path("{folder / "slow"}").exists() else 0.004)'
-    loss = SLOW_LOSS.replace("time.sleep(0.004)", waits)
-    assert waits in loss
-    return write_script(folder / "mine", loss=loss, evaluation=EVALUATION)
+    return write_script(folder / "mine", loss=slowable_loss(folder / "slow", slow_s), evaluation=EVALUATION)
 
 
 def model_of(job: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -12,22 +12,31 @@ import pytest
 import torch
 
 from shared.errors import DeadlineExceeded, PeerError
-from shared.records import JobSpec, Phase
+from shared.records import JobSpec, JobState, Phase
 from shared.records.datasets import Npy
 from tests.end_to_end.scripts import EVALUATION, LOSS, RECORDS, write_script
 from trireme.launch.cluster import LocalCluster
 from trireme.launch.processes import ForkServer, inherited_environment
 from trireme.view.client import Client
 
-EPOCHS = 40
+EPOCHS = 10
 STEPS = EPOCHS * RECORDS // 32
 END_S = 120.0
-SLOW_LOSS = LOSS.replace("    return", "    time.sleep(0.004)\n    return").replace("\ndef", "import time\n\n\ndef")
+FAST_S = 0.002
 
 
-def spec_of(folder: Path, **changes) -> JobSpec:
+def slowable_loss(slow: Path, slow_s: float) -> str:
+    """A minibatch takes `slow_s` seconds more while the file `slow` exists: few steps last until everything is done to the job."""
+    sleeps = f'    time.sleep({slow_s} if Path("{slow}").exists() else {FAST_S})\n    return'
+    return LOSS.replace("    return", sleeps).replace("\ndef", "import time\n\n\ndef")
+
+
+def spec_of(folder: Path, *, slow_s: float = 0.03, **changes) -> JobSpec:
+    """Slow until `ended` or `completed` is called."""
     (folder / "data").mkdir(exist_ok=True)
-    script = write_script(folder / "data", loss=SLOW_LOSS, evaluation=EVALUATION)
+    slow = folder / "data" / "slow"
+    slow.touch()
+    script = write_script(folder / "data", loss=slowable_loss(slow, slow_s), evaluation=EVALUATION)
     files = [str(folder / "data" / name) for name in ("x.npy", "y.npy")]
     settings = {
         "job": "faults",
@@ -89,8 +98,14 @@ async def reach_step(cluster: LocalCluster, step: int) -> None:
             await asyncio.sleep(0.05)
 
 
+async def ended(cluster: LocalCluster) -> JobState:
+    """Its last state. Nothing is left to be done to it, so it need not be slow any more."""
+    Path(cluster.spec.script).with_name("slow").unlink(missing_ok=True)
+    return await cluster.wait(END_S)
+
+
 async def completed(cluster: LocalCluster) -> dict[str, torch.Tensor]:
-    state = await cluster.wait(END_S)
+    state = await ended(cluster)
     assert state.phase is Phase.COMPLETED, state
     assert state.result.trained_records == EPOCHS * RECORDS
     assert state.result.discarded_tasks == 0

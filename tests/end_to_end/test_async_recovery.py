@@ -11,19 +11,24 @@ import pytest
 
 from shared.records import Mode, Phase
 from shared.records.checkpoints import CheckpointLatest
-from tests.end_to_end.local_cluster import END_S, EPOCHS, cluster_of, reach_step, spec_of
+from tests.end_to_end.local_cluster import END_S, EPOCHS, cluster_of, ended, reach_step, spec_of
 from tests.end_to_end.scripts import RECORDS
 from trainer_agent.data_plane.http import HttpPserver
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
 MINIBATCHES = EPOCHS * RECORDS // 8
-SHORT = 16 * RECORDS // 8
+SLOW_S = 0.1
 
 
 def async_spec(folder, **changes):
     return spec_of(
-        folder, mode=Mode.ASYNC, global_batch_size=8, lanes=1, **{"checkpoint_every_seconds": 1.0, **changes}
+        folder,
+        slow_s=SLOW_S,
+        mode=Mode.ASYNC,
+        global_batch_size=8,
+        lanes=1,
+        **{"checkpoint_every_seconds": 1.0, **changes},
     )
 
 
@@ -57,7 +62,7 @@ async def test_a_killed_parameter_server_comes_back_from_a_checkpoint_and_its_lo
         pid = cluster.children["pserver-1"].pid
         index = next(member.index for member in cluster.directory.pservers.values() if member.pid == pid)
         cluster.kill("pserver-1")
-        state = await cluster.wait(END_S)
+        state = await ended(cluster)
         assert state.phase is Phase.COMPLETED, state
         assert cluster.deaths == {"pserver-1": 1}
         assert state.timeline == 0, "the others went on"
@@ -80,8 +85,8 @@ def frozen(pid):
 
 async def test_a_frozen_parameter_server_is_skipped_and_what_it_missed_is_on_record(tmp_path):
     """Its lease outlives the freeze, and no connection breaks: only its silence tells."""
-    once, minibatches = {"checkpoint_every_seconds": None, "checkpoint_every_epochs": None}, 32 * RECORDS // 8
-    spec = async_spec(tmp_path, skip_after_seconds=0.5, lease_ttl_s=60.0, epochs=32, **once)
+    once = {"checkpoint_every_seconds": None, "checkpoint_every_epochs": None}
+    spec = async_spec(tmp_path, skip_after_seconds=0.5, lease_ttl_s=60.0, **once)
     async with cluster_of(spec, tmp_path) as cluster:
         await reach_checkpoint(cluster, 1)
         await reach_step(cluster, 20)
@@ -89,35 +94,35 @@ async def test_a_frozen_parameter_server_is_skipped_and_what_it_missed_is_on_rec
         index = next(member.index for member in cluster.directory.pservers.values() if member.pid == pid)
         with frozen(pid):
             async with asyncio.timeout(50.0):  # a stream says after 30 s that nothing moves, and again 30 s later
-                await reach_step(cluster, minibatches // 4)
+                await reach_step(cluster, MINIBATCHES // 4)
         thawed = await applied(cluster)
-        state = await cluster.wait(END_S)
+        async with asyncio.timeout(END_S):
+            while (await applied(cluster))[index][1] <= thawed[index][1]:  # it goes on when it is back
+                await asyncio.sleep(0.05)
+        state = await ended(cluster)
         assert state.phase is Phase.COMPLETED, state
         losses = state.result.losses
         assert losses.lost == {}
-        assert 0 < losses.skipped.get(str(index), 0) < minibatches
-        found = await applied(cluster)
-        for number, (lowest, highest) in found.items():
-            assert highest <= minibatches <= lowest + losses.skipped.get(str(number), 0)
-        assert found[index][1] > thawed[index][1], "it goes on when it is back"
+        assert 0 < losses.skipped.get(str(index), 0) < MINIBATCHES
+        for number, (lowest, highest) in (await applied(cluster)).items():
+            assert highest <= MINIBATCHES <= lowest + losses.skipped.get(str(number), 0)
 
 
 async def test_checkpoints_go_on_while_a_trainer_is_frozen(tmp_path):
-    async with cluster_of(async_spec(tmp_path, lease_ttl_s=60.0, epochs=16), tmp_path) as cluster:
+    async with cluster_of(async_spec(tmp_path, lease_ttl_s=60.0), tmp_path) as cluster:
         await reach_checkpoint(cluster, 1)
         with frozen(cluster.children["trainer-1"].pid):
             async with asyncio.timeout(40.0):  # a pause that waits is given up after 60 s
                 await reach_checkpoint(cluster, cluster.directory.state.saved + 1)
-        state = await cluster.wait(END_S)
+        state = await ended(cluster)
         assert state.phase is Phase.COMPLETED, state
         assert (state.result.losses.lost, state.result.losses.skipped) == ({}, {})
-        assert await applied(cluster) == dict.fromkeys(range(2), (SHORT, SHORT))
+        assert await applied(cluster) == dict.fromkeys(range(2), (MINIBATCHES, MINIBATCHES))
 
 
 async def test_a_parameter_server_that_freezes_in_a_pause_does_not_stretch_it_and_nothing_is_lost(tmp_path):
     """Its lease outlives the freeze: without the limit training stands still for 60 s."""
-    minibatches = 48 * RECORDS // 8
-    spec = async_spec(tmp_path, skip_after_seconds=0.5, lease_ttl_s=60.0, epochs=48)
+    spec = async_spec(tmp_path, skip_after_seconds=0.5, lease_ttl_s=60.0)
     async with cluster_of(spec, tmp_path) as cluster:
         await reach_checkpoint(cluster, 1)
         seen = cluster.directory
@@ -130,14 +135,14 @@ async def test_a_parameter_server_that_freezes_in_a_pause_does_not_stretch_it_an
                 while seen.state.saving is not None:
                     await seen.changed(seen.revision, 1.0)
                 assert "gave no sign of life" in seen.state.reason
-                await reach_step(cluster, minibatches // 3)
+                await reach_step(cluster, MINIBATCHES // 3)
             assert seen.state.saved == number, "no other pause begins while it is frozen"
-        state = await cluster.wait(END_S)
+        state = await ended(cluster)
         assert state.phase is Phase.COMPLETED, state
         losses = state.result.losses
         assert losses.lost == {}
         for index, (lowest, highest) in (await applied(cluster)).items():
-            assert highest <= minibatches <= lowest + losses.skipped.get(str(index), 0)
+            assert highest <= MINIBATCHES <= lowest + losses.skipped.get(str(index), 0)
 
 
 async def test_after_everything_was_killed_an_asynchronous_job_goes_on_with_other_numbers_and_loses_nothing(tmp_path):
@@ -146,7 +151,7 @@ async def test_after_everything_was_killed_an_asynchronous_job_goes_on_with_othe
         await reach_checkpoint(cluster, 2)
         cluster.kill_all()
     async with cluster_of(async_spec(tmp_path, pservers=3, trainers=1), tmp_path) as cluster:
-        state = await cluster.wait(END_S)
+        state = await ended(cluster)
         assert state.phase is Phase.COMPLETED, state
         assert state.timeline > 0, "everybody went back to the checkpoint"
         assert (state.result.trained_records, state.result.losses.lost) == (EPOCHS * RECORDS, {})

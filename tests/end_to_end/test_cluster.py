@@ -18,6 +18,7 @@ from tests.end_to_end.local_cluster import EPOCHS, STEPS, same_bits
 from trireme.cli import exit_codes
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+SLOW_S = 0.25  # seconds of a minibatch: a job lasts a minute
 
 
 def child_of(process: subprocess.Popen[str], module: str) -> psutil.Process:
@@ -36,7 +37,7 @@ def until_answered(holds: Callable[[], bool]) -> None:
 def test_two_jobs_share_a_cluster_whose_leader_and_host_die_and_the_bits_are_those_of_a_job_alone(
     trireme: Command, undisturbed: dict[str, torch.Tensor]
 ) -> None:
-    script = script_in(trireme.folder)
+    script = script_in(trireme.folder, SLOW_S)
     with up(trireme, "--trainers", 2, "--pservers", 2, "--standbys", 1) as process:
         tasks = {"a": ("--pre-task", "echo ready for $TRIREME_JOB", "--post-task", "echo $TRIREME_STANDING"), "b": ()}
         submitted = [
@@ -58,8 +59,8 @@ def test_two_jobs_share_a_cluster_whose_leader_and_host_die_and_the_bits_are_tho
         cancelled = trireme.run("cancel", "b")
         assert (cancelled.code, "CANCELLED" in cancelled.out) == (0, True), cancelled
         child_of(process, "trireme.host").kill()
-        job_when(trireme, "a", is_at(10))
-        leader = good(trireme.run("status", "a", "--json"))["master"]["master_id"].rpartition("-")[0]
+        seen = job_when(trireme, "a", is_at(2))
+        leader = job_when(trireme, "a", is_at(seen["progress"]["step"] + 2))["master"]["master_id"].rpartition("-")[0]
         masters = [
             child for child in psutil.Process(process.pid).children() if "master_service" in " ".join(child.cmdline())
         ]
@@ -98,10 +99,10 @@ def test_two_jobs_share_a_cluster_whose_leader_and_host_die_and_the_bits_are_tho
 def test_a_cluster_that_was_ended_goes_on_with_its_jobs_and_is_found_from_elsewhere(
     trireme: Command, undisturbed: dict[str, torch.Tensor]
 ) -> None:
-    script = script_in(trireme.folder)
+    script = script_in(trireme.folder, SLOW_S)
     with up(trireme, "--trainers", 1) as process:
         good(trireme.run("submit", script, "--name", "a", "--epochs", EPOCHS, "--no-check", "--json"))
-        job_when(trireme, "a", is_at(8))
+        job_when(trireme, "a", is_at(2))
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
     assert "unfinished: a; the same `trireme up` goes on with them" in (trireme.folder / "up.log").read_text()

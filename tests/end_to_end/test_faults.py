@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
 async def test_more_trainers_and_pservers_give_the_same_bits(tmp_path, undisturbed):
     async with cluster_of(spec_of(tmp_path, trainers=3, pservers=3), tmp_path) as cluster:
+        await has_used(tmp_path, "trainer-2", {"unix", "shared memory"})
         assert same_bits(await completed(cluster), undisturbed)
     assert ways(tmp_path, "trainer-2") == {"unix", "shared memory"}
 
@@ -35,6 +36,7 @@ async def test_a_killed_trainer_and_a_new_one_change_no_bit(tmp_path, undisturbe
         await cluster.add_trainer()
         await reach_step(cluster, 2 * STEPS // 5)
         cluster.kill("trainer-1")
+        await has_used(tmp_path, "trainer-2", {"unix"})
         assert same_bits(await completed(cluster), undisturbed)
         assert cluster.deaths == {"trainer-0": 1, "trainer-1": 1}
     assert ways(tmp_path, "trainer-2") == {"unix"}
@@ -94,6 +96,13 @@ async def test_on_the_other_transports_a_killed_trainer_and_a_killed_parameter_s
         assert same_bits(await completed(cluster), undisturbed)
         assert cluster.deaths == {"trainer-0": 1, "pserver-1": 1}
     assert ways(tmp_path, "trainer-1") == ({"tcp"} if transport == "tcp" else set())
+
+
+async def has_used(folder: Path, trainer: str, expected: set[str]) -> None:
+    """Wait until these are among its ways."""
+    async with asyncio.timeout(END_S):
+        while not (folder / "run" / "logs" / f"{trainer}.log").exists() or not expected <= ways(folder, trainer):
+            await asyncio.sleep(0.05)
 
 
 def ways(folder: Path, trainer: str) -> set[str]:

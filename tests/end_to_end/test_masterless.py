@@ -95,8 +95,8 @@ async def test_an_asynchronous_job_applies_every_minibatch_once_though_its_sweep
 
 
 async def test_without_a_master_killed_sweepers_and_pservers_change_no_bit(tmp_path, undisturbed):
-    async with cluster_of(spec_of(tmp_path, dispatch="etcd"), tmp_path) as cluster:
-        await reach_step(cluster, 20)
+    async with cluster_of(spec_of(tmp_path, slow_s=0.1, dispatch="etcd"), tmp_path) as cluster:
+        await reach_step(cluster, 5)
         await kill_the_sweeper(cluster)
         await a_checkpoint_on_demand_and_back_to_it(cluster)
         timeline = cluster.directory.state.timeline
@@ -109,7 +109,7 @@ async def test_without_a_master_killed_sweepers_and_pservers_change_no_bit(tmp_p
 async def test_the_only_trainer_of_a_masterless_job_stays_frozen_and_is_replaced(tmp_path, undisturbed):
     spec = spec_of(tmp_path, dispatch="etcd", lease_ttl_s=2.0, trainers=1, pservers=1)
     async with cluster_of(spec, tmp_path) as cluster:
-        await reach_step(cluster, 20)
+        await reach_step(cluster, 5)
         cluster.kill("trainer-0", signal.SIGSTOP)
         assert same_bits(await completed(cluster), undisturbed)
         assert cluster.deaths == {"trainer-0": 1}

@@ -12,13 +12,14 @@ import pytest
 from shared.errors import DeadlineExceeded, PeerError
 from shared.records import Mode
 from shared.runtime import ids
-from tests.end_to_end.local_cluster import EPOCHS, RECORDS, cluster_of, completed, reach_step, same_bits, spec_of
+from tests.end_to_end.local_cluster import EPOCHS, RECORDS, cluster_of, completed, ended, reach_step, same_bits, spec_of
 from trireme.launch.cluster import LocalCluster
 from trireme.view.client import Client
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 RESIZE_S = 120.0
+SLOW_S = 0.1
 SIZES = ((3, 4), (2, 2))  # parameter servers and trainers
 KINDS = ("trainer", "pserver", "pserver", "master")
 
@@ -54,7 +55,7 @@ async def killed_meanwhile(cluster: LocalCluster, rng: random.Random) -> None:
 async def disturbed(cluster: LocalCluster, seed: int | None) -> list[dict]:
     """Resize it twice; with a seed a process is killed in each."""
     done = []
-    await reach_step(cluster, 8)
+    await reach_step(cluster, 3)
     for number, (pservers, trainers) in enumerate(SIZES):
         async with asyncio.TaskGroup() as group:
             if seed is not None:
@@ -70,7 +71,7 @@ def alive(cluster: LocalCluster, kind: str) -> int:
 
 def test_a_job_grows_and_shrinks_while_it_trains_and_no_bit_differs(tmp_path, undisturbed):
     async def main():
-        async with cluster_of(spec_of(tmp_path, trainers=1, pservers=1), tmp_path) as cluster:
+        async with cluster_of(spec_of(tmp_path, slow_s=SLOW_S, trainers=1, pservers=1), tmp_path) as cluster:
             grown, shrunk = await disturbed(cluster, None)
             assert (grown["phase"], shrunk["phase"]) == ("COMMITTED", "COMMITTED"), (grown, shrunk)
             assert grown["bytes_moved"] == pytest.approx(grown["bytes"], rel=0.2)
@@ -92,7 +93,9 @@ def seeds():
 @pytest.mark.parametrize("seed", seeds())
 def test_a_process_killed_in_each_resize_costs_no_bit(tmp_path, undisturbed, seed):
     async def main():
-        async with cluster_of(spec_of(tmp_path, trainers=1, pservers=1), tmp_path, standbys=1) as cluster:
+        async with cluster_of(
+            spec_of(tmp_path, slow_s=SLOW_S, trainers=1, pservers=1), tmp_path, standbys=1
+        ) as cluster:
             for resize in await disturbed(cluster, seed):
                 assert resize["phase"] in {"COMMITTED", "ROLLED_BACK", "FAILED"}, resize
             return await completed(cluster)
@@ -105,12 +108,12 @@ def test_an_asynchronous_job_trains_each_minibatch_once_whatever_moves(tmp_path,
     """What a killed parameter server lacks is on record; the ledgers of all others are exact."""
 
     async def main():
-        spec = spec_of(tmp_path, mode=Mode.ASYNC, trainers=1, pservers=1, checkpoint_every_seconds=1.0)
+        spec = spec_of(tmp_path, slow_s=SLOW_S, mode=Mode.ASYNC, trainers=1, pservers=1, checkpoint_every_seconds=1.0)
         async with cluster_of(spec, tmp_path, standbys=1) as cluster:
             await reach_checkpoint(cluster)
             for resize in await disturbed(cluster, seed):
                 assert resize["phase"] in {"COMMITTED", "ROLLED_BACK", "FAILED"}, resize
-            state = await cluster.wait(RESIZE_S)
+            state = await ended(cluster)
             assert (state.phase, state.result.trained_records) == ("COMPLETED", EPOCHS * RECORDS), state
             if not any(name.startswith("pserver") for name in cluster.deaths):
                 assert not state.result.losses.lost

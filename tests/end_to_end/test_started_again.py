@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from shared.records import FailureCause, JobState, Phase
-from tests.end_to_end.local_cluster import END_S, STEPS, cluster_of, completed, reach_step, same_bits, spec_of
+from tests.end_to_end.local_cluster import END_S, STEPS, cluster_of, completed, ended, reach_step, same_bits, spec_of
 from trireme.launch.cluster import LocalCluster
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
@@ -37,7 +37,7 @@ async def test_a_job_whose_parameter_server_did_not_come_back_goes_on_where_it_w
             await cluster.directory.wait_for(
                 lambda view: view.state and view.state.timeline > state.timeline, END_S, "it goes back"
             )
-            if (await cluster.wait(END_S)).phase is Phase.COMPLETED:
+            if (await ended(cluster)).phase is Phase.COMPLETED:
                 assert same_bits(await completed(cluster), undisturbed)
                 return
             assert await cluster.saved_step() >= saved, "nothing that was saved is lost"
