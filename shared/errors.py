@@ -123,6 +123,12 @@ class Gone(CallerError):
     code, status = "GONE", 410
 
 
+class CursorExpired(CallerError):
+    """What follows the cursor is not kept any more, or the cursor is of something else: begin again. `details`: oldest, newest."""
+
+    code, status = "CURSOR_EXPIRED", 410
+
+
 class LayoutMismatch(CallerError):
     """The caller's model is not the job's model."""
 

@@ -10,6 +10,7 @@
     job/given               GivenNumbers    -          master                        lock: the numbers of members in the spec that masters are given
     operations/<id>         Operation       -          master                        lock
     answers/<digest>        KeptAnswer      -          master                        lock; requests with an Idempotency-Key
+    events/<first id>       EventChunk      -          master                        lock: what one transaction told
     ps_desired              int             -          master                        lock
     ps/<index>              PserverMember   pserver's  pserver                       create = 0, own create_revision
     trainers/<id>           TrainerMember   trainer's  trainer                       create = 0
@@ -81,6 +82,7 @@ class Keys:
     given = _Key("job/given")
     operations = _Key("operations/")
     answers = _Key("answers/")
+    events = _Key("events/")  # outside of `directory`: members do not follow it
     pservers_desired = _Key("ps_desired")
     pservers = _Key("ps/")
     trainers = _Key("trainers/")
@@ -119,6 +121,10 @@ class Keys:
     def answer(self, digest: str) -> str:
         """To the request whose Idempotency-Key has that digest."""
         return self._of("answers", digest)
+
+    def event_chunk(self, first_id: int) -> str:
+        """In the order of the ids."""
+        return f"{self.events}{first_id:020}"
 
     def pserver(self, index: int) -> str:
         return self._of("ps", index)
@@ -208,6 +214,7 @@ class ClusterKeys:
     cluster/addr                    MasterAddress leader's  leader       lock
     cluster/commit                  text         -          leader       lock + its own value
     cluster/answers/<digest>        KeptAnswer   -          leader       lock
+    cluster/events/<first id>       EventChunk   -          leader       lock
     jobs/<job>                      ClusterJob   -          leader       lock
     jobs/<job>/tasks/<name>         TaskRun      -          leader       lock
     sources/<digest>                Source       -          leader       lock
@@ -226,6 +233,7 @@ class ClusterKeys:
     address = _Key("cluster/addr")
     commit = _Key("cluster/commit")
     answers = _Key("cluster/answers/")
+    events = _Key("cluster/events/")
     jobs = _Key("jobs/")
     sources = _Key("sources/")
     schedules = _Key("schedules/")
@@ -251,6 +259,9 @@ class ClusterKeys:
     def is_job(self, key: str) -> bool:
         """Whether a key below `jobs` is a ClusterJob."""
         return "/" not in key.removeprefix(self.jobs)
+
+    def event_chunk(self, first_id: int) -> str:
+        return f"{self.events}{first_id:020}"
 
     def source(self, digest: str) -> str:
         return f"{self.prefix}sources/{digest}"

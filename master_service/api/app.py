@@ -15,6 +15,7 @@ from master_service.api.hot_routes import DirectTaskLeases
 from master_service.api.limits import MAX_BODY_BYTES, Bounded
 from master_service.api.routes import (
     checkpoints,
+    events,
     explanation,
     job,
     members,
@@ -56,7 +57,7 @@ def make_api(jobs: JobsLed) -> FastAPI:
     app.state.jobs = jobs
     clustered = isinstance(jobs, ClusterMaster)
     if clustered:
-        for resource in (cluster_jobs.router, cluster_jobs.pool, schedules.router):
+        for resource in (cluster_jobs.router, cluster_jobs.pool, schedules.router, events.of_cluster):
             app.include_router(resource)
     for prefix, of_job in (("/v1/jobs/{job}", "/v1/jobs/{job}"), ("/v1", "/v1/job")):  # the second: of the only job
         named = "{job}" in prefix
@@ -64,7 +65,7 @@ def make_api(jobs: JobsLed) -> FastAPI:
         if not (named and clustered):  # a cluster answers for jobs that nobody leads now, too
             for resource in (job.of_job, explanation.router):
                 app.include_router(resource, prefix=of_job, dependencies=parameters, include_in_schema=named)
-        for routes in (job, tasks, task_leases, members, checkpoints, resizes, operations):
+        for routes in (job, events, tasks, task_leases, members, checkpoints, resizes, operations):
             app.include_router(routes.router, prefix=prefix, dependencies=parameters, include_in_schema=named)
     app.include_router(system.router)
     app.include_router(system.open_router)

@@ -9,6 +9,7 @@ from master_service.api.resources import (
     CheckpointDetails,
     CheckpointPage,
     CheckpointView,
+    EventPage,
     JobProgress,
     JobView,
     MasterView,
@@ -24,6 +25,7 @@ from master_service.api.resources import (
 )
 from master_service.core.decisions.operations import abandoned, find_checkpoint
 from master_service.core.queue.task_queue import TaskQueue
+from master_service.core.state.event_log import EventLog
 from master_service.core.state.job import Job
 from master_service.core.state.metrics import Metrics
 from master_service.leadership.master import Master
@@ -268,3 +270,12 @@ def metrics(kept: Metrics, metric: str, page_size: int, page_token: str) -> Metr
         MetricPoint(number=n, loss=series[n].loss, records=series[n].records, skipped=series[n].skipped) for n in page
     )
     return MetricPage(metric=metric, points=points, next_page_token=str(page[-1]) if more else "")
+
+
+def events(kept: EventLog, after: int, page_size: int) -> EventPage:
+    """Raises CursorExpired."""
+    kept.check(after)
+    found = tuple(kept.after(after, page_size))
+    return EventPage(
+        events=found, next_after=found[-1].event_id if found else after, oldest=kept.oldest, newest=kept.newest
+    )

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from master_service.control.events import EventRecord
+from shared.events import EventRecord
 from shared.records import JobResult, JobSpec, Mode, Record, Stage, TaskKind, UserFailure
 from shared.records.operations import OperationState, Resize, Strategy
 from shared.records.pauses import Losses
@@ -197,10 +197,12 @@ class ResizePage(Record):
 
 
 class EventPage(Record):
-    """`next_after`: the `after` of the next request."""
+    """`next_after`: the `after` of the next request. `oldest`, `newest`: ids of the events that are kept."""
 
     events: tuple[EventRecord, ...]
     next_after: int
+    oldest: int
+    newest: int
 
 
 class MetricPoint(Record):

@@ -14,16 +14,18 @@ from typing import TypeVar
 from master_service.cluster.retention import Retention
 from master_service.cluster.takeover import take_over
 from master_service.cluster.term import ClusterTerm
-from master_service.control.events import EventRing
+from master_service.control.events import EventFeed
 from master_service.control.task_service import Probe
 from master_service.core.changes import Event
 from master_service.core.decisions.cluster import drains, job_schedules, submission
 from master_service.core.decisions.once import Once
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place
+from master_service.core.state.event_log import EventLog
 from master_service.core.state.job_tasks import failed as failed_tasks
 from master_service.leadership.election import campaign, stand
 from master_service.leadership.master import Master
 from master_service.storage.job_storage import FileStorage, JobStorage, remove_files
+from master_service.store.event_log import read_events
 from master_service.store.start_again import start_again
 from master_service.store.writer import HeldLock
 from shared.errors import Conflict, NotFound, NotLeader, NotReady
@@ -61,7 +63,7 @@ class ClusterMaster:
     remove_files: Callable[[JobSpec], Awaitable[None]] = remove_files
     probe: Probe = http.refuses_connections
     network: str = field(default_factory=own_network)
-    events: EventRing = field(init=False, default_factory=EventRing)
+    events: EventFeed = field(init=False, default_factory=EventFeed)
     current_term: ClusterTerm | None = field(init=False, default=None)
     _leader: str = field(init=False, default="")
     _leading: bool = field(init=False, default=False)
@@ -83,10 +85,10 @@ class ClusterMaster:
             self._leading, self._leader = True, self.url
             lock = HeldLock(self.keys.lock, number, lease)
             start = await take_over(self.etcd, self.keys, lock, self.url)
-            self.events.begin_term(number)
             self.current_term = ClusterTerm(
-                self.etcd, self.keys, lock, start, self._master_of, self.events.add, rebalance_s=self.rebalance_s
+                self.etcd, self.keys, lock, start, self._master_of, self.events.announce, rebalance_s=self.rebalance_s
             )
+            self.events.begin(lambda: start.state.events, self.current_term.writer.tell)
             elected = f"{self.name} leads the cluster in term {number}"
             self.events.add([Event("leader_elected", elected, {"term": number, "url": self.url})])
             async with asyncio.TaskGroup() as group:
@@ -94,6 +96,7 @@ class ClusterMaster:
                 group.create_task(self.current_term.run())
         finally:
             self.current_term, self._leading = None, False
+            self.events.end()
 
     def _note_leader(self, holder: MasterLock) -> None:
         self._leader = holder.url
@@ -254,6 +257,11 @@ class ClusterMaster:
         if found is None:
             raise NotFound(f"the script of job {name} is gone from etcd")
         return must_read(Source, found.key, found.value)
+
+    async def events_of(self, name: str) -> EventLog:
+        """Of a job that nobody leads now. Raises NotFound, PeerError."""
+        self.state.job(name)
+        return await read_events(self.etcd, self.keys.keys_of(name).events)
 
     async def state_of(self, name: str) -> JobState:
         """Of a job that nobody leads now, as its last term left it. Raises NotFound, PeerError."""

@@ -13,6 +13,7 @@ from master_service.core.state.cluster import (
     PutSchedule,
     PutTaskRun,
 )
+from master_service.store.event_log import read_events
 from master_service.store.first_write import write_first
 from master_service.store.writer import HeldLock
 from shared.etcd import Etcd, KeyValue, Put
@@ -44,7 +45,8 @@ async def take_over(etcd: Etcd, keys: ClusterKeys, lock: HeldLock, url: str) -> 
     schedules, _ = await read_below(etcd, keys.schedules)
     answers, _ = await read_below(etcd, keys.answers)
     pool, revision = await read_below(etcd, keys.pool)
-    state, now = ClusterState(), clock.monotonic()
+    state, now = ClusterState(events=await read_events(etcd, keys.events)), clock.monotonic()
+    state.events.begin(commit_revision)
     for kv in jobs.values():
         if keys.is_job(kv.key):
             state.apply(PutJob(must_read(ClusterJob, kv.key, kv.value)), now)

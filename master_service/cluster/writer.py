@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from master_service.core.changes import DropAnswer, Event
+from master_service.core.changes import DropAnswer, DropEvents, Event, PutEvents
 from master_service.core.state.cluster import (
     ClusterChange,
     ClusterDecision,
@@ -27,7 +27,7 @@ from master_service.core.state.cluster import (
     PutSource,
     PutTaskRun,
 )
-from master_service.store.writer import HeldLock, LockLost
+from master_service.store.writer import MAX_TOLD, HeldLock, LockLost
 from shared.errors import TooLarge
 from shared.etcd import Compare, Delete, Etcd, Get, Put, TxnResult
 from shared.etcd.fenced_write import FencedWrite
@@ -37,6 +37,7 @@ from shared.runtime import clock, ids
 
 MAX_CHANGES = 90  # of one transaction
 MAX_BYTES = 900 << 10  # the client takes 1 MiB, keys included
+MAX_EVENT_BYTES = 64 << 10
 PAUSE_S = 0.1
 
 A = TypeVar("A")
@@ -59,6 +60,7 @@ class ClusterWriter:
         self._etcd, self._keys, self._lock = etcd, keys, lock
         self._commit_revision, self._on_events = commit_revision, on_events
         self._turn = asyncio.Lock()
+        self._told: list[tuple[str, Event]] = []
         self._over = False
 
     async def decide(self, decision: Callable[[ClusterState, float], ClusterDecision[A]]) -> A:
@@ -68,18 +70,37 @@ class ClusterWriter:
             self._check()
             now = clock.monotonic()
             decided = decision(self.state, now)
-            if decided.changes:
-                await self._write(decided.changes)
-                for change in decided.changes:
+            stamp = clock.timestamp()
+            told = [*((stamp, event) for event in decided.events), *self._told]
+            if told or decided.changes:
+                taken, telling = self._telling(told)
+                await self._write(decided.changes, telling)
+                self._told = told[taken:]
+                for change in (*decided.changes, *telling):
                     self.state.apply(change, now)
-            self._on_events(decided.events)
+                self._on_events(decided.events)
             return decided.answer
+
+    def _telling(self, told: Sequence[tuple[str, Event]]) -> tuple[int, tuple[PutEvents | DropEvents, ...]]:
+        """How many of these events one transaction takes beside its changes, and what writes them."""
+        taken = len(told)
+        while taken:
+            changes = self.state.events.told(told[:taken])
+            if len(changes[0].value) <= MAX_EVENT_BYTES:
+                return taken, changes
+            taken //= 2
+        return 0, ()
+
+    def tell(self, events: Sequence[Event]) -> None:
+        """Write events that no decision tells, with the next one. They are lost with the term, or if MAX_TOLD wait."""
+        stamp = clock.timestamp()
+        self._told += [(stamp, event) for event in events][: MAX_TOLD - len(self._told)]
 
     def end(self) -> None:
         """The term is over: nothing is decided any more."""
         self._over = True
 
-    async def _write(self, changes: Sequence[ClusterChange]) -> None:
+    async def _write(self, changes: Sequence[ClusterChange], telling: Sequence[ClusterChange]) -> None:
         writes = list(operations(self._keys, changes))
         size = sum(len(write.value) for write in writes if isinstance(write, Put))
         if len(writes) > MAX_CHANGES or size > MAX_BYTES:
@@ -96,7 +117,7 @@ class ClusterWriter:
         write = FencedWrite(
             self._etcd,
             fence_of(lock, self._keys, self._commit_revision),
-            [*writes, Put(commit, name)],
+            [*writes, *operations(self._keys, telling), Put(commit, name)],
             [Get(lock.key), Get(commit)],
             landed,
         )
@@ -137,6 +158,10 @@ def operations(keys: ClusterKeys, changes: Iterable[ClusterChange]) -> Iterable[
                 by_key[keys.drain(*place)] = Put(keys.drain(*place), drain.to_bytes())
             case DropDrain(place):
                 by_key[keys.drain(*place)] = Delete(keys.drain(*place))
+            case PutEvents(first, _, value):
+                by_key[keys.event_chunk(first)] = Put(keys.event_chunk(first), value)
+            case DropEvents(before):
+                by_key[keys.events] = Delete(keys.events, keys.event_chunk(before))
             case PutSource(digest, source):
                 by_key[keys.source(digest)] = Put(keys.source(digest), source.to_bytes())
             case DropSource(digest):

@@ -1,72 +1,70 @@
-"""The last state changes of this process, for people and programs: a bounded list with ids that only grow."""
+"""The events of what a process leads: logged here, kept in the log that etcd has, and waited for by those who follow them.
+
+a decision's events ── in the transaction of its changes ──┐
+add(events) ── with the next transaction ──────────────────┴─► EventLog, in etcd ─► announce: whoever waits looks again
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from master_service.core.changes import Event
-from shared.records import Record
+from master_service.core.state.event_log import EventLog
+from shared.events import EventRecord
 from shared.runtime import clock, telemetry
 from shared.runtime.waiting import event_within
-
-KEPT = 2000
-IDS_PER_TERM = 1_000_000
 
 log = telemetry.logger("events")
 
 
-class EventRecord(Record):
-    """`event_id` grows, also from one master to the next (term x 1,000,000 + count)."""
+class EventFeed:
+    """Between terms nothing is written: then `add` only logs."""
 
-    event_id: int
-    event_time: str
-    name: str
-    message: str
-    fields: dict[str, str | int | float | bool]
-
-
-class EventRing:
     def __init__(self) -> None:
-        self._kept: deque[EventRecord] = deque(maxlen=KEPT)
-        self._next_id = 1
+        self._log: Callable[[], EventLog] = EventLog
+        self._tell: Callable[[Sequence[Event]], None] | None = None
         self._arrived = asyncio.Event()
 
-    def begin_term(self, term: int) -> None:
-        self._next_id = max(self._next_id, term * IDS_PER_TERM)
+    def begin(self, kept: Callable[[], EventLog], tell: Callable[[Sequence[Event]], None]) -> None:
+        """A term begins. `kept`: its log, now; `tell` writes events that no decision tells."""
+        self._log, self._tell = kept, tell
+
+    def end(self) -> None:
+        """The term is over: nothing is written any more, and those who wait learn it."""
+        kept = self._log()
+        self._log, self._tell = lambda: kept, None
+        self._wake()
 
     def add(self, events: Sequence[Event]) -> None:
-        """Keep them, and log each one."""
+        """Log what no decision tells, and have it written."""
+        if not events:
+            return
+        self.announce(events)
+        if self._tell is not None:
+            self._tell(events)
+
+    def announce(self, events: Sequence[Event]) -> None:
+        """Log these. Whoever waits for news looks again: there are these, or others that were logged before are in etcd now."""
         for event in events:
             fields = {f"of_{name}" if name in ("event", "level") else name: v for name, v in event.fields.items()}
             log.info(event.name, message=event.message, **fields)
-            self._kept.append(
-                EventRecord(
-                    event_id=self._next_id,
-                    event_time=clock.timestamp(),
-                    name=event.name,
-                    message=event.message,
-                    fields=event.fields,
-                )
-            )
-            self._next_id += 1
-        if events:
-            self._arrived.set()
-            self._arrived = asyncio.Event()
+        self._wake()
 
     def after(self, event_id: int, limit: int) -> list[EventRecord]:
-        """Events with a larger id that are still kept, the oldest first."""
-        found = [event for event in self._kept if event.event_id > event_id]
-        return found[:limit]
+        """Events with a larger id that are kept, the oldest first; the newest of them may not be in etcd yet."""
+        return self._log().after(event_id, limit)
 
     async def next(self, limit_s: float) -> None:
         """Wait for something new, at most `limit_s`."""
         await event_within(self._arrived, limit_s)
 
-    async def wait(self, event_id: int, limit: int, wait_s: float) -> list[EventRecord]:
-        """As `after`; if there are none, wait for one at most `wait_s`."""
-        if not (found := self.after(event_id, limit)) and wait_s > 0:
-            await self.next(wait_s)
-            found = self.after(event_id, limit)
-        return found
+    async def beyond(self, cursor: int, limit_s: float) -> None:
+        """Wait until there is an event after the cursor, or the term ends, at most `limit_s`."""
+        deadline = clock.monotonic() + limit_s
+        while self._tell is not None and self._log().newest <= cursor and (left_s := deadline - clock.monotonic()) > 0:
+            await self.next(left_s)
+
+    def _wake(self) -> None:
+        self._arrived.set()
+        self._arrived = asyncio.Event()

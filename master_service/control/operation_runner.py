@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from master_service.control.events import EventRing
+from master_service.control.events import EventFeed
 from master_service.core.changes import Decision
 from master_service.core.decisions import operations, resize, rollback
 from master_service.core.decisions.once import Once
@@ -32,7 +32,7 @@ log = telemetry.logger("operation_runner")
 class OperationRunner:
     """`look_again` after each change of the members or the state."""
 
-    def __init__(self, writer: Writer, storage: JobStorage, events: EventRing) -> None:
+    def __init__(self, writer: Writer, storage: JobStorage, events: EventFeed) -> None:
         self._writer, self._storage, self._events = writer, storage, events
         self._changed = asyncio.Event()
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TypeVar
 
-from master_service.control.events import EventRing
+from master_service.control.events import EventFeed
 from master_service.control.evictions import Evictions
 from master_service.core.changes import Decision, Event, Fields
 from master_service.core.decisions import tasks
@@ -60,7 +60,7 @@ class TaskService(ABC):
     storage: Callable[[JobSpec], JobStorage] = FileStorage
     probe: Probe = http.refuses_connections
     network: str = field(default_factory=own_network)
-    events: EventRing = field(init=False, default_factory=EventRing)
+    events: EventFeed = field(init=False, default_factory=EventFeed)
     metrics: Metrics = field(init=False, default_factory=Metrics)
     reported: deque[tuple[float, str, UserFailure]] = field(init=False, default_factory=lambda: deque(maxlen=REPORTED))
     _probing: set[str] = field(init=False, default_factory=set)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from shared.events import EventFields
 from shared.records import (
     Attempt,
     DiscardedTask,
@@ -29,7 +30,7 @@ from shared.records.operations import KeptAnswer, Operation
 from shared.records.pauses import Losses, Pause
 from shared.records.queue import FailureCounts
 
-Fields = dict[str, str | int | float | bool]
+Fields = EventFields
 Answer_co = TypeVar("Answer_co", covariant=True)
 
 
@@ -166,6 +167,22 @@ class DropAnswer:
     key: str
 
 
+@dataclass(frozen=True, slots=True)
+class PutEvents:
+    """One transaction's events, `first` to `last`, as etcd holds them (an EventChunk)."""
+
+    first: int
+    last: int
+    value: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DropEvents:
+    """Those that were told before that id are not kept any more. It is the first id of what one transaction told."""
+
+    before: int
+
+
 JobRecord = (
     JobSpec | JobState | TrainerList | SlotMap | FailureCounts | EvaluationSums | Losses | Migration | GivenNumbers
 )
@@ -192,6 +209,8 @@ Change = (
     | DropMigration
     | RequireLatest
     | DropOperation
+    | PutEvents
+    | DropEvents
 )
 
 

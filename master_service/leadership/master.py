@@ -56,12 +56,14 @@ class Master(TaskService):
             address = Put(self.keys.master_address, MasterAddress(url=self.url, term=term).to_bytes(), lease.id)
             start = await take_over(self.etcd, self.keys, lock, self.spec, self.storage, address)
             self.current_term, self.setback = Term(self, lock, start), None
-            self.events.begin_term(term)
+            leading = self.current_term
+            self.events.begin(lambda: leading.job.events, leading.writer.tell)
             elected = f"{self.name} leads in term {term}"
             self.events.add([Event("master_elected", elected, {"term": term, "url": self.url})])
-            await self.current_term.run()
+            await leading.run()
         finally:
             self.current_term, self._leading = None, False
+            self.events.end()
 
     def _note_leader(self, holder: MasterLock) -> None:
         self._leader = holder.url

@@ -77,6 +77,6 @@ class Term:
             self.asks.freed(freed)
 
     def _on_events(self, events: Sequence[Event]) -> None:
-        self._events.add(events)
+        self._events.announce(events)
         if events:
             self.operations.look_again()

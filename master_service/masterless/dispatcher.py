@@ -50,7 +50,7 @@ class Dispatcher(TaskService):
 
     def __post_init__(self) -> None:
         self.view = WatchedJob(self.etcd, self.keys, self.storage, self._on_members)
-        self._writer = SharedWriter(self.etcd, self.keys, self.view, self.events.add)
+        self._writer = SharedWriter(self.etcd, self.keys, self.view, self.events.announce)
         self._supervisor: Supervisor | None = None
         self._lease: Lease | None = None
         self._progress = TrainerProgress(trainer=self.name)
@@ -92,6 +92,7 @@ class Dispatcher(TaskService):
             await self._sweep(lease)
         finally:
             self._supervisor = self._lease = None
+            self.events.end()
 
     async def _sweep(self, lease: Lease) -> None:
         """Wait for the lock, then do what its holder has to do."""
@@ -110,7 +111,7 @@ class Dispatcher(TaskService):
             queue.grant_again(clock.monotonic())
         writer = LeaderWriter(self.etcd, self.keys, self._writer, lock)
         self._supervisor = Supervisor(self, writer, lock, self.storage(start.job.spec))
-        self.events.begin_term(term)
+        self.events.begin(lambda: self.view.job.events, self._writer.tell)
         self.events.add([Event("sweeper_elected", f"{self.name} sweeps in term {term}", {"term": term})])
         self._announced = Members()
         self._on_members()

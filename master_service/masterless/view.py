@@ -225,6 +225,7 @@ class WatchedJob:
             return
         job = Job.open(self.spec, *self._counted)
         schema.restore(job, keys, found, clock.monotonic())
+        job.events.begin(self.commit_revision)
         self._job = job
         log.info("job_opened", job=repr(job))
 
@@ -232,7 +233,9 @@ class WatchedJob:
 def draft_of(job: Job) -> Job:
     """A job that changes apart from the original. Signs of life and deadlines stay common."""
     queues = {kind: _forked(queue) for kind, queue in job.queues.items()}
-    return replace(job, queues=queues, operations=_forked(job.operations), budget=replace(job.budget))
+    return replace(
+        job, queues=queues, operations=_forked(job.operations), budget=replace(job.budget), events=job.events.copy()
+    )
 
 
 def _forked(part: Part) -> Part:

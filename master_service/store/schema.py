@@ -14,6 +14,7 @@ from master_service.core.changes import (
     DropAnswer,
     DropCut,
     DropDiscarded,
+    DropEvents,
     DropMigration,
     DropOperation,
     DropPause,
@@ -25,6 +26,7 @@ from master_service.core.changes import (
     PutCursor,
     PutCut,
     PutDiscarded,
+    PutEvents,
     PutPause,
     PutPending,
     PutRequeued,
@@ -33,9 +35,10 @@ from master_service.core.changes import (
 )
 from master_service.core.state.job import Job
 from master_service.store.batch import merge
+from master_service.store.event_log import chunk_of
 from shared.errors import Conflict
 from shared.etcd import Compare, Delete, KeyValue, Put, WatchEvent
-from shared.etcd.reading import must_read, read_record, understood
+from shared.etcd.reading import must_read, read_number, read_record, understood
 from shared.keys import Keys
 from shared.records import (
     DiscardedTask,
@@ -109,6 +112,10 @@ def _operations(keys: Keys, job: Job | None, change: Change) -> tuple[Put | Dele
             return (Put(keys.answer(change.key), change.to_bytes()),)
         case DropAnswer(key):
             return (Delete(keys.answer(key)),)
+        case PutEvents(first, _, value):
+            return (Put(keys.event_chunk(first), value),)
+        case DropEvents(before):
+            return (Delete(keys.events, keys.event_chunk(before)),)
         case ForgetParameters():
             return (Delete(keys.layout), Delete(keys.init_done))
         case RestartQueue(kind):
@@ -166,6 +173,13 @@ def restore(job: Job, keys: Keys, found: dict[str, KeyValue], now: float) -> Non
     job.budget.started |= job.training.epoch > 0 or job.training.counts[2] > 0
 
 
+def restore_events(job: Job, keys: Keys, found: dict[str, KeyValue]) -> None:
+    """In place: as `restore`, the events alone."""
+    for key in sorted(found):
+        if key.startswith(keys.events) and (change := _change(keys, job, key, found[key].value)) is not None:
+            job.apply(change, 0.0)
+
+
 def apply_event(job: Job, keys: Keys, event: WatchEvent, now: float) -> None:
     """In place: a job that holds all earlier writes takes this one of another process. Raises StateUnreadable."""
     with understood(event.kv.key, event.kv.value):
@@ -187,6 +201,9 @@ def _change_of(keys: Keys, job: Job, event: WatchEvent) -> Change | None:
         return DropAnswer(keys.name_of(key))
     if key == keys.migration:
         return DropMigration()
+    if key.startswith(keys.events):  # of those that are dropped together, the last one is told last
+        first = read_number(key, keys.name_of(key).encode())
+        return DropEvents(first + 1) if first is not None else None
     if not key.startswith(keys.tasks):
         return None
     kind, _, name = key.removeprefix(keys.tasks).partition("/")
@@ -214,6 +231,8 @@ def _change(keys: Keys, job: Job, key: str, value: bytes) -> Change | None:
         return read_record(Operation, key, value)
     if key.startswith(keys.answers):
         return read_record(KeptAnswer, key, value)
+    if key.startswith(keys.events):
+        return chunk_of(key, value)
     if not key.startswith(keys.tasks):
         return None
     kind, _, name = key.removeprefix(keys.tasks).partition("/")

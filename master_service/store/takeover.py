@@ -65,6 +65,7 @@ async def take_over(
         schema.restore(job, keys, found, clock.monotonic())
         opening = [] if keys.task_meta in found else [Put(keys.task_meta, job.meta.to_bytes())]
     else:
+        schema.restore_events(job, keys, found)
         job.state = must_read(JobState, keys.state, found[keys.state].value)
         where = "counting the dataset's records"
         failure = UserFailure(error_type=type(unreadable).__name__, message=unreadable.message, task=where)
@@ -73,6 +74,7 @@ async def take_over(
         opening = [Put(keys.state, job.state.to_bytes())]
     if opening:
         commit_revision = await write_first(etcd, lock, keys.commit, opening)
+    job.events.begin(commit_revision)
     log.info("took_over", lock=lock.key, term=lock.term, job=repr(job))
     return Takeover(commit_revision, revision, found, job)
 

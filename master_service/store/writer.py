@@ -35,6 +35,8 @@ MAX_WAITING = 10_000
 ATTEMPT_S = 2.0
 PAUSE_S = 0.1
 MAX_UNDER_WAY = 2
+MAX_EVENTS = 100  # of one transaction: with MOST_BYTES each they fit beside the changes
+MAX_TOLD = 1000
 
 A = TypeVar("A")
 log = telemetry.logger("writer")
@@ -72,16 +74,18 @@ class _Waiting:
     decide: Callable[[Job, float], Decision[Any]]
     future: asyncio.Future[Any]
     lock: HeldLock | None
+    told: tuple[tuple[str, Event], ...] = ()
 
 
 @dataclass(slots=True)
 class Group:
-    """Decisions taken together: one transaction."""
+    """Decisions taken together: one transaction. `events`: of the decisions; `told`: these and others, each with its time."""
 
     writes: Sequence[Put | Delete] = ()
     fence: list[Compare] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
+    told: list[tuple[str, Event]] = field(default_factory=list)
     outcomes: list[tuple[asyncio.Future[Any], Any, Exception | None]] = field(default_factory=list)
 
 
@@ -92,6 +96,7 @@ class GroupCommit(ABC):
         self.commits = 0
         self._keys, self._on_events = keys, on_events
         self._waiting: deque[_Waiting] = deque()
+        self._told = 0
         self._taken: list[_Waiting] = []
         self._wake = asyncio.Event()
         self._over: TriremeError | None = None
@@ -122,6 +127,24 @@ class GroupCommit(ABC):
         self._wake.set()
         return await future
 
+    def tell(self, events: Sequence[Event]) -> None:
+        """Write events that no decision of this writer tells, with the next transaction. They are lost with the term, or if MAX_TOLD
+        wait for an etcd that does not answer."""
+        if self._over is not None or self._told >= MAX_TOLD:
+            return
+        stamp = clock.timestamp()
+        written: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        written.add_done_callback(self._note_told)
+        told = tuple((stamp, event) for event in events)
+        self._waiting.append(_Waiting(lambda _job, _now: Decision(None), written, None, told))
+        self._told += 1
+        self._wake.set()
+
+    def _note_told(self, written: asyncio.Future[Any]) -> None:
+        self._told -= 1
+        if not written.cancelled():
+            written.exception()  # it is nobody's: the term is over
+
     async def run(self) -> None:
         """Commit waiting decisions until the term ends; those that still wait then get NotLeader. Raises LockLost."""
         try:
@@ -144,7 +167,7 @@ class GroupCommit(ABC):
 
     def _decide_waiting(self, job: Job) -> Group:
         """In place: waiting decisions that fit into one transaction are taken on `job` and applied to it."""
-        now, group, batch = clock.monotonic(), Group(), Batch()
+        now, stamp, group, batch = clock.monotonic(), clock.timestamp(), Group(), Batch()
         sealed, lock = False, self._waiting[0].lock
         while self._waiting and not sealed and self._waiting[0].lock is lock:
             entry = self._waiting[0]
@@ -152,7 +175,8 @@ class GroupCommit(ABC):
                 self._waiting.popleft()
                 continue
             decision, writes, error = self._decided(entry, job, now)
-            if not batch.takes(writes):
+            told = [*entry.told, *((stamp, event) for event in decision.events)]
+            if not batch.takes(writes) or (group.told and len(group.told) + len(told) > MAX_EVENTS):
                 break
             self._taken.append(self._waiting.popleft())
             group.outcomes.append((entry.future, decision.answer, error))
@@ -160,11 +184,20 @@ class GroupCommit(ABC):
             group.fence += compares(self._keys, decision.changes)
             group.changes += decision.changes
             group.events += decision.events
+            group.told += told
             sealed = any(isinstance(change, NextEpoch | RestartQueue) for change in decision.changes)
             for change in decision.changes:
                 job.apply(change, now)
+        batch.add(self._tell_all(job, group.told, now))
         group.writes = batch.writes
         return group
+
+    def _tell_all(self, job: Job, told: Sequence[tuple[str, Event]], now: float) -> Sequence[Put | Delete]:
+        """In place: the job's events of this transaction, and what writes them."""
+        changes = job.events.told(told) if told else ()
+        for change in changes:
+            job.apply(change, now)
+        return operations(self._keys, job, changes)
 
     def _decided(
         self, entry: _Waiting, job: Job, now: float
@@ -182,7 +215,8 @@ class GroupCommit(ABC):
         return decision, writes, None
 
     def _answer(self, group: Group) -> None:
-        self._on_events(group.events)
+        if group.told:
+            self._on_events(group.events)
         for future, answer, error in group.outcomes:
             if future.done():
                 continue
@@ -335,7 +369,7 @@ class MasterWriter(GroupCommit):
             return
         if self._no_space is None:
             fields: Fields = {"hint": error.hint}
-            self._on_events([Event("etcd_out_of_space", f"{error.message}; {error.hint}", fields)])
+            self._notice(Event("etcd_out_of_space", f"{error.message}; {error.hint}", fields))
         self._no_space = error
         for future in (future for commit in self._under_way for future in commit.followed if not future.done()):
             future.set_exception(error)
@@ -345,7 +379,11 @@ class MasterWriter(GroupCommit):
             log.info("write_answered")
         if self._no_space is not None:
             self._no_space = None
-            self._on_events([Event("etcd_has_space_again", "etcd takes writes again")])
+            self._notice(Event("etcd_has_space_again", "etcd takes writes again"))
+
+    def _notice(self, event: Event) -> None:
+        self._on_events([event])
+        self.tell([event])
 
     def _check_lease(self) -> None:
         if not self._lock.lease.alive:

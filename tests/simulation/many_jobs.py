@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from shared.keys import ClusterKeys
 from shared.records import JobState
 from shared.records.cluster import Assignment, ClusterJob, PoolMember, Standing, TaskRun, TaskState
 from tests.equipment.cluster.crash_point import CrashPoint
+from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import Process
 from tests.equipment.waiting import until
 from tests.master_service.many_jobs import Jobs, leads
@@ -161,21 +162,7 @@ class SimulatedJobs(Jobs):
         await until(idle, "all members to be idle", limit_s)
 
     async def end(self) -> None:
-        """Kill all processes, then unwind their coroutines where it can have no effect any more."""
-        processes = [*(node.process for node in self.nodes), *self.others]
-        for process in processes:
-            self.simulated.cut(process.name)
-            process.kill()
-        for process in processes:
-            process.dead = False
-            process.release()
-        for _ in range(UNWINDING_ROUNDS):
-            await asyncio.sleep(0)
-            left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            for task in left:
-                task.cancel()
-            if left:
-                await asyncio.wait(left, timeout=10.0)
+        await unwind(self.simulated, [*(node.process for node in self.nodes), *self.others])
 
     # ---------------------------------------------------------------- what must hold
 
@@ -208,6 +195,23 @@ class SimulatedJobs(Jobs):
         done = Counter(self.taken)
         broken += [f"task {task} of {job} was completed {n} times" for (job, _, task), n in done.items() if n > 1]
         return broken
+
+
+async def unwind(simulated: SimulatedEtcd, processes: Sequence[Process]) -> None:
+    """Kill all processes, then unwind their coroutines where it can have no effect any more."""
+    for process in processes:
+        simulated.cut(process.name)
+        process.kill()
+    for process in processes:
+        process.dead = False
+        process.release()
+    for _ in range(UNWINDING_ROUNDS):
+        await asyncio.sleep(0)
+        left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=10.0)
 
 
 async def _answer(invoke: Callable[[ClusterMaster], Awaitable[Any]], master: ClusterMaster) -> Any:

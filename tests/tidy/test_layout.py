@@ -83,6 +83,7 @@ PURE_SHARED = (
     "checkpoints.schedule",
     "cron",
     "errors",
+    "events",
     "keys",
     "lanes",
     "records",

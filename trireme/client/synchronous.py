@@ -41,9 +41,9 @@ from master_service.api.resources_cluster import (
     SchedulePage,
     ScheduleView,
 )
-from master_service.control.events import EventRecord
 from master_service.core.explanation.cause import Explanation
 from shared.errors import Conflict, TriremeError
+from shared.events import EventRecord
 from shared.records import TaskKind, TaskSummary
 from shared.records.cluster import Standing
 from shared.records.operations import Operation, OperationState, ResizePrediction, Strategy
@@ -271,13 +271,7 @@ class Client:
         """Events as they happen, also while one master takes over from another, until the job has ended."""
         ended = False
         while True:
-            try:
-                page = self.list_events(job, after=after, wait_s=0.0 if ended else LONG_POLL_S)
-            except Conflict:  # nobody leads it now: it is queued or paused, or has ended
-                if ended:
-                    return
-                page = EventPage(events=(), next_after=after)
-                clock.sleep(POLL_S)
+            page = self.list_events(job, after=after, wait_s=0.0 if ended else LONG_POLL_S)
             yield from page.events
             after = page.next_after
             if not page.events:

@@ -10,11 +10,12 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from shared.errors import PeerError, TriremeError
+from shared.errors import CursorExpired, PeerError, TriremeError
+from shared.etcd import NoSpace
 from shared.records import JobSpec, Mode, Phase, Stage
 from shared.runtime import clock
 from trireme.view.child_events import ChildEvent
-from trireme.view.job_address import Connect
+from trireme.view.job_address import AnyClient, Connect
 from trireme.view.names import without_tokens
 from trireme.view.progress import Display, progress_of
 from trireme.view.report import Counts
@@ -30,7 +31,6 @@ SHOWN_EVENTS = {
     "checkpoint_unusable",
     "checkpoint_failed",
     "storage_away",
-    "etcd_out_of_space",
     "etcd_has_space_again",
     "checkpoint_works_again",
     "started_over",
@@ -84,6 +84,8 @@ class ProgressReporter:
         self._screen = screen
         self._last: dict[str, Any] = {}
         self._after = 0
+        self._since = clock.timestamp()  # what happened before, the launcher of then has shown
+        self._full = False
 
     def on_child(self, event: ChildEvent) -> None:
         (self._alive.add if event.what in ("started", "restarted") else self._alive.discard)(event.child)
@@ -115,7 +117,11 @@ class ProgressReporter:
         while True:
             try:
                 await self.poll(connect)
-                answered = clock.monotonic()
+                answered, self._full = clock.monotonic(), False
+            except NoSpace as error:  # no event can tell it: events are in etcd before anybody sees them
+                if not self._full:
+                    self._screen.event(without_tokens(f"{error.message}; {error.hint}"))
+                answered, self._full = clock.monotonic(), True
             except PeerError:  # no master now: a standby takes over, or it is started again
                 self._show_silence(clock.monotonic() - answered, etcd_silent_s())
             await asyncio.sleep(POLL_S)
@@ -145,17 +151,27 @@ class ProgressReporter:
             self._polling,  # so that each event is shown once
             connect() as client,
         ):
-            page = await client.events(after=self._after)
+            page = await self._events(client)
             self._last = await client.job()
             over = Phase(self._last["phase"]).final
             if not self._counted and not over and self._last["stage"] == Stage.TRAIN:
                 self._count((await client.task_summary())["total"])
             self._after = page["next_after"]  # last, so that a failed poll gets the same events again
         for event in page["events"]:
+            if event["event_time"] < self._since:
+                continue
             if event["name"] in SHOWN_EVENTS or (event["name"] == "task_requeued" and "failures" in event["fields"]):
                 self._screen.event(without_tokens(event["message"]))
         if not over:  # at the end the summary follows instead
             self._screen.show(progress_of(self._last, self.restarts.total()), clock.monotonic())
+
+    async def _events(self, client: AnyClient) -> dict[str, Any]:
+        """The next page. What was forgotten before anybody asked for it is left out."""
+        try:
+            return await client.events(after=self._after)
+        except CursorExpired as error:
+            self._after = max(0, int(error.details.get("oldest", 1)) - 1)
+            return await client.events(after=self._after)
 
     def _count(self, tasks: int) -> None:
         """`tasks`: of an epoch; 0 while the dataset is being counted."""

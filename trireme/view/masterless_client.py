@@ -13,7 +13,7 @@ from typing import Any
 
 from master_service.api import render
 from master_service.api.resources import MasterView
-from master_service.control.events import EventRing
+from master_service.control.events import EventFeed
 from master_service.control.observation import Movement, Observer
 from master_service.control.operation_runner import OperationRunner
 from master_service.control.stall import StallWatch
@@ -28,7 +28,7 @@ from shared.errors import Conflict, DeadlineExceeded
 from shared.etcd import Etcd
 from shared.etcd.reading import read_record
 from shared.keys import Keys
-from shared.records import JobSpec, JobState, MasterLock, Phase, TaskKind
+from shared.records import JobSpec, MasterLock, Phase, TaskKind
 from shared.runtime import clock
 
 PAGE = 500
@@ -52,7 +52,6 @@ class MasterlessClient:
         self._writer = SharedWriter(etcd, keys, self._view, lambda _: None)
         self._stall = StallWatch(etcd)
         self._observer = Observer(etcd, keys, self._stall)
-        self._reported: JobState | None = None
         self._loss: tuple[int, Sums] = (0, Sums())
         self._step: int | None = None
         self._done: deque[tuple[float, int]] = deque()
@@ -158,24 +157,16 @@ class MasterlessClient:
             await asyncio.sleep(LOOK_S)
 
     def _operations(self) -> OperationRunner:
-        return OperationRunner(self._writer, self._storage(self._view.job.spec), EventRing())
+        return OperationRunner(self._writer, self._storage(self._view.job.spec), EventFeed())
 
-    async def events(self, after: int = 0, wait_s: float = 0.0) -> dict[str, Any]:  # noqa: ARG002  as Client's
-        """At most one event: how the job's state changed since the last call."""
-        state, before = self._view.job.state, self._reported
-        self._reported = state
-        if before is None or state == before:
-            return {"events": [], "next_after": after}
-        if state.stage != before.stage:
-            name = "stage_changed"
-        elif state.phase is Phase.ROLLING_BACK:
-            name = "rolling_back"
-        elif before.phase is Phase.ROLLING_BACK:
-            name = "rolled_back"
-        else:
-            name = "generation_changed" if state.generation != before.generation else "job_waiting"
-        event = {"event_id": after + 1, "event_time": clock.timestamp(), "name": name, "message": state.reason}
-        return {"events": [{**event, "fields": {"generation": state.generation}}], "next_after": after + 1}
+    async def events(self, after: int = 0, wait_s: float = 0.0) -> dict[str, Any]:
+        """As `Client`'s: the log of the job, as etcd holds it. Raises CursorExpired."""
+        deadline = clock.monotonic() + wait_s
+        while True:
+            page = render.events(self._view.job.events, after, PAGE)
+            if page.events or clock.monotonic() >= deadline:
+                return page.model_dump(mode="json")
+            await asyncio.sleep(LOOK_S)
 
     async def _sweeper(self) -> MasterView:
         lock = await self._etcd.get(self._keys.sweep_lock)

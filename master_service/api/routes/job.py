@@ -1,14 +1,13 @@
-"""The job, its events and its metrics."""
+"""The job and its metrics."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter
 
 from master_service.api import render
-from master_service.api.resources import Empty, EventPage, JobView, MasterView, MetricPage
+from master_service.api.resources import Empty, JobView, MasterView, MetricPage
 from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, committed
 from master_service.api.routes.keyed import AnsweringInJob, empty
 from shared.records import MetricBatch
@@ -22,18 +21,6 @@ async def get_job(master: MasterOf) -> JobView:
     leader = MasterView(master_id=master.name, url=master.url, term=master.term.number)
     stalled = await master.term.stall.look(master.job, master.metrics.records)
     return await committed(master, lambda: render.job(master.job, master.metrics, leader, stalled))
-
-
-@router.get("/events", operation_id="listEvents", tags=["events"])
-async def list_events(
-    master: MasterOf,
-    after: Annotated[int, Query(ge=0)] = 0,
-    wait_s: Annotated[float, Query(ge=0, le=30)] = 0.0,
-    page_size: PageSize = 100,
-) -> EventPage:
-    """Events with an id above `after`, oldest first; waits up to `wait_s` for one. The oldest are forgotten."""
-    events = await master.events.wait(after, page_size, wait_s)
-    return EventPage(events=tuple(events), next_after=events[-1].event_id if events else after)
 
 
 @router.get("/metrics", operation_id="listMetrics", tags=["metrics"])

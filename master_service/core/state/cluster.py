@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from master_service.core.changes import DropAnswer, Event
+from master_service.core.changes import DropAnswer, DropEvents, Event, PutEvents
 from master_service.core.state.answers import KeptAnswers
+from master_service.core.state.event_log import EventLog
 from shared.errors import NotFound
 from shared.records.cluster import Assignment, ClusterJob, Drain, JobSchedule, Kind, PoolMember, Source, TaskRun
 from shared.records.operations import KeptAnswer
@@ -87,6 +88,8 @@ ClusterChange = (
     | DropSchedule
     | KeptAnswer
     | DropAnswer
+    | PutEvents
+    | DropEvents
 )
 
 
@@ -118,6 +121,7 @@ class ClusterState:
     moved: dict[Place, float] = field(default_factory=dict)
     gone_since: dict[Place, float] = field(default_factory=dict)
     unfit: dict[Place, frozenset[tuple[str, int]]] = field(default_factory=dict)
+    events: EventLog = field(default_factory=EventLog)
 
     def __repr__(self) -> str:
         return f"<ClusterState {len(self.jobs)} jobs, {len(self.members)} members, {len(self.assignments)} assigned>"
@@ -211,6 +215,8 @@ class ClusterState:
                 self.schedules.pop(name, None)
             case KeptAnswer() | DropAnswer():
                 self.answers.apply(change)
+            case PutEvents() | DropEvents():
+                self.events.apply(change)
             case PutSource() | DropSource():
                 pass  # only etcd holds the texts
 

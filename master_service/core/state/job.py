@@ -9,6 +9,7 @@ from master_service.core.changes import (
     DesirePservers,
     DropAnswer,
     DropCut,
+    DropEvents,
     DropMigration,
     DropOperation,
     DropPause,
@@ -17,6 +18,7 @@ from master_service.core.changes import (
     NextEpoch,
     PutCursor,
     PutCut,
+    PutEvents,
     PutPause,
     PutPending,
     RequireLatest,
@@ -27,6 +29,7 @@ from master_service.core.queue.epoch_order import Streams
 from master_service.core.queue.file_table import FileTable
 from master_service.core.queue.task_queue import TaskQueue
 from master_service.core.state.answers import KeptAnswers
+from master_service.core.state.event_log import EventLog
 from master_service.core.state.members import Members
 from master_service.core.state.operations import Operations
 from master_service.core.state.speeds import Speeds
@@ -79,6 +82,7 @@ class Job:
     members: Members = field(default_factory=Members)
     operations: Operations = field(default_factory=Operations)
     answers: KeptAnswers = field(default_factory=KeptAnswers)
+    events: EventLog = field(default_factory=EventLog)
     phase_since: float | None = None  # also of the stage and the timeline; None: they are those of the beginning
     speeds: Speeds = field(default_factory=Speeds)
 
@@ -199,6 +203,8 @@ class Job:
                 self.operations.apply(change, now)
             case KeptAnswer() | DropAnswer():
                 self.answers.apply(change)
+            case PutEvents() | DropEvents():
+                self.events.apply(change)
             case ForgetParameters():
                 self.members = replace(self.members, layout_revision=0, init_done=False)
             case RestartQueue(kind):

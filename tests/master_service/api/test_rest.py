@@ -140,13 +140,17 @@ async def test_events_are_read_with_a_cursor_and_waited_for() -> None:
         page = (await client.get("/v1/events")).json()
         assert page["events"][-1]["name"] == "job_running"
         after = page["next_after"]
-        assert (await client.get(f"/v1/events?after={after}")).json() == {"events": [], "next_after": after}
+        newest = {"next_after": after, "oldest": page["events"][0]["event_id"], "newest": after}
+        assert (await client.get(f"/v1/events?after={after}")).json() == {"events": [], **newest}
         waiting = asyncio.ensure_future(client.get(f"/v1/events?after={after}&wait_s=10"))
         await asyncio.sleep(0.05)
         await cluster.add_trainer("t2")
         page = (await waiting).json()
         assert page["events"][0]["name"] == "generation_changed"
-        assert page["next_after"] > after
+        assert page["next_after"] == after + 1
+        for outside in (after + 10, 1):
+            problem = check_problem(await client.get(f"/v1/events?after={outside}"), 410, "CURSOR_EXPIRED")
+            assert problem["details"]["newest"] == after + 1
 
 
 async def test_a_users_error_is_reported_once_and_shown_with_its_task() -> None:

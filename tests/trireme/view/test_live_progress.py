@@ -7,15 +7,17 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from shared.errors import PeerError
+from shared.errors import CursorExpired, PeerError
+from shared.etcd import NoSpace
 from shared.records import JobSpec, Mode
+from shared.runtime import clock
 from tests.equipment.virtual_loop import run_virtually
 from trireme.view.child_events import ChildEvent
 from trireme.view.live_progress import ProgressReporter, too_few_tasks
 
 
 class Master:
-    """It has one event, and fails when it is first asked for its tasks."""
+    """It has one event, and one of an earlier run, and fails when it is first asked for its tasks."""
 
     def __init__(self):
         self.asked = 0
@@ -25,8 +27,12 @@ class Master:
         yield self
 
     async def events(self, after):
-        told = [{"event_id": 1, "name": "job_running", "message": "it runs", "fields": {}}]
-        return {"events": told if after < 1 else [], "next_after": 1}
+        then = {"name": "job_running", "fields": {}}
+        told = [
+            {**then, "event_id": 1, "event_time": "1000-01-01T00:00:00.000+00:00", "message": "it ran before"},
+            {**then, "event_id": 2, "event_time": clock.timestamp(), "message": "it runs"},
+        ]
+        return {"events": told if after < 2 else [], "next_after": 2}
 
     async def job(self):
         progress = {"epoch": 0, "epochs": 1, "records_done": 0, "records_total": 64}
@@ -63,6 +69,51 @@ async def test_a_master_that_leaves_in_the_middle_of_an_answer_costs_no_event_an
         await reporter.poll(master.client)
     assert screen.shown == ["it runs", too_few_tasks(spec, 1)]
     assert master.asked == 3, "it is asked until it knows, and no more"
+
+
+class Forgetful(Master):
+    """It has forgotten what came right after the first event."""
+
+    async def events(self, after):
+        if after and after < 5:
+            raise CursorExpired("the events right after 2 are not kept", after=after, oldest=6, newest=6)
+        if after < 5:
+            return await super().events(after)
+        told = {"event_id": 6, "event_time": clock.timestamp(), "name": "job_running", "message": "it runs on"}
+        return {"events": [{**told, "fields": {}}] if after < 6 else [], "next_after": 6}
+
+
+async def test_events_that_are_forgotten_before_they_were_asked_for_are_left_out():
+    master, screen = Forgetful(), Screen()
+    reporter = ProgressReporter(JobSpec.model_construct(mode=Mode.SYNC, trainers=1, records_per_task=64), screen)
+    with pytest.raises(PeerError):
+        await reporter.poll(master.client)
+    for _ in range(4):
+        await reporter.poll(master.client)
+    assert screen.shown == ["it runs", "it runs on"]
+
+
+class Full(Master):
+    """Its etcd has no space at first."""
+
+    async def job(self):
+        if asyncio.get_running_loop().time() < 10:
+            raise NoSpace("etcd is out of space", hint="free some")
+        return await super().job()
+
+
+def test_that_etcd_has_no_space_is_shown_once():
+    screen = Screen()
+
+    async def main():
+        spec = JobSpec.model_construct(mode=Mode.SYNC, trainers=1, records_per_task=64)
+        running = asyncio.ensure_future(ProgressReporter(spec, screen).run(Full().client))
+        await asyncio.sleep(20)
+        running.cancel()
+        await asyncio.wait([running])
+
+    run_virtually(main)
+    assert screen.shown == ["etcd is out of space; free some", "it runs"]
 
 
 @pytest.mark.parametrize("mode", list(Mode))

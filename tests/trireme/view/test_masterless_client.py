@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-from shared.records import MetricBatch, StepMetrics
+from shared.records import FailTask, MetricBatch, StepMetrics, UserFailure
 from tests.equipment.virtual_loop import run_virtually
-from tests.master_service.cluster import KEYS, spec_of
+from tests.master_service.cluster import KEYS, spec_of, take
 from tests.master_service.masterless.cluster import MasterlessCluster, dispatching
 from trireme.view.masterless_client import MasterlessClient
+
+NO = UserFailure(error_type="ValueError", message="no")
 
 
 def test_who_asks_later_sees_the_progress_that_was_told_before() -> None:
@@ -23,6 +25,28 @@ def test_who_asks_later_sees_the_progress_that_was_told_before() -> None:
             await late.ready(10)
             progress = (await late.job())["progress"]
             assert (progress["step"], progress["loss"]) == (4, 1.5)
+            following.cancel()
+
+    run_virtually(main)
+
+
+def test_the_events_of_a_masterless_job_are_the_log_that_its_trainers_write() -> None:
+    async def main() -> None:
+        cluster = MasterlessCluster(spec_of())
+        async with dispatching(cluster, "t1", "t2") as dispatchers, asyncio.TaskGroup() as group:
+            client = MasterlessClient(cluster.etcd, KEYS, storage=lambda _: cluster.storage)
+            following = group.create_task(client.run())
+            await client.ready(10)
+            first = await client.events()
+            assert [event["name"] for event in first["events"]] == ["sweeper_elected", "job_running"]
+            helper = next(each for each in dispatchers.values() if not each.sweeps)
+            given = await take(cluster, helper, helper.name)
+            failed = FailTask(trainer=helper.name, attempt=given.attempt, epoch=0, failure=NO)
+            await helper.fail_task(given.task_id, failed)  # its own decision, in its own transaction
+            page = await client.events(after=first["next_after"], wait_s=10)
+            assert [(event["name"], event["event_id"]) for event in page["events"]] == [
+                ("task_requeued", first["newest"] + 1)
+            ]
             following.cancel()
 
     run_virtually(main)
