@@ -9,7 +9,7 @@ from master_service.api.resources import EventPage
 from master_service.cluster.leader import ClusterMaster
 from master_service.leadership.jobs_led import JobsLed
 from master_service.leadership.master import Master
-from shared.errors import Conflict
+from shared.errors import Conflict, NotReady
 from shared.runtime import clock
 
 LOOK_S = 1.0  # how often the log of a job that nobody leads is read while somebody waits
@@ -32,17 +32,26 @@ class JobEvents:
         deadline = clock.monotonic() + wait_s
         while True:
             left_s = max(0.0, deadline - clock.monotonic())
-            try:
-                master = self._jobs.find(self._job)
-            except Conflict:
-                if not isinstance(self._jobs, ClusterMaster) or self._job is None:
-                    raise
-                found = render.events(await self._jobs.events_of(self._job), after, limit)
-                if found.events or left_s <= 0:
-                    return found
-                await self._jobs.events.next(min(left_s, LOOK_S))
-            else:
+            if (master := self._find()) is not None:
                 return await _led(master, after, limit, left_s)
+            assert isinstance(self._jobs, ClusterMaster)
+            assert self._job is not None
+            page = render.events(await self._jobs.events_of(self._job), after, limit)
+            if page.events or left_s <= 0:
+                return page
+            await self._jobs.events.next(min(left_s, LOOK_S))
+
+    def _find(self) -> Master | None:
+        """None: a job of the cluster that nobody leads now, or not yet."""
+        try:
+            master = self._jobs.find(self._job)
+        except (Conflict, NotReady):
+            if not isinstance(self._jobs, ClusterMaster) or self._job is None:
+                raise
+            self._jobs.check_leading()
+            return None
+        begins = isinstance(self._jobs, ClusterMaster) and self._job is not None and master.current_term is None
+        return None if begins else master
 
 
 async def _led(master: Master, after: int, limit: int, wait_s: float) -> EventPage:
