@@ -16,7 +16,6 @@ from master_service.api.limits import MAX_BODY_BYTES, Bounded
 from master_service.api.routes import (
     checkpoints,
     events,
-    explanation,
     job,
     members,
     operations,
@@ -63,8 +62,7 @@ def make_api(jobs: JobsLed) -> FastAPI:
         named = "{job}" in prefix
         parameters = [Depends(job_in_path)] if named else []
         if not (named and clustered):  # a cluster answers for jobs that nobody leads now, too
-            for resource in (job.of_job, explanation.router):
-                app.include_router(resource, prefix=of_job, dependencies=parameters, include_in_schema=named)
+            app.include_router(job.of_job, prefix=of_job, dependencies=parameters, include_in_schema=named)
         for routes in (job, events, tasks, task_leases, members, checkpoints, resizes, operations):
             app.include_router(routes.router, prefix=prefix, dependencies=parameters, include_in_schema=named)
     app.include_router(system.router)

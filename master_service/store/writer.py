@@ -188,11 +188,11 @@ class GroupCommit(ABC):
             sealed = any(isinstance(change, NextEpoch | RestartQueue) for change in decision.changes)
             for change in decision.changes:
                 job.apply(change, now)
-        batch.add(self._tell_all(job, group.told, now))
+        batch.add(self.tell_all(job, group.told, now))
         group.writes = batch.writes
         return group
 
-    def _tell_all(self, job: Job, told: Sequence[tuple[str, Event]], now: float) -> Sequence[Put | Delete]:
+    def tell_all(self, job: Job, told: Sequence[tuple[str, Event]], now: float) -> Sequence[Put | Delete]:
         """In place: the job's events of this transaction, and what writes them."""
         changes = job.events.told(told) if told else ()
         for change in changes:

@@ -236,7 +236,7 @@ def test_answers_that_do_not_wait_for_etcd_tell_events_that_never_happened() -> 
 
 
 def test_events_that_are_written_after_their_change_get_lost() -> None:
-    tell_all: Any = GroupCommit._tell_all
+    tell_all: Any = GroupCommit.tell_all
     late: list[Event] = []
 
     def apart(self: GroupCommit, job: Any, told: list[tuple[str, Event]], now: float) -> Any:
@@ -247,7 +247,7 @@ def test_events_that_are_written_after_their_change_get_lost() -> None:
             self.tell(new)
         return tell_all(self, job, ready, now)
 
-    with replaced(GroupCommit, "_tell_all", apart):
+    with replaced(GroupCommit, "tell_all", apart):
         assert any("without its event" in each for each in first_broken(30))
 
 

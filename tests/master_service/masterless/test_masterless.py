@@ -197,9 +197,7 @@ def test_the_sweeper_reports_a_parameter_servers_storage_error_once_and_so_does_
             await cluster.lose(first)
             [second] = [each for name, each in dispatchers.items() if name != first]
             await until(lambda: second.sweeps, "another sweeper")
-            await until(
-                lambda: told(second) == ["no room"] * 2, "it in the log of the job, which the first one wrote too"
-            )
+            await until(lambda: told(second) == ["no room"] * 2, "it in the log that both write")
 
     run_virtually(main)
 
