@@ -92,7 +92,7 @@ def _master(settings: Settings, etcd: Etcd, name: str, url: str) -> Master | Clu
     ttl_s, scripts = settings.master_ttl_s, LocalScripts(etcd, settings.root, settings.sources)
 
     def storage(spec: JobSpec) -> FileStorage:
-        return FileStorage(spec, scripts.find)
+        return FileStorage(spec, lambda script: scripts.find(script, spec.sources))
 
     if settings.job:
         spec = _read_spec(settings.spec) if settings.spec else None

@@ -20,13 +20,14 @@ import aiohttp
 from aiohttp import web
 
 from shared import etcd as etcd_client
-from shared.errors import CallerError, InvalidArgument, TriremeError
+from shared.errors import CallerError, DeadlineExceeded, InvalidArgument, TriremeError
 from shared.keys import Keys
 from shared.membership.directory import Directory
 from shared.membership.local_script import LocalScripts
 from shared.records import Dispatch, JobSpec, PserverMember, TrainerMember
 from shared.runtime import http, ids, malloc, service, telemetry
 from shared.runtime.network import own_network
+from shared.security.script_digests import ScriptChanged
 from trainer_agent.agent import FAILED, Agent
 from trainer_agent.data_plane.http import HttpPserver, PserverPort, socket_of
 from trainer_agent.data_plane.silence import call_limit_s
@@ -41,6 +42,7 @@ from trainer_agent.waiting.retry import retry
 from trainer_agent.waiting.single_error import SingleErrorGroup
 
 REPORT_S = 30.0
+NEW_SPEC_S = 10.0  # a master writes it when it takes over
 READER_THREADS = 2
 
 _ANOTHER_DISPATCH = {
@@ -118,11 +120,13 @@ async def _train(
     reading = stack.enter_context(ThreadPoolExecutor(READER_THREADS, "read"))
     try:
         scripts = LocalScripts(context.etcd, settings.root, settings.sources)
-        script = await retry(lambda: scripts.find(spec.script), "reading the job's script", REPORT_S)
+        script = await retry(lambda: find_script(context.directory, scripts), "reading the job's script", REPORT_S)
         shared = settings.transport in {"auto", "shm"}
         compute = await asyncio.get_running_loop().run_in_executor(
             computing, _build, spec, script, computing, shared, number_of(settings.name)
         )
+    except ScriptChanged:
+        raise  # not the job's fault: it must not fail because of it
     except CallerError as error:
         await _report_start(master, context.trainer, error)
         return FAILED
@@ -152,6 +156,27 @@ async def _train(
         stopping=stopping,
     )
     return await agent.run()
+
+
+async def find_script(directory: Directory, scripts: LocalScripts) -> Path:
+    """Raises ScriptChanged if a file stays another than the spec says: a job that was started again gets a new spec by its master."""
+    while True:
+        spec = directory.spec
+        assert spec is not None
+        try:
+            return await scripts.find(spec.script, spec.sources)
+        except ScriptChanged as error:
+            await _another_spec(directory, spec, error)
+
+
+async def _another_spec(directory: Directory, known: JobSpec, error: ScriptChanged) -> None:
+    """Raises `error` if there is none within NEW_SPEC_S."""
+    try:
+        await directory.wait_for(
+            lambda view: view.spec is not None and view.spec.sources != known.sources, NEW_SPEC_S, "the job's new spec"
+        )
+    except DeadlineExceeded:
+        raise error from None
 
 
 def _build(spec: JobSpec, script: Path, executor: ThreadPoolExecutor, shared: bool, number: int) -> TorchCompute:

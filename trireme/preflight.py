@@ -39,6 +39,12 @@ class Inspection:
     evaluation_dataset: dict[str, Any] | None
     model: dict[str, Any] | None = None
 
+    @property
+    def readers(self) -> list[str]:
+        """The modules of the user's own readers."""
+        found = (dataset.get("reader") for dataset in (self.dataset, self.evaluation_dataset) if dataset)
+        return [str(reader).partition(":")[0] for reader in found if reader]
+
 
 def check_path(script: Path) -> None:
     """Raises UsageError if there is no such file."""

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from shared.errors import InvalidArgument
 from shared.records.cluster import Source
+from shared.security.script_digests import MAX_FILES, digest_of
 
 OURS = {"trireme", "shared", "trainer_agent", "master_service", "pserver_service"}  # every member has these packages
 
@@ -36,6 +38,35 @@ def read_source(script: Path, modules: Iterable[str] = ()) -> Source:
         where = ".".join(str(part) for part in first["loc"])
         msg = f"{script} cannot be sent with a job: {f'{where}: ' if where else ''}{first['msg']}"
         raise InvalidArgument(msg, hint="give a path or URL that all members can read as the script") from error
+
+
+def digests_of(script: Path, modules: Iterable[str] = ()) -> dict[str, str]:
+    """SHA-256 of the same files, by their path below the script's folder; of the first MAX_FILES. What cannot be read or parsed is
+    left out: its import fails anyway, or needs more than a file. Raises OSError for the script."""
+    script = script.resolve()
+    folder, found = script.parent, {script.name: digest_of(script)}
+    todo = [script, *(path for name in modules for path in _modules_beside(folder, name.partition(".")[0]))]
+    seen = set(todo)
+    while todo and len(found) < MAX_FILES:
+        path = todo.pop(0)
+        try:
+            names = set(_imported(path, path.read_text(encoding="utf-8"))) - OURS
+            found[path.relative_to(folder).as_posix()] = digest_of(path)
+        except (OSError, ValueError, InvalidArgument):  # a link to elsewhere, too
+            continue
+        more = {other for name in names for other in _modules_beside(folder, name)} - seen
+        seen |= more
+        todo += sorted(more)
+    return found
+
+
+def _modules_beside(folder: Path, name: str) -> list[Path]:
+    """As `_beside`, but only of a package with an __init__.py, and not all of a large one: a folder of data may have the name of an
+    installed package."""
+    if (folder / name / "__init__.py").is_file():
+        return [path.resolve() for path in islice((folder / name).rglob("*.py"), MAX_FILES)]
+    module = folder / f"{name}.py"
+    return [module.resolve()] if module.is_file() else []
 
 
 def _text(path: Path) -> str:

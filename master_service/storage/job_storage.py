@@ -12,7 +12,7 @@ from master_service.storage import counting
 from master_service.storage.partial_counts import CountingStopped, PartialCounts
 from shared.checkpoints import stored
 from shared.datasets.custom_reader import find_beside
-from shared.errors import StorageUnreachable
+from shared.errors import DatasetError, InvalidArgument, StorageUnreachable
 from shared.records import JobSpec
 from shared.records.checkpoints import CheckpointRef, Manifest
 from shared.records.datasets import Custom, Dataset
@@ -67,7 +67,10 @@ class FileStorage:
     async def count(self, source: Dataset, task_records: int) -> FileTable:
         beside = None
         if isinstance(source, Custom):
-            script = await self._find_script(self._script)
+            try:
+                script = await self._find_script(self._script)
+            except InvalidArgument as error:
+                raise DatasetError(error.message, hint=error.hint) from error
             find_beside(str(script))
             beside = script.parent
         partial = PartialCounts(self._storage, source, task_records)

@@ -80,7 +80,7 @@ async def take_over(
 
 
 def _agreed_spec(keys: Keys, found: dict[str, KeyValue], given: JobSpec | None) -> JobSpec:
-    """The spec in etcd. `given` may differ in the numbers of members, in nothing else. Raises NotFound, Conflict."""
+    """The spec in etcd. `given` may differ in the numbers of members and in the digests of the script, in nothing else. Raises NotFound, Conflict."""
     stored = found.get(keys.spec)
     if stored is None:
         if given is None:
@@ -103,7 +103,8 @@ def _agreed_spec(keys: Keys, found: dict[str, KeyValue], given: JobSpec | None) 
     numbers = found.get(keys.given)
     known = must_read(GivenNumbers, numbers.key, numbers.value) if numbers is not None else None
     if known is not None and (known.trainers, known.pservers) == (given.trainers, given.pservers):
-        return spec  # the spec of before a resize: its numbers are not wanted anew
+        # the spec of before a resize: its numbers are not wanted anew
+        return spec.model_copy(update={"sources": given.sources})
     return given
 
 

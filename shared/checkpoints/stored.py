@@ -26,7 +26,7 @@ from shared.storage import files, tensor_file
 MAX_MANIFEST_BYTES = 64 << 20
 _DEFINITE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)  # trying again does not help
 # what may differ between the spec a checkpoint was made under and the one it is loaded under
-ELASTIC = ("trainers", "pservers")
+ELASTIC = ("trainers", "pservers", "sources")
 
 
 def checkpoint_uuid(job: str, timeline: int, slots_version: int, step: int) -> str:

@@ -2,7 +2,7 @@
 
 source:<digest>/<file name>   in etcd, stored there by its digest ─┐
 s3://bucket/train.py          read from there                      ├─► <folder>/<digest>/<file name>, written once
-/home/me/train.py             a path: it must be there on this host, and is taken as it is
+/home/me/train.py             a path: it must be there on this host, as it was when the job was created
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import os
 import socket
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from shared.errors import InvalidArgument, PeerError
@@ -18,7 +19,7 @@ from shared.etcd import Etcd
 from shared.etcd.reading import read_record
 from shared.keys import ClusterKeys
 from shared.records.cluster import Source, stored_source
-from shared.security import private_files
+from shared.security import private_files, script_digests
 from shared.storage import files
 
 _HINT = "submit the script again: it is sent with the job"
@@ -33,8 +34,8 @@ class LocalScripts:
     def __repr__(self) -> str:
         return f"<LocalScripts in {self._folder or 'the temporary folder'}>"
 
-    async def find(self, script: str) -> Path:
-        """`script`: that of the job's spec. Raises InvalidArgument if it is not there, or is not what its digest says; PeerError if
+    async def find(self, script: str, sources: Mapping[str, str]) -> Path:
+        """`script`, `sources`: those of the job's spec. Raises ScriptChanged if a file is not what `sources` say; InvalidArgument if it is not there, or is not what its digest says; PeerError if
         etcd or the storage does not answer."""
         try:
             stored = stored_source(script)
@@ -46,7 +47,9 @@ class LocalScripts:
         elif (path := files.local_path(script)) is None:
             source = await self._remote(script)
         elif path.expanduser().is_file():
-            return path.expanduser().absolute()
+            found = path.expanduser().absolute()
+            await asyncio.to_thread(script_digests.check, found, sources)
+            return found
         else:
             raise InvalidArgument(
                 f"there is no script {path} on host {socket.gethostname()}",

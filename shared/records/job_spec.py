@@ -206,8 +206,10 @@ class JobSettings(Record):
 
 
 class JobSpec(JobSettings):
-    """A job's settings, its name, its script (a path, or `source:<digest>/<file name>`) and where its files go; written once."""
+    """A job's settings, its name, its script (a path, or `source:<digest>/<file name>`) and where its files go; written once.
+    `sources`: SHA-256 of the script and of the modules beside it, by their path below its folder; of scripts that are a path."""
 
     job: str = Field(pattern=JOB_NAME)
     script: str
     storage: str
+    sources: dict[str, str] = Field(default_factory=dict, max_length=256)

@@ -19,6 +19,7 @@ from shared.runtime import scheduling, telemetry
 
 DRAIN_SECONDS = 20.0
 LEASE_LOST, INTERRUPTED = 75, 130  # exit codes; 75: the process lost its place in the job, start it again
+EXIT_CODES = {"SCRIPT_CHANGED": 76}  # of errors by which a launcher can tell the user what to do
 READY_FILE = "TRIREME_READY_FILE"
 
 log = telemetry.logger("service")
@@ -70,7 +71,7 @@ async def _guarded(main: Callable[[asyncio.Event], Awaitable[int]], drain_s: flo
         return INTERRUPTED
     except TriremeError as error:
         _report(error)
-        return 1
+        return EXIT_CODES.get(error.code, 1)
     except ExceptionGroup as group:
         expected, rest = group.split(TriremeError)
         if rest is not None or expected is None:

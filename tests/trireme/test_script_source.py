@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 from shared.errors import InvalidArgument
+from shared.records import JobSpec
 from shared.records.cluster import SOURCE_BYTES
-from trireme.script_source import read_source
+from shared.security.script_digests import MAX_FILES
+from trireme.script_source import digests_of, read_source
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -57,3 +60,36 @@ def test_the_example_goes_with_the_module_that_prepares_its_data() -> None:
 def test_what_cannot_be_sent_is_one_clear_error(tmp_path: Path, files: dict[str, str], told: str) -> None:
     with pytest.raises(InvalidArgument, match=told):
         read_source(write(tmp_path, **files))
+
+
+def test_digests_are_of_what_is_imported_from_beside_the_script(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        train="import os, prepare, torch\nimport features.text\nimport data\nimport broken\n",
+        prepare="",
+        broken="def f(:",
+        unused="",
+        reader="import deep",
+        deep="",
+        features__text="",
+        data__picture="",
+    )
+    (tmp_path / "features" / "__init__.py").touch()
+    found = digests_of(script, ["reader", "pyarrow.lib"])
+    assert sorted(found) == [
+        "deep.py",
+        "features/__init__.py",
+        "features/text.py",
+        "prepare.py",
+        "reader.py",
+        "train.py",
+    ]
+    assert found["prepare.py"] == sha256(b"").hexdigest()
+    write(tmp_path, prepare="x = 1")
+    assert {name for name, digest in digests_of(script, ["reader"]).items() if found[name] != digest} == {"prepare.py"}
+
+
+def test_digests_are_of_a_bounded_number_of_files(tmp_path: Path) -> None:
+    script = write(tmp_path, train="import large", **{f"large__m{number}": "" for number in range(MAX_FILES + 10)})
+    (tmp_path / "large" / "__init__.py").touch()
+    assert len(digests_of(script)) == MAX_FILES == JobSpec.model_fields["sources"].metadata[0].max_length

@@ -29,6 +29,7 @@ from trireme.launch.member_numbers import cores, pservers_for
 from trireme.launch.model_facts import Facts
 from trireme.launch.processes import ForkServer
 from trireme.preflight import ScriptError, check_path, inspect
+from trireme.script_source import digests_of
 from trireme.settings import (
     SETTINGS,
     Setting,
@@ -103,7 +104,7 @@ async def _run(request: RunRequest) -> int:
             dataset=inspection.dataset,
             evaluation_dataset=inspection.evaluation_dataset,
             storage=run_storage.place_of(base, job, (data_dir / job).absolute()),
-        )
+        ).model_copy(update={"sources": await asyncio.to_thread(digests_of, request.script, inspection.readers)})
         if spec.named_tasks:
             name = "pre_tasks" if spec.pre_tasks else "post_tasks"
             msg = f"{settings[name].origin}: pre- and post-tasks run on members of a cluster, and trireme run has none"

@@ -17,7 +17,7 @@ from typing import IO
 
 from shared.errors import TriremeError
 from shared.runtime import clock
-from shared.runtime.service import READY_FILE
+from shared.runtime.service import EXIT_CODES, READY_FILE
 from shared.security import private_files
 from trireme.launch.processes import Process, Start, spawn
 
@@ -40,6 +40,8 @@ class Exit:
     lived_s: float
 
     def __str__(self) -> str:
+        if self.code == EXIT_CODES["SCRIPT_CHANGED"]:
+            return "its script or a module has changed since the job was created: restore it, or stop the job and start it again"
         return signal.Signals(-self.code).name if self.code < 0 else f"exit code {self.code}"
 
 

@@ -110,7 +110,8 @@ def decide(
         more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
         msg = f"job {spec.job} in {folder} {what} with {name} = {before!r}; now {name} = {now!r} is asked for{more}"
         raise Conflict(msg, hint=choice, differing=[name for name, _, _ in different])
-    changed = bool(previous.script) and previous.script != script
+    known = bool(old.sources)  # an earlier version fixed none
+    changed = (bool(previous.script) and previous.script != script) or (known and old.sources != spec.sources)
     if previous.phase is Phase.COMPLETED:
         if changed:
             msg = f"job {spec.job} in {folder} is completed with another version of {spec.script}"
@@ -126,7 +127,7 @@ def decide(
         msg = f"job {spec.job} in {folder} is unfinished and its model has changed: {different_model}"
         hint = "its checkpoints hold the old model: restore the script, use another name (--job NAME), or --fresh to start from the beginning"
         raise Conflict(msg, hint=hint)
-    members = ", ".join(f"{before} -> {now} {name}" for name, before, now in changes)
+    members = ", ".join(f"{before} -> {now} {name}" for name, before, now in changes if name != "sources")
     note = f"; {Path(spec.script).name} has changed since the job began" if changed else ""
     what = f"failed before ({reason})" if previous.resumable else "is unfinished"
     return Plan(Start.RESUME, f"job {spec.job} {what}: it resumes{f' ({members})' if members else ''}{note}")

@@ -79,7 +79,9 @@ async def _begin(settings: Settings) -> tuple[ClusterJob, Path]:
                 if found is None:
                     raise InvalidArgument(f"there is no job {settings.job} any more")
                 job = must_read(ClusterJob, key, found.value)
-                return job, await LocalScripts(etcd, settings.root, settings.sources).find(job.spec.script)
+                return job, await LocalScripts(etcd, settings.root, settings.sources).find(
+                    job.spec.script, job.spec.sources
+                )
             except CallerError:
                 raise
             except PeerError:

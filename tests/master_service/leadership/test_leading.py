@@ -17,7 +17,8 @@ from shared.errors import NotLeader, NotReady, StateUnreadable
 from shared.etcd import Compare, Etcd
 from shared.etcd.reading import read_below
 from shared.etcd.results import RangeResult
-from shared.records import FailureCause, MasterAddress, Mode, Phase, Stage, UserFailure
+from shared.records import FailureCause, JobSpec, MasterAddress, Mode, Phase, Stage, UserFailure
+from shared.records.assignments import GivenNumbers
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.cluster import (
@@ -144,6 +145,23 @@ def test_another_spec_under_the_same_name_is_refused() -> None:
         cluster.spec = spec_of(epochs=7)
         with pytest.raises(Exception, match="exists with another spec: epochs is 1 there and 7 here"):
             await cluster.master("m2").run(asyncio.Event())
+
+    run_virtually(main)
+
+
+def test_a_job_that_is_started_again_after_an_edit_gets_the_new_digests_also_after_a_resize() -> None:
+    async def main() -> None:
+        cluster = MasterCluster(spec_of(sources={"s.py": "old"}))
+        async with leading(cluster.master()):
+            pass
+        resized = spec_of(sources={"s.py": "old"}, trainers=5)
+        await cluster.etcd.put(KEYS.spec, resized.to_bytes())
+        given = GivenNumbers(trainers=cluster.spec.trainers, pservers=cluster.spec.pservers)
+        await cluster.etcd.put(KEYS.given, given.to_bytes())
+        cluster.spec = spec_of(sources={"s.py": "new"})
+        async with leading(cluster.master("m2")):
+            stored = await cluster.etcd.get(KEYS.spec)
+            assert JobSpec.model_validate_json(stored.value) == resized.model_copy(update={"sources": {"s.py": "new"}})
 
     run_virtually(main)
 

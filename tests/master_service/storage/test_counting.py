@@ -19,11 +19,15 @@ from master_service.storage.counting import count_records, load, save
 from master_service.storage.job_storage import FileStorage
 from master_service.storage.partial_counts import CountingStopped, PartialCounts
 from shared.errors import DatasetError, NotFound
+from shared.etcd import Etcd
+from shared.membership.local_script import LocalScripts
 from shared.records import JobSpec
 from shared.records.datasets import Bytes, Csv, Custom, JsonLines, Npy, Parquet, TextLines
 from shared.storage import files
+from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.waiting import until
 from trainer_agent.script.sample_records import first_records
+from trireme.script_source import digests_of
 
 
 def test_offsets_are_the_bytes_where_tasks_start(tmp_path):
@@ -285,3 +289,19 @@ async def test_a_master_that_is_stopped_while_it_counts_ends_soon_and_keeps_its_
     table = await FileStorage(spec).count(dataset, 2)
     assert (len(table.files), table.records) == (40, 120)
     assert kept() == []
+
+
+async def test_the_module_of_a_reader_that_changed_since_the_job_was_created_is_not_imported(tmp_path):
+    (tmp_path / "own_reader.py").write_text("raise AssertionError('it was imported')")
+    script = tmp_path / "train.py"
+    script.write_text("")
+    dataset = Custom("u", reader="own_reader:reader")
+    sources = digests_of(script, ["own_reader"])
+    spec = JobSpec(job="j", script=str(script), storage=str(tmp_path / "job"), dataset=dataset, sources=sources)
+    scripts = LocalScripts(Etcd(SimulatedEtcd().transport("master")), "trireme")
+    storage = FileStorage(spec, lambda path: scripts.find(path, spec.sources))
+    with pytest.raises(DatasetError, match="it was imported"):
+        await storage.count(dataset, 1)
+    (tmp_path / "own_reader.py").write_text("reader = None")
+    with pytest.raises(DatasetError, match=r"own_reader\.py has changed since the job was created"):
+        await storage.count(dataset, 1)

@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shared.runtime.service import EXIT_CODES
+from shared.security.script_digests import ScriptChanged
 from trireme.launch.child import Child, Exit, tail_of
 
 pytestmark = pytest.mark.processes
@@ -57,6 +59,7 @@ def test_the_tail_of_a_log_is_its_last_lines(tmp_path):
 
 def test_an_end_is_told_in_words():
     assert [str(Exit(1, code, 0.0)) for code in (0, 3, -9, -11)] == ["exit code 0", "exit code 3", "SIGKILL", "SIGSEGV"]
+    assert "stop the job and start it again" in str(Exit(1, EXIT_CODES[ScriptChanged.code], 0.0))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PDEATHSIG is Linux's")

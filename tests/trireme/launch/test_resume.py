@@ -44,7 +44,12 @@ def test_an_unfinished_job_goes_on_with_any_number_of_members(tmp_path):
 
 def test_a_changed_script_is_told_when_a_job_goes_on(tmp_path):
     plan = decide(left(tmp_path, spec_of()), spec_of(), tmp_path, script="another")
-    assert plan.sentence == "job ctr is unfinished: it resumes; s.py has changed since the job began"
+    told = "job ctr is unfinished: it resumes; s.py has changed since the job began"
+    assert plan.sentence == told
+    before = resume.PreviousRun(spec_of(sources={"s.py": "1", "module.py": "2"}), "digest")
+    module = spec_of(sources={"s.py": "1", "module.py": "3"})
+    assert decide(before, module, tmp_path) == resume.Plan(Start.RESUME, told), "a module beside it counts, too"
+    assert decide(before, before.spec, tmp_path).sentence == "job ctr is unfinished: it resumes"
 
 
 @pytest.mark.parametrize("phase", [None, "COMPLETED"])
