@@ -77,7 +77,7 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
             )
             directory = Directory(etcd, Keys(settings.job, settings.root))
             own_index = OwnIndex(etcd, directory, record, own_number(settings.name))
-            connect = partial(HttpHandoff, token=settings.token, tls=settings.tls.client())
+            connect = partial(HttpHandoff, token=settings.own_token, tls=settings.tls.client())
             member = Member(PserverContext(etcd, directory, pserver, own_index, background, connect))
             service.ready()
             service.settled()

@@ -89,7 +89,7 @@ async def serve(
         etcd = settings.connect()
         stack.push_async_callback(etcd.close)
         directory = Directory(etcd, Keys(settings.job, settings.root))
-        client = await stack.enter_async_context(http.session(settings.token, tls=settings.tls.client()))
+        client = await stack.enter_async_context(http.session(settings.own_token, tls=settings.tls.client()))
         group = await stack.enter_async_context(SingleErrorGroup())
         stack.callback(group.create_task(directory.run()).cancel)
         telemetry.configure(level=settings.log_level, service="trainer", job=settings.job, member=trainer)
@@ -212,7 +212,7 @@ class Connections(AbstractAsyncContextManager["Connections"]):
         return self._open[member.incarnation]
 
     def _port(self, member: PserverMember) -> HttpPserver:
-        token, stall_s, transport = self._settings.token, self._stall_s, self._settings.transport
+        token, stall_s, transport = self._settings.own_token, self._stall_s, self._settings.transport
         if transport in {"tcp", "http"}:
             member = member.model_copy(update={"uds": ""})
         elif transport != "auto" and not socket_of(member):

@@ -42,7 +42,12 @@ class HttpHandoff:
     """A HandoffPort by plain requests over TCP. Close it."""
 
     def __init__(
-        self, member: PserverMember, token: str = "", *, tls: ssl.SSLContext | None = None, stall_s: float = STALL_S
+        self,
+        member: PserverMember,
+        token: http.Token = "",
+        *,
+        tls: ssl.SSLContext | None = None,
+        stall_s: float = STALL_S,
     ) -> None:
         self._member, self._stall_s = member, stall_s
         self._token, self._tls = token, tls

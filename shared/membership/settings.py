@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -14,14 +15,16 @@ from shared.etcd import Etcd
 from shared.membership.etcd_access import EtcdAccess, split
 from shared.security.access import Access, is_loopback
 from shared.security.tls import Tls
-from shared.security.tokens import Tokens
+from shared.security.tokens import OwnToken, Tokens, parse_table
 
+TOKENS = ("token", "token_file", "tokens", "tokens_file")
 CONFIGURATION = 2  # exit code of a process whose settings cannot be used
 
 
 class MemberSettings(BaseSettings):
-    """TRIREME_JOB, TRIREME_ETCD (urls with commas between), ... `token`: what this process shows to others; it accepts it, too, with
-    all roles, unless `tokens_file` has a table of those that it accepts. `advertise`: the host that peers use. `allowed_hosts`:
+    """TRIREME_JOB, TRIREME_ETCD (urls with commas between), ... `token`, or the content of `token_file`: what this process shows to
+    others; it accepts it, too, with all roles, unless `tokens_file` is a table of those that it accepts, or `tokens` such a table
+    as text. `advertise`: the host that peers use. `allowed_hosts`:
     more names by which requests may call this service. `tls_...`: see Tls. `sources`: the folder for scripts that come from etcd or from a URL; "": a
     folder of this user below the system's temporary one."""
 
@@ -41,6 +44,8 @@ class MemberSettings(BaseSettings):
     tls_key: str = ""
     tls_mutual: bool = False
     token: str = ""
+    token_file: Path | None = None
+    tokens: str = ""
     tokens_file: Path | None = None
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
     host: str = "127.0.0.1"
@@ -54,10 +59,15 @@ class MemberSettings(BaseSettings):
     def _parts(cls, value: object) -> object:
         return split(value) if isinstance(value, str) else value
 
+    @field_validator("token_file", "tokens_file", mode="before")
+    @classmethod
+    def _no_file(cls, value: object) -> object:
+        return value or None
+
     @field_validator("host")
     @classmethod
     def _protected(cls, value: str, info: ValidationInfo) -> str:
-        if not (is_loopback(value) or info.data.get("token") or info.data.get("tokens_file")):
+        if not (is_loopback(value) or any(info.data.get(name) for name in TOKENS)):
             msg = f"{value} lets other hosts reach this process, and no token protects it; set TRIREME_TOKEN or TRIREME_TOKENS_FILE"
             raise ValueError(msg)
         return value
@@ -84,7 +94,13 @@ class MemberSettings(BaseSettings):
     def access(self) -> Access:
         """Who may use this process. Raises InvalidArgument: the table of tokens cannot be used."""
         hosts = (self.host, self.advertise, self.advertised, *self.allowed_hosts)
-        return Access.of(Tokens(self.tokens_file, self.token), hosts)
+        table = parse_table(self.tokens, "TRIREME_TOKENS") if self.tokens else None
+        return Access.of(Tokens(self.tokens_file, self.own_token(), table), hosts)
+
+    @cached_property
+    def own_token(self) -> OwnToken:
+        """Raises InvalidArgument: its file cannot be used."""
+        return OwnToken(self.token, self.token_file)
 
     @property
     def tls(self) -> Tls:

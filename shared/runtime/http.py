@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -13,8 +14,15 @@ from shared.errors import DeadlineExceeded, PeerError, TriremeError, Unauthorize
 
 PROBE_TIMEOUT_S = 1.0
 
+Token: TypeAlias = str | Callable[[], str]  # a function is asked before each request: tokens are rotated
 
-def session(token: str = "", *, uds: str = "", tls: ssl.SSLContext | None = None) -> aiohttp.ClientSession:
+
+def text_of(token: Token) -> str:
+    """As it is now."""
+    return token if isinstance(token, str) else token()
+
+
+def session(token: Token = "", *, uds: str = "", tls: ssl.SSLContext | None = None) -> aiohttp.ClientSession:
     """A client session; `uds` routes every request through that UNIX socket. `tls`: for https. Close it (`async with`).
 
     No total timeout: each call gives its own. Connecting takes at most 2 s.
@@ -22,9 +30,15 @@ def session(token: str = "", *, uds: str = "", tls: ssl.SSLContext | None = None
     connector = (
         aiohttp.UnixConnector(path=uds) if uds else aiohttp.TCPConnector(limit=0, ttl_dns_cache=60, ssl=tls or True)
     )
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=2.0)
-    return aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout, auto_decompress=False)
+
+    async def show(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+        if given := text_of(token):
+            request.headers["Authorization"] = f"Bearer {given}"
+        return await send(request)
+
+    middlewares = (show,) if token else ()
+    return aiohttp.ClientSession(connector=connector, middlewares=middlewares, timeout=timeout, auto_decompress=False)
 
 
 async def call_json(

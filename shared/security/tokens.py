@@ -80,7 +80,7 @@ def digest_of(token: str) -> str:
 
 def read_table(path: Path) -> TokenTable:
     """Raises InvalidArgument if the file cannot be read, is no table, or is not for its owner alone."""
-    return _parsed(path, _read(path))
+    return parse_table(private_text(path), str(path))
 
 
 def check_private(path: Path, found: os.stat_result) -> None:
@@ -97,58 +97,26 @@ def check_private(path: Path, found: os.stat_result) -> None:
 
 def private_text(path: Path, limit_bytes: int = FILE_BYTES) -> str:
     """The content of a file that holds secrets. Raises InvalidArgument: see `check_private`, or it has more than `limit_bytes`."""
-    return _read(path, limit_bytes).decode(errors="replace")
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO must not stop us
+        with os.fdopen(descriptor, "rb") as file:
+            check_private(path, os.fstat(descriptor))
+            content = file.read(limit_bytes + 1)
+    except OSError as error:
+        raise InvalidArgument(f"{path} cannot be read: {error.strerror}") from error
+    if len(content) > limit_bytes:
+        raise InvalidArgument(f"{path} has more than {limit_bytes} bytes")
+    return content.decode(errors="replace")
 
 
-class Tokens:
-    """Those that a service accepts: of the table in `file`, else `given` as admin's, else nobody is asked for one. Raises
-    InvalidArgument if the file cannot be used. A change of the file counts within a second; a change for the worse (no table, other
-    users can read it) is told in the log, and the table before it goes on."""
-
-    def __init__(self, file: Path | None = None, given: str = "") -> None:
-        self._file = file
-        self._table = TokenTable()
-        self._seen: tuple[int, ...] = ()
-        self._looked = clock.monotonic()
-        if file is not None:
-            self._seen = _state_of(file)
-            self._table = read_table(file)
-        elif given:
-            self._table = TokenTable(tokens=(TokenRecord(name="given", role=Role.ADMIN, sha256=digest_of(given)),))
-        self.required = file is not None or bool(given)
-
-    def __repr__(self) -> str:
-        return (
-            f"<Tokens: {len(self._table.tokens)} of {self._file or 'the environment'}>"
-            if self.required
-            else "<Tokens: none>"
-        )
-
-    def role_of(self, token: str) -> Role | None:
-        """None: it is unknown or over. The time that this takes tells nothing about the tokens."""
-        self._follow()
-        given, now = digest_of(token), clock.wall_time()
-        role = None
-        for each in self._table.tokens:
-            if hmac.compare_digest(each.sha256, given) and not each.is_over(now):
-                role = each.role
-        return role
-
-    def _follow(self) -> None:
-        now = clock.monotonic()
-        if self._file is None or now - self._looked < LOOK_S:
-            return
-        self._looked = now
-        seen = _state_of(self._file)
-        if seen == self._seen:
-            return
-        self._seen = seen
-        try:
-            self._table = read_table(self._file)
-        except InvalidArgument as error:
-            log.warning("tokens_unreadable", cause=error.message, hint=error.hint)
-        else:
-            log.info("tokens_read", count=len(self._table.tokens))
+def parse_table(text: str, name: str) -> TokenTable:
+    """`name`: where it comes from. Raises InvalidArgument, without any value of it: one may be a secret."""
+    try:
+        return TokenTable.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        msg = f"{name} is no table of tokens: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise InvalidArgument(msg, hint="`trireme token create` writes one") from None
 
 
 def _state_of(path: Path) -> tuple[int, ...]:
@@ -160,24 +128,88 @@ def _state_of(path: Path) -> tuple[int, ...]:
     return (found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size)
 
 
-def _read(path: Path, limit_bytes: int = FILE_BYTES) -> bytes:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO must not stop us
-        with os.fdopen(descriptor, "rb") as file:
-            check_private(path, os.fstat(descriptor))
-            content = file.read(limit_bytes + 1)
-    except OSError as error:
-        raise InvalidArgument(f"{path} cannot be read: {error.strerror}") from error
-    if len(content) > limit_bytes:
-        raise InvalidArgument(f"{path} has more than {limit_bytes} bytes")
-    return content
+class OwnToken:
+    """What a process shows to others: `text`, else the content of `file`, read again when it changed (looked for at most once a
+    second). Raises InvalidArgument if the file cannot be used."""
+
+    def __init__(self, text: str = "", file: Path | None = None) -> None:
+        self._file = None if text else file
+        self._text, self._looked = text, clock.monotonic()
+        self._seen: tuple[int, ...] = ()
+        if self._file is not None:
+            self._seen = _state_of(self._file)
+            self._text = private_text(self._file).strip()
+
+    def __repr__(self) -> str:
+        return f"<OwnToken {'none' if not self._text else self._file or 'of the environment'}>"
+
+    def __call__(self) -> str:
+        """ "": it has none. A file that cannot be read any more leaves what was read before."""
+        now = clock.monotonic()
+        if self._file is None or now - self._looked < LOOK_S:
+            return self._text
+        self._looked = now
+        if (seen := _state_of(self._file)) != self._seen:
+            self._seen = seen
+            try:
+                self._text = private_text(self._file).strip()
+            except InvalidArgument as error:
+                log.warning("token_unreadable", cause=error.message, hint=error.hint)
+        return self._text
 
 
-def _parsed(path: Path, content: bytes) -> TokenTable:
-    try:
-        table = TokenTable.model_validate_json(content)
-    except ValidationError as error:
-        first = error.errors(include_input=False)[0]  # the input may be a secret
-        msg = f"{path} is no table of tokens: {'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise InvalidArgument(msg, hint="`trireme token create` writes one") from None
-    return table
+class Tokens:
+    """Those that a service accepts: of the table in `file`, else of `table`, else `given` as an admin's, else nobody is asked for one.
+    Raises InvalidArgument if the file cannot be used. A token that comes into the file counts at once, one that goes within a
+    second; a change for the worse (no table, other users can read it) is told in the log, and the table before it goes on."""
+
+    def __init__(self, file: Path | None = None, given: str = "", table: TokenTable | None = None) -> None:
+        self._file = file
+        self._table = table or TokenTable()
+        self._seen: tuple[int, ...] = ()
+        self._looked = clock.monotonic()
+        if file is not None:
+            self._seen = _state_of(file)
+            self._table = read_table(file)
+        elif given and table is None:
+            self._table = TokenTable(tokens=(TokenRecord(name="given", role=Role.ADMIN, sha256=digest_of(given)),))
+        self.required = file is not None or table is not None or bool(given)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Tokens: {len(self._table.tokens)} of {self._file or 'the environment'}>"
+            if self.required
+            else "<Tokens: none>"
+        )
+
+    def role_of(self, token: str) -> Role | None:
+        """None: it is unknown or over. The time that this takes tells nothing about the tokens."""
+        if self._file is not None and clock.monotonic() - self._looked >= LOOK_S:
+            self._follow(self._file)
+        role = self._found(token)
+        if role is None and self._file is not None and self._follow(self._file):
+            return self._found(token)
+        return role
+
+    def _found(self, token: str) -> Role | None:
+        given, now = digest_of(token), clock.wall_time()
+        role = None
+        for each in self._table.tokens:
+            if hmac.compare_digest(each.sha256, given) and not each.is_over(now):
+                role = each.role
+        return role
+
+    def _follow(self, file: Path) -> bool:
+        """Whether the file has changed."""
+        self._looked = clock.monotonic()
+        seen = _state_of(file)
+        if seen == self._seen:
+            return False
+        self._seen = seen
+        try:
+            self._table = read_table(file)
+        except InvalidArgument as error:
+            log.warning("tokens_unreadable", cause=error.message, hint=error.hint)
+        else:
+            log.info("tokens_read", count=len(self._table.tokens))
+        return True

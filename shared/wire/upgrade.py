@@ -9,6 +9,7 @@ from typing import TypeVar, cast
 from urllib.parse import urlsplit
 
 from shared.errors import DeadlineExceeded, Forbidden, PeerError, Unauthorized
+from shared.runtime.http import Token, text_of
 from shared.wire.stream import PATH, UPGRADE, FrameStream
 
 HEAD_BYTES = 16 << 10
@@ -25,7 +26,7 @@ async def upgrade(
     make: Callable[[], Stream],
     *,
     uds: str = "",
-    token: str = "",
+    token: Token = "",
     tls: ssl.SSLContext | None = None,
     limit_s: float = 2.0,
 ) -> Stream:
@@ -34,8 +35,8 @@ async def upgrade(
     loop, parts = asyncio.get_running_loop(), urlsplit(url)
     where = uds or url
     request = [f"GET {PATH} HTTP/1.1", f"Host: {parts.netloc}", f"Upgrade: {UPGRADE}", "Connection: Upgrade"]
-    if token:
-        request.append(f"Authorization: Bearer {token}")
+    if given := text_of(token):
+        request.append(f"Authorization: Bearer {given}")
     handshake: _Handshake | None = None
     try:
         async with asyncio.timeout(limit_s):

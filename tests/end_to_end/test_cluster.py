@@ -110,7 +110,7 @@ def test_a_cluster_that_was_ended_goes_on_with_its_jobs_and_is_found_from_elsewh
     try:
         elsewhere = trireme.folder / "elsewhere"
         elsewhere.mkdir()
-        token = Path(facts["folder"]) / "token"
+        token = Path(facts["folder"]) / "tokens" / "admin"
         assert token.stat().st_mode & 0o077 == 0
         there = {"TRIREME_URL": facts["url"], "TRIREME_TOKEN_FILE": str(token), "TRIREME_DATA_DIR": str(elsewhere)}
         seen = trireme.run("status", "a", "--json", **there)

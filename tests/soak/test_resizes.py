@@ -13,6 +13,7 @@ from contextlib import suppress
 import pytest
 
 from shared.errors import DeadlineExceeded, NotReady, PeerError
+from shared.security.token_folder import admin_token
 from tests.soak.run import POLL_S, Run, SoakError
 from tests.soak.soak import undisturbed
 from tests.soak.verify import check_bits, check_exactly_once, check_records
@@ -35,7 +36,7 @@ async def asked(run: Run, call):
     while True:
         run.check()
         with suppress(*AWAY):
-            async with Client(run.url) as client:
+            async with Client(run.url, token=admin_token(run.folder)) as client:
                 return await call(client)
         if time.monotonic() > deadline:
             raise SoakError(f"no master answered within {LIMIT_S:g} s:\n{run.tail()}")

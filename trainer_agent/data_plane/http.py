@@ -72,7 +72,7 @@ class HttpPserver:
     """A PserverPort by plain requests; uses the member's UNIX socket if it is on this host. Close it (`async with`)."""
 
     def __init__(
-        self, member: PserverMember, token: str = "", *, tls: ssl.SSLContext | None = None, stall_s: float = 30.0
+        self, member: PserverMember, token: http.Token = "", *, tls: ssl.SSLContext | None = None, stall_s: float = 30.0
     ) -> None:
         self.member = member
         self._token, self._tls = token, tls

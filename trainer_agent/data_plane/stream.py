@@ -18,7 +18,7 @@ from itertools import count
 from shared.errors import BadFrame, CallerError, DeadlineExceeded, NotReady, PeerError, TriremeError, from_map
 from shared.lanes import Interval
 from shared.records import PserverMember, Record
-from shared.runtime import clock, telemetry
+from shared.runtime import clock, http, telemetry
 from shared.wire import codec
 from shared.wire.lending import NOTHING, Offers, Place, place_in
 from shared.wire.messages import (
@@ -280,7 +280,7 @@ class StreamPserver(HttpPserver):
     def __init__(
         self,
         member: PserverMember,
-        token: str = "",
+        token: http.Token = "",
         *,
         tls: ssl.SSLContext | None = None,
         stall_s: float = 30.0,

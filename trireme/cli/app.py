@@ -28,6 +28,7 @@ from trireme.cli.options import (
     EtcdUser,
     GlobalBatchSize,
     GradientDtype,
+    Insecure,
     Job,
     Json,
     Lanes,
@@ -42,6 +43,7 @@ from trireme.cli.options import (
     Url,
     WaitS,
 )
+from trireme.cli.security import commands as security_commands
 
 app = typer.Typer(
     name="trireme",
@@ -56,9 +58,10 @@ app.add_typer(chaos, name="chaos")
 
 _WHICH = typer.Argument(help="A step, or the beginning of a checkpoint's uuid.", metavar="CHECKPOINT")
 Which = Annotated[str | None, _WHICH]
-_NOT_SETTINGS = {"script", "assignments", "check", "fresh", "dry_run", "as_json"}  # of `trireme run`
+_NOT_SETTINGS = {"script", "assignments", "check", "fresh", "dry_run", "as_json", "insecure"}  # of `trireme run`
 checkpoint = typer.Typer(help="Checkpoints of a job, running or not.", no_args_is_help=True)
 app.add_typer(checkpoint, name="checkpoint")
+app.add_typer(security_commands.token, name="token")
 
 
 @app.command()
@@ -102,9 +105,7 @@ def run(
     etcd_key: EtcdKey = None,
     host: Annotated[
         str | None,
-        typer.Option(
-            help="Address at which members listen. Default: 127.0.0.1. Others need TRIREME_TOKEN.", metavar="ADDRESS"
-        ),
+        typer.Option(help="Address at which members listen. Default: 127.0.0.1.", metavar="ADDRESS"),
     ] = None,
     advertise: Advertise = None,
     storage: Annotated[
@@ -123,6 +124,7 @@ def run(
         ),
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job's spec as JSON and start nothing.")] = False,
+    insecure: Insecure = False,
     as_json: Json = False,
 ) -> None:
     """Train SCRIPT on this machine: etcd, master, parameter servers and trainers run as supervised processes.
@@ -144,7 +146,14 @@ def run(
 
     flags = {name: value for name, value in given.items() if name not in _NOT_SETTINGS}
     request = RunRequest(
-        script, flags, tuple(assignments or ()), check=check, dry_run=dry_run, fresh=fresh, as_json=as_json
+        script,
+        flags,
+        tuple(assignments or ()),
+        check=check,
+        dry_run=dry_run,
+        fresh=fresh,
+        as_json=as_json,
+        insecure=insecure,
     )
     raise typer.Exit(run_command(request))
 

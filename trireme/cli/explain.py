@@ -20,7 +20,7 @@ from shared.membership.settings import MemberSettings
 from shared.records import JobState, MasterAddress, MasterLock, Phase
 from shared.runtime import telemetry
 from trireme.cli import exit_codes
-from trireme.cli.targets import Target, checked_name, target_in_cluster
+from trireme.cli.targets import Target, checked_name, target_in_cluster, token_of_run
 from trireme.launch import resume, run_folder
 from trireme.view.client import MASTERLESS
 from trireme.view.job_address import address_of, given_token, open_client
@@ -59,7 +59,7 @@ async def _explained(job: str | None, data_dir: Path | None, url: str) -> Explan
     if facts is None:
         return explanation_of(name, _no_master(name, None, folder, "no master of this run has led yet"))
     try:
-        return await _asked(Target(address, given_token()))
+        return await _asked(Target(address, token_of_run(folder)))
     except (PeerError, CallerError) as error:
         if isinstance(error, Unauthorized):
             raise
@@ -98,7 +98,7 @@ async def _by_etcd(
         return explanation_of(job, _no_sweeper(job, state, leader, str(error)))
     if leader and leader != asked:
         try:
-            return await _asked(Target(address_of(leader, job), given_token()))
+            return await _asked(Target(address_of(leader, job), token_of_run(folder) if folder else given_token()))
         except PeerError as failed:
             error = failed
     if leader and error is not None:

@@ -62,6 +62,11 @@ Advertise = Annotated[
     ),
 ]
 
+Insecure = Annotated[
+    bool,
+    typer.Option("--insecure", help="Ask nobody for a token. Members then listen on loopback addresses only."),
+]
+
 # of `run` and `submit`
 Script = Annotated[Path, typer.Argument(help="A Python file that defines model, dataset, loss and optimizer.")]
 Mode = Annotated[str | None, typer.Option(help="sync (deterministic) or async.", metavar="sync|async")]

@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ from shared.membership.etcd_access import EtcdAccess
 from shared.records import Dispatch, FailureCause, JobSpec, JobState, Phase
 from shared.runtime import telemetry
 from shared.security import private_files
+from shared.security.access import is_loopback
+from shared.security.token_folder import TokenFolder
 from trireme import existing_etcd
 from trireme.cli import exit_codes
 from trireme.existing_etcd import access_of
@@ -62,6 +63,7 @@ class RunRequest:
     dry_run: bool = False
     fresh: bool = False
     as_json: bool = False
+    insecure: bool = False
 
 
 def run_command(request: RunRequest) -> int:
@@ -83,7 +85,7 @@ async def _run(request: RunRequest) -> int:
     with interrupt, ForkServer() as forks:
         outer = outside_script(request.flags, request.assignments)
         check_fields(outer)  # first: importing torch takes seconds, and a wrong flag should be told at once
-        access, options = access_of(outer), _options(outer)
+        access, options = access_of(outer), _options(outer, insecure=request.insecure)
         if not request.dry_run:
             if options["port"]:
                 run_folder.check_port(options["host"], options["port"])
@@ -136,29 +138,38 @@ async def _run(request: RunRequest) -> int:
             elif resumes:
                 existing_etcd.check_same_kind(previous.etcd, folder, job)
             _prepare(folder, plan.start, script, inspection.model, access)
-            return await _train(spec, folder, {**options, "etcd": access}, interrupt, forks, as_json=request.as_json)
+            tokens = tokens_of(folder, insecure=request.insecure)
+            options |= {"etcd": access, "tokens": tokens}
+            return await _train(spec, folder, options, interrupt, forks, as_json=request.as_json)
 
 
-def _options(settings: Mapping[str, Setting]) -> dict[str, Any]:
-    """What the command line says of the cluster beside the job. Raises UsageError."""
+def host_in(settings: Mapping[str, Setting], *, insecure: bool) -> str:
+    """Where members listen. Raises UsageError if others reach it and no token shall protect it."""
     host = str(settings["host"].value) if "host" in settings else HOST
-    if not _is_loopback(host) and not os.environ.get("TRIREME_TOKEN"):
-        msg = f"{settings['host'].origin} = {host} lets other hosts reach the job's REST API and parameters, and no token protects them"
-        raise UsageError(msg, hint="set TRIREME_TOKEN to a secret of your own, here and for every command and member")
+    if insecure and not is_loopback(host):
+        msg = f"{settings['host'].origin} = {host} lets other hosts reach all members, and --insecure protects nothing"
+        raise UsageError(msg, hint="leave --insecure out: members and commands then use tokens that are made for them")
+    return host
+
+
+def tokens_of(folder: Path, *, insecure: bool) -> TokenFolder | None:
+    """Of a run or a cluster, made if there are none; TRIREME_TOKEN is one of an admin. None: `insecure`. Raises InvalidArgument."""
+    if insecure:
+        return None
+    tokens = TokenFolder(folder)
+    tokens.prepare(os.environ.get("TRIREME_TOKEN", ""))
+    return tokens
+
+
+def _options(settings: Mapping[str, Setting], *, insecure: bool) -> dict[str, Any]:
+    """What the command line says of the cluster beside the job. Raises UsageError."""
+    host = host_in(settings, insecure=insecure)
     return {
         "host": host,
         "advertise": str(settings["advertise"].value) if "advertise" in settings else "",
         "port": number_in(settings, "port", 65535),
         **{name: number_in(settings, name, 16) for name in ("standbys", "spare_pservers")},
     }
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether only this host reaches it; a name other than `localhost` may be any address."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def job_named(settings: Mapping[str, Setting], script: Path, *, quietly: bool = False) -> str:

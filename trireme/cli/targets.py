@@ -12,6 +12,7 @@ from pathlib import Path
 
 from shared.errors import Conflict, InvalidArgument, NotFound, PeerError
 from shared.records.job_spec import JOB_NAME
+from shared.security.token_folder import admin_token
 from trireme.launch import resume, run_folder
 from trireme.pool import cluster_folder
 from trireme.view.job_address import address_of, given_token
@@ -30,13 +31,13 @@ class Target:
 
 def job_target(job: str | None, data_dir: Path | None, url: str | None) -> Target:
     """Raises NotFound; Conflict if the job's run has ended, PeerError if it was stopped."""
-    return cluster_of(job, data_dir, url) or Target(_address_of_run(job, data_dir), given_token())
+    return cluster_of(job, data_dir, url) or _run_target(job, data_dir)
 
 
 def target_in_cluster(job: str | None, data_dir: Path | None) -> Target | None:
     """A job of the cluster that runs in the data folder; None: none does, or a run beside it is meant. Raises InvalidArgument."""
     cluster = cluster_folder.find(data_dir)
-    if cluster is None or not _is_of_cluster(job, data_dir):
+    if cluster is None or not is_of_cluster(job, data_dir):
         return None
     return Target(address_of(cluster.url, checked_name(job) if job else None), given_token() or cluster.token, True)
 
@@ -61,7 +62,7 @@ def local_run(job: str | None, data_dir: Path | None, url: str | None) -> Path |
     """The folder of the run that is meant; None: a job elsewhere or of a cluster. Raises NotFound."""
     if url or os.environ.get("TRIREME_URL"):
         return None
-    if cluster_folder.find(data_dir) is not None and _is_of_cluster(job, data_dir):
+    if cluster_folder.find(data_dir) is not None and is_of_cluster(job, data_dir):
         return None
     return run_folder.find_run(data_dir, job, OPTIONS)[0]
 
@@ -74,7 +75,7 @@ def checked_name(job: str) -> str:
     return job
 
 
-def _is_of_cluster(job: str | None, data_dir: Path | None) -> bool:
+def is_of_cluster(job: str | None, data_dir: Path | None) -> bool:
     """A cluster runs there: whether the command means it, and no run beside it."""
     try:
         folder, _ = run_folder.find_run(data_dir, job)
@@ -85,7 +86,12 @@ def _is_of_cluster(job: str | None, data_dir: Path | None) -> bool:
     return cluster_folder.started_at(data_dir) > (folder / run_folder.RUN_FILE).stat().st_mtime
 
 
-def _address_of_run(job: str | None, data_dir: Path | None) -> str:
+def token_of_run(folder: Path) -> str:
+    """What commands on this machine show to the members of a run."""
+    return given_token() or admin_token(folder)
+
+
+def _run_target(job: str | None, data_dir: Path | None) -> Target:
     folder, facts = run_folder.find_run(data_dir, job, OPTIONS)
     if result := run_folder.read_json(folder / resume.RESULT_FILE):
         msg = f"job {result['job']} is {result['phase']}: nobody runs that could do this"
@@ -95,4 +101,4 @@ def _address_of_run(job: str | None, data_dir: Path | None) -> str:
         raise PeerError(
             msg, hint="the command that started it resumes it; `trireme checkpoint list` and `trireme export` work"
         )
-    return str(facts["url"])
+    return Target(str(facts["url"]), token_of_run(folder))

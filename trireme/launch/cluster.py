@@ -28,6 +28,8 @@ from shared.records import Dispatch, JobSpec, JobState
 from shared.records.checkpoints import CheckpointLatest
 from shared.runtime import clock
 from shared.security import private_files
+from shared.security.token_folder import TokenFolder
+from shared.security.tokens import Role
 from trireme.launch.child import Child, Exit
 from trireme.launch.leases import LostLeases, revoke_all_leases, revoke_leases_of
 from trireme.launch.member_numbers import MemberNumbers, cores, threads_for
@@ -47,7 +49,10 @@ LEAVING_GRACE_S = 60.0  # of a member that a resize makes leave: a trainer ends 
 START_TIMEOUT_S = 60.0
 FINAL_TIMEOUT_S = 1.0
 FOLLOW_S = 5.0
-PASSED_ON = ("TRIREME_TRANSPORT", "TRIREME_TOKEN")  # from our own environment; all other settings are in the spec
+PASSED_ON = (
+    "TRIREME_TRANSPORT",
+    "TRIREME_ALLOWED_HOSTS",
+)  # from our own environment; all other settings are in the spec
 SPARE_WAIT_S = 365 * 24 * 3600.0  # a parameter server that finds no free index waits as a spare
 
 
@@ -55,7 +60,7 @@ class LocalCluster(SupervisedProcesses[JobState]):
     """`run_dir` gets spec.json, logs/<child>.log, children.jsonl and etcd/ (an earlier run's etcd data is used again).
     `port`: the first master's (0: any free port). Spare parameter servers are loaded and wait; the first that sees a free index
     takes it. `etcd`: one that is there already; None: the cluster starts its own. Members listen at `host`, and tell others `advertise`
-    (default: `host`). `forks` starts the children (None: the cluster makes its own fork server and ends it).
+    (default: `host`). `tokens`: of admins, members and viewers (None: nobody is asked for one). `forks` starts the children (None: the cluster makes its own fork server and ends it).
 
     `on_event` gets every start and death. Children by name: `trainer-0`, `pserver-0`, `master-0`, `etcd`.
     """
@@ -72,6 +77,7 @@ class LocalCluster(SupervisedProcesses[JobState]):
         standbys: int = 0,
         spare_pservers: int = 0,
         etcd: EtcdAccess | None = None,
+        tokens: TokenFolder | None = None,
         host: str = HOST,
         advertise: str = "",
         environment: Mapping[str, str] | None = None,
@@ -84,6 +90,7 @@ class LocalCluster(SupervisedProcesses[JobState]):
         self.spec = spec
         self.run_dir = run_dir
         self._existing_etcd = etcd
+        self._tokens = tokens
         self._where = {"TRIREME_HOST": host, "TRIREME_ADVERTISE": advertise}
         self._port = port
         self._standbys = standbys
@@ -133,7 +140,7 @@ class LocalCluster(SupervisedProcesses[JobState]):
         if self._masterless_client is not None:
             yield self._masterless_client
             return
-        token = os.environ.get("TRIREME_TOKEN", "")
+        token = self._tokens.token(Role.ADMIN) if self._tokens is not None else ""
         async with Client(await self.master_url(timeout_s), token=token, timeout_s=timeout_s) as client:
             yield client
 
@@ -175,6 +182,7 @@ class LocalCluster(SupervisedProcesses[JobState]):
             **self._where,
             "TRIREME_SPEC": str(self.run_dir / "spec.json"),
             **{name: os.environ[name] for name in PASSED_ON if name in os.environ},
+            **(self._tokens.environment() if self._tokens is not None else {}),
             **self._extra,
             **(settings or {}),
         }

@@ -1,7 +1,7 @@
-"""The folder of a local cluster: DATA_DIR/_cluster/{cluster.json, cluster.lock, token, etcd/, logs/, host/, jobs/}.
+"""The folder of a local cluster: DATA_DIR/_cluster/{cluster.json, cluster.lock, tokens/, etcd/, logs/, host/, jobs/}.
 
 No job can have this name, so `trireme run` never uses the folder. One `trireme up` at a time: it holds a flock while it lives.
-cluster.json is what other commands need to find the cluster; the token lets them in, and only its owner can read it.
+cluster.json is what other commands need to find the cluster; the admin's token lets them in, and only its owner can read it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 
 from shared.errors import NotFound, PeerError
 from shared.membership.etcd_access import EtcdAccess
-from shared.runtime import ids
+from shared.security.token_folder import admin_token
 from trireme.launch.run_folder import DATA_DIR, is_locked, locked, read_json, write_json
 from trireme.settings import UsageError
 
-NAME, FACTS, LOCK, TOKEN = "_cluster", "cluster.json", "cluster.lock", "token"
+NAME, FACTS, LOCK = "_cluster", "cluster.json", "cluster.lock"
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterFacts:
-    """`pid`: of `trireme up`. `url`: of the leader. `token`: for its REST API. `etcd`: as EtcdAccess.facts gives it."""
+    """`pid`: of `trireme up`. `url`: of the leader. `token`: of an admin ("": it needs none). `etcd`: as EtcdAccess.facts gives it."""
 
     folder: Path
     url: str
@@ -55,23 +55,6 @@ def opened(data_dir: Path | None) -> Iterator[Path]:
             (folder / FACTS).unlink(missing_ok=True)
 
 
-def token_in(folder: Path) -> str:
-    """TRIREME_TOKEN, else that of the folder; a first start makes one."""
-    if given := os.environ.get("TRIREME_TOKEN"):
-        content = given
-    else:
-        try:
-            return (folder / TOKEN).read_text(encoding="utf-8").strip()
-        except FileNotFoundError:
-            content = ids.new_id() + ids.new_id() + ids.new_id()
-    path = folder / TOKEN
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(f"{content}\n")
-    return content
-
-
 def publish(folder: Path, url: str, etcd: EtcdAccess) -> None:
     """For other commands, whenever another master leads."""
     write_json(folder / FACTS, {"url": url, **etcd.facts(), "pid": os.getpid()})
@@ -83,12 +66,8 @@ def find(data_dir: Path | None) -> ClusterFacts | None:
     facts = read_json(folder / FACTS)
     if facts is None or not is_locked(folder / LOCK):
         return None
-    try:
-        token = (folder / TOKEN).read_text(encoding="utf-8").strip()
-    except OSError:
-        token = ""
     etcd = EtcdAccess.from_facts(facts).facts()
-    return ClusterFacts(folder, str(facts["url"]), etcd, int(facts["pid"]), token)
+    return ClusterFacts(folder, str(facts["url"]), etcd, int(facts["pid"]), admin_token(folder))
 
 
 def must_find(data_dir: Path | None) -> ClusterFacts:

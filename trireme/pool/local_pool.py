@@ -24,6 +24,8 @@ from shared.membership.etcd_access import EtcdAccess
 from shared.records import MasterAddress, MasterLock
 from shared.records.cluster import Kind
 from shared.runtime.waiting import event_within
+from shared.security.token_folder import TokenFolder
+from shared.security.tokens import Role as TokenRole
 from trireme.launch.child import Child, Exit
 from trireme.launch.cluster import HOST
 from trireme.launch.leases import REVOKE_TIMEOUT_S, revoke_all_leases
@@ -35,7 +37,13 @@ from trireme.launchers.sizing import Bounds, PoolSize
 from trireme.view.child_events import ChildEvent
 from trireme.view.cluster_client import ClusterClient
 
-PASSED_ON = ("TRIREME_TRANSPORT", "TRIREME_REBALANCE_S", "TRIREME_JOB_RETENTION_S", "TRIREME_LOG_LEVEL")
+PASSED_ON = (
+    "TRIREME_TRANSPORT",
+    "TRIREME_REBALANCE_S",
+    "TRIREME_JOB_RETENTION_S",
+    "TRIREME_LOG_LEVEL",
+    "TRIREME_ALLOWED_HOSTS",
+)
 DRAIN_S = 20.0
 START_TIMEOUT_S = 60.0
 REQUEST_TIMEOUT_S = 5.0
@@ -46,13 +54,13 @@ class PoolRequest:
     """`trainers`, `pservers`: places from the start. `max_trainers`, `max_pservers`: so many while jobs need them (fewer than from the
     start: no more than these). `hosts` False: host agents are started by hand. `storage`: path or URL below which the files of jobs go. `etcd`: one that is there already;
     None: one of its own. `port`: of the first master (0: any free port). All listen at `host` and tell others `advertise` (default:
-    `host`). `token`: for REST and between members. `job_retention_s`: jobs are deleted so long after their end (None: as
+    `host`). `tokens`: of admins, members and viewers (None: nobody is asked for one). `job_retention_s`: jobs are deleted so long after their end (None: as
     the environment says, else never)."""
 
     trainers: int
     pservers: int
     storage: str
-    token: str
+    tokens: TokenFolder | None = None
     standbys: int = 0
     port: int = 0
     host: str = HOST
@@ -62,6 +70,11 @@ class PoolRequest:
     max_pservers: int = 0
     hosts: bool = True
     job_retention_s: float | None = None
+
+    @property
+    def token(self) -> str:
+        """An admin's, as it is now. Raises InvalidArgument."""
+        return self.tokens.token(TokenRole.ADMIN) if self.tokens is not None else ""
 
     def bounds(self, *, beside: bool) -> dict[Kind, Bounds]:
         """Of what a launcher has. `beside`: the places from the start are not its own."""
@@ -208,11 +221,14 @@ class LocalPool(SupervisedProcesses[None]):
             **self.etcd_access.environment(),
             "TRIREME_HOST": self.request.host,
             "TRIREME_ADVERTISE": self.request.advertise,
-            "TRIREME_TOKEN": self.request.token,
+            **self._token_settings(),
             "TRIREME_SOURCES": str(self.folder / "host" / "sources"),
             **{name: os.environ[name] for name in PASSED_ON if name in os.environ},
             **({"TRIREME_JOB_RETENTION_S": str(retention_s)} if (retention_s := self.request.job_retention_s) else {}),
         }
+
+    def _token_settings(self) -> dict[str, str]:
+        return self.request.tokens.environment() if self.request.tokens is not None else {}
 
     async def _is_over(self, child: Child, end: Exit) -> bool:
         """All are needed until the end."""

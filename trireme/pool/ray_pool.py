@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shared.security.tokens import Role as TokenRole
+from shared.security.tokens import TokenTable
 from trireme.launch.child import ClusterError
 from trireme.launchers.launcher import ROLES, Role
 from trireme.launchers.ray_launcher import RayLauncher, connected
@@ -87,6 +89,14 @@ class RayPool(LocalPool):
         places = {"TRIREME_TRAINERS": int(role == "trainer"), "TRIREME_PSERVERS": int(role == "pserver")}
         cores = {"TRIREME_CORES": self._ray.resources[role].cores}
         return {**common, **own, **{key: str(count) for key, count in (places | cores).items()}}
+
+    def _token_settings(self) -> dict[str, str]:
+        """The nodes do not see the files here: they get the token of members, and the table, which is no secret, by value."""
+        tokens = self.request.tokens
+        if tokens is None:
+            return {}
+        table = TokenTable(tokens=tuple(tokens.records())).model_dump_json()
+        return {"TRIREME_TOKEN": tokens.token(TokenRole.MEMBER), "TRIREME_TOKENS": table}
 
     def _on_launcher_event(self, event: ChildEvent) -> None:
         self._record(event)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,8 @@ import pytest
 
 from shared.errors import InvalidArgument, NotFound, PeerError
 from shared.membership.etcd_access import EtcdAccess
+from shared.security.token_folder import TokenFolder
+from shared.security.tokens import Role
 from trireme.cli.targets import Target, cluster_target, job_target, local_run
 from trireme.launch import run_folder
 from trireme.pool import cluster_folder
@@ -31,7 +32,9 @@ def no_environment(monkeypatch):
 def running_cluster(data_dir: Path, time_s: int = 0) -> Iterator[str]:
     """Its token."""
     with cluster_folder.opened(data_dir) as folder:
-        token = cluster_folder.token_in(folder)
+        tokens = TokenFolder(folder)
+        tokens.prepare()
+        token = tokens.token(Role.ADMIN)
         cluster_folder.publish(folder, LEADER, EtcdAccess(("http://e",)))
         if time_s:
             os.utime(folder / cluster_folder.FACTS, (time_s, time_s))
@@ -42,6 +45,7 @@ def running_cluster(data_dir: Path, time_s: int = 0) -> Iterator[str]:
 def running_job(data_dir: Path, job: str, time_s: int) -> Iterator[None]:
     folder = data_dir / job
     folder.mkdir(parents=True)
+    TokenFolder(folder).prepare()
     run_folder.write_json(folder / run_folder.RUN_FILE, {"job": job, "url": RUN, "etcd": "http://e"})
     os.utime(folder / run_folder.RUN_FILE, (time_s, time_s))
     with (folder / "lock").open("w") as lock:
@@ -85,7 +89,7 @@ def test_a_job_of_the_cluster_is_found_and_a_run_of_that_name_goes_first_while_i
         assert job_target("a", tmp_path, None) == Target(f"{LEADER}/v1/jobs/a", token, in_cluster=True)
         assert local_run("a", tmp_path, None) is None
         with running_job(tmp_path, "a", time_s=1):
-            assert job_target("a", tmp_path, None) == Target(RUN)
+            assert job_target("a", tmp_path, None) == Target(RUN, TokenFolder(tmp_path / "a").token(Role.ADMIN))
             assert local_run("a", tmp_path, None) == tmp_path / "a"
         assert job_target("a", tmp_path, None).in_cluster
 
@@ -107,7 +111,6 @@ def test_what_is_no_name_never_becomes_a_part_of_a_path(tmp_path, name):
 def test_one_cluster_at_a_time_and_its_token_is_its_owners(tmp_path):
     with running_cluster(tmp_path) as token:
         folder = cluster_folder.place_of(tmp_path)
-        assert stat.S_IMODE((folder / cluster_folder.TOKEN).stat().st_mode) == 0o600
         assert cluster_folder.owner_of(folder) == os.getpid()
         with pytest.raises(UsageError, match=f"a cluster runs already in .* {os.getpid()}"), running_cluster(tmp_path):
             pass
@@ -118,9 +121,9 @@ def test_one_cluster_at_a_time_and_its_token_is_its_owners(tmp_path):
         assert again == token
 
 
-def test_a_token_that_is_given_replaces_the_one_in_the_folder(tmp_path, monkeypatch):
-    with running_cluster(tmp_path) as first:
-        pass
+def test_a_token_in_the_environment_goes_before_the_one_of_the_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("TRIREME_TOKEN", "given")
-    with running_cluster(tmp_path) as token:
-        assert (token, first != "given", cluster_folder.find(tmp_path).token) == ("given", True, "given")
+    with running_cluster(tmp_path) as token, running_job(tmp_path, "a", time_s=1):
+        assert token != "given"
+        assert job_target("a", tmp_path, None).token == "given"
+        assert cluster_target(tmp_path, None).token == "given"

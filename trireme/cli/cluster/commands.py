@@ -24,6 +24,7 @@ from trireme.cli.options import (
     EtcdUser,
     GlobalBatchSize,
     GradientDtype,
+    Insecure,
     JobName,
     Json,
     Lanes,
@@ -147,6 +148,7 @@ def up(
         Path | None,
         typer.Option(help="Ray: logs and scripts on each node go below it. Default: /tmp/trireme-ray.", metavar="PATH"),
     ] = None,
+    insecure: Insecure = False,
     detach: Annotated[bool, typer.Option("--detach", help="Run in the background.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -176,7 +178,7 @@ def up(
         {"trainer": trainer_resources, "pserver": pserver_resources},
     )
     flags = {name: given[name] for name in _PLACES}
-    raise typer.Exit(run_up(UpRequest(flags, trainers, pservers, as_json, started_by, job_retention_s)))
+    raise typer.Exit(run_up(UpRequest(flags, trainers, pservers, as_json, started_by, job_retention_s, insecure)))
 
 
 def down(wait_s: WaitS = 120.0, data_dir: DataDir = None, as_json: Json = False) -> None:

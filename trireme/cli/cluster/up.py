@@ -22,13 +22,13 @@ from shared.keys import Keys
 from shared.records.cluster import in_words
 from shared.runtime import clock, telemetry
 from shared.security import private_files
+from shared.security.tokens import Role
 from shared.storage import files
 from trireme.cli import exit_codes
 from trireme.cli.cluster.launchers import LauncherRequest, check_places, check_settings, pool_of
-from trireme.cli.run import number_in
+from trireme.cli.run import host_in, number_in, tokens_of
 from trireme.existing_etcd import access_of, check
 from trireme.launch.child import tail_of
-from trireme.launch.cluster import HOST
 from trireme.launch.disk_space import told_if_full
 from trireme.launch.processes import PYTHON_MODULE
 from trireme.launch.run_folder import check_port
@@ -56,6 +56,7 @@ class UpRequest:
     as_json: bool = False
     launcher: LauncherRequest = field(default_factory=LauncherRequest)
     job_retention_s: float | None = None
+    insecure: bool = False
 
 
 def up(request: UpRequest) -> int:
@@ -75,7 +76,7 @@ async def _up(request: UpRequest) -> int:
     check_settings(request.launcher, settings)
     trainers = default_trainers() if request.trainers is None else request.trainers
     pservers = 1 if request.pservers is None else request.pservers
-    access, host = access_of(settings), str(settings["host"].value) if "host" in settings else HOST
+    access, host = access_of(settings), host_in(settings, insecure=request.insecure)
     if port := number_in(settings, "port", 65535):
         check_port(host, port)
     if access is not None:
@@ -90,7 +91,7 @@ async def _up(request: UpRequest) -> int:
             trainers,
             pservers,
             storage,
-            cluster_folder.token_in(folder),
+            tokens_of(folder, insecure=request.insecure),
             standbys=number_in(settings, "standbys", 16),
             port=port,
             host=host,
@@ -125,7 +126,10 @@ async def _run(pool: LocalPool, screen: JobLines, *, as_json: bool) -> None:
                 places = f"places for {in_words('trainer', pool.request.trainers)} and {in_words('pserver', pool.request.pservers)}"
             screen.event(f"cluster at {url} with {places}, logs in {pool.logs}")
             screen.event("submit a job with: trireme submit SCRIPT")
-            screen.event(f"elsewhere: TRIREME_URL={url} TRIREME_TOKEN_FILE={pool.folder / cluster_folder.TOKEN}")
+            where = f"TRIREME_URL={url}"
+            if pool.request.tokens is not None:
+                where += f" TRIREME_TOKEN_FILE={pool.request.tokens.file(Role.ADMIN)}"
+            screen.event(f"elsewhere: {where}")
             pool.run_beside(_publish(pool))
             pool.run_beside(_draw(pool, screen, unfinished))
             await pool.wait()

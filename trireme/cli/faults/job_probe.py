@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +19,7 @@ from shared.records import Dispatch, JobState, Mode, PserverMember
 from shared.records.checkpoints import CheckpointLatest
 from shared.security.tls import client_context
 from trainer_agent.data_plane.http import HttpPserver
+from trireme.cli.targets import token_of_run
 from trireme.launch import run_folder
 from trireme.view.client import Client
 from trireme.view.job_address import AnyClient, open_client
@@ -45,7 +45,7 @@ class JobProbe:
         self.etcd = EtcdAccess.from_facts(facts).connect()
         self.directory = Directory(self.etcd, self.keys)
         self._url = str(facts["url"])
-        self._token = os.environ.get("TRIREME_TOKEN", "")
+        self._token = token_of_run(folder)
         self._pservers: dict[str, HttpPserver] = {}
         self._tasks = asyncio.TaskGroup()
 

@@ -1,0 +1,92 @@
+"""`trireme token ...`: the tokens of a run or a cluster on this machine, or of a table that services elsewhere read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared.errors import TriremeError
+from shared.security.token_folder import TokenFile, TokenFolder
+from shared.security.tokens import Role, TokenRecord
+from trireme.cli import exit_codes
+from trireme.cli.targets import is_of_cluster
+from trireme.launch import run_folder
+from trireme.pool import cluster_folder
+from trireme.settings import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """The table `file`, else that of a job's run, else that of the cluster or the run in the data folder that started last."""
+
+    file: Path | None = None
+    job: str | None = None
+    data_dir: Path | None = None
+
+    def tokens(self) -> TokenFile:
+        """Raises NotFound."""
+        if self.file is not None:
+            return TokenFile(self.file.absolute())
+        cluster = cluster_folder.place_of(self.data_dir)
+        if self.job is None and cluster.is_dir() and is_of_cluster(None, self.data_dir):
+            return TokenFolder(cluster)
+        return TokenFolder(run_folder.find_begun_run(self.data_dir, self.job, "--data-dir or --file")[0])
+
+
+def list_tokens(where: Where, *, as_json: bool) -> int:
+    def listed(tokens: TokenFile) -> tuple[dict[str, Any], str]:
+        records = tokens.records()
+        document = {"table": str(tokens.table), "tokens": [described(record) for record in records]}
+        lines = [line_of(record) for record in records] or ["no token: nobody is asked for one"]
+        return document, "\n".join(lines)
+
+    return _done(where, listed, as_json=as_json)
+
+
+def create_token(where: Where, name: str, role: str, valid_s: float | None, *, as_json: bool) -> int:
+    def created(tokens: TokenFile) -> tuple[dict[str, Any], str]:
+        if role not in set(Role):
+            raise UsageError(f"--role {role}: give one of {', '.join(Role)}")
+        token = tokens.create(name, Role(role), valid_s)
+        return {"name": name, "role": role, "token": token}, token
+
+    return _done(where, created, as_json=as_json)
+
+
+def rotate_token(where: Where, name: str, keep_s: float, *, as_json: bool) -> int:
+    def rotated(tokens: TokenFile) -> tuple[dict[str, Any], str]:
+        token = tokens.rotate(name, keep_s)
+        return {"name": name, "token": token, "keep_s": keep_s}, token
+
+    return _done(where, rotated, as_json=as_json)
+
+
+def revoke_token(where: Where, name: str, *, as_json: bool) -> int:
+    def revoked(tokens: TokenFile) -> tuple[dict[str, Any], str]:
+        record = tokens.revoke(name)
+        return described(record), f"the token {name} ({record.role}) is refused from now on"
+
+    return _done(where, revoked, as_json=as_json)
+
+
+def described(record: TokenRecord) -> dict[str, Any]:
+    """Of a token, without its hash."""
+    return record.model_dump(mode="json", exclude={"sha256"})
+
+
+def line_of(record: TokenRecord) -> str:
+    until = f", until {record.expire_time}" if record.expire_time else ""
+    return f"{record.name:<24} {record.role:<8} since {record.create_time or 'unknown'}{until}"
+
+
+def _done(where: Where, act: Callable[[TokenFile], tuple[dict[str, Any], str]], *, as_json: bool) -> int:
+    """Print what was done; returns the exit code."""
+    try:
+        document, text = act(where.tokens())
+    except TriremeError as error:
+        return exit_codes.report_error(error, as_json=as_json)
+    print(json.dumps(document) if as_json else text)  # noqa: T201
+    return exit_codes.OK
