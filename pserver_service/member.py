@@ -42,7 +42,7 @@ class Member:
                 task.cancel()
         if not stopping.is_set():
             return False
-        await self._own_index.release()
+        await self._own_index.release(asked=True)
         return True
 
     async def run(self, claim_wait_s: float) -> None:
@@ -62,6 +62,6 @@ class Member:
             holding, unwanted = (group.create_task(wait()) for wait in (self._own_index.hold, self._own_index.unwanted))
             await asyncio.wait((holding, unwanted), return_when=asyncio.FIRST_COMPLETED)
             if unwanted.done():
-                await self._own_index.release()
+                await self._own_index.release(asked=True)
             for task in (*tasks, holding, unwanted):
                 task.cancel()

@@ -113,7 +113,7 @@ class Agent:
                 code = next((code for task, code in ends.items() if task.done()), OK)
                 if work.done() and not work.cancelled() and work.exception() is None:
                     code = work.result()
-                await self._membership.leave()
+                await self._membership.leave(asked=self._stopping.is_set())
             finally:
                 await end_tasks((*beside, work, *ends))
         log.info("left", code=code)

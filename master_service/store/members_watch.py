@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import TypeVar
 
-from master_service.core.state.members import Members
+from master_service.core.state.members import LEFT_KEPT, Members
 from shared.etcd import Etcd, KeyValue, WatchBatch
 from shared.etcd.reading import read_number, read_record
 from shared.keys import Keys
@@ -70,7 +70,7 @@ class MembersWatch:
         return changed
 
     def _read_again(self, kvs: dict[str, KeyValue]) -> None:
-        self._kvs, self._members = {}, Members()
+        self._kvs, self._members = {}, Members(left=self._members.left)
         for key, kv in sorted(kvs.items(), key=lambda item: item[1].create_revision):
             self._set(key, kv)
 
@@ -89,6 +89,8 @@ class MembersWatch:
                 "pservers": _with(before.pservers, index, pserver),
                 "pserver_revisions": _with(before.pserver_revisions, index, revision),
             }
+            if kv is None and index is not None:
+                update["left"] = _left(before.left, f"pserver-{index}", before.pservers.get(index))
         elif key.startswith(keys.own_prefix):
             own = read_record(OwnCheckpoints, key, value)
             update = {"own": _with(before.own, read_number(key, keys.name_of(key).encode()), own)}
@@ -104,13 +106,22 @@ class MembersWatch:
             update = {"init_done": kv is not None}
         else:
             trainer = read_record(TrainerMember, key, value)
-            update = {"trainers": _with(before.trainers, keys.name_of(key), trainer)}
+            name = keys.name_of(key)
+            update = {"trainers": _with(before.trainers, name, trainer)}
+            if kv is None:
+                update["left"] = _left(before.left, name, before.trainers.get(name))
         self._members = replace(before, **update)  # type: ignore[arg-type]
 
     def _is_watched(self, key: str) -> bool:
         keys = self._keys
         others = key in (keys.layout, keys.init_done, keys.latest)
         return keys.is_trainer(key) or others or key.startswith((keys.pservers, keys.own_prefix))
+
+
+def _left(before: tuple[str, ...], name: str, last: TrainerMember | PserverMember | None) -> tuple[str, ...]:
+    """Who left as asked, after the key of `name` has vanished. `last`: what it said last."""
+    others = tuple(each for each in before if each != name) if name in before else before
+    return (*others, name)[-LEFT_KEPT:] if last is not None and last.leaving else others
 
 
 def _with(before: Mapping[K, V], key: K | None, value: V | None) -> dict[K, V]:

@@ -136,18 +136,27 @@ class OwnKey(Generic[R]):
             self.record = self.record.model_copy(update={name: getattr(before, name) for name in fields})
             raise
 
-    async def release(self) -> None:
-        """Give the key up at once; if etcd is away, its lease runs out by itself."""
+    async def release(self, *, asked: bool = False) -> None:
+        """Give the key up at once; if etcd is away, its lease runs out by itself. `asked`: this process was told to leave. The key says
+        so first, so that nobody takes it for dead."""
         self._released = True
         if self._lease is None:
             return
         try:
             async with asyncio.timeout(RELEASE_S):
+                if asked:
+                    await self._say_leaving(self._lease)
                 await self._lease.revoke()
         except (TriremeError, TimeoutError) as error:
             log.warning("key_not_released", key=self.key, cause=str(error))
 
     # ------------------------------------------------------------ parts
+
+    async def _say_leaving(self, lease: Lease) -> None:
+        """Best effort: it is only for people."""
+        self.record = self.record.model_copy(update={"leaving": True})
+        with contextlib.suppress(PeerError):
+            await self._put(lease, [self.held])
 
     async def _keep_value(self) -> None:
         """Write each change; returns when the key is lost."""

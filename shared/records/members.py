@@ -50,7 +50,8 @@ class PserverMember(Record):
     long copy, so that it is not taken for frozen. `draining`: it was told to leave and first wants a checkpoint of this version or later.
     `trouble`: why it cannot write checkpoints now. `waits`: why it cannot load one now. `torn`: why its parameters cannot be
     used. `since`: the revision at which etcd first created the key, if this process had to create it again after its lease ran out.
-    `handed`: what it has handed over in the job's migration."""
+    `handed`: what it has handed over in the job's migration. `leaving`: the last it says before it gives its key up, if it was told to
+    leave."""
 
     index: int
     url: str
@@ -69,6 +70,7 @@ class PserverMember(Record):
     torn: Torn | None = None
     since: int = 0
     handed: Handed | None = None
+    leaving: bool = False
 
 
 def pserver_names(indices: Iterable[int]) -> str:
@@ -77,7 +79,8 @@ def pserver_names(indices: Iterable[int]) -> str:
 
 
 class TrainerMember(Record):
-    """`url` answers /healthz, which tells a dead trainer from a slow one. `lease`, `network`: see MasterLock. `paused`: see Paused."""
+    """`url` answers /healthz, which tells a dead trainer from a slow one. `lease`, `network`: see MasterLock. `paused`: see Paused.
+    `leaving`: see PserverMember."""
 
     trainer: str
     url: str
@@ -87,3 +90,4 @@ class TrainerMember(Record):
     lease: int = 0
     network: str = ""
     paused: Paused | None = None
+    leaving: bool = False

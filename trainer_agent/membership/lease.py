@@ -36,7 +36,7 @@ class Membership(OwnKey[TrainerMember]):
         if not await self.claim(key, ttl_s):
             raise PeerError(f"{key} is taken: by a registration whose answer was lost; its lease runs out")
 
-    async def leave(self) -> None:
-        """Release the key at once, unless the lease is over already."""
+    async def leave(self, *, asked: bool = False) -> None:
+        """Release the key at once, unless the lease is over already. `asked`: see `release`."""
         if self.lease.alive:
-            await self.release()
+            await self.release(asked=asked)

@@ -17,6 +17,10 @@ from trireme.view.progress import LINE_EVERY_S, REFRESH_PER_SECOND, Progress
 
 SHOWN = 20  # jobs on a terminal; those that have not ended come first
 ENDED = ("COMPLETED", "FAILED", "CANCELLED")
+STOPPING = {  # what its users asked for -> its state until that is done, and what it does
+    "pause": ("pausing", "saves a checkpoint, then its members leave"),
+    "cancel": ("cancelling", "its members leave"),
+}
 
 Job = Mapping[str, Any]
 
@@ -28,10 +32,13 @@ def columns_of(job: Job) -> tuple[str, str, str, str, str]:
     members, reason = job["members"], without_tokens(job["reason"])
     at = Progress(phase=job["state"], stage="TRAIN", reason=reason, **known)
     doing = reason if job["state"] in ENDED or not progress else at.training()
+    state = str(job["state"]).lower()
+    if job.get("standing") == "ACTIVE" and job.get("wanted") in STOPPING and job["state"] not in ENDED:
+        state, doing = STOPPING[job["wanted"]]
     held = f"trainers {members['trainers_running']}/{members['trainers']}  pservers {members['pservers_running']}/{members['pservers']}"
     return (
         str(job["job"]),
-        str(job["state"]).lower(),
+        state,
         f"{at.fraction:.0%}" if progress else "",
         doing,
         held if members["trainers"] or members["pservers"] else "",
@@ -59,10 +66,11 @@ class PlainLines:
     def show(self, jobs: Sequence[Job], now: float) -> None:
         due = now - self._told >= LINE_EVERY_S
         for job in jobs:
-            changed = self._states.get(job["job"]) != job["state"]
-            self._states[job["job"]] = job["state"]
+            columns = columns_of(job)
+            changed = self._states.get(job["job"]) != columns[1]
+            self._states[job["job"]] = columns[1]
             if changed or (due and job["progress"]):
-                self.event("  ".join(part for part in columns_of(job) if part))
+                self.event("  ".join(part for part in columns if part))
         self._told = now if due else self._told
 
     def event(self, sentence: str) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-_TOKEN = re.compile(r"(?<=[\w])-[0-9a-f]{12}\b")  # as shared.runtime.ids.new_id makes them, one for each start
+_TOKEN = re.compile(  # as shared.runtime.ids.new_id makes them, one for each start; not the end of a UUID
+    r"(?<=[\w])(?<![0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4})-[0-9a-f]{12}\b"
+)
 
 
 def without_tokens(sentence: str) -> str:

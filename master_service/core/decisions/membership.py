@@ -56,11 +56,11 @@ def reconcile(
     if state.phase is Phase.CHECKPOINTING:
         return pause_checkpoint.supervise(spec, state, trainers, slots, members)
     if spec.mode is Mode.ASYNC:
-        missed = pserver_return.handle_missing(spec, state, slots, members)
+        missed = pserver_return.handle_missing(spec, state, trainers, slots, members)
         if missed.changes:
             return missed
-    elif members.init_done and (cause := rollback.why_incomplete(spec, state, slots, members)):
-        return rollback.go_back(spec, state, slots, members, cause)
+    elif members.init_done and (why := rollback.why_incomplete(spec, state, slots, members, trainers)):
+        return rollback.go_back(spec, state, slots, members, why)
     missing = [index for index in range(spec.pservers) if index not in members.pservers]
     changes: tuple[Change, ...] = ()
     if not missing and (slots is None or not rollback.slots_fit(slots, spec)):
@@ -73,7 +73,7 @@ def reconcile(
             return Decision(None, changes) + _wait(state, obstacle, members)
     elif set(now) == trainers.places.keys():
         return Decision(None, changes)
-    return Decision(None, changes) + _regroup(spec, state, trainers, now, lane_s)
+    return Decision(None, changes) + _regroup(spec, state, trainers, members, lane_s)
 
 
 def rebalance(job: Job) -> Decision[None]:
@@ -125,13 +125,12 @@ def _wait(state: JobState, reason: str, members: Members) -> Decision[None]:
 
 
 def _regroup(
-    spec: JobSpec, state: JobState, before: TrainerList, now: tuple[str, ...], lane_s: LaneSeconds | None
+    spec: JobSpec, state: JobState, before: TrainerList, members: Members, lane_s: LaneSeconds | None
 ) -> Decision[None]:
-    generation = state.generation + 1
-    there = set(now)
+    generation, now = state.generation + 1, tuple(members.trainers)
     joined = [t for t in now if t not in before]
-    left = [t for t in before.names if t not in there]
-    parts = [f"{t} joined" for t in joined] + [f"{t} is gone" for t in left]
+    away = [t for t in before.names if t not in members.trainers]
+    parts = [f"{t} joined" for t in joined] + [members.absence(t) for t in away]
     reason = "; ".join(parts[:4]) + (f" and {len(parts) - 4} more" if len(parts) > 4 else "")
     if not now:
         reason += "; waiting for a trainer"

@@ -50,7 +50,8 @@ def obstacle(job: Job, migration: Migration) -> str:
     for name, incarnation in migration.members.items():
         member = job.members.pservers.get(int(name))
         if member is None or member.incarnation != incarnation:
-            return f"pserver-{name} is gone" if member is None else f"pserver-{name} was replaced"
+            pserver = f"pserver-{name}"
+            return job.members.absence(pserver) if member is None else f"{pserver} was replaced"
         if member.handed is not None and member.handed.migration == migration.id and member.handed.failed:
             return member.handed.failed
     return ""

@@ -100,7 +100,7 @@ def supervise(
     missing = [index for index in holders(spec, slots) if not has_parameters(state, members, index)]
     if not missing:
         return Decision(None)
-    return Decision(None) + give_up(state, trainers, members, f"pserver-{missing[0]} is gone")
+    return Decision(None) + give_up(state, trainers, members, members.absence(f"pserver-{missing[0]}"))
 
 
 def give_up(state: JobState, trainers: TrainerList, members: Members, cause: str) -> Decision[bool]:

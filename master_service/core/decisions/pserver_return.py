@@ -10,26 +10,36 @@ from __future__ import annotations
 
 from master_service.core.changes import Decision, Event, Fields
 from master_service.core.decisions.lifecycle import fail
-from master_service.core.decisions.rollback import go_back, has_parameters, holders, slots_fit
+from master_service.core.decisions.rollback import (
+    another_number,
+    go_back,
+    has_parameters,
+    holders,
+    slots_fit,
+    who_is_missing,
+    why_incomplete,
+)
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
-from shared.records import FailureCause, JobSpec, JobState, PserverMember, SlotMap, Stage
+from shared.records import FailureCause, JobSpec, JobState, PserverMember, SlotMap, Stage, TrainerList
 
 
-def handle_missing(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members) -> Decision[None]:
+def handle_missing(
+    spec: JobSpec, state: JobState, listed: TrainerList, slots: SlotMap | None, members: Members
+) -> Decision[None]:
     """Record missing parameter servers as absent, or go back, or fail. Nothing more once they are recorded."""
     if not members.init_done:
         return Decision(None)
     independent = spec.checkpoint_kind == "independent"
     if slots is not None and not slots_fit(slots, spec):
-        cause = f"the job has {spec.pservers} parameter servers now instead of {slots.wanted}"
+        why = another_number(spec, slots)
         if independent:
             return fail(
                 state,
-                f"{cause}, and independent checkpoints load only with as many; start it with as many as before",
+                f"{why.cause}, and independent checkpoints load only with as many; start it with as many as before",
                 FailureCause.MEMBERS,
             )
-        return go_back(spec, state, slots, members, cause)
+        return go_back(spec, state, slots, members, why)
     needed = holders(spec, slots)
     away = [index for index in needed if not has_parameters(state, members, index)]
     if whole := [index for index in state.absent if index in needed and index not in away]:
@@ -40,11 +50,11 @@ def handle_missing(spec: JobSpec, state: JobState, slots: SlotMap | None, member
         member = members.pservers.get(index)
         if member is not None and member.restored is not None and member.restored.error and is_back(state, member):
             return fail(state, f"pserver-{index} cannot come back: {member.restored.error}", FailureCause.STORAGE)
-    cause = f"pserver-{away[0]} is gone"
     over = state.stage is not Stage.TRAIN and members.latest is not None  # evaluation must see one set of parameters
     nothing_saved = members.latest is None and not any(index in members.own for index in needed)
     if (len(away) == len(needed) and (nothing_saved or not independent)) or (over and not independent):
-        return go_back(spec, state, slots, members, cause)
+        why = why_incomplete(spec, state, slots, members, listed) or who_is_missing(members, away[0])
+        return go_back(spec, state, slots, members, why)
     if independent:
         without = [index for index in away if index not in members.own]
     else:
@@ -52,14 +62,15 @@ def handle_missing(spec: JobSpec, state: JobState, slots: SlotMap | None, member
     if without:
         return fail(
             state,
-            f"pserver-{without[0]} is gone and no checkpoint of it exists yet; start the job again",
+            f"{members.absence(f'pserver-{without[0]}')} and no checkpoint of it exists yet; start the job again",
             FailureCause.MEMBERS,
         )
     new = [index for index in away if index not in state.absent]
     if not new:
         return Decision(None)
     absent = tuple(sorted({*state.absent, *new}))
-    message = f"pserver-{new[0]} is gone; it comes back from its newest checkpoint, the others go on"
+    returns = "its successor loads" if f"pserver-{new[0]}" in members.left else "it comes back from"
+    message = f"{members.absence(f'pserver-{new[0]}')}; {returns} its newest checkpoint, the others go on"
     event = Event("pserver_lost", message, {"pserver": new[0], "absent": len(absent)})
     return Decision(None, (state.model_copy(update={"absent": absent, "reason": message}),), (event,))
 

@@ -8,6 +8,8 @@ RUNNING --parameters lost--> ROLLING_BACK(timeline, checkpoint) --every pserver 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from master_service.core.changes import (
     Change,
     Decision,
@@ -44,19 +46,49 @@ _NO_ABSENCE: dict[str, object] = {"saving": None, "absent": (), "mended": 0, "me
 # -------------------------------------------------------------------- whether, and to where
 
 
-def why_incomplete(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members) -> str:
-    """Why parameters are missing, or ""."""
+@dataclass(frozen=True, slots=True)
+class MissingParameters:
+    """Why parameters are missing. `asked`: nothing has failed, their holders were told to leave."""
+
+    cause: str
+    asked: bool = False
+
+
+def why_incomplete(
+    spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members, listed: TrainerList | None = None
+) -> MissingParameters | None:
+    """Why parameters are missing; None: they are not. `listed`: the trainers of before, to tell a job that goes on with new members
+    from one that lost some."""
     if slots is not None and not slots_fit(slots, spec):
-        return f"the job has {spec.pservers} parameter servers now instead of {slots.wanted}"
+        return another_number(spec, slots)
+    if listed is not None and all_ended(spec, state, listed, slots, members):
+        return MissingParameters("the members of before have ended", asked=True)
     for index in holders(spec, slots):
-        if index not in members.pservers:
-            return f"pserver-{index} is gone"
         if not has_parameters(state, members, index):
-            return f"pserver-{index} was replaced by an empty one"
+            return who_is_missing(members, index)
         torn = members.pservers[index].torn
         if torn is not None and torn.timeline == state.timeline:
-            return torn.cause
-    return ""
+            return MissingParameters(torn.cause)
+    return None
+
+
+def another_number(spec: JobSpec, slots: SlotMap) -> MissingParameters:
+    """Of parameter servers than the slot map has."""
+    return MissingParameters(f"the job has {spec.pservers} parameter servers now instead of {slots.wanted}")
+
+
+def who_is_missing(members: Members, index: int) -> MissingParameters:
+    """A pserver without the job's parameters, whether another one has its index already or not."""
+    name = f"pserver-{index}"
+    if name in members.left or index not in members.pservers:
+        return MissingParameters(members.absence(name), asked=name in members.left)
+    return MissingParameters(f"{name} was replaced by an empty one")
+
+
+def all_ended(spec: JobSpec, state: JobState, listed: TrainerList, slots: SlotMap | None, members: Members) -> bool:
+    """Whether nobody of before is there: the job was paused, or its cluster ended."""
+    holding = any(has_parameters(state, members, index) for index in holders(spec, slots))
+    return not holding and not any(name in members.trainers for name in listed.names)
 
 
 def holders(spec: JobSpec, slots: SlotMap | None) -> tuple[int, ...]:
@@ -88,25 +120,34 @@ def slots_fit(slots: SlotMap, spec: JobSpec) -> bool:
     return slots.wanted == spec.pservers
 
 
-def go_back(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members, cause: str) -> Decision[None]:
+def go_back(
+    spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members, why: MissingParameters
+) -> Decision[None]:
     """Parameters are lost: back to the newest checkpoint. Without one, back to the start, once no pserver holds any."""
+    cause = why.cause
     if members.latest is not None:
-        return _back_to_best(
-            spec, state, slots, members.latest, cause, f"{cause} and no checkpoint is left that could be loaded"
-        )
+        none_left = f"{cause} and no checkpoint is left that could be loaded"
+        return _back_to_best(spec, state, slots, members.latest, cause, none_left, asked=why.asked)
     if survivors(spec, state, slots, members):
         return Decision(None)
     return _start_over(spec, state, slots, f"{cause} and no checkpoint exists yet: training starts over")
 
 
 def _back_to_best(
-    spec: JobSpec, state: JobState, slots: SlotMap | None, latest: CheckpointLatest, cause: str, none_left: str
+    spec: JobSpec,
+    state: JobState,
+    slots: SlotMap | None,
+    latest: CheckpointLatest,
+    cause: str,
+    none_left: str,
+    *,
+    asked: bool = False,
 ) -> Decision[None]:
     """To the newest usable checkpoint. Without one the job fails, except where only the initial parameters are lost: new ones
     have the same bits."""
     usable = _usable(state, latest)
     if usable:
-        return back_to(spec, state, slots, usable[0], cause)
+        return back_to(spec, state, slots, usable[0], cause, asked=asked)
     if spec.mode is Mode.SYNC and not any(ref.step for ref in latest.kept):
         return _back_to_start(state, f"{cause}; only the initial parameters were saved: training starts over")
     return fail(state, none_left, FailureCause.STORAGE)
@@ -164,7 +205,7 @@ def survivors(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Me
 def supervise(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Members) -> Decision[None]:
     """While pservers load: another checkpoint if one of them cannot, a new rollback if the number of pservers changed."""
     if slots is not None and not slots_fit(slots, spec):
-        return go_back(spec, state, slots, members, why_incomplete(spec, state, slots, members))
+        return go_back(spec, state, slots, members, another_number(spec, slots))
     if not state.checkpoint:
         return _start_over(spec, state, slots, state.reason) if _all_dropped(spec, state, members) else Decision(None)
     for index in sorted(members.pservers):
@@ -238,10 +279,13 @@ def _usable(state: JobState, latest: CheckpointLatest) -> tuple[CheckpointRef, .
     return tuple(ref for ref in mine if ref.uuid not in state.damaged)
 
 
-def back_to(spec: JobSpec, state: JobState, slots: SlotMap | None, ref: CheckpointRef, cause: str) -> Decision[None]:
-    """All pservers load that checkpoint, in a new timeline."""
+def back_to(
+    spec: JobSpec, state: JobState, slots: SlotMap | None, ref: CheckpointRef, cause: str, *, asked: bool = False
+) -> Decision[None]:
+    """All pservers load that checkpoint, in a new timeline. `asked`: see MissingParameters."""
     timeline = state.generation + 1
-    reason = f"{cause}: the job goes back to {saved_point(spec.mode, ref.step)}"
+    follows = "training continues from" if asked else "the job goes back to"
+    reason = f"{cause}: {follows} {saved_point(spec.mode, ref.step)}"
     back = state.model_copy(
         update={
             "phase": Phase.ROLLING_BACK,

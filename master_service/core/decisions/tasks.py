@@ -187,7 +187,7 @@ def put_back_lost(job: Job) -> Decision[bool]:
     lost = [(task_id, gone) for task_id, gone in found if gone]
     decision: Decision[bool] = Decision(len(lost) > REQUEUES_AT_ONCE)
     for task_id, gone in lost[:REQUEUES_AT_ONCE]:
-        decision += _put_back(queue, task_id, f"{' and '.join(sorted(gone))} is gone", gone)
+        decision += _put_back(queue, task_id, " and ".join(map(job.members.absence, sorted(gone))), gone)
     return decision
 
 

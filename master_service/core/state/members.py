@@ -15,10 +15,14 @@ def started_by(member: TrainerMember | PserverMember) -> str:
     return member.incarnation.rpartition("-")[0]
 
 
+LEFT_KEPT = 4096  # names; those that left earlier are no news any more
+
+
 @dataclass(frozen=True, slots=True)
 class Members:
     """Trainers in order of arrival. The revisions are those at which etcd created each `ps/<index>` and `layout` (0: not there).
-    `latest`: the newest checkpoint, written at `latest_revision`; `own`: independent checkpoints, by pserver."""
+    `latest`: the newest checkpoint, written at `latest_revision`; `own`: independent checkpoints, by pserver.
+    `left`: trainers and pservers (`pserver-0`) that gave their keys up because they were told to, the latest LEFT_KEPT."""
 
     trainers: Mapping[str, TrainerMember] = field(default_factory=dict)
     pservers: Mapping[int, PserverMember] = field(default_factory=dict)
@@ -29,11 +33,16 @@ class Members:
     latest: CheckpointLatest | None = None
     latest_revision: int = 0
     own: Mapping[int, OwnCheckpoints] = field(default_factory=dict)
+    left: tuple[str, ...] = ()
 
     def starters(self) -> frozenset[str]:
         """`started_by` of each trainer and parameter server."""
         trainers, pservers = map(started_by, self.trainers.values()), map(started_by, self.pservers.values())
         return frozenset((*trainers, *pservers))
+
+    def absence(self, name: str) -> str:
+        """For people: `trainer-0 left, as asked` or `trainer-0 is gone`."""
+        return f"{name} left, as asked" if name in self.left else f"{name} is gone"
 
     def __repr__(self) -> str:
         done = "initialised" if self.init_done else "not initialised"

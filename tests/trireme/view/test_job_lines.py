@@ -7,6 +7,7 @@ import io
 from rich.console import Console
 
 from trireme.view.job_lines import LiveLines, PlainLines, columns_of
+from trireme.view.names import without_tokens
 
 
 def job(name: str, state: str, step: int | None = None, reason: str = "") -> dict:
@@ -44,6 +45,23 @@ def test_a_job_is_one_line_with_what_it_does_and_who_does_it():
         why.removesuffix("-0123456789ab is gone") + " is gone",
         "",
     )
+
+
+def test_a_job_that_is_being_stopped_says_so_until_it_has_stopped_and_never_that_it_starts():
+    asked = {"standing": "ACTIVE", "wanted": "pause"}
+    saving, left = job("a", "RUNNING", 7) | asked, job("a", "STARTING", reason="") | asked
+    assert columns_of(saving)[1:4] == ("pausing", "25%", "saves a checkpoint, then its members leave")
+    assert columns_of(left)[1] == "pausing"
+    assert columns_of(job("a", "RUNNING", 7) | asked | {"wanted": "cancel"})[1] == "cancelling"
+    paused = job("a", "PAUSED", reason="paused by its user") | {"standing": "PAUSED", "wanted": "pause"}
+    assert columns_of(paused)[1:] == ("paused", "", "paused by its user", "")
+    lines = shown((0, [saving]), (0.1, [left]), (0.2, [paused]))
+    assert [line.split()[1] for line in lines] == ["pausing", "paused"]
+
+
+def test_the_id_of_an_operation_stays_whole_where_names_of_processes_lose_their_tokens():
+    sentence = "op-cc2043bc-1d6e-5c93-804c-f63ba87ecb48 waits for host-0-trainer-1-0123456789ab"
+    assert without_tokens(sentence) == "op-cc2043bc-1d6e-5c93-804c-f63ba87ecb48 waits for host-0-trainer-1"
 
 
 def test_a_pipe_gets_changes_at_once_and_what_runs_every_few_seconds():
