@@ -37,7 +37,8 @@ demo: $(STAMP) ## set up, then train examples/digits with 2 trainers and 2 param
 	@echo "==> training examples/digits with 2 trainers and 2 parameter servers"
 	@$(BIN)/trireme run examples/digits/digits.py --job demo --trainers 2 --pservers 2 --fresh
 
-test: lint types pytest ## ruff, mypy --strict, pytest: what CI runs
+test: lint ## ruff, mypy --strict, pytest: what CI runs
+	@$(MAKE) --no-print-directory -j 2 types pytest  # mypy, on one core for long, beside the first tests
 
 lint: $(STAMP) ## ruff: rules and format
 	@echo "==> ruff"
@@ -48,6 +49,7 @@ types: $(STAMP) ## mypy --strict
 	@echo "==> mypy"
 	@$(BIN)/mypy
 
+pytest: export PYTHONDONTWRITEBYTECODE :=  # tests start hundreds of interpreters; each would compile Trireme again
 pytest: $(STAMP) ## the tests (without those marked soak)
 	@echo "==> pytest on $(PYTEST_WORKERS) processes"
 	@$(BIN)/python -m pytest -q -m 'not soak' -n $(PYTEST_WORKERS) --dist worksteal
