@@ -10,6 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
+from pserver_service.data_plane.connections import Arrivals
 from shared.errors import BadFrame, PeerError, TriremeError, Unauthorized
 from shared.runtime import telemetry
 from shared.security.access import CHALLENGE, Access, Asked
@@ -23,7 +24,7 @@ READ_BY_VIEWERS = frozenset({"/metrics"})
 log = telemetry.logger("pserver.http")
 
 
-def guard(access: Access) -> Any:
+def guard(access: Access, arrivals: Arrivals) -> Any:
     """Middleware of an application."""
 
     @web.middleware
@@ -31,6 +32,7 @@ def guard(access: Access) -> Any:
         try:
             if request.path not in OPEN:
                 access.admit(_asked(request), Role.VIEWER if request.path in READ_BY_VIEWERS else Role.MEMBER)
+                arrivals.admit(request.transport)
             return await handler(request)
         except TriremeError as error:
             return _refusal(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import ssl
@@ -13,6 +14,7 @@ from pathlib import Path
 from aiohttp import web
 
 from pserver_service.data_plane import health, http
+from pserver_service.data_plane.connections import Arrivals
 from pserver_service.data_plane.guard import guard
 from pserver_service.data_plane.http_frames import TimeLimits
 from pserver_service.pserver import Pserver
@@ -20,6 +22,7 @@ from shared.errors import CallerError
 from shared.security.access import Access
 
 READ_BUFFER_BYTES = 1 << 20
+ARRIVALS = web.AppKey("arrivals", Arrivals)
 KEEP_ALIVE_S = 3600.0  # trainers keep their connection while they compute
 SHUTDOWN_S = 2.0
 SOCKET_PATH_BYTES = 107  # a kernel's limit
@@ -37,7 +40,9 @@ def make_app(
     pserver: Pserver, access: Access | None = None, *, stall_s: float = 30.0, idle_s: float = 900.0
 ) -> web.Application:
     """`access` None: it needs no token and answers at loopback names only."""
-    app = web.Application(middlewares=[guard(access or Access())])
+    arrivals = Arrivals()
+    app = web.Application(middlewares=[guard(access or Access(), arrivals)])
+    app[ARRIVALS] = arrivals
     app[http.PSERVER] = pserver
     app[http.TIME_LIMITS] = TimeLimits(stall_s, idle_s)
     app[http.STREAMS] = http.Streams()
@@ -66,7 +71,13 @@ async def serving(
         await web.SockSite(runner, listener, ssl_context=tls).start()
         if uds:
             await web.SockSite(runner, _bind_path(uds)).start()
-        yield Listening(port=listener.getsockname()[1], uds=uds)
+        assert runner.server is not None
+        looking = asyncio.ensure_future(app[ARRIVALS].run(runner.server))
+        try:
+            yield Listening(port=listener.getsockname()[1], uds=uds)
+        finally:
+            looking.cancel()
+            await asyncio.wait([looking])
     finally:
         await runner.cleanup()
         if uds:

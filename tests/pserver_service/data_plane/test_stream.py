@@ -11,7 +11,7 @@ from aiohttp import web
 
 from pserver_service.core.store import Store
 from pserver_service.data_plane import http
-from pserver_service.data_plane.server import make_app, serving
+from pserver_service.data_plane.server import ARRIVALS, make_app, serving
 from pserver_service.pserver import Pserver
 from shared.blocks.buffers import bytes_of
 from shared.errors import DeadlineExceeded, NotReady, PeerError, StaleGeneration, Unauthorized
@@ -242,7 +242,7 @@ async def test_a_pserver_that_does_not_upgrade_is_asked_in_plain_requests():
     pserver = Pserver(JOB, "ps-1", index=0)
     app = web.Application()
     modern = make_app(pserver)
-    for key in (http.PSERVER, http.TIME_LIMITS):
+    for key in (ARRIVALS, http.PSERVER, http.TIME_LIMITS):
         app[key] = modern[key]
     app.add_routes(route for route in http.routes if route.path != "/v1/stream")
     async with serving(app, "127.0.0.1", 0) as listening:
