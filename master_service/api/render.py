@@ -20,6 +20,10 @@ from master_service.api.resources import (
     MetricPoint,
     ResizePage,
     ResizeView,
+    SeriesPage,
+    SeriesPoint,
+    SeriesPoints,
+    SeriesSummary,
     TaskPage,
     TaskView,
 )
@@ -28,7 +32,9 @@ from master_service.core.queue.task_queue import TaskQueue
 from master_service.core.state.event_log import EventLog
 from master_service.core.state.job import Job
 from master_service.core.state.metrics import Metrics
+from master_service.core.state.series import Series, SeriesTable
 from master_service.leadership.master import Master
+from master_service.leadership.term import Term
 from shared.errors import NotFound
 from shared.records import DiscardedTask, Mode, Phase, PserverMember, RequeuedTask, Stage, TaskKind, TrainerMember
 from shared.records.checkpoints import CheckpointRef
@@ -279,3 +285,40 @@ def events(kept: EventLog, after: int, page_size: int) -> EventPage:
     return EventPage(
         events=found, next_after=found[-1].event_id if found else after, oldest=kept.oldest, newest=kept.newest
     )
+
+
+def series_page(table: SeriesTable, page_size: int, page_token: str) -> SeriesPage:
+    """In the order of their names."""
+    page, token = page_of(sorted(table.by_name), offset_of(page_token), page_size)
+    return SeriesPage(series=tuple(_summary(name, table.by_name[name]) for name in page), next_page_token=token)
+
+
+def series_points(term: Term, done: int | None, name: str, first: int, last: int, most: int) -> SeriesPoints:
+    """At most `most` points of the steps in [first, last]. `done`: steps that were done in the present timeline. Raises NotFound,
+    StorageUnreachable."""
+    table = term.series.table
+    found = table.by_name.get(name)
+    if found is None:
+        there = ", ".join(sorted(table.by_name)) or "none yet"
+        raise NotFound(f"metric {name} does not exist; there are: {there}")
+    points = found.points(first, last, most, term.job.state.timeline, done)
+    return SeriesPoints(
+        name=name,
+        points=tuple(
+            SeriesPoint(
+                step=point.first,
+                last_step=point.last,
+                mean=point.mean,
+                least=point.value.least,
+                most=point.value.most,
+                weight=point.value.weight,
+            )
+            for point in points
+        ),
+    )
+
+
+def _summary(name: str, series: Series) -> SeriesSummary:
+    steps = [bucket.step for bucket in series]
+    last = steps[-1] + series.width - 1
+    return SeriesSummary(name=name, first_step=steps[0], last_step=last, points=len(steps), width=series.width)

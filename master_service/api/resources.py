@@ -223,6 +223,38 @@ class MetricPage(Record):
     next_page_token: str = ""
 
 
+class SeriesSummary(Record):
+    """A metric by step. `points`: how many are kept; each is of `width` steps."""
+
+    name: str
+    first_step: int
+    last_step: int
+    points: int
+    width: int
+
+
+class SeriesPage(Record):
+    series: tuple[SeriesSummary, ...]
+    next_page_token: str = ""
+
+
+class SeriesPoint(Record):
+    """The steps from `step` to `last_step`: the mean by `weight` (records, or how many values were reported), the smallest and the
+    largest reported value."""
+
+    step: int
+    last_step: int
+    mean: float
+    least: float
+    most: float
+    weight: float
+
+
+class SeriesPoints(Record):
+    name: str
+    points: tuple[SeriesPoint, ...]
+
+
 class Version(Record):
     name: str
     version: str

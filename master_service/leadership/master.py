@@ -17,7 +17,7 @@ from master_service.store.takeover import take_over
 from master_service.store.writer import HeldLock, Writer
 from shared.errors import NotFound, NotLeader, NotReady, PeerError
 from shared.etcd import Lease, LeaseLost, Put
-from shared.records import AcquireTask, MasterAddress, MasterLock, TaskAnswer
+from shared.records import AcquireTask, MasterAddress, MasterLock, MetricBatch, TaskAnswer
 from shared.runtime import clock, telemetry
 
 log = telemetry.logger("master")
@@ -83,6 +83,12 @@ class Master(TaskService):
 
     def masters(self) -> tuple[Master]:
         return (self,)
+
+    def _take_metrics(self, batch: MetricBatch) -> MetricBatch:
+        """They are kept by step, too."""
+        current = super()._take_metrics(batch)
+        self.term.series.note(current)
+        return current
 
     # ---------------------------------------------------------------- waiting for a task
 

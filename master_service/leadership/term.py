@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from master_service.control.observation import Observer
+from master_service.control.series_keeper import SeriesKeeper
 from master_service.control.stall import StallWatch
 from master_service.control.supervisor import Supervisor
 from master_service.control.task_service import TaskService
@@ -19,6 +20,7 @@ from master_service.store.leader_writer import LeaderWriter
 from master_service.store.members_watch import MembersWatch
 from master_service.store.takeover import Takeover
 from master_service.store.writer import HeldLock, MasterWriter
+from shared.records import JobState, Phase
 
 
 class Term:
@@ -41,6 +43,7 @@ class Term:
             on_changes=self._on_changes,
         )
         self.storage = master.storage(start.job.spec)
+        self.series = SeriesKeeper(self.storage.series, lock.term)
         writer = LeaderWriter(master.etcd, master.keys, self.writer)
         self._supervisor = Supervisor(master, writer, lock, self.storage, self.asks.freed)
         self.operations = self._supervisor.operations
@@ -61,6 +64,7 @@ class Term:
                 group.create_task(self.writer.run())
                 group.create_task(self._watch.run(self._start.revision + 1))
                 group.create_task(self._supervisor.run())
+                group.create_task(self.series.run())
         finally:
             self.asks.changed()  # they learn that the term is over
 
@@ -70,6 +74,9 @@ class Term:
         self._supervisor.members_changed()
 
     def _on_changes(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            if isinstance(change, JobState) and change.phase is Phase.COMPLETED:
+                self.series.note_result(change.result.metrics, change.timeline)
         freed = freed_by(changes)
         if freed is None:
             self.asks.changed()

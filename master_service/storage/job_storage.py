@@ -10,6 +10,7 @@ from typing import Protocol
 from master_service.core.queue.file_table import FileTable
 from master_service.storage import counting
 from master_service.storage.partial_counts import CountingStopped, PartialCounts
+from master_service.storage.series_files import SeriesFiles, StoredSeries
 from shared.checkpoints import stored
 from shared.datasets.custom_reader import find_beside
 from shared.errors import DatasetError, InvalidArgument, StorageUnreachable
@@ -23,7 +24,9 @@ log = telemetry.logger("job_storage")
 
 
 class JobStorage(Protocol):
-    """The port to datasets and storage; the simulation has one without threads and files."""
+    """The port to datasets and storage; the simulation has one without threads and files. `series`: None: metrics are not kept."""
+
+    series: SeriesFiles | None
 
     async def count(self, source: Dataset, task_records: int) -> FileTable:
         """Count the records, save the table and return it. Raises DatasetError."""
@@ -63,6 +66,7 @@ class FileStorage:
     def __init__(self, spec: JobSpec, find_script: Callable[[str], Awaitable[Path]] = _as_it_is) -> None:
         self._storage, self._job, self._script = spec.storage, spec.job, spec.script
         self._find_script = find_script
+        self.series: SeriesFiles | None = StoredSeries(spec.storage)
 
     async def count(self, source: Dataset, task_records: int) -> FileTable:
         beside = None

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from shared.logged_metrics import MOST_NAMES, NAME
 from shared.records.record import Id, Message, Name, Record, Traceback
 
 
@@ -161,9 +162,24 @@ class TrainerProgress(Record):
     least_lane_s: LaneSeconds | None = None
 
 
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class MetricValue(Record):
+    """What a script has reported of one metric: the sum of the values, how many there were, the smallest and the largest."""
+
+    total: Finite
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    least: Finite
+    most: Finite
+
+
+MetricValues = Annotated[dict[Annotated[str, Field(pattern=NAME)], MetricValue], Field(max_length=MOST_NAMES)]
+
+
 class StepMetrics(Record):
     """One trainer's share of a step (sync) or of some minibatches (async): sum of loss x records. `skipped`: records left out
-    because a loss or gradient was not finite. `timeline`: in which it was trained."""
+    because a loss or gradient was not finite. `timeline`: in which it was trained. `metrics`: what the script reported, by name."""
 
     step: int
     epoch: int
@@ -171,6 +187,7 @@ class StepMetrics(Record):
     loss_sum: float
     records: int
     skipped: int = 0
+    metrics: MetricValues = Field(default_factory=dict)
 
 
 class MetricBatch(Record):

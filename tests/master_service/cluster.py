@@ -10,6 +10,7 @@ from typing import Any
 from master_service.core.queue.checks import violations
 from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.leadership.master import Master
+from master_service.storage.series_files import SeriesFiles
 from shared.etcd import KeyValue
 from shared.keys import Keys
 from shared.records import (
@@ -62,6 +63,7 @@ class Storage:
     def __init__(self, tasks: int = 10, error: Exception | None = None) -> None:
         self.tasks, self.error = tasks, error
         self.manifests: dict[str, Manifest | Exception] = {}
+        self.series: SeriesFiles | None = None
 
     async def count(self, source: Dataset, task_records: int) -> FileTable:
         if self.error:

@@ -18,6 +18,8 @@ from tests.simulation.plans import Plan
 class MemoryStorage:
     """master_service.storage.job_storage.JobStorage; tables are counted at once."""
 
+    series = None
+
     def __init__(self, plan: Plan, spec: JobSpec) -> None:
         self._plan, self._spec = plan, spec
 

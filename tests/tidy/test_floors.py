@@ -34,7 +34,7 @@ FLOORS = {
         {"member"},
     ],
     "shared": [
-        {"errors", "keys", "lanes", "slots", "times", "cron", "records"},
+        {"errors", "keys", "lanes", "slots", "times", "cron", "logged_metrics", "records"},
         {"runtime", "blocks", "datasets"},
         {"etcd", "storage", "wire", "security"},
         {"membership"},

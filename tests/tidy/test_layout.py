@@ -64,6 +64,7 @@ HOMES = {
 
 PURE = {
     "__future__",
+    "array",
     "bisect",
     "collections",
     "dataclasses",

@@ -9,14 +9,16 @@ The loops see no tensors: a block is a view of bytes, numbered as in `layout.blo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from shared.lanes import Interval
+from shared.logged_metrics import MOST_NAMES, Logged
 from shared.records import StepMetrics
 from shared.records.job_spec import Narrow
 from shared.records.layout import Layout
 from shared.records.step import LaneZero
+from shared.records.tasks import MetricValue
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -24,15 +26,21 @@ Records = Sequence[Mapping[str, Any]]
 @dataclass(frozen=True, slots=True)
 class LaneResult:
     """Of one minibatch: loss x records, and the number of records. `skipped`: records that were left out, because the loss or a
-    gradient was not finite."""
+    gradient was not finite. `metrics`: what the script reported with `trireme.log_metrics`."""
 
     loss_sum: float
     records: int
     skipped: int = 0
+    metrics: Mapping[str, Logged] = field(default_factory=dict)
 
 
 def metrics_of(results: Sequence[LaneResult], step: int, epoch: int, timeline: int) -> StepMetrics:
     """The sums of these minibatches."""
+    logged: dict[str, Logged] = {}
+    for result in results:
+        for name, value in result.metrics.items():
+            if name in logged or len(logged) < MOST_NAMES:
+                logged[name] = logged[name].plus(value) if name in logged else value
     return StepMetrics(
         step=step,
         epoch=epoch,
@@ -40,6 +48,7 @@ def metrics_of(results: Sequence[LaneResult], step: int, epoch: int, timeline: i
         loss_sum=sum(result.loss_sum for result in results),
         records=sum(result.records for result in results),
         skipped=sum(result.skipped for result in results),
+        metrics={name: MetricValue(**value._asdict()) for name, value in logged.items()},
     )
 
 

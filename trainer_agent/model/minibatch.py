@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from shared.errors import DatasetError, UserCodeError
+from shared.logged_metrics import Logged, collected
 from trainer_agent.data.collate import default_collate
 from trainer_agent.model.buffers import LiveBuffers
 from trainer_agent.model.compute import Records
@@ -98,6 +99,7 @@ class MinibatchRunner:
         self.buffers = LiveBuffers(model, plan, counts=counts)
         self._views: weakref.WeakKeyDictionary[Vector, list[torch.Tensor]] = weakref.WeakKeyDictionary()
         self.gradient_views: list[torch.Tensor] = []  # by parameter: where this backward's gradients belong
+        self.logged: Mapping[str, Logged] = {}  # by the script, in this backward's forward
         self._gradients: Vector
         self._finish: Callable[[int], object] = bool
         self._missing: list[int] | None = None  # by block: gradients not made yet; None: not counted in this backward
@@ -132,7 +134,8 @@ class MinibatchRunner:
         self._model.train()
         batch = self._batch(records)
         self._unshared.begin()
-        loss = self._checked(self._guard.call("loss", self._model, batch))
+        with collected() as self.logged:
+            loss = self._checked(self._guard.call("loss", self._model, batch))
         if problem := self._unshared.change():
             raise self._user.error_of(RuntimeError(problem), fatal=True)
         on_cpu = self._device.type == "cpu"

@@ -22,6 +22,7 @@ from torch import nn
 from shared.blocks.narrow import DTYPES
 from shared.errors import InvalidArgument
 from shared.lanes import Interval
+from shared.logged_metrics import Logged
 from shared.records import JobSpec, Mode
 from shared.records.job_spec import Narrow
 from shared.records.layout import Layout
@@ -215,22 +216,24 @@ class TorchCompute:
         if overlaps:
             self.tree.open(node, entry, announce)
         loss_sum, skipped = 0.0, 0
+        logged: Mapping[str, Logged] = {}
         try:
             if records and entry.slot is not None:
                 loss_sum = self._backward(entry.slot, records, seed, overlaps=overlaps)
+                logged = self.minibatch.logged
             if overlaps:
                 self._close(entry)
         except NonFiniteError as error:
             if not self._skips or entry.slot is None:
                 raise self._user.error_of(error, fatal=True) from error
             self.tree.free(entry.slot)
-            entry, loss_sum, skipped = Entry(1, 0, None), 0.0, entry.count
+            entry, loss_sum, skipped, logged = Entry(1, 0, None), 0.0, entry.count, {}
         if last and not overlaps:
             self.tree.open(node, entry, announce)
             self._close(entry)
         elif not last:
             self._user.guard(self.tree.add, entry)
-        return LaneResult(loss_sum, entry.count, skipped)
+        return LaneResult(loss_sum, entry.count, skipped, logged)
 
     def _backward(self, slot: int, records: Records, seed: int, *, overlaps: bool) -> float:
         """Raises NonFiniteError."""

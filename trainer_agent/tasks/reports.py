@@ -8,13 +8,15 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
 from shared.errors import CallerError, PeerError, TriremeError
+from shared.logged_metrics import MOST_NAMES, Logged
 from shared.records import CompleteTask, MetricBatch, StepMetrics, Task, TaskProgress
+from shared.records.tasks import MetricValue
 from shared.runtime import clock, telemetry
 from trainer_agent.tasks.master import MasterPort
 from trainer_agent.waiting.retry import retry
@@ -24,6 +26,7 @@ SUSPECT_EVERY_S = 1.0
 METRICS_LIMIT_S = 30.0
 PROGRESS_S = 5.0
 METRICS_EVERY_S, METRICS_STEPS, KEPT_STEPS = 0.5, 200, 2000
+METRICS_VALUES = 4000  # so a report stays below the largest body that a master takes
 PACE_EVERY_S, PACE_CHANGE = 5.0, 1.2  # without steps: how often seconds per lane are told, and what is told at once
 
 log = telemetry.logger("reports")
@@ -47,6 +50,7 @@ class MetricBuffer:
                 "loss_sum": known.loss_sum + share.loss_sum,
                 "records": known.records + share.records,
                 "skipped": known.skipped + share.skipped,
+                "metrics": _summed(known.metrics, share.metrics),
             }
             share = share.model_copy(update=summed)
         self.steps[share.step] = share
@@ -61,10 +65,26 @@ class MetricBuffer:
         return 0.0 if len(self.steps) >= METRICS_STEPS else max(0.0, self.since + METRICS_EVERY_S - now)
 
     def take(self) -> tuple[StepMetrics, ...]:
-        """In place: empties the buffer."""
-        taken = tuple(self.steps.values())
-        self.steps = {}
-        return taken
+        """In place: the oldest ones, as many as a report takes."""
+        taken: list[StepMetrics] = []
+        values = 0
+        for share in self.steps.values():
+            if len(taken) == METRICS_STEPS or values > METRICS_VALUES:
+                break
+            taken.append(share)
+            values += len(share.metrics)
+        for share in taken:
+            del self.steps[share.step]
+        return tuple(taken)
+
+
+def _summed(known: Mapping[str, MetricValue], more: Mapping[str, MetricValue]) -> dict[str, MetricValue]:
+    values = {name: Logged(value.total, value.weight, value.least, value.most) for name, value in known.items()}
+    for name, value in more.items():
+        one = Logged(value.total, value.weight, value.least, value.most)
+        if name in values or len(values) < MOST_NAMES:
+            values[name] = values[name].plus(one) if name in values else one
+    return {name: MetricValue(**value._asdict()) for name, value in values.items()}
 
 
 class LanePace(NamedTuple):
@@ -135,6 +155,8 @@ class Reports:
                     self._idle.clear()
                     await self._idle.wait()
                 await self._report_metrics()
+                while self._metrics.steps:
+                    await self._report_metrics()
         except TimeoutError:
             log.warning("reports_left", completions=len(self._completed))
 

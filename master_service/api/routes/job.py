@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Annotated
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Path, Query
 
 from master_service.api import render
-from master_service.api.resources import Empty, JobView, MasterView, MetricPage
+from master_service.api.resources import Empty, JobView, MasterView, MetricPage, SeriesPage, SeriesPoints
 from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, committed
 from master_service.api.routes.keyed import AnsweringInJob, empty
 from master_service.core.explanation.cause import Explanation
@@ -16,6 +17,7 @@ from shared.records import MetricBatch
 
 of_job = APIRouter()  # below /v1/jobs/{job}
 router = APIRouter()
+MOST_STEP = 2**62
 
 
 @of_job.get("", operation_id="getJob", tags=["job"])
@@ -38,6 +40,27 @@ async def list_metrics(
     """`step_loss` or `epoch_loss`. The oldest steps are forgotten."""
     master.term  # noqa: B018  a standby has none: NotLeader
     return render.metrics(master.metrics, metric, page_size, page_token)
+
+
+@router.get("/metric-series", operation_id="listMetricSeries", tags=["metrics"])
+async def list_metric_series(master: MasterOf, page_size: PageSize = 100, page_token: PageToken = "") -> SeriesPage:
+    """The metrics that are kept by step: `loss`, what the script reports with `trireme.log_metrics`, and `evaluation.*` at the end.
+    They outlive the master, and a job in whose place nobody leads: they lie beside its checkpoints."""
+    return render.series_page(master.term.series.table, page_size, page_token)
+
+
+@router.get("/metric-series/{name}", operation_id="queryMetric", tags=["metrics"])
+async def query_metric(
+    master: MasterOf,
+    name: Annotated[str, Path(max_length=200, description="name of a metric")],
+    from_step: Annotated[int, Query(ge=0, le=MOST_STEP, description="the first step")] = 0,
+    to_step: Annotated[int, Query(ge=0, le=MOST_STEP, description="the last step")] = MOST_STEP,
+    points: Annotated[int, Query(ge=1, le=5000, description="at most so many points")] = 500,
+) -> SeriesPoints:
+    """A metric by step. Steps share a point where there are more of them than points. Steps that are trained again after a return to
+    a checkpoint are shown once they are."""
+    term = master.term
+    return render.series_points(term, master.metrics.step, name, from_step, to_step, points)
 
 
 @router.post("/metric-batches", operation_id="reportMetrics", tags=["metrics"])

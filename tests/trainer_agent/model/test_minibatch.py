@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from shared.errors import InvalidArgument, UserCodeError
+from shared.logged_metrics import Logged
+from shared.records.tasks import MetricValue
 from tests.trainer_agent.scripts import records
+from trainer_agent.model.compute import metrics_of
 from trainer_agent.model.minibatch import on_device
 
 
@@ -203,3 +206,32 @@ def test_the_users_own_containers_stay_as_they_are():
     assert [described(batch) for batch in batches] == before
     assert on_device(types.MappingProxyType({"x": torch.ones(3)}), torch.device("meta"))["x"].device.type == "meta"
     assert on_device(Padded, torch.device("meta")) is Padded
+
+
+LOGS = """
+def loss(model, batch):
+    import trireme
+    found = F.mse_loss(model(batch['x']), torch.zeros(len(batch['x']), 3))
+    trireme.log_metrics({"rows": len(batch['x']), "error": found})
+    return found
+"""
+
+
+async def test_what_the_loss_logs_comes_with_the_lanes_result_and_a_step_sums_it(build):
+    compute = build(loss=LOGS)
+    compute.begin_step()
+    node = (0, 2)
+    results = [await compute.gradient(node, lane, 1, records(4 if lane == 0 else 2), bool) for lane in range(*node)]
+    empty = await compute.gradient((2, 3), 2, 1, None, bool)
+    assert [result.metrics["rows"] for result in results] == [Logged(4.0, 1.0, 4.0, 4.0), Logged(2.0, 1.0, 2.0, 2.0)]
+    assert results[0].metrics["error"].total * 4 == pytest.approx(results[0].loss_sum)
+    assert empty.metrics == {}
+    share = metrics_of([*results, empty], 7, 0, 0)
+    assert share.metrics["rows"] == MetricValue(total=6.0, weight=2.0, least=2.0, most=4.0)
+
+
+async def test_a_name_that_cannot_be_logged_is_an_error_of_the_script(build):
+    compute = build(loss=LOGS.replace("rows", "loss"))
+    compute.begin_step()
+    with pytest.raises(UserCodeError, match="the job itself uses"):
+        await compute.gradient((0, 1), 0, 1, records(4), bool)

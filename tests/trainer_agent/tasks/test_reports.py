@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from shared.errors import PeerError, StaleAttempt
-from shared.records import CompleteTask, StepMetrics, Task, TaskKind
+from shared.records import CompleteTask, MetricBatch, StepMetrics, Task, TaskKind
+from shared.records.tasks import MetricValue
 from shared.runtime import clock
 from tests.trainer_agent.virtual_time import virtually
 from trainer_agent.tasks.reports import KEPT_STEPS, MetricBuffer, Reports
@@ -132,3 +133,39 @@ def test_metrics_that_nobody_takes_do_not_pile_up():
     for step in range(KEPT_STEPS + 5):
         buffer.add(StepMetrics(step=step, epoch=0, loss_sum=0.0, records=1), 0.0)
     assert (len(buffer.steps), buffer.dropped, min(buffer.steps)) == (KEPT_STEPS, 5, 5)
+
+
+def logged(step, **values):
+    metrics = {name: MetricValue(total=value, weight=1, least=value, most=value) for name, value in values.items()}
+    return StepMetrics(step=step, epoch=0, loss_sum=1.0, records=1, metrics=metrics)
+
+
+def test_what_was_logged_of_a_step_adds_up_and_a_report_has_bounded_values():
+    buffer = MetricBuffer()
+    buffer.add(logged(0, a=1.0), 0.0)
+    buffer.add(logged(0, a=3.0, b=5.0), 0.0)
+    [share] = buffer.take()
+    assert share.metrics == {
+        "a": MetricValue(total=4.0, weight=2, least=1.0, most=3.0),
+        "b": MetricValue(total=5.0, weight=1, least=5.0, most=5.0),
+    }
+    many = {f"{'n' * 62}{number:02d}": 1e300 / 3 for number in range(32)}
+    for step in range(300):
+        buffer.add(logged(step, **many), 0.0)
+    steps = []
+    while taken := buffer.take():
+        assert len(MetricBatch(trainer="t", steps=taken).model_dump_json()) < 1 << 20
+        steps += [share.step for share in taken]
+    assert steps == list(range(300))
+
+
+def test_all_that_was_logged_is_told_before_a_trainer_leaves():
+    master = Master()
+
+    async def act(reports):
+        for step in range(450):
+            reports.share(logged(step, a=1.0))
+        await reports.flush(30)
+
+    virtually(lambda: with_reports(master, act))
+    assert sorted(share.step for _, batch in master.heard for share in batch.steps) == list(range(450))

@@ -1,0 +1,156 @@
+"""Metrics by step, in bounded memory: the losses of a job, and what its script reports.
+
+report ─► add: values of one step and timeline come together, those of a later timeline take the place of earlier ones
+full ───► buckets twice as wide, so any number of steps fits          query ─► at most so many points
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+MOST_BUCKETS = 8192  # of a series; half as many remain when buckets become wider
+MOST_SERIES = 64
+
+
+class Value(NamedTuple):
+    """`total`: of the values x their weights; `weight`: records, or how many values; `least`, `most`: of the values."""
+
+    total: float
+    weight: float
+    least: float
+    most: float
+
+    def plus(self, other: Value) -> Value:
+        return Value(
+            self.total + other.total,
+            self.weight + other.weight,
+            min(self.least, other.least),
+            max(self.most, other.most),
+        )
+
+
+class Bucket(NamedTuple):
+    """Steps from `step` on, as many as its series is wide. `timeline`: in which its values were computed."""
+
+    step: int
+    timeline: int
+    value: Value
+
+
+class Point(NamedTuple):
+    """The steps from `first` to `last`: their weighted mean, the smallest and the largest value."""
+
+    first: int
+    last: int
+    value: Value
+
+    @property
+    def mean(self) -> float:
+        return self.value.total / self.value.weight
+
+
+class Series:
+    """One metric. `width`: steps of each bucket. Columns of numbers: 48 bytes a bucket."""
+
+    def __init__(self) -> None:
+        self.width = 1
+        self._steps, self._timelines = array("q"), array("q")
+        self._columns = tuple(array("d") for _ in Value._fields)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[Bucket]:
+        """In the order of steps."""
+        return (self._bucket(place) for place in range(len(self._steps)))
+
+    def add(self, step: int, timeline: int, value: Value) -> None:
+        """In place. What an earlier timeline says about steps that a later one has trained again does not count."""
+        start = step - step % self.width
+        place = bisect_left(self._steps, start)
+        if place < len(self._steps) and self._steps[place] == start:
+            known = self._timelines[place]
+            if timeline >= known:
+                self._set(place, timeline, value if timeline > known else self._bucket(place).value.plus(value))
+            return
+        self._steps.insert(place, start)
+        self._timelines.insert(place, timeline)
+        for column, number in zip(self._columns, value, strict=True):
+            column.insert(place, number)
+        if len(self._steps) > MOST_BUCKETS:
+            self.widen(2 * self.width)
+
+    def widen(self, width: int) -> None:
+        """In place: buckets of at least so many steps (a power of two)."""
+        if width <= self.width:
+            return
+        wider = Series()
+        wider.width = width
+        for bucket in self:
+            wider.add(*bucket)
+        self.width, self._steps, self._timelines, self._columns = width, wider._steps, wider._timelines, wider._columns
+
+    def points(self, first: int, last: int, most: int, timeline: int, done: int | None) -> list[Point]:
+        """At most `most` of the steps in [first, last]. What an earlier timeline than `timeline` says of steps from `done` on is left out:
+        they are to be trained again."""
+        found = [
+            self._bucket(place)
+            for place in range(bisect_left(self._steps, first - first % self.width), len(self._steps))
+            if self._steps[place] <= last
+            and (done is None or self._steps[place] < done or self._timelines[place] >= timeline)
+        ]
+        if not found:
+            return []
+        start = found[0].step
+        buckets = -(-(found[-1].step + self.width - start) // self.width)
+        wide = self.width * -(-buckets // most)
+        points: list[Point] = []
+        for bucket in found:
+            from_step = start + (bucket.step - start) // wide * wide
+            ends = bucket.step + self.width - 1
+            if points and points[-1].first >= from_step:
+                before = points.pop()
+                points.append(Point(before.first, ends, before.value.plus(bucket.value)))
+            else:
+                points.append(Point(bucket.step, ends, bucket.value))
+        return points
+
+    def _bucket(self, place: int) -> Bucket:
+        value = Value(*(column[place] for column in self._columns))
+        return Bucket(self._steps[place], self._timelines[place], value)
+
+    def _set(self, place: int, timeline: int, value: Value) -> None:
+        self._timelines[place] = timeline
+        for column, number in zip(self._columns, value, strict=True):
+            column[place] = number
+
+
+@dataclass
+class SeriesTable:
+    """All metrics of a job, by name. `refused`: names for which there was no place."""
+
+    by_name: dict[str, Series] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
+
+    def add(self, name: str, step: int, timeline: int, value: Value) -> bool:
+        """In place. Whether there was a place: at most MOST_SERIES names are kept."""
+        series = self.by_name.get(name)
+        if series is None:
+            if len(self.by_name) >= MOST_SERIES:
+                if len(self.refused) < MOST_SERIES:
+                    self.refused.add(name)
+                return False
+            series = self.by_name[name] = Series()
+        series.add(step, timeline, value)
+        return True
+
+    def merge(self, other: SeriesTable) -> None:
+        """In place."""
+        for name, series in other.by_name.items():
+            for number, bucket in enumerate(series):
+                if self.add(name, *bucket) and not number:
+                    self.by_name[name].widen(series.width)
