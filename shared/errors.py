@@ -175,6 +175,12 @@ class TooEarly(PeerError):
     code, status = "TOO_EARLY", 425
 
 
+class TooManyRequests(PeerError):
+    """As many of this kind are served already: later there may be room."""
+
+    code, status = "TOO_MANY_REQUESTS", 429
+
+
 class NotReady(PeerError):
     """Started, but without parameters (or not serving yet)."""
 

@@ -27,6 +27,7 @@ from master_service.api.routes import (
 )
 from master_service.api.routes import jobs as cluster_jobs
 from master_service.api.routes.dependencies import job_in_path
+from master_service.api.server_sent import Streams
 from master_service.cluster.leader import ClusterMaster
 from master_service.leadership.jobs_led import JobsLed
 from shared import __version__
@@ -54,6 +55,7 @@ def make_api(jobs: JobsLed) -> FastAPI:
         openapi_url="/v1/openapi.json",
     )
     app.state.jobs = jobs
+    app.state.streams = Streams()
     clustered = isinstance(jobs, ClusterMaster)
     if clustered:
         for resource in (cluster_jobs.router, cluster_jobs.pool, schedules.router, events.of_cluster):

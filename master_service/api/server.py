@@ -145,7 +145,8 @@ class _Joining:
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self._written: list[bytes] = []
-        self._call_soon = asyncio.get_running_loop().call_soon
+        loop = asyncio.get_running_loop()
+        self._call_soon, self._call_later = loop.call_soon, loop.call_later
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -158,6 +159,8 @@ class _Joining:
     def close(self) -> None:
         self._flush()
         self._transport.close()
+        if self._transport.get_write_buffer_size():  # a reader that takes nothing would keep it open for ever
+            self._call_later(CLOSING_S, self._transport.abort)
 
     def _flush(self) -> None:
         if self._written:

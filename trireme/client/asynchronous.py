@@ -274,6 +274,12 @@ class AsyncClient:
             get(path_of("jobs", job, "events"), EventPage, after=after, wait_s=wait_s, page_size=page_size)
         )
 
+    async def list_cluster_events(self, *, after: int = 0, wait_s: float = 0.0, page_size: int = 100) -> EventPage:
+        """As `list_events`, of leaders, jobs, members and schedules."""
+        return await self._send(
+            get(path_of("cluster", "events"), EventPage, after=after, wait_s=wait_s, page_size=page_size)
+        )
+
     async def follow_events(self, job: str, *, after: int = 0) -> AsyncIterator[EventRecord]:
         """Events as they happen, also while one master takes over from another, until the job has ended."""
         ended = False

@@ -267,6 +267,10 @@ class Client:
             get(path_of("jobs", job, "events"), EventPage, after=after, wait_s=wait_s, page_size=page_size)
         )
 
+    def list_cluster_events(self, *, after: int = 0, wait_s: float = 0.0, page_size: int = 100) -> EventPage:
+        """As `list_events`, of leaders, jobs, members and schedules."""
+        return self._send(get(path_of("cluster", "events"), EventPage, after=after, wait_s=wait_s, page_size=page_size))
+
     def follow_events(self, job: str, *, after: int = 0) -> Iterator[EventRecord]:
         """Events as they happen, also while one master takes over from another, until the job has ended."""
         ended = False

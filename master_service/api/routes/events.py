@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Header, Query, Request
 
-from master_service.api.event_source import ClusterEvents, JobEvents
+from master_service.api.event_source import ClusterEvents, EventSource, JobEvents
 from master_service.api.resources import EventPage
 from master_service.api.routes.dependencies import JobsOf, PageSize, answered
 from master_service.api.routes.jobs import ClusterOf
+from master_service.api.server_sent import Messages, ServerSent
 
 router = APIRouter(tags=["events"])
 of_cluster = APIRouter(tags=["events"])
@@ -18,6 +19,8 @@ of_cluster = APIRouter(tags=["events"])
 After = Annotated[
     int, Query(ge=0, le=2**63 - 1, description="next_after of the page before; 0: from the oldest that is kept")
 ]
+LastEventId = Annotated[str | None, Header(max_length=20, pattern="^[0-9]+$")]  # what an EventSource saw last
+PAGE = 100
 Wait = Annotated[float, Query(ge=0, le=30, description="wait at most so many seconds for an event")]
 
 
@@ -37,3 +40,32 @@ async def list_cluster_events(
 ) -> EventPage:
     """What happened to jobs, members and schedules; the events of one job are its own. Else as listEvents."""
     return await ClusterEvents(cluster).page(after, page_size, wait_s)
+
+
+@router.get("/events/stream", include_in_schema=False)
+async def stream_events(
+    jobs: JobsOf, request: Request, after: After = 0, last_event_id: LastEventId = None
+) -> ServerSent:
+    """As listEvents, as server-sent events."""
+    return await _stream(JobEvents(jobs, request.path_params.get("job")), request, after, last_event_id)
+
+
+@of_cluster.get("/v1/cluster/events/stream", include_in_schema=False)
+async def stream_cluster_events(
+    cluster: ClusterOf, request: Request, after: After = 0, last_event_id: LastEventId = None
+) -> ServerSent:
+    return await _stream(ClusterEvents(cluster), request, after, last_event_id)
+
+
+async def _stream(source: EventSource, request: Request, after: int, last_event_id: str | None) -> ServerSent:
+    """Raises CursorExpired, NotLeader, TooManyRequests: these are answers, not a stream."""
+    streams, cursor = request.app.state.streams, int(last_event_id) if last_event_id is not None else after
+    streams.check()
+
+    async def following(wait_s: float) -> Messages:
+        nonlocal cursor
+        page = await source.page(cursor, PAGE, wait_s)
+        cursor = page.next_after
+        return [(str(event.event_id), event.model_dump_json()) for event in page.events]
+
+    return ServerSent(await answered(following(0.0)), following, streams)

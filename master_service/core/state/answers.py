@@ -19,6 +19,11 @@ class KeptAnswers:
     def __init__(self) -> None:
         self._records: dict[str, KeptAnswer] = {}
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, KeptAnswers) and self._records == other._records
+
+    __hash__ = None  # type: ignore[assignment]
+
     def __len__(self) -> int:
         return len(self._records)
 

@@ -1,0 +1,96 @@
+"""A stream of server-sent events (text/event-stream), as browsers' EventSource and curl read it. Each has a twin in JSON.
+
+first messages ─► following(wait_s) ─► id, data ─► ...            nothing for HEARTBEAT_S ─► a comment
+the reader takes nothing for SLOW_S, LIFE_S are over, or `following` raises ─► closed; it comes again with Last-Event-ID
+
+Nothing is kept for a reader: while it does not take what was sent, nothing more is read for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from shared.errors import TooManyRequests, TriremeError
+from shared.runtime import clock, telemetry
+
+HEARTBEAT_S = 10.0
+SLOW_S = 20.0
+LIFE_S = 900.0  # then its token is looked at again
+RETRY_MS = 1000  # how long a reader waits before it comes again
+
+Messages = Sequence[tuple[str, str]]  # ids and data; each of one line
+
+log = telemetry.logger("server_sent")
+
+
+@dataclass(slots=True)
+class Streams:
+    """Those that are open in this process."""
+
+    most: int = 256
+    open: int = 0
+
+    def check(self) -> None:
+        """Raises TooManyRequests."""
+        if self.open >= self.most:
+            msg = f"{self.open} streams of events are open here, at most {self.most} may be; ask with wait_s, or later"
+            raise TooManyRequests(msg)
+
+
+class ServerSent(Response):
+    """`following(wait_s)` gives what comes after the messages that it gave last; none after `wait_s`."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: Messages, following: Callable[[float], Awaitable[Messages]], streams: Streams) -> None:
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._first, self._following, self._streams = first, following, streams
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002  as Response's
+        self._streams.open += 1
+        streaming = asyncio.ensure_future(self._stream(send))
+        leaving = asyncio.ensure_future(_gone(receive))
+        try:
+            await asyncio.wait({streaming, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if streaming.done():
+                streaming.result()
+        finally:
+            self._streams.open -= 1
+            streaming.cancel()
+            leaving.cancel()
+            await asyncio.wait({streaming, leaving})
+
+    async def _stream(self, send: Send) -> None:
+        ends = clock.monotonic() + LIFE_S
+        try:
+            async with asyncio.timeout(SLOW_S):
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await self._send(send, f"retry: {RETRY_MS}\n\n{_lines(self._first)}")
+            while (left_s := ends - clock.monotonic()) > 0:
+                await self._send(send, _lines(await self._following(min(HEARTBEAT_S, left_s))) or ": still here\n\n")
+        except TimeoutError:
+            log.info("reader_is_slow", cause=f"it took nothing for {SLOW_S:g} s")
+            return
+        except TriremeError as error:  # not the leader any more, say: the reader comes again, and is told then
+            log.info("stream_ends", cause=error.message)
+        async with asyncio.timeout(SLOW_S):
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, text: str) -> None:
+        async with asyncio.timeout(SLOW_S):
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+
+
+def _lines(messages: Messages) -> str:
+    return "".join(f"id: {name}\ndata: {data}\n\n" for name, data in messages)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
