@@ -19,6 +19,7 @@ from master_service.control.task_service import Probe
 from master_service.core.changes import Event
 from master_service.core.decisions.cluster import drains, job_schedules, submission
 from master_service.core.decisions.once import Once
+from master_service.core.decisions.scheduling.reasons import who_has
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place
 from master_service.core.state.event_log import EventLog
 from master_service.core.state.job_tasks import failed as failed_tasks
@@ -33,7 +34,7 @@ from shared.etcd import Etcd, Lease
 from shared.etcd.reading import must_read
 from shared.keys import ClusterKeys
 from shared.records import JobSpec, JobState, MasterLock, Phase
-from shared.records.cluster import ClusterJob, JobSchedule, Source, Standing
+from shared.records.cluster import ClusterJob, JobSchedule, Kind, Source, Standing
 from shared.runtime import clock, http, telemetry
 from shared.runtime.network import own_network
 from shared.storage import files
@@ -112,7 +113,11 @@ class ClusterMaster:
             storage=self.storage,
             probe=self.probe,
             network=self.network,
+            why_fewer=partial(self._why_fewer, job.job),
         )
+
+    def _why_fewer(self, job: str, kind: Kind) -> str:
+        return who_has(self.current_term.state, job, kind) if self.current_term else ""
 
     # ---------------------------------------------------------------- which jobs it leads
 

@@ -6,7 +6,7 @@ Each question to etcd has a limit of ANSWER_S; an unanswered one is itself an ob
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from master_service.control.stall import StallWatch
@@ -16,6 +16,7 @@ from shared.errors import TriremeError
 from shared.etcd import Etcd, NoSpace
 from shared.keys import Keys
 from shared.records import UserFailure
+from shared.records.cluster import Kind
 from shared.records.record import shortened
 from shared.runtime import clock
 
@@ -48,9 +49,10 @@ class Observer:
         storage_away: str = "",
         reported: Iterable[tuple[float, str, UserFailure]] = (),
         given: int | None = None,
+        why_fewer: Mapping[Kind, str] | None = None,
     ) -> Situation:
-        """`unrenewed_s`: since the leader's own lease was renewed. `reported`: (time, task or "", failure). `given`: as in Situation. Waits at most ANSWER_S for
-        each of etcd's answers, which are asked for at the same time."""
+        """`unrenewed_s`: since the leader's own lease was renewed. `reported`: (time, task or "", failure). `given`,
+        `why_fewer`: as in Situation. Waits at most ANSWER_S for each of etcd's answers, which are asked for at the same time."""
         async with asyncio.TaskGroup() as group:
             silent = group.create_task(self._stall.silent(job))
             space = group.create_task(self._space())
@@ -71,6 +73,7 @@ class Observer:
             initialiser=holder.result(),
             reported=[Reported(_short(failure), now - at, task_id) for at, task_id, failure in reported],
             given=given,
+            why_fewer=why_fewer or {},
         )
 
     async def _space(self) -> str | None:

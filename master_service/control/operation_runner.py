@@ -17,6 +17,7 @@ from master_service.storage.job_storage import JobStorage
 from master_service.store.writer import Writer
 from shared.errors import CheckpointUnusable
 from shared.records import Phase
+from shared.records.cluster import Kind
 from shared.records.operations import Operation, OperationKind, ResizePrediction, Strategy
 from shared.runtime import clock, ids, telemetry
 from shared.runtime.waiting import event_within
@@ -30,10 +31,12 @@ log = telemetry.logger("operation_runner")
 
 
 class OperationRunner:
-    """`look_again` after each change of the members or the state."""
+    """`look_again` after each change of the members or the state. `why_fewer`: see TaskService."""
 
-    def __init__(self, writer: Writer, storage: JobStorage, events: EventFeed) -> None:
-        self._writer, self._storage, self._events = writer, storage, events
+    def __init__(
+        self, writer: Writer, storage: JobStorage, events: EventFeed, why_fewer: Callable[[Kind], str] = lambda _: ""
+    ) -> None:
+        self._writer, self._storage, self._events, self._why_fewer = writer, storage, events, why_fewer
         self._changed = asyncio.Event()
 
     # ---------------------------------------------------------------- asking
@@ -97,7 +100,10 @@ class OperationRunner:
         found = job.operations.find(operation_id)
         if not found.running:
             return found
-        return found.model_copy(update={"reason": f"waiting for {operations.waits_for(job, found)}"})
+        kind = resize.lacking(job, found)
+        why = self._why_fewer(kind) if kind else ""
+        reason = f"waiting for {operations.waits_for(job, found)}" + (f"; {why}" if why else "")
+        return found.model_copy(update={"reason": reason})
 
     async def wait(self, operation_id: str, wait_s: float) -> Operation:
         """As `get`, once it has ended or after `wait_s`. Raises NotFound."""

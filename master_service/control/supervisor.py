@@ -49,7 +49,7 @@ class Supervisor:
         on_late: Callable[[int], None] | None = None,
     ) -> None:
         etcd, keys = service.etcd, service.keys
-        self.operations = OperationRunner(writer, storage, service.events)
+        self.operations = OperationRunner(writer, storage, service.events, service.why_fewer)
         self.evictions = Evictions(etcd, keys, lock)
         self._writer, self._etcd, self._events = writer, etcd, service.events
         self._on_late = on_late or (lambda _: None)

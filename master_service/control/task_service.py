@@ -36,6 +36,7 @@ from shared.records import (
     TrainerMember,
     UserFailure,
 )
+from shared.records.cluster import Kind
 from shared.runtime import clock, http
 from shared.runtime.network import own_network, tells
 
@@ -48,7 +49,8 @@ Probe = Callable[[str], Awaitable[bool]]
 @dataclass(eq=False, repr=False)
 class TaskService(ABC):
     """`spec` is needed for a job's first leader only. `probe(url)`: whether nothing listens there. `network`: of this process.
-    `reported`: the last failures of users' code, as (time, task or "", failure)."""
+    `reported`: the last failures of users' code, as (time, task or "", failure). `why_fewer(kind)`: who has the members of the cluster's
+    pool that the job could use, as a sentence, or ""."""
 
     etcd: Etcd
     keys: Keys
@@ -60,6 +62,7 @@ class TaskService(ABC):
     storage: Callable[[JobSpec], JobStorage] = FileStorage
     probe: Probe = http.refuses_connections
     network: str = field(default_factory=own_network)
+    why_fewer: Callable[[Kind], str] = lambda _: ""
     events: EventFeed = field(init=False, default_factory=EventFeed)
     metrics: Metrics = field(init=False, default_factory=Metrics)
     reported: deque[tuple[float, str, UserFailure]] = field(init=False, default_factory=lambda: deque(maxlen=REPORTED))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from master_service.control.observation import ANSWER_S, Movement
+from master_service.core.decisions.scheduling.admission import KINDS
 from master_service.core.explanation.cause import Cause, Code, Explanation, explanation_of
 from master_service.core.explanation.explain import explain
 from master_service.core.explanation.situation import seconds
@@ -34,6 +35,7 @@ async def explain_job(master: Master, given: int | None = None) -> Explanation:
             storage_away=term.storage_away,
             reported=tuple(master.reported),
             given=given,
+            why_fewer={kind: master.why_fewer(kind) for kind in KINDS},
         )
     )
 

@@ -20,7 +20,7 @@ from master_service.core.state.operations import end
 from shared.errors import Conflict, DeadlineExceeded, InvalidArgument
 from shared.records import Dispatch, JobSpec, Mode, Phase
 from shared.records.assignments import GivenNumbers, Group, Migration
-from shared.records.cluster import in_words
+from shared.records.cluster import Kind, in_words
 from shared.records.operations import (
     Operation,
     OperationKind,
@@ -175,6 +175,16 @@ def waits_for(job: Job, operation: Operation) -> str:
     if not _trainers_there(job, resize):
         return f"{in_words('trainer', resize.trainers)} (there are {len(job.trainers.names)})"
     return "the parameter servers to have all parameters"
+
+
+def lacking(job: Job, operation: Operation) -> Kind | None:
+    """The kind of members that it waits for now, if any."""
+    resize = operation.resize
+    if resize is None or resize.phase is not ResizePhase.STARTING or job.state.phase is not Phase.RUNNING:
+        return None
+    if _missing(job, resize):
+        return "pserver"
+    return None if _trainers_there(job, resize) else "trainer"
 
 
 def needs_checkpoint(job: Job, operation: Operation, stamp: str) -> Operation | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from master_service.core.state.job import Job
 from shared.records import UserFailure
+from shared.records.cluster import Kind
 
 STILL_S = 3.0  # after so many seconds without a finished minibatch a job stands still
 NAMED = 4  # members or tasks that a sentence names
@@ -27,7 +28,7 @@ class Situation:
     `records_per_s`: 0 while unknown. `silent`: members that have not renewed their leases for so long. `etcd_silent_s`: 0 if etcd
     answers. `etcd_full`, `storage_away`: why nothing can be written or read, or "". `initialiser`: who holds the lock to
     initialise the parameters. `reported`: the newest comes last. `given`: trainers that a cluster gives the job now; without one, as
-    many as its spec says are wanted."""
+    many as its spec says are wanted. `why_fewer`: by kind of member, who has those of the cluster's pool that the job could use."""
 
     job: Job
     now: float
@@ -42,6 +43,7 @@ class Situation:
     initialiser: str = ""
     reported: Sequence[Reported] = ()
     given: int | None = None
+    why_fewer: Mapping[Kind, str] = field(default_factory=dict)
 
     @property
     def trainers_wanted(self) -> int:

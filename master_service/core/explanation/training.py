@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from itertools import islice
 
-from master_service.core.decisions import operations
+from master_service.core.decisions import operations, resize
 from master_service.core.explanation.cause import Cause, Code
 from master_service.core.explanation.situation import NAMED, Situation, listed, seconds
 from shared.records import Mode, Stage
 from shared.records.members import pserver_names
+from shared.records.operations import OperationKind
 
 # ------------------------------------------------------------------ progress
 
@@ -223,6 +224,8 @@ def waiting_operations(now: Situation) -> Cause | None:
     running = now.job.operations.running()
     if not running:
         return None
+    kinds = [kind for each in running if (kind := resize.lacking(now.job, each))]
+    resizes = running[0].kind is OperationKind.RESIZE
     return Cause(
         code=Code.OPERATION_WAITS,
         summary=f"{running[0].kind} {running[0].operation_id} waits for {operations.waits_for(now.job, running[0])}.",
@@ -230,8 +233,11 @@ def waiting_operations(now: Situation) -> Cause | None:
             f"{each.operation_id} ({each.cause or 'no cause given'}) waits for {operations.waits_for(now.job, each)}, "
             f"for at most {each.limit_s:g} s."
             for each in running[:NAMED]
-        ),
-        hints=(f"trireme checkpoint list {now.option}",),
+        )
+        + tuple(f"{why[0].upper()}{why[1:]}." for kind in kinds if (why := now.why_fewer.get(kind, ""))),
+        hints=("trireme pool", "trireme jobs")
+        if kinds and now.why_fewer.get(kinds[0])
+        else (f"trireme {'members' if resizes else 'checkpoint list'} {now.option}",),
     )
 
 

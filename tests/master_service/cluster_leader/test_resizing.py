@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from master_service.cluster.leader import ClusterMaster
 from shared.records import Mode
 from shared.records.operations import OperationState, ResizePhase
@@ -84,6 +86,28 @@ def test_a_job_keeps_all_its_trainers_when_its_parameter_servers_are_resized() -
             await until(lambda: leader.state.job("a").pservers_wanted == 2, "the pool to follow", 30)
             assert leader.state.job("a").trainers is None
             assert trains_with(leader, 3)
+
+    run_virtually(main)
+
+
+def test_a_resize_says_which_job_has_the_trainers_that_it_waits_for() -> None:
+    async def main() -> None:
+        jobs = Jobs(tasks=4000)
+        async with jobs.leading() as leader, jobs.pool(3, 2), client_of(leader) as client:
+            await leader.create_job(job(), None)
+            await leader.create_job(job_of("b", {"priority": 80, "min_trainers": 2}, mode=Mode.ASYNC), None)
+            await until(lambda: trains_with(leader, 1), "one trainer", 60)
+            asked = (await client.post("/v1/jobs/a/resizes", json={"trainers": 3})).json()
+            path = f"/v1/jobs/a/resizes/{asked['resize_id']}"
+            said = "; the pool has 3 trainers; job b of a higher priority (80, here 50) has 2"
+            async with asyncio.timeout(30):
+                while not (now := (await client.get(path)).json())["reason"].endswith(said):
+                    await asyncio.sleep(0.2)
+            assert now["reason"] == f"waiting for 3 trainers (there are 1){said}"
+            told = (await client.get("/v1/jobs/a/explanation")).json()
+            waits = next(each for each in [told, *told["also"]] if each["code"] == "OPERATION_WAITS")
+            assert waits["details"][-1] == "The pool has 3 trainers; job b of a higher priority (80, here 50) has 2."
+            assert waits["hints"] == ["trireme pool", "trireme jobs"]
 
     run_virtually(main)
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
-from master_service.core.decisions.scheduling.admission import KINDS, Admission, need
+from master_service.core.decisions.scheduling.admission import KINDS, Admission, in_turn, need
 from master_service.core.decisions.scheduling.pool_view import PoolView
 from master_service.core.decisions.scheduling.readiness import named
+from master_service.core.state.cluster import ClusterState
 from shared.records.cluster import ClusterJob, Kind, in_words
 
 NUMBERED = (
     20  # of the jobs that wait, so many have numbers in their reason: these change often, and each change is written
 )
 LACKS = "lacks "
+HOLDERS = 4  # that a sentence names
 
 
 def of_waiting(view: PoolView, admission: Admission) -> Iterator[tuple[ClusterJob, str]]:
@@ -48,6 +51,35 @@ def of_short(job: ClusterJob, view: PoolView) -> str:
             of = f"{idle} of {view.usable[kind]} in the pool {'is' if idle == 1 else 'are'} idle"
             return f"{LACKS}{lacks} of {in_words(kind, need(job)[kind])}; {of}"
     return ""
+
+
+def who_has(state: ClusterState, name: str, kind: Kind) -> str:
+    """Why a job has fewer members than it could use: how many the pool has, and which jobs have them. Empty: it has all places that it
+    may have; then their processes are starting."""
+    job = state.jobs.get(name)
+    if job is None:
+        return ""
+    wants = job.most_trainers if kind == "trainer" else job.pservers_wanted
+    if len(state.assigned_to(name, kind)) >= wants:
+        return ""
+    there = [place for place in state.members if place[0] == kind]
+    drained = sum(place in state.drains for place in there)
+    of = f", {drained} of them drained" if drained else ""
+    missing = ": more must join it" if len(there) - drained < wants else ""
+    pool = f"the pool has {in_words(kind, len(there))}{of}{missing}"
+    held = Counter(held.job for place, held in state.assignments.items() if place[0] == kind and held.job != name)
+    others = sorted((state.jobs[other] for other in held if other in state.jobs), key=in_turn)
+    mine = job.scheduling.priority
+    parts = [f"job {each.job} of {_priority(each, mine)} has {held[each.job]}" for each in others[:HOLDERS]]
+    more = [f"other jobs have {sum(held[each.job] for each in others[HOLDERS:])}"] if len(others) > HOLDERS else []
+    return "; ".join([pool, *parts, *more])
+
+
+def _priority(job: ClusterJob, mine: int) -> str:
+    level = job.scheduling.priority
+    if level == mine:
+        return "the same priority"
+    return f"a {'higher' if level > mine else 'lower'} priority ({level}, here {mine})"
 
 
 def _lacks(job: ClusterJob, view: PoolView, admission: Admission, others: list[str]) -> str:
