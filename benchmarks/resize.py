@@ -135,7 +135,7 @@ async def resized(cluster: LocalCluster, times: Path, mib: int, strategy: str, b
     first = time.monotonic()
     await asyncio.sleep(CALM_S)
     async with Client(await cluster.master_url(), timeout_s=RESIZE_S) as client:
-        predicted = await client.create_resize("", pservers=after, dry_run=True)
+        predicted = await client.resize_prediction(pservers=after)
         begin = time.monotonic()
         found = await ended(client, after, strategy)
         end = time.monotonic()

@@ -73,13 +73,20 @@ def go(document: Path, folder: Path) -> list[object]:
         "--global-property",
         GO_ONLY,
         "--additional-properties",
-        "packageName=trireme,withGoMod=false,enumClassPrefix=true",
+        "packageName=trireme,withGoMod=false,enumClassPrefix=true,useOneOfDiscriminatorLookup=true",
     ]
     run([java, "-jar", jar, "generate", "-i", document, "-o", folder / "trireme", *options], folder)
     shutil.copytree(HERE / "go", folder, dirs_exist_ok=True)
     binary = folder / "scenario"
-    environment = {"GOPROXY": "off", "GOTOOLCHAIN": "local", "GOFLAGS": "-mod=mod", "GOTELEMETRY": "off"}
-    run([tools / "bin" / "go", "build", "-o", binary, "."], folder, **environment)
+    goroot = tools / "go"
+    environment = {
+        "GOROOT": str(goroot),
+        "GOPROXY": "off",
+        "GOTOOLCHAIN": "local",
+        "GOFLAGS": "-mod=mod",
+        "GOTELEMETRY": "off",
+    }
+    run([goroot / "bin" / "go", "build", "-o", binary, "."], folder, **environment)
     return [binary]
 
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 HERE = Path(__file__).parent
+GO = HERE / "requirements-go.txt"
 FOLDER = Path(sys.prefix) / "clients"
 LIMIT_S = 300
 OF_NPM = ("package.json", "package-lock.json", ".npmrc")
@@ -28,7 +29,12 @@ def python_tools() -> Path:
 
 def go_tools() -> Path:
     """The folder that PYTHONPATH must name."""
-    return _installed("go", HERE / "requirements-go.txt")
+    return _installed("go", GO)
+
+
+def is_go_installed() -> bool:
+    stamp = FOLDER / "go.sha256"
+    return stamp.exists() and stamp.read_text() == _digest([GO])
 
 
 def node() -> Path:
@@ -74,11 +80,14 @@ def _installed(name: str, requirements: Path) -> Path:
     return FOLDER / name
 
 
+def _digest(sources: list[Path]) -> str:
+    return hashlib.sha256(b"\0".join(source.read_bytes() for source in sources)).hexdigest()
+
+
 @contextmanager
 def _once(name: str, sources: list[Path]) -> Iterator[Path | None]:
     """An empty folder to install into; None if that was done for these sources. Other processes wait."""
-    folder, digest = FOLDER / name, hashlib.sha256(b"\0".join(source.read_bytes() for source in sources)).hexdigest()
-    stamp = FOLDER / f"{name}.sha256"
+    folder, stamp, digest = FOLDER / name, FOLDER / f"{name}.sha256", _digest(sources)
     FOLDER.mkdir(exist_ok=True)
     with (FOLDER / f"{name}.lock").open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from shared.events import EventRecord
 from shared.records import JobResult, JobSpec, Mode, Record, Stage, TaskKind, UserFailure
 from shared.records.operations import OperationState, Resize, Strategy
 from shared.records.pauses import Losses
+
+MAX_MEMBERS = 100_000
 
 
 class Empty(Record):
@@ -168,12 +170,13 @@ class CheckpointPage(Record):
 
 
 class CreateResize(Record):
-    """Numbers from now on; null: as many as now. `dry_run`: only predict what would move. `strategy` restart: by a checkpoint that all
-    parameter servers load. `limit_s`: then it ends, and what has moved stays where it is."""
+    """Numbers from now on; null: as many as now. `strategy` restart: by a checkpoint that all parameter servers load. `limit_s`: then it
+    ends, and what has moved stays where it is."""
 
-    trainers: int | None = Field(default=None, le=100_000)
-    pservers: int | None = Field(default=None, le=100_000)
-    dry_run: bool = False
+    model_config = ConfigDict(frozen=True, extra="forbid")  # a field with another name must not become a resize
+
+    trainers: int | None = Field(default=None, le=MAX_MEMBERS)
+    pservers: int | None = Field(default=None, le=MAX_MEMBERS)
     strategy: Strategy = Strategy.LIVE
     cause: str = Field(default="", max_length=200)
     limit_s: float = Field(default=600.0, gt=0, le=86400)

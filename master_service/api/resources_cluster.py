@@ -26,7 +26,7 @@ class CreateJob(Record):
     source: Source | None = None
     script: str = Field(default="", max_length=2000)
     storage: str = Field(default="", max_length=2000)
-    scheduling: Scheduling = Scheduling()
+    scheduling: Scheduling = Field(default_factory=Scheduling)
 
     @model_validator(mode="after")
     def _one_script(self) -> CreateJob:

@@ -6,13 +6,18 @@ Every reader yields *records*: a dict of column -> value. URLs are fsspec URLs o
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 
+def _needs_its_kind(schema: dict[str, Any]) -> None:
+    """In JSON `kind` tells the readers apart, so no document may leave it out; in Python the class has it already."""
+    schema["required"] = ["kind", *schema.get("required", [])]
+
+
 class _Dataset(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=_needs_its_kind)
 
     urls: tuple[str, ...] = Field(min_length=1)
 

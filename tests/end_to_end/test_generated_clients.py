@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -16,59 +17,66 @@ from shared.errors import Conflict, NotFound, Unauthorized
 from tests.end_to_end.cluster_command import script_in, up
 from tests.end_to_end.command import Command
 from tests.end_to_end.scripts import RECORDS
-from trireme.cli.targets import cluster_target
+from trireme.cli.targets import Target, cluster_target
 from trireme.client import AsyncClient, Client, CreateJob, JobSettings, Scheduling, Source
 from trireme.data import Npy
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
-GENERATED = [generate.python, generate.typescript]
 TASKS = RECORDS // 16
 
 
 def test_generated_clients_and_our_own_drive_a_cluster(trireme: Command) -> None:
     script = script_in(trireme.folder)
-    files = [str(script.parent / name) for name in ("x.npy", "y.npy")]
-    document = trireme.folder / "openapi.json"
     with up(trireme, "--trainers", 2, "--pservers", 1):
         target = cluster_target(trireme.folder / ".trireme", None)
-        document.write_bytes(document_of(target.address, target.token))
-        for make in GENERATED:
-            folder = trireme.folder / make.__name__
-            folder.mkdir()
-            environment = {
-                "SCENARIO_URL": target.address,
-                "SCENARIO_TOKEN": target.token,
-                "SCENARIO_JOB": make.__name__,
-                "SCENARIO_SCRIPT": str(script),
-                "SCENARIO_FILES": ",".join(files),
-            }
-            saw = json.loads(run(make(document, folder), folder, **environment))
-            events = saw.pop("events")
-            assert (len(events) >= 3, events) == (True, sorted(set(events)))
-            assert saw == {
-                "version": shared.__version__,
-                "same": True,
-                "tasks": TASKS,
-                "pages": -(-TASKS // 5),
-                "checkpoint": "DONE",
-                "resize": "COMMITTED",
-                "trainers": 2,
-                "problem": "NOT_FOUND",
-                "standing": "CANCELLED",
-            }
-        drive_by_our_own(target.address, target.token, script, files)
+        for make in (generate.python, generate.typescript):
+            drive_by(make, target, trireme.folder, script)
+        drive_by_our_own(trireme, target, script)
 
 
-def document_of(url: str, token: str) -> bytes:
-    answer = httpx.get(f"{url}/v1/openapi.json", headers={"Authorization": f"Bearer {token}"}, trust_env=False)
+def drive_by(make: Callable[[Path, Path], list[object]], target: Target, where: Path, script: Path) -> None:
+    folder, document = where / make.__name__, where / "openapi.json"
+    folder.mkdir()
+    document.write_bytes(document_of(target))
+    environment = {
+        "SCENARIO_URL": target.address,
+        "SCENARIO_TOKEN": target.token,
+        "SCENARIO_JOB": make.__name__,
+        "SCENARIO_SCRIPT": str(script),
+        "SCENARIO_FILES": ",".join(data_of(script)),
+    }
+    saw = json.loads(run(make(document, folder), folder, **environment))
+    events = saw.pop("events")
+    assert (len(events) >= 3, events) == (True, sorted(set(events)))
+    assert saw == {
+        "version": shared.__version__,
+        "same": True,
+        "tasks": TASKS,
+        "pages": -(-TASKS // 5),
+        "checkpoint": "DONE",
+        "resize": "COMMITTED",
+        "trainers": 2,
+        "problem": "NOT_FOUND",
+        "standing": "CANCELLED",
+    }
+
+
+def data_of(script: Path) -> list[str]:
+    return [str(script.parent / name) for name in ("x.npy", "y.npy")]
+
+
+def document_of(target: Target) -> bytes:
+    headers = {"Authorization": f"Bearer {target.token}"}
+    answer = httpx.get(f"{target.address}/v1/openapi.json", headers=headers, trust_env=False)
     assert answer.status_code == 200, answer.text
     return answer.content
 
 
-def drive_by_our_own(url: str, token: str, script: Path, files: list[str]) -> None:
+def drive_by_our_own(trireme: Command, target: Target, script: Path) -> None:
+    url, token = target.address, target.token
     settings = JobSettings(
-        dataset=Npy(*files, aligned=True),
+        dataset=Npy(*data_of(script), aligned=True),
         epochs=10_000,
         global_batch_size=32,
         lanes=4,
@@ -84,6 +92,9 @@ def drive_by_our_own(url: str, token: str, script: Path, files: list[str]) -> No
         saved = client.create_checkpoint("ours", cause="test")
         checkpoint = client.wait_for_operation("ours", saved.operation_id).checkpoint_id
         assert checkpoint in [each.checkpoint_id for each in client.list_checkpoints("ours")]
+        assert client.predict_resize("ours", trainers=2).pservers == 1
+        told = trireme.run("scale", "ours", "--trainers", 2, "--dry-run", "--json")
+        assert (told.code, json.loads(told.out)["trainers"]) == (0, 2), told
         resize = client.create_resize("ours", trainers=2)
         assert client.wait_for_resize("ours", resize.resize_id).phase == "COMMITTED"
         client.pause_job("ours")

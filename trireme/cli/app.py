@@ -285,10 +285,9 @@ def scale(
     asked = {
         "trainers": trainers,
         "pservers": pservers,
-        "dry_run": dry_run,
         "strategy": "restart" if restart else "live",
     }
-    raise typer.Exit(run_scale(named or job, data_dir, url, asked, wait_s, as_json=as_json))
+    raise typer.Exit(run_scale(named or job, data_dir, url, asked, wait_s, dry_run=dry_run, as_json=as_json))
 
 
 @app.command()

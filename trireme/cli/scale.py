@@ -23,9 +23,16 @@ MIB = 1 << 20
 
 
 def scale(
-    job: str | None, data_dir: Path | None, url: str | None, asked: dict[str, Any], wait_s: float, *, as_json: bool
+    job: str | None,
+    data_dir: Path | None,
+    url: str | None,
+    asked: dict[str, Any],
+    wait_s: float,
+    *,
+    dry_run: bool,
+    as_json: bool,
 ) -> int:
-    """`asked`: the body of createResize. Returns the exit code."""
+    """`asked`: the body of createResize. `dry_run`: predictResize instead. Returns the exit code."""
     key = ids.new_id("cli")
 
     def connect() -> AbstractAsyncContextManager[AnyClient]:
@@ -33,8 +40,10 @@ def scale(
         return open_client(target.address, token=target.token)
 
     async def run() -> Document:
+        if dry_run:
+            return await call_any_master(connect, lambda client: client.resize_prediction(**asked))
         begun = await call_any_master(connect, lambda client: client.create_resize(key, **asked))
-        return begun if asked.get("dry_run") or not wait_s else await _ended(connect, begun, wait_s)
+        return await _ended(connect, begun, wait_s) if wait_s else begun
 
     try:
         found = asyncio.run(run())
@@ -43,9 +52,7 @@ def scale(
     if as_json:
         print(json.dumps(found))  # noqa: T201
     else:
-        text = (
-            _prediction(found) if asked.get("dry_run") else f"{found['phase']}  {found['reason']}  {found['resize_id']}"
-        )
+        text = _prediction(found) if dry_run else f"{found['phase']}  {found['reason']}  {found['resize_id']}"
         Console(soft_wrap=True).print(text, highlight=False)
     return exit_codes.OK
 

@@ -23,6 +23,7 @@ from shared.errors import (
 from shared.records.cluster import Scheduling, Source, Standing
 from shared.records.job_spec import JobSettings
 from shared.records.operations import Strategy
+from shared.security.tls import Tls
 from trireme.client.asynchronous import AsyncClient
 from trireme.client.synchronous import Client
 
@@ -42,6 +43,7 @@ __all__ = [
     "Source",
     "Standing",
     "Strategy",
+    "Tls",
     "TriremeError",
     "Unauthorized",
 ]

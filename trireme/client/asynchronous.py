@@ -53,6 +53,7 @@ from shared.records import TaskKind, TaskSummary
 from shared.records.cluster import Standing
 from shared.records.operations import Operation, OperationState, ResizePrediction, Strategy
 from shared.runtime import clock
+from shared.security.tls import Tls
 from trireme.client.exchange import AGENT, Attempts, Call, Listing, Masters, get, path_of, post
 from trireme.client.waiting import LONG_POLL_S, POLL_S, Wait, has_ended, result_of
 from trireme.view.job_address import given_token
@@ -67,7 +68,7 @@ T = TypeVar("T")
 
 class AsyncClient:
     """`urls`: of a master or a cluster's leader, of several ones separated by commas. `token`: None: TRIREME_TOKEN, or the content of
-    TRIREME_TOKEN_FILE. `timeout_s`: how long a call may take, with its repetitions: it is sent again, with the same Idempotency-Key,
+    TRIREME_TOKEN_FILE. `tls`: the authority that is trusted, and the own certificate; None: the TRIREME_TLS_* variables. `timeout_s`: how long a call may take, with its repetitions: it is sent again, with the same Idempotency-Key,
     while a master takes over or none can be reached. Each call raises the TriremeError of the master's answer, PeerError if nobody
     can be reached, DeadlineExceeded if nobody answers. `async with` closes it."""
 
@@ -77,13 +78,15 @@ class AsyncClient:
         *,
         token: str | None = None,
         timeout_s: float = TIMEOUT_S,
+        tls: Tls | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._masters = Masters(urls)
         self._timeout_s = timeout_s
         given = given_token() if token is None else token
         headers = {"User-Agent": AGENT} | ({"Authorization": f"Bearer {given}"} if given else {})
-        self._http = httpx.AsyncClient(headers=headers, trust_env=False, transport=transport)
+        trusted = (tls or Tls.from_environment()).client() or True
+        self._http = httpx.AsyncClient(headers=headers, verify=trusted, trust_env=False, transport=transport)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._masters.url}>"
@@ -230,9 +233,9 @@ class AsyncClient:
         pservers: int | None = None,
         strategy: Strategy = Strategy.LIVE,
     ) -> ResizePrediction:
-        """What would move; nothing changes (`dry_run` of createResize)."""
-        asked = CreateResize(trainers=trainers, pservers=pservers, strategy=strategy, dry_run=True)
-        return await self._send(post(path_of("jobs", job, "resizes"), ResizePrediction, "", asked))
+        """What would move; nothing changes."""
+        path = path_of("jobs", job, "resize-prediction")
+        return await self._send(get(path, ResizePrediction, trainers=trainers, pservers=pservers, strategy=strategy))
 
     def list_resizes(self, job: str) -> AsyncIterator[ResizeView]:
         """Those that run and the last ones that ended, newest first."""
@@ -298,7 +301,7 @@ class AsyncClient:
         path, query = path_of("jobs", job, "metrics"), {"metric": metric, "page_size": 1000}
         return self._list(Listing(path, MetricPage, lambda page: (page.points, page.next_page_token), query))
 
-    # ---------------------------------------------------------------- pool, schedules, version
+    # ---------------------------------------------------------------- cluster, pool, schedules, version
 
     async def get_pool(self) -> PoolView:
         return await self._send(get(path_of("pool"), PoolView))

@@ -92,8 +92,13 @@ class Client:
         return await self._call("POST", f"{self._of_job}/checkpoints/{checkpoint_id}/restore", key=key)
 
     async def create_resize(self, key: str, **asked: Any) -> dict[str, Any]:
-        """Starts a resize; its `resize_id` is the id of its operation. With `dry_run` the prediction of what would move."""
+        """Starts a resize; its `resize_id` is the id of its operation."""
         return await self._call("POST", f"{self._of_job}/resizes", key=key, body=asked)
+
+    async def resize_prediction(self, **asked: Any) -> dict[str, Any]:
+        """What a resize would move; nothing changes."""
+        query = {name: value for name, value in asked.items() if value is not None}
+        return await self._call("GET", f"{self._of_job}/resize-prediction", query)
 
     async def resize(self, resize_id: str, wait_s: float = 0.0) -> dict[str, Any]:
         """Waits up to `wait_s` seconds for its end."""

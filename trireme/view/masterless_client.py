@@ -140,6 +140,10 @@ class MasterlessClient:
         msg = f"job {job} is masterless: nobody leads a resize of it"
         raise Conflict(msg, hint="end it and start it again with other numbers; it goes on from its newest checkpoint")
 
+    async def resize_prediction(self, **_: Any) -> dict[str, Any]:
+        """Raises Conflict: nobody leads a resize."""
+        return await self.create_resize("")
+
     async def resize(self, resize_id: str, wait_s: float = 0.0) -> dict[str, Any]:
         """Raises NotFound: there is none."""
         return await self.operation(resize_id, wait_s)

@@ -37,7 +37,8 @@ async def killed(asked: Asked, turns: int) -> bool:
             assert answers == [answers[0]] * len(answers), turns
             assert asked.effect(second) == asked.once, turns
             if asked.body is None or "request" not in asked.body:
-                other = {**(asked.body or {}), "name": "other"}
+                changed = "cause" if "pservers" in (asked.body or {}) or "trainers" in (asked.body or {}) else "name"
+                other = {**(asked.body or {}), changed: "other"}
                 check_problem(await post(second, path, other), 422, "IDEMPOTENCY_KEY_REUSED")
     return answered
 

@@ -48,10 +48,13 @@ def test_a_resize_is_accepted_found_listed_and_cancelled() -> None:
     with_client(check, lanes=4)
 
 
-def test_a_dry_run_changes_nothing() -> None:
+def test_a_prediction_changes_nothing() -> None:
     async def check(client, master) -> None:
-        found = await client.post("/v1/resizes", json={"pservers": 5, "dry_run": True})
+        found = await client.get("/v1/resize-prediction", params={"pservers": 5})
         assert (found.status_code, found.json()["pservers"]) == (200, 5)
+        check_problem(await client.get("/v1/resize-prediction", params={"pservers": 129}), 400, "INVALID_ARGUMENT")
+        older = await client.post("/v1/resizes", json={"pservers": 5, "dry_run": True})
+        check_problem(older, 422, "INVALID_ARGUMENT")
         assert not master.job.operations.records
 
     with_client(check)

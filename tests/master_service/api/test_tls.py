@@ -18,6 +18,7 @@ from shared.security import authority
 from shared.security.tls import Tls
 from tests.equipment.waiting import until
 from tests.master_service.cluster import MasterCluster, running, spec_of
+from trireme.client import AsyncClient
 from trireme.view.client import Client
 
 
@@ -54,6 +55,11 @@ async def _asked(port: int, tls: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
     async with httpx.AsyncClient() as http:
         with pytest.raises(httpx.TransportError):
             await http.get(f"http://127.0.0.1:{port}/healthz")
+    async with AsyncClient(url, token="", timeout_s=1) as unknown:
+        with pytest.raises(PeerError, match="certificate verify failed"):
+            await unknown.get_version()
+    async with AsyncClient(url, token="", tls=tls) as typed:
+        assert (await typed.get_version()).api == "v1"
     for name, value in tls.environment().items():
         monkeypatch.setenv(name, value)
     async with Client(url, timeout_s=5) as client:

@@ -32,7 +32,7 @@ OF_MEMBERS = {
     ),
     *("scrapeMetrics", "checkHealth", "checkReadiness"),  # for monitoring
 }
-BESIDE = {"predict_resize", "wait_for_job", "wait_for_operation", "wait_for_resize", "follow_events", "aclose"}
+BESIDE = {"wait_for_job", "wait_for_operation", "wait_for_resize", "follow_events", "aclose"}
 SETTINGS = JobSettings(
     dataset=TextLines("train.txt"),
     mode="async",
