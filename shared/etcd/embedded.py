@@ -282,7 +282,7 @@ class EmbeddedEtcd:
                 stdout=output,
                 stderr=output,
                 env={"GOGC": GOGC}
-                | {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")},
+                | {name: value for name, value in os.environ.items() if not name.startswith(("ETCD_", "TRIREME_"))},
                 cwd=self._sockets,
                 start_new_session=True,  # Ctrl-C at the terminal is for the parent, which stops its children in order
                 preexec_fn=die_with_parent(),

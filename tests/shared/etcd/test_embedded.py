@@ -43,10 +43,13 @@ def test_the_binary_is_the_given_one_then_that_on_path_then_the_wheels(tmp_path,
 @pytest.mark.parametrize("given", [None, "50"])
 async def test_its_garbage_collector_is_lazier_unless_the_user_says_otherwise(tmp_path, monkeypatch, given):
     monkeypatch.delenv("GOGC", raising=False)
+    monkeypatch.setenv("TRIREME_TOKEN", "secret")
     if given is not None:
         monkeypatch.setenv("GOGC", given)
     async with EmbeddedEtcd(tmp_path) as etcd:
-        assert psutil.Process(etcd.pid).environ()["GOGC"] == (given or embedded.GOGC)
+        environment = psutil.Process(etcd.pid).environ()
+        assert environment["GOGC"] == (given or embedded.GOGC)
+        assert not [name for name in environment if name.startswith("TRIREME_")], "etcd needs no token of ours"
 
 
 async def test_data_address_and_clients_survive_a_kill_and_a_restart(embedded_etcd):
