@@ -28,7 +28,6 @@ from tests.end_to_end.scripts import UNHURRIED_LOSS, write_script
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
 ATTACKER = Path(__file__).with_name("other_user.py")
-TOKEN = "known to the user who runs it"
 FEW = ("--trainers", 1, "--pservers", 1, "--epochs", 2000)
 SECRETS = re.compile("TOKEN|PASSWORD|SECRET")
 SHARED = Path("/dev/shm")
@@ -95,17 +94,14 @@ def kinds(tried: dict[str, str]) -> str:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_reads_changes_and_kills_nothing_of_a_run(
-    open_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRIREME_TOKEN", TOKEN)
+def test_another_user_reads_changes_and_kills_nothing_of_a_run(open_folder: Path) -> None:
     script = write_script(open_folder, loss=UNHURRIED_LOSS)
     before = sorted(map(str, SHARED.iterdir()))
     with command_in(open_folder) as trireme:
-        running = trireme.start("run", script, *FEW, "--json", TRIREME_TOKEN=TOKEN)
+        running = trireme.start("run", script, *FEW, "--json")
         try:
             step = wait_for_step(trireme, 2)
-            while not list(open_folder.rglob("manifest-*")):  # the checkpoint of the beginning; the test has a time limit
+            while not list(open_folder.rglob("manifest-*")):  # of the first checkpoint; the test has a time limit
                 time.sleep(0.05)
             family = trireme.family()
             told = told_of(family, open_folder / ".trireme") | {"shared_before": before}
@@ -146,7 +142,9 @@ def check_that_there_was_something_to_attack(told: dict[str, Any], tried: dict[s
 
 def check_that_secrets_are_told_nowhere(family: list[psutil.Process], folder: Path) -> None:
     """Neither in command lines nor in logs, specs, checkpoints and etcd's data. Files of tokens are what they are for."""
-    secrets = {TOKEN}
+    kept = [path.read_text().strip() for path in folder.rglob("tokens/*")]
+    secrets = {text for text in kept if text.startswith("trireme_")}
+    assert len(secrets) == 3, "one for each role"
     for process in family:
         with contextlib.suppress(psutil.Error):
             given = process.environ().items()
@@ -154,7 +152,7 @@ def check_that_secrets_are_told_nowhere(family: list[psutil.Process], folder: Pa
     for process in family:
         shown = " ".join(process.cmdline())
         assert not [secret for secret in secrets if secret in shown], shown
-    searched = [path for path in folder.rglob("*") if path.is_file() and "token" not in path.name]
+    searched = [path for path in folder.rglob("*") if path.is_file() and path.parent.name != "tokens"]
     assert {"manifest", "trainer", "master", "etcd", "spec", "db"} <= {
         re.split("[-.]", path.name)[0] for path in searched
     }
