@@ -12,7 +12,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 PYTEST_WORKERS ?= 3
 FAULTS ?= 30
 
-.PHONY: help setup demo test lint types pytest clients soak format clean
+.PHONY: help setup demo test lint types pytest clients openapi soak format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r name text; do printf '  make %-8s %s\n' "$$name" "$$text"; done
@@ -60,6 +60,9 @@ soak: $(STAMP) ## break a job in all ways, compare every bit: make soak [SEED="1
 
 clients: $(STAMP) ## write what is derived from the REST API: the synchronous Python client
 	@$(BIN)/python -m clients.derive_sync
+
+openapi: $(STAMP) ## write openapi.json: the REST API as a document
+	@$(BIN)/python -m clients.write_openapi
 
 format: $(STAMP) ## rewrite the sources in the house format
 	@$(BIN)/ruff check --quiet --fix . && $(BIN)/ruff format --quiet .

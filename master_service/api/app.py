@@ -1,6 +1,6 @@
 """The REST API of the jobs that a process leads: token, request id, limit of the body, routes, problems.
 
-request -> guarded (auth.py) -> bounded (ASGI) -> route: decode -> the job's master -> encode        every error -> problem+json
+request -> guarded (auth.py) -> bounded -> HEAD, OPTIONS, query (openapi/methods.py) -> route: decode -> the job's master -> encode        every error -> problem+json
                └─ requests for every task: hot_routes.py, without FastAPI
 """
 
@@ -13,6 +13,10 @@ from master_service.api import problems
 from master_service.api.auth import Guarded
 from master_service.api.hot_routes import DirectTaskLeases
 from master_service.api.limits import MAX_BODY_BYTES, Bounded
+from master_service.api.openapi import documentation
+from master_service.api.openapi.document import document_of
+from master_service.api.openapi.methods import EveryMethod
+from master_service.api.openapi.paths import DocumentedPaths
 from master_service.api.routes import (
     checkpoints,
     events,
@@ -46,17 +50,23 @@ def make_app(jobs: JobsLed, access: Access | None = None) -> ASGIApp:
 
 def make_api(jobs: JobsLed) -> FastAPI:
     """All routes in FastAPI, with their documentation; nobody is asked for a token."""
+    app = api_of(clustered=isinstance(jobs, ClusterMaster))
+    app.state.jobs = jobs
+    app.state.streams = Streams()
+    return app
+
+
+def api_of(*, clustered: bool) -> FastAPI:
+    """The routes of a cluster's leader, or of the master of one job; `state.jobs` is not set."""
     app = FastAPI(
         title="Trireme master",
         version=__version__,
         description=DESCRIPTION,
         docs_url=None,
         redoc_url=None,
-        openapi_url="/v1/openapi.json",
+        openapi_url=None,  # openapi/documentation.py
+        redirect_slashes=False,  # a path with a slash at its end does not exist
     )
-    app.state.jobs = jobs
-    app.state.streams = Streams()
-    clustered = isinstance(jobs, ClusterMaster)
     if clustered:
         for resource in (cluster_jobs.router, cluster_jobs.pool, schedules.router, events.of_cluster):
             app.include_router(resource)
@@ -67,8 +77,12 @@ def make_api(jobs: JobsLed) -> FastAPI:
             app.include_router(job.of_job, prefix=of_job, dependencies=parameters, include_in_schema=named)
         for routes in (job, events, tasks, task_leases, members, checkpoints, resizes, operations):
             app.include_router(routes.router, prefix=prefix, dependencies=parameters, include_in_schema=named)
+    app.include_router(documentation.router)
     app.include_router(system.router)
     app.include_router(system.open_router)
-    problems.install(app)
+    app.openapi = lambda: document_of(app)  # type: ignore[method-assign]
+    paths = DocumentedPaths(app.openapi, beside=documentation.PATHS)
+    problems.install(app, paths)
+    app.add_middleware(EveryMethod, paths=paths)
     app.add_middleware(Bounded)
     return app

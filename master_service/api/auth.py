@@ -13,9 +13,7 @@ from shared.security.access import CHALLENGE, READING, Access, Asked
 from shared.security.tokens import Role
 
 HEALTH = frozenset({"/healthz", "/readyz"})
-DOCUMENTATION = frozenset(
-    {"/", "/docs", "/openapi.json", "/v1/openapi.json"}
-)  # the same for everybody, nothing of a job
+DOCUMENTATION = frozenset({"/", "/docs", "/openapi.json"})  # the same for everybody, nothing of a job
 DOCUMENTATION_FILES = "/docs/"
 OF_MEMBERS = frozenset({"task-leases", "metric-batches"})  # resources below a job that members write
 OF_ONE_MEMBER = frozenset({"suspect", "failures"})  # members/{member_id}/...

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from master_service.api.limits import read_body, replayed
-from master_service.api.problems import CONTENT_TYPE, problem_of, problem_of_bug, request_id_of
+from master_service.api.problems import CONTENT_TYPE, RETRY_AFTER_S, problem_of, problem_of_bug, request_id_of
 from master_service.api.resources import Empty, Problem
 from master_service.api.routes.dependencies import answered, unless_gone
 from master_service.leadership.jobs_led import JobsLed
@@ -74,17 +74,20 @@ class DirectTaskLeases:
             log.exception("request_failed", request_id=request_id, path=scope["path"])
             answer = problem_of_bug(request_id)
         status, content_type = 200, "application/json"
+        retry_after = False
         if isinstance(answer, Problem):
-            status, content_type = answer.status, CONTENT_TYPE
+            status, content_type, retry_after = answer.status, CONTENT_TYPE, answer.retryable
         content = answer.__pydantic_serializer__.to_json(answer)
         head = [(b"content-length", b"%d" % len(content)), (b"content-type", content_type.encode())]
         head.append((b"x-request-id", request_id.encode()))
+        if retry_after:
+            head.append((b"retry-after", b"%d" % RETRY_AFTER_S))
         await send({"type": "http.response.start", "status": status, "headers": head})
         await send({"type": "http.response.body", "body": content})
 
     def _route(self, scope: Scope, headers: dict[bytes, bytes]) -> Served | None:
         """What serves the request; None: FastAPI."""
-        if scope["method"] != "POST" or (found := _parts(scope["path"])) is None:
+        if scope["method"] != "POST" or scope["query_string"] or (found := _parts(scope["path"])) is None:
             return None
         job, parts = found
         if len(headers) != len(scope["headers"]) or headers.get(b"content-type") != b"application/json":

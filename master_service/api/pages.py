@@ -9,6 +9,8 @@ from shared.errors import InvalidArgument
 
 T = TypeVar("T")
 
+TOKEN_PATTERN = r"^[0-9]{0,18}$"  # noqa: S105
+
 
 def page_of(items: Sequence[T], start: int, page_size: int) -> tuple[Sequence[T], str]:
     """The items from `start` on, and the token of the next page, empty if there is none."""

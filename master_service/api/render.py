@@ -18,6 +18,7 @@ from master_service.api.resources import (
     MemberView,
     MetricPage,
     MetricPoint,
+    OperationPage,
     ResizePage,
     ResizeView,
     SeriesPage,
@@ -38,7 +39,7 @@ from master_service.leadership.term import Term
 from shared.errors import NotFound
 from shared.records import DiscardedTask, Mode, Phase, PserverMember, RequeuedTask, Stage, TaskKind, TrainerMember
 from shared.records.checkpoints import CheckpointRef
-from shared.records.operations import Operation
+from shared.records.operations import Operation, OperationState
 from shared.runtime import clock
 
 SCANNED_AT_ONCE = 10_000
@@ -259,6 +260,14 @@ def resizes(job: Job, page_size: int, page_token: str) -> ResizePage:
     found.sort(key=lambda operation: (operation.create_time, operation.operation_id), reverse=True)
     page, token = page_of(found, offset_of(page_token), page_size)
     return ResizePage(resizes=tuple(map(resize, page)), next_page_token=token)
+
+
+def operations(job: Job, state: OperationState | None, page_size: int, page_token: str) -> OperationPage:
+    """`state` None: in any."""
+    found = [operation for operation in job.operations.records.values() if state in (None, operation.state)]
+    found.sort(key=lambda operation: (operation.create_time, operation.operation_id), reverse=True)
+    page, token = page_of(found, offset_of(page_token), page_size)
+    return OperationPage(operations=tuple(page), next_page_token=token)
 
 
 # ------------------------------------------------------------------ metrics

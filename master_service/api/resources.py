@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field
 
 from shared.events import EventRecord
 from shared.records import JobResult, JobSpec, Mode, Record, Stage, TaskKind, UserFailure
-from shared.records.operations import OperationState, Resize, Strategy
+from shared.records.operations import Operation, OperationState, Resize, Strategy
 from shared.records.pauses import Losses
 
 MAX_MEMBERS = 100_000
@@ -54,6 +54,8 @@ class JobProgress(Record):
 
 
 class MemberCounts(Record):
+    """How many there are, and should be."""
+
     trainers: int
     trainers_desired: int
     pservers: int
@@ -61,6 +63,8 @@ class MemberCounts(Record):
 
 
 class MasterView(Record):
+    """Who answers."""
+
     master_id: str
     url: str
     term: int
@@ -110,6 +114,8 @@ class TaskView(Record):
 
 
 class TaskPage(Record):
+    """Tasks of one epoch."""
+
     tasks: tuple[TaskView, ...]
     next_page_token: str = ""
 
@@ -129,6 +135,8 @@ class MemberView(Record):
 
 
 class MemberPage(Record):
+    """Parameter servers, then trainers."""
+
     members: tuple[MemberView, ...]
     next_page_token: str = ""
 
@@ -157,6 +165,8 @@ class CheckpointView(Record):
 
 
 class CheckpointDetails(CheckpointView):
+    """A checkpoint with what its manifest says."""
+
     epoch: int
     pservers: int
     size_bytes: int
@@ -165,6 +175,8 @@ class CheckpointDetails(CheckpointView):
 
 
 class CheckpointPage(Record):
+    """Newest first."""
+
     checkpoints: tuple[CheckpointView, ...]
     next_page_token: str = ""
 
@@ -195,7 +207,16 @@ class ResizeView(Resize):
 
 
 class ResizePage(Record):
+    """Newest first."""
+
     resizes: tuple[ResizeView, ...]
+    next_page_token: str = ""
+
+
+class OperationPage(Record):
+    """Newest first."""
+
+    operations: tuple[Operation, ...]
     next_page_token: str = ""
 
 
@@ -237,6 +258,8 @@ class SeriesSummary(Record):
 
 
 class SeriesPage(Record):
+    """In the order of their names."""
+
     series: tuple[SeriesSummary, ...]
     next_page_token: str = ""
 
@@ -254,15 +277,21 @@ class SeriesPoint(Record):
 
 
 class SeriesPoints(Record):
+    """Of one metric, by step."""
+
     name: str
     points: tuple[SeriesPoint, ...]
 
 
 class Version(Record):
+    """Of the program and of its API."""
+
     name: str
     version: str
     api: str
 
 
 class Health(Record):
+    """The process answers."""
+
     status: str

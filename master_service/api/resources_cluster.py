@@ -95,6 +95,8 @@ class ScheduleView(Record):
 
 
 class SchedulePage(Record):
+    """In the order of their names."""
+
     schedules: tuple[ScheduleView, ...]
     next_page_token: str = ""
 
@@ -130,6 +132,8 @@ class ClusterJobView(Record):
 
 
 class ClusterJobPage(Record):
+    """In the order of their submission."""
+
     jobs: tuple[ClusterJobView, ...]
     next_page_token: str = ""
 
@@ -159,6 +163,8 @@ class JobTaskView(Record):
 
 
 class JobTaskPage(Record):
+    """All of one job: there are few."""
+
     job_tasks: tuple[JobTaskView, ...]
 
 
@@ -189,6 +195,8 @@ class PoolMemberView(Record):
 
 
 class PoolMemberPage(Record):
+    """By kind and id."""
+
     members: tuple[PoolMemberView, ...]
     next_page_token: str = ""
 
@@ -203,5 +211,7 @@ class PoolKind(Record):
 
 
 class PoolView(Record):
+    """How many members there are, and how many the jobs need."""
+
     trainers: PoolKind
     pservers: PoolKind

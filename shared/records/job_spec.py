@@ -20,6 +20,8 @@ JOB_NAME = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
 
 
 class Mode(StrEnum):
+    """SYNC: every step is the same, whoever computes it. ASYNC: each trainer pushes when it is ready."""
+
     SYNC = "sync"
     ASYNC = "async"
 

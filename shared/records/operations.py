@@ -17,6 +17,8 @@ from shared.records.record import Record
 
 
 class OperationKind(StrEnum):
+    """What it does."""
+
     CREATE_CHECKPOINT = "CREATE_CHECKPOINT"
     RESTORE_CHECKPOINT = "RESTORE_CHECKPOINT"
     VERIFY_CHECKPOINT = "VERIFY_CHECKPOINT"
@@ -24,6 +26,8 @@ class OperationKind(StrEnum):
 
 
 class OperationState(StrEnum):
+    """How far it is."""
+
     RUNNING = "RUNNING"
     DONE = "DONE"
     FAILED = "FAILED"

@@ -24,6 +24,8 @@ class UserFailure(Record):
 
 
 class TaskKind(StrEnum):
+    """What is done with the records. EXPORT has none: the model is written."""
+
     TRAIN = "TRAIN"
     EVALUATE = "EVALUATE"
     EXPORT = "EXPORT"
@@ -129,6 +131,8 @@ class Completed(Record):
 
 
 class FailTask(Record):
+    """The attempt has failed."""
+
     trainer: str
     attempt: int
     failure: UserFailure

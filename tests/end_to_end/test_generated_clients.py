@@ -68,7 +68,7 @@ def data_of(script: Path) -> list[str]:
 
 def document_of(target: Target) -> bytes:
     headers = {"Authorization": f"Bearer {target.token}"}
-    answer = httpx.get(f"{target.address}/v1/openapi.json", headers=headers, trust_env=False)
+    answer = httpx.get(f"{target.address}/openapi.json", headers=headers, trust_env=False)
     assert answer.status_code == 200, answer.text
     return answer.content
 

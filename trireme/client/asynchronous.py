@@ -27,6 +27,7 @@ from master_service.api.resources import (
     MemberView,
     MetricPage,
     MetricPoint,
+    OperationPage,
     ResizePage,
     ResizeView,
     TaskPage,
@@ -258,6 +259,13 @@ class AsyncClient:
             if found.state is not OperationState.RUNNING:
                 return result_of(found)
             wait.check(found.reason, clock.monotonic())
+
+    def list_operations(self, job: str, *, state: OperationState | None = None) -> AsyncIterator[Operation]:
+        """Those that run and the last ones that ended, newest first."""
+        path = path_of("jobs", job, "operations")
+        return self._list(
+            Listing(path, OperationPage, lambda page: (page.operations, page.next_page_token), {"state": state})
+        )
 
     async def get_operation(self, job: str, operation_id: str, *, wait_s: float = 0.0) -> Operation:
         return await self._send(get(path_of("jobs", job, "operations", operation_id), Operation, wait_s=wait_s))

@@ -22,6 +22,7 @@ from master_service.api.resources import (
     MemberView,
     MetricPage,
     MetricPoint,
+    OperationPage,
     ResizePage,
     ResizeView,
     TaskPage,
@@ -251,6 +252,13 @@ class Client:
             if found.state is not OperationState.RUNNING:
                 return result_of(found)
             wait.check(found.reason, clock.monotonic())
+
+    def list_operations(self, job: str, *, state: OperationState | None = None) -> Iterator[Operation]:
+        """Those that run and the last ones that ended, newest first."""
+        path = path_of("jobs", job, "operations")
+        return self._list(
+            Listing(path, OperationPage, lambda page: (page.operations, page.next_page_token), {"state": state})
+        )
 
     def get_operation(self, job: str, operation_id: str, *, wait_s: float = 0.0) -> Operation:
         return self._send(get(path_of("jobs", job, "operations", operation_id), Operation, wait_s=wait_s))

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request, Response
 
+from master_service.api.problems import RETRY_AFTER_S
 from master_service.api.routes.dependencies import MasterOf, WaitS, answered, committed
 from master_service.api.routes.keyed import Key, keyed_request
 from master_service.core.decisions.once import AnsweredBefore, Keyed, Once
@@ -41,7 +42,10 @@ class AskingFor:
             await operations.wait(begun.operation_id, self.wait_s)
         except NotFound:
             return begun
-        return await committed(self.master, lambda: operations.get(begun.operation_id))
+        found = await committed(self.master, lambda: operations.get(begun.operation_id))
+        if found.running:
+            self.response.headers["Retry-After"] = str(RETRY_AFTER_S)
+        return found
 
 
 async def _asking(

@@ -9,6 +9,7 @@ from typing import Annotated, TypeVar
 from fastapi import Depends, Path, Query, Request
 from starlette.types import Receive
 
+from master_service.api.pages import TOKEN_PATTERN
 from master_service.leadership.jobs_led import JobsLed
 from master_service.leadership.master import Master
 from shared.errors import DeadlineExceeded, PeerError
@@ -30,7 +31,10 @@ async def _master(request: Request, jobs: JobsOf) -> Master:
     return jobs.find(request.path_params.get("job"))
 
 
-async def job_in_path(job: Annotated[str, Path(max_length=200, description="name of the job")]) -> str:
+JobName = Annotated[str, Path(max_length=200, description="name of the job")]
+
+
+async def job_in_path(job: JobName) -> str:
     """Documents the parameter of every path below /v1/jobs/{job}."""
     return job
 
@@ -72,4 +76,4 @@ async def committed(master: Master, view: Callable[[], T]) -> T:
 MasterOf = Annotated[Master, Depends(_master)]
 WaitS = Annotated[float, Query(ge=0, le=30, description="wait at most so many seconds for the end")]
 PageSize = Annotated[int, Query(ge=1, le=1000, description="at most so many items")]
-PageToken = Annotated[str, Query(max_length=200, description="next_page_token of the page before")]
+PageToken = Annotated[str, Query(pattern=TOKEN_PATTERN, description="next_page_token of the page before")]

@@ -12,7 +12,7 @@ from master_service.api.resources import Empty, JobView, MasterView, MetricPage,
 from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, committed
 from master_service.api.routes.keyed import AnsweringInJob, empty
 from master_service.core.explanation.cause import Explanation
-from master_service.leadership.explanation import explain_job
+from master_service.leadership.explanation import explain_job as explain_master
 from shared.records import MetricBatch
 
 of_job = APIRouter()  # below /v1/jobs/{job}
@@ -20,17 +20,18 @@ router = APIRouter()
 MOST_STEP = 2**62
 
 
-@of_job.get("", operation_id="getJob", tags=["job"])
+@of_job.get("", operation_id="getJob", tags=["jobs"])
 async def get_job(master: MasterOf) -> JobView:
+    """Phase, progress, members, result and settings."""
     leader = MasterView(master_id=master.name, url=master.url, term=master.term.number)
     stalled = await master.term.stall.look(master.job, master.metrics.records)
     return await committed(master, lambda: render.job(master.job, master.metrics, leader, stalled))
 
 
-@of_job.get("/explanation", operation_id="explainJob", tags=["job"])
-async def explain(master: MasterOf) -> Explanation:
+@of_job.get("/explanation", operation_id="explainJob", tags=["jobs"])
+async def explain_job(master: MasterOf) -> Explanation:
     """The most important cause, and in `also` the others. Answers while the master takes over and while etcd is silent, too."""
-    return await explain_job(master)
+    return await explain_master(master)
 
 
 @router.get("/metrics", operation_id="listMetrics", tags=["metrics"])
@@ -65,4 +66,5 @@ async def query_metric(
 
 @router.post("/metric-batches", operation_id="reportMetrics", tags=["metrics"])
 async def report_metrics(master: MasterOf, answering: AnsweringInJob, batch: MetricBatch) -> Empty:
+    """A trainer's share of the losses of steps. Values of a step that was reported before replace those."""
     return await answering.answer(Empty, partial(master.report_metrics, batch), empty)

@@ -19,7 +19,7 @@ from master_service.api.resources_cluster import (
     PoolMemberView,
     PoolView,
 )
-from master_service.api.routes.dependencies import PageSize, PageToken, answered
+from master_service.api.routes.dependencies import JobName, PageSize, PageToken, answered
 from master_service.api.routes.keyed import AnsweringInCluster
 from master_service.cluster.leader import ClusterMaster
 from master_service.core.explanation.cause import Explanation
@@ -62,7 +62,7 @@ async def list_jobs(
 
 
 @router.get("/jobs/{job}", operation_id="getJob")
-async def get_job(cluster: ClusterOf, job: str) -> JobView:
+async def get_job(cluster: ClusterOf, job: JobName) -> JobView:
     """As far as it is: of a job that is not ACTIVE, what its last term left."""
     term = cluster.term
     found = term.state.job(job)
@@ -73,7 +73,7 @@ async def get_job(cluster: ClusterOf, job: str) -> JobView:
 
 
 @router.get("/jobs/{job}/explanation", operation_id="explainJob")
-async def explain_job(cluster: ClusterOf, job: str) -> Explanation:
+async def explain_job(cluster: ClusterOf, job: JobName) -> Explanation:
     """Why it does not progress, and what to do: the most important cause, and in `also` the others."""
     term = cluster.term
     found = term.state.job(job)
@@ -86,13 +86,13 @@ async def explain_job(cluster: ClusterOf, job: str) -> Explanation:
 
 
 @router.get("/jobs/{job}/job-tasks", operation_id="listJobTasks")
-async def list_job_tasks(cluster: ClusterOf, job: str) -> JobTaskPage:
+async def list_job_tasks(cluster: ClusterOf, job: JobName) -> JobTaskPage:
     """Its pre-tasks and post-tasks, how each stands, and what it printed."""
     return render.job_tasks(cluster.term, cluster.state.job(job))
 
 
 @router.get("/jobs/{job}/source", operation_id="getJobSource")
-async def get_job_source(cluster: ClusterOf, job: str) -> JobSource:
+async def get_job_source(cluster: ClusterOf, job: JobName) -> JobSource:
     """The script that was submitted with the job."""
     found = cluster.state.job(job)
     source = await answered(cluster.source_of(job))
@@ -100,28 +100,28 @@ async def get_job_source(cluster: ClusterOf, job: str) -> JobSource:
 
 
 @router.post("/jobs/{job}/pause", operation_id="pauseJob")
-async def pause_job(cluster: ClusterOf, answering: AnsweringInCluster, job: str) -> ClusterJobView:
+async def pause_job(cluster: ClusterOf, answering: AnsweringInCluster, job: JobName) -> ClusterJobView:
     """It saves a checkpoint, its members become free, and it stays PAUSED until it is resumed."""
     view = partial(render.job, cluster.term)
     return await answering.answer(ClusterJobView, partial(cluster.pause_job, job), view)
 
 
 @router.post("/jobs/{job}/resume", operation_id="resumeJob")
-async def resume_job(cluster: ClusterOf, answering: AnsweringInCluster, job: str) -> ClusterJobView:
+async def resume_job(cluster: ClusterOf, answering: AnsweringInCluster, job: JobName) -> ClusterJobView:
     """It is QUEUED again and goes on from its newest checkpoint."""
     view = partial(render.job, cluster.term)
     return await answering.answer(ClusterJobView, partial(cluster.resume_job, job), view)
 
 
 @router.post("/jobs/{job}/cancel", operation_id="cancelJob")
-async def cancel_job(cluster: ClusterOf, answering: AnsweringInCluster, job: str) -> ClusterJobView:
+async def cancel_job(cluster: ClusterOf, answering: AnsweringInCluster, job: JobName) -> ClusterJobView:
     """It stops for good, without a checkpoint of its last steps. Its checkpoints stay until it is deleted."""
     view = partial(render.job, cluster.term)
     return await answering.answer(ClusterJobView, partial(cluster.cancel_job, job), view)
 
 
 @router.delete("/jobs/{job}", operation_id="deleteJob")
-async def delete_job(cluster: ClusterOf, job: str) -> ClusterJobView:
+async def delete_job(cluster: ClusterOf, job: JobName) -> ClusterJobView:
     """Of a job that has ended: its keys, and its files below the cluster's storage, are deleted."""
     return render.job(cluster.term, await answered(cluster.delete_job(job), longer_s=30.0))
 

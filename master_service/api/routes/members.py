@@ -17,11 +17,13 @@ router = APIRouter(prefix="/members", tags=["members"])
 
 @router.get("", operation_id="listMembers")
 async def list_members(master: MasterOf, page_size: PageSize = 100, page_token: PageToken = "") -> MemberPage:
+    """Parameter servers, then trainers, that hold a lease now."""
     return await committed(master, lambda: render.members(master.job, page_size, page_token))
 
 
 @router.get("/{member_id}", operation_id="getMember")
 async def get_member(master: MasterOf, member_id: str) -> MemberView:
+    """One member, and what it works on."""
     return await committed(master, lambda: render.member_view(master.job, master.find_members(member_id)[0]))
 
 

@@ -1,13 +1,28 @@
-"""The progress of operations."""
+"""The progress of what takes long."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from typing import Annotated
 
-from master_service.api.routes.dependencies import MasterOf, WaitS, committed
-from shared.records.operations import Operation
+from fastapi import APIRouter, Query
+
+from master_service.api import render
+from master_service.api.resources import OperationPage
+from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, WaitS, committed
+from shared.records.operations import Operation, OperationState
 
 router = APIRouter(prefix="/operations", tags=["operations"])
+
+
+@router.get("", operation_id="listOperations")
+async def list_operations(
+    master: MasterOf,
+    state: Annotated[OperationState | None, Query()] = None,
+    page_size: PageSize = 100,
+    page_token: PageToken = "",
+) -> OperationPage:
+    """Those that run and the last ones that ended, newest first; resizes are among them."""
+    return await committed(master, lambda: render.operations(master.job, state, page_size, page_token))
 
 
 @router.get("/{operation_id}", operation_id="getOperation")

@@ -30,6 +30,7 @@ async def list_schedules(cluster: ClusterOf, page_size: PageSize = 100, page_tok
 
 @router.get("/{schedule}", operation_id="getSchedule")
 async def get_schedule(cluster: ClusterOf, schedule: str) -> ScheduleView:
+    """One schedule, and when its next job is created."""
     return render.schedule(cluster.state.schedule(schedule))
 
 

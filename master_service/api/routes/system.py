@@ -16,6 +16,7 @@ open_router = APIRouter(tags=["system"])
 
 @router.get("/v1/version", operation_id="getVersion")
 async def get_version() -> Version:
+    """Of the program, and of its API."""
     return Version(name="trireme-master", version=__version__, api="v1")
 
 

@@ -21,7 +21,7 @@ async def acquire_task(
     master: MasterOf,
     request: Request,
     ask: AcquireTask,
-    idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
+    idempotency_key: Annotated[str | None, Header(alias="Idempotency-Key", max_length=200)] = None,
 ) -> TaskAnswer:
     """A task, or why there is none. The same `request` (= Idempotency-Key) gets the same pending task again. With `wait_s` the
     answer comes when there is a task, at most so many seconds later."""
@@ -49,4 +49,5 @@ async def complete_task(master: MasterOf, answering: AnsweringInJob, task_id: st
 
 @router.post("/{task_id}/fail", operation_id="failTask")
 async def fail_task(master: MasterOf, answering: AnsweringInJob, task_id: str, failed: FailTask) -> Empty:
+    """The task goes to another trainer, or is discarded if it has failed too often."""
     return await answering.answer(Empty, partial(master.fail_task, task_id, failed), empty)

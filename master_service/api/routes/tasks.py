@@ -36,6 +36,7 @@ async def list_tasks(
 
 @router.get("/tasks/{task_id}", operation_id="getTask")
 async def get_task(master: MasterOf, task_id: str) -> TaskView:
+    """One task of the current epoch, or a discarded one."""
     return await committed(master, lambda: render.task(master.job, task_id))
 
 

@@ -1,0 +1,169 @@
+"""The OpenAPI document: FastAPI's, with what FastAPI does not say. openapi.json of the repository is that of a cluster's leader.
+
+FastAPI's document ─► problems by status ─► who may ask (security) ─► descriptions and examples of properties, parameters, schemas
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from master_service.api.auth import role_needed
+from master_service.api.openapi.codes import PROBLEMS, RETRYABLE
+from master_service.api.openapi.examples import examples
+from master_service.api.openapi.properties import PARAMETERS, PROPERTIES, TAGS
+from master_service.api.problems import CONTENT_TYPE
+from master_service.api.resources import Problem
+
+Json = dict[str, Any]
+
+LICENSE = {"name": "Apache-2.0", "identifier": "Apache-2.0"}
+BEARER = {"type": "http", "scheme": "bearer", "description": "A token with the role viewer, member or admin."}
+OPTIONAL = "A request without a token is answered too, where the service was started without tokens."
+REQUEST_ID = {"description": "Id of the request, as in the master's log.", "schema": {"type": "string"}}
+RETRY_AFTER = {"description": "Ask again after so many seconds.", "schema": {"type": "integer", "minimum": 0}}
+CHALLENGE = {"description": "How to authenticate.", "schema": {"type": "string"}}
+LOCATION = {"description": "Path of what was created or begun.", "schema": {"type": "string"}}
+
+FOLLOWED = frozenset({"listEvents", "listClusterEvents"})  # by a cursor
+
+
+def document_of(app: FastAPI) -> Json:
+    """Made once for each application."""
+    if app.openapi_schema:
+        return app.openapi_schema
+    document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    document["info"]["license"] = LICENSE
+    for method, path, operation in operations(document):
+        _problems(method, path, operation)
+        _security(method, path, operation)
+        _answers(operation)
+        for parameter in operation.get("parameters", []):
+            _parameter(parameter)
+    components = document.setdefault("components", {})
+    schemas = components.setdefault("schemas", {})
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    model = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
+    schemas.update(model.pop("$defs", {}))
+    schemas["Problem"] = model
+    for name, schema in schemas.items():
+        _describe(name, schema)
+    for name, example in examples().items():
+        if name in schemas:
+            schemas[name]["examples"] = [example.model_dump(mode="json", exclude_none=True)]
+    components["responses"] = {_name(status): _response(status) for status in PROBLEMS} | {"Problem": _response(None)}
+    components["securitySchemes"] = {"bearer": BEARER}
+    used = {tag for _, _, operation in operations(document) for tag in operation["tags"]}
+    document["tags"] = [{"name": tag, "description": text} for tag, text in TAGS.items() if tag in used]
+    app.openapi_schema = document
+    return document
+
+
+def operations(document: Json) -> Iterator[tuple[str, str, Json]]:
+    """Method, path and operation of each."""
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            yield method.upper(), path, operation
+
+
+# ------------------------------------------------------------------ operations
+
+
+def _problems(method: str, path: str, operation: Json) -> None:
+    responses = operation["responses"]
+    responses.pop("422", None)
+    for status in sorted(_statuses(method, path, operation)):
+        responses[str(status)] = {"$ref": f"#/components/responses/{_name(status)}"}
+    responses["default"] = {"$ref": "#/components/responses/Problem"}
+
+
+def _statuses(method: str, path: str, operation: Json) -> set[int]:
+    """Of the problems that the operation may answer."""
+    if role_needed(method, path) is None:
+        return {422, 503}
+    found = {400, 401, 403, 421, 422, 500, 503, 504}
+    if "{" in path:
+        found.add(404)
+    if operation["operationId"] in FOLLOWED:
+        found.add(410)
+    if method != "GET":
+        found |= {409, 415}
+    if "requestBody" in operation:
+        found.add(413)
+    return found
+
+
+def _security(method: str, path: str, operation: Json) -> None:
+    """With the least role that may ask, as OpenAPI 3.1 allows for a bearer token."""
+    role = role_needed(method, path)
+    operation["security"] = [] if role is None else [{"bearer": [str(role)]}]
+
+
+def _answers(operation: Json) -> None:
+    for status, response in operation["responses"].items():
+        if not status.startswith("2"):
+            continue
+        response["headers"] = {"X-Request-Id": REQUEST_ID, **response.get("headers", {})}
+        if status == "202":
+            response["description"] = "Begun; the answer tells how far it is."
+            response["headers"] |= {"Location": LOCATION, "Retry-After": RETRY_AFTER}
+        elif response["description"] == "Successful Response":
+            response["description"] = "Created." if status == "201" else "Done."
+
+
+def _parameter(parameter: Json) -> None:
+    description, example = PARAMETERS.get(parameter["name"], ("", None))
+    if parameter.get("description") is None and description:
+        parameter["description"] = description
+    parameter["schema"].pop("description", None)
+    if example is not None:
+        parameter["example"] = example
+
+
+# ------------------------------------------------------------------ components
+
+
+def _describe(name: str, schema: Json) -> None:
+    for each, value in schema.get("properties", {}).items():
+        text = PROPERTIES.get(f"{name}.{each}") or PROPERTIES.get(each)
+        if "description" not in value and text:
+            value["description"] = text
+
+
+def _name(status: int) -> str:
+    return HTTPStatus(status).phrase.title().replace(" ", "").replace("-", "")
+
+
+def _response(status: int | None) -> Json:
+    """None: of any status. RFC 9457 problem details, with an example for each code."""
+    content: Json = {"schema": {"$ref": "#/components/schemas/Problem"}}
+    if status is None:
+        return {"description": "Any other problem.", "content": {CONTENT_TYPE: content}}
+    codes = PROBLEMS[status]
+    content["examples"] = {
+        code: {"summary": text, "value": _problem(status, code, text).model_dump(mode="json")}
+        for code, text in codes.items()
+    }
+    headers: Json = {"X-Request-Id": REQUEST_ID}
+    if status in RETRYABLE:
+        headers["Retry-After"] = RETRY_AFTER
+    if status == HTTPStatus.UNAUTHORIZED:
+        headers["WWW-Authenticate"] = CHALLENGE
+    text = "\n".join(f"- `{code}`: {meaning}" for code, meaning in codes.items())
+    return {"description": text, "headers": headers, "content": {CONTENT_TYPE: content}}
+
+
+def _problem(status: int, code: str, text: str) -> Problem:
+    return Problem(
+        title=HTTPStatus(status).phrase,
+        status=status,
+        detail=text,
+        code=code,
+        retryable=status in RETRYABLE,
+        request_id="req-1a2b3c",
+    )

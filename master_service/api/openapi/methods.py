@@ -1,0 +1,70 @@
+"""What every path has in common: HEAD, OPTIONS, and that unknown query parameters are refused.
+
+HEAD    ─► as GET, without the body
+OPTIONS ─► 204 with Allow; no CORS headers: pages of other sites get nothing
+?page_sise=5 ─► 422: it would be ignored in silence
+"""
+
+from __future__ import annotations
+
+from urllib.parse import parse_qsl
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from master_service.api.openapi.paths import DocumentedPaths
+from master_service.api.problems import invalid, problem_response
+from master_service.api.resources import ProblemPart
+
+
+class EveryMethod:
+    """ASGI, around `app`."""
+
+    def __init__(self, app: ASGIApp, paths: DocumentedPaths) -> None:
+        self._app, self._paths = app, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        method, path = scope["method"], scope["path"]
+        if method == "OPTIONS" and (allowed := self._paths.allowed(path)):
+            await Response(status_code=204, headers={"Allow": ", ".join(allowed)})(scope, receive, send)
+            return
+        if method == "HEAD":
+            method, send = "GET", _head_of(send)
+            scope = {**scope, "method": method}
+        if scope["query_string"] and (wrong := self._wrong(method, path, scope["query_string"])):
+            response = problem_response(invalid(wrong, scope.get("request_id", "")))
+            await response(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _wrong(self, method: str, path: str, query: bytes) -> tuple[ProblemPart, ...]:
+        """What is wrong with the names of the parameters; their values are the routes' concern."""
+        known = self._paths.methods(path).get(method)
+        if known is None:  # it may have any, or there is no such operation: 404 or 405
+            return ()
+        given = [name for name, _ in parse_qsl(query.decode("latin-1"), keep_blank_values=True)]
+        wrong: dict[str, str] = {}
+        for name in given:
+            if name not in known:
+                wrong[name] = f"is not known; {', '.join(sorted(known)) or 'nothing'} can be given"
+            elif given.count(name) > 1:
+                wrong[name] = "is given more than once"
+        return tuple(ProblemPart(location=f"query.{name[:200]}", message=text) for name, text in wrong.items())
+
+
+def _head_of(send: Send) -> Send:
+    """Sends the head of an answer, and ends it there."""
+    ended = False
+
+    async def send_head(message: Message) -> None:
+        nonlocal ended
+        if message["type"] == "http.response.start":
+            await send(message)
+        elif message["type"] == "http.response.body" and not ended:
+            ended = True
+            await send({"type": "http.response.body", "body": b""})
+
+    return send_head
