@@ -1,17 +1,23 @@
-"""Prometheus metrics, made from the jobs at each scrape: nothing is counted twice, nothing is kept from one term to the next."""
+"""Prometheus metrics, made from the jobs at each scrape: nothing is counted twice, nothing is kept from one term to the next.
+
+Names: `trireme_`, base units at the end, `_total` for what only grows; no rates (Prometheus makes them). Labels have few values.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
-from prometheus_client import generate_latest
+from prometheus_client import ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from master_service.cluster.leader import ClusterMaster
+from master_service.core.state.cluster import ClusterState, Place
 from master_service.leadership.jobs_led import JobsLed
 from master_service.leadership.master import Master
 from master_service.leadership.term import Term
 from shared.errors import TriremeError
-from shared.runtime import clock
+from shared.records.cluster import Standing
 
 
 def exposition(jobs: JobsLed) -> bytes:
@@ -19,23 +25,48 @@ def exposition(jobs: JobsLed) -> bytes:
 
 
 class _Collector:
-    """Each sample has the label `job`."""
+    """Each sample of a job has the label `job`."""
 
     def __init__(self, jobs: JobsLed) -> None:
         self._jobs = jobs
 
     def collect(self) -> Iterator[Metric]:
+        yield from ProcessCollector(registry=None).collect()
         try:
             self._jobs.check_leading()
         except TriremeError:
             yield GaugeMetricFamily("trireme_master_leading", "1 on the leader", value=0)
             return
         yield GaugeMetricFamily("trireme_master_leading", "1 on the leader", value=1)
+        if isinstance(self._jobs, ClusterMaster):
+            yield from _cluster(self._jobs.state)
         families = _Families()
         for master in self._jobs.masters():
             if master.current_term is not None:
                 _samples(families, master, master.current_term)
         yield from families.found.values()
+
+
+def _cluster(state: ClusterState) -> Iterator[Metric]:
+    jobs = GaugeMetricFamily(
+        "trireme_cluster_jobs", "jobs of the cluster, those that have ended too", labels=["standing"]
+    )
+    standings = Counter(job.standing for job in state.jobs.values())
+    for standing in Standing:
+        jobs.add_metric([standing.lower()], standings[standing])
+    yield jobs
+    pool = GaugeMetricFamily("trireme_pool_members", "registered members of the pool", labels=["kind", "state"])
+    members = Counter((place[0], _state_of(state, place)) for place in state.members)
+    for kind in ("trainer", "pserver"):
+        for name in ("idle", "assigned", "draining"):
+            pool.add_metric([kind, name], members[kind, name])
+    yield pool
+
+
+def _state_of(state: ClusterState, place: Place) -> str:
+    if not state.takes_work(place):
+        return "draining"
+    return "assigned" if place in state.assignments or state.members[place].running else "idle"
 
 
 class _Families:
@@ -78,11 +109,12 @@ def _samples(to: _Families, master: Master, term: Term) -> None:
     to.counter("trireme_trained_records", "records reported as trained", metrics.records)
     skipped = "records left out: their loss or gradient was not finite"
     to.counter("trireme_skipped_records", skipped, metrics.skipped)
-    to.gauge("trireme_records_per_second", "over 15 s", metrics.rate(clock.monotonic()))
+    if (last := next(reversed(metrics.epochs.values()), None)) is not None and last.loss is not None:
+        to.gauge("trireme_epoch_loss", "mean loss of the epoch under way, of what this master was told", last.loss)
     missed = "asynchronous: of closed tasks, never applied at that parameter server"
     for cause, counts in (("lost", job.losses.lost), ("skipped", job.losses.skipped)):
         for index, count in counts.items():
-            to.gauge("trireme_missed_minibatches", missed, count, pserver=index, cause=cause)
+            to.counter("trireme_missed_minibatches", missed, count, pserver=index, cause=cause)
     phase, stage = str(job.state.phase), str(job.state.stage)
     to.gauge("trireme_phase", "1 for the job's phase and stage", 1, phase=phase, stage=stage)
     for kind, queue in job.queues.items():

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from pserver_service.data_plane.http import PSERVER
 from pserver_service.pserver import Pserver
 
 routes = web.RouteTableDef()
+
+
+COUNTERS = {  # field of Counters -> (name, help); base units at the end, prometheus_client adds _total
+    "pushes": ("pushes", "pushes that began"),
+    "pulls": ("pulls", "pulls that began"),
+    "blocks_applied": ("applied_blocks", "pushed blocks that were applied"),
+    "blocks_duplicate": ("duplicate_blocks", "pushed blocks that had been applied before"),
+    "blocks_refused": ("refused_blocks", "pushed blocks that were refused"),
+    "bytes_pushed": ("pushed_bytes", "payloads of pushed blocks"),
+    "bytes_pulled": ("pulled_bytes", "payloads of pulled blocks"),
+}
 
 
 class Collector:
@@ -22,21 +32,25 @@ class Collector:
         self._pserver = pserver
 
     def collect(self) -> Iterator[Metric]:
-        for name, value in asdict(self._pserver.counters).items():
-            yield CounterMetricFamily(f"trireme_pserver_{name}", name.replace("_", " "), value=value)
+        for field, (name, text) in COUNTERS.items():
+            value = getattr(self._pserver.counters, field)
+            yield CounterMetricFamily(f"trireme_pserver_{name}", text, value=value)
         store = self._pserver.store
-        gauges = {"generation": self._pserver.generation, "ready": int(store is not None)}
+        gauges = [
+            ("generation", "the highest membership that it has seen", self._pserver.generation),
+            ("ready", "1 if it has parameters", int(store is not None)),
+        ]
         if store is not None:
-            gauges |= {
-                "blocks": len(store.blocks),
-                "parameter_bytes": store.bytes,
-                "version_lowest": store.lowest,
-                "version_highest": store.highest,
-                "pool_bytes": store.pool.allocated_bytes,
-                "pool_free_bytes": store.pool.free_bytes,
-            }
-        for name, value in gauges.items():
-            yield GaugeMetricFamily(f"trireme_pserver_{name}", name.replace("_", " "), value=value)
+            gauges += [
+                ("blocks", "blocks that it owns", len(store.blocks)),
+                ("parameter_bytes", "parameters that it owns", store.bytes),
+                ("version_lowest", "steps applied to every block", store.lowest),
+                ("version_highest", "steps applied to some block", store.highest),
+                ("pool_bytes", "buffers for blocks, in use or free", store.pool.allocated_bytes),
+                ("pool_free_bytes", "buffers for blocks that are free", store.pool.free_bytes),
+            ]
+        for name, text, number in gauges:
+            yield GaugeMetricFamily(f"trireme_pserver_{name}", text, value=number)
 
 
 @routes.get("/healthz")
@@ -58,4 +72,5 @@ async def readyz(request: web.Request) -> web.Response:
 async def metrics(request: web.Request) -> web.Response:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Collector(request.app[PSERVER]))
+    ProcessCollector(registry=registry)
     return web.Response(body=generate_latest(registry), content_type="text/plain", charset="utf-8")

@@ -15,6 +15,7 @@ from pserver_service.pserver import Pserver
 from shared.blocks.buffers import bytes_of
 from shared.errors import CallerError, DeadlineExceeded, Unauthorized
 from shared.wire import codec
+from tests.equipment.metric_names import wrong_metrics
 from tests.pserver_service.data_plane.servers import PLAIN, SIZES, STALL_S, TOKEN, TRANSPORTS, Flat, gradients, server
 from tests.pserver_service.jobs import JOB, item, layout_of, payload_of, pull_request, push_header, stream
 from trainer_agent.data_plane.http import HttpPserver
@@ -299,9 +300,10 @@ async def test_health_and_readiness_need_no_token_and_metrics_need_one(server):
             assert (await get("/metrics", token))[0] == 401
         status, text = await get("/metrics", TOKEN)
         assert status == 200
-        assert "trireme_pserver_blocks_applied_total 4.0" in text
+        assert "trireme_pserver_applied_blocks_total 4.0" in text
         assert "trireme_pserver_version_lowest 1.0" in text
-        assert "trireme_pserver_bytes_pushed_total 800000.0" in text
+        assert "trireme_pserver_pushed_bytes_total 800000.0" in text
+        assert wrong_metrics(text) == []
 
 
 async def test_a_port_in_use_is_one_clear_message():
