@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from shared.errors import InvalidArgument, LayoutMismatch, UserCodeError
+from shared.errors import InvalidArgument, LayoutMismatch, TriremeError, UserCodeError
 from shared.etcd import Etcd
 from shared.membership.directory import Directory
 from shared.records import JobSpec, Mode, Phase, Task, TrainerMember
@@ -25,7 +25,7 @@ from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.evaluate_export import EvaluateExportLoop
 from trainer_agent.loops.sync import SyncLoop
 from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of
-from trainer_agent.membership.initialise import ensure_initialised
+from trainer_agent.membership.initialise import ensure_initialised, fits
 from trainer_agent.membership.lease import Membership
 from trainer_agent.membership.pause import PauseResponder
 from trainer_agent.model.compute import Compute
@@ -95,6 +95,8 @@ class Agent:
     async def run(self) -> int:
         """0: the job is complete, or asked to stop; 1: the job failed; LEASE_LOST: start this trainer again under a new name."""
         timeline = timeline_of(self._directory)
+        if not await self._fits_job():
+            return LEASE_LOST
         await self._membership.register(self._directory.keys, self._spec.lease_ttl_s)
         async with SingleErrorGroup() as group:
             beside = [group.create_task(self._reports.run())]
@@ -119,6 +121,22 @@ class Agent:
         log.info("left", code=code)
         return code
 
+    async def _fits_job(self) -> bool:
+        """Before it registers, if the job's layout is known already: the job shall not count on a trainer that is refused. False: as
+        `fits`. Raises LayoutMismatch."""
+        view = self._directory
+        if not view.init_done or view.layout is None:
+            return True
+        try:
+            return fits(self._spec, self._compute.layout, view.layout)
+        except LayoutMismatch as error:
+            await self._report(error)
+            raise
+
+    async def _report(self, error: TriremeError) -> None:
+        failure = failure_of(error, trainer=self._member.trainer)
+        await retry(lambda: self._master.report_failure(self._member.trainer, failure), "reporting a failure")
+
     async def _work(self) -> int:
         try:
             if not await ensure_initialised(
@@ -140,8 +158,7 @@ class Agent:
                     break
                 await self._directory.changed(self._directory.revision, LOOK_S)
         except (InvalidArgument, UserCodeError, LayoutMismatch) as error:
-            failure = failure_of(error, trainer=self._member.trainer)
-            await retry(lambda: self._master.report_failure(self._member.trainer, failure), "reporting a failure")
+            await self._report(error)
             raise
         state = self._directory.state
         return FAILED if state is not None and state.phase is Phase.FAILED else OK

@@ -46,8 +46,14 @@ async def ensure_initialised(
         except (PeerError, StaleGeneration, WrongOwner, LeaseLost) as error:
             await backoff.failed(error)
         await directory.changed(directory.revision, LOOK_S)
-    check_layout(compute.layout, directory.layout)
-    mine, job = compute.layout.device, directory.layout.device
+    return fits(spec, compute.layout, directory.layout)
+
+
+def fits(spec: JobSpec, own: Layout, layout: Layout) -> bool:
+    """False: the device was chosen here (`auto`), and the trainer that initialised the parameters has another kind: start again with
+    that one. Raises LayoutMismatch."""
+    check_layout(own, layout)
+    mine, job = own.device, layout.device
     if spec.mode is Mode.ASYNC or not job or mine == job:
         return True
     if spec.device == "auto":

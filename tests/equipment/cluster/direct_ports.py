@@ -9,7 +9,7 @@ from typing import Any
 
 from master_service.leadership.master import Master
 from pserver_service.pserver import Pserver
-from shared.errors import PeerError
+from shared.errors import NotFound, PeerError
 from shared.wire.messages import PullEnd
 
 
@@ -19,6 +19,15 @@ class DirectMaster:
     def __init__(self, master: Master) -> None:
         self._master = master
         self.away = False
+
+    async def report_failure(self, member_id, failure):
+        """As HttpMaster: a trainer that is not registered shows by a key that it belongs to the job."""
+        try:
+            await self._master.report_failure(member_id, failure)
+        except NotFound:
+            lease = await self._master.etcd.grant(30.0)
+            await self._master.etcd.put(self._master.keys.starting(member_id), b"failed", lease.id)
+            await self._master.report_failure(member_id, failure)
 
     def __getattr__(self, name):
         async def call(*arguments):

@@ -25,7 +25,10 @@ async def test_a_trainer_with_another_model_is_turned_away_and_the_job_goes_on(t
             made.add_trainer(f"stranger-{number}", other)
             outcome = await asyncio.wait_for(made.running[f"stranger-{number}"], 20)
             assert isinstance(outcome, LayoutMismatch)
-        assert (await made.ended()).phase is Phase.COMPLETED
+        told = [event.message for event in made.master.events.after(0, 1000)]
+        assert not [message for message in told if "stranger" in message and ("joined" in message or "gone" in message)]
+        assert (await made.ended()).generation == 1, "nobody has joined or left"
+        assert made.directory.state.phase is Phase.COMPLETED
 
 
 def test_a_layout_mismatch_says_what_differs(tmp_path):
