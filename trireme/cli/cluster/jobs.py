@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from shared.errors import DeadlineExceeded, NotFound, PeerError, TriremeError
 from shared.records.cluster import Standing
 from shared.runtime import clock, telemetry
 from trireme.cli import exit_codes
+from trireme.cli.cluster.leader import LEADER_S, ask_leader
 from trireme.cli.queries import print_table, stdout_console
 from trireme.cli.targets import checked_name, cluster_target
 from trireme.settings import UsageError
@@ -87,25 +87,27 @@ def list_job_tasks(name: str, task: str | None, data_dir: Path | None, url: str 
 def drain(member: str, wait_s: float, data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
     """Wait at most `wait_s` until nothing runs there. Returns the exit code."""
 
-    async def ask(cluster: ClusterClient) -> dict[str, Any]:
-        now = await cluster.drain_member(member)
+    async def run() -> dict[str, Any]:
         deadline = clock.monotonic() + wait_s
+
+        async def asked_again() -> dict[str, Any]:  # which changes nothing
+            limit_s = max(POLL_S, deadline - clock.monotonic()) if wait_s else LEADER_S
+            return await ask_leader(lambda leader: leader.drain_member(member), data_dir, url, limit_s)
+
+        now = await asked_again()
         while wait_s and now["state"] != "drained":
             if clock.monotonic() > deadline:
                 msg = f"{member} is still {now['state']} {wait_s:g} s after it was drained: it runs job {now['job']}"
                 raise DeadlineExceeded(msg, hint="it goes on; wait longer with --wait-s")
             await asyncio.sleep(POLL_S)
-            with contextlib.suppress(PeerError):  # the next leader answers; asking again changes nothing
-                target = cluster_target(data_dir, url)
-                async with ClusterClient(target.address, token=target.token) as leader:
-                    now = await leader.drain_member(member)
+            now = await asked_again()
         return now
 
     def show(console: Console, now: dict[str, Any]) -> None:
         of = f": it leaves job {now['job']}" if now["job"] else ""
         console.print(f"{now['member_id']} is {now['state']}{of}; `trireme pool undrain {member}` takes it back")
 
-    return answer(ask, show, data_dir, url, as_json=as_json)
+    return _shown(run, show, as_json=as_json)
 
 
 def undrain(member: str, data_dir: Path | None, url: str | None, *, as_json: bool) -> int:
@@ -183,6 +185,15 @@ def answer(
         async with ClusterClient(target.address, token=target.token) as cluster:
             return await ask(cluster)
 
+    return _shown(run, show, as_json=as_json)
+
+
+def _shown(
+    run: Callable[[], Coroutine[Any, Any, dict[str, Any]]],
+    show: Callable[[Console, dict[str, Any]], None],
+    *,
+    as_json: bool,
+) -> int:
     telemetry.configure(level="ERROR", json=False)
     try:
         document = asyncio.run(run())
