@@ -345,7 +345,8 @@ def _asked_event(asked: Operation, name: str, what: str) -> Event:
 
 
 def _begin(job: Job, asked: Operation, *events: Event) -> Decision[Operation]:
-    ended = [operation for operation in job.operations.records.values() if not operation.running]
+    in_force = job.operations.resize_in_force()  # the number of trainers of a job in its cluster follows from it
+    ended = [each for each in job.operations.records.values() if not each.running and each is not in_force]
     ended.sort(key=lambda operation: job.operations.since[operation.operation_id])
     surplus = min(AT_ONCE, max(0, len(ended) + 1 - KEPT))
     dropped: list[Change] = [DropOperation(old.operation_id) for old in ended[:surplus]]

@@ -46,11 +46,19 @@ class Operations:
 
     def number_of_trainers_asked(self) -> bool:
         """Whether a resize to a number of trainers is in force, or is being carried out."""
-        resizes = [(each, each.resize) for each in self.records.values() if each.resize is not None]
-        return any(
-            resize.trainers_asked and resize.phase is not ResizePhase.PLANNED and not operation.error_code
-            for operation, resize in resizes
-        )
+        return self.resize_in_force() is not None
+
+    def resize_in_force(self) -> Operation | None:
+        """The newest one that gave the job its number of trainers, or is about to."""
+        found = [
+            each
+            for each in self.records.values()
+            if each.resize is not None
+            and each.resize.trainers_asked
+            and each.resize.phase is not ResizePhase.PLANNED
+            and not each.error_code
+        ]
+        return max(found, key=lambda each: self.since[each.operation_id], default=None)
 
     def find(self, operation_id: str) -> Operation:
         """Raises NotFound."""

@@ -90,6 +90,22 @@ def test_a_job_keeps_all_its_trainers_when_its_parameter_servers_are_resized() -
     run_virtually(main)
 
 
+def test_a_job_has_what_is_idle_again_after_a_resize_was_cancelled() -> None:
+    async def main() -> None:
+        jobs = Jobs(tasks=4000)
+        async with jobs.leading() as leader, jobs.pool(3, 1), client_of(leader) as client:
+            await leader.create_job(job(), None)
+            await until(lambda: trains_with(leader, 3), "three trainers")
+            asked = (await client.post("/v1/jobs/a/resizes", json={"trainers": 4})).json()
+            await until(lambda: leader.state.job("a").trainers == 4, "the pool to follow", 30)
+            cancelled = await client.post(f"/v1/jobs/a/resizes/{asked['resize_id']}/cancel")
+            assert cancelled.status_code == 200, cancelled.text
+            await until(lambda: leader.state.job("a").trainers is None, "the cap to go", 30)
+            assert trains_with(leader, 3)
+
+    run_virtually(main)
+
+
 def test_a_resize_says_which_job_has_the_trainers_that_it_waits_for() -> None:
     async def main() -> None:
         jobs = Jobs(tasks=4000)

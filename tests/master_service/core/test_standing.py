@@ -63,6 +63,20 @@ def test_the_pool_follows_a_resize_and_takes_back_parameter_servers_without_an_i
         assert set(drops) == {DropAssignment(("pserver", "p0")), DropAssignment(("pserver", "p2"))}
 
 
+@pytest.mark.parametrize("before", [None, 5])
+def test_a_resize_that_was_cancelled_leaves_no_cap_on_the_trainers(before: int | None) -> None:
+    """A job of a cluster has what is idle, whatever its spec says of trainers. `before`: an earlier resize is in force."""
+    job = active("a", trainers=before)
+    state = state_of(job)
+    live = job.spec.model_copy(update={"trainers": before or job.spec.trainers})
+    for trainers, asked in ((1, True), (live.trainers, before is not None)):
+        now = job.spec.model_copy(update={"trainers": trainers})
+        for change in follow_resize(state, "a", now, 1, set(), asked=asked).changes:
+            state.apply(change, 0.0)
+        assert state.job("a").trainers == (1 if trainers == 1 else before)
+    assert not follow_resize(state, "a", live, 1, set(), asked=before is not None).answer
+
+
 def test_the_place_of_a_parameter_server_that_dies_before_its_slots_have_moved_is_kept() -> None:
     """It was taken back, and the job waited for ever for those slots."""
     job = job_of("a", pservers=2)

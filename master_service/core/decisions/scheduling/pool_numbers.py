@@ -23,17 +23,19 @@ def follow_resize(
     job = state.jobs.get(name)
     if job is None or job.standing.final:
         return ClusterDecision(False)
-    update: dict[str, int] = {}
+    update: dict[str, int | None] = {}
     if pservers != job.pservers_wanted:
         update["pservers"] = pservers
-    first = None if asked else job.spec.trainers  # without a resize the job may have more than the spec says
-    if live.trainers != (first if job.trainers is None else job.trainers):
-        update["trainers"] = live.trainers
+    # without a resize in force the job may have more than its spec says: also after one that was cancelled
+    trainers = live.trainers if asked or live.trainers != job.spec.trainers else None
+    if trainers != job.trainers:
+        update["trainers"] = trainers
     if update:
-        message = (
-            f"job {name} has places for {in_words('trainer', live.trainers)} and {in_words('pserver', pservers)} now"
+        count = "any number of trainers" if trainers is None else in_words("trainer", trainers)
+        message = f"job {name} has places for {count} and {in_words('pserver', pservers)} now"
+        event = Event(
+            "job_resized", message, {"job": name, **{key: value for key, value in update.items() if value is not None}}
         )
-        event = Event("job_resized", message, {"job": name, **update})
         return ClusterDecision(True, (PutJob(job.model_copy(update=update)),), (event,))
     places = state.assigned_to(name, "pserver")
     surplus = len(places) - job.pservers_wanted
