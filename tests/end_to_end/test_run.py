@@ -67,10 +67,10 @@ def test_custom_readers_beside_the_script_and_in_it(trireme, tmp_path):
 
 
 def test_progress_goes_to_stderr_and_the_summary_to_stdout(trireme, tmp_path):
-    script = write_script(tmp_path, evaluation=EVALUATION)
-    done = trireme.run("run", script, "--trainers", 1, "--job", "mine", "--epochs", 60)
+    script = write_script(tmp_path, loss=UNHURRIED_LOSS, evaluation=EVALUATION)
+    done = trireme.run("run", script, "--trainers", 1, "--job", "mine", "--epochs", 6)  # a line every 5 s
     assert done.code == 0, done.err
-    assert re.search(r"^RUNNING  epoch \d+/60  step \d+  loss [\d.]+ ", done.err, re.MULTILINE)
+    assert re.search(r"^RUNNING  epoch \d+/6  step \d+  loss [\d.]+ ", done.err, re.MULTILINE)
     assert "trainers 1/1  pservers 1/1" in done.err
     facts = dict(line.split("  ", 1) for line in done.out.splitlines())
     assert facts["job"].strip().startswith("mine COMPLETED after")

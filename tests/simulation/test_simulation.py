@@ -31,11 +31,11 @@ from tests.simulation.reference import final_parameters
 from tests.simulation.run import Outcome, simulate
 
 ROOT = Path(__file__).parents[2]
-CHUNK, CHUNKS, CHUNKS_OF_EACH_RUN = 10, 14, 8
+CHUNK, CHUNKS, CHUNKS_OF_EACH_RUN = 10, 14, 4
 
 
 def chunk(number: int):
-    """The first 80 seeds play in every run of the tests, the others with `pytest -m soak tests/simulation`."""
+    """The first 40 seeds play in every run of the tests, the others with `pytest -m soak tests/simulation`."""
     seeds = range(number * CHUNK, (number + 1) * CHUNK)
     marks = [pytest.mark.soak] if number >= CHUNKS_OF_EACH_RUN else []
     return pytest.param(seeds, marks=marks, id=f"{seeds.start}-{seeds.stop - 1}")

@@ -16,10 +16,10 @@ from tests.simulation.plans import Fault, FaultKind, Plan, plan_of
 from tests.simulation.run import Outcome, simulate
 
 
-def plan_with_a_slow_trainer(seed: int, mode: Mode, dispatch: Dispatch, *, stragglers: bool) -> Plan:
+def plan_with_a_slow_trainer(seed: int, mode: Mode, dispatch: Dispatch, *, stragglers: bool, epochs: int = 12) -> Plan:
     plan = plan_of(seed, mode, dispatch)
     lanes = 8 if mode is Mode.SYNC else 1
-    job = replace(plan.job, files=(16, 16, 12), task_records=4, minibatch=2, lanes=lanes, epochs=12, push_every=1)
+    job = replace(plan.job, files=(16, 16, 12), task_records=4, minibatch=2, lanes=lanes, epochs=epochs, push_every=1)
     return replace(
         plan,
         job=job,
@@ -51,7 +51,7 @@ def run(plan: Plan, mode: Mode) -> tuple[Outcome, str]:
 def test_lanes_leave_a_slow_trainer(dispatch):
     on_s = off_s = 0.0
     for seed in range(2):
-        plans = [plan_with_a_slow_trainer(seed, Mode.SYNC, dispatch, stragglers=on) for on in (True, False)]
+        plans = [plan_with_a_slow_trainer(seed, Mode.SYNC, dispatch, stragglers=on, epochs=6) for on in (True, False)]
         (on, told), (off, not_told) = (run(plan, Mode.SYNC) for plan in plans)
         assert " lanes_moved " in told
         assert " lanes_moved " not in not_told

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +26,7 @@ from tests.equipment.etcd.real import embedded_etcd
 from tests.pserver_service.checkpoints import parts
 from tests.pserver_service.checkpoints.cluster import stream
 from trainer_agent.data_plane.http import HttpPserver
+from trireme.launch.processes import PYTHON_MODULE, ForkServer, Process, inherited_environment
 
 __all__ = ["embedded_etcd"]
 pytestmark = pytest.mark.processes
@@ -42,20 +41,25 @@ WAIT_S = 40.0
 class Job:
     """Two places, and processes that take them."""
 
-    def __init__(self, etcd: Etcd, url: str, storage: str) -> None:
-        self.etcd, self.url, self.storage = etcd, url, storage
+    def __init__(self, etcd: Etcd, url: str, storage: Path, forks: ForkServer) -> None:
+        self.etcd, self.url, self.storage, self.forks = etcd, url, str(storage / "job"), forks
+        self.logs = storage / "logs"
+        self.logs.mkdir()
         self.state = JobState(phase=Phase.RUNNING, generation=1)
-        self.processes: list[asyncio.subprocess.Process] = []
+        self.processes: list[Process] = []
 
     async def start(self, count: int) -> None:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("TRIREME_")}
+        environment = inherited_environment()
         environment |= {"TRIREME_JOB": parts.JOB, "TRIREME_ETCD": self.url, "TRIREME_TOKEN": TOKEN}
         for _ in range(count):
-            command = (sys.executable, "-m", "pserver_service")
-            pipe = asyncio.subprocess.PIPE
-            self.processes.append(await asyncio.create_subprocess_exec(*command, env=environment, stderr=pipe))
+            with (self.logs / str(len(self.processes))).open("wb") as log:
+                command = (*PYTHON_MODULE, "pserver_service")
+                self.processes.append(await self.forks.start(command, environment, log, log))
 
-    def process_of(self, member: PserverMember) -> asyncio.subprocess.Process:
+    def log_of(self, process: Process) -> bytes:
+        return (self.logs / str(self.processes.index(process))).read_bytes()
+
+    def process_of(self, member: PserverMember) -> Process:
         return next(process for process in self.processes if process.pid == member.pid)
 
     async def members(self) -> dict[int, PserverMember]:
@@ -186,21 +190,22 @@ class Job:
     async def close(self) -> None:
         for process in self.processes:
             if process.returncode is None:
-                process.kill()
-            await process.communicate()
+                process.send_signal(signal.SIGKILL)
+            await process.wait()
 
 
 @contextlib.asynccontextmanager
-async def job_at(url: str, storage: str):
+async def job_at(url: str, folder: Path):
     etcd = connect([url])
-    job = Job(etcd, url, storage)
-    try:
-        await job.start(2)
-        await job.open()
-        yield job
-    finally:
-        await job.close()
-        await etcd.close()
+    with ForkServer() as forks:
+        job = Job(etcd, url, folder, forks)
+        try:
+            await job.start(2)
+            await job.open()
+            yield job
+        finally:
+            await job.close()
+            await etcd.close()
 
 
 async def killed_while_checkpointing(job: Job, victims: tuple[int, ...], after_s: float) -> int:
@@ -211,7 +216,7 @@ async def killed_while_checkpointing(job: Job, victims: tuple[int, ...], after_s
     await asyncio.sleep(after_s)
     members = await job.members()
     for index in victims:
-        job.process_of(members[index]).kill()
+        job.process_of(members[index]).send_signal(signal.SIGKILL)
         await job.etcd.revoke(members[index].lease)  # as the master does when the launcher sees its child exit
     await training
     await job.start(len(victims))
@@ -227,8 +232,9 @@ def published(storage: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in storage.rglob("*.*") if not path.name.endswith(TEMPORARY)}
 
 
-async def stopped_until_replaced(job: Job, storage: Path) -> None:
+async def stopped_until_replaced(job: Job) -> None:
     """It wakes, leaves, and has changed nothing."""
+    storage = Path(job.storage)
     training = asyncio.ensure_future(job.train((await job.latest()).step))
     await asyncio.sleep(0.2)
     before = await job.members()
@@ -247,7 +253,8 @@ async def stopped_until_replaced(job: Job, storage: Path) -> None:
 
     sleeper.send_signal(signal.SIGCONT)
     async with asyncio.timeout(WAIT_S):
-        _, log = await sleeper.communicate()
+        await sleeper.wait()
+    log = job.log_of(sleeper)
     assert sleeper.returncode == LEASE_LOST, log
     assert b"key_lost" in log
     with pytest.raises(PeerError):
@@ -270,8 +277,8 @@ async def test_whatever_moment_a_pserver_is_killed_or_stopped_at_latest_loads_an
     seed = random.randrange(10**6)
     print("seed", seed)  # noqa: T201  shown when it fails
     rng = random.Random(seed)
-    async with job_at(embedded_etcd.url, str(tmp_path)) as job:
+    async with job_at(embedded_etcd.url, tmp_path) as job:
         deaths = [(rng.randrange(2),), (0, 1)]
         steps = [await killed_while_checkpointing(job, victims, rng.uniform(0.0, 0.3)) for victims in deaths]
         assert 0 < steps[0] < steps[1]
-        await stopped_until_replaced(job, tmp_path)
+        await stopped_until_replaced(job)

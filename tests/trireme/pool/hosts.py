@@ -17,12 +17,13 @@ from shared.keys import ClusterKeys, Keys
 from shared.records import JobSpec, JobState
 from shared.records.cluster import Assignment, PoolMember, Source
 from shared.records.datasets import Npy
-from tests.end_to_end.scripts import LOSS, write_script
+from tests.end_to_end.local_cluster import slowable_loss
+from tests.end_to_end.scripts import write_script
 
 KEYS = ClusterKeys()
 MARK = "POOL_TEST_MARK"
 LIMIT_S = 60.0
-SLOW_LOSS = LOSS.replace("    return", "    time.sleep(0.02)\n    return").replace("\ndef", "import time\n\n\ndef")
+SLOW_S = 0.05
 
 
 class Host:
@@ -138,11 +139,18 @@ def marked() -> Iterator[str]:
                 process.kill()
 
 
+def slow_file(folder: Path, job: str) -> Path:
+    """Without it the job is not slow any more."""
+    return folder / f"data-{job}" / "slow"
+
+
 def job_in(folder: Path, name: str, **changes) -> tuple[JobSpec, Source]:
     """A job whose script lies nowhere but in etcd, and the data beside where it was written."""
     data = folder / f"data-{name}"
     data.mkdir()
-    script = write_script(data, loss=SLOW_LOSS)
+    slow = slow_file(folder, name)
+    slow.touch()
+    script = write_script(data, loss=slowable_loss(slow, SLOW_S))
     source = Source(file_name="script.py", text=script.read_text())
     script.unlink()
     settings = {

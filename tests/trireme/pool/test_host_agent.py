@@ -19,7 +19,7 @@ from shared.records import Phase
 from tests.end_to_end.scripts import RECORDS
 from tests.equipment.etcd.real import embedded_etcd
 from tests.equipment.waiting import until
-from tests.trireme.pool.hosts import KEYS, Host, family, final_state, job_in, led, training
+from tests.trireme.pool.hosts import KEYS, Host, family, final_state, job_in, led, slow_file, training
 
 __all__ = ["embedded_etcd"]
 pytestmark = [
@@ -53,7 +53,7 @@ async def said_by(log: Path) -> str:
 
 
 async def test_a_job_runs_to_its_end_through_killed_and_frozen_children(host, etcd, embedded_etcd, mark, tmp_path):
-    spec, source = job_in(tmp_path, "long", epochs=40)
+    spec, source = job_in(tmp_path, "long", epochs=12)
     await host.start()
     async with led(spec, source, etcd, embedded_etcd.url, mark, tmp_path):
         await host.assign_all("long", 1)
@@ -68,8 +68,9 @@ async def test_a_job_runs_to_its_end_through_killed_and_frozen_children(host, et
         frozen = await host.child("trainer", 1)
         frozen.suspend()
         await host.child("trainer", 1, other_than=frozen.pid)
+        slow_file(tmp_path, "long").unlink()
         state = await final_state(etcd, "long")
-        assert (state.phase, state.result.trained_records) == (Phase.COMPLETED, 40 * RECORDS)
+        assert (state.phase, state.result.trained_records) == (Phase.COMPLETED, 12 * RECORDS)
         for number in range(2):
             await host.when("trainer", number, lambda member: member.ended, "the trainers to have ended")
         assert [process for process in host.children() if "pserver-0" not in " ".join(process.cmdline())] == []
@@ -107,11 +108,12 @@ async def test_killing_the_agent_kills_its_children_and_the_next_one_does_not_wa
 async def test_a_place_that_is_assigned_to_another_job_starts_a_fresh_process(
     host, etcd, embedded_etcd, mark, tmp_path
 ):
-    one, source = job_in(tmp_path, "one", epochs=LONG)
-    two, _ = job_in(tmp_path, "two", epochs=LONG)
+    one, source_one = job_in(tmp_path, "one", epochs=LONG)
+    two, source_two = job_in(tmp_path, "two", epochs=LONG)
     await host.start()
     url = embedded_etcd.url
-    async with led(one, source, etcd, url, mark, tmp_path), led(two, source, etcd, url, mark, tmp_path):
+    leader_of_two = led(two, source_two, etcd, url, mark, tmp_path)
+    async with led(one, source_one, etcd, url, mark, tmp_path), leader_of_two:
         await host.assign_all("one", 1)
         await training(etcd, "one")
         before = await host.child("trainer", 1)
