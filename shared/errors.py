@@ -187,6 +187,12 @@ class NotReady(PeerError):
     code = "NOT_READY"
 
 
+class AnotherProcess(PeerError):
+    """Another process than the one that was meant listens there by now: read its address again."""
+
+    code, status = "ANOTHER_PROCESS", 421
+
+
 class NotLeader(PeerError):
     """A standby answered; `details['leader']` is the leader's URL when known."""
 

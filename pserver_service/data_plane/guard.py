@@ -1,6 +1,9 @@
 """Middleware of all routes: checks the token's role, the host and the origin of a request, turns errors into msgpack maps.
 
 /healthz, /readyz ─► nobody is asked      /metrics ─► viewer      everything else, streams too ─► member
+
+Members say which process they mean, by its incarnation: it is random, and they have it from the keys of their own job in their own
+cluster. So nobody's frames reach a process of another job, or one that has got the port of a dead one.
 """
 
 from __future__ import annotations
@@ -11,11 +14,13 @@ from typing import Any
 from aiohttp import web
 
 from pserver_service.data_plane.connections import Arrivals
-from shared.errors import BadFrame, PeerError, TriremeError, Unauthorized
+from shared.errors import AnotherProcess, BadFrame, PeerError, TriremeError, Unauthorized
 from shared.runtime import telemetry
+from shared.runtime.http import MEANT
 from shared.security.access import CHALLENGE, Access, Asked
 from shared.security.tokens import Role
 from shared.wire import codec
+from shared.wire.stream import PATH
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 OPEN = frozenset({"/healthz", "/readyz"})
@@ -24,14 +29,15 @@ READ_BY_VIEWERS = frozenset({"/metrics"})
 log = telemetry.logger("pserver.http")
 
 
-def guard(access: Access, arrivals: Arrivals) -> Any:
-    """Middleware of an application."""
+def guard(access: Access, incarnation: str, arrivals: Arrivals) -> Any:
+    """Middleware of an application of the pserver `incarnation`."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             if request.path not in OPEN:
-                access.admit(_asked(request), Role.VIEWER if request.path in READ_BY_VIEWERS else Role.MEMBER)
+                access.admit(asked_of(request), Role.VIEWER if request.path in READ_BY_VIEWERS else Role.MEMBER)
+                _check_meant(request, incarnation)
                 arrivals.admit(request.transport)
             return await handler(request)
         except TriremeError as error:
@@ -47,7 +53,17 @@ def guard(access: Access, arrivals: Arrivals) -> Any:
     return middleware
 
 
-def _asked(request: web.Request) -> Asked:
+def _check_meant(request: web.Request, incarnation: str) -> None:
+    meant = request.headers.get(MEANT)
+    if meant is None and request.path == PATH:
+        raise BadFrame(f"{PATH} needs the header {MEANT}: the incarnation of the parameter server that is meant")
+    if meant not in (None, incarnation):
+        msg = f"this is the parameter server {incarnation}, not {str(meant)[:200]}; read its address again"
+        raise AnotherProcess(msg)
+
+
+def asked_of(request: web.Request) -> Asked:
+    """Take it while the connection is open: it has the address."""
     headers, address = request.headers, request.get_extra_info("sockname")
     return Asked(
         request.method,

@@ -63,7 +63,7 @@ class HttpHandoff:
 
     async def hand_over(self, header: HandoffHeader, parts: Parts) -> HandoffAnswer:
         """Raises DeadlineExceeded if nothing moves for `stall_s`."""
-        self._session = self._session or http.session(self._token, tls=self._tls)
+        self._session = self._session or http.session(self._token, tls=self._tls, meant=self._member.incarnation)
         url = f"{self._member.url.rstrip('/')}/v1/handoffs"
         try:
             async with asyncio.timeout(self._stall_s) as limit:

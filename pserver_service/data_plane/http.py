@@ -18,11 +18,14 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from pserver_service.core.geometry import MAX_BLOCK_BYTES, MAX_BLOCKS
+from pserver_service.data_plane.guard import asked_of
 from pserver_service.data_plane.http_frames import Incoming, TimeLimits, write_block
 from pserver_service.data_plane.stream import PserverStream
 from pserver_service.pserver import Pserver
 from shared.errors import BadFrame
 from shared.records import Record
+from shared.security.access import Access
+from shared.security.tokens import Role
 from shared.wire import codec
 from shared.wire.messages import (
     PROTOCOL_VERSION,
@@ -40,6 +43,7 @@ from shared.wire.round_robin import RoundRobin
 from shared.wire.stream import PATH, UPGRADE, unbuffered
 
 PSERVER = web.AppKey("pserver", Pserver)
+ACCESS = web.AppKey("access", Access)
 TIME_LIMITS = web.AppKey("time_limits", TimeLimits)
 MESSAGE_BYTES = 16 << 20  # of a message without blocks: a pull names its blocks
 
@@ -145,8 +149,13 @@ async def stream(request: web.Request) -> web.StreamResponse:
         if not over.done():
             over.set_result(None)
 
-    time_limits, streams = request.app[TIME_LIMITS], request.app[STREAMS]
-    upgraded = PserverStream(request.app[PSERVER], streams.turns, time_limits.stall_s, time_limits.idle_s, lost)
+    access, asked = request.app[ACCESS], asked_of(request)
+
+    def check_token() -> None:
+        access.admit(asked, Role.MEMBER)
+
+    limits, streams = request.app[TIME_LIMITS], request.app[STREAMS]
+    upgraded = PserverStream(request.app[PSERVER], streams.turns, limits.stall_s, limits.idle_s, lost, check_token)
     upgraded.take_over(transport)
     streams.open.add(upgraded)
     try:

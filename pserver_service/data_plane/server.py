@@ -40,10 +40,10 @@ def make_app(
     pserver: Pserver, access: Access | None = None, *, stall_s: float = 30.0, idle_s: float = 900.0
 ) -> web.Application:
     """`access` None: it needs no token and answers at loopback names only."""
-    arrivals = Arrivals()
-    app = web.Application(middlewares=[guard(access or Access(), arrivals)])
+    access, arrivals = access or Access(), Arrivals()
+    app = web.Application(middlewares=[guard(access, pserver.incarnation, arrivals)])
     app[ARRIVALS] = arrivals
-    app[http.PSERVER] = pserver
+    app[http.PSERVER], app[http.ACCESS] = pserver, access
     app[http.TIME_LIMITS] = TimeLimits(stall_s, idle_s)
     app[http.STREAMS] = http.Streams()
     app.on_shutdown.append(http.close_streams)

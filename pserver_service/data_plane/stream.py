@@ -15,7 +15,7 @@ from functools import lru_cache
 from pserver_service.core.calls import OpenPull, OpenPush
 from pserver_service.pserver import Pserver
 from shared.blocks.buffers import Buffer
-from shared.errors import BadFrame, DeadlineExceeded, TooLarge, TriremeError
+from shared.errors import BadFrame, DeadlineExceeded, PeerError, TooLarge, TriremeError
 from shared.runtime import clock, telemetry
 from shared.wire import codec
 from shared.wire.lending import NOTHING, Offers, Place, place_in
@@ -74,14 +74,21 @@ class _Pull:
 
 class PserverStream(FrameStream):
     """`turns`: of all streams of the pserver. `stall_s`, `idle_s`: see http_frames.TimeLimits. `over` is called when the
-    connection is lost."""
+    connection is lost. `check_token` is called now and then; it raises TriremeError once the peer's token was revoked."""
 
     def __init__(
-        self, pserver: Pserver, turns: RoundRobin, stall_s: float, idle_s: float, over: Callable[[], None]
+        self,
+        pserver: Pserver,
+        turns: RoundRobin,
+        stall_s: float,
+        idle_s: float,
+        over: Callable[[], None],
+        check_token: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(codec.Limits(payload_bytes=1 << 32, blocks=0, header_bytes=HEADER_BYTES))
         self._pserver, self._turns, self._lost = pserver, turns, over
         self._stall_s, self._idle_s = stall_s, idle_s
+        self._check_token = check_token
         self._pushes: dict[int, _Push] = {}
         self._pulls: dict[int, _Pull] = {}
         self._due: deque[int] = deque()  # pulls that have something to send
@@ -322,7 +329,13 @@ class PserverStream(FrameStream):
     # ------------------------------------------------------------ the end
 
     def _watch(self) -> None:
-        """End the connection if the peer makes no progress for too long."""
+        """End the connection if the peer makes no progress for too long, or may not use it any more."""
+        try:
+            self._check_token()
+        except TriremeError as error:  # it may have a new token by now
+            self.fail(PeerError(f"the token of this stream is not taken any more ({error.message}); connect again"))
+            self.abort()
+            return
         since = self.moved
         if self.paused:
             since, limit, what = self.paused_at, self._stall_s, "the peer took no byte"

@@ -13,6 +13,7 @@ import aiohttp
 from shared.errors import DeadlineExceeded, PeerError, TriremeError, Unauthorized, from_map
 
 PROBE_TIMEOUT_S = 1.0
+MEANT = "Trireme-Pserver"  # header: the incarnation of the pserver that shall answer
 
 Token: TypeAlias = str | Callable[[], str]  # a function is asked before each request: tokens are rotated
 
@@ -22,8 +23,11 @@ def text_of(token: Token) -> str:
     return token if isinstance(token, str) else token()
 
 
-def session(token: Token = "", *, uds: str = "", tls: ssl.SSLContext | None = None) -> aiohttp.ClientSession:
-    """A client session; `uds` routes every request through that UNIX socket. `tls`: for https. Close it (`async with`).
+def session(
+    token: Token = "", *, uds: str = "", tls: ssl.SSLContext | None = None, meant: str = ""
+) -> aiohttp.ClientSession:
+    """A client session; `uds` routes every request through that UNIX socket. `tls`: for https. `meant`: the incarnation of the
+    pserver that shall answer, and no other. Close it (`async with`).
 
     No total timeout: each call gives its own. Connecting takes at most 2 s.
     """
@@ -38,7 +42,10 @@ def session(token: Token = "", *, uds: str = "", tls: ssl.SSLContext | None = No
         return await send(request)
 
     middlewares = (show,) if token else ()
-    return aiohttp.ClientSession(connector=connector, middlewares=middlewares, timeout=timeout, auto_decompress=False)
+    headers = {MEANT: meant} if meant else {}
+    return aiohttp.ClientSession(
+        connector=connector, headers=headers, middlewares=middlewares, timeout=timeout, auto_decompress=False
+    )
 
 
 async def call_json(

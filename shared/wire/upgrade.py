@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import TypeVar, cast
 from urllib.parse import urlsplit
 
-from shared.errors import DeadlineExceeded, Forbidden, PeerError, Unauthorized
-from shared.runtime.http import Token, text_of
+from shared.errors import AnotherProcess, DeadlineExceeded, Forbidden, PeerError, Unauthorized
+from shared.runtime.http import MEANT, Token, text_of
 from shared.wire.stream import PATH, UPGRADE, FrameStream
 
 HEAD_BYTES = 16 << 10
@@ -24,17 +24,19 @@ class UpgradeRefused(PeerError):
 async def upgrade(
     url: str,
     make: Callable[[], Stream],
+    meant: str,
     *,
     uds: str = "",
     token: Token = "",
     tls: ssl.SSLContext | None = None,
     limit_s: float = 2.0,
 ) -> Stream:
-    """A stream to the host of `url`, through the UNIX socket `uds` if one is given; `tls`: for https. Raises UpgradeRefused, Unauthorized,
-    Forbidden, PeerError."""
+    """A stream to the pserver of the incarnation `meant` at `url`, through the UNIX socket `uds` if one is given; `tls`: for https.
+    Raises UpgradeRefused, Unauthorized, Forbidden, AnotherProcess, PeerError."""
     loop, parts = asyncio.get_running_loop(), urlsplit(url)
     where = uds or url
     request = [f"GET {PATH} HTTP/1.1", f"Host: {parts.netloc}", f"Upgrade: {UPGRADE}", "Connection: Upgrade"]
+    request.append(f"{MEANT}: {meant}")
     if given := text_of(token):
         request.append(f"Authorization: Bearer {given}")
     handshake: _Handshake | None = None
@@ -70,6 +72,8 @@ async def upgrade(
             )
         if status[1:2] == [b"403"]:
             raise Forbidden(f"{where}: streams need a token with the role member", hint="give it in TRIREME_TOKEN")
+        if status[1:2] == [b"421"]:
+            raise AnotherProcess(f"{where} is not the parameter server {meant}; read its address again")
         msg = f"{where} does not upgrade to {UPGRADE}: {head.split(bytes((13,)), 1)[0][:100]!r}"
         raise UpgradeRefused(msg)
     stream = make()

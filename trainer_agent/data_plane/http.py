@@ -214,7 +214,9 @@ class HttpPserver:
 
     def _session(self) -> aiohttp.ClientSession:
         if self.session is None:
-            self.session = http.session(self._token, uds=socket_of(self.member), tls=self._tls)
+            self.session = http.session(
+                self._token, uds=socket_of(self.member), tls=self._tls, meant=self.member.incarnation
+            )
         return self.session
 
     def _silent(self, path: str, seconds: float) -> DeadlineExceeded:

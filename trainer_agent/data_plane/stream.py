@@ -351,7 +351,15 @@ class StreamPserver(HttpPserver):
         make, limit_s = partial(TrainerStream, name), min(CONNECT_S, self._stall_s)
         self._share = self._share and bool(uds) and not (self.stream is not None and self.stream.memory.unreadable)
         try:
-            stream = await upgrade(self.member.url, make, uds=uds, token=self._token, tls=self._tls, limit_s=limit_s)
+            stream = await upgrade(
+                self.member.url,
+                make,
+                self.member.incarnation,
+                uds=uds,
+                token=self._token,
+                tls=self._tls,
+                limit_s=limit_s,
+            )
         except UpgradeRefused as error:
             log.warning("upgrade_refused", pserver=self.member.index, cause=error.message)
             self.refused = True

@@ -14,7 +14,8 @@ from master_service.api.app import make_api, make_app
 from master_service.api.auth import role_needed
 from master_service.leadership.jobs_led import JobsLed
 from shared.security.access import Access
-from shared.security.tokens import Role, TokenRecord, Tokens, TokenTable, digest_of
+from shared.security.tokens import Role, Tokens
+from tests.equipment.tokens import access_by_role
 from tests.equipment.virtual_loop import run_virtually
 from tests.master_service.api.client import check_problem
 from tests.master_service.cluster import MasterCluster, leading, spec_of
@@ -37,12 +38,7 @@ def operations(jobs: JobsLed) -> Iterator[tuple[str, str, str]]:
 
 @pytest.fixture
 def access(tmp_path: Path) -> Access:
-    """A service with a token for each role, which is the role's name."""
-    records = tuple(TokenRecord(name=role, role=role, sha256=digest_of(role)) for role in Role)
-    path = tmp_path / "tokens"
-    path.write_bytes(TokenTable(tokens=records).to_bytes())
-    path.chmod(0o600)
-    return Access.of(Tokens(path), ["master"])
+    return access_by_role(tmp_path / "tokens", ["master"])
 
 
 def client_with(app: Any, token: str | None, **headers: str) -> httpx.AsyncClient:

@@ -29,7 +29,7 @@ class Silent(FrameStream):
 async def main(url: str, uds: str, token: str) -> None:
     region = Region.create(800_000)
     memoryview(region)[: 2 * BLOCK] = array.array("f", [1.0] * (2 * BLOCK // 4)).tobytes()
-    stream = await upgrade(url, Silent, uds=uds, token=token)
+    stream = await upgrade(url, Silent, "ps-1", uds=uds, token=token)
     stream.send_map({"id": 1, "call": "share", "message": {"offers": [region.offer(0).model_dump()]}})
     await stream.answered.wait()
     positions = tuple(LanePosition(lane=lane, epoch=0, index=0, offset=lane) for lane in range(4))

@@ -52,7 +52,7 @@ class Raw(FrameStream):
 
 @asynccontextmanager
 async def raw_stream(server):
-    raw = await upgrade(server.url, Raw, uds=server.member.uds, token=TOKEN)
+    raw = await upgrade(server.url, Raw, "ps-1", uds=server.member.uds, token=TOKEN)
     try:
         yield raw
     finally:

@@ -227,12 +227,12 @@ async def test_what_a_stream_reads_and_sends_at_once_is_bounded_so_that_others_h
 @over_tcp
 async def test_the_upgrade_needs_its_header_and_the_token(server):
     async with (
-        aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session,
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}", "Trireme-Pserver": "ps-1"}) as session,
         session.get(server.url + "/v1/stream") as answer,
     ):
         assert (answer.status, answer.headers["Upgrade"]) == (426, "trireme-frames/1")
     with pytest.raises(Unauthorized, match="the token was refused"):
-        await upgrade(server.url, Raw, token="wrong")
+        await upgrade(server.url, Raw, "ps-1", token="wrong")
     async with StreamPserver(server.member, "wrong") as stranger:
         with pytest.raises(Unauthorized):
             await stranger.push(push_header(0), gradients())
@@ -246,7 +246,7 @@ async def test_a_pserver_that_does_not_upgrade_is_asked_in_plain_requests():
         app[key] = modern[key]
     app.add_routes(route for route in http.routes if route.path != "/v1/stream")
     async with serving(app, "127.0.0.1", 0) as listening:
-        member = PserverMember(index=0, url=f"http://127.0.0.1:{listening.port}", incarnation="i", host="h", pid=1)
+        member = PserverMember(index=0, url=f"http://127.0.0.1:{listening.port}", incarnation="ps-1", host="h", pid=1)
         async with StreamPserver(member) as client:
             end = await client.pull(pull_request(0, [], generation=0), Flat().sink)
             assert (end.code, client.refused) == ("NOT_READY", True)
