@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -16,6 +17,8 @@ from shared.errors import Forbidden, ForeignOrigin, Unauthorized, UnknownHost, U
 from shared.security.tokens import Role, Tokens
 
 BEARER = "bearer "
+HOST_CHARACTERS = 300  # a name has at most 255
+KNOWN_HOSTS = 256  # every request names its host, and few names occur
 CHALLENGE = 'Bearer realm="trireme"'
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 FORMS = frozenset(
@@ -66,7 +69,7 @@ class Access:
             raise Forbidden(msg, hint=f"use a token with the role {needed}; `trireme token create` makes one")
 
     def _check_host(self, asked: Asked) -> None:
-        host = plain_host(host_in(asked.host))
+        host = plain_host(host_in(asked.host)) if len(asked.host) <= HOST_CHARACTERS else ""
         if not (is_loopback(host) or host in self.hosts or (host and host == plain_host(asked.address))):
             msg = f"{asked.host[:200]!r} is no name of this service"
             raise UnknownHost(msg, hint="add the name to TRIREME_ALLOWED_HOSTS where the service is started")
@@ -93,6 +96,7 @@ def host_in(header: str) -> str:
     return header.rpartition(":")[0] if header.count(":") == 1 else header
 
 
+@lru_cache(maxsize=KNOWN_HOSTS)
 def plain_host(host: str) -> str:
     """One spelling of a name or an address."""
     host = host.strip("[]").rstrip(".").lower()
@@ -104,6 +108,7 @@ def plain_host(host: str) -> str:
     return str(mapped or address)
 
 
+@lru_cache(maxsize=KNOWN_HOSTS)
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches that host; any name but those of localhost may be any address."""
     try:

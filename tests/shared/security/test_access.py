@@ -35,7 +35,7 @@ def test_names_of_the_service_are_served(host: str) -> None:
 @pytest.mark.parametrize(
     "host",
     ["", "evil.example", "evil.example:8470", "localhost.evil.example", "127.0.0.1.evil.example", "10.0.0.8", "[fd00::8]",
-     "trainer-host.evil", "0.0.0.0", "[::1].evil", "\udcff", "localhost:1:2"],
+     "trainer-host.evil", "0.0.0.0", "[::1].evil", "\udcff", "localhost:1:2", "localhost" + "." * 300],
 )  # fmt: skip
 def test_other_names_are_refused(host: str) -> None:
     assert refusal(OPEN, replace(GET, host=host)) is UnknownHost
