@@ -64,6 +64,7 @@ async def serving(
         keepalive_timeout=KEEP_ALIVE_S,
         shutdown_timeout=SHUTDOWN_S,
         read_bufsize=READ_BUFFER_BYTES,
+        auto_decompress=False,  # a few KiB could become a GiB; bodies come as they are
     )
     await runner.setup()
     try:

@@ -85,12 +85,12 @@ async def cluster_of(spec: JobSpec, folder: Path, **options):
     assert not cluster.embedded.running
 
 
-async def reach_step(cluster: LocalCluster, step: int) -> None:
+async def reach_step(cluster: LocalCluster, step: int, token: str = "") -> None:
     """Wait until the job has done that many steps."""
     async with asyncio.timeout(END_S):
         while True:
             with suppress(PeerError, DeadlineExceeded):  # a busy machine
-                async with Client(await cluster.master_url()) as client:
+                async with Client(await cluster.master_url(), token=token) as client:
                     job = await client.job()
                 assert job["phase"] in {"WAITING", "RUNNING", "CHECKPOINTING", "ROLLING_BACK"}, job
                 if (job["progress"].get("step") or 0) >= step:

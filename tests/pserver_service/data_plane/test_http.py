@@ -1,6 +1,7 @@
 """The data plane by plain HTTP and a plain msgpack library: what is answered, what is refused, who is slow."""
 
 import asyncio
+import gzip
 import json
 import math
 import socket
@@ -312,3 +313,15 @@ async def test_a_port_in_use_is_one_clear_message():
         with pytest.raises(CallerError, match=rf"cannot listen on 127.0.0.1 port {port}: .*in use.*; choose another"):
             async with serving(make_app(Pserver(JOB, "ps-1")), "127.0.0.1", port):
                 pass
+
+
+async def test_a_packed_body_is_not_unpacked(server):
+    """A few KiB could become a GiB."""
+    await server.initialise()
+    for body in (gzip.compress(bytes(1 << 24)), b"\x1f\x8b" + bytes(100)):
+        async with (
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}", "Content-Encoding": "gzip"}) as session,
+            session.post(f"{server.url}/v1/pull", data=body) as answer,
+        ):
+            assert answer.status == 400
+            assert msgpack.unpackb(await answer.read())["code"] == "BAD_FRAME"
