@@ -25,6 +25,9 @@ from master_service.api.resources import (
     OperationPage,
     ResizePage,
     ResizeView,
+    SeriesPage,
+    SeriesPoints,
+    SeriesSummary,
     TaskPage,
     TaskView,
     Version,
@@ -298,6 +301,18 @@ class Client:
         """`step_loss` or `epoch_loss`, the oldest first."""
         path, query = path_of("jobs", job, "metrics"), {"metric": metric, "page_size": 1000}
         return self._list(Listing(path, MetricPage, lambda page: (page.points, page.next_page_token), query))
+
+    def list_metric_series(self, job: str) -> Iterator[SeriesSummary]:
+        """The metrics that are kept by step: `loss`, what the script reports with `trireme.log_metrics`, `evaluation.*`."""
+        path = path_of("jobs", job, "metric-series")
+        return self._list(Listing(path, SeriesPage, lambda page: (page.series, page.next_page_token)))
+
+    def query_metric(
+        self, job: str, name: str, *, from_step: int = 0, to_step: int | None = None, points: int = 500
+    ) -> SeriesPoints:
+        """By step; several steps share a point where there are more of them than `points`."""
+        path, steps = path_of("jobs", job, "metric-series", name), {"from_step": from_step, "to_step": to_step}
+        return self._send(get(path, SeriesPoints, **steps, points=points))
 
     # ---------------------------------------------------------------- cluster, pool, schedules, version
 

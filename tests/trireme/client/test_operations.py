@@ -42,7 +42,7 @@ SETTINGS = JobSettings(
     max_discarded_fraction=1.0,
 )
 NAMES = {"job": "a/b", "schedule": "s", "task_id": "7", "member_id": "m", "member": "m", "checkpoint_id": "c"}
-NAMES |= {"resize_id": "r", "operation_id": "o"}
+NAMES |= {"name": "loss", "resize_id": "r", "operation_id": "o"}
 BODIES = {
     "createJob": {"job": CreateJob(name="a", settings=SETTINGS, script="train.py")},
     "createSchedule": {"schedule": CreateSchedule(name="a", settings=SETTINGS, script="train.py", cron="1 2 3 4 5")},
