@@ -58,8 +58,9 @@ soak: $(STAMP) ## break a job in all ways, compare every bit: make soak [SEED="1
 	@$(BIN)/python -m tests.soak --faults $(FAULTS) $(if $(SEED),--seed $(SEED)) $(if $(TRANSPORT),--transport $(TRANSPORT)) \
 		$(if $(MODE),--mode $(MODE)) $(if $(KINDS),--kinds $(KINDS))
 
-clients: $(STAMP) ## write what is derived from the REST API: the synchronous Python client
+clients: $(STAMP) openapi ## generate clients from openapi.json into build/clients and check their types; derive the synchronous Python client
 	@$(BIN)/python -m clients.derive_sync
+	@$(BIN)/python -m clients.generate openapi.json build/clients --go
 
 openapi: $(STAMP) ## write openapi.json: the REST API as a document
 	@$(BIN)/python -m clients.write_openapi

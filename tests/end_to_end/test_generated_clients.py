@@ -12,7 +12,7 @@ import pytest
 
 import shared
 from clients import generate
-from clients.tools import run
+from clients.tools import is_go_installed, run
 from shared.errors import Conflict, NotFound, Unauthorized
 from tests.end_to_end.cluster_command import script_in, up
 from tests.end_to_end.command import Command
@@ -24,6 +24,7 @@ from trireme.data import Npy
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
 TASKS = RECORDS // 16
+JAVA_AND_GO = "Go and its generator, 400 MB, are not installed; `make clients` does that"
 
 
 def test_generated_clients_and_our_own_drive_a_cluster(trireme: Command) -> None:
@@ -33,6 +34,13 @@ def test_generated_clients_and_our_own_drive_a_cluster(trireme: Command) -> None
         for make in (generate.python, generate.typescript):
             drive_by(make, target, trireme.folder, script)
         drive_by_our_own(trireme, target, script)
+
+
+@pytest.mark.skipif(not is_go_installed(), reason=JAVA_AND_GO)
+def test_a_generated_go_client_drives_a_cluster(trireme: Command) -> None:
+    script = script_in(trireme.folder)
+    with up(trireme, "--trainers", 2, "--pservers", 1):
+        drive_by(generate.go, cluster_target(trireme.folder / ".trireme", None), trireme.folder, script)
 
 
 def drive_by(make: Callable[[Path, Path], list[object]], target: Target, where: Path, script: Path) -> None:
