@@ -6,8 +6,10 @@
     <temporary folder, 0700>/client:0   clients        <data directory>/sockets links to that folder, because the path
                             /peer:0     other members  of a socket may have only 107 bytes
 
-It asks nobody for a password: whoever reaches it can have code run as this user. So no port is open, and only this user (and root)
-can enter the folder of the sockets and the data directory.
+Whoever reaches it can have code run as this user. So no port is open, and only this user (and root) can enter the folder of the
+sockets and the data directory. With a `host` it has a port, and asks for a password from the first moment on:
+
+    first start: socket only ── user and random password (<data directory>/password) ── users on ──> port
 
 The child dies with its parent (Linux: PDEATHSIG; elsewhere it stays until `stop`). Data, log and address survive a
 restart of the child, so clients find it again.
@@ -31,7 +33,7 @@ from typing import IO, Self
 
 from shared.errors import TriremeError
 from shared.etcd.client import Etcd
-from shared.etcd.errors import Fatal
+from shared.etcd.errors import Fatal, Unauthenticated
 from shared.runtime import clock, ids, telemetry
 from shared.runtime.lifelines import die_with_parent
 from shared.security import private_files
@@ -40,6 +42,9 @@ CLIENT, PEER = (
     "client:0",
     "peer:0",
 )  # etcd takes only socket names with the form of host:port, relative to its working directory
+USER = "root"  # etcd turns users on only if there is this one
+USERS_S = 5.0
+BCRYPT_COST = "4"  # of a password with 256 random bits nothing can be guessed, and hashing takes time at each log-in
 SOCKETS, PREFIX = "sockets", "trireme-etcd-"
 READY_TIMEOUT_S = 20.0
 TERM_TIMEOUT_S = 10.0
@@ -85,8 +90,8 @@ class EmbeddedEtcd:
     """It can be started and stopped many times; `url` stays. Use `async with`, or call `stop` at the end.
 
     `unsafe_no_fsync`: faster on slow disks, may lose acknowledged writes if the *machine* dies. `quota_bytes`: when it has stored
-    so much it takes no more writes. `host`: clients reach it at a port of this address instead of a socket, and everybody who
-    reaches that address can read and write it. May be changed before the first `start`.
+    so much it takes no more writes. `host`: clients reach it at a port of this address instead of a socket, and log in. May be
+    changed before the first `start`. `user`, `password`: for clients, once it has started; "": it asks for none.
     """
 
     def __init__(
@@ -118,10 +123,23 @@ class EmbeddedEtcd:
     @property
     def url(self) -> str:
         """The endpoint for clients; known from the first `start` on."""
-        assert self._sockets is not None, "start it first"
         if not self.host:
-            return f"unix://{self._sockets / CLIENT}"
+            return f"unix://{self._socket_folder / CLIENT}"
+        assert self._sockets is not None, "start it first"
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.client_port}"
+
+    @property
+    def user(self) -> str:
+        return USER if self.password_file.exists() else ""
+
+    @property
+    def password(self) -> str:
+        return self.password_file.read_text(encoding="utf-8") if self.user else ""
+
+    @property
+    def password_file(self) -> Path:
+        """It exists once users are on; then they stay on, also without a `host`."""
+        return self.data_dir / "password"
 
     @property
     def pid(self) -> int | None:
@@ -155,19 +173,43 @@ class EmbeddedEtcd:
         self.binary = self.binary or find_binary()
         flags = await _flags(self.binary)
         self._make_sockets()
+        if self.host and not self.user:
+            await self._demand_password(flags, timeout_s)
         fresh = bool(self.host) and not self.client_port
         for attempt in range(PORT_ATTEMPTS):
             if fresh:
                 (self.client_port,) = free_ports(1)
             began = clock.monotonic()
-            await self._spawn(flags)
-            failure = await self._ready(timeout_s)
+            await self._spawn(flags, self.url if self.host else f"unix://{CLIENT}")
+            failure = await self._ready(self.url, timeout_s)
             if failure is None:
                 log.info("etcd_started", url=self.url, pid=self.pid, seconds=round(clock.monotonic() - began, 2))
                 return
             await self.kill()
             if not (fresh and "address already in use" in failure and attempt + 1 < PORT_ATTEMPTS):
                 raise Fatal(failure, hint=f"its complete log is {self.log_path}")
+
+    async def _demand_password(self, flags: tuple[str, ...], timeout_s: float) -> None:
+        """Turn users on while only we reach it. Begins anew where an earlier start was interrupted. Raises Fatal."""
+        from shared.etcd import connect  # noqa: PLC0415  as in `_ready`
+
+        new = self.password_file.with_suffix(".new")
+        if not new.is_file() or not new.stat().st_size:
+            private_files.write_text(new, ids.secret())
+        await self._spawn(flags, f"unix://{CLIENT}")
+        url = f"unix://{self._socket_folder / CLIENT}"
+        if failure := await self._ready(url, timeout_s):
+            raise Fatal(failure, hint=f"its complete log is {self.log_path}")
+        client = connect([url])
+        try:
+            with suppress(Unauthenticated):  # users are on already
+                for method, body in users(new.read_text(encoding="utf-8")):
+                    with suppress(Fatal):  # it was done already; if not, nobody can log in and it is not ready
+                        await client.transport.call(method, body, USERS_S)
+        finally:
+            await client.close()
+        await self.kill()
+        new.rename(self.password_file)
 
     async def stop(self) -> int | None:
         """SIGTERM, SIGKILL after 10 s; returns the exit code. With open watches etcd takes seconds to go."""
@@ -228,6 +270,11 @@ class EmbeddedEtcd:
             self._claim.close()
             self._claim = None
 
+    @property
+    def _socket_folder(self) -> Path:
+        assert self._sockets is not None, "start it first"
+        return self._sockets
+
     def _make_sockets(self) -> None:
         """The folder of the sockets, which only this user can enter. Raises Fatal if somebody else has taken its name."""
         link = self.data_dir / SOCKETS
@@ -250,9 +297,8 @@ class EmbeddedEtcd:
                 shutil.rmtree(link.readlink(), ignore_errors=True)
             link.unlink()
 
-    async def _spawn(self, flags: tuple[str, ...]) -> None:
-        assert self._sockets is not None
-        client, peer = self.url if self.host else f"unix://{CLIENT}", f"unix://{PEER}"
+    async def _spawn(self, flags: tuple[str, ...], client: str) -> None:
+        peer = f"unix://{PEER}"
         arguments = [
             *("--name", "trireme"),
             *("--data-dir", str(self.data_dir / "data")),
@@ -265,6 +311,7 @@ class EmbeddedEtcd:
             *("--auto-compaction-mode", "periodic"),
             *("--auto-compaction-retention", COMPACTION_RETENTION),
             *("--quota-backend-bytes", str(self._quota_bytes)),
+            *("--bcrypt-cost", BCRYPT_COST),
             *("--log-level", "error"),
             *("--logger", "zap"),
             *flags,
@@ -288,23 +335,38 @@ class EmbeddedEtcd:
                 preexec_fn=die_with_parent(),
             )
 
-    async def _ready(self, timeout_s: float) -> str | None:
+    async def _ready(self, url: str, timeout_s: float) -> str | None:
         """None when it serves, else why not."""
         from shared.etcd import connect  # noqa: PLC0415  a cycle: the package offers the client, this is a client's server
 
         deadline = clock.monotonic() + timeout_s
-        client: Etcd = connect([self.url])
+        client: Etcd = connect([url], user=self.user, password=self.password)
         try:
             while clock.monotonic() < deadline:
                 if not self.running:
                     return f"etcd ({self.binary}) ended with code {await self.wait()} before it served: {self.last_words()}"
-                with suppress(TriremeError):
+                try:
                     await client.get("/", timeout_s=0.5)
                     return None
+                except Unauthenticated:
+                    if not self.user:  # users are on, and it is not known yet that they are
+                        return None
+                except TriremeError:
+                    pass
                 await asyncio.sleep(0.02)
         finally:
             await client.close()
-        return f"etcd ({self.binary}) did not serve at {self.url} within {timeout_s:g} s: {self.last_words()}"
+        return f"etcd ({self.binary}) did not serve at {url} within {timeout_s:g} s: {self.last_words()}"
+
+
+def users(password: str) -> tuple[tuple[str, dict[str, str]], ...]:
+    """The calls that turn users on, in their order."""
+    return (
+        ("/auth/role/add", {"name": USER}),
+        ("/auth/user/add", {"name": USER, "password": password}),
+        ("/auth/user/grant", {"user": USER, "role": USER}),
+        ("/auth/enable", {}),
+    )
 
 
 def free_ports(count: int) -> tuple[int, ...]:

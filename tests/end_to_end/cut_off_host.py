@@ -24,10 +24,11 @@ from typing import Any
 
 import httpx
 
-from shared.etcd import Etcd, connect
+from shared.etcd import Etcd
 from shared.etcd.embedded import EmbeddedEtcd
 from shared.keys import ClusterKeys, Keys
 from shared.membership.directory import Directory
+from shared.membership.etcd_access import EtcdAccess
 from shared.records import JobSpec, Phase, PserverMember
 from shared.records.datasets import Npy
 from tests.end_to_end.scripts import LOSS, write_script
@@ -89,13 +90,14 @@ def spec_in(folder: Path, **changes: Any) -> JobSpec:
 class Job:
     """The two hosts, and the job as etcd and its parameter servers tell it."""
 
-    def __init__(self, folder: Path, hosts: TwoHosts, etcd: Etcd, url: str) -> None:
-        self.folder, self.hosts, self.etcd, self.url = folder, hosts, etcd, url
+    def __init__(self, folder: Path, hosts: TwoHosts, etcd: Etcd, access: EtcdAccess) -> None:
+        self.folder, self.hosts, self.etcd, self.access = folder, hosts, etcd, access
         self.directory = Directory(etcd, Keys(JOB))
         self.report = Report()
 
     async def start(self, number: Number, name: str, module: str, **settings: object) -> None:
-        common = {"etcd": self.url, "job": JOB, "token": TOKEN}
+        access = {name.removeprefix("TRIREME_").lower(): value for name, value in self.access.environment().items()}
+        common = {**access, "job": JOB, "token": TOKEN}
         await self.hosts.start(number, name, sys.executable, "-m", module, **(common | settings))
 
     async def seen(self, condition: Callable[[Directory], bool], what: str) -> None:
@@ -275,10 +277,11 @@ async def run(scenario: Callable[[Job], Awaitable[None]], folder: Path) -> Repor
         hosts = await stack.enter_async_context(TwoHosts(folder / "processes"))
         embedded = await stack.enter_async_context(EmbeddedEtcd(folder / "etcd", host=ADDRESSES[1]))
         stack.push_async_callback(hosts.stop)  # before their etcd
-        etcd = connect([embedded.url])
+        access = EtcdAccess((embedded.url,), user=embedded.user, password=embedded.password)
+        etcd = access.connect()
         stack.push_async_callback(etcd.close)
         (folder / "slow").touch()
-        job = Job(folder, hosts, etcd, embedded.url)
+        job = Job(folder, hosts, etcd, access)
         following = asyncio.create_task(job.directory.run())
         stack.callback(following.cancel)
         await scenario(job)

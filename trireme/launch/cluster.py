@@ -120,7 +120,7 @@ class LocalCluster(SupervisedProcesses[JobState]):
     @property
     def etcd_access(self) -> EtcdAccess:
         """Of the job's etcd."""
-        return self._existing_etcd or EtcdAccess((self.embedded.url,))
+        return self._existing_etcd or self.own_etcd
 
     @property
     def has_existing_etcd(self) -> bool:

@@ -21,6 +21,7 @@ from typing import Any, Generic, Self, TypeVar
 from shared.errors import DeadlineExceeded
 from shared.etcd import Fatal
 from shared.etcd.embedded import EmbeddedEtcd
+from shared.membership.etcd_access import EtcdAccess
 from shared.runtime import clock
 from shared.runtime.service import READY_FILE
 from shared.security import private_files
@@ -161,6 +162,13 @@ class SupervisedProcesses(ABC, Generic[Ended]):
             self._record(ChildEvent(child.name, "restarted", str(end), child.pid))
 
     # ------------------------------------------------------------ etcd
+
+    @property
+    def own_etcd(self) -> EtcdAccess:
+        """Of the etcd that was started here."""
+        etcd = self.embedded
+        file = str(etcd.password_file) if etcd.user else ""
+        return EtcdAccess((etcd.url,), user=etcd.user, password=etcd.password, password_file=file)
 
     async def _start_etcd(self) -> None:
         """Raises DiskFull, Fatal."""

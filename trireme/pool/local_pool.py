@@ -125,7 +125,7 @@ class LocalPool(SupervisedProcesses[None]):
 
     @property
     def etcd_access(self) -> EtcdAccess:
-        return self.request.etcd or EtcdAccess((self.embedded.url,))
+        return self.request.etcd or self.own_etcd
 
     async def leader_url(self) -> str:
         """Raises DeadlineExceeded if no master leads within `start_timeout_s`; ClusterError if the cluster cannot start."""

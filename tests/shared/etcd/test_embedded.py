@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shared.etcd import Fatal, connect, embedded
+from shared.etcd import Fatal, Unauthenticated, connect, embedded
 from shared.etcd.embedded import EmbeddedEtcd, find_binary, wheel_binary
 
 
@@ -143,12 +143,52 @@ async def test_a_folder_that_somebody_else_made_under_its_name_is_not_used(tmp_p
         folder.rmdir()
 
 
-async def test_it_listens_on_another_address_of_this_machine(tmp_path):
-    async with EmbeddedEtcd(tmp_path / "here", host="127.0.0.9") as etcd:
+async def test_it_listens_on_another_address_of_this_machine_and_asks_for_a_password_there(tmp_path):
+    folder = tmp_path / "here"
+    async with EmbeddedEtcd(folder, host="127.0.0.9") as etcd:
         assert etcd.url == f"http://127.0.0.9:{etcd.client_port}"
-        client = connect([etcd.url])
-        await client.put("/a", b"1")
+        assert stat.S_IMODE(etcd.password_file.stat().st_mode) == 0o600
+        assert len(etcd.password) > 40
+        clients = [connect([etcd.url]), connect([etcd.url], user="root", password="root")]
+        clients.append(connect([etcd.url], user=etcd.user, password=etcd.password))
+        for stranger in clients[:2]:
+            with pytest.raises(Unauthenticated):
+                await stranger.put("/a", b"0")
+            with pytest.raises(Unauthenticated):
+                await stranger.get("/a")
+        await clients[2].put("/a", b"1")
+        lease = await clients[2].grant(5)
+        await etcd.kill()
+        await etcd.start()
+        assert (await clients[2].get("/a")).value == b"1", "it logs in again: etcd forgets who has"
+        await lease.revoke()
+        for client in clients:
+            await client.close()
+    async with EmbeddedEtcd(folder) as later:
+        client = connect([later.url], user=later.user, password=later.password)
+        assert (await client.get("/a")).value == b"1", "users stay on, also at the socket"
         await client.close()
+
+
+@pytest.mark.parametrize("done", [1, 4])
+async def test_a_first_start_that_was_interrupted_while_it_turned_users_on_is_ended_by_the_next(tmp_path, done):
+    async with EmbeddedEtcd(tmp_path) as etcd:
+        client = connect([etcd.url])
+        for method, body in embedded.users("known")[:done]:
+            await client.transport.call(method, body, 5.0)
+        await client.close()
+    (tmp_path / "password.new").write_text("known")
+    async with EmbeddedEtcd(tmp_path, host="127.0.0.9") as etcd:
+        assert etcd.password == "known"
+        stranger, client = connect([etcd.url]), connect([etcd.url], user=etcd.user, password=etcd.password)
+        with pytest.raises(Unauthenticated):
+            await stranger.get("/a")
+        assert await client.get("/a") is None
+        await stranger.close()
+        await client.close()
+
+
+async def test_no_address_of_another_machine_is_taken(tmp_path):
     with pytest.raises(Fatal, match="cannot assign requested address"):
         await EmbeddedEtcd(tmp_path / "elsewhere", host="192.0.2.77").start()
 
