@@ -18,6 +18,7 @@ from typing import Self
 from shared.errors import InvalidArgument
 
 PREFIX = "TRIREME_TLS_"
+VARIABLES = ("TRIREME_TLS_CA", "TRIREME_TLS_CERT", "TRIREME_TLS_KEY", "TRIREME_TLS_MUTUAL")
 VERSION = ssl.TLSVersion.TLSv1_2
 
 

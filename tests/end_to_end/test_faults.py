@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from shared.records import Phase
+from shared.security.authority import create_authority, issue
+from shared.security.tls import Tls
 from tests.end_to_end.local_cluster import END_S, EPOCHS, STEPS, cluster_of, completed, reach_step, same_bits, spec_of
 from tests.end_to_end.scripts import RECORDS
 from trainer_agent.data_plane.http import HttpPserver
@@ -83,13 +85,22 @@ async def test_a_parameter_server_killed_and_one_frozen_beyond_its_lease_change_
         assert (cluster.deaths["pserver-1"], cluster.deaths["pserver-0"] <= 1) == (1, True)
 
 
-@pytest.mark.parametrize("transport", ["tcp", "http"])
+@pytest.mark.parametrize(("transport", "tls"), [("tcp", False), ("http", False), ("tcp", True)])
 async def test_on_the_other_transports_a_killed_trainer_and_a_killed_parameter_server_change_no_bit(
-    tmp_path, undisturbed, transport
+    tmp_path, undisturbed, transport, tls, monkeypatch
 ):
+    """TLS: all have certificates, clients, too."""
     environment = {"TRIREME_TRANSPORT": transport}
+    if tls:
+        create_authority(tmp_path / "tls")
+        issue(tmp_path / "tls", "all", ("localhost", "127.0.0.1"), 1)
+        ca, cert, key = (str(tmp_path / "tls" / name) for name in ("ca.pem", "all.pem", "all-key.pem"))
+        for name, value in Tls(ca, cert, key, mutual=True).environment().items():
+            monkeypatch.setenv(name, value)
     async with cluster_of(spec_of(tmp_path), tmp_path, environment=environment) as cluster:
         await reach_step(cluster, STEPS // 5)
+        urls = [await cluster.master_url(), *(each.url for each in cluster.directory.pservers.values())]
+        assert all(url.startswith("https://" if tls else "http://") for url in urls)
         cluster.kill("trainer-0")
         cluster.kill("pserver-1")
         await rolled_back(cluster, 0)

@@ -18,6 +18,7 @@ from shared.records import Dispatch, FailureCause, JobSpec, JobState, Phase
 from shared.runtime import telemetry
 from shared.security import private_files
 from shared.security.access import is_loopback
+from shared.security.tls import Tls
 from shared.security.token_folder import TokenFolder
 from trireme import existing_etcd
 from trireme.cli import exit_codes
@@ -153,7 +154,9 @@ def host_in(settings: Mapping[str, Setting], *, insecure: bool) -> str:
 
 
 def tokens_of(folder: Path, *, insecure: bool) -> TokenFolder | None:
-    """Of a run or a cluster, made if there are none; TRIREME_TOKEN is one of an admin. None: `insecure`. Raises InvalidArgument."""
+    """Of a run or a cluster, made if there are none; TRIREME_TOKEN is one of an admin. None: `insecure`. Raises InvalidArgument, also
+    if the files for TLS cannot be used."""
+    Tls.from_environment().check()
     if insecure:
         return None
     tokens = TokenFolder(folder)

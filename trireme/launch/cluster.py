@@ -28,6 +28,7 @@ from shared.records import Dispatch, JobSpec, JobState
 from shared.records.checkpoints import CheckpointLatest
 from shared.runtime import clock
 from shared.security import private_files
+from shared.security.tls import VARIABLES
 from shared.security.token_folder import TokenFolder
 from shared.security.tokens import Role
 from trireme.launch.child import Child, Exit
@@ -52,6 +53,7 @@ FOLLOW_S = 5.0
 PASSED_ON = (
     "TRIREME_TRANSPORT",
     "TRIREME_ALLOWED_HOSTS",
+    *VARIABLES,
 )  # from our own environment; all other settings are in the spec
 SPARE_WAIT_S = 365 * 24 * 3600.0  # a parameter server that finds no free index waits as a spare
 

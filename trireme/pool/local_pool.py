@@ -24,6 +24,7 @@ from shared.membership.etcd_access import EtcdAccess
 from shared.records import MasterAddress, MasterLock
 from shared.records.cluster import Kind
 from shared.runtime.waiting import event_within
+from shared.security.tls import VARIABLES
 from shared.security.token_folder import TokenFolder
 from shared.security.tokens import Role as TokenRole
 from trireme.launch.child import Child, Exit
@@ -43,6 +44,7 @@ PASSED_ON = (
     "TRIREME_JOB_RETENTION_S",
     "TRIREME_LOG_LEVEL",
     "TRIREME_ALLOWED_HOSTS",
+    *VARIABLES,
 )
 DRAIN_S = 20.0
 START_TIMEOUT_S = 60.0
