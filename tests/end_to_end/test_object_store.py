@@ -15,7 +15,7 @@ from tests.equipment.s3 import S3Server, s3
 
 __all__ = ["s3"]
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
-EPOCHS = 12
+EPOCHS = 8
 
 
 def test_a_job_on_s3_survives_its_pserver_and_exports_there(trireme, tmp_path, s3: S3Server):

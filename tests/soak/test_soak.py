@@ -12,7 +12,7 @@ from tests.soak.plan import ANYWHERE, DISKS, PACKETS, Kind, plan
 from tests.soak.soak import disturbed, epochs_for, undisturbed
 from tests.soak.verify import check_exactly_once, verify
 
-SEED, FAULTS = 1579, 12  # a long freeze of a parameter server, a short one of a trainer; a spare server
+SEED, FAULTS = 1579, 9  # a long freeze of a parameter server, a short one of a trainer; a spare server
 EPOCHS = epochs_for(FAULTS)
 
 
