@@ -29,8 +29,6 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check 'torch==$(TORCH)'
 	@echo "==> installing trireme and what it needs"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,examples]'
-	@echo "==> installing generators of API clients, and node for them"
-	@$(BIN)/python -m clients.tools
 	@touch $@
 
 demo: $(STAMP) ## set up, then train examples/digits with 2 trainers and 2 parameter servers
@@ -51,6 +49,7 @@ types: $(STAMP) ## mypy --strict
 
 pytest: export PYTHONDONTWRITEBYTECODE :=  # tests start hundreds of interpreters; each would compile Trireme again
 pytest: $(STAMP) ## the tests (without those marked soak)
+	@$(BIN)/python -m clients.tools  # generators of API clients, and node for them; once
 	@echo "==> pytest on $(PYTEST_WORKERS) processes"
 	@$(BIN)/python -m pytest -q -m 'not soak' -n $(PYTEST_WORKERS) --dist worksteal
 
