@@ -12,6 +12,7 @@ import pytest
 
 from master_service.api.app import make_api, make_app
 from master_service.api.auth import role_needed
+from master_service.api.openapi.documentation import PATHS
 from master_service.leadership.jobs_led import JobsLed
 from shared.security.access import Access
 from shared.security.tokens import Role, Tokens
@@ -81,6 +82,20 @@ def test_every_route_of_a_clusters_leader_asks_for_its_role(access: Access) -> N
             assert await check_every_route(leader, access) >= 40
 
     run_virtually(main)
+
+
+def test_routes_outside_the_document_need_a_token_too() -> None:
+    """Streams of events, say. Pages of documentation, which tell nothing of a job, need none."""
+    outside = {
+        (method, str(route.path))
+        for included in make_api(Jobs().master()).routes
+        for route in included.effective_route_contexts()  # type: ignore[attr-defined]
+        for method in route.methods
+        if not route.include_in_schema
+    }
+    assert ("GET", "/v1/jobs/{job}/events/stream") in outside
+    needless = {path for method, path in outside if role_needed(method, re.sub(r"{[\w:]+}", "j", path)) is None}
+    assert needless == set(PATHS)
 
 
 def test_the_short_paths_of_the_only_job_need_what_the_long_ones_do() -> None:
