@@ -30,7 +30,7 @@ from trainer_agent.membership.lease import Membership
 from trainer_agent.membership.pause import PauseResponder
 from trainer_agent.model.compute import Compute
 from trainer_agent.tasks.master import MasterPort, failure_of
-from trainer_agent.tasks.reports import LanePace, Reports
+from trainer_agent.tasks.reports import Done, LanePace, Reports
 from trainer_agent.tasks.source import Offload, TaskSource
 from trainer_agent.waiting.end_tasks import end_tasks
 from trainer_agent.waiting.retry import retry
@@ -81,6 +81,16 @@ class Agent:
 
     def __repr__(self) -> str:
         return f"<Agent {self._member.trainer} of {self._spec.job}>"
+
+    @property
+    def done(self) -> Done:
+        """Since it began."""
+        return self._reports.done
+
+    @property
+    def pace(self) -> LanePace:
+        """How long lanes take, if that is known."""
+        return self._pace()
 
     def _held(self) -> list[tuple[Task, int]]:
         return self._loop.held() if self._loop else []

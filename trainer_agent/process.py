@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import ssl
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
-from aiohttp import web
 
 from shared import etcd as etcd_client
 from shared.errors import CallerError, DeadlineExceeded, InvalidArgument, TriremeError
@@ -37,6 +35,7 @@ from trainer_agent.model.devices import number_of
 from trainer_agent.model.torch_compute import TorchCompute
 from trainer_agent.script.user_module import load
 from trainer_agent.settings import Settings
+from trainer_agent.status_pages import StatusPages
 from trainer_agent.tasks.master import HttpMaster, MasterPort, failure_of
 from trainer_agent.waiting.retry import retry
 from trainer_agent.waiting.single_error import SingleErrorGroup
@@ -93,7 +92,8 @@ async def serve(
         group = await stack.enter_async_context(SingleErrorGroup())
         stack.callback(group.create_task(directory.run()).cancel)
         telemetry.configure(level=settings.log_level, service="trainer", job=settings.job, member=trainer)
-        port = await stack.enter_async_context(_health(settings.host, settings.port, settings.tls.server()))
+        pages = StatusPages(settings.access)
+        port = await stack.enter_async_context(pages.serving(settings.host, settings.port, settings.tls.server()))
         context = TrainerContext(
             trainer, f"{settings.tls.scheme}://{settings.advertised}:{port}", etcd, directory, client
         )
@@ -104,7 +104,7 @@ async def serve(
         if spec.dispatch is not dispatch:
             raise InvalidArgument(_ANOTHER_DISPATCH[spec.dispatch].format(job=spec.job))
         service.ready()  # what fails from here on is reported to the master
-        return await _train(settings, stopping, stack, context, spec, master)
+        return await _train(settings, stopping, stack, context, spec, master, pages)
 
 
 async def _train(
@@ -114,6 +114,7 @@ async def _train(
     context: TrainerContext,
     spec: JobSpec,
     master: MasterPort,
+    pages: StatusPages,
 ) -> int:
     spec = followed(spec, context.directory.layout)
     computing = stack.enter_context(ThreadPoolExecutor(1, "compute"))
@@ -155,6 +156,7 @@ async def _train(
         offload=offload,
         stopping=stopping,
     )
+    pages.agent = agent
     return await agent.run()
 
 
@@ -224,22 +226,3 @@ class Connections(AbstractAsyncContextManager["Connections"]):
         if transport == "http":
             return HttpPserver(member, token, tls=self._tls, stall_s=stall_s)
         return StreamPserver(member, token, tls=self._tls, stall_s=stall_s, share=transport in {"auto", "shm"})
-
-
-@asynccontextmanager
-async def _health(host: str, port: int, tls: ssl.SSLContext | None) -> AsyncIterator[int]:
-    """Serves `/healthz`, with which others tell a dead trainer from a slow one."""
-
-    async def alive(_: web.Request) -> web.Response:
-        return web.json_response({"status": "ok"})
-
-    app = web.Application()
-    app.router.add_get("/healthz", alive)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, host, port, ssl_context=tls)
-        await site.start()
-        yield runner.addresses[0][1]
-    finally:
-        await runner.cleanup()

@@ -64,16 +64,7 @@ def _check_meant(request: web.Request, incarnation: str) -> None:
 
 def asked_of(request: web.Request) -> Asked:
     """Take it while the connection is open: it has the address."""
-    headers, address = request.headers, request.get_extra_info("sockname")
-    return Asked(
-        request.method,
-        host=headers.get("Host", ""),
-        origin=headers.get("Origin", ""),
-        fetch_site=headers.get("Sec-Fetch-Site", ""),
-        content_type=headers.get("Content-Type", ""),
-        authorization=headers.get("Authorization", ""),
-        address=str(address[0]) if isinstance(address, tuple) else "",
-    )
+    return Asked.of(request.method, request.headers, request.get_extra_info("sockname"))
 
 
 def _refusal(error: TriremeError, status: int | None = None) -> web.Response:

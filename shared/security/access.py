@@ -7,7 +7,7 @@ token ──► known? else 401; does its role include the one that the route ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from ipaddress import ip_address
@@ -39,6 +39,19 @@ class Asked:
     content_type: str = ""
     authorization: str = ""
     address: str = ""
+
+    @classmethod
+    def of(cls, method: str, headers: Mapping[str, str], sockname: object) -> Asked:
+        """`headers`: found whatever the case of their names; `sockname`: of the connection's own end."""
+        return cls(
+            method,
+            host=headers.get("Host", ""),
+            origin=headers.get("Origin", ""),
+            fetch_site=headers.get("Sec-Fetch-Site", ""),
+            content_type=headers.get("Content-Type", ""),
+            authorization=headers.get("Authorization", ""),
+            address=str(sockname[0]) if isinstance(sockname, tuple) else "",
+        )
 
 
 @dataclass(frozen=True, slots=True)

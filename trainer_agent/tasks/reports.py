@@ -87,6 +87,16 @@ def _summed(known: Mapping[str, MetricValue], more: Mapping[str, MetricValue]) -
     return {name: MetricValue(**value._asdict()) for name, value in values.items()}
 
 
+@dataclass
+class Done:
+    """Since the process began, for /metrics: what was reported, whether the master has heard it or not."""
+
+    steps: int = 0
+    records: int = 0
+    skipped_records: int = 0
+    tasks: int = 0
+
+
 class LanePace(NamedTuple):
     """Seconds that a lane takes here, and what one takes at least; None: not known."""
 
@@ -112,6 +122,7 @@ class Reports:
     ) -> None:
         """`held` names the tasks being trained and how many minibatches of each are done. `pace`: how long lanes take, if known."""
         self._master, self._trainer, self._held, self._pace = master, trainer, held, pace
+        self.done = Done()
         self._told_pace = LanePace(), -math.inf  # what was told last, and when
         self._completed: deque[tuple[Task, CompleteTask]] = deque()
         self._metrics = MetricBuffer()
@@ -121,6 +132,7 @@ class Reports:
         self._idle = asyncio.Event()
 
     def complete(self, task: Task, done: CompleteTask) -> None:
+        self.done.tasks += 1
         if len(self._completed) < QUEUED:
             self._completed.append((task, done))
             self._idle.clear()
@@ -130,6 +142,9 @@ class Reports:
 
     def share(self, share: StepMetrics) -> None:
         """A loss that is not finite goes to the log only: JSON cannot hold it."""
+        self.done.steps += 1
+        self.done.records += share.records
+        self.done.skipped_records += share.skipped
         if math.isfinite(share.loss_sum):
             self._metrics.add(share, clock.monotonic())
         else:

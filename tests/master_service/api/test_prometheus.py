@@ -19,9 +19,10 @@ from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.api.client import client_of
 from tests.master_service.api.requests_by_key import WANTED, World, post
+from trainer_agent.status_pages import COUNTERS as OF_TRAINERS
 
 DASHBOARD = Path(__file__).parents[3] / "docker" / "grafana" / "trireme.json"
-JOB_LABEL = {"trireme_master_leading", "trireme_cluster_jobs", "trireme_pool_members"}  # not of one job
+TRAINERS = {f"trireme_trainer_{name}_total" for name, _ in OF_TRAINERS.values()}
 
 
 async def job_exposition() -> str:
@@ -86,9 +87,10 @@ def queries(node: Any) -> list[str]:
 def test_the_dashboard_asks_for_metrics_that_exist_and_leaves_none_of_ours_out() -> None:
     board = json.loads(DASHBOARD.read_text())
     asked = {name for query in queries(board) for name in names_asked_for(query)}
+    members = {"trireme_pserver_parameter_bytes", "trireme_trainer_lane_seconds", *TRAINERS}
     process = {"process_resident_memory_bytes", "process_cpu_seconds_total"}
     texts = run_virtually(job_exposition), run_virtually(cluster_exposition), pserver_exposition()
-    there = {name for text in texts for name in names_in(text)} | {"trireme_pserver_parameter_bytes"} | process
+    there = {name for text in texts for name in names_in(text)} | members | process
     assert asked <= there, asked - there
     assert len(asked) >= 18
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
