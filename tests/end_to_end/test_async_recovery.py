@@ -156,3 +156,31 @@ async def test_after_everything_was_killed_an_asynchronous_job_goes_on_with_othe
         assert state.timeline > 0, "everybody went back to the checkpoint"
         assert (state.result.trained_records, state.result.losses.lost) == (EPOCHS * RECORDS, {})
         assert await applied(cluster) == dict.fromkeys(range(3), (MINIBATCHES, MINIBATCHES))
+
+
+@pytest.mark.soak  # for its length
+async def test_a_job_with_independent_checkpoints_starts_over_if_all_parameters_are_lost_before_the_first(tmp_path):
+    never = {"checkpoint_every_seconds": None, "checkpoint_every_epochs": None, "checkpoint_every_steps": None}
+    unwritable = (
+        tmp_path / "storage" / "checkpoints"
+    )  # a file where the folder has to be: not even the initial parameters are saved
+    unwritable.parent.mkdir()
+    unwritable.touch()
+    storage = str(unwritable.parent)
+    spec = async_spec(tmp_path, checkpoint_kind="independent", pservers=1, storage=storage, **never)
+    async with cluster_of(spec, tmp_path) as cluster:
+        await reach_step(cluster, 20)
+        keys = cluster.directory.keys
+        assert await cluster.etcd.get(keys.latest) is None
+        assert not (await cluster.etcd.range(keys.own_prefix, prefix=True)).kvs
+        cluster.kill("pserver-0")
+        async with asyncio.timeout(END_S):
+            while cluster.directory.state.timeline == 0:
+                assert not cluster.directory.state.phase.final, cluster.directory.state
+                await asyncio.sleep(0.05)
+        unwritable.unlink()
+        state = await ended(cluster)
+        assert state.phase is Phase.COMPLETED, state
+        assert (state.result.losses.lost, state.result.losses.skipped) == ({}, {})
+        assert await applied(cluster) == {0: (MINIBATCHES, MINIBATCHES)}
+        assert cluster.deaths["pserver-0"] == 1
