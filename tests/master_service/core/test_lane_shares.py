@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from itertools import accumulate, pairwise
+from statistics import median
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,8 +16,9 @@ from master_service.core.decisions.membership import rebalance
 from master_service.core.placement.lane_shares import ALIGNING_COSTS, aligned, cut, runs_of, slowest_s
 from master_service.core.placement.lanes import WORTH_MOVING, new_list, step_s
 from master_service.core.queue.file_table import FileTable, TableFile
+from master_service.core.state import speeds as speeds_module
 from master_service.core.state.job import Job
-from master_service.core.state.speeds import Speeds
+from master_service.core.state.speeds import REPORTS, WINDOW_S, Speeds
 from shared.lanes import aligned_intervals, share_of
 from shared.records import JobSpec, JobState, Phase, TrainerList
 from tests.master_service.cluster import spec_of
@@ -227,7 +231,7 @@ def test_lanes_leave_a_slow_trainer_whose_lanes_have_no_records() -> None:
     job = job_of(sync_spec(16), TrainerList(generation=1, lanes=16, names=names), dict.fromkeys("abc", 1.0))
     job.speeds.note("slow", None, 0.001, 0.0)
     assert rebalance(job) == Decision(None), "it is quick with nothing: that says little"
-    job.speeds.note("slow", None, 5.0, 0.0)
+    job.speeds.note("slow", None, 5.0, 20.0)
     moved = list_after(rebalance(job))
     assert moved.lanes_of("slow") == (15, 16)
 
@@ -240,3 +244,46 @@ def test_a_thousand_trainers_are_cut_again_at_once() -> None:
     moved = list_after(rebalance(job))
     assert_covered_once(moved, 1024)
     assert step_s(moved, lane_s) * 2 <= step_s(job.trainers, lane_s)
+
+
+def moves_of_equal_trainers(rebalance_s: float) -> int:
+    """How often lanes move in two minutes between trainers that are equally fast, but whose lanes vary. As a trainer does, each reports
+    every second the median of its last 16 lanes, of which it computes four a second."""
+    rng, names, moves = random.Random(5), ("a", "b", "c", "d"), 0
+    job = job_of(sync_spec(16), TrainerList(generation=1, lanes=16, names=names), {})
+    kept = {name: deque((rng.lognormvariate(0, 0.6) for _ in range(16)), maxlen=16) for name in names}
+    for tick in range(240):
+        now = tick / 2
+        if tick % 2:
+            for name in names:
+                kept[name].extend(rng.lognormvariate(0, 0.6) for _ in range(4))
+                job.speeds.note(name, median(kept[name]), None, now)
+        if now % rebalance_s == 0 and (decision := rebalance(job)).changes:
+            moves += 1
+            job.trainers, job.state = list_after(decision), state_after(decision)
+    return moves
+
+
+def test_lanes_do_not_move_by_noise_however_often_the_leader_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert moves_of_equal_trainers(0.5) <= 3
+    monkeypatch.setattr(speeds_module, "WINDOW_S", 0.0)
+    assert moves_of_equal_trainers(0.5) > 10, "without the window they do"
+
+
+def test_a_trainer_that_becomes_slow_loses_lanes_within_the_window() -> None:
+    names = ("a", "b", "c", "d")
+    job = job_of(sync_spec(16), TrainerList(generation=1, lanes=16, names=names), dict.fromkeys(names, 1.0))
+    for second in range(1, 31):
+        for name in names:
+            job.speeds.note(name, 5.0 if name == "c" and second > 20 else 1.0, None, float(second))
+        if rebalance(job).changes:
+            assert 20 < second <= 20 + WINDOW_S
+            return
+    pytest.fail("no lane has moved")
+
+
+def test_what_is_kept_of_a_trainer_is_bounded() -> None:
+    speeds = Speeds()
+    for number in range(1000):
+        speeds.note("a", 1.0, None, number / 1000)
+    assert len(speeds.reports["a"]) == REPORTS
