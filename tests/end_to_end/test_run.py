@@ -20,13 +20,19 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_model_trains_and_plain_pytorch_loads_it(trireme, tmp_path, mode):
-    script = write_script(tmp_path, evaluation=EVALUATION)
+    printing = EVALUATION.replace("    return {", "    print('evaluating', len(batch['y']))\n    return {", 1)
+    script = write_script(tmp_path, evaluation=printing)
     done = trireme.run("run", script, "--mode", mode, "--trainers", 2, "--pservers", 2, "--json")
     assert done.code == 0, done.err
     result = json.loads(done.out)
     assert (result["phase"], result["mode"], result["records"]) == ("COMPLETED", mode, 2 * RECORDS)
     assert mode == "async" or result["steps"] == 2 * RECORDS // 32
     assert json.loads(trireme.run("status", "--json").out) == result
+    if mode == "sync":  # the members have ended; what they logged and the script printed is there
+        lines = [json.loads(line) for line in trireme.run("logs", "trainer", "--tail", 5000, "--json").out.splitlines()]
+        assert {line["member"] for line in lines} == {"trainer-0", "trainer-1"}
+        assert sum(line["text"].startswith("evaluating ") for line in lines) >= RECORDS // 64
+        assert [line["time"] for line in lines] == sorted(line["time"] for line in lines)
     assert result["discarded"] == {"tasks": 0, "records": 0, "list": []}
     assert 0 < result["metrics"]["mse"] < 1
     assert (result["restarts"], result["failure"]) == ({}, None)
