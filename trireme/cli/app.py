@@ -12,8 +12,8 @@ from typing import Annotated
 
 import typer
 
-from trireme.cli import log_commands
 from trireme.cli.cluster import commands as cluster_commands
+from trireme.cli.history import commands as history_commands
 from trireme.cli.options import (
     Advertise,
     Assignments,
@@ -63,7 +63,7 @@ _NOT_SETTINGS = {"script", "assignments", "check", "fresh", "dry_run", "as_json"
 checkpoint = typer.Typer(help="Checkpoints of a job, running or not.", no_args_is_help=True)
 app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(security_commands.token, name="token")
-log_commands.register(app)
+history_commands.register(app)
 
 
 @app.command()

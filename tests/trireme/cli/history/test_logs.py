@@ -13,7 +13,7 @@ from shared.security import private_files
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import run_virtually
 from trireme.cli import exit_codes
-from trireme.cli import logs as command
+from trireme.cli.history import logs as command
 from trireme.launch.run_folder import RUN_FILE, write_json
 
 

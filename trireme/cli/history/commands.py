@@ -35,7 +35,7 @@ def logs(
     as_json: Json = False,
 ) -> None:
     """What members on this machine wrote, dead ones included: their logs, and what the script printed."""
-    from trireme.cli.logs import logs as show  # noqa: PLC0415
+    from trireme.cli.history.logs import logs as show  # noqa: PLC0415
 
     raise typer.Exit(show(member, job, data_dir, follow=follow, since=since, tail=tail, as_json=as_json))
 
@@ -49,6 +49,6 @@ def events(
     as_json: Json = False,
 ) -> None:
     """What happened to a job: one line for each event that is kept; with --json one object for each."""
-    from trireme.cli.logs import events as show  # noqa: PLC0415
+    from trireme.cli.history.logs import events as show  # noqa: PLC0415
 
     raise typer.Exit(show(named, data_dir, url, after=after, follow=follow, as_json=as_json))
