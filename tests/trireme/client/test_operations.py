@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import re
 from functools import cache
@@ -171,6 +172,44 @@ def test_events_are_followed_without_a_gap_until_the_job_has_ended():
             assert (await client.get_job("a")).standing == "COMPLETED"
 
     run_virtually(main)
+
+
+class Leader(httpx.AsyncBaseTransport):
+    """Whoever leads now; while nobody does, connections are refused."""
+
+    def __init__(self, jobs: Jobs) -> None:
+        self.jobs = jobs
+        self.asked: set[str] = set()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        leader = self.jobs.leader
+        if leader is None:
+            raise httpx.ConnectError("nobody leads", request=request)
+        self.asked.add(leader.name)
+        return await httpx.ASGITransport(make_app(leader)).handle_async_request(request)
+
+
+def test_who_follows_events_misses_none_and_sees_none_twice_when_another_master_takes_over():
+    async def main() -> None:
+        jobs = Jobs(tasks=40)
+        leaders = Leader(jobs)
+        async with AsyncClient("http://master", token="", transport=leaders) as client, jobs.pool(2, 1):
+            async with jobs.leading("m1") as first:
+                await client.create_job(new_job("a"))
+                await until(lambda: first.state.job("a").standing is Standing.ACTIVE, "the job to start")
+                followed = asyncio.ensure_future(ids_of_events(client))
+                await until(lambda: len(jobs.taken) > 3, "some tasks")
+            async with jobs.leading("m2"):
+                seen = await followed
+                page = await client.list_events("a", page_size=1000)
+                assert (len(leaders.asked), len(seen) > 5) == (2, True)
+                assert seen == [event.event_id for event in page.events]
+
+    run_virtually(main)
+
+
+async def ids_of_events(client: AsyncClient) -> list[int]:
+    return [event.event_id async for event in client.follow_events("a")]
 
 
 def test_names_cannot_become_other_paths():
