@@ -29,6 +29,7 @@ from tests.soak.job import fingerprint
 from tests.soak.plan import LEASE_S
 from trainer_agent.data_plane.http import HttpPserver
 from trireme.cli.faults.job_probe import JobProbe
+from trireme.cli.targets import token_of_run
 from trireme.launch import run_folder
 
 JOB = "soak"
@@ -214,7 +215,7 @@ async def pserver_infos(probe: JobProbe) -> list[PserverInfo]:
     """Of all parameter servers. Raises PeerError."""
     found = []
     for member in probe.directory.pservers.values():
-        pserver = HttpPserver(member, "")
+        pserver = HttpPserver(member, token_of_run(probe.folder))
         try:
             found.append(await pserver.info())
         finally:
