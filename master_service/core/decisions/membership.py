@@ -13,7 +13,6 @@ from master_service.core.placement.lanes import WORTH_MOVING, LaneSeconds, expec
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
 from shared.records import JobSpec, JobState, Mode, Phase, SlotMap, Stage, TrainerList
-from shared.slots import spread
 
 
 def storage_events(before: Members, now: Members) -> tuple[Event, ...]:
@@ -64,8 +63,7 @@ def reconcile(
     missing = [index for index in range(spec.pservers) if index not in members.pservers]
     changes: tuple[Change, ...] = ()
     if not missing and (slots is None or not rollback.slots_fit(slots, spec)):
-        version = slots.version + 1 if slots else 1
-        changes = (SlotMap(version=version, owners=spread(spec.slot_count, spec.pservers)),)
+        changes = (rollback.fresh_map(spec, slots),)
     now = tuple(members.trainers)
     if state.phase is Phase.WAITING:
         obstacle = _obstacle(spec, members, missing)

@@ -308,8 +308,13 @@ def back_to(
 
 def _new_slots(spec: JobSpec, slots: SlotMap) -> tuple[Change, ...]:
     """All slots spread anew over as many parameter servers as the job wants."""
-    owners = spread(spec.slot_count, spec.pservers)
-    return SlotMap(version=slots.version + 1, owners=owners), DesirePservers(spec.pservers)
+    return fresh_map(spec, slots), DesirePservers(spec.pservers)
+
+
+def fresh_map(spec: JobSpec, before: SlotMap | None) -> SlotMap:
+    """All slots spread over as many parameter servers as the job wants. `before`: the map in force, if there is one."""
+    version = before.version + 1 if before is not None else 1
+    return SlotMap(version=version, owners=spread(spec.slot_count, spec.pservers))
 
 
 def stage_at(spec: JobSpec, stage: Stage, epoch: int) -> Stage:
