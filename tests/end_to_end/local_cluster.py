@@ -107,7 +107,7 @@ async def ended(cluster: LocalCluster) -> JobState:
 async def completed(cluster: LocalCluster) -> dict[str, torch.Tensor]:
     state = await ended(cluster)
     assert state.phase is Phase.COMPLETED, state
-    assert state.result.trained_records == EPOCHS * RECORDS
+    assert state.result.trained_records == cluster.spec.epochs * RECORDS
     assert state.result.discarded_tasks == 0
     return torch.load(state.result.exports["state_dict"], weights_only=True)
 

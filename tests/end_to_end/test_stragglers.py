@@ -15,7 +15,8 @@ from trireme.view.client import Client
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
 SLOW = "trainer-3"
-FIELDS = {"lanes": 8, "evaluation_dataset": None}
+# steps enough for the lanes to leave; and a stopped process is not later with a minibatch that mostly sleeps
+FIELDS = {"lanes": 8, "evaluation_dataset": None, "epochs": 40, "slow_s": 0.004}
 
 
 @asynccontextmanager
