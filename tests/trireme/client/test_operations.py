@@ -199,6 +199,7 @@ def test_who_follows_events_misses_none_and_sees_none_twice_when_another_master_
                 await until(lambda: first.state.job("a").standing is Standing.ACTIVE, "the job to start")
                 followed = asyncio.ensure_future(ids_of_events(client))
                 await until(lambda: len(jobs.taken) > 3, "some tasks")
+            await asyncio.sleep(3)
             async with jobs.leading("m2"):
                 seen = await followed
                 page = await client.list_events("a", page_size=1000)
