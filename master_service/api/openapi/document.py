@@ -92,6 +92,8 @@ def _statuses(method: str, path: str, operation: Json) -> set[int]:
     found = {400, 401, 403, 421, 422, 500, 503, 504}
     if "{" in path:
         found.add(404)
+    if "{job}" in path:
+        found.add(409)  # nobody leads the job now
     if operation["operationId"] in FOLLOWED:
         found.add(410)
     if method != "GET":
