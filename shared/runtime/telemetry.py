@@ -52,6 +52,8 @@ def configure(*, level: str = "INFO", json: bool | None = None, **bound: Any) ->
         cache_logger_on_first_use=False,
     )
     logging.basicConfig(level=max(threshold, logging.WARNING), stream=sys.stderr, force=True)
+    # a traceback for each request that is no HTTP: peers could fill the disk; errors of ours are told by the guard of the routes
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     structlog.contextvars.clear_contextvars()
     structlog.contextvars.bind_contextvars(**bound)
 

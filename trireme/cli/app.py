@@ -365,7 +365,7 @@ def certs(
 
     Prints the environment variables that use them. A name that is there already gets a new certificate.
     """
-    from trireme.cli.certs import make_certificates  # noqa: PLC0415
+    from trireme.cli.security.certs import make_certificates  # noqa: PLC0415
 
     raise typer.Exit(make_certificates(folder, name, hosts or [], days, as_json=as_json))
 
