@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shared.records import JobSpec
+from shared.records.assignments import GivenNumbers
 from shared.runtime.service import LEASE_LOST
 from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.nodes import Node
@@ -12,7 +13,7 @@ class MemberNumbers:
     """`attach` it to a cluster."""
 
     def __init__(self) -> None:
-        self._before: tuple[int, int] | None = None
+        self._trainers: int | None = None
         self._launcher: object = None
 
     def attach(self, cluster: SimulatedCluster) -> None:
@@ -25,24 +26,37 @@ class MemberNumbers:
         return lost and numbers is not None and len(kept(cluster, "pserver")) > numbers[0]
 
     def follow(self, cluster: SimulatedCluster) -> None:
-        """Start and end members, once the numbers in etcd have changed."""
+        """Start and end members, once the numbers in etcd are this launcher's, or follow from them by a resize."""
         numbers = wanted(cluster)
         if self._launcher is not cluster.launcher:  # the same command was given again
-            self._launcher, self._before = cluster.launcher, None
-        if numbers is None or numbers == self._before or cluster.over:
+            self._launcher, self._trainers = cluster.launcher, None
+        if numbers is None or cluster.over:
             return
-        before, self._before = self._before, numbers
-        if before is None:
-            return
-        pservers, trainers = numbers
-        for kind, count in (("pserver", pservers), ("trainer", trainers if trainers != before[1] else 0)):
+        if self._trainers is None:
+            if not _are_own(cluster):
+                return
+            self._trainers = cluster.spec.trainers
+        (pservers, trainers), before = numbers, self._trainers
+        self._trainers = trainers
+        for kind, count in (("pserver", pservers), ("trainer", trainers if trainers != before else 0)):
             for _ in range(len(kept(cluster, kind)), count):
                 name = next(f"{kind}-{n}" for n in range(1000) if f"{kind}-{n}" not in cluster.nodes)
                 cluster.start(name, kind)
-        if trainers < before[1]:
+        if trainers < before:
             for node in kept(cluster, "trainer")[trainers:]:
                 node.wanted = False
                 node.stopping.set()
+
+
+def _are_own(cluster: SimulatedCluster) -> bool:
+    """A master leads, and the numbers are those of the launcher's command; before, they are an earlier command's."""
+    spec, given = (cluster.simulated.value(key) for key in (cluster.keys.spec, cluster.keys.given))
+    if not spec or not cluster.simulated.value(cluster.keys.master_address):
+        return False
+    mine = cluster.spec.trainers, cluster.spec.pservers
+    found = JobSpec.model_validate_json(spec)
+    told = GivenNumbers.model_validate_json(given) if given else None
+    return mine == (found.trainers, found.pservers) or (told is not None and mine == (told.trainers, told.pservers))
 
 
 def wanted(cluster: SimulatedCluster) -> tuple[int, int] | None:
