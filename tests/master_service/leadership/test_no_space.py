@@ -84,7 +84,7 @@ async def test_no_space_is_named_by_status_events_and_doctor_and_training_goes_o
         assert names(master).count("etcd_out_of_space") == names(master).count("etcd_has_space_again") == 1
         assert master.term is term
         await asyncio.to_thread(examine, None, as_json=False)
-        assert "ok   space    etcd at http" in capsys.readouterr().out
+        assert f"ok   space    etcd at {small.url} has stored" in capsys.readouterr().out
 
 
 def names(master: Any) -> list[str]:
