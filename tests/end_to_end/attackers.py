@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from shared.errors import TriremeError
+from shared.records import PserverMember
 from shared.wire import codec
 from shared.wire.stream import FrameStream
 from shared.wire.upgrade import upgrade
@@ -134,7 +135,7 @@ async def strangers(url: str, admin: str, tokens: dict[str, str]) -> dict[str, A
     """Every operation of the schema, with each of `tokens` ("": none): 401, 403, or the operation that was served."""
     found: dict[str, Answers] = {name: Counter() for name in tokens}
     async with aiohttp.ClientSession() as session:
-        async with session.get(f"{url}/v1/openapi.json", headers={"Authorization": f"Bearer {admin}"}) as answer:
+        async with session.get(f"{url}/openapi.json", headers={"Authorization": f"Bearer {admin}"}) as answer:
             paths = (await answer.json())["paths"]
         for path, operations in paths.items():
             place = url + path.replace("{", "").replace("}", "")
@@ -206,12 +207,12 @@ NAMES = [
 ]
 
 
-async def frames(url: str, uds: str, token: str, *, seed: int, count: int) -> Answers:
+async def frames(member: PserverMember, uds: str, token: str, *, seed: int, count: int) -> Answers:
     """`count` streams, one after the other, each with a few frames."""
     draw, answers = random.Random(seed), Counter[str]()
     for _ in range(count):
         try:
-            stream = await upgrade(url, Noise, uds=uds, token=token, limit_s=ANSWER_S)
+            stream = await upgrade(member.url, Noise, member.incarnation, uds=uds, token=token, limit_s=ANSWER_S)
         except TriremeError as error:
             answers[error.code] += 1
             continue

@@ -54,7 +54,7 @@ async def test_attacks_from_all_sides_change_no_bit_and_take_nothing(tmp_path, u
                 {"none": "", "wrong": "trireme_admin_0000", "viewer": tokens.token(Role.VIEWER)},
             ),
             *(
-                attackers.frames(each.url, uds, member, seed=seed, count=STREAMS)
+                attackers.frames(each, uds, member, seed=seed, count=STREAMS)
                 for seed, each in enumerate(members)
                 for uds in ("", each.uds)
             ),

@@ -29,6 +29,7 @@ from shared.records.checkpoints import CheckpointRef, Manifest
 from shared.records.datasets import Dataset, TextLines
 from shared.runtime import ids
 from tests.equipment.cluster.cluster import Cluster
+from tests.equipment.virtual_loop import VirtualLoop
 from tests.equipment.waiting import until
 
 KEYS = Keys("j")
@@ -95,7 +96,9 @@ class MasterCluster(Cluster):
         self._requests = 0
 
     def master_options(self) -> dict[str, Any]:
-        return {"storage": lambda _: self.storage, "probe": self._refuses}
+        """In real time a busy machine may hold the process up for seconds: no lease ends then."""
+        ttl_s = 3.0 if isinstance(asyncio.get_running_loop(), VirtualLoop) else 30.0
+        return {"storage": lambda _: self.storage, "probe": self._refuses, "ttl_s": ttl_s}
 
     async def _refuses(self, url: str) -> bool:
         return url in self.dead

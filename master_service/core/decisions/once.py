@@ -28,9 +28,14 @@ D = TypeVar("D", Decision[Any], ClusterDecision[Any])
 class AnsweredBefore(TriremeError):
     """No failure: the request was carried out before, and `kept` holds its answer."""
 
-    def __init__(self, kept: KeptAnswer) -> None:
-        super().__init__(f"{kept.operation} was carried out before with this Idempotency-Key")
-        self.kept = kept
+    code = "ANSWERED_BEFORE"
+    kept: KeptAnswer
+
+    @classmethod
+    def with_answer(cls, kept: KeptAnswer) -> AnsweredBefore:
+        error = cls(f"{kept.operation} was carried out before with this Idempotency-Key")
+        error.kept = kept
+        return error
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +109,7 @@ class Once(Generic[A]):
             msg = f"this Idempotency-Key asked for {other}"
             raise IdempotencyKeyReused(msg, hint="use a new key for a new request")
         if found.answer:
-            raise AnsweredBefore(found)
+            raise AnsweredBefore.with_answer(found)
         return found
 
     def _kept(self, answer: str) -> KeptAnswer:

@@ -52,7 +52,7 @@ async def test_head_is_get_without_the_body() -> None:
             got, head = await client.get(path), await client.head(path)
             assert (head.status_code, head.content) == (200, b""), path
             assert head.headers["content-type"] == got.headers["content-type"]
-            if path != "/metrics":  # counts seconds
+            if path not in ("/v1/jobs/j", "/v1/tasks", "/metrics"):  # these may change in between
                 assert head.headers["content-length"] == got.headers["content-length"], path
         missing = await client.head("/v1/jobs/other")
         assert (missing.status_code, missing.content) == (404, b"")

@@ -65,6 +65,7 @@ def assert_swept(cluster, newest):
 
 
 FILE = ["os.mkdir", "open", "os.fsync", "os.rename", "os.fsync"]
+IN_FOLDER = FILE[1:]  # a further one in a folder that is there
 STARTED = FINISHED = LOCK = LATEST = UNLOCK = "/kv/txn"
 OLDER_DELETED = ["os.remove"] * 3 + ["os.rmdir", "/kv/deleterange"]
 

@@ -12,6 +12,7 @@ from tests.pserver_service.checkpoints.cluster import KEYS, TTL_S, expected, run
 from tests.pserver_service.checkpoints.kill_scenarios import (
     FILE,
     FINISHED,
+    IN_FOLDER,
     LATEST,
     LOCK,
     NAMES,
@@ -56,8 +57,8 @@ def test_a_pserver_killed_at_any_await_leaves_latest_usable(tmp_path, name, ever
 def test_the_moments_of_death_are_those_of_the_whole_protocol(tmp_path):
     finisher, other = (run_scenario(undisturbed, tmp_path / name, name)[0] for name in NAMES)
     part = [STARTED, *FILE, FINISHED]
-    assert finisher == [*part, LOCK, *FILE, LATEST, *OLDER_DELETED, UNLOCK]
-    assert other == [*part, LOCK], "it sees all parts too, and comes too late for the lock"
+    assert finisher == [*part, LOCK, *IN_FOLDER, LATEST, *OLDER_DELETED, UNLOCK]
+    assert other == [STARTED, *IN_FOLDER, FINISHED, LOCK], "it sees all parts too, and comes too late for the lock"
 
 
 async def going_back_before(storage, name, number):

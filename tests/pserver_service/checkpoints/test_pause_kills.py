@@ -14,6 +14,7 @@ from tests.pserver_service.checkpoints.cluster import KEYS, folders, run_scenari
 from tests.pserver_service.checkpoints.kill_scenarios import (
     FILE,
     FINISHED,
+    IN_FOLDER,
     LATEST,
     LOCK,
     NAMES,
@@ -113,5 +114,5 @@ def test_a_pserver_killed_at_any_await_of_a_pause_leaves_latest_usable(tmp_path,
 def test_the_moments_of_death_are_those_of_the_whole_protocol(tmp_path):
     finisher, other = (run_scenario(undisturbed, tmp_path / name, name)[0] for name in NAMES)
     part = [COPIED, STARTED, *FILE, FINISHED]
-    assert finisher == [*part, LOCK, *FILE, LATEST, *OLDER_DELETED, UNLOCK]
-    assert other == [*part, LOCK]
+    assert finisher == [*part, LOCK, *IN_FOLDER, LATEST, *OLDER_DELETED, UNLOCK]
+    assert other == [COPIED, STARTED, *IN_FOLDER, FINISHED, LOCK]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import py_compile
 import sys
 
 import pytest
@@ -23,6 +25,16 @@ def test_a_script_finds_its_neighbours(tmp_path):
     (tmp_path / "user_neighbour.py").write_text("WIDTH = 5\n")
     user = load(write_script(tmp_path, config="import user_neighbour\nconfig = {'epochs': user_neighbour.WIDTH}\n"))
     assert user.config == {"epochs": 5}
+
+
+def test_an_edit_of_the_same_second_and_size_counts(tmp_path):
+    """Python takes compiled bytecode for its source by time and size."""
+    script = write_script(tmp_path, config="config = {'epochs': 5}\n")
+    py_compile.compile(str(script))
+    times = script.stat()
+    script.write_text(script.read_text().replace("'epochs': 5", "'epochs': 6"))
+    os.utime(script, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert load(script).config == {"epochs": 6}
 
 
 @pytest.mark.parametrize("hook", ["model", "dataset", "loss", "optimizer"])
