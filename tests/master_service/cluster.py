@@ -93,12 +93,13 @@ class MasterCluster(Cluster):
         self.storage = storage or Storage()
         self.dead: set[str] = set()
         self.leases: dict[str, int] = {}
+        self.ttl_s: float | None = None  # of masters
         self._requests = 0
 
     def master_options(self) -> dict[str, Any]:
         """In real time a busy machine may hold the process up for seconds: no lease ends then."""
         ttl_s = 3.0 if isinstance(asyncio.get_running_loop(), VirtualLoop) else 30.0
-        return {"storage": lambda _: self.storage, "probe": self._refuses, "ttl_s": ttl_s}
+        return {"storage": lambda _: self.storage, "probe": self._refuses, "ttl_s": self.ttl_s or ttl_s}
 
     async def _refuses(self, url: str) -> bool:
         return url in self.dead
