@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from shared.checkpoints import stored
-from shared.errors import NotReady, PeerError
+from shared.errors import CheckpointUnusable, NotReady, PeerError
 from shared.etcd import Etcd, Put, connect
 from shared.keys import Keys
 from shared.records import JobSpec, JobState, Phase, PserverMember
@@ -132,6 +132,18 @@ class Job:
             stored.verify_parts(self.storage, ref, manifest)
             assert manifest.record.version == ref.step
 
+    async def verified(self) -> CheckpointLatest:
+        """All that is kept now loads; whoever lives may commit a newer checkpoint meanwhile, and delete what that replaces."""
+        while True:
+            latest = await self.latest()
+            try:
+                self.verify(latest)
+            except CheckpointUnusable:
+                if await self.latest() == latest:
+                    raise
+            else:
+                return latest
+
     def kept(self, latest: CheckpointLatest) -> set[str]:
         """The folders that nothing may appear in."""
         return {stored.folder(self.storage, ref.uuid) for ref in latest.kept}
@@ -220,9 +232,8 @@ async def killed_while_checkpointing(job: Job, victims: tuple[int, ...], after_s
         await job.etcd.revoke(members[index].lease)  # as the master does when the launcher sees its child exit
     await training
     await job.start(len(victims))
-    latest = await job.latest()
+    latest = await job.verified()
     assert (latest.timeline, latest.step) >= (before.timeline, before.step)
-    job.verify(latest)
     await job.whole(frozenset(members[index].incarnation for index in victims))
     return await job.roll_back()
 
