@@ -7,7 +7,6 @@ Keys are P-256 and only their owner can read them. One certificate serves and ca
 
 from __future__ import annotations
 
-import os
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -19,6 +18,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from shared.errors import Conflict, InvalidArgument
 from shared.runtime import clock
+from shared.security import private_files
 
 CA, CA_KEY = "ca.pem", "ca-key.pem"
 AUTHORITY_DAYS = 3650
@@ -124,15 +124,9 @@ def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
-    """In one step; never readable by others in between."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        partial.replace(path)
+        private_files.replace(path, content, mode)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise InvalidArgument(f"{path} cannot be written: {error.strerror}") from error
 
 

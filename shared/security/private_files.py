@@ -59,5 +59,21 @@ def write_text(path: Path, text: str) -> None:
         file.write(text)
 
 
+def replace(path: Path, content: bytes, mode: int = FILE_MODE) -> None:
+    """The file appears complete, is on disk, and never had wider permissions than `mode`. One writer at a time. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.unlink(missing_ok=True)
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 def _opener(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC, FILE_MODE)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -176,15 +175,8 @@ def admin_token(folder: Path) -> str:
 
 def write_private(path: Path, text: str) -> None:
     """The file appears complete, and nobody but its owner can ever read it. Raises InvalidArgument."""
-    temporary = path.with_name(f".{path.name}.new")
     with _explained(path):
-        temporary.unlink(missing_ok=True)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(descriptor)
-        temporary.replace(path)
+        private_files.replace(path, text.encode())
 
 
 @contextlib.contextmanager
