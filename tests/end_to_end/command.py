@@ -102,15 +102,15 @@ def wait_for(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
     pytest.fail(f"ended without {pattern!r}: {''.join(seen)}")
 
 
-def wait_for_step(trireme: Command, step: int, data_dir: Path | None = None) -> int:
-    """Until the master has heard of `step`; asked as `trireme status` does."""
+def wait_for_step(trireme: Command, step: int, data_dir: Path | None = None, job: str = "script") -> int:
+    """Until the master of `job` has heard of `step`; asked as `trireme status` does."""
 
     async def reached() -> int:
         async with asyncio.timeout(60):
             while True:
                 with contextlib.suppress(TriremeError):
                     place = data_dir or trireme.folder / ".trireme"
-                    target = job_target("script", place, None)
+                    target = job_target(job, place, None)
                     async with open_client(target.address, token=target.token) as client:
                         while (at := (await client.job())["progress"].get("step") or 0) < step:
                             await asyncio.sleep(0.05)

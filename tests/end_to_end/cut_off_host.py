@@ -31,6 +31,7 @@ from shared.membership.directory import Directory
 from shared.membership.etcd_access import EtcdAccess
 from shared.records import JobSpec, Phase, PserverMember
 from shared.records.datasets import Npy
+from shared.records.job_spec import JobSettings
 from tests.end_to_end.scripts import LOSS, write_script
 from tests.equipment.two_hosts import ADDRESSES, Cut, Number, TwoHosts
 from tests.equipment.waiting import until
@@ -254,7 +255,7 @@ async def _submit(job: Job) -> None:
     async with asyncio.timeout(LIMIT_S):
         while len((await job.etcd.range(keys.member("trainer", ""), prefix=True)).kvs) < 2:
             await asyncio.sleep(0.05)
-    settings = spec_in(job.folder).model_dump(mode="json", exclude={"job", "script", "storage"})
+    settings = spec_in(job.folder).model_dump(mode="json", include=set(JobSettings.model_fields))
     asked = {"name": JOB, "settings": settings, "script": str(job.folder / "script.py")}
     url = await _leader_url(job, keys)
     async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}, trust_env=False) as client:

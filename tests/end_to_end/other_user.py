@@ -1,6 +1,7 @@
-"""Another user of the machine, who is told everything about a run and tries what such a user can try.
+"""Another user of the machine, who is told everything about a run or a cluster and tries what such a user can try.
 
-    python other_user.py < {"pids", "ports", "sockets", "files", "folders"}   ->   one line of JSON for each attempt: [what, what came of it]
+    python other_user.py < {"pids", "ports", "routes", "sockets", "files", "folders", "shared_before"}
+        ->   one line of JSON for each attempt: [what, what came of it]
 
 Started as root, it becomes NOBODY for good before it does anything. It uses the standard library only.
 """
@@ -24,18 +25,8 @@ NOBODY = 65534
 GOT = "GOT IN"
 TIMEOUT_S = 5.0
 ANYTHING = '{"key": "AA==", "range_end": "AA=="}'
-READS = (
-    "/v1/job",
-    "/v1/jobs",
-    "/v1/members",
-    "/v1/tasks",
-    "/v1/checkpoints",
-    "/v1/events",
-    "/v1/info",
-    "/v1/config",
-    "/metrics",
-)
-WRITES = ("/v1/job/cancel", "/v1/job/pause", "/v1/checkpoints", "/v1/push", "/v1/pull", "/v1/init", "/v1/snapshots")
+READS = ("/v1/job", "/v1/info", "/v1/config", "/metrics")  # beside the routes that the test tells
+WRITES = ("/v1/push", "/v1/pull", "/v1/init", "/v1/snapshots")
 PTRACE_ATTACH, PTRACE_DETACH = 16, 17
 
 Attempt = tuple[str, Callable[[], str | None]]
@@ -60,7 +51,9 @@ def main() -> None:
 
 def attempts(told: dict[str, Any]) -> Iterator[Attempt]:
     for port in told["ports"]:
-        yield from at_port(port)
+        yield from at_port(
+            port, [*told["routes"], *(("GET", path) for path in READS), *(("POST", path) for path in WRITES)]
+        )
     for path in told["sockets"]:
         yield f"connect to the socket {path}", lambda path=path: connect(path)
     for path in told["files"]:
@@ -78,15 +71,16 @@ def attempts(told: dict[str, Any]) -> Iterator[Attempt]:
         yield from at_process(pid)
 
 
-def at_port(port: int) -> Iterator[Attempt]:
+def at_port(port: int, routes: list[tuple[str, str]]) -> Iterator[Attempt]:
     yield f"read etcd at port {port}", lambda: request(port, "POST", "/v3/kv/range", ANYTHING)
     yield f"write etcd at port {port}", lambda: request(port, "POST", "/v3/kv/put", '{"key": "AA==", "value": "AA=="}')
     yield f"join etcd at port {port}", lambda: request(port, "GET", "/members")
     yield f"raft of etcd at port {port}", lambda: request(port, "GET", "/raft/probing")
-    for path in READS:
-        yield f"GET {path} at port {port}", lambda path=path: request(port, "GET", path)
-    for path in WRITES:
-        yield f"POST {path} at port {port}", lambda path=path: request(port, "POST", path, "{}")
+    for method, path in routes:
+        body = "" if method == "GET" else "{}"
+        yield f"{method} {path} at port {port}", lambda place=(method, path, body): request(port, *place)
+    for address in ("127.0.0.1", "0.0.0.0", "::"):
+        yield f"listen at port {port} of {address} as well", lambda address=address: listen(address, port)
     stream = {"Connection": "Upgrade", "Upgrade": "trireme-frames/1"}
     yield f"open a stream at port {port}", lambda: request(port, "GET", "/v1/stream", headers=stream)
 
@@ -101,6 +95,21 @@ def request(port: int, method: str, path: str, body: str = "", headers: dict[str
             raise PermissionError(f"{answer.status} {answer.reason}")
         text = "" if answer.status == 101 else answer.read(200).decode(errors="replace")
         return f"{answer.status} {text}"
+
+
+def listen(address: str, port: int) -> str:
+    """Who does gets requests of others, with their tokens."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind((address, port))
+        listener.listen()
+        listener.settimeout(0.1)
+        try:
+            listener.accept()
+        except TimeoutError:
+            return "listens"
+        return "somebody connected"
 
 
 def connect(path: str) -> str:
@@ -134,7 +143,7 @@ def system_v(pids: list[int]) -> str | None:
 
 
 def at_process(pid: int) -> Iterator[Attempt]:
-    for name in ("environ", "mem", "maps", "auxv", "stack", "syscall", "io", "clear_refs"):
+    for name in ("environ", "mem", "maps", "smaps", "pagemap", "auxv", "stack", "syscall", "io", "clear_refs"):
         yield f"read /proc/{pid}/{name}", lambda name=name: read(f"/proc/{pid}/{name}")
     for name in ("cwd", "root", "exe"):
         yield f"follow /proc/{pid}/{name}", lambda name=name: str(Path(f"/proc/{pid}/{name}").readlink())

@@ -1,4 +1,5 @@
-"""What another user of the same machine can do to a default `trireme run`: everything is tried, and nothing may work."""
+"""What another user of the same machine can do to a default `trireme run` and a default `trireme up`: everything is tried, and nothing may
+work."""
 
 from __future__ import annotations
 
@@ -14,30 +15,44 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.end_to_end.command import command_in, wait_for_step
+from tests.end_to_end.command import Command, command_in, wait_for_step
 from tests.end_to_end.other_user import GOT
-from tests.end_to_end.scripts import UNHURRIED_LOSS, write_script
+from tests.end_to_end.scripts import HEAD, UNHURRIED_LOSS, write_script
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
 ATTACKER = Path(__file__).with_name("other_user.py")
+SCHEMA = Path(__file__).parents[2] / "openapi.json"
+OPEN_ROUTES = {"/healthz", "/readyz"}
+EVENTS = [("GET", path) for path in ("/v1/jobs/a/events/stream", "/v1/job/events/stream", "/v1/cluster/events/stream")]
 FEW = ("--trainers", 1, "--pservers", 1, "--epochs", 2000)
+PLACES = (
+    "--trainers",
+    3,
+    "--pservers",
+    2,
+    "--standbys",
+    1,
+)  # one trainer works, one runs a task; one of each kind is idle
 SECRETS = re.compile("TOKEN|PASSWORD|SECRET")
 SHARED = Path("/dev/shm")
+LIMIT_S = 90.0
 
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """A folder that everybody can enter, as a home may be; pytest's own are closed."""
+    """A folder that everybody can enter, as a home may be; pytest's own are closed. tmp/ is what /tmp is."""
     folder = Path(tempfile.mkdtemp(prefix="trireme-test-"))
     folder.chmod(0o755)
+    (folder / "tmp").mkdir()
+    (folder / "tmp").chmod(0o1777)
     try:
         yield folder
     finally:
@@ -47,9 +62,7 @@ def open_folder() -> Iterator[Path]:
 def told_of(family: list[psutil.Process], folder: Path) -> dict[str, Any]:
     """What there is to attack. Root sees all of it."""
     connections = [each for process in family for each in process.net_connections("all")]
-    paths = [*folder.rglob("*"), *(each.resolve() for each in folder.rglob("sockets"))]
-    places = {path for path in paths if path.is_dir()} | {folder}
-    temporary = [entry for place in places if not place.is_relative_to(folder) for entry in place.rglob("*")]
+    paths = [folder / ".trireme", *(folder / ".trireme").rglob("*"), *(folder / "tmp").rglob("*")]
     # etcd's library for logs binds a datagram socket without a name, to send from, and never reads it
     named = {each.laddr for each in connections if each.family == socket.AF_UNIX and each.type == socket.SOCK_STREAM}
     return {
@@ -61,12 +74,18 @@ def told_of(family: list[psutil.Process], folder: Path) -> dict[str, Any]:
                 if each.status == psutil.CONN_LISTEN and each.family != socket.AF_UNIX
             }
         ),
+        "routes": EVENTS
+        + [
+            (method.upper(), re.sub(r"\{job\}", "a", path).replace("{", "").replace("}", ""))
+            for path, operations in json.loads(SCHEMA.read_text())["paths"].items()
+            for method in operations
+            if path not in OPEN_ROUTES
+        ],
         "sockets": sorted(
-            {name for name in named if name.startswith(("/", "@"))}
-            | {str(path) for path in [*paths, *temporary] if path.is_socket()}
+            {name for name in named if name.startswith(("/", "@"))} | {str(path) for path in paths if path.is_socket()}
         ),
-        "files": sorted(str(path) for path in [*paths, *temporary] if path.is_file()),
-        "folders": sorted(map(str, places)),
+        "files": sorted(str(path) for path in paths if path.is_file()),
+        "folders": sorted(str(path) for path in paths if path.is_dir()),
     }
 
 
@@ -93,39 +112,96 @@ def kinds(tried: dict[str, str]) -> str:
     return "\n".join(f"{count:4} x {what}: {outcome}" for (what, outcome), count in sorted(counts.items()))
 
 
+def until(what: str, holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < deadline, f"waited {LIMIT_S:g} s until {what}"
+        time.sleep(0.05)
+
+
+def submit_to_cluster(trireme: Command, script: Path) -> None:
+    """Job a trains; a task of job b runs on a place, and b waits for it."""
+    folder = trireme.folder / ".trireme" / "_cluster"
+    until("the cluster has a leader", (folder / "cluster.json").exists)
+    one = ("--max-trainers", 1, "--pservers", 1, "--epochs", 2000)
+    task = f"touch {trireme.folder}/task-runs; exec sleep 600"
+    for arguments in (("--name", "a", *one), ("--name", "b", "--no-check", "--pre-task", task, *one)):
+        submitted = trireme.run("submit", script, *arguments)
+        assert submitted.code == 0, submitted
+    until("the task of job b runs", (trireme.folder / "task-runs").exists)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_reads_changes_and_kills_nothing_of_a_run(open_folder: Path) -> None:
-    script = write_script(open_folder, loss=UNHURRIED_LOSS)
-    before = sorted(map(str, SHARED.iterdir()))
+def test_another_user_reads_changes_and_kills_nothing_of_a_run_and_of_a_cluster(open_folder: Path) -> None:
+    script = write_script(open_folder, head=f"{HEAD}\nimport beside\n", loss=UNHURRIED_LOSS)
+    (open_folder / "beside.py").write_text("SENT = 'with the script'\n")
+    place, before = open_folder / ".trireme", sorted(map(str, SHARED.iterdir()))
     with command_in(open_folder) as trireme:
-        running = trireme.start("run", script, *FEW, "--json")
+        trireme.environment["TMPDIR"] = str(open_folder / "tmp")
+        said = {name: (open_folder / f"{name}.log").open("w+") for name in ("up", "run")}
+        running = [
+            trireme.start("up", *PLACES, stderr_to=said["up"]),
+            trireme.start("run", script, *FEW, "--json", stderr_to=said["run"]),
+        ]
         try:
-            step = wait_for_step(trireme, 2)
-            while not list(open_folder.rglob("manifest-*")):  # of the first checkpoint; the test has a time limit
-                time.sleep(0.05)
+            submit_to_cluster(trireme, script)
+            steps = {job: wait_for_step(trireme, 2, job=job) for job in ("script", "a")}
+            until("the run has a checkpoint", lambda: list((place / "script").rglob("manifest-*")))
+            until("job a has a checkpoint", lambda: list((place / "_cluster").rglob("manifest-*")))
             family = trireme.family()
-            told = told_of(family, open_folder / ".trireme") | {"shared_before": before}
-            spec = (open_folder / ".trireme" / "script" / "spec.json").read_bytes()
+            told = told_of(family, open_folder) | {"shared_before": before}
+            specs = {path: path.read_bytes() for path in place.rglob("spec.json")}
             tried = attack(told)
             check_that_there_was_something_to_attack(told, tried, open_folder)
             sys.stdout.write(f"{kinds(tried)}\n")  # the list of what was tried, with results
             got_in = {what: outcome for what, outcome in tried.items() if GOT in outcome}
             assert not got_in, json.dumps(got_in, indent=1)
-            check_that_secrets_are_told_nowhere(family, open_folder / ".trireme")
+            check_that_secrets_are_told_nowhere(family, place)
             assert {process.pid for process in family} <= {process.pid for process in trireme.family()}, "all are alive"
-            assert (open_folder / ".trireme" / "script" / "spec.json").read_bytes() == spec
-            wait_for_step(trireme, step + 2)
+            assert {path: path.read_bytes() for path in place.rglob("spec.json")} == specs
+            for job, step in steps.items():
+                wait_for_step(trireme, step + 2, job=job)
         finally:
-            running.send_signal(signal.SIGINT)
-            trireme.end_of(running)
+            for process in running:
+                process.send_signal(signal.SIGINT)
+            for process, log in zip(running, said.values(), strict=True):
+                trireme.end_of(process)
+                log.seek(0)
+                sys.stdout.write(log.read())
+                log.close()
+        assert running[0].returncode == 0, "`trireme up` ended in order"
 
 
 def check_that_there_was_something_to_attack(told: dict[str, Any], tried: dict[str, str], folder: Path) -> None:
     """The attacker gets in where all may enter, and each kind of thing was there."""
-    assert len(told["ports"]) >= 3, "of the master, the parameter server and the trainer"
-    assert len(told["sockets"]) >= 3, "two of etcd, one of the parameter server"
-    assert {"spec.json", "trainer-0.log", "lock"} <= {Path(path).name for path in told["files"]}
-    assert len(tried) > 300
+    commands = [" ".join(psutil.Process(pid).cmdline()) for pid in told["pids"]]
+    for word in (
+        "trireme up",
+        "trireme run",
+        "master_service",
+        "trireme.host",
+        "[trainer-",
+        "[pserver-",
+        "sleep 600",
+        "etcd ",
+    ):
+        assert any(word in command for command in commands), (word, commands)
+    assert len(told["ports"]) >= 7, (
+        "two masters and a member of each kind of the cluster; a master and two members of the run"
+    )
+    assert len(told["sockets"]) >= 6, "two of each etcd, one of each parameter server"
+    names = {Path(path).name for path in told["files"]}
+    assert {
+        "spec.json",
+        "trainer-0.log",
+        "lock",
+        "cluster.json",
+        "cluster.lock",
+        "agent.json",
+        "script.py",
+        "beside.py",
+    } <= names
+    assert len(tried) > 1000
     path = folder / "open.sock"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
@@ -144,7 +220,7 @@ def check_that_secrets_are_told_nowhere(family: list[psutil.Process], folder: Pa
     """Neither in command lines nor in logs, specs, checkpoints and etcd's data. Files of tokens are what they are for."""
     kept = [path.read_text().strip() for path in folder.rglob("tokens/*")]
     secrets = {text for text in kept if text.startswith("trireme_")}
-    assert len(secrets) == 3, "one for each role"
+    assert len(secrets) == 6, "one for each role, of the run and of the cluster"
     for process in family:
         with contextlib.suppress(psutil.Error):
             given = process.environ().items()
@@ -152,10 +228,17 @@ def check_that_secrets_are_told_nowhere(family: list[psutil.Process], folder: Pa
     for process in family:
         shown = " ".join(process.cmdline())
         assert not [secret for secret in secrets if secret in shown], shown
-    searched = [path for path in folder.rglob("*") if path.is_file() and path.parent.name != "tokens"]
-    assert {"manifest", "trainer", "master", "etcd", "spec", "db"} <= {
-        re.split("[-.]", path.name)[0] for path in searched
-    }
-    for path in searched:
-        content = path.read_bytes()
-        assert not [secret for secret in secrets if secret.encode() in content], path
+    searched = Counter[str]()
+    for path in folder.rglob("*"):
+        if path.parent.name != "tokens" and (content := content_of(path)) is not None:
+            searched[re.split("[-.]", path.name)[0]] += 1
+            assert not [secret for secret in secrets if secret.encode() in content], path
+    assert {"manifest", "trainer", "master", "etcd", "spec", "db", "host", "pre"} <= searched.keys()
+
+
+def content_of(path: Path) -> bytes | None:
+    """None: no file, or one that was removed meanwhile, as old checkpoints are."""
+    try:
+        return path.read_bytes() if path.is_file() else None
+    except FileNotFoundError:
+        return None
