@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from master_service.api.app import make_app
+from master_service.api.logs.source import LogSource
 from master_service.api.server import Server
 from master_service.cluster.leader import ClusterMaster
 from master_service.leadership.master import Master
@@ -41,7 +42,7 @@ def main() -> int:
         description="The master of one Trireme job, or of a cluster of jobs. All settings come from the environment: "
         "TRIREME_JOB with TRIREME_SPEC (JSON file, for the job's first master), or without a job TRIREME_STORAGE (path or URL for "
         "the files of all jobs) and TRIREME_REBALANCE_S; TRIREME_ETCD, TRIREME_ROOT, TRIREME_HOST, TRIREME_PORT, "
-        "TRIREME_ADVERTISE, TRIREME_NAME, TRIREME_TOKEN, TRIREME_TOKENS_FILE, TRIREME_ALLOWED_HOSTS, TRIREME_MASTER_TTL_S, TRIREME_LOG_LEVEL.",
+        "TRIREME_ADVERTISE, TRIREME_NAME, TRIREME_LOGS (folders of members' logs that it serves), TRIREME_TOKEN, TRIREME_TOKENS_FILE, TRIREME_ALLOWED_HOSTS, TRIREME_MASTER_TTL_S, TRIREME_LOG_LEVEL.",
     ).parse_args()
     settings = Settings.from_environment()
     if not settings.job and not settings.storage:
@@ -72,7 +73,8 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     service.ready()
     service.settled()
     gc.set_threshold(*COLLECTIONS)
-    server = Server(make_app(master, access), tls=tls)
+    logs = LogSource(settings.logs, by_job=not settings.job)
+    server = Server(make_app(master, access, logs), tls=tls)
     log.info("serving", url=url, master=name)
     try:
         async with asyncio.TaskGroup() as group:

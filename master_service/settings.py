@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import NoDecode
 
 from shared.errors import InvalidArgument
 from shared.membership.settings import MemberSettings
@@ -15,7 +19,8 @@ class Settings(MemberSettings):
     """With `job` the master leads that job alone; `spec`: path of its JobSpec as JSON, needed for a job's first master. Without `job`
     it leads a cluster of jobs; `storage`: path or URL below which their files go. `rebalance_s`: no pool member changes jobs
     more often, unless a job starts or ends. `job_retention_s`: so long after its end a job of the cluster is
-    deleted with its files (None: never)."""
+    deleted with its files (None: never). `logs`: patterns of the folders where members' logs lie on this host, with `:` between or
+    as a JSON list; the logs of a cluster's jobs lie in a folder for each job there."""
 
     job: str = ""
     name: str = "master"
@@ -24,6 +29,17 @@ class Settings(MemberSettings):
     job_retention_s: float | None = Field(default=None, gt=0)
     spec: Path | None = None
     master_ttl_s: float = Field(default=3.0, ge=2.0)
+    logs: Annotated[tuple[str, ...], NoDecode] = ()
+
+    @field_validator("logs", mode="before")
+    @classmethod
+    def _folders(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        try:
+            return json.loads(value) if value.startswith("[") else [part for part in value.split(os.pathsep) if part]
+        except json.JSONDecodeError as error:
+            raise ValueError(f"it begins as a JSON list and is none: {error}") from error
 
 
 def read_spec(path: Path) -> JobSpec:

@@ -13,6 +13,8 @@ from master_service.api import problems
 from master_service.api.auth import Guarded
 from master_service.api.hot_routes import DirectTaskLeases
 from master_service.api.limits import MAX_BODY_BYTES, Bounded
+from master_service.api.logs import routes as logs
+from master_service.api.logs.source import LogSource
 from master_service.api.openapi import documentation
 from master_service.api.openapi.document import document_of
 from master_service.api.openapi.methods import EveryMethod
@@ -43,16 +45,17 @@ DESCRIPTION = (
 )
 
 
-def make_app(jobs: JobsLed, access: Access | None = None) -> ASGIApp:
-    """The application. `access` None: it needs no token and answers at loopback names only."""
-    return Guarded(DirectTaskLeases(make_api(jobs), jobs, max_body_bytes=MAX_BODY_BYTES), access or Access())
+def make_app(jobs: JobsLed, access: Access | None = None, logs_of: LogSource | None = None) -> ASGIApp:
+    """The application. `access` None: it needs no token and answers at loopback names only. `logs_of` None: it serves no logs."""
+    return Guarded(DirectTaskLeases(make_api(jobs, logs_of), jobs, max_body_bytes=MAX_BODY_BYTES), access or Access())
 
 
-def make_api(jobs: JobsLed) -> FastAPI:
+def make_api(jobs: JobsLed, logs_of: LogSource | None = None) -> FastAPI:
     """All routes in FastAPI, with their documentation; nobody is asked for a token."""
     app = api_of(clustered=isinstance(jobs, ClusterMaster))
     app.state.jobs = jobs
     app.state.streams = Streams()
+    app.state.logs = logs_of or LogSource()
     return app
 
 
@@ -75,7 +78,7 @@ def api_of(*, clustered: bool) -> FastAPI:
         parameters = [Depends(job_in_path)] if named else []
         if not (named and clustered):  # a cluster answers for jobs that nobody leads now, too
             app.include_router(job.of_job, prefix=of_job, dependencies=parameters, include_in_schema=named)
-        for routes in (job, events, tasks, task_leases, members, checkpoints, resizes, operations):
+        for routes in (job, events, logs, tasks, task_leases, members, checkpoints, resizes, operations):
             app.include_router(routes.router, prefix=prefix, dependencies=parameters, include_in_schema=named)
     app.include_router(documentation.router)
     app.include_router(system.router)

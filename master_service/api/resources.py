@@ -229,6 +229,38 @@ class EventPage(Record):
     newest: int
 
 
+class LogView(Record):
+    """The log of a member, or of one epoch of it."""
+
+    log: str
+    bytes: int
+    write_time: str
+
+
+class LogPage(Record):
+    """Logs on the master's host, by name."""
+
+    logs: tuple[LogView, ...]
+    next_page_token: str = ""
+
+
+class LogLine(Record):
+    """A line that a member wrote."""
+
+    time: str
+    text: str
+
+
+class LogLines(Record):
+    """Part of a log. `next_after`: the `after` that leads to what was written since; `next_before`: the `before` that leads to the
+    lines before these."""
+
+    log: str
+    lines: tuple[LogLine, ...]
+    next_after: int
+    next_before: int
+
+
 class MetricPoint(Record):
     """One step (or epoch): mean loss over its records. `skipped`: records left out, because their loss or gradient was not
     finite (`on_nonfinite: skip`)."""

@@ -1,7 +1,8 @@
 """Reading the log files of members, dead ones included: JSON lines of ours between whatever a user's script printed.
 
 file ─► lines from its end backwards, until enough ─► times ─► redacted                cursor: the byte after the last whole line
-A line without a time of its own (a `print`) has that of the line before it.
+A line without a time of its own (a `print`) has that of the line before it. A line is shown from its beginning or not at all: nobody
+could tell a token by its end.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import heapq
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 LINE_BYTES = 64 << 10  # longer lines are cut
+TOKEN_BYTES = 128  # longer than any token: one that begins before the cut is known as such
 BLOCK_BYTES = 64 << 10
 SCAN_BYTES = 64 << 20  # of one file, at most: to find where a time begins
 NEWS_BYTES = 1 << 20  # of one file at once
@@ -23,11 +26,12 @@ _TOKEN = re.compile(r"trireme_(admin|member|viewer)_[A-Za-z0-9_-]{20,}")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """`time`: RFC 3339 UTC; empty if no line before it, or right after it, has one."""
+    """`time`: RFC 3339 UTC; empty if no line before it, or right after it, has one. `end`: the byte after it in its file."""
 
     member: str
     time: str
     text: str
+    end: int = 0
 
 
 def redacted(text: str) -> str:
@@ -42,51 +46,74 @@ def is_of(member: str, wanted: str) -> bool:
 
 
 class LogFile:
-    """One member's log. `cursor`: the byte from which `news` reads on."""
+    """One member's log. `cursor`: the byte from which `news` reads on. `begin`: where the lines of `last` begin."""
 
     def __init__(self, path: Path, member: str = "") -> None:
         self.path, self.member, self.cursor = path, member or path.stem, 0
+        self.begin = 0
         self._time = ""
 
     def __repr__(self) -> str:
         return f"<LogFile {self.member} at byte {self.cursor}>"
 
-    def last(self, count: int, since: str = "") -> list[Line]:
-        """The last lines, at most `count`, and none before `since`. The cursor is then at their end. Raises OSError."""
+    def last(self, count: int, since: str = "", *, before: int | None = None, most: int = SCAN_BYTES) -> list[Line]:
+        """The last lines that end at byte `before` (None: of all), at most `count`, none before `since`, and about `most` bytes. The
+        cursor is then at their end. Raises OSError."""
         with self.path.open("rb") as file:
-            end = _end_of_lines(file.fileno(), os.fstat(file.fileno()).st_size)
-            found: list[bytes] = []
-            self.cursor, self._time = end, ""
-            for line in _backwards(file.fileno(), end):
+            size = os.fstat(file.fileno()).st_size
+            end = _end_of_lines(file.fileno(), size if before is None else min(before, size))
+            found: list[tuple[bytes, int]] = []
+            self.cursor, self.begin, self._time = end, max(0, end - SCAN_BYTES), ""
+            begin = end
+            for line, start in _backwards(file.fileno(), end):
                 time = _time_of(line) if since else ""
                 if time and time < since:
                     self._time = time  # of the prints that follow it
                     break
-                if len(found) >= count:
+                if len(found) >= count or most <= 0:
                     break
-                found.append(line)
+                found.append((line, begin))
+                most -= begin - start
+                self.begin = begin = start
         return [line for line in self._lines(reversed(found)) if not since or line.time >= since]
 
-    def news(self) -> list[Line]:
-        """What was written since. A file that was cut is read from its beginning. Raises OSError."""
+    def news(self, *, count: int = sys.maxsize, most: int = NEWS_BYTES) -> list[Line]:
+        """What was written since: at most `count` lines and `most` bytes. A file that was cut is read from its beginning. Raises OSError."""
         with self.path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < self.cursor:
+            if os.fstat(file.fileno()).st_size < self.cursor:
                 self.cursor = 0
-            block = os.pread(file.fileno(), min(NEWS_BYTES, size - self.cursor), self.cursor)
-        whole = block.rfind(b"\n") + 1
-        if not whole and len(block) >= LINE_BYTES:
-            whole = len(block)  # a line without an end
-        self.cursor += whole
-        return self._lines(block[:whole].splitlines())
+            start = max(0, self.cursor - 1)
+            block = os.pread(file.fileno(), most, start)
+        place = self.cursor - start
+        if place and block[:1] not in (b"\n", b""):  # within a line, which was cut
+            place = block.find(b"\n") + 1 or len(block)
+        found: list[tuple[bytes, int]] = []
+        while len(found) < count and (end := block.find(b"\n", place)) >= 0:
+            found.append((block[place:end], start + end + 1))
+            place = end + 1
+        if not found and len(block) - place >= LINE_BYTES + TOKEN_BYTES:  # a line without an end: its rest is left out
+            found.append((block[place:], start + len(block)))
+            place = len(block)
+        self.cursor = start + place
+        return self._lines(found)
 
-    def _lines(self, lines: Iterable[bytes]) -> list[Line]:
-        texts = [(line[:LINE_BYTES].decode(errors="replace"), _time_of(line)) for line in lines]
-        first = self._time or next((time for _, time in texts if time), "")
+    def news_after(self, cursor: int, *, count: int, most: int) -> list[Line]:
+        """As `news`, from a byte that an earlier cursor named. Raises OSError."""
+        with self.path.open("rb") as file:
+            self.cursor = cursor if cursor <= os.fstat(file.fileno()).st_size else 0
+            start = max(0, self.cursor - BLOCK_BYTES)
+            before = os.pread(file.fileno(), self.cursor - start, start).split(b"\n")
+        self._time = next((time for line in reversed(before) if (time := _time_of(line))), "")
+        return self.news(count=count, most=most)
+
+    def _lines(self, lines: Iterable[tuple[bytes, int]]) -> list[Line]:
+        texts = [(line[: LINE_BYTES + TOKEN_BYTES], _time_of(line), end) for line, end in lines]
+        first = self._time or next((time for _, time, _ in texts if time), "")
         made = []
-        for text, time in texts:
+        for line, time, end in texts:
             self._time = max(time or self._time or first, self._time)
-            made.append(Line(self.member, self._time, redacted(text)))
+            text = redacted(line.decode(errors="replace"))[:LINE_BYTES]
+            made.append(Line(self.member, self._time, text, end))
         return made
 
 
@@ -140,23 +167,28 @@ def _time_of(line: bytes) -> str:
 
 
 def _end_of_lines(descriptor: int, size: int) -> int:
-    """The byte after the last line that has ended."""
-    start = max(0, size - LINE_BYTES)
-    return start + os.pread(descriptor, size - start, start).rfind(b"\n") + 1 if size else 0
-
-
-def _backwards(descriptor: int, end: int) -> Iterator[bytes]:
-    """Whole lines before byte `end`, the last one first."""
-    rest, position, stop = b"", end, max(0, end - SCAN_BYTES)
-    begins = True
+    """The byte after the last line that has ended; if that one is very far, a byte within the line after it."""
+    position, stop = size, max(0, size - NEWS_BYTES)
     while position > stop:
         start = max(stop, position - BLOCK_BYTES)
-        lines = (os.pread(descriptor, position - start, start) + rest).split(b"\n")
+        if (found := os.pread(descriptor, position - start, start).rfind(b"\n")) >= 0:
+            return start + found + 1
         position = start
-        if begins:
-            lines.pop()  # what follows the last newline
-        begins = False
-        rest = lines[0] if len(lines[0]) <= LINE_BYTES else lines[0][:LINE_BYTES]
-        yield from reversed(lines[1:])
-    if end and not stop:
-        yield rest
+    return stop
+
+
+def _backwards(descriptor: int, end: int) -> Iterator[tuple[bytes, int]]:
+    """Whole lines before byte `end`, the last one first, each with the place of its first byte. Of a long one the beginning."""
+    rest, position, stop = b"", end, max(0, end - SCAN_BYTES)
+    ended = False  # whether the end of the last line was passed: what follows it is no whole line
+    while position > stop:
+        start = max(stop, position - BLOCK_BYTES)
+        block = os.pread(descriptor, position - start, start)
+        upto, position = len(block), start
+        while (found := block.rfind(b"\n", 0, upto)) >= 0:
+            if ended:
+                yield block[found + 1 : upto] + rest, start + found + 1
+            rest, upto, ended = b"", found, True
+        rest = (block[:upto] + rest)[: LINE_BYTES + TOKEN_BYTES] if ended else b""
+    if ended and not stop:
+        yield rest, 0

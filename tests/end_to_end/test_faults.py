@@ -16,6 +16,7 @@ from shared.security.tls import Tls
 from tests.end_to_end.local_cluster import END_S, EPOCHS, STEPS, cluster_of, completed, reach_step, same_bits, spec_of
 from tests.end_to_end.scripts import RECORDS
 from trainer_agent.data_plane.http import HttpPserver
+from trireme.client import AsyncClient
 from trireme.launch.cluster import LocalCluster
 from trireme.view.child_events import read_events
 from trireme.view.client import Client
@@ -39,6 +40,11 @@ async def test_a_killed_trainer_and_a_new_one_change_no_bit(tmp_path, undisturbe
         await reach_step(cluster, 2 * STEPS // 5)
         cluster.kill("trainer-1")
         await has_used(tmp_path, "trainer-2", {"unix"})
+        async with AsyncClient(await cluster.master_url()) as client:
+            logs = [each.log async for each in client.list_logs(cluster.spec.job)]
+            assert {"trainer-0", "trainer-1", "trainer-2", "pserver-0", "master-0"} <= set(logs)
+            dead = await client.get_log(cluster.spec.job, "trainer-1", after=0)
+            assert any("trainer" in line.text and line.time for line in dead.lines)
         assert same_bits(await completed(cluster), undisturbed)
         assert cluster.deaths == {"trainer-0": 1, "trainer-1": 1}
     assert ways(tmp_path, "trainer-2") == {"unix"}

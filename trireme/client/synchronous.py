@@ -1,13 +1,9 @@
-"""Client without its awaits, for notebooks and scripts. `make clients` derives this file from asynchronous.py: change that."""
+"""AsyncClient without its awaits, for notebooks and scripts. `make clients` derives this file from asynchronous.py: change that."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import Literal, Self, TypeVar
-
-import httpx
-from pydantic import BaseModel
+from typing import Literal
 
 from master_service.api.resources import (
     CheckpointDetails,
@@ -18,6 +14,10 @@ from master_service.api.resources import (
     Empty,
     EventPage,
     JobView,
+    LogLine,
+    LogLines,
+    LogPage,
+    LogView,
     MemberPage,
     MemberView,
     MetricPage,
@@ -46,60 +46,24 @@ from master_service.api.resources_cluster import (
     ScheduleView,
 )
 from master_service.core.explanation.cause import Explanation
-from shared.errors import Conflict, TriremeError
+from shared.errors import Conflict
 from shared.events import EventRecord
 from shared.records import TaskKind, TaskSummary
 from shared.records.cluster import Standing
 from shared.records.operations import Operation, OperationState, ResizePrediction, Strategy
 from shared.runtime import clock
-from shared.security.tls import Tls
-from trireme.client.exchange import AGENT, Attempts, Call, Listing, Masters, get, path_of, post
+from trireme.client.connection import Connection
+from trireme.client.exchange import Call, Listing, get, path_of, post
 from trireme.client.waiting import LONG_POLL_S, POLL_S, Wait, has_ended, result_of
-from trireme.view.job_address import given_token
 
-TIMEOUT_S = 15.0
 TaskState = Literal["TODO", "PENDING", "REQUEUED", "DONE", "DISCARDED"]
 
-R = TypeVar("R", bound=BaseModel)
-P = TypeVar("P", bound=BaseModel)
-T = TypeVar("T")
 
-
-class Client:
+class Client(Connection):
     """`urls`: of a master or a cluster's leader, of several ones separated by commas. `token`: None: TRIREME_TOKEN, or the content of
     TRIREME_TOKEN_FILE. `tls`: the authority that is trusted, and the own certificate; None: the TRIREME_TLS_* variables. `timeout_s`: how long a call may take, with its repetitions: it is sent again, with the same Idempotency-Key,
     while a master takes over or none can be reached. Each call raises the TriremeError of the master's answer, PeerError if nobody
     can be reached, DeadlineExceeded if nobody answers. `with` closes it."""
-
-    def __init__(
-        self,
-        urls: str,
-        *,
-        token: str | None = None,
-        timeout_s: float = TIMEOUT_S,
-        tls: Tls | None = None,
-        transport: httpx.BaseTransport | None = None,
-    ) -> None:
-        self._masters = Masters(urls)
-        self._timeout_s = timeout_s
-        given = given_token() if token is None else token
-        headers = {"User-Agent": AGENT} | ({"Authorization": f"Bearer {given}"} if given else {})
-        trusted = (tls or Tls.from_environment()).client() or True
-        self._http = httpx.Client(headers=headers, verify=trusted, trust_env=False, transport=transport)
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._masters.url}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._http.close()
 
     # ---------------------------------------------------------------- jobs
 
@@ -297,6 +261,41 @@ class Client:
                     return
                 ended = has_ended(self.get_job(job))
 
+    def list_logs(self, job: str) -> Iterator[LogView]:
+        """Logs of the job's members on the master's host, those of dead members too."""
+        listing = Listing(
+            path_of("jobs", job, "logs"), LogPage, lambda page: (page.logs, page.next_page_token), {"page_size": 1000}
+        )
+        return self._list(listing)
+
+    def get_log(
+        self,
+        job: str,
+        log: str,
+        *,
+        after: int | None = None,
+        before: int | None = None,
+        tail: int = 100,
+        wait_s: float = 0.0,
+    ) -> LogLines:
+        """The last `tail` lines; with `after` what was written since, for which it waits up to `wait_s` (at most 30) seconds.
+        `next_after` and `next_before` of the answer lead to the rest."""
+        path, place = path_of("jobs", job, "logs", log), {"after": after, "before": before}
+        return self._send(get(path, LogLines, **place, tail=tail, wait_s=wait_s))
+
+    def follow_log(self, job: str, log: str, *, after: int | None = None, tail: int = 100) -> Iterator[LogLine]:
+        """The last lines and what comes, also while one master takes over from another, until the job has ended."""
+        page = self.get_log(job, log, after=after, tail=tail)
+        ended = False
+        while True:
+            yield from page.lines
+            if not page.lines and page.next_after == after:
+                if ended:
+                    return
+                ended = has_ended(self.get_job(job))
+            after = page.next_after
+            page = self.get_log(job, page.log, after=after, wait_s=0.0 if ended else LONG_POLL_S)
+
     def list_metrics(self, job: str, *, metric: str = "step_loss") -> Iterator[MetricPoint]:
         """`step_loss` or `epoch_loss`, the oldest first."""
         path, query = path_of("jobs", job, "metrics"), {"metric": metric, "page_size": 1000}
@@ -347,25 +346,3 @@ class Client:
 
     def get_version(self) -> Version:
         return self._send(get(path_of("version"), Version))
-
-    # ---------------------------------------------------------------- sending
-
-    def _list(self, listing: Listing[P, T]) -> Iterator[T]:
-        token = ""
-        while True:
-            items, token = listing.split(self._send(listing.call(token)))
-            yield from items
-            if not token:
-                return
-
-    def _send(self, call: Call[R]) -> R:
-        attempts = Attempts(self._masters, call, self._timeout_s, clock.monotonic())
-        while True:
-            try:
-                return call.read(self._http.send(attempts.request(self._http, clock.monotonic())))
-            except httpx.TransportError as error:
-                told = attempts.told(error)
-                told.__cause__ = error
-            except TriremeError as error:
-                told = error
-            clock.sleep(attempts.failed(told, clock.monotonic()))

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import glob
+import json
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -259,8 +261,10 @@ class LocalCluster(SupervisedProcesses[JobState]):
         if self.masterless:
             self._masterless_client = MasterlessClient(self.etcd, self._keys)
             self.run_beside(self._masterless_client.run())
+        logs = json.dumps([glob.escape(str(self.run_dir.absolute() / "logs"))])
         for index in range(0 if self.masterless else 1 + self._standbys):
-            await self._add("master", {"TRIREME_PORT": str(self._port if index == 0 else 0)})
+            port = str(self._port if index == 0 else 0)
+            await self._add("master", {"TRIREME_PORT": port, "TRIREME_LOGS": logs})
         threads = os.environ.get("TRIREME_THREADS") or str(threads_for(self.spec, cores()))
         uds = str(self._opened.enter_context(sockets(self.run_dir)))
         self._pserver_settings = {"TRIREME_UDS": uds, "TRIREME_THREADS": threads}

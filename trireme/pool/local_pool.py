@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import glob
+import json
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -163,9 +165,12 @@ class LocalPool(SupervisedProcesses[None]):
             await self._start_hosts()
 
     async def _start_masters(self) -> None:
+        place = glob.escape(str(self.folder.absolute()))
+        logs = json.dumps([f"{place}/host/logs", f"{place}/hosts/*/logs"])
         for number in range(1 + self.request.standbys):
             port = str(self.request.port if number == 0 else 0)
-            await self._add("master", "master_service", {"TRIREME_STORAGE": self.request.storage, "TRIREME_PORT": port})
+            settings = {"TRIREME_STORAGE": self.request.storage, "TRIREME_PORT": port, "TRIREME_LOGS": logs}
+            await self._add("master", "master_service", settings)
 
     async def _start_hosts(self) -> None:
         """One agent for all places from the start; a launcher adds others when jobs need more."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,7 +87,9 @@ class RayPool(LocalPool):
         common = self._common_settings()
         if role == "master":
             port = self.request.port if name == "master-0" else 0
-            return {**common, **own, "TRIREME_STORAGE": self.request.storage, "TRIREME_PORT": str(port)}
+            logs = json.dumps([f"{glob.escape(str(self._ray.node_dir))}/*/logs"])  # of members on the master's node
+            served = {"TRIREME_STORAGE": self.request.storage, "TRIREME_PORT": str(port), "TRIREME_LOGS": logs}
+            return {**common, **own, **served}
         places = {"TRIREME_TRAINERS": int(role == "trainer"), "TRIREME_PSERVERS": int(role == "pserver")}
         cores = {"TRIREME_CORES": self._ray.resources[role].cores}
         return {**common, **own, **{key: str(count) for key, count in (places | cores).items()}}

@@ -31,6 +31,7 @@ LOCATION = {"description": "Path of what was created or begun.", "schema": {"typ
 
 WIDTHS = {"integer": "int64", "number": "double"}
 FOLLOWED = frozenset({"listEvents", "listClusterEvents"})  # by a cursor
+OF_FILES = frozenset({"listLogs", "getLog"})  # so many at once
 
 
 def document_of(app: FastAPI) -> Json:
@@ -96,6 +97,8 @@ def _statuses(method: str, path: str, operation: Json) -> set[int]:
         found.add(409)  # nobody leads the job now
     if operation["operationId"] in FOLLOWED:
         found.add(410)
+    if operation["operationId"] in OF_FILES:
+        found.add(429)
     if method != "GET":
         found |= {409, 415}
     if "requestBody" in operation:

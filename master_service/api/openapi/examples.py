@@ -173,6 +173,9 @@ def _about_a_job() -> Iterator[BaseModel]:
         fields={"member": "trainer-0"},
     )
     yield of_job.EventPage(events=(event,), next_after=104, oldest=1, newest=104)
+    yield of_job.LogPage(logs=(of_job.LogView(log="trainer-0", bytes=18_204, write_time=_BEGIN),))
+    line = of_job.LogLine(time=_BEGIN, text="epoch 1: loss 0.31")
+    yield of_job.LogLines(log="trainer-0", lines=(line,), next_after=18_204, next_before=18_185)
     points = (
         of_job.MetricPoint(number=60, loss=0.33, records=256),
         of_job.MetricPoint(number=61, loss=0.31, records=256),
