@@ -59,6 +59,12 @@ class Conflict(CallerError):
     code, status = "CONFLICT", 409
 
 
+class PreconditionFailed(CallerError):
+    """What the request expects to change has changed meanwhile: read it again, then decide anew. `details`: version, expected."""
+
+    code, status = "PRECONDITION_FAILED", 412
+
+
 class IdempotencyKeyReused(CallerError):
     """The key came with another request before: use a new key."""
 

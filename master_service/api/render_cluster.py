@@ -19,6 +19,7 @@ from master_service.api.resources_cluster import (
     ScheduleView,
 )
 from master_service.cluster.term import ClusterTerm
+from master_service.core.decisions.cluster.versions import version_of_job, version_of_place, version_of_schedule
 from master_service.core.decisions.scheduling import needed
 from master_service.core.state.cluster import ClusterState, Place
 from master_service.core.state.job_tasks import run_of
@@ -56,6 +57,7 @@ def job(term: ClusterTerm, found: ClusterJob) -> ClusterJobView:
         create_time=found.create_time,
         start_time=found.start_time,
         end_time=found.end_time,
+        version=version_of_job(found),
     )
 
 
@@ -84,7 +86,8 @@ async def led(term: ClusterTerm, master: Master, found: ClusterJob, leader: Mast
     stalled = await master.term.stall.look(master.job, master.metrics.records)
     view = render.job(master.job, master.metrics, leader, stalled)
     members = view.members.model_copy(update={"trainers_desired": _held(term.state, found).trainers})
-    return view.model_copy(update={"standing": str(found.standing), "members": members})
+    update = {"standing": str(found.standing), "members": members, "version": version_of_job(found)}
+    return view.model_copy(update=update)
 
 
 def resting(found: ClusterJob, state: JobState, leader: MasterView) -> JobView:
@@ -109,6 +112,7 @@ def resting(found: ClusterJob, state: JobState, leader: MasterView) -> JobView:
         master=leader,
         spec=spec,
         standing=str(found.standing),
+        version=version_of_job(found),
     )
 
 
@@ -138,7 +142,8 @@ def pool_members(term: ClusterTerm, page_size: int, page_token: str) -> PoolMemb
 
 
 def schedule(found: JobSchedule) -> ScheduleView:
-    return ScheduleView(**{name: getattr(found, name) for name in ScheduleView.model_fields})
+    shown = {name: getattr(found, name) for name in ScheduleView.model_fields if name != "version"}
+    return ScheduleView(**shown, version=version_of_schedule(found))
 
 
 def schedules(term: ClusterTerm, page_size: int, page_token: str) -> SchedulePage:
@@ -155,8 +160,10 @@ def drained(state: ClusterState, place: Place) -> PoolMemberView:
 
 def pool_member(state: ClusterState, place: Place, *, takes_work: bool = True) -> PoolMemberView:
     member, assignment = state.members.get(place), state.assignments.get(place)
+    version = version_of_place(place, drained=not takes_work or place in state.drains)
     if member is None:
-        return PoolMemberView(member_id=place[1], kind=place[0], host="", agent="", state="drained", trouble=AWAY)
+        away = {"host": "", "agent": "", "state": "drained", "trouble": AWAY}
+        return PoolMemberView(member_id=place[1], kind=place[0], version=version, **away)
     if not (takes_work and state.takes_work(place)):
         leaves = member.draining or member.running or assignment is not None
         name, of = ("draining" if leaves else "drained"), member.running
@@ -177,6 +184,7 @@ def pool_member(state: ClusterState, place: Place, *, takes_work: bool = True) -
         cores=member.cores,
         memory_bytes=member.memory_bytes,
         device=member.device,
+        version=version,
     )
 
 

@@ -90,6 +90,7 @@ class JobView(Record):
     result: JobResult
     master: MasterView
     spec: JobSpec
+    version: str = ""
 
 
 class TaskView(Record):

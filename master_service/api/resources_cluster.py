@@ -92,6 +92,7 @@ class ScheduleView(Record):
     scheduling: Scheduling
     source_digest: str
     create_time: str
+    version: str = ""
 
 
 class SchedulePage(Record):
@@ -129,6 +130,7 @@ class ClusterJobView(Record):
     create_time: str = ""
     start_time: str = ""
     end_time: str = ""
+    version: str = ""
 
 
 class ClusterJobPage(Record):
@@ -192,6 +194,7 @@ class PoolMemberView(Record):
     cores: int = 1
     memory_bytes: int = 0
     device: str = ""
+    version: str = ""
 
 
 class PoolMemberPage(Record):

@@ -18,6 +18,7 @@ from master_service.control.events import EventFeed
 from master_service.control.task_service import Probe
 from master_service.core.changes import Event
 from master_service.core.decisions.cluster import drains, job_schedules, submission
+from master_service.core.decisions.cluster.versions import ANY, Expected
 from master_service.core.decisions.once import Once
 from master_service.core.decisions.scheduling.reasons import who_has
 from master_service.core.state.cluster import ClusterDecision, ClusterState, Place
@@ -171,6 +172,7 @@ class ClusterMaster:
     # ---------------------------------------------------------------- what users ask for
 
     # `once`: of a request with an Idempotency-Key; all raise AnsweredBefore, IdempotencyKeyReused then.
+    # `expected`: the version of what it changes; all raise PreconditionFailed if it has another one.
 
     async def create_job(
         self, job: ClusterJob, source: Source | None, once: Once[ClusterJob] | None = None
@@ -178,14 +180,16 @@ class ClusterMaster:
         """The same `job.request` is the same job. Raises Conflict, InvalidArgument, NotFound."""
         return await self._decide(lambda state, _: submission.create(state, job, source, clock.timestamp()), once)
 
-    async def pause_job(self, name: str, once: Once[ClusterJob] | None = None) -> ClusterJob:
+    async def pause_job(self, name: str, once: Once[ClusterJob] | None = None, expected: Expected = ANY) -> ClusterJob:
         """With a checkpoint; its members become free. Raises Conflict, NotFound."""
-        return await self._decide(lambda state, _: submission.pause(state, name), once)
+        return await self._decide(expected.job(name, lambda state, _: submission.pause(state, name)), once)
 
-    async def resume_job(self, name: str, once: Once[ClusterJob] | None = None) -> ClusterJob:
+    async def resume_job(self, name: str, once: Once[ClusterJob] | None = None, expected: Expected = ANY) -> ClusterJob:
         """PAUSED, or FAILED but not by its script: it is QUEUED again. Raises Conflict, NotFound, PeerError."""
         if once is not None:
             await self._decide(once.check_cluster)
+        if expected is not ANY:  # before anything that precedes the decision
+            await self._decide(expected.job(name, lambda *_: ClusterDecision(None)))
         failed = self.state.job(name).standing is Standing.FAILED and self.state.job(name).wanted != "delete"
         if failed and name in self.term.jobs:
             raise NotReady(f"job {name} has failed, and its members are leaving; ask again")
@@ -193,7 +197,7 @@ class ClusterMaster:
         if failed and not before and not await self._opened_again(name):
             msg = f"job {name} has FAILED for good: {self.state.job(name).reason}"
             raise Conflict(msg, hint="mend its script and submit it under another name, or delete this one first")
-        return await self._decide(lambda state, _: submission.resume(state, name), once)
+        return await self._decide(expected.job(name, lambda state, _: submission.resume(state, name)), once)
 
     async def _opened_again(self, name: str) -> bool:
         """Also if a leader before this one has done it, and died before the job was QUEUED."""
@@ -201,14 +205,16 @@ class ClusterMaster:
             return True
         return (await self.state_of(name)).phase is not Phase.FAILED
 
-    async def cancel_job(self, name: str, once: Once[ClusterJob] | None = None) -> ClusterJob:
+    async def cancel_job(self, name: str, once: Once[ClusterJob] | None = None, expected: Expected = ANY) -> ClusterJob:
         """Without a checkpoint. Raises Conflict, NotFound."""
         stamp = rfc3339(clock.wall_time())
-        return await self._decide(lambda state, _: submission.cancel(state, name, stamp), once)
+        return await self._decide(expected.job(name, lambda state, _: submission.cancel(state, name, stamp)), once)
 
-    async def delete_job(self, name: str) -> ClusterJob:
+    async def delete_job(self, name: str, expected: Expected = ANY) -> ClusterJob:
         """Its keys, and its files if they lie below the cluster's own storage. Calls for one job are one deletion, which goes on
         when its callers leave. Raises Conflict unless it has ended, NotFound."""
+        if self.state.job(name).wanted != "delete":  # a deletion that was begun is finished, whoever asks again
+            await self._begin_delete(name, expected)
         deletion = self._deletions.get(name)
         if deletion is None:
             deletion = self._deletions[name] = asyncio.ensure_future(self._delete_job(name))
@@ -220,7 +226,8 @@ class ClusterMaster:
         if not deletion.cancelled() and (error := deletion.exception()) is not None:  # its callers may have left
             log.info("deletion_ended", job=name, cause=str(error))
 
-    async def _delete_job(self, name: str) -> ClusterJob:
+    async def _begin_delete(self, name: str, expected: Expected) -> None:
+        """Refused before any file is gone."""
         job = self.state.job(name)
         if name in self.term.jobs:
             what = (
@@ -229,7 +236,10 @@ class ClusterMaster:
                 else f"is {job.standing}: cancel it first"
             )
             raise (NotReady if job.standing.final else Conflict)(f"job {name} {what}")
-        await self._decide(lambda state, _: submission.begin_delete(state, name))  # refused before any file is gone
+        await self._decide(expected.job(name, lambda state, _: submission.begin_delete(state, name)))
+
+    async def _delete_job(self, name: str) -> ClusterJob:
+        job = self.state.job(name)
         if job.spec.storage == files.join(self.storage_url, name):
             await self.remove_files(job.spec)
         return await self._decide(lambda state, _: submission.delete(state, name))
@@ -241,17 +251,18 @@ class ClusterMaster:
         now = clock.wall_time()
         return await self._decide(lambda state, _: job_schedules.create(state, schedule, source, now), once)
 
-    async def delete_schedule(self, name: str) -> JobSchedule:
+    async def delete_schedule(self, name: str, expected: Expected = ANY) -> JobSchedule:
         """Its jobs stay. Raises NotFound."""
-        return await self._decide(lambda state, _: job_schedules.delete(state, name))
+        return await self._decide(expected.schedule(name, lambda state, _: job_schedules.delete(state, name)))
 
-    async def drain_member(self, member: str, once: Once[Place] | None = None) -> Place:
+    async def drain_member(self, member: str, once: Once[Place] | None = None, expected: Expected = ANY) -> Place:
         """It gets no work any more, and what it runs leaves in order. Raises NotFound."""
-        return await self._decide(lambda state, _: drains.drain(state, member, clock.timestamp()), once)
+        stamp = clock.timestamp()
+        return await self._decide(expected.place(member, lambda state, _: drains.drain(state, member, stamp)), once)
 
-    async def undrain_member(self, member: str, once: Once[Place] | None = None) -> Place:
+    async def undrain_member(self, member: str, once: Once[Place] | None = None, expected: Expected = ANY) -> Place:
         """It may get work again. Raises NotFound."""
-        return await self._decide(lambda state, _: drains.undrain(state, member), once)
+        return await self._decide(expected.place(member, lambda state, _: drains.undrain(state, member)), once)
 
     async def source_of(self, name: str) -> Source:
         """The script that the job runs. Raises NotFound, also for a job whose script was a path."""

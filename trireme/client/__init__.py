@@ -17,6 +17,7 @@ from shared.errors import (
     InvalidArgument,
     NotFound,
     PeerError,
+    PreconditionFailed,
     TriremeError,
     Unauthorized,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "JobSettings",
     "NotFound",
     "PeerError",
+    "PreconditionFailed",
     "Scheduling",
     "Source",
     "Standing",

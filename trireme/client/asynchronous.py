@@ -96,19 +96,20 @@ class AsyncClient(AsyncConnection):
         """Its pre-tasks and post-tasks, and what they printed."""
         return await self._send(get(path_of("jobs", job, "job-tasks"), JobTaskPage))
 
-    async def pause_job(self, job: str, *, key: str = "") -> ClusterJobView:
-        """It saves a checkpoint and frees its members: `wait_for_job` waits until it has."""
-        return await self._send(post(path_of("jobs", job, "pause"), ClusterJobView, key))
+    async def pause_job(self, job: str, *, key: str = "", if_match: str = "") -> ClusterJobView:
+        """It saves a checkpoint and frees its members: `wait_for_job` waits until it has. `if_match`, here and in other calls: the
+        `version` of the record that was read; raises PreconditionFailed if it has another one by then."""
+        return await self._send(post(path_of("jobs", job, "pause"), ClusterJobView, key, if_match=if_match))
 
-    async def resume_job(self, job: str, *, key: str = "") -> ClusterJobView:
-        return await self._send(post(path_of("jobs", job, "resume"), ClusterJobView, key))
+    async def resume_job(self, job: str, *, key: str = "", if_match: str = "") -> ClusterJobView:
+        return await self._send(post(path_of("jobs", job, "resume"), ClusterJobView, key, if_match=if_match))
 
-    async def cancel_job(self, job: str, *, key: str = "") -> ClusterJobView:
-        return await self._send(post(path_of("jobs", job, "cancel"), ClusterJobView, key))
+    async def cancel_job(self, job: str, *, key: str = "", if_match: str = "") -> ClusterJobView:
+        return await self._send(post(path_of("jobs", job, "cancel"), ClusterJobView, key, if_match=if_match))
 
-    async def delete_job(self, job: str) -> ClusterJobView:
+    async def delete_job(self, job: str, *, if_match: str = "") -> ClusterJobView:
         """Of a job that has ended. NotFound may mean that an attempt whose answer was lost has deleted it."""
-        return await self._send(Call("DELETE", path_of("jobs", job), ClusterJobView, wait_s=30.0))
+        return await self._send(Call("DELETE", path_of("jobs", job), ClusterJobView, wait_s=30.0, if_match=if_match))
 
     async def wait_for_job(
         self, job: str, until: Callable[[JobView], bool] = has_ended, *, timeout_s: float = 600.0
@@ -336,12 +337,16 @@ class AsyncClient(AsyncConnection):
             Listing(path_of("pool-members"), PoolMemberPage, lambda page: (page.members, page.next_page_token))
         )
 
-    async def drain_pool_member(self, member: str, *, key: str = "") -> PoolMemberView:
-        """It gets no work until it is undrained."""
-        return await self._send(post(path_of("pool-members", member, "drain"), PoolMemberView, key))
+    async def get_pool_member(self, member: str) -> PoolMemberView:
+        return await self._send(get(path_of("pool-members", member), PoolMemberView))
 
-    async def undrain_pool_member(self, member: str, *, key: str = "") -> None:
-        await self._send(post(path_of("pool-members", member, "undrain"), Empty, key))
+    async def drain_pool_member(self, member: str, *, key: str = "", if_match: str = "") -> PoolMemberView:
+        """It gets no work until it is undrained."""
+        path = path_of("pool-members", member, "drain")
+        return await self._send(post(path, PoolMemberView, key, if_match=if_match))
+
+    async def undrain_pool_member(self, member: str, *, key: str = "", if_match: str = "") -> None:
+        await self._send(post(path_of("pool-members", member, "undrain"), Empty, key, if_match=if_match))
 
     async def create_schedule(self, schedule: CreateSchedule, *, key: str = "") -> ScheduleView:
         return await self._send(post(path_of("schedules"), ScheduleView, key, schedule))
@@ -354,8 +359,8 @@ class AsyncClient(AsyncConnection):
     async def get_schedule(self, schedule: str) -> ScheduleView:
         return await self._send(get(path_of("schedules", schedule), ScheduleView))
 
-    async def delete_schedule(self, schedule: str) -> ScheduleView:
-        return await self._send(Call("DELETE", path_of("schedules", schedule), ScheduleView))
+    async def delete_schedule(self, schedule: str, *, if_match: str = "") -> ScheduleView:
+        return await self._send(Call("DELETE", path_of("schedules", schedule), ScheduleView, if_match=if_match))
 
     async def get_version(self) -> Version:
         return await self._send(get(path_of("version"), Version))

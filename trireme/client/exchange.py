@@ -31,7 +31,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Call(Generic[R]):
     """`answer`: the record that the answer's body is. `key`: every POST has one, so a repeated one has no second effect. `wait_s`: the
-    master may take that much longer to answer."""
+    master may take that much longer to answer. `if_match`: a version, as in records, or an ETag."""
 
     method: str
     path: str
@@ -40,12 +40,16 @@ class Call(Generic[R]):
     body: BaseModel | None = None
     key: str = ""
     wait_s: float = 0.0
+    if_match: str = ""
 
     def request(self, client: httpx.Client | httpx.AsyncClient, url: str, timeout_s: float) -> httpx.Request:
         query = {name: value for name, value in self.query.items() if value is not None}
         headers = {"Accept": "application/json"}
         if self.method == "POST":
             headers["Idempotency-Key"] = self.key
+        if self.if_match:
+            tag = self.if_match
+            headers["If-Match"] = tag if tag == "*" or tag.startswith(('"', "W/")) else f'"{tag}"'
         content = None
         if self.body is not None:
             headers["Content-Type"] = "application/json"
@@ -70,11 +74,16 @@ class Call(Generic[R]):
 
 
 def post(
-    path: str, answer: type[R], key: str, body: BaseModel | None = None, query: Mapping[str, Any] | None = None
+    path: str,
+    answer: type[R],
+    key: str,
+    body: BaseModel | None = None,
+    query: Mapping[str, Any] | None = None,
+    if_match: str = "",
 ) -> Call[R]:
     """`key` empty: a new one."""
     wait_s = float((query or {}).get("wait_s", 0.0))
-    return Call("POST", path, answer, query or {}, body, key or ids.new_id("client"), wait_s)
+    return Call("POST", path, answer, query or {}, body, key or ids.new_id("client"), wait_s, if_match)
 
 
 def get(path: str, answer: type[R], **query: Any) -> Call[R]:

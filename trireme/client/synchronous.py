@@ -91,19 +91,20 @@ class Client(Connection):
         """Its pre-tasks and post-tasks, and what they printed."""
         return self._send(get(path_of("jobs", job, "job-tasks"), JobTaskPage))
 
-    def pause_job(self, job: str, *, key: str = "") -> ClusterJobView:
-        """It saves a checkpoint and frees its members: `wait_for_job` waits until it has."""
-        return self._send(post(path_of("jobs", job, "pause"), ClusterJobView, key))
+    def pause_job(self, job: str, *, key: str = "", if_match: str = "") -> ClusterJobView:
+        """It saves a checkpoint and frees its members: `wait_for_job` waits until it has. `if_match`, here and in other calls: the
+        `version` of the record that was read; raises PreconditionFailed if it has another one by then."""
+        return self._send(post(path_of("jobs", job, "pause"), ClusterJobView, key, if_match=if_match))
 
-    def resume_job(self, job: str, *, key: str = "") -> ClusterJobView:
-        return self._send(post(path_of("jobs", job, "resume"), ClusterJobView, key))
+    def resume_job(self, job: str, *, key: str = "", if_match: str = "") -> ClusterJobView:
+        return self._send(post(path_of("jobs", job, "resume"), ClusterJobView, key, if_match=if_match))
 
-    def cancel_job(self, job: str, *, key: str = "") -> ClusterJobView:
-        return self._send(post(path_of("jobs", job, "cancel"), ClusterJobView, key))
+    def cancel_job(self, job: str, *, key: str = "", if_match: str = "") -> ClusterJobView:
+        return self._send(post(path_of("jobs", job, "cancel"), ClusterJobView, key, if_match=if_match))
 
-    def delete_job(self, job: str) -> ClusterJobView:
+    def delete_job(self, job: str, *, if_match: str = "") -> ClusterJobView:
         """Of a job that has ended. NotFound may mean that an attempt whose answer was lost has deleted it."""
-        return self._send(Call("DELETE", path_of("jobs", job), ClusterJobView, wait_s=30.0))
+        return self._send(Call("DELETE", path_of("jobs", job), ClusterJobView, wait_s=30.0, if_match=if_match))
 
     def wait_for_job(
         self, job: str, until: Callable[[JobView], bool] = has_ended, *, timeout_s: float = 600.0
@@ -323,12 +324,16 @@ class Client(Connection):
             Listing(path_of("pool-members"), PoolMemberPage, lambda page: (page.members, page.next_page_token))
         )
 
-    def drain_pool_member(self, member: str, *, key: str = "") -> PoolMemberView:
-        """It gets no work until it is undrained."""
-        return self._send(post(path_of("pool-members", member, "drain"), PoolMemberView, key))
+    def get_pool_member(self, member: str) -> PoolMemberView:
+        return self._send(get(path_of("pool-members", member), PoolMemberView))
 
-    def undrain_pool_member(self, member: str, *, key: str = "") -> None:
-        self._send(post(path_of("pool-members", member, "undrain"), Empty, key))
+    def drain_pool_member(self, member: str, *, key: str = "", if_match: str = "") -> PoolMemberView:
+        """It gets no work until it is undrained."""
+        path = path_of("pool-members", member, "drain")
+        return self._send(post(path, PoolMemberView, key, if_match=if_match))
+
+    def undrain_pool_member(self, member: str, *, key: str = "", if_match: str = "") -> None:
+        self._send(post(path_of("pool-members", member, "undrain"), Empty, key, if_match=if_match))
 
     def create_schedule(self, schedule: CreateSchedule, *, key: str = "") -> ScheduleView:
         return self._send(post(path_of("schedules"), ScheduleView, key, schedule))
@@ -341,8 +346,8 @@ class Client(Connection):
     def get_schedule(self, schedule: str) -> ScheduleView:
         return self._send(get(path_of("schedules", schedule), ScheduleView))
 
-    def delete_schedule(self, schedule: str) -> ScheduleView:
-        return self._send(Call("DELETE", path_of("schedules", schedule), ScheduleView))
+    def delete_schedule(self, schedule: str, *, if_match: str = "") -> ScheduleView:
+        return self._send(Call("DELETE", path_of("schedules", schedule), ScheduleView, if_match=if_match))
 
     def get_version(self) -> Version:
         return self._send(get(path_of("version"), Version))

@@ -16,6 +16,7 @@ PROBLEMS: dict[int, dict[str, str]] = {
         "STALE_GENERATION": "The membership has changed: read lanes and addresses again.",
     },
     410: {"CURSOR_EXPIRED": "The next event after the cursor is forgotten; `details` has the ids that are kept."},
+    412: {"PRECONDITION_FAILED": "It has another version than If-Match says: it has changed. `details` has both."},
     413: {"TOO_LARGE": "The body is too large."},
     415: {"UNSUPPORTED_MEDIA_TYPE": "The body is not JSON."},
     421: {"HOST_NOT_ALLOWED": "The request names a host that this service is not."},

@@ -27,9 +27,14 @@ OPTIONAL = "A request without a token is answered too, where the service was sta
 REQUEST_ID = {"description": "Id of the request, as in the master's log.", "schema": {"type": "string"}}
 RETRY_AFTER = {"description": "Ask again after so many seconds.", "schema": {"type": "integer", "minimum": 0}}
 CHALLENGE = {"description": "How to authenticate.", "schema": {"type": "string"}}
+TAG = {
+    "description": "`version` and a digest of the answer. With If-None-Match: 304 without a body while it is the same.",
+    "schema": {"type": "string", "examples": ['"52b3a1c9d0e4f687.0ddba11ca5cade55"']},
+}
 LOCATION = {"description": "Path of what was created or begun.", "schema": {"type": "string"}}
 
 WIDTHS = {"integer": "int64", "number": "double"}
+TAGGED = frozenset({"getJob", "getSchedule", "getPoolMember"})
 FOLLOWED = frozenset({"listEvents", "listClusterEvents"})  # by a cursor
 OF_FILES = frozenset({"listLogs", "getLog"})  # so many at once
 
@@ -75,6 +80,10 @@ def operations(document: Json) -> Iterator[tuple[str, str, Json]]:
             yield method.upper(), path, operation
 
 
+def takes(operation: Json, header: str) -> bool:
+    return any((each["in"], each["name"]) == ("header", header) for each in operation.get("parameters", []))
+
+
 # ------------------------------------------------------------------ operations
 
 
@@ -101,6 +110,8 @@ def _statuses(method: str, path: str, operation: Json) -> set[int]:
         found.add(429)
     if method != "GET":
         found |= {409, 415}
+    if takes(operation, "If-Match"):
+        found.add(412)
     if "requestBody" in operation:
         found.add(413)
     return found
@@ -117,6 +128,8 @@ def _answers(operation: Json) -> None:
         if not status.startswith("2"):
             continue
         response["headers"] = {"X-Request-Id": REQUEST_ID, **response.get("headers", {})}
+        if operation["operationId"] in TAGGED:
+            response["headers"]["ETag"] = TAG
         if status == "202":
             response["description"] = "Begun; the answer tells how far it is."
             response["headers"] |= {"Location": LOCATION, "Retry-After": RETRY_AFTER}

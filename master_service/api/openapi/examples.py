@@ -47,6 +47,7 @@ from shared.records.pauses import Losses
 _BEGIN, _END = "2026-11-23T12:00:00.000Z", "2026-11-23T12:00:04.000Z"
 _CHECKPOINT = "0c0ffee0c0ffee0c0ffee0c0ffee0c0f"
 _DIGEST = "5891b5b522d5df086d0ff0b110fbd9d21bb4fc7163af34d08286a2e846f6be03"
+_VERSION = "52b3a1c9d0e4f687"
 _SCRIPT = "import trireme\n\nconfig = trireme.Config(epochs=5)\n"
 
 
@@ -83,6 +84,7 @@ def _about_a_job() -> Iterator[BaseModel]:
         result=JobResult(),
         master=of_job.MasterView(master_id="master-0", url="http://127.0.0.1:8470", term=17),
         spec=JobSpec(job="digits", script="digits.py", storage="s3://bucket/runs/digits", **dict(_settings())),
+        version=_VERSION,
     )
     yield Explanation(
         job="digits",
@@ -235,6 +237,7 @@ def _about_a_cluster() -> Iterator[BaseModel]:
         source_digest=_DIGEST,
         create_time=_BEGIN,
         start_time=_END,
+        version=_VERSION,
     )
     yield job
     yield of_cluster.ClusterJobPage(jobs=(job,))
@@ -274,6 +277,7 @@ def _about_a_cluster() -> Iterator[BaseModel]:
         scheduling=scheduling,
         source_digest=_DIGEST,
         create_time=_BEGIN,
+        version=_VERSION,
     )
     yield schedule
     yield of_cluster.SchedulePage(schedules=(schedule,))
@@ -287,6 +291,7 @@ def _about_a_cluster() -> Iterator[BaseModel]:
         cores=4,
         memory_bytes=8 << 30,
         device="cpu",
+        version=_VERSION,
     )
     yield place
     yield of_cluster.PoolMemberPage(members=(place,))

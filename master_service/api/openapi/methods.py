@@ -1,8 +1,9 @@
-"""What every path has in common: HEAD, OPTIONS, and that unknown query parameters are refused.
+"""What every path has in common: HEAD, OPTIONS, and that what would be ignored in silence is refused.
 
 HEAD    ─► as GET, without the body
 OPTIONS ─► 204 with Allow; no CORS headers: pages of other sites get nothing
-?page_sise=5 ─► 422: it would be ignored in silence
+?page_sise=5 ─► 422
+POST with If-Match to an operation that compares no versions ─► 422
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ class EveryMethod:
         if method == "HEAD":
             method, send = "GET", _head_of(send)
             scope = {**scope, "method": method}
-        if scope["query_string"] and (wrong := self._wrong(method, path, scope["query_string"])):
+        wrong = self._wrong(method, path, scope["query_string"]) if scope["query_string"] else ()
+        if any(name == b"if-match" for name, _ in scope["headers"]):
+            wrong += self._not_compared(method, path)
+        if wrong:
             response = problem_response(invalid(wrong, scope.get("request_id", "")))
             await response(scope, receive, send)
             return
@@ -53,6 +57,12 @@ class EveryMethod:
             elif given.count(name) > 1:
                 wrong[name] = "is given more than once"
         return tuple(ProblemPart(location=f"query.{name[:200]}", message=text) for name, text in wrong.items())
+
+    def _not_compared(self, method: str, path: str) -> tuple[ProblemPart, ...]:
+        """A caller who names a version relies on it."""
+        if method == "GET" or method not in self._paths.methods(path) or self._paths.takes_if_match(method, path):
+            return ()
+        return (ProblemPart(location="header.If-Match", message="is not taken here: no version would be compared"),)
 
 
 def _head_of(send: Send) -> Send:

@@ -7,12 +7,13 @@ in it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from starlette.routing import compile_path
 
 Methods = dict[str, frozenset[str] | None]  # method -> names of its query parameters; None: it may have any
+IF_MATCH = "If-Match"
 
 
 class DocumentedPaths:
@@ -21,16 +22,17 @@ class DocumentedPaths:
     def __init__(self, document: Callable[[], dict[str, Any]], beside: Iterable[str] = ()) -> None:
         self._document = document
         self._beside = frozenset(beside)
-        self._patterns: list[tuple[re.Pattern[str], Methods]] | None = None
+        self._patterns: list[tuple[re.Pattern[str], Methods, frozenset[str]]] | None = None
 
     def methods(self, path: str) -> Methods:
         """Without HEAD and OPTIONS. Empty: the path is not documented."""
-        named = "/v1/jobs/_" + path.removeprefix("/v1").removeprefix("/job")
         found: Methods = {"GET": None} if path in self._beside else {}
-        for pattern, methods in self._compiled():
-            if pattern.match(path) or pattern.match(named):
-                found = {**methods, **found}
+        for methods, _ in self._matching(path):
+            found = {**methods, **found}
         return found
+
+    def takes_if_match(self, method: str, path: str) -> bool:
+        return any(method in conditional for _, conditional in self._matching(path))
 
     def allowed(self, path: str) -> list[str]:
         """All methods, for the header Allow. Empty: as for `methods`."""
@@ -39,14 +41,22 @@ class DocumentedPaths:
             found.add("HEAD")
         return sorted(found | {"OPTIONS"}) if found else []
 
-    def _compiled(self) -> list[tuple[re.Pattern[str], Methods]]:
+    def _matching(self, path: str) -> Iterator[tuple[Methods, frozenset[str]]]:
+        """The methods of each path of the document that it is, and those of them that take If-Match."""
         if self._patterns is None:
             self._patterns = [
-                (compile_path(path)[0], {method.upper(): _query(operation) for method, operation in methods.items()})
-                for path, methods in self._document()["paths"].items()
+                (
+                    compile_path(template)[0],
+                    {method.upper(): _names(operation, "query") for method, operation in methods.items()},
+                    frozenset(method.upper() for method, each in methods.items() if IF_MATCH in _names(each, "header")),
+                )
+                for template, methods in self._document()["paths"].items()
             ]
-        return self._patterns
+        named = "/v1/jobs/_" + path.removeprefix("/v1").removeprefix("/job")
+        for pattern, methods, conditional in self._patterns:
+            if pattern.match(path) or pattern.match(named):
+                yield methods, conditional
 
 
-def _query(operation: dict[str, Any]) -> frozenset[str]:
-    return frozenset(each["name"] for each in operation.get("parameters", []) if each["in"] == "query")
+def _names(operation: dict[str, Any], place: str) -> frozenset[str]:
+    return frozenset(each["name"] for each in operation.get("parameters", []) if each["in"] == place)

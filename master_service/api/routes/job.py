@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Path, Query, Response
 
 from master_service.api import render
+from master_service.api.requests.conditional import ReadingIf
 from master_service.api.resources import Empty, JobView, MasterView, MetricPage, SeriesPage, SeriesPoints
 from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, committed
 from master_service.api.routes.keyed import AnsweringInJob, empty
@@ -20,12 +21,13 @@ router = APIRouter()
 MOST_STEP = 2**62
 
 
-@of_job.get("", operation_id="getJob", tags=["jobs"])
-async def get_job(master: MasterOf) -> JobView:
+@of_job.get("", operation_id="getJob", tags=["jobs"], response_model=JobView)
+async def get_job(master: MasterOf, reading: ReadingIf) -> Response:
     """Phase, progress, members, result and settings."""
     leader = MasterView(master_id=master.name, url=master.url, term=master.term.number)
     stalled = await master.term.stall.look(master.job, master.metrics.records)
-    return await committed(master, lambda: render.job(master.job, master.metrics, leader, stalled))
+    view = await committed(master, lambda: render.job(master.job, master.metrics, leader, stalled))
+    return reading.answer(view, view.version)
 
 
 @of_job.get("/explanation", operation_id="explainJob", tags=["jobs"])

@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Path, Query, Request
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
 from master_service.api import render_cluster as render
+from master_service.api.requests.conditional import ExpectedVersion, ReadingIf
 from master_service.api.resources import Empty, JobView, MasterView
 from master_service.api.resources_cluster import (
     ClusterJobPage,
@@ -61,15 +62,17 @@ async def list_jobs(
     return render.jobs(cluster.term, state, page_size, page_token)
 
 
-@router.get("/jobs/{job}", operation_id="getJob")
-async def get_job(cluster: ClusterOf, job: JobName) -> JobView:
+@router.get("/jobs/{job}", operation_id="getJob", response_model=JobView)
+async def get_job(cluster: ClusterOf, reading: ReadingIf, job: JobName) -> Response:
     """As far as it is: of a job that is not ACTIVE, what its last term left."""
     term = cluster.term
     found = term.state.job(job)
     leader = MasterView(master_id=cluster.name, url=cluster.url, term=term.lock.term)
     if (led := term.jobs.get(job)) is not None and led.master.current_term is not None:
-        return await render.led(term, led.master, found, leader)
-    return render.resting(found, await answered(cluster.state_of(job)), leader)
+        view = await render.led(term, led.master, found, leader)
+    else:
+        view = render.resting(found, await answered(cluster.state_of(job)), leader)
+    return reading.answer(view, view.version)
 
 
 @router.get("/jobs/{job}/explanation", operation_id="explainJob")
@@ -100,30 +103,37 @@ async def get_job_source(cluster: ClusterOf, job: JobName) -> JobSource:
 
 
 @router.post("/jobs/{job}/pause", operation_id="pauseJob")
-async def pause_job(cluster: ClusterOf, answering: AnsweringInCluster, job: JobName) -> ClusterJobView:
+async def pause_job(
+    cluster: ClusterOf, answering: AnsweringInCluster, expected: ExpectedVersion, job: JobName
+) -> ClusterJobView:
     """It saves a checkpoint, its members become free, and it stays PAUSED until it is resumed."""
     view = partial(render.job, cluster.term)
-    return await answering.answer(ClusterJobView, partial(cluster.pause_job, job), view)
+    return await answering.answer(ClusterJobView, partial(cluster.pause_job, job, expected=expected), view)
 
 
 @router.post("/jobs/{job}/resume", operation_id="resumeJob")
-async def resume_job(cluster: ClusterOf, answering: AnsweringInCluster, job: JobName) -> ClusterJobView:
+async def resume_job(
+    cluster: ClusterOf, answering: AnsweringInCluster, expected: ExpectedVersion, job: JobName
+) -> ClusterJobView:
     """It is QUEUED again and goes on from its newest checkpoint."""
     view = partial(render.job, cluster.term)
-    return await answering.answer(ClusterJobView, partial(cluster.resume_job, job), view)
+    return await answering.answer(ClusterJobView, partial(cluster.resume_job, job, expected=expected), view)
 
 
 @router.post("/jobs/{job}/cancel", operation_id="cancelJob")
-async def cancel_job(cluster: ClusterOf, answering: AnsweringInCluster, job: JobName) -> ClusterJobView:
+async def cancel_job(
+    cluster: ClusterOf, answering: AnsweringInCluster, expected: ExpectedVersion, job: JobName
+) -> ClusterJobView:
     """It stops for good, without a checkpoint of its last steps. Its checkpoints stay until it is deleted."""
     view = partial(render.job, cluster.term)
-    return await answering.answer(ClusterJobView, partial(cluster.cancel_job, job), view)
+    return await answering.answer(ClusterJobView, partial(cluster.cancel_job, job, expected=expected), view)
 
 
 @router.delete("/jobs/{job}", operation_id="deleteJob")
-async def delete_job(cluster: ClusterOf, job: JobName) -> ClusterJobView:
-    """Of a job that has ended: its keys, and its files below the cluster's storage, are deleted."""
-    return render.job(cluster.term, await answered(cluster.delete_job(job), longer_s=30.0))
+async def delete_job(cluster: ClusterOf, expected: ExpectedVersion, job: JobName) -> ClusterJobView:
+    """Of a job that has ended: its keys, and its files below the cluster's storage, are deleted. Once that was begun, the same request
+    again waits for its end, whatever it expects."""
+    return render.job(cluster.term, await answered(cluster.delete_job(job, expected), longer_s=30.0))
 
 
 @pool.get("/pool", operation_id="getPool")
@@ -140,15 +150,27 @@ async def list_pool_members(
     return render.pool_members(cluster.term, page_size, page_token)
 
 
+@pool.get("/pool-members/{member}", operation_id="getPoolMember", response_model=PoolMemberView)
+async def get_pool_member(cluster: ClusterOf, reading: ReadingIf, member: Member) -> Response:
+    """One place, also a drained one that has no member now."""
+    view = render.pool_member(cluster.state, cluster.state.place(member))
+    return reading.answer(view, view.version)
+
+
 @pool.post("/pool-members/{member}/drain", operation_id="drainPoolMember")
-async def drain_pool_member(cluster: ClusterOf, answering: AnsweringInCluster, member: Member) -> PoolMemberView:
+async def drain_pool_member(
+    cluster: ClusterOf, answering: AnsweringInCluster, expected: ExpectedVersion, member: Member
+) -> PoolMemberView:
     """It takes no new work. What it runs leaves as when it is moved to another job; then the member is `drained`, and stays so until
     undrainPoolMember, also when it registers anew."""
     view = partial(render.drained, cluster.state)
-    return await answering.answer(PoolMemberView, partial(cluster.drain_member, member), view)
+    return await answering.answer(PoolMemberView, partial(cluster.drain_member, member, expected=expected), view)
 
 
 @pool.post("/pool-members/{member}/undrain", operation_id="undrainPoolMember")
-async def undrain_pool_member(cluster: ClusterOf, answering: AnsweringInCluster, member: Member) -> Empty:
+async def undrain_pool_member(
+    cluster: ClusterOf, answering: AnsweringInCluster, expected: ExpectedVersion, member: Member
+) -> Empty:
     """It may get work again."""
-    return await answering.answer(Empty, partial(cluster.undrain_member, member), lambda _: Empty())
+    call = partial(cluster.undrain_member, member, expected=expected)
+    return await answering.answer(Empty, call, lambda _: Empty())

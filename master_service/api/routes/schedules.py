@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 
 from master_service.api import render_cluster as render
+from master_service.api.requests.conditional import ExpectedVersion, ReadingIf
 from master_service.api.resources_cluster import CreateSchedule, SchedulePage, ScheduleView
 from master_service.api.routes.dependencies import PageSize, PageToken, answered
 from master_service.api.routes.jobs import ClusterOf
@@ -28,13 +29,14 @@ async def list_schedules(cluster: ClusterOf, page_size: PageSize = 100, page_tok
     return render.schedules(cluster.term, page_size, page_token)
 
 
-@router.get("/{schedule}", operation_id="getSchedule")
-async def get_schedule(cluster: ClusterOf, schedule: str) -> ScheduleView:
+@router.get("/{schedule}", operation_id="getSchedule", response_model=ScheduleView)
+async def get_schedule(cluster: ClusterOf, reading: ReadingIf, schedule: str) -> Response:
     """One schedule, and when its next job is created."""
-    return render.schedule(cluster.state.schedule(schedule))
+    view = render.schedule(cluster.state.schedule(schedule))
+    return reading.answer(view, view.version)
 
 
 @router.delete("/{schedule}", operation_id="deleteSchedule")
-async def delete_schedule(cluster: ClusterOf, schedule: str) -> ScheduleView:
+async def delete_schedule(cluster: ClusterOf, expected: ExpectedVersion, schedule: str) -> ScheduleView:
     """No more jobs are created; those that were created go on."""
-    return render.schedule(await answered(cluster.delete_schedule(schedule)))
+    return render.schedule(await answered(cluster.delete_schedule(schedule, expected)))

@@ -140,6 +140,14 @@ class ClusterState:
             raise NotFound(f"there is no schedule {name} in this cluster", hint="`trireme schedules` lists them")
         return found
 
+    def place(self, member: str) -> Place:
+        """Of a member that is there, or is drained. Raises NotFound."""
+        places: tuple[Place, Place] = (("trainer", member), ("pserver", member))
+        for place in places:
+            if place in self.members or place in self.drains:
+                return place
+        raise NotFound(f"the pool has no member {member}", hint="`trireme pool` lists them", member=member)
+
     def uses_source(self, digest: str) -> int:
         """How many jobs and schedules run this script."""
         jobs = sum(job.source_digest == digest for job in self.jobs.values())

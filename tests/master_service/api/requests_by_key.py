@@ -217,11 +217,16 @@ _apis: dict[
 
 
 async def post(master: Any, path: str, body: Any, key: str = "key") -> httpx.Response:
+    async with client_of(master) as client:
+        return await client.post(path, json=body, headers={"Idempotency-Key": key})
+
+
+def client_of(master: Any) -> httpx.AsyncClient:
+    """Without what guards the routes."""
     api = _apis.get(type(master)) or _apis.setdefault(type(master), make_api(master))
     api.state.jobs = master
     transport = httpx.ASGITransport(api, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://master") as client:
-        return await client.post(path, json=body, headers={"Idempotency-Key": key})
+    return httpx.AsyncClient(transport=transport, base_url="http://master")
 
 
 async def begin(world: World, master: Any, asked: Asked) -> str:

@@ -13,7 +13,7 @@ import pytest
 
 from clients.derive_sync import DERIVED, derived
 from master_service.api.app import make_api, make_app
-from shared.errors import Conflict, InvalidArgument, NotFound
+from shared.errors import Conflict, InvalidArgument, NotFound, PreconditionFailed
 from shared.records.cluster import Standing
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
@@ -94,6 +94,7 @@ async def test_a_method_sends_what_the_document_says_and_reads_its_answer(name: 
         return httpx.Response(404, json={"code": "NOT_FOUND", "detail": "nothing is here"})
 
     possible: dict[str, Any] = {**NAMES, "wait_s": 3.0, "state": "DONE", "key": "k", "after": 5, "page_size": 9}
+    possible["if_match"] = "v"
     possible |= BODIES.get(name, {})
     asks = getattr(AsyncClient, snake(name))
     given = {name: value for name, value in possible.items() if name in inspect.signature(asks).parameters}
@@ -108,6 +109,8 @@ async def test_a_method_sends_what_the_document_says_and_reads_its_answer(name: 
     assert set(request.url.params) <= {each["name"] for each in parameters if each["in"] == "query"}
     if method == "POST":
         assert request.headers["Idempotency-Key"] == "k"
+    compared = any(each["name"] == "If-Match" for each in parameters)
+    assert request.headers.get("If-Match") == ('"v"' if compared else None)
     assert ("requestBody" in operation) == bool(request.content)
     assert request.headers["Authorization"] == "Bearer t"
 
@@ -150,7 +153,12 @@ def test_a_job_is_submitted_shown_paused_and_cancelled():
                 with pytest.raises(Conflict):
                     await client.get_task_summary("a")
                 assert (await client.explain_job("a")).code == "JOB_PAUSED"
-                assert (await client.resume_job("a")).wanted == "run"
+                paused = await client.get_job("a")
+                resumed = await client.resume_job("a", if_match=paused.version)
+                assert resumed.wanted == "run"
+                with pytest.raises(PreconditionFailed) as refused:
+                    await client.cancel_job("a", if_match=paused.version)
+                assert refused.value.details["expected"] == [paused.version]
                 await client.cancel_job("a")
                 assert (await client.wait_for_job("a")).standing == "CANCELLED"
                 with pytest.raises(Conflict, match="not as it was waited for"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from master_service.core.changes import Event
 from master_service.core.state.cluster import ClusterDecision, ClusterState, DropDrain, Place, PutDrain
-from shared.errors import Conflict, NotFound
+from shared.errors import Conflict
 from shared.records.cluster import Drain
 
 MAX_DRAINS = 10_000  # of places that may have no member any more
@@ -15,7 +15,7 @@ MAX_DRAINS = 10_000  # of places that may have no member any more
 
 def drain(state: ClusterState, member: str, stamp: str) -> ClusterDecision[Place]:
     """Draining it again changes nothing. Raises NotFound, Conflict."""
-    place = _find(state, member)
+    place = state.place(member)
     if place in state.drains:
         return ClusterDecision(place)
     if len(state.drains) >= MAX_DRAINS:
@@ -29,17 +29,8 @@ def drain(state: ClusterState, member: str, stamp: str) -> ClusterDecision[Place
 
 def undrain(state: ClusterState, member: str) -> ClusterDecision[Place]:
     """Also of a member that is gone. Raises NotFound."""
-    place = _find(state, member)
+    place = state.place(member)
     if place not in state.drains:
         return ClusterDecision(place)
     event = Event("member_undrained", f"{place[0]} {member} may get work again", {"member": member})
     return ClusterDecision(place, (DropDrain(place),), (event,))
-
-
-def _find(state: ClusterState, member: str) -> Place:
-    """A member that is there, or is drained. Raises NotFound."""
-    places: tuple[Place, Place] = (("trainer", member), ("pserver", member))
-    for place in places:
-        if place in state.members or place in state.drains:
-            return place
-    raise NotFound(f"the pool has no member {member}", hint="`trireme pool` lists them", member=member)
