@@ -154,10 +154,10 @@ class Keys:
     def checkpoint_started(self, uuid: str, index: int) -> str:
         return self._of("checkpoints", uuid, index)
 
-    def started_in(self, key: str) -> str:
-        """The uuid if `key` is a `checkpoint_started`, else ""."""
+    def started_in(self, key: str) -> tuple[str, int] | None:
+        """(uuid, index) if `key` is a `checkpoint_started`, else None."""
         uuid, _, index = key.removeprefix(self.checkpoints).partition("/")
-        return uuid if index.isdecimal() and uuid != "pservers" else ""
+        return (uuid, int(index)) if index.isdecimal() and uuid != "pservers" else None
 
     def checkpoint_begun(self, uuid: str) -> str:
         """Exists until the checkpoint's files are deleted, so that no crash leaves unknown files."""

@@ -207,13 +207,16 @@ class Committer:
 
     async def _withdraw_failed(self) -> None:
         """Delete the own part of checkpoints of which another part failed: they never get complete, and the space is needed."""
-        for uuid in self.seen.failed.intersection(self._pending):
+        index = self._owner.index
+        # a part whose key is still on its way is left alone: the key would come after its file is gone
+        finished = [uuid for uuid in self._pending if index in self.seen.parts.get(uuid, ())]
+        for uuid in self.seen.failed.keys() & finished:
             pending = self._pending.pop(uuid)
             url = files.join(stored.folder(self._spec.storage, uuid), pending.file)
-            part = self._keys.checkpoint_part(uuid, self._owner.index)
+            part = self._keys.checkpoint_part(uuid, index)
             try:
-                await self._etcd.txn([self._own_key.held], [Delete(part)])
-                await self.offload(files.remove_file, url)
+                if (await self._etcd.txn([self._own_key.held], [Delete(part)])).succeeded:
+                    await self.offload(files.remove_file, url)  # never a file that a key still names
             except (OSError, PeerError, LeaseLost) as error:  # the next commit deletes it
                 log.warning("part_not_withdrawn", step=pending.record.version, cause=str(error))
 

@@ -12,12 +12,12 @@ from shared.records.checkpoints import CheckpointCut, CheckpointLatest, Checkpoi
 @dataclass(slots=True)
 class CheckpointView:
     """By uuid: `parts`, the pservers whose part is finished; `copied`, paused checkpoints that all pservers have copied;
-    `failed`, checkpoints of which a part could not be written. `holder` of the finish lock, "" if there is none."""
+    `failed`, the pservers whose part could not be written. `holder` of the finish lock, "" if there is none."""
 
     keys: Keys
     parts: dict[str, set[int]] = field(default_factory=dict)
     copied: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
+    failed: dict[str, set[int]] = field(default_factory=dict)
     holder: str = ""
     latest: CheckpointLatest | None = None
 
@@ -38,12 +38,18 @@ class CheckpointView:
                     del self.parts[uuid]
             else:
                 parts.add(index)
-        elif uuid := self.keys.started_in(key):
-            started = read_record(CheckpointStarted, key, value)
-            if started is None:
-                self.failed.discard(uuid)
-            elif started.error:
-                self.failed.add(uuid)
+        elif begun := self.keys.started_in(key):
+            self._take_started(*begun, read_record(CheckpointStarted, key, value))
+
+    def _take_started(self, uuid: str, index: int, started: CheckpointStarted | None) -> None:
+        """A pserver whose part is finished deletes its own key: that says nothing about the parts of others."""
+        failed = self.failed.setdefault(uuid, set())
+        if started is not None and started.error:
+            failed.add(index)
+        else:
+            failed.discard(index)
+        if not failed:
+            del self.failed[uuid]
 
     def _take_cut(self, key: str, value: bytes | None) -> None:
         """A paused checkpoint counts once the master has confirmed that all pservers copied before anybody trained again."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import subprocess
 from pathlib import Path
+
+import pytest
 
 from shared.records import PserverMember
 from tests.equipment.small_disk import fill, mount, small_disk
@@ -63,7 +66,8 @@ def test_a_full_disk_is_told_once_and_the_next_checkpoint_after_it_succeeds(smal
     run_scenario(scenario)
 
 
-def test_parts_of_a_checkpoint_that_another_could_not_write_do_not_fill_the_disk(tmp_path):
+@pytest.mark.parametrize("slow", [0, 1], ids=["it fails after the other has written", "it fails before"])
+def test_parts_of_a_checkpoint_that_another_could_not_write_do_not_fill_the_disk(tmp_path, slow):
     """Its owner deletes his own part: the checkpoint will never be whole."""
 
     async def scenario():
@@ -71,17 +75,28 @@ def test_parts_of_a_checkpoint_that_another_could_not_write_do_not_fill_the_disk
         await cluster.open()
         before = await cluster.committed(0)
         kept = files(tmp_path)
+        other, failing = (cluster.nodes[index].member.checkpointer for index in range(2))
 
         async def full(work, *arguments):
-            if work.__name__ == "write_part":
-                raise OSError(28, "No space left on device")
+            await asyncio.sleep(1.0 - slow)
+            raise OSError(28, "No space left on device")
+
+        async def late(work, *arguments):
+            await asyncio.sleep(slow)
             return work(*arguments)
 
-        cluster.nodes[1].member.checkpointer.offload = full
-        for step in range(0, 6, 2):
+        failing.offload, other.offload = full, late
+
+        def parts_finished():
+            keys = [event.kv.key for event in cluster.simulated.events() if event.type == "put"]
+            return len([key for key in keys if key.endswith("/finished/0") and before.uuid not in key])
+
+        for number, step in enumerate(range(0, 6, 2), 1):
             await cluster.train(step, step + 2)
             await until(lambda s=step: f"step {s + 2} " in cluster.nodes[1].pserver.checkpoint_error, "it fails")
+            await until(lambda n=number: parts_finished() == n, "the other's part is written")
             await until(lambda: files(tmp_path) == kept, "the other's part is deleted")
+            assert not other.busy, "a member that leaves does not wait for what can never be"
         assert await cluster.latest() == before
         assert not [key for key in await cluster.tree() if "/finished/" in key and before.uuid not in key]
 

@@ -4,11 +4,16 @@ never mixes versions, never gets older, and the job goes on from it; files of no
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 
+from shared.checkpoints import writer
+from shared.errors import CheckpointUnusable
+from shared.records.checkpoints import CheckpointLatest
+from tests.equipment.replaced import replaced
 from tests.pserver_service.checkpoints import parts
-from tests.pserver_service.checkpoints.cluster import KEYS, TTL_S, expected, run_scenario
+from tests.pserver_service.checkpoints.cluster import KEYS, TTL_S, expected, folders, run_scenario
 from tests.pserver_service.checkpoints.kill_scenarios import (
     FILE,
     FINISHED,
@@ -59,6 +64,48 @@ def test_the_moments_of_death_are_those_of_the_whole_protocol(tmp_path):
     part = [STARTED, *FILE, FINISHED]
     assert finisher == [*part, LOCK, *IN_FOLDER, LATEST, *OLDER_DELETED, UNLOCK]
     assert other == [STARTED, *IN_FOLDER, FINISHED, LOCK], "it sees all parts too, and comes too late for the lock"
+
+
+async def looked_at_in_between(storage):
+    """The steps that `latest` had each time that any process was about to change something that others can see, and why it
+    could not be loaded."""
+    cluster, steps, damage = await opened(storage), [], []
+
+    def look(what, meet):
+        put = [event.kv for event in cluster.simulated.events() if event.kv.key == KEYS.latest]
+        latest = CheckpointLatest.model_validate_json(put[-1].value)
+        steps.append(latest.step)
+        try:
+            cluster.check_latest(latest)
+        except CheckpointUnusable as error:
+            damage.append(error.message)
+        meet(what)
+
+    for node in cluster.every:
+        node.crash_point.meet = partial(look, meet=node.crash_point.meet)
+    await cluster.train(1, 4)
+    await cluster.committed(4)
+    return steps, damage
+
+
+def test_latest_names_whole_checkpoints_at_every_moment(tmp_path):
+    """Only one is kept, so a reader that has just read `latest` finds all files unless `latest` has changed since."""
+    steps, damage = run_scenario(looked_at_in_between, tmp_path / "with")
+    assert not damage
+    moments = len([*FILE, STARTED, FINISHED, LOCK, LATEST, UNLOCK, *IN_FOLDER, *OLDER_DELETED])
+    assert steps == sorted(steps)
+    assert set(steps) == {0, 2, 4}
+    assert len(steps) > 2 * moments
+    write = writer.write_manifest
+
+    def hasty(url, manifest):
+        name = write(url, manifest)
+        writer.remove(url, set(folders(url)) - {manifest.uuid})
+        return name
+
+    with replaced(writer, "write_manifest", hasty):
+        _, damage = run_scenario(looked_at_in_between, tmp_path / "without")
+    assert "cannot be read" in damage[0]
 
 
 async def going_back_before(storage, name, number):
