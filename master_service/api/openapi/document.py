@@ -142,8 +142,12 @@ def _parameter(parameter: Json) -> None:
     if parameter.get("description") is None and description:
         parameter["description"] = description
     parameter["schema"].pop("description", None)
-    if example is not None:
+    if example is None:
+        return
+    if parameter.get("required"):
         parameter["example"] = example
+    else:  # Swagger UI fills `example` into its forms: a page that is not the first, or a key that was used before
+        parameter["schema"]["examples"] = [example]
 
 
 # ------------------------------------------------------------------ components
