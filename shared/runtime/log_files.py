@@ -75,6 +75,7 @@ class LogFile:
                 found.append((line, begin))
                 most -= begin - start
                 self.begin = begin = start
+            self._time = self._time or _time_before(file.fileno(), self.begin)
         return [line for line in self._lines(reversed(found)) if not since or line.time >= since]
 
     def news(self, *, count: int = sys.maxsize, most: int = NEWS_BYTES) -> list[Line]:
@@ -101,9 +102,7 @@ class LogFile:
         """As `news`, from a byte that an earlier cursor named. Raises OSError."""
         with self.path.open("rb") as file:
             self.cursor = cursor if cursor <= os.fstat(file.fileno()).st_size else 0
-            start = max(0, self.cursor - BLOCK_BYTES)
-            before = os.pread(file.fileno(), self.cursor - start, start).split(b"\n")
-        self._time = next((time for line in reversed(before) if (time := _time_of(line))), "")
+            self._time = _time_before(file.fileno(), self.cursor)
         return self.news(count=count, most=most)
 
     def _lines(self, lines: Iterable[tuple[bytes, int]]) -> list[Line]:
@@ -164,6 +163,13 @@ def _time_of(line: bytes) -> str:
         return ""
     time = found.get("timestamp") or found.get("ts")
     return time if isinstance(time, str) else ""
+
+
+def _time_before(descriptor: int, place: int) -> str:
+    """Of the last line before it that has one of its own; "": none is near."""
+    start = max(0, place - BLOCK_BYTES)
+    lines = os.pread(descriptor, place - start, start).split(b"\n")
+    return next((time for line in reversed(lines) if (time := _time_of(line))), "")
 
 
 def _end_of_lines(descriptor: int, size: int) -> int:

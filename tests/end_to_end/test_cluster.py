@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import time
@@ -116,6 +117,12 @@ def test_a_cluster_that_was_ended_goes_on_with_its_jobs_and_is_found_from_elsewh
         seen = trireme.run("status", "a", "--json", **there)
         assert seen.code == 0, seen
         assert trireme.run("status", "a", **(there | {"TRIREME_TOKEN_FILE": ""})).code == exit_codes.AUTH
+        reading = there | {"TRIREME_TOKEN_FILE": str(token.with_name("viewer"))}
+        logged = trireme.run("logs", "--job", "a", "--tail", 100_000, "--json", **reading)
+        assert logged.code == 0, logged
+        lines = [json.loads(line) for line in logged.out.splitlines()]
+        assert {line["member"].split("-")[-3] for line in lines} == {"trainer", "pserver"}, logged.out[-2000:]
+        assert trireme.run("logs", "nobody", "--job", "a", **reading).code == exit_codes.NOT_FOUND
         assert trireme.run("up", "--trainers", 1).code == exit_codes.USAGE
         (trireme.folder / "slow").unlink()
         job = job_when(trireme, "a", lambda job: job["standing"] == "COMPLETED")

@@ -86,7 +86,7 @@ def test_logs_are_listed_by_page_and_read_from_both_ends_and_tokens_are_masked(t
             }
             found = (await client.get("/logs/trainer-0?tail=2")).json()
             time = SECONDS.format(1)
-            assert found["lines"] == [{"time": "", "text": "token trireme_admin_***;"}, {"time": "", "text": "end"}]
+            assert found["lines"] == [{"time": time, "text": "token trireme_admin_***;"}, {"time": time, "text": "end"}]
             assert (found["log"], found["next_after"]) == ("trainer-0", size)
             earlier = (await client.get("/logs/trainer-0", params={"before": found["next_before"], "tail": 9})).json()
             assert [line["text"] for line in earlier["lines"]] == [logged(1, "begins"), "loss 0.5"]

@@ -32,12 +32,14 @@ def logs(
     ] = 200,
     job: Job = None,
     data_dir: DataDir = None,
+    url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """What members on this machine wrote, dead ones included: their logs, and what the script printed."""
+    """What members wrote, dead ones included: their logs, and what the script printed. Of members on this machine, or with --url or
+    TRIREME_URL of those on the master's."""
     from trireme.cli.history.logs import logs as show  # noqa: PLC0415
 
-    raise typer.Exit(show(member, job, data_dir, follow=follow, since=since, tail=tail, as_json=as_json))
+    raise typer.Exit(show(member, job, data_dir, url, follow=follow, since=since, tail=tail, as_json=as_json))
 
 
 def events(

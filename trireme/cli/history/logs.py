@@ -1,4 +1,5 @@
-"""`trireme logs` and `trireme events`: what members wrote, and what happened. The logs are those of this machine's data folder."""
+"""`trireme logs` and `trireme events`: what members wrote, and what happened. The logs are those of this machine's data folder, or come
+from a master that is named (remote_logs.py)."""
 
 from __future__ import annotations
 
@@ -32,15 +33,25 @@ def logs(
     member: str | None,
     job: str | None,
     data_dir: Path | None,
+    url: str | None = None,
     *,
     follow: bool,
     since: str | None,
     tail: int,
     as_json: bool,
 ) -> int:
-    """The exit code. `since`: RFC 3339, or `10m` ago."""
+    """The exit code. `since`: RFC 3339, or `10m` ago. A folder that is named goes before TRIREME_URL."""
     telemetry.configure(level="ERROR", json=False)
     try:
+        if given := url or (os.environ.get("TRIREME_URL") if data_dir is None else None):
+            from trireme.cli.history.remote_logs import follow_logs  # noqa: PLC0415  pydantic and httpx
+
+            asyncio.run(
+                follow_logs(
+                    given, job, member or "", tail, _since(since), partial(_print_lines, as_json=as_json), follow=follow
+                )
+            )
+            return exit_codes.OK
         folders = _folders(job, data_dir)
         found = Logs(partial(_paths, folders), member or "")
         if not found.members:
