@@ -29,6 +29,7 @@ from master_service.api.resources import (
     TaskView,
 )
 from master_service.core.decisions.operations import abandoned, find_checkpoint
+from master_service.core.decisions.task_requests import AskedTask
 from master_service.core.queue.task_queue import TaskQueue
 from master_service.core.state.event_log import EventLog
 from master_service.core.state.job import Job
@@ -108,6 +109,13 @@ def task(job: Job, task_id: str) -> TaskView:
     return _task_view(queue, task_id, queue.state_of(task_id), clock.monotonic())
 
 
+def asked_task(job: Job, asked: AskedTask) -> TaskView:
+    """As it is once the request has taken effect."""
+    queue, now = job.queue_of(asked.task_id), clock.monotonic()
+    view = _task_view(queue, asked.task_id, asked.state, now, record=asked.record)
+    return view if asked.failures is None else view.model_copy(update={"failures": asked.failures})
+
+
 def tasks(job: Job, kind: TaskKind, state: str | None, page_size: int, page_token: str) -> TaskPage:
     """In order of number. TODO and DONE tasks are found by a scan of SCANNED_AT_ONCE tasks a page: a page may be short, or
     empty, and still have a next one. Raises NotFound without such a queue, InvalidArgument for a bad token."""
@@ -135,8 +143,15 @@ def tasks(job: Job, kind: TaskKind, state: str | None, page_size: int, page_toke
     return TaskPage(tasks=tuple(found), next_page_token=str(number) if number < queue.total else "")
 
 
-def _task_view(queue: TaskQueue, task_id: str, state: str, now: float, epoch: int | None = None) -> TaskView:
-    """`epoch`: of a discarded task, if it is not the current one."""
+def _task_view(
+    queue: TaskQueue,
+    task_id: str,
+    state: str,
+    now: float,
+    epoch: int | None = None,
+    record: RequeuedTask | DiscardedTask | None = None,
+) -> TaskView:
+    """`epoch`: of a discarded task, if it is not the current one. `record`: the one that it gets now."""
     epoch = queue.current if epoch is None else epoch
     stream, index = queue.streams.place(epoch, task_id)
     task = queue.streams.task(task_id, 0, epoch, stream, index)
@@ -144,11 +159,13 @@ def _task_view(queue: TaskQueue, task_id: str, state: str, now: float, epoch: in
     where |= {"task_id": task_id, "kind": queue.kind, "state": state, "epoch": epoch}
     where |= {"stream": stream, "index": index}
     back: RequeuedTask | DiscardedTask | None = queue.requeued.get(task_id)
-    if state == "DISCARDED":
+    if record is not None:
+        back = record
+    elif state == "DISCARDED":
         back = queue.discarded[epoch, task_id].task
     elif held := queue.pending.get(task_id):
-        record = held.record
-        where |= {"attempt": record.attempt, "failures": record.failures, "trainer": record.trainer}
+        given = held.record
+        where |= {"attempt": given.attempt, "failures": given.failures, "trainer": given.trainer}
         where |= {"minibatches": held.minibatches, "silent_s": round(now - held.last_sign, 3)}
         where |= {"remaining_s": round(held.deadline - now, 3)}
     if back is not None:

@@ -11,10 +11,11 @@ from typing import TypeVar
 from master_service.control.events import EventFeed
 from master_service.control.evictions import Evictions
 from master_service.core.changes import Decision, Event, Fields
-from master_service.core.decisions import tasks
+from master_service.core.decisions import task_requests, tasks
 from master_service.core.decisions.lifecycle import count_outside_tasks
 from master_service.core.decisions.once import Once
 from master_service.core.decisions.reports import check_failure, check_trainer, current_metrics
+from master_service.core.decisions.task_requests import AskedTask
 from master_service.core.state.job import Job
 from master_service.core.state.metrics import Metrics
 from master_service.storage.job_storage import FileStorage, JobStorage
@@ -133,6 +134,14 @@ class TaskService(ABC):
 
         await self._decide(decide, once)
         self.reported.append((clock.monotonic(), task_id, report.failure))
+
+    async def retry_task(self, task_id: str, by: str, once: Once[AskedTask] | None = None) -> AskedTask:
+        """Of a discarded task. `by`: who asks, for people. Raises NotFound, Conflict, NotReady."""
+        return await self._decide(lambda job, _: task_requests.retry(job, task_id, by), once)
+
+    async def skip_task(self, task_id: str, by: str, once: Once[AskedTask] | None = None) -> AskedTask:
+        """It is discarded, without more attempts. Raises NotFound, Conflict, NotReady."""
+        return await self._decide(lambda job, _: task_requests.skip(job, task_id, by), once)
 
     async def report_failure(self, member_id: str, failure: UserFailure, once: Once[None] | None = None) -> None:
         """The user's code failed outside a task (building the model, say). Raises NotFound unless that trainer is registered, or

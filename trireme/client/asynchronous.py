@@ -139,6 +139,14 @@ class AsyncClient(AsyncConnection):
     async def get_task(self, job: str, task_id: str) -> TaskView:
         return await self._send(get(path_of("jobs", job, "tasks", task_id), TaskView))
 
+    async def retry_task(self, job: str, task_id: str, *, key: str = "") -> TaskView:
+        """A discarded task of the current epoch is tried again; not in synchronous jobs."""
+        return await self._send(post(path_of("jobs", job, "tasks", task_id, "retry"), TaskView, key))
+
+    async def skip_task(self, job: str, task_id: str, *, key: str = "") -> TaskView:
+        """It is discarded without more attempts; a synchronous job's once its present attempt fails."""
+        return await self._send(post(path_of("jobs", job, "tasks", task_id, "skip"), TaskView, key))
+
     async def get_task_summary(self, job: str) -> TaskSummary:
         """Counts of the current stage."""
         return await self._send(get(path_of("jobs", job, "task-summary"), TaskSummary))

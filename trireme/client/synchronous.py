@@ -134,6 +134,14 @@ class Client(Connection):
     def get_task(self, job: str, task_id: str) -> TaskView:
         return self._send(get(path_of("jobs", job, "tasks", task_id), TaskView))
 
+    def retry_task(self, job: str, task_id: str, *, key: str = "") -> TaskView:
+        """A discarded task of the current epoch is tried again; not in synchronous jobs."""
+        return self._send(post(path_of("jobs", job, "tasks", task_id, "retry"), TaskView, key))
+
+    def skip_task(self, job: str, task_id: str, *, key: str = "") -> TaskView:
+        """It is discarded without more attempts; a synchronous job's once its present attempt fails."""
+        return self._send(post(path_of("jobs", job, "tasks", task_id, "skip"), TaskView, key))
+
     def get_task_summary(self, job: str) -> TaskSummary:
         """Counts of the current stage."""
         return self._send(get(path_of("jobs", job, "task-summary"), TaskSummary))

@@ -9,7 +9,7 @@ from typing import Annotated
 from fastapi import Depends, Request, Response
 
 from master_service.api.problems import RETRY_AFTER_S
-from master_service.api.routes.dependencies import MasterOf, WaitS, answered, committed
+from master_service.api.routes.dependencies import MasterOf, WaitS, answered, asked_by, committed
 from master_service.api.routes.keyed import Key, keyed_request
 from master_service.core.decisions.once import AnsweredBefore, Keyed, Once
 from master_service.leadership.master import Master
@@ -51,9 +51,8 @@ class AskingFor:
 async def _asking(
     master: MasterOf, request: Request, response: Response, idempotency_key: Key = "", wait_s: WaitS = 0.0
 ) -> AskingFor:
-    by = f"asked by {request.client.host if request.client else 'REST'}"
     keyed = await keyed_request(request, idempotency_key, job=master.keys.job)
-    return AskingFor(master, response, idempotency_key, keyed, by, wait_s)
+    return AskingFor(master, response, idempotency_key, keyed, asked_by(request), wait_s)
 
 
 Asking = Annotated[AskingFor, Depends(_asking)]

@@ -39,6 +39,11 @@ async def job_in_path(job: JobName) -> str:
     return job
 
 
+def asked_by(request: Request) -> str:
+    """For people."""
+    return f"asked by {request.client.host if request.client else 'REST'}"
+
+
 async def answered(call: Awaitable[T], longer_s: float = 0.0) -> T:
     """Raises DeadlineExceeded if etcd does not answer for too long. The same request, sent again, finds its result."""
     try:

@@ -1,15 +1,17 @@
-"""The states of tasks."""
+"""The states of tasks, and what users ask for about one."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from pydantic import BeforeValidator
 
 from master_service.api import render
 from master_service.api.resources import TaskPage, TaskView
-from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, committed
+from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, asked_by, committed
+from master_service.api.routes.keyed import AnsweringInJob
 from shared.records import TaskKind, TaskSummary
 
 router = APIRouter(tags=["tasks"])
@@ -38,6 +40,23 @@ async def list_tasks(
 async def get_task(master: MasterOf, task_id: str) -> TaskView:
     """One task of the current epoch, or a discarded one."""
     return await committed(master, lambda: render.task(master.job, task_id))
+
+
+@router.post("/tasks/{task_id}/retry", operation_id="retryTask")
+async def retry_task(master: MasterOf, answering: AnsweringInJob, request: Request, task_id: str) -> TaskView:
+    """A DISCARDED task of the current epoch is given out again, with all its attempts before it. Minibatches that were applied are not
+    applied twice. A synchronous job cannot: its lanes have gone on."""
+    call = partial(master.retry_task, task_id, asked_by(request))
+    return await answering.answer(TaskView, call, partial(render.asked_task, master.job))
+
+
+@router.post("/tasks/{task_id}/skip", operation_id="skipTask")
+async def skip_task(master: MasterOf, answering: AnsweringInJob, request: Request, task_id: str) -> TaskView:
+    """A PENDING or REQUEUED task is DISCARDED without more attempts; who works on it is told that its attempt is stale. The task of a
+    synchronous job stays as it is until its present attempt has failed. Refused if the job would fail for it
+    (max_discarded_fraction)."""
+    call = partial(master.skip_task, task_id, asked_by(request))
+    return await answering.answer(TaskView, call, partial(render.asked_task, master.job))
 
 
 @router.get("/task-summary", operation_id="getTaskSummary")

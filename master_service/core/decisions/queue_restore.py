@@ -139,7 +139,7 @@ def records_since_cut(job: Job, cut: CutQueue) -> int:
 
 def _done_since(job: Job, cut: CutQueue, weight: Callable[[int], int], weight_of_open: Callable[[str], int]) -> int:
     """The sum of `weight(records)` over all tasks that are done now and were not given out at the cut, and of `weight_of_open(task)`
-    over those that are done now and were open then. Tasks are not counted one by one: a job of 1e9 records has many."""
+    over those that are done now and were open or discarded then. Tasks are not counted one by one: a job of 1e9 records has many."""
     queue = job.training
     streams, total = queue.streams, 0
     for epoch in range(cut.epoch, min(queue.epoch + 1, job.spec.epochs)):
@@ -155,7 +155,10 @@ def _done_since(job: Job, cut: CutQueue, weight: Callable[[int], int], weight_of
             if first <= streams.place(epoch, task_id)[1] < last
         )
         if epoch == cut.epoch:
-            total += sum(weight_of_open(task_id) for task_id in cut.open if task_id not in not_done)
+            tried_again = {task_id for gone_in, task_id in cut.discarded if gone_in == epoch}
+            total += sum(
+                weight_of_open(task_id) for task_id in cut.open.keys() | tried_again if task_id not in not_done
+            )
     return total
 
 

@@ -143,7 +143,7 @@ def fail_task(job: Job, task_id: str, report: FailTask) -> Decision[UserFailure 
         return Decision(None)
     where = report.failure.task or queue.streams.describe(task_id)
     failure = report.failure.model_copy(update={"trainer": report.failure.trainer or report.trainer, "task": where})
-    ended = Decision(failure) + _ended_badly(job, queue, task_id, cause, closing, failure)
+    ended = Decision(failure) + ended_badly(job, queue, task_id, cause, closing, failure)
     state = next((change for change in ended.changes if isinstance(change, JobState)), job.state)
     return ended + lifecycle.count_failure(job.budget, state, failure, in_task=True)
 
@@ -168,7 +168,7 @@ def expire(job: Job, now: float) -> Decision[list[str]]:
         held = queue.pending[task_id]
         cause = f"silent for {now - held.last_sign:.1f} s at {held.record.trainer}"
         closing = queue.give_up(task_id, cause)
-        decision += _ended_badly(job, queue, task_id, cause, closing, None)
+        decision += ended_badly(job, queue, task_id, cause, closing, None)
         if closing.last or closing.discarded:
             break  # the next round sees the others, with this change applied
     return decision
@@ -223,6 +223,42 @@ def complete_and_take(job: Job, task_id: str, report: CompleteTask) -> Decision[
     done = complete(job, task_id, report)
     taken = _taken(job, task_id, report, done)
     return Decision(Completed(next=taken.answer)) + done + taken
+
+
+def ended_badly(
+    job: Job, queue: TaskQueue, task_id: str, cause: str, closing: Closing, failure: UserFailure | None
+) -> Decision[None]:
+    """Events of a requeued or discarded task, and the job's failure when too much is discarded."""
+    what = queue.streams.describe(task_id)
+    if closing.discarded is None:
+        failures = next(c.task.failures for c in closing.changes if isinstance(c, PutRequeued | PutPending))
+        fields: Fields = {"task": task_id, "failures": failures, "cause": cause}
+        return Decision(None, closing.changes, (Event("task_requeued", f"{what} goes back: {cause}", fields),))
+    records = queue.streams.records_of(task_id)
+    fields = {"task": task_id, "records": records, "cause": cause, "epoch": closing.discarded.epoch}
+    event = Event("task_discarded", f"{what} is discarded after {closing.discarded.failures} failures: {cause}", fields)
+    ended: Decision[None] = Decision(None, closing.changes, (event,))
+    lost = lost_records(queue, task_id, closing.discarded.epoch)
+    limit = job.spec.max_discarded_fraction * queue.streams.records
+    if queue.kind is TaskKind.EXPORT:
+        return ended + lifecycle.fail(
+            job.state,
+            f"the export failed {closing.discarded.failures} times: {cause}",
+            lifecycle.cause_of(failure),
+            failure,
+        )
+    if lost > limit:
+        reason = (
+            f"{lost} of {queue.streams.records} records of epoch {closing.discarded.epoch} are discarded, more than "
+            f"max_discarded_fraction {job.spec.max_discarded_fraction:g}; the last: {what}: {cause}"
+        )
+        return ended + lifecycle.fail(job.state, reason, lifecycle.cause_of(failure), failure)
+    return ended + lifecycle.advance_stage(job, closing.changes, last=closing.last)
+
+
+def lost_records(queue: TaskQueue, task_id: str, epoch: int) -> int:
+    """Records of the epoch that are discarded once this task is, too."""
+    return queue.streams.records_of(task_id) + sum(d.records for d in queue.discarded.values() if d.task.epoch == epoch)
 
 
 # -------------------------------------------------------------------- parts
@@ -302,34 +338,3 @@ def _put_back(queue: TaskQueue, task_id: str, cause: str, lost: Collection[str] 
         return Decision(None, changes)  # another trainer has it too
     event = Event("task_requeued", f"task {task_id} goes back: {cause}", {"task": task_id, "cause": cause})
     return Decision(None, changes, (event,))
-
-
-def _ended_badly(
-    job: Job, queue: TaskQueue, task_id: str, cause: str, closing: Closing, failure: UserFailure | None
-) -> Decision[None]:
-    """Events of a requeued or discarded task, and the job's failure when too much is discarded."""
-    what = queue.streams.describe(task_id)
-    if closing.discarded is None:
-        failures = next(c.task.failures for c in closing.changes if isinstance(c, PutRequeued | PutPending))
-        fields: Fields = {"task": task_id, "failures": failures, "cause": cause}
-        return Decision(None, closing.changes, (Event("task_requeued", f"{what} goes back: {cause}", fields),))
-    records = queue.streams.records_of(task_id)
-    fields = {"task": task_id, "records": records, "cause": cause, "epoch": closing.discarded.epoch}
-    event = Event("task_discarded", f"{what} is discarded after {closing.discarded.failures} failures: {cause}", fields)
-    ended: Decision[None] = Decision(None, closing.changes, (event,))
-    lost = records + sum(d.records for d in queue.discarded.values() if d.task.epoch == closing.discarded.epoch)
-    limit = job.spec.max_discarded_fraction * queue.streams.records
-    if queue.kind is TaskKind.EXPORT:
-        return ended + lifecycle.fail(
-            job.state,
-            f"the export failed {closing.discarded.failures} times: {cause}",
-            lifecycle.cause_of(failure),
-            failure,
-        )
-    if lost > limit:
-        reason = (
-            f"{lost} of {queue.streams.records} records of epoch {closing.discarded.epoch} are discarded, more than "
-            f"max_discarded_fraction {job.spec.max_discarded_fraction:g}; the last: {what}: {cause}"
-        )
-        return ended + lifecycle.fail(job.state, reason, lifecycle.cause_of(failure), failure)
-    return ended + lifecycle.advance_stage(job, closing.changes, last=closing.last)

@@ -207,11 +207,11 @@ class TaskQueue:
         rest = held.model_copy(update={"failures": held.failures + 1, "others": left})
         return Closing((PutPending(task_id, rest, ended),))
 
-    def give_up(self, task_id: str, cause: str, *, reported: bool = False) -> Closing:
-        """One more failure: the task is requeued, or discarded for this epoch when its failures are spent."""
+    def give_up(self, task_id: str, cause: str, *, reported: bool = False, spent: bool = False) -> Closing:
+        """One more failure: the task is requeued, or discarded for this epoch when its failures are spent (`spent`: in any case)."""
         held = self.pending[task_id].record
-        failures = held.failures + 1
-        if failures < self.max_failures:
+        failures = held.failures + (not spent)
+        if failures < self.max_failures and not spent:
             return Closing((DropPending(task_id, reported), PutRequeued(task_id, requeued_task(held, failures, cause))))
         lost = DiscardedTask(
             attempts=held.attempt,

@@ -63,6 +63,7 @@ def _standing(name: str) -> Effect:
 
 
 TAKE = ("/v1/task-leases", {"trainer": "t1", "request": "first", "generation": 1})
+SKIP = ("/v1/tasks/{task}/skip", {})
 RESIZE = ("/v1/resizes", {"trainers": 3})
 ASKED = {
     "acquireTask": Asked(
@@ -86,6 +87,20 @@ ASKED = {
         {**REPORT, "failure": FAILURE},
         lambda master: [task.failures for task in master.job.training.requeued.values()],
         [1],
+        first=(TAKE,),
+    ),
+    "retryTask": Asked(
+        "/v1/tasks/{task}/retry",
+        None,
+        lambda master: (len(master.job.training.requeued), len(master.job.training.discarded)),
+        (1, 0),
+        first=(TAKE, SKIP),
+    ),
+    "skipTask": Asked(
+        "/v1/tasks/{task}/skip",
+        None,
+        lambda master: (len(master.job.training.pending), len(master.job.training.discarded)),
+        (0, 1),
         first=(TAKE,),
     ),
     "reportSuspect": Asked(
@@ -233,7 +248,7 @@ async def begin(world: World, master: Any, asked: Asked) -> str:
     """What comes before the request; its path."""
     names: dict[str, str] = {}
     for number, (path, body) in enumerate(asked.first):
-        answer = (await post(master, path, body, body.get("request", f"first-{number}"))).json()
+        answer = (await post(master, path.format(**names), body, body.get("request", f"first-{number}"))).json()
         names |= {"task": answer["task"]["task_id"]} if answer.get("task") else {}
         names |= {"resize_id": answer["resize_id"]} if "resize_id" in answer else {}
     world.cluster.dead.add("http://t2")

@@ -10,13 +10,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from master_service.core.changes import Decision, DropPending, PutDiscarded
-from master_service.core.decisions import tasks
+from master_service.core.changes import Decision, DropDiscarded, DropPending, PutDiscarded
+from master_service.core.decisions import task_requests, tasks
 from master_service.core.queue.checks import violations
 from master_service.core.queue.late_tasks import ENOUGH, LEAST_S
 from master_service.core.state.job import Job
 from master_service.store import schema
-from shared.errors import StaleAttempt, StaleGeneration
+from shared.errors import Conflict, StaleAttempt, StaleGeneration
 from shared.etcd import KeyValue, Put
 from shared.records import (
     AcquireTask,
@@ -65,6 +65,8 @@ class Machine(RuleBasedStateMachine):
 
     def commit(self, decision: Decision[object]) -> None:
         for change in decision.changes:
+            if isinstance(change, DropDiscarded):
+                assert self.closed.pop((change.epoch, change.task_id)) == "discarded"
             if isinstance(change, PutDiscarded):
                 self.close(change.task.epoch, change.task_id, "discarded")
         for operation in schema.operations(KEYS, self.job, decision.changes):
@@ -100,6 +102,31 @@ class Machine(RuleBasedStateMachine):
             self.commit(tasks.fail_task(self.job, task.task_id, report))
         except StaleAttempt:
             pass
+
+    @rule(data=st.data(), of=st.sampled_from(("discarded", "open", "any")))
+    def a_user_asks_for_another_attempt_or_for_none(self, data: st.DataObject, of: str) -> None:
+        queue = self.job.training
+        known = {
+            "discarded": sorted(task_id for _, task_id in queue.discarded),
+            "open": sorted(queue.pending.keys() | queue.requeued.keys()),
+            "any": [str(number) for number in range(self.table.tasks)],
+        }[of]
+        if not known:
+            return
+        task_id = data.draw(st.sampled_from(known))
+        asks = data.draw(st.sampled_from((task_requests.retry, task_requests.skip)))
+        try:
+            asked = asks(self.job, task_id, "asked by a test")
+        except Conflict:
+            return
+        epoch = queue.epoch
+        self.commit(asked)
+        if queue.epoch == epoch:  # else it was the last one
+            assert queue.state_of(task_id) == asked.answer.state
+            assert asked.answer.record in (None, queue.requeued.get(task_id), *self.lost(task_id))
+
+    def lost(self, task_id: str) -> list[object]:
+        return [put.task for (_, name), put in self.job.training.discarded.items() if name == task_id]
 
     @rule(seconds=st.sampled_from((1.0, 2000.0)))
     def time_passes(self, seconds: float) -> None:
