@@ -1,5 +1,5 @@
 #!/bin/bash
-# master | pserver | trainer | masterless | host: starts that service, reachable at the container's address. Any other command is run unchanged.
+# master | pserver | trainer | masterless | host | launcher: starts that service, reachable at the container's address. Any other command is run unchanged.
 set -euo pipefail
 
 role="${1:-}"
@@ -9,6 +9,7 @@ pserver) module=pserver_service ;;
 trainer) module=trainer_agent ;;
 masterless) module=trireme.masterless ;;
 host) module=trireme.host ;;
+launcher) module=trireme.docker ;;
 *) exec "$@" ;;
 esac
 

@@ -42,7 +42,7 @@ def test_members_can_be_scaled():
 def test_the_entry_points_are_modules_of_ours():
     modules = dict(re.findall(r"^(\w+)\) module=([\w.]+)", ENTRYPOINT, re.MULTILINE))
     services = {"master": "master_service", "pserver": "pserver_service", "trainer": "trainer_agent"}
-    ours = {"masterless": "trireme.masterless", "host": "trireme.host"}
+    ours = {"masterless": "trireme.masterless", "host": "trireme.host", "launcher": "trireme.docker"}
     assert modules == services | ours
     for module in (*(f"{service}.__main__" for service in services.values()), *ours.values()):
         assert importlib.util.find_spec(module), module

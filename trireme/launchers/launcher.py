@@ -1,6 +1,7 @@
 """A launcher adds processes to a cluster and takes them away: masters, and host agents with places for members.
 
     none (members are started by hand) | local processes (local.py) | actors of a Ray cluster (ray_launcher.py)
+    containers beside those of a compose project (docker_launcher.py)
 
 What it has started it keeps running: a process that dies is started again, on another machine if its own is lost.
 """

@@ -21,6 +21,7 @@ from trireme.view.child_events import ChildEvent
 KINDS: tuple[Kind, Kind] = ("pserver", "trainer")
 LOOK_S = 1.0
 IDLE_S = 60.0
+RETRY_S = 60.0  # at most, after a launcher has failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,19 +86,27 @@ class PoolSize:
     connect: Callable[[], AbstractAsyncContextManager[Pool]]
     on_event: OnEvent
     _since: dict[Kind, float] = field(default_factory=dict)
-    _told: str = ""
+    _told: dict[str, str] = field(default_factory=dict)
+    _failures: Counter[Kind] = field(default_factory=Counter)
+    _again: dict[Kind, float] = field(default_factory=dict)
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
             try:
                 await self._look()
-                self._told = ""
-            except TriremeError as error:  # no leader now, or the launcher could not start any: tried again
-                if not isinstance(error, PeerError) and error.message != self._told:
-                    self._told = error.message
-                    self.on_event(ChildEvent("launcher", "waiting", error.message))
+                self._told.pop("leader", None)
+            except PeerError:  # no master leads now
+                pass
+            except TriremeError as error:
+                self._tell("leader", error)
             await asyncio.sleep(LOOK_S)
+
+    def _tell(self, of: str, error: TriremeError) -> None:
+        """Once while it stays the same; it is tried again."""
+        if error.message != self._told.get(of):
+            self._told[of] = error.message
+            self.on_event(ChildEvent("launcher", "waiting", f"{error.message}{error.hint and f' ({error.hint})'}"))
 
     async def _look(self) -> None:
         async with self.connect() as leader:
@@ -126,12 +135,21 @@ class PoolSize:
             self._since.pop(kind, None)
         else:
             self._since.setdefault(kind, clock.monotonic())
-        if step.start:
-            await self.launcher.start(kind, step.start)
-            self.on_event(ChildEvent(f"{kind}s", "grown", f"{step.start} more, because jobs need {now.needed}"))
-        if step.stop:
-            await self.launcher.stop(step.stop)
-            self.on_event(ChildEvent(f"{kind}s", "shrunk", f"{', '.join(step.stop)} had nothing to do"))
+        if clock.monotonic() < self._again.get(kind, 0.0):
+            return
+        try:
+            if step.start:
+                await self.launcher.start(kind, step.start)
+                self.on_event(ChildEvent(f"{kind}s", "grown", f"{step.start} more, because jobs need {now.needed}"))
+            if step.stop:
+                await self.launcher.stop(step.stop)
+                self.on_event(ChildEvent(f"{kind}s", "shrunk", f"{', '.join(step.stop)} had nothing to do"))
+            self._told.pop(kind, None)
+            del self._failures[kind]
+        except TriremeError as error:  # the other kind may do better
+            self._tell(kind, error)
+            self._failures[kind] += 1
+            self._again[kind] = clock.monotonic() + min(LOOK_S * 2 ** min(self._failures[kind], 10), RETRY_S)
 
     def _launched(self, kind: Kind) -> list[Launched]:
         return [each for each in self.launcher.list() if each.role == kind]

@@ -7,11 +7,13 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from shared.errors import PeerError
+import pytest
+
+from shared.errors import NotFound, PeerError, TriremeError
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from trireme.launchers.launcher import Launched, Role
-from trireme.launchers.sizing import IDLE_S, Bounds, KindNow, PoolSize, Step, next_step
+from trireme.launchers.sizing import IDLE_S, RETRY_S, Bounds, KindNow, PoolSize, Step, next_step
 from trireme.view.child_events import ChildEvent
 
 
@@ -55,11 +57,14 @@ class Leader:
 
     def __init__(self) -> None:
         self.needed, self.busy, self.away = 0, False, False
+        self.broken: TriremeError | None = None
         self.launched: dict[str, Launched] = {}
         self.starts: list[int] = []
 
     async def start(self, role: Role, count: int) -> Sequence[str]:
         self.starts.append(count)
+        if self.broken is not None:
+            raise self.broken
         name = f"{role}s-{len(self.starts)}"
         self.launched[name] = Launched(name, role, count)
         return [name]
@@ -110,6 +115,36 @@ def test_the_pool_follows_the_jobs_through_a_change_of_leaders() -> None:
         leader.busy = False
         await until(lambda: not leader.launched, "the idle ones to be stopped", 5)
         assert events == ["grown", "shrunk"]
+        sizing.cancel()
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize("error", [PeerError("no room", hint="make some"), NotFound("no room", hint="make some")])
+def test_a_launcher_that_fails_is_told_once_and_asked_ever_less_often(error: TriremeError) -> None:
+    async def main() -> None:
+        leader, events = Leader(), []
+
+        @asynccontextmanager
+        async def connect() -> AsyncIterator[Leader]:
+            yield leader
+
+        def on_event(event: ChildEvent) -> None:
+            events.append((event.what, event.cause))
+
+        bounds = {"trainer": Bounds(0, 4), "pserver": Bounds(0, 0)}
+        sizing = asyncio.ensure_future(PoolSize(leader, bounds, connect, on_event).run())
+        leader.needed, leader.broken = 3, error
+        await asyncio.sleep(600)
+        assert 10 <= len(leader.starts) <= 20
+        assert events == [("waiting", "no room (make some)")]
+        leader.broken = None
+        await until(lambda: leader.launched, "the next attempt", RETRY_S + 5)
+        assert [what for what, _ in events] == ["waiting", "grown"]
+        attempts, leader.broken = len(leader.starts), error
+        leader.launched.clear()
+        await asyncio.sleep(5)
+        assert len(leader.starts) - attempts >= 2, "a success begins anew"
         sizing.cancel()
 
     run_virtually(main)
