@@ -50,7 +50,7 @@ async def get_log(
     wait_s: Wait = 0.0,
 ) -> Response:
     """Lines of one log, oldest first: with `after` those that were written since, else the last ones. An answer has at most 1,000
-    lines of 256 KiB of the file together; `next_after` and `next_before` lead to the rest. Tokens of Trireme are masked."""
+    lines of 128 KiB of the file together; `next_after` and `next_before` lead to the rest. Tokens of Trireme are masked."""
     if after is not None and before is not None:
         raise InvalidArgument("`after` and `before` exclude each other: give one of them")
     logs, deadline = _Logs(jobs, request), clock.monotonic() + wait_s
