@@ -3,7 +3,8 @@
 uvicorn writes head and body of an answer apart, and uvloop passes each to the kernel at once: twice the system calls, and the
 client wakes up twice. `Connection` joins the writes of one turn of the event loop.
 
-Connections are bounded: by the time that a request may take to arrive, by the bytes of its head, by their number for each peer.
+Connections are bounded: by the time that a request or a TLS handshake may take, by the bytes of a request's head, by their number
+for each peer.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
+import socket
 import ssl
 from collections import Counter
 from collections.abc import Generator
@@ -22,6 +24,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from shared.runtime import telemetry
+from shared.security.handshakes import TlsServer
 
 try:
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as HttpProtocol
@@ -54,9 +57,10 @@ class Server(uvicorn.Server):
     def __init__(
         self, app: ASGIApp, connections: Connections | None = None, *, tls: ssl.SSLContext | None = None
     ) -> None:
+        self._connections, self._tls = connections or Connections(), tls
         config = uvicorn.Config(
             app,
-            http=partial(Connection, connections or Connections()),  # type: ignore[arg-type]
+            http=partial(Connection, self._connections),  # type: ignore[arg-type]
             log_config=None,
             access_log=False,
             proxy_headers=False,
@@ -65,8 +69,25 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=CLOSING_S,
         )
         config.load()
-        config.ssl = tls
         super().__init__(config)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's own cannot limit handshakes."""
+        if self._tls is None:
+            await super().startup(sockets)
+            return
+        if not sockets:
+            raise ValueError("https is served at sockets that listen")
+        limits = self._connections
+
+        def make() -> asyncio.Protocol:
+            return Connection(limits, config=self.config, server_state=self.server_state, app_state={})
+
+        self.servers = [
+            TlsServer(each, self._tls, make, per_peer=limits.per_peer, held=lambda peer: limits.by_peer[peer])  # type: ignore[misc]
+            for each in sockets
+        ]
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -30,6 +30,7 @@ class Arrivals:
     per_peer: int = 256
     _since: dict[asyncio.Transport, float] = field(default_factory=dict)
     _admitted: set[asyncio.Transport] = field(default_factory=set)
+    _held: Counter[str] = field(default_factory=Counter)
 
     def __repr__(self) -> str:
         return f"<Arrivals: {len(self._since)} not admitted yet, {len(self._admitted)} admitted>"
@@ -38,6 +39,10 @@ class Arrivals:
     def waiting(self) -> int:
         """Connections that were not admitted when it last looked, and are open."""
         return sum(not each.is_closing() for each in self._since)
+
+    def held(self, peer: str) -> int:
+        """How many of them `peer` had when it last looked."""
+        return self._held[peer]
 
     def admit(self, transport: asyncio.Transport | None) -> None:
         if transport is not None:
@@ -54,7 +59,7 @@ class Arrivals:
         now, found = clock.monotonic(), set(open_now)
         self._admitted &= found
         self._since = {each: self._since.get(each, now) for each in found - self._admitted}
-        held: Counter[str] = Counter()
+        held = self._held = Counter()
         cut: Counter[str] = Counter()
         for transport, since in sorted(self._since.items(), key=lambda item: item[1]):
             address = transport.get_extra_info("peername")

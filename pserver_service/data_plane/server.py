@@ -20,6 +20,7 @@ from pserver_service.data_plane.http_frames import TimeLimits
 from pserver_service.pserver import Pserver
 from shared.errors import CallerError
 from shared.security.access import Access
+from shared.security.handshakes import TlsServer
 
 READ_BUFFER_BYTES = 1 << 20
 ARRIVALS = web.AppKey("arrivals", Arrivals)
@@ -67,19 +68,26 @@ async def serving(
         auto_decompress=False,  # a few KiB could become a GiB; bodies come as they are
     )
     await runner.setup()
+    assert runner.server is not None
+    arrivals, over_tls = app[ARRIVALS], None
     try:
         listener = _bind(host, port)
-        await web.SockSite(runner, listener, ssl_context=tls).start()
+        if tls is None:
+            await web.SockSite(runner, listener).start()
+        else:
+            over_tls = TlsServer(listener, tls, runner.server, per_peer=arrivals.per_peer, held=arrivals.held)
         if uds:
             await web.SockSite(runner, _bind_path(uds)).start()
-        assert runner.server is not None
-        looking = asyncio.ensure_future(app[ARRIVALS].run(runner.server))
+        looking = asyncio.ensure_future(arrivals.run(runner.server))
         try:
             yield Listening(port=listener.getsockname()[1], uds=uds)
         finally:
             looking.cancel()
             await asyncio.wait([looking])
     finally:
+        if over_tls is not None:
+            over_tls.close()
+            await over_tls.wait_closed()
         await runner.cleanup()
         if uds:
             Path(uds).unlink(missing_ok=True)  # noqa: ASYNC240

@@ -1,0 +1,158 @@
+"""Connections that do not finish their TLS handshake, at both kinds of servers and on both event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import pytest
+import uvloop
+
+from master_service.api.server import Connections, Server
+from pserver_service.data_plane.server import ARRIVALS, make_app, serving
+from pserver_service.pserver import Pserver
+from shared.security import authority, handshakes
+from shared.security.tls import Tls
+from tests.equipment.waiting import until
+from tests.pserver_service.jobs import JOB
+
+HEALTH = b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
+CUT_S = 20.0  # on a busy machine; without a limit of ours it takes 60 s
+PER_PEER = 3
+
+Serve = Callable[[ssl.SSLContext], AbstractAsyncContextManager[int]]
+NewLoop = Callable[[], asyncio.AbstractEventLoop]
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
+    folder = tmp_path_factory.mktemp("tls")
+    authority.create_authority(folder / "tls")
+    authority.issue(folder / "tls", "trireme", ("127.0.0.1",), 1)
+    return Tls(*(str(folder / "tls" / name) for name in ("ca.pem", "trireme.pem", "trireme-key.pem")))
+
+
+async def _healthy(_: object, __: object, send: Callable[[dict[str, object]], Awaitable[None]]) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+@asynccontextmanager
+async def master(context: ssl.SSLContext) -> AsyncIterator[int]:
+    connections = Connections(per_peer=PER_PEER)
+    server = Server(_healthy, connections, tls=context)  # type: ignore[arg-type]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        task = asyncio.ensure_future(server.serve(sockets=[listener]))
+        try:
+            await until(lambda: server.started, "the server to start", 10)
+            yield port
+        finally:
+            server.should_exit = True
+            await task
+    assert connections.by_peer == {}
+
+
+@asynccontextmanager
+async def pserver(context: ssl.SSLContext) -> AsyncIterator[int]:
+    app = make_app(Pserver(JOB, "ps-1", index=0))
+    app[ARRIVALS].per_peer = PER_PEER
+    async with serving(app, "127.0.0.1", 0, tls=context) as listening:
+        yield listening.port
+
+
+async def is_healthy(port: int, context: ssl.SSLContext) -> bool:
+    """Whether a client that means well gets an answer."""
+    try:
+        async with asyncio.timeout(CUT_S):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+            writer.write(HEALTH)
+            answer = await reader.readuntil(b"\r\n\r\n")
+            writer.close()
+            await writer.wait_closed()
+    except OSError:
+        return False
+    return b" 200 " in answer
+
+
+async def is_cut(reader: asyncio.StreamReader) -> bool:
+    async with asyncio.timeout(CUT_S):
+        try:
+            return await reader.read() == b""
+        except ConnectionError:
+            return True
+
+
+def half_hello(context: ssl.SSLContext) -> bytes:
+    """The first half of what a client says first."""
+    out = ssl.MemoryBIO()
+    with pytest.raises(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), out, server_hostname="127.0.0.1").do_handshake()
+    whole = out.read()
+    return whole[: len(whole) // 2]
+
+
+LOOPS = pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+SERVERS = pytest.mark.parametrize("served", [master, pserver])
+
+
+@LOOPS
+@SERVERS
+def test_who_does_not_finish_its_handshake_is_cut(
+    served: Serve, loop: NewLoop, tls: Tls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshakes, "HANDSHAKE_S", 0.3)
+
+    async def bother() -> None:
+        server, client = contexts(tls)
+        async with served(server) as port:
+            said = [b"", half_hello(client), HEALTH[:3]]
+            held = [await asyncio.open_connection("127.0.0.1", port) for _ in said]
+            for (_, writer), words in zip(held, said, strict=True):
+                writer.write(words)
+            assert [await is_cut(reader) for reader, _ in held] == [True] * len(said)
+            monkeypatch.setattr(handshakes, "HANDSHAKE_S", 60.0)
+            assert await is_healthy(port, client)
+            for _, writer in held:
+                writer.close()
+
+    run(bother(), loop)
+
+
+@LOOPS
+@SERVERS
+def test_handshakes_count_among_the_connections_of_their_peer(
+    served: Serve, loop: NewLoop, tls: Tls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshakes, "HANDSHAKE_S", 60.0)
+
+    async def bother() -> None:
+        server, client = contexts(tls)
+        async with served(server) as port:
+            held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(PER_PEER)]
+            assert not await is_healthy(port, client)
+            for _, writer in held:
+                writer.close()
+            async with asyncio.timeout(CUT_S):
+                while not await is_healthy(port, client):  # it has not heard of their end yet
+                    await asyncio.sleep(0.05)
+            left = await asyncio.open_connection("127.0.0.1", port)
+        assert await is_cut(left[0]), "the server has ended"
+        left[1].close()
+
+    run(bother(), loop)
+
+
+def contexts(tls: Tls) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    server, client = tls.server(), tls.client()
+    assert server is not None
+    assert client is not None
+    return server, client
+
+
+def run(bother: Coroutine[None, None, None], loop: NewLoop) -> None:
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(bother)
