@@ -13,10 +13,17 @@ launcher) module=trireme.docker ;;
 *) exec "$@" ;;
 esac
 
-if [ "$role" = host ]; then
-    export TRIREME_DATA_DIR="${TRIREME_DATA_DIR:-/data/host}"
-fi
+# A container may have several addresses. Others reach the one from which packets leave: networks without a way out are for etcd alone.
+own_address() {
+    python3 -I -S -c 'import socket
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+s.connect(("192.0.2.1", 9))  # sends nothing
+print(s.getsockname()[0])' 2>/dev/null || hostname -i | cut -d' ' -f1
+}
+
 export TRIREME_HOST="${TRIREME_HOST:-0.0.0.0}"
-export TRIREME_ADVERTISE="${TRIREME_ADVERTISE:-$(hostname -i | cut -d' ' -f1)}"
-export TRIREME_NAME="${TRIREME_NAME:-$role-$(hostname)}"
+export TRIREME_ADVERTISE="${TRIREME_ADVERTISE:-$(own_address)}"
+if [ "$role" != host ]; then # a host's name in the pool is the container's
+    export TRIREME_NAME="${TRIREME_NAME:-$role-$(hostname)}"
+fi
 exec python -P -m "$module"

@@ -1,12 +1,41 @@
 #!/usr/bin/env python3
-"""Exit code 0 if the service in this container answers /healthz."""
+"""Exit code 0 if the service in this container is ready: its /readyz at TRIREME_PORT, else the file that it makes (TRIREME_READY_FILE)."""
+
+from __future__ import annotations
 
 import os
+import ssl
 import sys
 import urllib.request
+from pathlib import Path
 
-try:
-    with urllib.request.urlopen(f"http://127.0.0.1:{os.environ['TRIREME_PORT']}/healthz", timeout=3) as answer:
-        sys.exit(answer.status != 200)
-except OSError as error:
-    sys.exit(str(error))
+TIMEOUT_S = 3
+
+
+def main() -> str | None:
+    """None, or why it is not ready."""
+    port, file = os.environ.get("TRIREME_PORT", ""), os.environ.get("TRIREME_READY_FILE", "")
+    if port not in ("", "0"):
+        return _asked(port)
+    if file:
+        return None if Path(file).exists() else f"it has not made {file} yet"
+    return None  # a command, no service
+
+
+def _asked(port: str) -> str | None:
+    ca, cert = os.environ.get("TRIREME_TLS_CA", ""), os.environ.get("TRIREME_TLS_CERT", "")
+    context = None
+    if cert:
+        context = ssl.create_default_context(cafile=ca or None)
+        context.check_hostname = False  # it is this container, by whatever name
+        context.load_cert_chain(cert, os.environ.get("TRIREME_TLS_KEY") or None)
+    url = f"{'https' if cert else 'http'}://127.0.0.1:{port}/readyz"
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S, context=context):  # noqa: S310  http or https
+            return None
+    except OSError as error:  # also an answer that is not 2xx
+        return f"{url}: {error}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -36,13 +36,13 @@ from shared.etcd.client import Etcd
 from shared.etcd.errors import Fatal, Unauthenticated
 from shared.runtime import clock, ids, telemetry
 from shared.runtime.lifelines import die_with_parent
-from shared.security import private_files
+from shared.security import etcd_users, private_files
 
 CLIENT, PEER = (
     "client:0",
     "peer:0",
 )  # etcd takes only socket names with the form of host:port, relative to its working directory
-USER = "root"  # etcd turns users on only if there is this one
+USER = etcd_users.ROOT
 USERS_S = 5.0
 BCRYPT_COST = "4"  # of a password with 256 random bits nothing can be guessed, and hashing takes time at each log-in
 SOCKETS, PREFIX = "sockets", "trireme-etcd-"
@@ -202,10 +202,9 @@ class EmbeddedEtcd:
             raise Fatal(failure, hint=f"its complete log is {self.log_path}")
         client = connect([url])
         try:
-            with suppress(Unauthenticated):  # users are on already
-                for method, body in users(new.read_text(encoding="utf-8")):
-                    with suppress(Fatal):  # it was done already; if not, nobody can log in and it is not ready
-                        await client.transport.call(method, body, USERS_S)
+            # if something was not done, nobody can log in, and it is not ready
+            calls = etcd_users.users(new.read_text(encoding="utf-8"))
+            await etcd_users.make(lambda method, body: client.transport.call(method, body, USERS_S), calls)
         finally:
             await client.close()
         await self.kill()
@@ -357,16 +356,6 @@ class EmbeddedEtcd:
         finally:
             await client.close()
         return f"etcd ({self.binary}) did not serve at {url} within {timeout_s:g} s: {self.last_words()}"
-
-
-def users(password: str) -> tuple[tuple[str, dict[str, str]], ...]:
-    """The calls that turn users on, in their order."""
-    return (
-        ("/auth/role/add", {"name": USER}),
-        ("/auth/user/add", {"name": USER, "password": password}),
-        ("/auth/user/grant", {"user": USER, "role": USER}),
-        ("/auth/enable", {}),
-    )
 
 
 def free_ports(count: int) -> tuple[int, ...]:

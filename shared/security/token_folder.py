@@ -135,6 +135,14 @@ class TokenFolder(TokenFile):
                 records.append(_record(GIVEN, Role.ADMIN, given, None))
             self._write(records)
 
+    def adopt(self, role: Role, token: str) -> None:
+        """`token` is that of the role from now on, beside what the table has."""
+        with self._locked():
+            records = self.records()
+            if not any(each.sha256 == digest_of(token) for each in records):
+                kept = [each for each in records if each.name != role]
+                self._write([*kept, _record(role, role, token, None)])
+
     def _is_usable(self, role: Role, records: list[TokenRecord]) -> bool:
         try:
             digest = digest_of(self.token(role))

@@ -47,7 +47,7 @@ FLOORS = {
         {"client"},
         {"plain", "launch"},
         {"launchers"},
-        {"pool", "preflight", "existing_etcd"},
+        {"pool", "preflight", "existing_etcd", "containers"},
         {"cli"},
     ],
 }

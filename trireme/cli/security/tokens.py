@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from shared.security.token_folder import TokenFile, TokenFolder
 from shared.security.tokens import Role, TokenRecord
 from trireme.cli import exit_codes
 from trireme.cli.targets import is_of_cluster
+from trireme.containers import secrets
+from trireme.containers.secrets import TokenVolumes
 from trireme.launch import run_folder
 from trireme.pool import cluster_folder
 from trireme.settings import UsageError
@@ -20,7 +23,8 @@ from trireme.settings import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """The table `file`, else that of a job's run, else that of the cluster or the run in the data folder that started last."""
+    """The table `file`, else that of the volumes of a cluster of containers (TRIREME_SECRETS), else that of a job's run, else that of
+    the cluster or the run in the data folder that started last."""
 
     file: Path | None = None
     job: str | None = None
@@ -30,6 +34,8 @@ class Where:
         """Raises NotFound."""
         if self.file is not None:
             return TokenFile(self.file.absolute())
+        if (self.job, self.data_dir) == (None, None) and (root := os.environ.get(secrets.VARIABLE)):
+            return TokenVolumes(Path(root))
         cluster = cluster_folder.place_of(self.data_dir)
         if self.job is None and cluster.is_dir() and is_of_cluster(None, self.data_dir):
             return TokenFolder(cluster)
