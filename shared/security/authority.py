@@ -1,6 +1,7 @@
 """A small certificate authority in a folder: `ca.pem` and `ca-key.pem`, and certificates that it has signed.
 
 create_authority(folder) ─► ca.pem, ca-key.pem        issue(folder, "trireme", hosts) ─► trireme.pem, trireme-key.pem
+                                                      again, hosts_of(trireme.pem) ─► renewed
 
 Keys are P-256 and only their owner can read them. One certificate serves and calls: members of a cluster do both.
 """
@@ -91,6 +92,16 @@ def issue(folder: Path, name: str, hosts: tuple[str, ...], days: int) -> datetim
     _write(folder / f"{name}-key.pem", _pem(key), 0o600)
     _write(folder / f"{name}.pem", made.public_bytes(serialization.Encoding.PEM), 0o644)
     return end
+
+
+def hosts_of(path: Path) -> tuple[str, ...]:
+    """The names and addresses that the certificate `path` is for. Raises InvalidArgument."""
+    try:
+        made = x509.load_pem_x509_certificate(path.read_bytes())
+        named = made.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (OSError, ValueError, x509.ExtensionNotFound) as error:
+        raise InvalidArgument(f"{path} is no certificate that could be renewed: {error}") from error
+    return tuple(str(each.value) for each in named if isinstance(each, x509.DNSName | x509.IPAddress))
 
 
 def _authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:

@@ -359,15 +359,18 @@ def certs(
     ] = None,
     name: Annotated[str, typer.Option(help="Of the certificate's files.", metavar="NAME")] = "trireme",
     days: Annotated[int, typer.Option(help="For which it is valid, up to 825.", metavar="N")] = 365,
+    renew: Annotated[
+        bool, typer.Option("--renew", help="Only replace a certificate that is there, for the same hosts.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Make a small certificate authority, or a further certificate of it, for TLS between members, masters and commands.
 
-    Prints the environment variables that use them. A name that is there already gets a new certificate.
+    Prints the environment variables that use them. A name that is there already gets a new certificate; services take it up.
     """
     from trireme.cli.security.certs import make_certificates  # noqa: PLC0415
 
-    raise typer.Exit(make_certificates(folder, name, hosts or [], days, as_json=as_json))
+    raise typer.Exit(make_certificates(folder, name, hosts or [], days, renew=renew, as_json=as_json))
 
 
 cluster_commands.add_to(app)

@@ -7,6 +7,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 
 import pytest
 import uvloop
@@ -15,6 +16,7 @@ from master_service.api.server import Connections, Server
 from pserver_service.data_plane.server import ARRIVALS, make_app, serving
 from pserver_service.pserver import Pserver
 from shared.security import authority, handshakes
+from shared.security import tls as tls_files
 from shared.security.tls import Tls
 from tests.equipment.waiting import until
 from tests.pserver_service.jobs import JOB
@@ -29,10 +31,14 @@ NewLoop = Callable[[], asyncio.AbstractEventLoop]
 
 @pytest.fixture(scope="module")
 def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
-    folder = tmp_path_factory.mktemp("tls")
-    authority.create_authority(folder / "tls")
-    authority.issue(folder / "tls", "trireme", ("127.0.0.1",), 1)
-    return Tls(*(str(folder / "tls" / name) for name in ("ca.pem", "trireme.pem", "trireme-key.pem")))
+    return made_in(tmp_path_factory.mktemp("tls"))
+
+
+def made_in(folder: Path) -> Tls:
+    """Of an authority of its own."""
+    authority.create_authority(folder)
+    authority.issue(folder, "trireme", ("127.0.0.1",), 1)
+    return Tls(*(str(folder / name) for name in ("ca.pem", "trireme.pem", "trireme-key.pem")))
 
 
 async def _healthy(_: object, __: object, send: Callable[[dict[str, object]], Awaitable[None]]) -> None:
@@ -144,6 +150,38 @@ def test_handshakes_count_among_the_connections_of_their_peer(
         left[1].close()
 
     run(bother(), loop)
+
+
+@LOOPS
+@SERVERS
+def test_a_renewed_certificate_is_served_to_the_next_client_without_a_restart(
+    served: Serve, loop: NewLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls_files, "LOOK_S", 0.0)
+
+    async def serial() -> str:
+        _, writer = await asyncio.open_connection("127.0.0.1", port_of[0], ssl=client)
+        found: dict[str, str] = writer.get_extra_info("peercert")
+        writer.close()
+        return found["serialNumber"]
+
+    async def renew() -> None:
+        async with served(server) as port:
+            port_of.append(port)
+            before = await serial()
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=client)
+            made_in(tmp_path / "next")
+            for each in (tmp_path / "next").iterdir():
+                each.replace(tmp_path / "tls" / each.name)
+            assert await serial() != before
+            writer.write(HEALTH)
+            async with asyncio.timeout(CUT_S):
+                assert b" 200 " in await reader.readuntil(b"\r\n\r\n"), "connections that were there go on"
+            writer.close()
+
+    port_of: list[int] = []
+    server, client = contexts(made_in(tmp_path / "tls"))
+    run(renew(), loop)
 
 
 def contexts(tls: Tls) -> tuple[ssl.SSLContext, ssl.SSLContext]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import ssl
 import stat
 from datetime import timedelta
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from shared.errors import Conflict, InvalidArgument
 from shared.security import authority
+from shared.security import tls as tls_module
 from shared.security.tls import Tls, client_context
 from trireme.cli.app import app
 
@@ -31,9 +33,13 @@ def files_in(folder: Path, name: str = "trireme", **more: bool) -> Tls:
 
 def shaken_hands(server: Tls, client: Tls, host: str = "localhost") -> ssl.SSLObject:
     """Both ends in memory. Raises ssl.SSLError."""
+    return shaken(server.server(), client.client(), host)
+
+
+def shaken(server: ssl.SSLContext, client: ssl.SSLContext, host: str = "localhost") -> ssl.SSLObject:
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    at_server = server.server().wrap_bio(to_server, to_client, server_side=True)
-    at_client = client.client().wrap_bio(to_client, to_server, server_hostname=host)
+    at_server = server.wrap_bio(to_server, to_client, server_side=True)
+    at_client = client.wrap_bio(to_client, to_server, server_hostname=host)
     waiting = [at_client, at_server]
     for _ in range(10):
         for end in list(waiting):
@@ -134,3 +140,71 @@ def test_trireme_certs_makes_an_authority_once_and_certificates_of_it(tmp_path: 
     assert shaken_hands(files_in(folder, mutual=True), files_in(folder, "laptop"), "a.example")
     for wrong in (["--name", "../x"], ["--name", "ca"], ["--days", "0"], ["--host", "a/b"]):
         assert runner.invoke(app, ["certs", str(folder), *wrong]).exit_code == 2
+
+
+def move(source: Path, target: Path, *names: str) -> None:
+    for name in names:
+        (source / name).replace(target / name)
+
+
+def test_renewed_files_count_at_both_ends_and_what_was_trusted_before_does_not(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls_module, "LOOK_S", 0.0)
+    files = files_in(folder, mutual=True)
+    server, client = files.server(), files.client()
+    old = ssl.create_default_context(cafile=files.ca)
+    old.load_cert_chain(files.cert, files.key)
+    first = shaken(server, client).getpeercert()
+    authority.issue(folder, "trireme", ("localhost",), 30)
+    renewed = shaken(server, client).getpeercert()
+    assert renewed["serialNumber"] != first["serialNumber"]
+    assert shaken(server, old)
+    authority.create_authority(tmp_path / "next")
+    authority.issue(tmp_path / "next", "trireme", ("localhost",), 30)
+    move(tmp_path / "next", folder, "ca.pem", "trireme.pem", "trireme-key.pem")
+    assert shaken(server, client).getpeercert()["serialNumber"] != renewed["serialNumber"]
+    with pytest.raises(ssl.SSLError):
+        shaken(server, old)
+
+
+def test_files_that_do_not_fit_together_yet_leave_those_of_before(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls_module, "LOOK_S", 0.0)
+    files = files_in(folder)
+    server, client = files.server(), files.client()
+    first = shaken(server, client).getpeercert()
+    shutil.copytree(folder, tmp_path / "next")
+    authority.issue(tmp_path / "next", "trireme", ("localhost",), 30)
+    move(tmp_path / "next", folder, "trireme-key.pem")
+    assert shaken(server, client).getpeercert() == first
+    (folder / "ca.pem").rename(tmp_path / "ca.pem")
+    assert shaken(server, client).getpeercert() == first
+    (tmp_path / "ca.pem").rename(folder / "ca.pem")
+    move(tmp_path / "next", folder, "trireme.pem")
+    assert shaken(server, client).getpeercert()["serialNumber"] != first["serialNumber"]
+
+
+def test_files_are_looked_at_once_a_second(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, looks = [0.0], []
+    monkeypatch.setattr(tls_module.clock, "monotonic", lambda: now[0])
+    client = files_in(folder).client()
+    monkeypatch.setattr(tls_module, "_state_of", lambda files: looks.append(files) or [])
+    for now[0] in (0.5, 0.9, 1.1, 1.2, 2.0, 2.2):
+        client.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_hostname="localhost")
+    assert len(looks) == 2
+
+
+def test_trireme_certs_renews_a_certificate_for_the_same_hosts(tmp_path: Path) -> None:
+    runner, folder = CliRunner(), tmp_path / "tls"
+    assert runner.invoke(app, ["certs", str(folder), "--renew"]).exit_code == 2
+    assert not folder.exists()
+    assert runner.invoke(app, ["certs", str(folder), "--host", "a.example", "--host", "10.0.0.5"]).exit_code == 0
+    before, key = (folder / "trireme.pem").read_bytes(), (folder / "trireme-key.pem").read_bytes()
+    told = runner.invoke(app, ["certs", str(folder), "--renew", "--host", "b.example", "--json"])
+    assert told.exit_code == 0, told.output
+    assert {"a.example", "10.0.0.5", "b.example", "127.0.0.1"} < set(json.loads(told.stdout)["hosts"])
+    assert (folder / "trireme.pem").read_bytes() != before
+    assert (folder / "trireme-key.pem").read_bytes() != key
+    assert shaken_hands(files_in(folder), files_in(folder), "a.example")

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from shared.errors import InvalidArgument, TriremeError
-from shared.security.authority import CA, create_authority, issue
+from shared.security.authority import CA, create_authority, hosts_of, issue
 from shared.security.tls import Tls
 from trireme.cli.exit_codes import OK, report_error
 
@@ -17,19 +17,20 @@ NAME = r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9])?$"
 OWN = ("localhost", "127.0.0.1", "::1")
 
 
-def make_certificates(folder: Path, name: str, hosts: list[str], days: int, *, as_json: bool) -> int:
-    """Returns the exit code."""
+def make_certificates(folder: Path, name: str, hosts: list[str], days: int, *, renew: bool, as_json: bool) -> int:
+    """Returns the exit code. `renew`: the certificate is there, and its hosts stay."""
     try:
-        _make(folder, name, hosts, days, as_json=as_json)
+        _make(folder, name, hosts, days, renew=renew, as_json=as_json)
     except TriremeError as error:
         return report_error(error, as_json=as_json)
     return OK
 
 
-def _make(folder: Path, name: str, hosts: list[str], days: int, *, as_json: bool) -> None:
+def _make(folder: Path, name: str, hosts: list[str], days: int, *, renew: bool, as_json: bool) -> None:
     if not re.match(NAME, name) or name == "ca":
         raise InvalidArgument(f"{name[:80]!r} is no name for a certificate", hint="use letters, digits, . _ and -")
-    named = tuple(dict.fromkeys([*OWN, socket.gethostname(), *hosts]))
+    before = hosts_of(folder / f"{name}.pem") if renew else (*OWN, socket.gethostname())
+    named = tuple(dict.fromkeys([*before, *hosts]))
     fresh = not (folder / CA).exists()
     if fresh:
         create_authority(folder)
