@@ -106,7 +106,9 @@ class Leader:
         async with ClusterClient(url, token=token, timeout_s=REQUEST_TIMEOUT_S) as cluster:
             try:
                 yield cluster
-                self._silent = ""
+                if self._silent:
+                    self._silent = ""
+                    log.info("leader_found", url=url)
             except PeerError as error:
                 told = error.details.get("leader") if isinstance(error, NotLeader) else ""
                 self._url = str(told or "")

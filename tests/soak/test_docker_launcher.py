@@ -11,6 +11,7 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,3 +146,48 @@ async def test_errors_of_the_engine_are_told_and_leave_nothing(project: str) -> 
         with pytest.raises(Exception, match="No such image") as caught:
             await engine.create(f"{project}_x", {"Image": "sha256:" + "0" * 64, "Cmd": ["true"]})
         print(caught.value)  # noqa: T201
+
+
+COMPOSE = """
+services:
+  trainer:
+    image: {image}
+    entrypoint: [sh, -c, 'trap "exit 0" TERM; while :; do sleep 0.1; done']
+    volumes: ["data:/data", "/scratch"]
+    stop_grace_period: 20s
+volumes:
+  data:
+"""
+
+
+async def test_compose_leaves_them_at_up_and_removes_them_at_down(image: str, tmp_path: Path) -> None:
+    program = next((each for each in (["docker", "compose"], ["docker-compose"]) if compose(each, "version")), None)
+    if program is None:
+        pytest.skip("neither `docker compose` nor `docker-compose` is there")
+    project = ids.new_id("launch")
+    file = tmp_path / "docker-compose.yml"
+    file.write_text(COMPOSE.replace("{image}", image))
+    program = [*program, "--project-name", project, "--file", str(file)]
+    try:
+        assert compose(program, "up", "--detach", "--scale", "trainer=1")
+        async with Engine(ADDRESS) as engine:
+            launcher = DockerLauncher(engine, project, "trireme", lambda _: None)
+            (name,) = await launcher.start("trainer", 1)
+            running = inspect(name)["State"]["StartedAt"]
+            for count in ("2", "1"):
+                assert compose(program, "up", "--detach", "--remove-orphans", "--scale", f"trainer={count}")
+                assert inspect(name)["State"]["StartedAt"] == running
+                assert inspect(name)["State"]["Running"]
+    finally:
+        assert compose(program, "down", "--volumes", "--timeout", "20")
+    for kind, what in (("ps", ["-aq"]), ("network", ["ls", "-q"]), ("volume", ["ls", "-q"])):
+        assert docker(kind, *what, "--filter", f"label=com.docker.compose.project={project}") == ""
+
+
+def compose(program: list[str], *arguments: str) -> bool:
+    try:
+        done = subprocess.run([*program, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    except FileNotFoundError:
+        return False
+    print(done.stderr)  # noqa: T201
+    return done.returncode == 0
