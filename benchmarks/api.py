@@ -3,9 +3,8 @@
 A local job (etcd, a master, a parameter server, two trainers, with tokens) trains all the time. Requests are sent at --rate a second
 whether or not earlier ones were answered, so a slow answer does not hide those that wait behind it: each time is counted from the
 moment when the request was due. They take turns: the job, its tasks, its members, events, metrics, checkpoints, Prometheus.
-The first
-request for each path, which loads what it needs, is not counted. Shown are quantiles in ms over all of them and for each path, and the steps/s of the job without and beside them. The requests
-come from a process of their own.
+The first request for each path counts, too. Shown are quantiles in ms over all of them and for each path, and the steps/s of the job
+without and beside them. The requests come from a process of their own.
 """
 
 from __future__ import annotations
@@ -76,9 +75,6 @@ async def ask(url: str, token: str, rate: float, seconds: float) -> dict[str, li
     found: dict[str, list[float]] = {path: [] for path in PATHS}
     connector = aiohttp.TCPConnector(limit=64)
     async with aiohttp.ClientSession(connector=connector, headers={"Authorization": f"Bearer {token}"}) as session:
-        for path in PATHS:
-            async with session.get(url + path) as answer:
-                await answer.read()
 
         async def one(path: str, due: float) -> None:
             async with session.get(url + path) as answer:

@@ -12,7 +12,7 @@ import socket
 import sys
 from pathlib import Path
 
-from master_service.api.app import make_app
+from master_service.api.app import guarded, make_api, warm_up
 from master_service.api.logs.source import LogSource
 from master_service.api.server import Server
 from master_service.cluster.leader import ClusterMaster
@@ -74,14 +74,17 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     service.settled()
     gc.set_threshold(*COLLECTIONS)
     logs = LogSource(settings.logs, by_job=not settings.job)
-    server = Server(make_app(master, access, logs), tls=tls)
+    api = make_api(master, logs)
+    server = Server(guarded(api, master, access), tls=tls)
     log.info("serving", url=url, master=name)
     try:
         async with asyncio.TaskGroup() as group:
             serving = group.create_task(server.serve(sockets=[listener]))
+            warming = group.create_task(warm_up(api, master))
             try:
                 await master.run(stopping)
             finally:
+                warming.cancel()
                 server.should_exit = True
             await serving
     finally:

@@ -6,6 +6,8 @@ request -> guarded (auth.py) -> bounded -> HEAD, OPTIONS, query (openapi/methods
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import Depends, FastAPI
 from starlette.types import ASGIApp
 
@@ -37,7 +39,13 @@ from master_service.api.server_sent import Streams
 from master_service.cluster.leader import ClusterMaster
 from master_service.leadership.jobs_led import JobsLed
 from shared import __version__
+from shared.errors import NotLeader, NotReady
+from shared.runtime import telemetry
 from shared.security.access import Access
+
+CALM_S = 1.0  # from the start, or from the last look in a takeover
+
+log = telemetry.logger("rest")
 
 DESCRIPTION = (
     "Control plane of Trireme jobs: tasks, members, progress. Everything of a job is below /v1/jobs/{job}; while there is one job "
@@ -47,7 +55,28 @@ DESCRIPTION = (
 
 def make_app(jobs: JobsLed, access: Access | None = None, logs_of: LogSource | None = None) -> ASGIApp:
     """The application. `access` None: it needs no token and answers at loopback names only. `logs_of` None: it serves no logs."""
-    return Guarded(DirectTaskLeases(make_api(jobs, logs_of), jobs, max_body_bytes=MAX_BODY_BYTES), access or Access())
+    return guarded(make_api(jobs, logs_of), jobs, access)
+
+
+def guarded(api: FastAPI, jobs: JobsLed, access: Access | None = None) -> ASGIApp:
+    """The application around `make_api(jobs)`."""
+    return Guarded(DirectTaskLeases(api, jobs, max_body_bytes=MAX_BODY_BYTES), access or Access())
+
+
+async def warm_up(api: FastAPI, jobs: JobsLed, calm_s: float = CALM_S) -> None:
+    """Make what routes need at their first requests (validators, the document), before somebody waits for it: half a second of a
+    processor, in a thread, so that requests get their turns. Not while `jobs` are taken over: that goes first."""
+    while True:
+        await asyncio.sleep(calm_s)
+        try:
+            jobs.check_leading()
+        except NotReady:
+            continue
+        except NotLeader:  # it stands by
+            pass
+        break
+    await asyncio.to_thread(api.openapi)
+    log.debug("warmed_up")
 
 
 def make_api(jobs: JobsLed, logs_of: LogSource | None = None) -> FastAPI:

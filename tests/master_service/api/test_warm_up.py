@@ -1,0 +1,69 @@
+"""What the first requests need is made before somebody waits for it, and not while the master takes over."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import httpx
+import pytest
+
+from master_service.api.app import make_api, warm_up
+from shared.errors import NotLeader, NotReady, TriremeError
+from tests.master_service.cluster import MasterCluster, spec_of
+
+
+class Leads:
+    """`answers`: to the first questions whether it leads; then it does."""
+
+    def __init__(self, *answers: TriremeError) -> None:
+        self.answers = list(answers)
+        self.asked = 0
+
+    def check_leading(self) -> None:
+        self.asked += 1
+        if self.answers:
+            raise self.answers.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("answers", "asked"),
+    [((NotReady("takes over"), NotReady("takes over")), 3), ((NotLeader("stands by"),), 1), ((), 1)],
+)
+async def test_a_master_warms_up_once_it_leads_or_stands_by(answers: tuple[TriremeError, ...], asked: int) -> None:
+    master, leads = MasterCluster(spec_of()).master(), Leads(*answers)
+    api = make_api(master)
+    made: list[threading.Thread] = []
+    document = api.openapi
+
+    def make() -> dict[str, Any]:
+        assert not leads.answers, "in the takeover"
+        made.append(threading.current_thread())
+        return document()
+
+    api.openapi = make  # type: ignore[method-assign]
+    await warm_up(api, leads, 0.001)  # type: ignore[arg-type]
+    assert (leads.asked, len(made)) == (asked, 1)
+    assert made[0] is not threading.main_thread(), "requests would wait"
+
+
+async def test_the_first_request_makes_nothing_after_that() -> None:
+    master = MasterCluster(spec_of()).master()
+    api = make_api(master)
+    await warm_up(api, Leads(), 0.0)  # type: ignore[arg-type]
+    made: list[object] = []
+    for route in _included(api.routes):
+        candidates = route._effective_candidates
+        made += candidates
+        assert candidates, route
+    assert made
+    assert api.openapi_schema
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://master") as client:
+        async with asyncio.timeout(30):
+            assert (await client.get("/v1/version?x=1")).status_code == 422
+
+
+def _included(routes: Any) -> list[Any]:
+    """FastAPI makes the routes of included routers when they are needed first."""
+    return [route for route in routes if hasattr(route, "_effective_candidates")]
