@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from shared.errors import TriremeError, Unauthorized
+from shared.runtime.http import hide_implementation
 from shared.security.access import CHALLENGE, Access, Asked
 from shared.security.tokens import Role
 from trainer_agent.agent import Agent
@@ -48,6 +49,7 @@ class StatusPages:
     async def serving(self, host: str, port: int, tls: ssl.SSLContext | None) -> AsyncIterator[int]:
         """The port. `port` 0: a free one."""
         app = web.Application()
+        app.on_response_prepare.append(hide_implementation)
         app.router.add_get("/healthz", self._alive)
         app.router.add_get("/metrics", self._metrics)
         runner = web.AppRunner(app, access_log=None)

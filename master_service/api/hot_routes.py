@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from master_service.api.limits import read_body, replayed
-from master_service.api.problems import CONTENT_TYPE, RETRY_AFTER_S, problem_of, problem_of_bug, request_id_of
+from master_service.api.problems import CONTENT_TYPE, problem_of, problem_of_bug, request_id_of, retry_after_s
 from master_service.api.resources import Empty, Problem
 from master_service.api.routes.dependencies import answered, unless_gone
 from master_service.leadership.jobs_led import JobsLed
@@ -74,14 +74,13 @@ class DirectTaskLeases:
             log.exception("request_failed", request_id=request_id, path=scope["path"])
             answer = problem_of_bug(request_id)
         status, content_type = 200, "application/json"
-        retry_after = False
         if isinstance(answer, Problem):
-            status, content_type, retry_after = answer.status, CONTENT_TYPE, answer.retryable
+            status, content_type = answer.status, CONTENT_TYPE
         content = answer.__pydantic_serializer__.to_json(answer)
         head = [(b"content-length", b"%d" % len(content)), (b"content-type", content_type.encode())]
         head.append((b"x-request-id", request_id.encode()))
-        if retry_after:
-            head.append((b"retry-after", b"%d" % RETRY_AFTER_S))
+        if isinstance(answer, Problem) and answer.retryable:
+            head.append((b"retry-after", b"%d" % retry_after_s(answer)))
         await send({"type": "http.response.start", "status": status, "headers": head})
         await send({"type": "http.response.body", "body": content})
 
@@ -91,6 +90,8 @@ class DirectTaskLeases:
             return None
         job, parts = found
         if len(headers) != len(scope["headers"]) or headers.get(b"content-type") != b"application/json":
+            return None
+        if b"if-match" in headers:  # refused
             return None
         length = headers.get(b"content-length", b"")
         if not length.isdigit() or int(length) > self._max_body_bytes:

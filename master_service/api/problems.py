@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 
@@ -15,7 +16,8 @@ from shared.errors import InvalidArgument, NotFound, TriremeError
 from shared.runtime import ids
 
 CONTENT_TYPE = "application/problem+json"
-RETRY_AFTER_S = 1
+RETRY_AFTER_S = 1  # where nothing better is known
+LONGEST_RETRY_AFTER_S = 60
 CODES = {404: NotFound.code, 405: "METHOD_NOT_ALLOWED", 422: InvalidArgument.code}
 
 
@@ -25,8 +27,14 @@ def request_id_of(headers: Mapping[bytes, bytes]) -> str:
     return given if given.isascii() and given.isprintable() and 0 < len(given) <= 64 else ids.new_id("req")
 
 
+def retry_after_s(problem: Problem) -> int:
+    """Whole seconds, not too early: what the error knows (`details`), else RETRY_AFTER_S."""
+    known = float(problem.details.get("retry_after_s", RETRY_AFTER_S))
+    return min(LONGEST_RETRY_AFTER_S, max(0, math.ceil(known)))
+
+
 def problem_response(problem: Problem, headers: Mapping[str, str] | None = None) -> Response:
-    more = {"Retry-After": str(RETRY_AFTER_S)} if problem.retryable else {}
+    more = {"Retry-After": str(retry_after_s(problem))} if problem.retryable else {}
     return Response(problem.model_dump_json(), problem.status, {**more, **(headers or {})}, CONTENT_TYPE)
 
 

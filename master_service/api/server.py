@@ -64,6 +64,7 @@ class Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             proxy_headers=False,
+            server_header=False,
             lifespan="off",
             ws="none",
             timeout_graceful_shutdown=CLOSING_S,

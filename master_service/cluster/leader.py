@@ -97,7 +97,7 @@ class ClusterMaster:
                 group.create_task(Retention(self, self.job_retention_s).run())
                 group.create_task(self.current_term.run())
         finally:
-            self.current_term, self._leading = None, False
+            self.current_term, self._leading, self._leader = None, False, ""
             self.events.end()
 
     def _note_leader(self, holder: MasterLock) -> None:
@@ -128,11 +128,14 @@ class ClusterMaster:
         if self.current_term is not None:
             if self.current_term.lock.lease.alive:
                 return self.current_term
-            raise NotLeader(f"{self.name} lost its lease; ask its successor")
+            held_s = round(self.current_term.lock.lease.held_s, 3)
+            raise NotLeader(f"{self.name} lost its lease; ask its successor", retry_after_s=held_s)
         if self._leading:
             raise NotReady(f"{self.name} is taking the cluster over; ask again")
-        msg = f"{self.name} stands by; the leader is {self._leader or 'not known yet'}"
-        raise NotLeader(msg, leader=self._leader)
+        if not self._leader:
+            raise NotLeader(f"{self.name} stands by; the leader is not known yet", leader="")
+        msg = f"{self.name} stands by; the leader is {self._leader}"
+        raise NotLeader(msg, leader=self._leader, retry_after_s=0)  # there at once
 
     @property
     def state(self) -> ClusterState:

@@ -62,7 +62,7 @@ class Master(TaskService):
             self.events.add([Event("master_elected", elected, {"term": term, "url": self.url})])
             await leading.run()
         finally:
-            self.current_term, self._leading = None, False
+            self.current_term, self._leading, self._leader = None, False, ""
             self.events.end()
 
     def _note_leader(self, holder: MasterLock) -> None:
@@ -119,12 +119,14 @@ class Master(TaskService):
             if self.current_term.lease.alive:
                 return self.current_term
             msg = f"{self.name} lost its lease; ask its successor"
-            raise NotLeader(msg)
+            raise NotLeader(msg, retry_after_s=round(self.current_term.lease.held_s, 3))
         if self._leading:
             msg = f"{self.name} is taking over the job (counting the dataset, reading the queues); ask again"
             raise NotReady(msg)
-        msg = f"{self.name} stands by; the leader is {self._leader or 'not known yet'}"
-        raise NotLeader(msg, leader=self._leader)
+        if not self._leader:
+            raise NotLeader(f"{self.name} stands by; the leader is not known yet", leader="")
+        msg = f"{self.name} stands by; the leader is {self._leader}"
+        raise NotLeader(msg, leader=self._leader, retry_after_s=0)  # there at once
 
     @property
     def writer(self) -> Writer:

@@ -63,6 +63,11 @@ class Lease:
         return 0.0 if self.lost.is_set() else max(0.0, self._deadline - clock.since_boot())
 
     @property
+    def held_s(self) -> float:
+        """So long etcd may still keep what depends on it, if it is not renewed any more: others wait for that."""
+        return 0.0 if self.revoked else max(0.0, self._sent + self.ttl_s - clock.since_boot())
+
+    @property
     def unrenewed_s(self) -> float:
         """Since the last successful renewal was sent."""
         return clock.since_boot() - self._sent

@@ -5,17 +5,25 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
 import aiohttp
 
 from shared.errors import DeadlineExceeded, PeerError, TriremeError, Unauthorized, from_map
 
+if TYPE_CHECKING:
+    from aiohttp import web
+
 PROBE_TIMEOUT_S = 1.0
 MEANT = "Trireme-Pserver"  # header: the incarnation of the pserver that shall answer
 
 Token: TypeAlias = str | Callable[[], str]  # a function is asked before each request: tokens are rotated
+
+
+async def hide_implementation(_: web.Request, answer: web.StreamResponse) -> None:
+    """For `on_response_prepare` of a server: which program of which version answers is nobody's concern."""
+    answer.headers.popall("Server", None)
 
 
 def text_of(token: Token) -> str:

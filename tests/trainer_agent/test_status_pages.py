@@ -41,8 +41,9 @@ async def test_metrics_need_a_viewers_token_and_count_what_was_trained():
             assert "trireme_trainer" not in text
         assert (await get("/metrics", "reads", Host="evil.example"))[0] == 421
         assert (await get("/metrics", "reads", Origin="http://evil.example"))[0] == 403
-        status, text, _ = await get("/metrics", "reads")
+        status, text, headers = await get("/metrics", "reads")
         assert (status, wrong_metrics(text)) == (200, [])
+        assert "Server" not in headers
         assert "trireme_trainer_ready 0.0" in text
         pages.agent = agent = Agent()
         agent.reports.share(StepMetrics(step=0, epoch=0, loss_sum=1.0, records=6, skipped=2))

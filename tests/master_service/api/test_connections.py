@@ -66,6 +66,16 @@ async def test_a_connection_without_a_whole_request_is_cut(sent: tuple[bytes, ..
         assert await rest_of(port, *sent) == b""
 
 
+async def test_no_answer_says_which_program_gives_it() -> None:
+    async with serving(Connections(request_s=0.2)) as port:
+        for sent in (HEALTH, HEALTH.replace(b"/healthz", b"/nothing"), b"no request\r\n\r\n"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(sent)
+            head = await reader.readuntil(b"\r\n\r\n")
+            writer.close()
+            assert b"server:" not in head.lower(), head
+
+
 async def test_a_long_poll_outlives_the_limit_of_a_request() -> None:
     async def events(port: int, query: str) -> bytes:
         ask = f"GET /v1/events?{query} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +15,9 @@ import pytest
 from master_service.api.app import make_api
 from master_service.api.openapi.document import operations
 from master_service.api.openapi.documentation import FILES
+from master_service.api.problems import problem_of, problem_response
 from shared import __version__
+from shared.errors import NotLeader
 from tests.equipment.virtual_loop import run_virtually
 from tests.master_service.api.client import check_problem, client_of
 from tests.master_service.cluster import MasterCluster, leading, spec_of
@@ -100,6 +103,34 @@ async def test_what_may_succeed_later_says_when_to_ask_again() -> None:
         direct = await client.post("/v1/task-leases", json=ask)  # served in front of FastAPI
         assert (direct.status_code, direct.headers["retry-after"]) == (503, "1")
         assert "retry-after" not in (await client.get("/v1/unknown")).headers
+
+
+async def test_a_standby_sends_to_the_leader_at_once() -> None:
+    cluster = MasterCluster(spec_of())
+    standby, stopping = cluster.master("m2"), asyncio.Event()
+    async with leading(cluster.master("m1")), client_of(standby) as client:
+        waiting = asyncio.ensure_future(standby.run(stopping))
+        answers = []
+        while not answers or answers[-1].headers["retry-after"] != "0":
+            answers.append(await client.get("/v1/job"))
+            await asyncio.sleep(0.01)
+            assert len(answers) < 1000
+        assert check_problem(answers[-1], 503, "NOT_LEADER")["details"]["leader"] == "http://m1"
+        stopping.set()
+        await waiting
+
+
+async def test_a_master_whose_lease_is_over_says_how_long_others_wait_for_it() -> None:
+    cluster = MasterCluster(spec_of())
+    cluster.ttl_s = 40.0
+    async with leading(cluster.master()) as master:
+        master.term.lease.lost.set()
+        with pytest.raises(NotLeader) as refused:
+            master.check_leading()
+        left_s = refused.value.details["retry_after_s"]
+        assert 0 < left_s <= 40
+        answer = problem_response(problem_of(refused.value, "r"))
+        assert left_s <= int(answer.headers["retry-after"]) < left_s + 1
 
 
 def test_operations_are_listed_by_state_and_in_pages() -> None:

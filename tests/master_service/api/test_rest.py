@@ -261,7 +261,7 @@ async def test_a_standby_answers_not_leader_with_the_leaders_url() -> None:
         await asyncio.sleep(0.1)
         for path in ("/v1/job", "/v1/task-summary", "/readyz", "/v1/metrics"):
             problem = check_problem(await client.get(path), 503, "NOT_LEADER")
-            assert (problem["details"], problem["retryable"]) == ({"leader": "http://m1"}, True)
+            assert (problem["details"], problem["retryable"]) == ({"leader": "http://m1", "retry_after_s": 0}, True)
         assert (await client.get("/healthz")).status_code == 200
         assert "trireme_master_leading 0.0" in (await client.get("/metrics")).text
         stopping.set()
