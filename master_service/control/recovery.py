@@ -156,7 +156,10 @@ class Recovery:
         """Without any checkpoint, pservers that still hold parameters have to leave."""
         job = self._job
         leaving = rollback.survivors(job.spec, job.state, job.slots, job.members)
-        if not leaving or await self._etcd.get(self._keys.latest) is not None:
+        if not leaving:
+            return
+        there = await read_checkpoints(self._etcd, self._keys)
+        if there.latest is not None or there.own:
             return
         for member in leaving:
             await self._evictions.end(member, "parameters are lost, no checkpoint exists yet")

@@ -158,22 +158,24 @@ async def test_after_everything_was_killed_an_asynchronous_job_goes_on_with_othe
         assert await applied(cluster) == dict.fromkeys(range(3), (MINIBATCHES, MINIBATCHES))
 
 
-@pytest.mark.soak  # for its length
-async def test_a_job_with_independent_checkpoints_starts_over_if_all_parameters_are_lost_before_the_first(tmp_path):
+async def start_over(tmp_path, killed, **changes):
+    """Nothing can be saved until the job has started over: a file is where the folder of checkpoints has to be. `killed`: these
+    parameter servers die, one after the other."""
     never = {"checkpoint_every_seconds": None, "checkpoint_every_epochs": None, "checkpoint_every_steps": None}
-    unwritable = (
-        tmp_path / "storage" / "checkpoints"
-    )  # a file where the folder has to be: not even the initial parameters are saved
+    unwritable = tmp_path / "storage" / "checkpoints"  # not even the initial parameters are saved
     unwritable.parent.mkdir()
     unwritable.touch()
-    storage = str(unwritable.parent)
-    spec = async_spec(tmp_path, checkpoint_kind="independent", pservers=1, storage=storage, **never)
+    spec = async_spec(tmp_path, storage=str(unwritable.parent), **never, **changes)
     async with cluster_of(spec, tmp_path) as cluster:
         await reach_step(cluster, 20)
         keys = cluster.directory.keys
         assert await cluster.etcd.get(keys.latest) is None
         assert not (await cluster.etcd.range(keys.own_prefix, prefix=True)).kvs
-        cluster.kill("pserver-0")
+        for name in killed:
+            cluster.kill(name)
+            async with asyncio.timeout(END_S):
+                while name not in cluster.deaths:
+                    await asyncio.sleep(0.01)
         async with asyncio.timeout(END_S):
             while cluster.directory.state.timeline == 0:
                 assert not cluster.directory.state.phase.final, cluster.directory.state
@@ -182,5 +184,16 @@ async def test_a_job_with_independent_checkpoints_starts_over_if_all_parameters_
         state = await ended(cluster)
         assert state.phase is Phase.COMPLETED, state
         assert (state.result.losses.lost, state.result.losses.skipped) == ({}, {})
-        assert await applied(cluster) == {0: (MINIBATCHES, MINIBATCHES)}
-        assert cluster.deaths["pserver-0"] == 1
+        assert await applied(cluster) == dict.fromkeys(range(spec.pservers), (MINIBATCHES, MINIBATCHES))
+        assert all(cluster.deaths[name] >= 1 for name in killed)
+
+
+@pytest.mark.soak  # for its length
+async def test_a_job_with_independent_checkpoints_starts_over_if_all_parameters_are_lost_before_the_first(tmp_path):
+    await start_over(tmp_path, ["pserver-0"], checkpoint_kind="independent", pservers=1)
+
+
+@pytest.mark.soak  # for its length
+@pytest.mark.parametrize("killed", [["pserver-1"], ["pserver-0", "pserver-1"]], ids=["one", "one after the other"])
+async def test_a_job_starts_over_if_parameter_servers_die_before_anything_was_saved(tmp_path, killed):
+    await start_over(tmp_path, killed, pservers=2)

@@ -9,7 +9,7 @@ import asyncio
 
 from master_service.leadership.master import Master
 from shared.errors import CallerError, Conflict, NotFound, PeerError
-from shared.records import Dispatch, Mode, Stage
+from shared.records import Dispatch, Stage
 from shared.records.checkpoints import CheckpointLatest
 from shared.records.operations import Operation, OperationKind, OperationState, Strategy
 from shared.runtime import ids
@@ -23,12 +23,10 @@ RESIZE_LIMIT_S = 60.0
 
 
 def may_lose_pserver(cluster: SimulatedCluster) -> bool:
-    """Whether a parameter server may die: before an asynchronous job's first checkpoint that ends the job, and after
-    training independent checkpoints would change what is evaluated."""
-    if cluster.plan.job.mode is Mode.SYNC:
-        return True
+    """Whether a parameter server may die. With independent checkpoints, before each has its first one that ends the job, and after
+    training it would change what is evaluated."""
     if not cluster.plan.independent:
-        return cluster.simulated.value(cluster.keys.latest) is not None
+        return True
     indexes = [index for index, store in cluster.stores() if store.blocks]
     own = all(cluster.simulated.value(cluster.keys.own_checkpoints(index)) for index in indexes)
     return bool(indexes) and own and cluster.state.stage is Stage.TRAIN

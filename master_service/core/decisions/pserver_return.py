@@ -2,8 +2,8 @@
 
 complete --pserver gone--> absent --back, with a checkpoint's ledger--> counted: generation + 1, its losses on record
          |                   |-- the same process, whose lease had run out: it has everything, nothing is lost
-         |                   `-- no checkpoint, or away too long: FAILED
-         `-- no pserver left, or training is over: the whole job goes back, nothing is lost (rollback.py)
+         |                   `-- no checkpoint of its own (independent), or away too long: FAILED
+         `-- no pserver left, nothing saved, or training is over: the whole job goes back, nothing is lost (rollback.py)
 """
 
 from __future__ import annotations
@@ -46,20 +46,17 @@ def handle_missing(
         return _back_whole(state, whole)
     if not away:
         return Decision(None)
+    why = why_incomplete(spec, state, slots, members, listed) or who_is_missing(members, away[0])
+    if members.latest is None and not any(index in members.own for index in needed):
+        return go_back(spec, state, slots, members, why)
     for index in away:
         member = members.pservers.get(index)
         if member is not None and member.restored is not None and member.restored.error and is_back(state, member):
             return fail(state, f"pserver-{index} cannot come back: {member.restored.error}", FailureCause.STORAGE)
     over = state.stage is not Stage.TRAIN and members.latest is not None  # evaluation must see one set of parameters
-    nothing_saved = members.latest is None and not any(index in members.own for index in needed)
-    if (len(away) == len(needed) and (nothing_saved or not independent)) or (over and not independent):
-        why = why_incomplete(spec, state, slots, members, listed) or who_is_missing(members, away[0])
+    if not independent and (over or len(away) == len(needed)):
         return go_back(spec, state, slots, members, why)
-    if independent:
-        without = [index for index in away if index not in members.own]
-    else:
-        without = away if members.latest is None else []
-    if without:
+    if independent and (without := [index for index in away if index not in members.own]):
         return fail(
             state,
             f"{members.absence(f'pserver-{without[0]}')} and no checkpoint of it exists yet; start the job again",

@@ -104,9 +104,8 @@ def has_parameters(state: JobState, members: Members, index: int) -> bool:
     if state.joined.get(str(index)) == member.incarnation:
         return True
     restored = member.restored
-    if restored is not None and restored.rejoined:
-        noted = state.mends.get(str(index)) == member.incarnation
-        return noted and not restored.error and restored.timeline == state.timeline
+    if restored is not None and restored.rejoined and restored.timeline == state.timeline:
+        return state.mends.get(str(index)) == member.incarnation and not restored.error
     if state.checkpoint:
         return (
             restored is not None
@@ -196,9 +195,9 @@ def survivors(spec: JobSpec, state: JobState, slots: SlotMap | None, members: Me
     start empty."""
     placed = slots if slots is not None and slots_fit(slots, spec) else None
     lost = members.init_done and bool(why_incomplete(spec, state, placed, members))
-    holding = state.checkpoint or members.latest is not None or spec.mode is not Mode.SYNC
-    if state.phase.final or holding or not lost:
-        return []
+    saved = state.checkpoint or members.latest is not None or members.own
+    if state.phase.final or state.phase is Phase.CHECKPOINTING or saved or not lost:
+        return []  # a checkpoint that is being made may still become the first one
     return [members.pservers[index] for index in sorted(members.pservers) if has_parameters(state, members, index)]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from master_service.core.changes import Decision
 from master_service.core.decisions.lifecycle import count_failure, fail, next_stage
 from master_service.core.decisions.membership import only_joins, reconcile, storage_events
+from master_service.core.decisions.rollback import survivors
 from master_service.core.placement.lanes import moved_lanes, place
 from master_service.core.state.job import FailureBudget
 from master_service.core.state.members import Members
@@ -20,12 +23,14 @@ from shared.records import (
     Mode,
     Phase,
     PserverMember,
+    Restored,
     SlotMap,
     Stage,
     StepMetrics,
     TrainerList,
     UserFailure,
 )
+from shared.records.checkpoints import OwnCheckpoints
 from shared.records.datasets import TextLines
 from shared.records.queue import FailureCounts
 from tests.master_service.cluster import spec_of
@@ -41,6 +46,8 @@ from tests.master_service.core.members import (
     trainers,
     whole,
 )
+
+ALONE = TrainerList(generation=4, lanes=4, names=("a",))
 
 # ------------------------------------------------------------------ lanes
 
@@ -145,11 +152,41 @@ def test_asynchronous_jobs_have_generations_but_no_lanes() -> None:
     ],
     ids=["gone", "replaced by an empty one"],
 )
-def test_parameters_lost_before_any_checkpoint_fail_an_asynchronous_job(members: Members) -> None:
-    spec = spec_of(mode=Mode.ASYNC, pservers=2, slot_count=128)
-    state = state_after(reconcile(spec, RUNNING, NOBODY, SLOTS, members))
+@pytest.mark.parametrize("kind", ["coordinated", "independent"])
+def test_parameters_lost_before_any_checkpoint_start_an_asynchronous_job_over(members: Members, kind: str) -> None:
+    spec = spec_of(mode=Mode.ASYNC, pservers=2, slot_count=128, checkpoint_kind=kind)
+    assert reconcile(spec, RUNNING, ALONE, SLOTS, members) == Decision(None)
+    assert [member.index for member in survivors(spec, RUNNING, SLOTS, members)] == [0], "it leaves first"
+    pausing = RUNNING.model_copy(update={"phase": Phase.CHECKPOINTING})
+    assert survivors(spec, pausing, SLOTS, members) == [], "the first checkpoint may still be made"
+    left = replace(members, pservers=pservers(0, 1), pserver_revisions={0: 12, 1: 11})
+    state = state_after(reconcile(spec, RUNNING, ALONE, SLOTS, left))
+    assert (state.phase, state.timeline) == (Phase.WAITING, 5)
+    assert state.reason == "pserver-0 was replaced by an empty one and no checkpoint exists yet: training starts over"
+
+
+def test_independent_checkpoints_of_others_do_not_bring_lost_parameters_back() -> None:
+    spec = spec_of(mode=Mode.ASYNC, pservers=2, slot_count=128, checkpoint_kind="independent")
+    own = OwnCheckpoints(pserver=0, incarnation="p0", timestamp="", checksum="", kept=())
+    members = Members(trainers("a"), pservers(0), {0: 5}, layout_revision=10, init_done=True, own={0: own})
+    state = state_after(reconcile(spec, RUNNING, ALONE, SLOTS, members))
     assert state.phase is Phase.FAILED
     assert state.reason == "pserver-1 is gone and no checkpoint of it exists yet; start the job again"
+    assert survivors(spec, RUNNING, SLOTS, members) == []
+
+
+@pytest.mark.parametrize("error", ["", "no checkpoint of pserver-1 is left: there is none yet"])
+def test_a_parameter_server_that_came_back_in_vain_takes_part_when_training_has_started_over(error: str) -> None:
+    """It was initialised like the others, and its answer to the loss is of another timeline: the job started over for ever."""
+    spec = spec_of(mode=Mode.ASYNC, pservers=2, slot_count=128)
+    said = Restored(timeline=0, checkpoint="", error=error, rejoined=True)
+    came = {1: pservers(1)[1].model_copy(update={"restored": said})}
+    members = Members(trainers("a"), {**pservers(0), **came}, {0: 12, 1: 11}, layout_revision=10, init_done=True)
+    over = state_after(reconcile(spec, RUNNING, ALONE, SLOTS, members))
+    assert (over.phase, over.timeline) == (Phase.WAITING, 5)
+    again = replace(members, layout_revision=20)
+    state = state_after(reconcile(spec, over, NOBODY, SLOTS, again))
+    assert (state.phase, state.timeline, state.reason) == (Phase.RUNNING, 5, "a joined")
 
 
 def test_a_pserver_may_come_and_go_before_initialisation() -> None:
