@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from master_service.api import render
 from master_service.api.pages import offset_of, page_of
 from master_service.api.resources import JobProgress, JobView, MasterView, MemberCounts
@@ -35,12 +37,13 @@ AWAY = "it is not registered"
 def job(term: ClusterTerm, found: ClusterJob) -> ClusterJobView:
     led = term.jobs.get(found.job)
     leading = led.master.current_term if led is not None else None
-    state, reason, progress = str(found.standing), found.reason, None
+    state, reason, progress, present = str(found.standing), found.reason, None, None
     if found.standing is Standing.ACTIVE:
         state = "STARTING"
         if led is not None and leading is not None:
             phase, reason = render.standing(leading.job)
             state, progress = str(phase), render.progress(leading.job, led.master.metrics)
+            present = leading.job.members.starters()
     return ClusterJobView(
         job=found.job,
         state=state,
@@ -50,7 +53,7 @@ def job(term: ClusterTerm, found: ClusterJob) -> ClusterJobView:
         mode=found.spec.mode,
         scheduling=found.scheduling,
         pservers=found.pservers_wanted,
-        members=_held(term.state, found),
+        members=_held(term.state, found, present),
         starts=found.epoch,
         progress=progress,
         source_digest=found.source_digest,
@@ -188,10 +191,16 @@ def pool_member(state: ClusterState, place: Place, *, takes_work: bool = True) -
     )
 
 
-def _held(state: ClusterState, found: ClusterJob) -> MembersHeld:
+def _held(state: ClusterState, found: ClusterJob, present: Collection[str] | None = None) -> MembersHeld:
+    """`present`: the names of the pool's members that have a process among the job's members; None: not known, because nobody leads
+    the job now. Then a process that runs counts."""
+
+    def there(place: Place) -> bool:
+        return place[1] in present if present is not None else _runs(state.members.get(place), found)
+
     def count(kind: Kind) -> tuple[int, int]:
         places = state.assigned_to(found.job, kind)
-        return len(places), sum(_runs(state.members.get(place), found) for place in places)
+        return len(places), sum(map(there, places))
 
     (trainers, trainers_running), (pservers, pservers_running) = count("trainer"), count("pserver")
     return MembersHeld(

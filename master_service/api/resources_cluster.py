@@ -103,7 +103,7 @@ class SchedulePage(Record):
 
 
 class MembersHeld(Record):
-    """How many places of each kind a job has, and how many of them run a process for it now."""
+    """How many places of each kind a job has, and how many of them have a process that is registered as its member."""
 
     trainers: int
     trainers_running: int

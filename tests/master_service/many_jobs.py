@@ -29,14 +29,15 @@ def job_of(name: str, scheduling: dict[str, Any] | None = None, request: str = "
 
 
 class Jobs:
-    """One etcd, any number of cluster masters and host agents. `task_s`: how long a task takes."""
+    """One etcd, any number of cluster masters and host agents. `task_s`: how long a task takes. `load_s`: how long a
+    parameter server needs until it registers."""
 
-    def __init__(self, *, tasks: int = 4, task_s: float = 0.1, seed: int = 0) -> None:
+    def __init__(self, *, tasks: int = 4, task_s: float = 0.1, load_s: float = 0.0, seed: int = 0) -> None:
         self.simulated = SimulatedEtcd()
         self.keys = ClusterKeys(ROOT)
         self.etcd = self.etcd_of("test")
         self.storage = Storage(tasks)
-        self.task_s = task_s
+        self.task_s, self.load_s = task_s, load_s
         self.masters: list[ClusterMaster] = []
         self.taken: list[tuple[str, int, str]] = []  # job, epoch, task: what a trainer completed
         self.ran: list[tuple[str, str, int]] = []  # job, pre- or post-task, attempt: that ended
@@ -176,6 +177,8 @@ class Place:
 
     async def _serve(self, job: str, epoch: int) -> None:
         """As a pserver: the lowest free index; parameters are there at once."""
+        if self._jobs.load_s:
+            await asyncio.sleep(self._jobs.load_s)
         keys, lease = Keys(job, ROOT), await self.etcd.grant(3600)
         try:
             index = 0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from shared.records.cluster import Source, Standing
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
 from tests.master_service.api.client import check_problem, client_of
-from tests.master_service.many_jobs import Jobs
+from tests.master_service.many_jobs import Jobs, job_of
 
 SETTINGS = {
     "dataset": {"kind": "text_lines", "urls": ["train.txt"]},
@@ -85,6 +86,25 @@ def test_a_job_is_submitted_shown_and_deleted_by_rest() -> None:
             assert (await client.get("/v1/jobs", params={"state": "QUEUED"})).json()["jobs"] == []
             assert (await client.delete("/v1/jobs/a")).status_code == 200
             check_problem(await client.get("/v1/jobs/a"), 404, "NOT_FOUND")
+
+    run_virtually(main)
+
+
+def test_a_job_counts_processes_that_have_registered_and_not_those_that_run() -> None:
+    """It said `waiting for 1 of 1 parameter servers to register ... pservers 1/1`."""
+
+    async def main() -> None:
+        jobs = Jobs(load_s=2.0)
+        async with jobs.leading() as leader, client_of(leader) as client, jobs.pool(1, 1) as places:
+            await leader.create_job(job_of("a"), None)
+            await until(lambda: all(place.member.running == "a" for place in places), "both processes to run")
+            await asyncio.sleep(1.0)
+            [job] = (await client.get("/v1/jobs")).json()["jobs"]
+            assert job["reason"] == "waiting for 1 of 1 parameter servers to register"
+            assert job["members"] == {"trainers": 1, "trainers_running": 1, "pservers": 1, "pservers_running": 0}
+            await asyncio.sleep(1.2)
+            [job] = (await client.get("/v1/jobs")).json()["jobs"]
+            assert job["members"] == {"trainers": 1, "trainers_running": 1, "pservers": 1, "pservers_running": 1}
 
     run_virtually(main)
 
