@@ -13,6 +13,7 @@ from master_service.api.resources_cluster import CreateJob, CreateSchedule
 from shared.errors import (
     CallerError,
     Conflict,
+    CursorExpired,
     DeadlineExceeded,
     InvalidArgument,
     NotFound,
@@ -27,6 +28,7 @@ from shared.records.operations import Strategy
 from shared.security.tls import Tls
 from trireme.client.asynchronous import AsyncClient
 from trireme.client.synchronous import Client
+from trireme.client.waiting import EventGap
 
 __all__ = [
     "AsyncClient",
@@ -35,7 +37,9 @@ __all__ = [
     "Conflict",
     "CreateJob",
     "CreateSchedule",
+    "CursorExpired",
     "DeadlineExceeded",
+    "EventGap",
     "InvalidArgument",
     "JobSettings",
     "NotFound",

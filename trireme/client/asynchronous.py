@@ -51,7 +51,7 @@ from master_service.api.resources_cluster import (
     ScheduleView,
 )
 from master_service.core.explanation.cause import Explanation
-from shared.errors import Conflict
+from shared.errors import Conflict, CursorExpired
 from shared.events import EventRecord
 from shared.records import TaskKind, TaskSummary
 from shared.records.cluster import Standing
@@ -59,7 +59,7 @@ from shared.records.operations import Operation, OperationState, ResizePredictio
 from shared.runtime import clock
 from trireme.client.async_connection import AsyncConnection
 from trireme.client.exchange import Call, Listing, get, path_of, post
-from trireme.client.waiting import LONG_POLL_S, POLL_S, Wait, has_ended, result_of
+from trireme.client.waiting import LONG_POLL_S, POLL_S, EventGap, Wait, has_ended, result_of
 
 TaskState = Literal["TODO", "PENDING", "REQUEUED", "DONE", "DISCARDED"]
 
@@ -267,11 +267,23 @@ class AsyncClient(AsyncConnection):
             get(path_of("cluster", "events"), EventPage, after=after, wait_s=wait_s, page_size=page_size)
         )
 
-    async def follow_events(self, job: str, *, after: int = 0) -> AsyncIterator[EventRecord]:
-        """Events as they happen, also while one master takes over from another, until the job has ended."""
+    async def follow_events(
+        self, job: str, *, after: int = 0, on_gap: Callable[[EventGap], object] | None = None
+    ) -> AsyncIterator[EventRecord]:
+        """Events as they happen, also while one master takes over from another, until the job has ended. If some were forgotten
+        before they were read, `on_gap` is told, and it goes on with the oldest that is kept. Raises CursorExpired without it:
+        `details` has `lost` (how many) and `resume_after`."""
         ended = False
         while True:
-            page = await self.list_events(job, after=after, wait_s=0.0 if ended else LONG_POLL_S)
+            try:
+                page = await self.list_events(job, after=after, wait_s=0.0 if ended else LONG_POLL_S)
+            except CursorExpired as error:
+                gap = EventGap.of(after, error)
+                if on_gap is None:
+                    raise gap.error from error
+                on_gap(gap)
+                after = gap.resume_after
+                continue
             for event in page.events:
                 yield event
             after = page.next_after

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypeVar
 
 from master_service.api.resources import JobView, ResizeView
-from shared.errors import DeadlineExceeded, from_map
+from shared.errors import CursorExpired, DeadlineExceeded, from_map
 from shared.records import Phase
 from shared.records.cluster import Standing
 from shared.records.operations import Operation, OperationState
@@ -29,6 +30,37 @@ def result_of(ended: Ended) -> Ended:
             {"code": ended.error_code, "message": ended.reason, "details": {"ended": ended.model_dump(mode="json")}}
         )
     return ended
+
+
+@dataclass(frozen=True, slots=True)
+class EventGap:
+    """Events that the log had forgotten before they were asked for. `after`: the last cursor. `resume_after`: where what is kept
+    begins. `lost`: how many are between them; None if `after` is of another log (the job was made anew), so nobody knows."""
+
+    after: int
+    resume_after: int
+    lost: int | None
+
+    @classmethod
+    def of(cls, after: int, error: CursorExpired) -> EventGap:
+        """Raises `error` if it does not say where to go on."""
+        oldest, newest = error.details.get("oldest"), error.details.get("newest")
+        if not isinstance(oldest, int) or not isinstance(newest, int):
+            raise error
+        resume_after = max(0, oldest - 1)
+        return cls(after, resume_after, resume_after - after if after < resume_after else None)
+
+    @property
+    def error(self) -> CursorExpired:
+        """For who did not say what to do about it."""
+        many = "events were" if self.lost is None else f"{self.lost} events after {self.after} were"
+        return CursorExpired(
+            f"{many} forgotten before they were read",
+            hint=f"go on with after={self.resume_after}, or give on_gap",
+            after=self.after,
+            resume_after=self.resume_after,
+            lost=self.lost,
+        )
 
 
 class Wait:

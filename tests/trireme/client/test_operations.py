@@ -13,7 +13,8 @@ import pytest
 
 from clients.derive_sync import DERIVED, derived
 from master_service.api.app import make_api, make_app
-from shared.errors import Conflict, InvalidArgument, NotFound, PreconditionFailed
+from master_service.core.state import event_log
+from shared.errors import Conflict, CursorExpired, InvalidArgument, NotFound, PreconditionFailed
 from shared.records.cluster import Standing
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
@@ -179,6 +180,39 @@ def test_events_are_followed_without_a_gap_until_the_job_has_ended():
             assert len(numbers) > 3
             assert numbers == sorted(set(numbers))
             assert (await client.get_job("a")).standing == "COMPLETED"
+
+    run_virtually(main)
+
+
+def test_who_follows_events_too_slowly_is_told_how_many_are_lost_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "KEPT", 1)
+
+    async def main() -> None:
+        jobs, gaps = Jobs(tasks=6), []
+        async with jobs.leading() as leader, client_of(leader) as client:
+            async with jobs.pool(2, 1):
+                await client.create_job(new_job("a"))
+                await until(lambda: leader.state.job("a").standing is Standing.ACTIVE, "the job to start")
+                followed = client.follow_events("a", on_gap=gaps.append)
+                unwarned = client.follow_events("a")
+                seen = [(await anext(followed)).event_id]
+                assert (await anext(unwarned)).event_id == seen[0]
+                await until(lambda: leader.state.job("a").standing is Standing.COMPLETED, "the job's end")
+            seen += [event.event_id async for event in followed]
+            [gap] = gaps
+            assert gap.lost > 0
+            lost = set(range(gap.after + 1, gap.resume_after + 1))
+            assert (gap.lost, lost & set(seen)) == (len(lost), set())
+            assert sorted(lost | set(seen)) == list(range(seen[0], seen[-1] + 1))
+            with pytest.raises(CursorExpired, match=f"{gap.lost} events after {gap.after} were forgotten") as raised:
+                [event async for event in unwarned]
+            rest = [
+                event.event_id async for event in client.follow_events("a", after=raised.value.details["resume_after"])
+            ]
+            assert rest == seen[-len(rest) :] == list(range(gap.resume_after + 1, seen[-1] + 1))
+            assert [event.event_id async for event in client.follow_events("a", after=7, on_gap=gaps.append)] == rest
+            with pytest.raises(CursorExpired, match="events were forgotten"):
+                [event async for event in client.follow_events("a", after=10**12)]
 
     run_virtually(main)
 
