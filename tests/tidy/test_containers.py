@@ -17,6 +17,8 @@ from shared.membership.settings import MemberSettings
 from trireme.containers import secrets
 from trireme.containers.setup import HEALTH
 from trireme.containers.setup import Settings as SetupSettings
+from trireme.docker import Settings as LauncherSettings
+from trireme.launchers.docker_engine import DEFAULT
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docker-compose.yml").read_text()
@@ -35,7 +37,18 @@ UID = "10001:10001"
 
 # of a service, in docker-compose 1.29 as in the Compose Specification
 KEYS = {
-    *("build", "cap_drop", "command", "cpus", "depends_on", "deploy", "entrypoint", "environment", "healthcheck"),
+    *(
+        "build",
+        "cap_drop",
+        "command",
+        "cpus",
+        "depends_on",
+        "deploy",
+        "entrypoint",
+        "environment",
+        "group_add",
+        "healthcheck",
+    ),
     *("image", "init", "logging", "mem_limit", "network_mode", "networks", "pids_limit", "ports", "profiles"),
     *("read_only", "restart", "security_opt", "stop_grace_period", "tmpfs", "user", "volumes"),
 }
@@ -161,6 +174,7 @@ SECRET_VOLUMES = {
     "trainer": {"secrets-etcd", "secrets-members"},
     "pserver": {"secrets-etcd", "secrets-members"},
     "example": {"secrets-admin"},
+    "launcher": {"secrets-viewer"},
     "cli": {"secrets-admin", "secrets-viewer", "secrets-members"},
 }
 
@@ -171,6 +185,17 @@ def test_a_service_sees_the_secrets_that_it_needs_and_no_others(name):
     assert seen.keys() == SECRET_VOLUMES.get(name, set())
     if name not in ("secrets", "cli"):  # `cli token rotate` writes them
         assert set(seen.values()) <= {"ro"}
+
+
+def test_only_the_launcher_has_the_engines_socket_and_nobody_starts_it_unasked():
+    with_socket = {name for name in SERVICES if any("docker.sock" in source for source, _ in mounts(name).values())}
+    assert with_socket == {"launcher"}
+    launcher = SERVICES["launcher"]
+    assert launcher["profiles"] == ["launcher"]
+    assert not launcher.keys() & {"ports", "networks"}, "in no network of etcd"
+    assert with_defaults(launcher["environment"]["TRIREME_DOCKER"]) == DEFAULT
+    for name in ("master", "trainer", "pserver"):
+        assert name in launcher["depends_on"], "`down` must end it before what it would start again"
 
 
 def test_no_secret_is_in_an_environment_or_a_command():
@@ -234,7 +259,7 @@ def test_the_entry_points_are_modules_of_ours():
 
 def test_a_variable_of_a_service_is_a_setting():
     known = {"TRAINERS", "PSERVERS", "CORES", "READY_FILE", "STORAGE", "URL", "EXAMPLE", "SECRETS"}
-    known |= {name.upper() for name in MemberSettings.model_fields}
+    known |= {name.upper() for name in (*MemberSettings.model_fields, *LauncherSettings.model_fields)}
     for name, service in SERVICES.items():
         for variable in service.get("environment", {}):
             if variable.startswith("TRIREME_"):
