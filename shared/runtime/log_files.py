@@ -12,7 +12,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ TOKEN_BYTES = 128  # longer than any token: one that begins before the cut is kn
 BLOCK_BYTES = 64 << 10
 SCAN_BYTES = 64 << 20  # of one file, at most: to find where a time begins
 NEWS_BYTES = 1 << 20  # of one file at once
+PAUSE_LINES = 50
 _TOKEN = re.compile(r"trireme_(admin|member|viewer)_[A-Za-z0-9_-]{20,}")
 
 
@@ -46,12 +47,13 @@ def is_of(member: str, wanted: str) -> bool:
 
 
 class LogFile:
-    """One member's log. `cursor`: the byte from which `news` reads on. `begin`: where the lines of `last` begin."""
+    """One member's log. `cursor`: the byte from which `news` reads on. `begin`: where the lines of `last` begin. `pause` is called after
+    every PAUSE_LINES lines: other threads of the process may have something to do."""
 
-    def __init__(self, path: Path, member: str = "") -> None:
+    def __init__(self, path: Path, member: str = "", *, pause: Callable[[], None] = lambda: None) -> None:
         self.path, self.member, self.cursor = path, member or path.stem, 0
         self.begin = 0
-        self._time = ""
+        self._time, self._pause = "", pause
 
     def __repr__(self) -> str:
         return f"<LogFile {self.member} at byte {self.cursor}>"
@@ -76,7 +78,7 @@ class LogFile:
                 most -= begin - start
                 self.begin = begin = start
             self._time = self._time or _time_before(file.fileno(), self.begin)
-        return [line for line in self._lines(reversed(found)) if not since or line.time >= since]
+        return [line for line in self._lines(found[::-1]) if not since or line.time >= since]
 
     def news(self, *, count: int = sys.maxsize, most: int = NEWS_BYTES) -> list[Line]:
         """What was written since: at most `count` lines and `most` bytes. A file that was cut is read from its beginning. Raises OSError."""
@@ -105,14 +107,15 @@ class LogFile:
             self._time = _time_before(file.fileno(), self.cursor)
         return self.news(count=count, most=most)
 
-    def _lines(self, lines: Iterable[tuple[bytes, int]]) -> list[Line]:
-        texts = [(line[: LINE_BYTES + TOKEN_BYTES], _time_of(line), end) for line, end in lines]
-        first = self._time or next((time for _, time, _ in texts if time), "")
+    def _lines(self, lines: Sequence[tuple[bytes, int]]) -> list[Line]:
+        first = self._time or next((time for line, _ in lines if (time := _time_of(line))), "")
         made = []
-        for line, time, end in texts:
-            self._time = max(time or self._time or first, self._time)
-            text = redacted(line.decode(errors="replace"))[:LINE_BYTES]
+        for line, end in lines:
+            self._time = max(_time_of(line) or first, self._time)
+            text = redacted(line[: LINE_BYTES + TOKEN_BYTES].decode(errors="replace"))[:LINE_BYTES]
             made.append(Line(self.member, self._time, text, end))
+            if len(made) % PAUSE_LINES == 0:
+                self._pause()
         return made
 
 

@@ -252,9 +252,18 @@ def test_a_token_is_masked_whatever_the_cursor_and_the_cut_of_a_line(tmp_path: P
             assert not [line for line in lines if secret in line.text or token[-5:] in line.text], place
 
 
-async def test_files_are_read_in_threads_of_which_there_are_few_and_a_hanging_one_takes_no_request_with_it(
-    tmp_path: Path,
-) -> None:
+async def test_a_thread_that_reads_gives_way_to_the_event_loop(tmp_path: Path) -> None:
+    write(tmp_path / "trainer-0.log", *(f"line {number}" for number in range(1000)))
+    source, ways = LogSource((str(tmp_path),)), list[str]()
+
+    with replaced(source_of_logs, "_give_way", lambda: ways.append(threading.current_thread().name)):
+        file = await source.find("j", "trainer-0")
+        assert file is not None
+        assert await source.lines(file, None, None, 1000, lambda _, lines: len(lines)) == 1000
+    assert ways == ["logs_0"] * 20
+
+
+async def test_files_are_read_in_a_thread_and_one_that_hangs_takes_no_request_with_it(tmp_path: Path) -> None:
     log, goes_on = write(tmp_path / "trainer-0.log", "one"), threading.Event()
     source = LogSource((str(tmp_path),), most=3)
     readers: set[str] = set()
@@ -276,7 +285,7 @@ async def test_files_are_read_in_threads_of_which_there_are_few_and_a_hanging_on
         while "0 reads" not in repr(source):
             await asyncio.sleep(0.01)
     assert await source.lines(LogFile(log), None, None, 1, lambda _, lines: lines[0].text) == "one"
-    assert readers == {"logs_0", "logs_1"}
+    assert readers == {"logs_0"}
 
 
 # ------------------------------------------------------------------ as a stream
