@@ -24,7 +24,7 @@ def main() -> int:
         "TRIREME_PSERVERS (numbers of places; default: a trainer for each GPU, else for each core but one, and one parameter "
         "server), TRIREME_NAME (default: the host's name), TRIREME_NODE (the machine's name in the pool), TRIREME_CORES (that the places share), "
         "TRIREME_DATA_DIR (logs and scripts), TRIREME_HOST, "
-        "TRIREME_ADVERTISE, TRIREME_TOKEN, TRIREME_DRAIN_SECONDS, TRIREME_AGENT_TTL_S, TRIREME_LOG_LEVEL. Other TRIREME_* "
+        "TRIREME_PORT (of /healthz, /readyz and /metrics), TRIREME_ADVERTISE, TRIREME_TOKEN, TRIREME_DRAIN_SECONDS, TRIREME_AGENT_TTL_S, TRIREME_LOG_LEVEL. Other TRIREME_* "
         "variables reach its children.",
     ).parse_args()
     settings = Settings.from_environment()

@@ -13,11 +13,11 @@ from typing import Any
 
 from aiohttp import web
 
-from pserver_service.data_plane.connections import Arrivals
 from shared.errors import AnotherProcess, BadFrame, PeerError, TriremeError, Unauthorized
 from shared.runtime import telemetry
 from shared.runtime.http import MEANT
 from shared.security.access import CHALLENGE, Access, Asked
+from shared.security.arrivals import Arrivals
 from shared.security.tokens import Role
 from shared.wire import codec
 from shared.wire.stream import PATH

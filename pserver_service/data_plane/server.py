@@ -14,13 +14,13 @@ from pathlib import Path
 from aiohttp import web
 
 from pserver_service.data_plane import health, http
-from pserver_service.data_plane.connections import Arrivals
 from pserver_service.data_plane.guard import guard
 from pserver_service.data_plane.http_frames import TimeLimits
 from pserver_service.pserver import Pserver
 from shared.errors import CallerError
 from shared.runtime.http import hide_implementation
 from shared.security.access import Access
+from shared.security.arrivals import Arrivals
 from shared.security.handshakes import TlsServer
 
 READ_BUFFER_BYTES = 1 << 20

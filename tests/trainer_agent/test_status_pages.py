@@ -35,6 +35,7 @@ async def test_metrics_need_a_viewers_token_and_count_what_was_trained():
                 return answer.status, await answer.text(), answer.headers
 
         assert (await get("/healthz"))[:2] == (200, '{"status": "ok"}')
+        assert (await get("/readyz"))[0] == 503
         for token in ("", "wrong"):
             status, text, headers = await get("/metrics", token)
             assert (status, headers["WWW-Authenticate"]) == (401, 'Bearer realm="trireme"')
@@ -46,6 +47,7 @@ async def test_metrics_need_a_viewers_token_and_count_what_was_trained():
         assert "Server" not in headers
         assert "trireme_trainer_ready 0.0" in text
         pages.agent = agent = Agent()
+        assert (await get("/readyz"))[:2] == (200, '{"status": "ready"}')
         agent.reports.share(StepMetrics(step=0, epoch=0, loss_sum=1.0, records=6, skipped=2))
         agent.reports.share(StepMetrics(step=1, epoch=0, loss_sum=1.0, records=4))
         agent.reports.complete(Task(task_id="0", kind=TaskKind.TRAIN, attempt=1), CompleteTask(trainer="t1", attempt=1))

@@ -21,12 +21,14 @@ from shared.errors import InvalidArgument, PeerError
 from shared.etcd import Etcd
 from shared.etcd.reading import read_record
 from shared.keys import ClusterKeys
+from shared.membership.status_server import StatusServer
 from shared.records.cluster import Assignment, Kind, PoolMember
 from shared.runtime import ids, service, telemetry
 from trireme.launch.member_numbers import cores
 from trireme.launch.processes import ForkServer, inherited_environment
 from trireme.launch.run_folder import sockets
 from trireme.pool.host_folder import HostFolder, opened
+from trireme.pool.host_metrics import HostMetrics
 from trireme.pool.lost_leases import FrozenChildren
 from trireme.pool.place import Host, Place
 from trireme.pool.place_keys import PlaceKeys
@@ -51,6 +53,8 @@ class HostAgent:
         self.settings, self.etcd = settings, etcd
         self.keys = ClusterKeys(settings.root)
         self.places: list[Place] = []
+        self.metrics = HostMetrics()
+        self.url = ""  # of /healthz, /readyz and /metrics
         self._incarnation = ids.new_id(settings.name)
 
     def __repr__(self) -> str:
@@ -58,7 +62,14 @@ class HostAgent:
 
     async def run(self, stopping: asyncio.Event) -> int:
         """Until `stopping`, then drain: 0. LEASE_LOST: another agent has taken a place. Raises Conflict, InvalidArgument,
-        PeerError."""
+        CallerError, PeerError."""
+        settings, metrics = self.settings, self.metrics
+        status = StatusServer(settings.access, metrics, lambda: "" if metrics.ready else "no places registered yet")
+        async with status.serving(settings.host, settings.port, settings.tls.server()) as port:
+            self.url = f"{settings.tls.scheme}://{settings.advertised}:{port}"
+            return await self._offer(stopping)
+
+    async def _offer(self, stopping: asyncio.Event) -> int:
         with contextlib.ExitStack() as opens:
             folder = opens.enter_context(opened(self.settings.data_dir))
             forks = opens.enter_context(ForkServer())
@@ -70,8 +81,10 @@ class HostAgent:
             keys = PlaceKeys(self.etcd, self.keys, members, self.settings.agent_ttl_s, folder.note_lease)
             host = self._host(folder, forks, uds)
             self.places = [Place(member, host, self._reporter(keys, member)) for member in members]
+            self.metrics.places, self.metrics.members = self.places, keys.records.values()
             await keys.claim(CLAIM_S)
-            log.info("registered", host=self.settings.name, **{kind: self._count(kind) for kind in KINDS})
+            self.metrics.ready = True
+            log.info("registered", host=self.settings.name, url=self.url, **{kind: self._count(kind) for kind in KINDS})
             service.ready()
             forks.prepare()
             service.settled()
@@ -113,6 +126,7 @@ class HostAgent:
             host=self.settings.node or socket.gethostname(),
             agent=self.settings.name,
             pid=os.getpid(),
+            url=self.url,
             incarnation=self._incarnation,
             cores=max(1, self._cores // places),
             memory_bytes=psutil.virtual_memory().total // places,

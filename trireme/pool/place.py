@@ -70,6 +70,7 @@ class Place:
     def __init__(self, member: PoolMember, host: Host, report: Callable[..., None]) -> None:
         self.member, self.kind = member.member, member.kind
         self.child: Child | None = None
+        self.deaths = 0  # of processes of members
         self._incarnation, self._host, self._report = member.incarnation, host, report
         self._assignment: Assignment | None = None
         self._closed = False
@@ -153,6 +154,7 @@ class Place:
                 await self._changed.wait()
                 return
             delay_s = policy.delay_s(end.code, end.lived_s, was_ready=child.was_ready)
+            self.deaths += 1
             log.warning("child_died", member=self.member, job=work.job, pid=end.pid, cause=str(end))
             await self._revoke_leases(work.job, end)
             if delay_s is None:

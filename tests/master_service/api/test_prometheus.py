@@ -13,6 +13,7 @@ from master_service.core.changes import Decision
 from pserver_service.core.calls import Counters
 from pserver_service.data_plane.health import COUNTERS, Collector
 from pserver_service.pserver import Pserver
+from shared.records.cluster import PoolMember
 from shared.records.pauses import Losses
 from tests.equipment.metric_names import names_asked_for, names_in, wrong_metrics
 from tests.equipment.virtual_loop import run_virtually
@@ -20,6 +21,7 @@ from tests.equipment.waiting import until
 from tests.master_service.api.client import client_of
 from tests.master_service.api.requests_by_key import WANTED, World, post
 from trainer_agent.status_pages import COUNTERS as OF_TRAINERS
+from trireme.pool.host_metrics import HostMetrics
 
 DASHBOARD = Path(__file__).parents[3] / "docker" / "grafana" / "trireme.json"
 TRAINERS = {f"trireme_trainer_{name}_total" for name, _ in OF_TRAINERS.values()}
@@ -51,8 +53,16 @@ def pserver_exposition() -> str:
     return generate_latest(registry).decode()
 
 
+def host_exposition() -> str:
+    registry, metrics = CollectorRegistry(auto_describe=False), HostMetrics()
+    member = PoolMember(member="h-trainer-0", kind="trainer", host="h", agent="h", pid=1)
+    metrics.members = [member, member.model_copy(update={"running": "j"})]
+    registry.register(metrics)
+    return generate_latest(registry).decode()
+
+
 def test_names_labels_and_help_keep_the_rules() -> None:
-    texts = run_virtually(job_exposition), run_virtually(cluster_exposition), pserver_exposition()
+    texts = run_virtually(job_exposition), run_virtually(cluster_exposition), pserver_exposition(), host_exposition()
     assert [wrong for text in texts for wrong in wrong_metrics(text)] == []
     assert 'trireme_epoch_loss{job="j"} 0.5' in texts[0]
     assert 'trireme_missed_minibatches_total{cause="lost",job="j",pserver="0"} 3.0' in texts[0]
@@ -89,7 +99,7 @@ def test_the_dashboard_asks_for_metrics_that_exist_and_leaves_none_of_ours_out()
     asked = {name for query in queries(board) for name in names_asked_for(query)}
     members = {"trireme_pserver_parameter_bytes", "trireme_trainer_lane_seconds", *TRAINERS}
     process = {"process_resident_memory_bytes", "process_cpu_seconds_total"}
-    texts = run_virtually(job_exposition), run_virtually(cluster_exposition), pserver_exposition()
+    texts = run_virtually(job_exposition), run_virtually(cluster_exposition), pserver_exposition(), host_exposition()
     there = {name for text in texts for name in names_in(text)} | members | process
     assert asked <= there, asked - there
     assert len(asked) >= 18

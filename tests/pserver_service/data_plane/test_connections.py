@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from pserver_service.data_plane import connections
 from pserver_service.data_plane.server import ARRIVALS, make_app, serving
 from pserver_service.pserver import Pserver
+from shared.security import arrivals
 from tests.equipment.waiting import until
 from tests.pserver_service.data_plane.servers import TOKEN, accepting
 from tests.pserver_service.jobs import JOB
@@ -30,7 +30,7 @@ async def is_over(reader: asyncio.StreamReader, limit_s: float) -> bool:
 
 
 async def test_who_shows_no_token_is_cut_off_and_who_did_stays(monkeypatch):
-    monkeypatch.setattr(connections, "LOOK_S", 0.05)
+    monkeypatch.setattr(arrivals, "LOOK_S", 0.05)
     app = make_app(Pserver(JOB, "ps-1", index=0), accepting(TOKEN))
     app[ARRIVALS].patience_s = 0.5
     async with serving(app, "127.0.0.1", 0) as listening:
@@ -47,7 +47,7 @@ async def test_who_shows_no_token_is_cut_off_and_who_did_stays(monkeypatch):
 
 
 async def test_a_peer_has_few_connections_without_a_token(monkeypatch):
-    monkeypatch.setattr(connections, "LOOK_S", 0.05)
+    monkeypatch.setattr(arrivals, "LOOK_S", 0.05)
     app = make_app(Pserver(JOB, "ps-1", index=0), accepting(TOKEN))
     app[ARRIVALS].per_peer = 5
     async with serving(app, "127.0.0.1", 0) as listening:

@@ -1,4 +1,4 @@
-"""Connections that do not finish their TLS handshake, at both kinds of servers and on both event loops."""
+"""Connections that do not finish their TLS handshake, at all kinds of servers and on both event loops."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ import uvloop
 from master_service.api.server import Connections, Server
 from pserver_service.data_plane.server import ARRIVALS, make_app, serving
 from pserver_service.pserver import Pserver
+from shared.membership.status_server import StatusServer
 from shared.security import authority, handshakes
 from shared.security import tls as tls_files
+from shared.security.access import Access
 from shared.security.tls import Tls
 from tests.equipment.waiting import until
 from tests.pserver_service.jobs import JOB
+from trireme.pool.host_metrics import HostMetrics
 
 HEALTH = b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
 CUT_S = 20.0  # on a busy machine; without a limit of ours it takes 60 s
@@ -70,6 +73,13 @@ async def pserver(context: ssl.SSLContext) -> AsyncIterator[int]:
         yield listening.port
 
 
+@asynccontextmanager
+async def status(context: ssl.SSLContext) -> AsyncIterator[int]:
+    server = StatusServer(Access(), HostMetrics(), str, per_peer=PER_PEER)
+    async with server.serving("127.0.0.1", 0, context) as port:
+        yield port
+
+
 async def is_healthy(port: int, context: ssl.SSLContext) -> bool:
     """Whether a client that means well gets an answer."""
     try:
@@ -102,7 +112,7 @@ def half_hello(context: ssl.SSLContext) -> bytes:
 
 
 LOOPS = pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-SERVERS = pytest.mark.parametrize("served", [master, pserver])
+SERVERS = pytest.mark.parametrize("served", [master, pserver, status])
 
 
 @LOOPS

@@ -8,6 +8,7 @@ import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import aiohttp
 import psutil
 import pytest
 import pytest_asyncio
@@ -16,8 +17,10 @@ from shared.etcd import Etcd, connect
 from shared.etcd.embedded import EmbeddedEtcd
 from shared.keys import Keys
 from shared.records import Phase
+from shared.records.cluster import PoolMember
 from tests.end_to_end.scripts import RECORDS
 from tests.equipment.etcd.real import embedded_etcd
+from tests.equipment.metric_names import wrong_metrics
 from tests.equipment.waiting import until
 from tests.trireme.pool.hosts import KEYS, Host, family, final_state, job_in, led, slow_file, training
 
@@ -52,6 +55,15 @@ async def said_by(log: Path) -> str:
     return log.read_text()
 
 
+async def metrics_of(member: PoolMember) -> str:
+    async with aiohttp.ClientSession() as client:
+        for page in ("healthz", "readyz"):
+            async with client.get(f"{member.url}/{page}") as answer:
+                assert answer.status == 200
+        async with client.get(f"{member.url}/metrics") as answer:
+            return await answer.text()
+
+
 async def test_a_job_runs_to_its_end_through_killed_and_frozen_children(host, etcd, embedded_etcd, mark, tmp_path):
     spec, source = job_in(tmp_path, "long", epochs=12)
     await host.start()
@@ -68,6 +80,10 @@ async def test_a_job_runs_to_its_end_through_killed_and_frozen_children(host, et
         frozen = await host.child("trainer", 1)
         frozen.suspend()
         await host.child("trainer", 1, other_than=frozen.pid)
+        text = await metrics_of(await host.registered())
+        assert wrong_metrics(text) == []
+        for line in ('places{kind="trainer",state="running"} 2.0', "ready 1.0", 'deaths_total{kind="trainer"} 2.0'):
+            assert f"trireme_host_{line}" in text
         slow_file(tmp_path, "long").unlink()
         state = await final_state(etcd, "long")
         assert (state.phase, state.result.trained_records) == (Phase.COMPLETED, 12 * RECORDS)

@@ -19,7 +19,7 @@ from shared.runtime import clock, telemetry
 
 LOOK_S = 1.0
 
-log = telemetry.logger("pserver.connections")
+log = telemetry.logger("connections")
 
 
 @dataclass(eq=False, repr=False)

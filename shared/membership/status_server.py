@@ -1,0 +1,105 @@
+"""Health and metrics of a member by HTTP, for members that serve nothing else.
+
+/healthz, /readyz ─► nobody is asked      /metrics ─► viewer      all other paths ─► 404
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import Metric
+
+from shared.errors import CallerError, TriremeError, Unauthorized
+from shared.runtime.http import hide_implementation
+from shared.security.access import CHALLENGE, Access, Asked
+from shared.security.arrivals import Arrivals
+from shared.security.handshakes import TlsServer
+from shared.security.tokens import Role
+
+PER_PEER = 64
+KEEP_ALIVE_S = 120.0  # longer than the usual times between two requests of Prometheus
+SHUTDOWN_S = 1.0
+
+
+class Collector(Protocol):
+    def collect(self) -> Iterable[Metric]: ...
+
+
+class StatusServer:
+    """`missing`: why the member is not ready; "": it is. The metrics of the process come with those of `collector`."""
+
+    def __init__(
+        self, access: Access, collector: Collector, missing: Callable[[], str], *, per_peer: int = PER_PEER
+    ) -> None:
+        self._access, self._collector, self._missing = access, collector, missing
+        self.arrivals = Arrivals(per_peer=per_peer)
+
+    def __repr__(self) -> str:
+        return f"<StatusServer: {self.arrivals!r}>"
+
+    @asynccontextmanager
+    async def serving(self, host: str, port: int, tls: ssl.SSLContext | None) -> AsyncIterator[int]:
+        """The port. `port` 0: a free one. Raises CallerError if it is taken."""
+        app = web.Application()
+        app.on_response_prepare.append(hide_implementation)
+        app.router.add_get("/healthz", self._healthz)
+        app.router.add_get("/readyz", self._readyz)
+        app.router.add_get("/metrics", self._metrics)
+        runner = web.AppRunner(app, access_log=None, keepalive_timeout=KEEP_ALIVE_S, shutdown_timeout=SHUTDOWN_S)
+        await runner.setup()
+        assert runner.server is not None
+        arrivals, over_tls = self.arrivals, None
+        try:
+            listener = _bind(host, port)
+            if tls is None:
+                await web.SockSite(runner, listener).start()
+            else:
+                over_tls = TlsServer(listener, tls, runner.server, per_peer=arrivals.per_peer, held=arrivals.held)
+            looking = asyncio.ensure_future(arrivals.run(runner.server))
+            try:
+                yield listener.getsockname()[1]
+            finally:
+                looking.cancel()
+                await asyncio.wait([looking])
+        finally:
+            if over_tls is not None:
+                over_tls.close()
+                await over_tls.wait_closed()
+            await runner.cleanup()
+
+    async def _healthz(self, _: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _readyz(self, _: web.Request) -> web.Response:
+        if missing := self._missing():
+            return web.json_response({"status": "waiting", "reason": missing}, status=503)
+        return web.json_response({"status": "ready"})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        asked = Asked.of(request.method, request.headers, request.get_extra_info("sockname"))
+        try:
+            self._access.admit(asked, Role.VIEWER)
+        except TriremeError as error:
+            headers = {"WWW-Authenticate": CHALLENGE} if isinstance(error, Unauthorized) else None
+            return web.json_response(error.to_map(), status=error.status, headers=headers)
+        self.arrivals.admit(request.transport)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self._collector)
+        ProcessCollector(registry=registry)
+        return web.Response(body=generate_latest(registry), content_type="text/plain", charset="utf-8")
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        msg = f"cannot listen on {host} port {port}: {error.strerror}; choose another TRIREME_HOST or TRIREME_PORT"
+        raise CallerError(msg) from error
