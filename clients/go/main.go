@@ -105,14 +105,14 @@ func main() {
 	cause := trireme.NewCreateCheckpoint()
 	cause.SetCause("scenario")
 	operation := good(client.CheckpointsAPI.CreateCheckpoint(ctx, job).CreateCheckpoint(*cause).IdempotencyKey(newKey()).Execute())
-	for operation.GetState() == trireme.OPERATIONSTATE_RUNNING {
+	for operation.GetState() == "RUNNING" {
 		operation = good(client.OperationsAPI.GetOperation(ctx, operation.OperationId, job).WaitS(4).Execute())
 	}
 
 	numbers := trireme.NewCreateResize()
 	numbers.SetTrainers(2)
 	resize := good(client.ResizesAPI.CreateResize(ctx, job).CreateResize(*numbers).IdempotencyKey(newKey()).Execute())
-	for resize.State == trireme.OPERATIONSTATE_RUNNING {
+	for resize.State == "RUNNING" {
 		resize = good(client.ResizesAPI.GetResize(ctx, resize.ResizeId, job).WaitS(4).Execute())
 	}
 

@@ -25,7 +25,7 @@ from trireme_api.models import (
     JobSettings,
     JobView,
     Npy,
-    OperationState,
+    Operation,
     Problem,
     ResizeView,
     Scheduling,
@@ -85,13 +85,16 @@ operation = good(
         job, client=client, body=CreateCheckpoint(cause="scenario"), idempotency_key=uuid.uuid4().hex
     )
 )
-while operation.state is OperationState.RUNNING:
+while operation.state == "RUNNING":
     operation = good(get_operation.sync(job, operation.operation_id, client=client, wait_s=4.0))
+
+newer = Operation.from_dict({**operation.to_dict(), "state": "SUSPENDED", "kind": "MOVE"})  # of a later version
+assert (newer.state, newer.kind) == ("SUSPENDED", "MOVE"), newer
 
 begun = good(create_resize.sync(job, client=client, body=CreateResize(trainers=2), idempotency_key=uuid.uuid4().hex))
 assert isinstance(begun, ResizeView), begun
 resize = begun
-while resize.state is OperationState.RUNNING:
+while resize.state == "RUNNING":
     resize = good(get_resize.sync(job, resize.resize_id, client=client, wait_s=4.0))
 
 good(pause_job.sync(job, client=client))
@@ -116,8 +119,8 @@ print(
             "same": created.create_time == again.create_time,
             "tasks": len(set(tasks)),
             "pages": pages,
-            "checkpoint": operation.state.value if operation.state else "",
-            "resize": resize.phase.value if resize.phase else "",
+            "checkpoint": operation.state or "",
+            "resize": resize.phase or "",
             "trainers": resize.trainers,
             "events": events,
             "problem": unknown.code,

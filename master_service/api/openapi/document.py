@@ -33,6 +33,9 @@ TAG = {
 }
 LOCATION = {"description": "Path of what was created or begun.", "schema": {"type": "string"}}
 
+# What answers tell and later versions may tell more of. Where a request names one, an unknown value is refused.
+OPEN = ("Code", "OperationKind", "OperationState", "ResizePhase", "Stage", "Standing", "TaskKind", "TaskState")
+NEW_VALUES = "There may be new values."
 WIDTHS = {"integer": "int64", "number": "double"}
 TAGGED = frozenset({"getJob", "getSchedule", "getPoolMember"})
 FOLLOWED = frozenset({"listEvents", "listClusterEvents"})  # by a cursor
@@ -63,6 +66,7 @@ def document_of(app: FastAPI) -> Json:
     for name, example in examples().items():
         if name in schemas:
             schemas[name]["examples"] = [example.model_dump(mode="json", exclude_none=True)]
+    _open_states(document)
     components["responses"] = {_name(status): _response(status) for status in PROBLEMS} | {"Problem": _response(None)}
     components["securitySchemes"] = {"bearer": BEARER}
     used = {tag for _, _, operation in operations(document) for tag in operation["tags"]}
@@ -166,6 +170,37 @@ def _widths(part: Any) -> None:
     elif isinstance(part, list):
         for inner in part:
             _widths(inner)
+
+
+def _open_states(document: Json) -> None:
+    """A state is any text, with the values that this version knows: generated clients refuse whole answers for an unknown value of an
+    `enum`. It stands where it is used: not all generators know names for mere texts."""
+    schemas = document["components"]["schemas"]
+    found = {f"#/components/schemas/{name}": schemas.pop(name) for name in OPEN if name in schemas}
+    for _, _, operation in operations(document):
+        for parameter in operation.get("parameters", []):
+            _inline(parameter, {ref: {"type": "string", "enum": each["enum"]} for ref, each in found.items()})
+    told = {ref: {"type": "string", "x-extensible-enum": each["enum"]} for ref, each in found.items()}
+    for schema in schemas.values():
+        for value in schema.get("properties", {}).values():
+            if _inline(value, told):
+                value["description"] = f"{value.get('description', '')} {NEW_VALUES}".strip()
+
+
+def _inline(part: Any, values: Json) -> bool:
+    """In place: references to `values` become these. Whether there were any."""
+    changed = False
+    if isinstance(part, dict):
+        if (ref := part.get("$ref")) in values:
+            del part["$ref"]
+            part.update(values[ref] | part)
+            changed = True
+        for inner in part.values():
+            changed |= _inline(inner, values)
+    elif isinstance(part, list):
+        for inner in part:
+            changed |= _inline(inner, values)
+    return changed
 
 
 def _describe(name: str, schema: Json) -> None:
