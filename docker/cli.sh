@@ -1,5 +1,5 @@
 #!/bin/bash
-# The service `cli`: commands of trireme, `show-token [admin|viewer|member]`, and a few programs for files of the volumes.
+# The service `cli`: commands of trireme, `show-token [admin|viewer|member|grafana]`, and a few programs for files of the volumes.
 set -euo pipefail
 
 case "${1:-}" in
@@ -8,8 +8,9 @@ show-token)
     case "$role" in
     admin | viewer) exec cat "/secrets/$role/$role" ;;
     member) exec cat /secrets/members/member ;;
+    grafana) exec cat /secrets/grafana/password ;;
     *)
-        echo "there is no role $role: give admin, viewer or member" >&2
+        echo "there is no role $role: give admin, viewer, member or grafana" >&2
         exit 2
         ;;
     esac

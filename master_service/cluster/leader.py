@@ -146,6 +146,13 @@ class ClusterMaster:
         """Raises NotLeader, NotReady."""
         self.term  # noqa: B018  raises
 
+    def check_ready(self) -> bool:
+        """Whether it leads; False: it stands by. Raises NotLeader: it has no lease, so it can do neither; NotReady."""
+        if self._leader and not self._leading:
+            return False
+        self.check_leading()
+        return True
+
     def masters(self) -> Iterable[Master]:
         """Of the jobs that it leads now."""
         return [led.master for led in self.current_term.jobs.values()] if self.current_term else []

@@ -21,6 +21,10 @@ class JobsLed(Protocol):
         """Raises NotLeader (with the leader's url), NotReady."""
         ...
 
+    def check_ready(self) -> bool:
+        """Whether it leads and can answer; False: it stands by for a leader that it knows. Raises NotLeader, NotReady: neither."""
+        ...
+
     def masters(self) -> Iterable[Master]:
         """Of all jobs, led or stood by for."""
         ...

@@ -81,6 +81,13 @@ class Master(TaskService):
         """Raises NotLeader, NotReady."""
         self.term  # noqa: B018  raises
 
+    def check_ready(self) -> bool:
+        """Whether it leads; False: it stands by. Raises NotLeader: it has no lease, so it can do neither; NotReady."""
+        if self._leader and not self._leading:
+            return False
+        self.check_leading()
+        return True
+
     def masters(self) -> tuple[Master]:
         return (self,)
 

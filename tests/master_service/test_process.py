@@ -84,7 +84,7 @@ async def test_a_master_serves_a_standby_takes_over_and_sigterm_hands_over(
             leading.kill()
             successor = await leader(real_etcd, other_than=address.url)
             assert successor.term > address.term
-            while (await client.get(f"{successor.url}/readyz")).status_code != 200:
+            while (await client.get(f"{successor.url}/readyz")).json().get("status") != "ok":
                 await asyncio.sleep(0.05)
         standby.send_signal(signal.SIGTERM)
         code, errors = await ended(standby)

@@ -32,24 +32,25 @@ DOCS = (ROOT / "docs" / "docker.md").read_text()
 ONCE = {name for name, service in SERVICES.items() if service.get("restart") == "no" or name == "setup"}
 COMMANDS = {"cli"}
 RUNNING = SERVICES.keys() - ONCE - COMMANDS
-OF_OTHERS = {"etcd"}  # images that are not ours
+ETCDS = {"etcd", "etcd-2", "etcd-3"}
+OF_OTHERS = {*ETCDS, "prometheus", "grafana"}  # images that are not ours
 UID = "10001:10001"
 
 # of a service, in docker-compose 1.29 as in the Compose Specification
 KEYS = {
+    *("build", "cap_drop", "command", "cpus", "depends_on", "deploy", "entrypoint", "environment", "group_add"),
     *(
-        "build",
-        "cap_drop",
-        "command",
-        "cpus",
-        "depends_on",
-        "deploy",
-        "entrypoint",
-        "environment",
-        "group_add",
         "healthcheck",
+        "image",
+        "init",
+        "logging",
+        "mem_limit",
+        "network_mode",
+        "networks",
+        "pids_limit",
+        "ports",
+        "profiles",
     ),
-    *("image", "init", "logging", "mem_limit", "network_mode", "networks", "pids_limit", "ports", "profiles"),
     *("read_only", "restart", "security_opt", "stop_grace_period", "tmpfs", "user", "volumes"),
 }
 
@@ -70,6 +71,10 @@ def mounts(name: str) -> dict[str, tuple[str, str]]:
         else:
             found[rest] = (source, "")
     return found
+
+
+def on_etcds_network() -> set[str]:
+    return {name for name, service in SERVICES.items() if "etcd" in service.get("networks", [])}
 
 
 # ---------------------------------------------------------------- the file
@@ -111,8 +116,9 @@ def test_services_wait_until_what_they_need_is_there():
             if needed in ONCE:
                 assert condition == {"condition": "service_completed_successfully"}, f"{name} waits for {needed}"
     assert SERVICES["setup"]["depends_on"] == {"etcd": {"condition": "service_healthy"}}
-    assert SERVICES["etcd"]["depends_on"] == {"secrets": {"condition": "service_completed_successfully"}}
-    for name in RUNNING - OF_OTHERS:
+    for name in OF_OTHERS:
+        assert SERVICES[name]["depends_on"] == {"secrets": {"condition": "service_completed_successfully"}}
+    for name in on_etcds_network() - ETCDS - {"setup"}:
         assert "setup" in SERVICES[name]["depends_on"], f"{name} would find an etcd without users"
 
 
@@ -153,29 +159,52 @@ def test_a_service_that_stays_has_a_health_check_and_ends_in_order(name):
     assert "stop_grace_period" in service
 
 
-def test_only_the_api_is_published_and_on_loopback_alone():
-    published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
-    assert len(published) == 1
-    ((port,),) = published.values()
-    assert with_defaults(port) == "127.0.0.1:8470:8470"
+def test_only_what_users_open_is_published_and_on_loopback_alone():
+    published = {
+        name: list(map(with_defaults, service["ports"])) for name, service in SERVICES.items() if "ports" in service
+    }
+    assert published == {"api": ["127.0.0.1:8470:8470"], "grafana": ["127.0.0.1:3000:3000"]}
+
+
+def test_what_is_not_in_a_profile_is_all_that_starts_by_itself():
+    by_profile: dict[str, set[str]] = {}
+    for name, service in SERVICES.items():
+        for profile in service.get("profiles", [""]):
+            by_profile.setdefault(profile, set()).add(name)
+    assert by_profile.pop("") == {"secrets", "etcd", "setup", "master", "api", "trainer", "pserver", "example"}
+    assert by_profile == {
+        "ha": {"etcd-2", "etcd-3"},
+        "tools": {"cli"},
+        "launcher": {"launcher"},
+        "observability": {"prometheus", "grafana"},
+    }
+
+
+def test_the_folders_of_the_project_that_are_mounted_exist():
+    for name in SERVICES:
+        for source, _ in mounts(name).values():
+            if source.startswith("./"):
+                assert (ROOT / source).exists(), (name, source)
 
 
 def test_only_those_who_need_etcd_reach_it():
     assert COMPOSE["networks"]["etcd"] == {"internal": True}
-    on_it = {name for name, service in SERVICES.items() if "etcd" in service.get("networks", [])}
-    assert on_it == {"etcd", "setup", "master", "trainer", "pserver"}
-    assert SERVICES["etcd"]["networks"] == ["etcd"]
+    assert on_etcds_network() == {*ETCDS, "setup", "master", "trainer", "pserver"}
+    assert {tuple(SERVICES[name]["networks"]) for name in ETCDS} == {("etcd",)}
+    assert with_defaults(SERVICES["etcd"]["environment"]["ETCD_LISTEN_PEER_URLS"]) == "http://127.0.0.1:2380"
 
 
 SECRET_VOLUMES = {
-    "secrets": {"secrets-etcd-root", "secrets-etcd", "secrets-members", "secrets-admin", "secrets-viewer"},
+    "secrets": {f"secrets-{kind}" for kind in ("etcd-root", "etcd", "members", "admin", "viewer", "grafana")},
     "setup": {"secrets-etcd-root", "secrets-etcd"},
     "master": {"secrets-etcd", "secrets-members"},
     "trainer": {"secrets-etcd", "secrets-members"},
     "pserver": {"secrets-etcd", "secrets-members"},
     "example": {"secrets-admin"},
+    "cli": {"secrets-admin", "secrets-viewer", "secrets-members", "secrets-grafana"},
     "launcher": {"secrets-viewer"},
-    "cli": {"secrets-admin", "secrets-viewer", "secrets-members"},
+    "prometheus": {"secrets-viewer"},
+    "grafana": {"secrets-grafana"},
 }
 
 
@@ -202,8 +231,8 @@ def test_no_secret_is_in_an_environment_or_a_command():
     for name, service in SERVICES.items():
         for variable, value in service.get("environment", {}).items():
             if re.search("TOKEN|PASSWORD", variable):
-                assert variable.endswith("_FILE"), (name, variable)
-                assert value.startswith("/secrets/"), (name, variable)
+                assert variable.endswith("_FILE") or variable == "ETCD_INITIAL_CLUSTER_TOKEN", (name, variable)
+                assert value == "trireme" or value.startswith("/secrets/"), (name, variable)
     assert not re.search(r"\$\{\w*(TOKEN|PASSWORD)", TEXT)
 
 
@@ -211,13 +240,19 @@ def test_secrets_lie_where_the_code_puts_them():
     root = secrets.ROOT
     volumes = secrets.TokenVolumes(root)
     made = {str(path.parent) for path in (volumes.table, *(volumes.file(role) for role in secrets.FOLDERS))}
-    made |= {str(root / folder) for folder in (secrets.ETCD_ROOT, secrets.ETCD)}
+    made |= {str(root / folder) for folder in (secrets.ETCD_ROOT, secrets.ETCD, secrets.GRAFANA)}
     assert {place for place, (source, _) in mounts("secrets").items() if source.startswith("secrets-")} == made
     environment = SERVICES["trainer"]["environment"]
     assert environment["TRIREME_TOKENS_FILE"] == str(volumes.table)
     assert environment["TRIREME_TOKEN_FILE"] == str(volumes.file(secrets.Role.MEMBER))
     assert environment["TRIREME_ETCD_PASSWORD_FILE"] == str(root / secrets.ETCD / secrets.PASSWORD)
     assert environment["TRIREME_ETCD_USER"] == SetupSettings.model_fields["etcd_user"].default
+    assert SERVICES["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD__FILE"] == str(
+        root / secrets.GRAFANA / secrets.PASSWORD
+    )
+    prometheus = yaml.safe_load((ROOT / "docker" / "observability" / "prometheus.yml").read_text())
+    (scraped,) = prometheus["scrape_configs"]
+    assert scraped["authorization"]["credentials_file"] == str(volumes.file(secrets.Role.VIEWER))
     assert SERVICES["cli"]["environment"]["TRIREME_TOKEN_FILE"] == str(volumes.file(secrets.Role.ADMIN))
 
 
@@ -225,11 +260,25 @@ def test_secrets_lie_where_the_code_puts_them():
 
 
 def test_etcd_keeps_as_much_and_as_long_as_the_embedded_one():
-    command = SERVICES["etcd"]["command"]
-    assert f"--auto-compaction-retention={COMPACTION_RETENTION}" in command
-    assert f"--quota-backend-bytes={QUOTA_BYTES}" in command
-    assert f"--bcrypt-cost={BCRYPT_COST}" in command
-    assert f"--user={HEALTH}:{HEALTH}" in SERVICES["etcd"]["healthcheck"]["test"]
+    for name in ETCDS:
+        environment = SERVICES[name]["environment"]
+        assert environment["ETCD_AUTO_COMPACTION_RETENTION"] == COMPACTION_RETENTION
+        assert environment["ETCD_QUOTA_BACKEND_BYTES"] == str(QUOTA_BYTES)
+        assert environment["ETCD_BCRYPT_COST"] == BCRYPT_COST
+        assert f"--user={HEALTH}:{HEALTH}" in SERVICES[name]["healthcheck"]["test"]
+
+
+def test_three_members_of_etcd_name_each_other():
+    lines = (ROOT / "docker" / "ha.env").read_text().split("\n")
+    given = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    assert given["COMPOSE_PROFILES"] == "ha"
+    assert set(given["ETCD_INITIAL_CLUSTER"].split(",")) == {f"{name}=http://{name}:2380" for name in ETCDS}
+    assert set(given["ETCD_URLS"].split(",")) == {f"http://{name}:2379" for name in ETCDS}
+    for name in ETCDS:
+        command = SERVICES[name]["command"]
+        assert {f"--name={name}", f"--initial-advertise-peer-urls=http://{name}:2380"} < set(command)
+    used = set(re.findall(r"\$\{(\w+)", TEXT))
+    assert given.keys() - {"COMPOSE_PROFILES"} <= used
 
 
 # ---------------------------------------------------------------- the image
@@ -252,18 +301,29 @@ def test_the_entry_points_are_modules_of_ours():
     ours = {"masterless": "trireme.masterless", "host": "trireme.host", "launcher": "trireme.docker"}
     assert modules == services | ours
     used = {command[3] for command in (service.get("command", []) for service in SERVICES.values()) if "-m" in command}
-    assert used == {"trireme.containers.secrets", "trireme.containers.setup"}
+    assert used == {"trireme.containers.secrets", "trireme.containers.setup", "trireme.containers.gateway"}
     for module in (*(f"{service}.__main__" for service in services.values()), *ours.values(), *used):
         assert importlib.util.find_spec(module), module
 
 
 def test_a_variable_of_a_service_is_a_setting():
     known = {"TRAINERS", "PSERVERS", "CORES", "READY_FILE", "STORAGE", "URL", "EXAMPLE", "SECRETS"}
+    known |= {"MASTERS"}
     known |= {name.upper() for name in (*MemberSettings.model_fields, *LauncherSettings.model_fields)}
     for name, service in SERVICES.items():
         for variable in service.get("environment", {}):
             if variable.startswith("TRIREME_"):
                 assert variable.removeprefix("TRIREME_") in known, (name, variable)
+
+
+def test_compose_hands_on_what_the_build_takes():
+    arguments = SERVICES["secrets"]["build"]["args"]
+    assert arguments.keys() == set(re.findall(r"^ARG (\w+)", DOCKERFILE, re.MULTILINE))
+    for name, value in arguments.items():
+        default = re.search(rf"^ARG {name}=?(.*)$", DOCKERFILE, re.MULTILINE)
+        assert default is not None
+        assert value == f"${{{name}-{default[1]}}}", name
+    assert [name for name, service in SERVICES.items() if "build" in service] == ["secrets"], "the others use its image"
 
 
 def test_what_the_image_copies_exists_and_reaches_the_builder():
@@ -285,7 +345,7 @@ def test_what_the_image_copies_exists_and_reaches_the_builder():
 
 def test_the_final_stages_copy_what_was_built_and_install_nothing():
     build, *finals = stages()
-    assert build.startswith("${BUILD_IMAGE} AS build")
+    assert build.startswith("${BUILD_IMAGE:-$BASE_IMAGE} AS build")
     for stage in finals:
         assert stage.startswith("${BASE_IMAGE} AS ")
         done = instructions(stage)

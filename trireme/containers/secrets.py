@@ -6,6 +6,7 @@
     <root>/members/member       a member's token           masters, host agents
     <root>/admin/admin          an admin's token           commands
     <root>/viewer/viewer        a viewer's token           monitoring
+    <root>/grafana/password     of Grafana's user admin    Grafana
 
 A container mounts only the folders that it needs. What is there already stays, so a user may put secrets of their own there first.
 Nothing is ever printed.
@@ -25,7 +26,7 @@ from shared.security.token_folder import TABLE, TokenFile, TokenFolder, write_pr
 from shared.security.tokens import Role, private_text
 
 ROOT = Path("/secrets")
-ETCD_ROOT, ETCD, PASSWORD = "etcd-root", "etcd", "password"
+ETCD_ROOT, ETCD, GRAFANA, PASSWORD = "etcd-root", "etcd", "grafana", "password"
 FOLDERS = {Role.ADMIN: "admin", Role.MEMBER: "members", Role.VIEWER: "viewer"}
 VARIABLE = "TRIREME_SECRETS"
 
@@ -51,7 +52,7 @@ class TokenVolumes(TokenFolder):
 
 def prepare(root: Path) -> None:
     """Make what is missing below `root`. Raises InvalidArgument: a file there cannot be used, or nothing can be written."""
-    for folder in (ETCD_ROOT, ETCD):
+    for folder in (ETCD_ROOT, ETCD, GRAFANA):
         _prepare_password(root / folder / PASSWORD)
     TokenVolumes(root).prepare()
 

@@ -34,6 +34,6 @@ async def check_health() -> Health:
 
 @open_router.get("/readyz", operation_id="checkReadiness")
 async def check_readiness(jobs: JobsOf) -> Health:
-    """Leading and able to answer; else NOT_LEADER or NOT_READY."""
-    jobs.check_leading()
-    return Health(status="ok")
+    """`ok`: it leads and can answer. `standby`: another master leads, and this one could take over. Else NOT_LEADER (it has lost
+    etcd, say) or NOT_READY."""
+    return Health(status="ok" if jobs.check_ready() else "standby")

@@ -259,13 +259,15 @@ async def test_a_standby_answers_not_leader_with_the_leaders_url() -> None:
     async with leading(cluster.master("m1")), client_of(standby) as client:
         waiting = asyncio.ensure_future(standby.run(stopping))
         await asyncio.sleep(0.1)
-        for path in ("/v1/job", "/v1/task-summary", "/readyz", "/v1/metrics"):
+        for path in ("/v1/job", "/v1/task-summary", "/v1/metrics"):
             problem = check_problem(await client.get(path), 503, "NOT_LEADER")
             assert (problem["details"], problem["retryable"]) == ({"leader": "http://m1", "retry_after_s": 0}, True)
         assert (await client.get("/healthz")).status_code == 200
+        assert (await client.get("/readyz")).json() == {"status": "standby"}
         assert "trireme_master_leading 0.0" in (await client.get("/metrics")).text
         stopping.set()
         await waiting
+        check_problem(await client.get("/readyz"), 503, "NOT_LEADER")  # without a lease it cannot take over
 
 
 async def test_prometheus_reads_the_job() -> None:

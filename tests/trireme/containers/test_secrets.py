@@ -24,11 +24,11 @@ def test_each_kind_lies_in_a_folder_of_its_own_for_its_owner_alone(tmp_path, cap
     assert secrets.main() == 0
     made = files(tmp_path)
     assert set(made) - {"members/lock"} == {
-        *("etcd-root/password", "etcd/password"),
+        *("etcd-root/password", "etcd/password", "grafana/password"),
         *("members/table.json", "members/member", "admin/admin", "viewer/viewer"),
     }
     values = [made[name].strip() for name in made if name not in ("members/table.json", "members/lock")]
-    assert len(set(values)) == 5
+    assert len(set(values)) == 6
     assert all(len(value) >= 43 for value in values), "256 bits"
     for path in tmp_path.rglob("*"):
         assert not stat.S_IMODE(path.stat().st_mode) & 0o077, path

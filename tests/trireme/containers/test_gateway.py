@@ -1,0 +1,136 @@
+"""The gateway passes connections on to the master that leads, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from tests.equipment.waiting import until
+from trireme.containers import gateway
+from trireme.containers.gateway import Gateway, Settings
+
+
+@dataclass
+class FakeMaster:
+    """Answers at its address as a master does: /readyz says whether it leads."""
+
+    address: str
+    leads: bool = False
+    silent: bool = False
+    streams: list[web.StreamResponse] = field(default_factory=list)
+
+    async def readyz(self, _: web.Request) -> web.Response:
+        if self.silent:
+            await asyncio.sleep(60)
+        return web.json_response({"status": "ok" if self.leads else "standby"})
+
+    async def who(self, _: web.Request) -> web.Response:
+        return web.json_response({"who": self.address})
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        self.streams.append(answer)
+        await answer.write(b"begin\n")
+        await asyncio.sleep(60)
+        return answer
+
+    @contextlib.asynccontextmanager
+    async def serving(self, port: int) -> AsyncIterator[None]:
+        app = web.Application()
+        app.add_routes([web.get("/readyz", self.readyz), web.get("/who", self.who), web.get("/stream", self.stream)])
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, self.address, port).start()
+        try:
+            yield
+        finally:
+            await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def two_masters(monkeypatch) -> AsyncIterator[tuple[FakeMaster, FakeMaster, Gateway, str]]:
+    first, second = FakeMaster("127.0.0.2", leads=True), FakeMaster("127.0.0.3")
+    with socket.create_server(("127.0.0.2", 0)) as free:
+        port = free.getsockname()[1]
+    resolve = asyncio.get_running_loop().getaddrinfo
+
+    async def named(host, wanted, **options):
+        if host != "masters.test":
+            return await resolve(host, wanted, **options)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each.address, wanted)) for each in (first, second)]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", named, raising=False)
+    monkeypatch.setattr(gateway, "LOOK_S", 0.02)
+    monkeypatch.setattr(gateway, "WAIT_S", 0.5)
+    settings = Settings(masters=f"masters.test:{port}", host="127.0.0.1", port=0)
+    made, stopping = Gateway(settings), asyncio.Event()
+    async with first.serving(port), second.serving(port):
+        running = asyncio.ensure_future(made.run(stopping))
+        try:
+            await until(lambda: made.leader, "a leader")
+            yield first, second, made, f"http://127.0.0.1:{made.address[1]}"
+        finally:
+            stopping.set()
+            assert await running == 0
+
+
+async def who(session: aiohttp.ClientSession, url: str) -> str:
+    async with session.get(f"{url}/who") as answer:
+        return (await answer.json())["who"]
+
+
+async def test_requests_reach_the_leader_and_the_next_one_after_it(monkeypatch):
+    async with two_masters(monkeypatch) as (first, second, made, url), aiohttp.ClientSession() as session:
+        assert await who(session, url) == first.address
+        async with session.get(f"{url}/stream") as stream:
+            assert await stream.content.readline() == b"begin\n"
+            first.leads, second.leads = False, True
+            with pytest.raises(aiohttp.ClientPayloadError):  # the stream of the one before ends
+                async with asyncio.timeout(10):
+                    await stream.content.read()
+        assert await who(session, url) == second.address
+        assert made.leader == second.address
+
+
+async def test_while_nobody_leads_it_waits_and_says_so(monkeypatch):
+    async with two_masters(monkeypatch) as (first, second, made, url), aiohttp.ClientSession() as session:
+        first.leads = False
+        await until(lambda: not made.leader, "no leader")
+        async with session.get(f"{url}/who") as answer:
+            assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+            assert (await answer.json(content_type="application/problem+json"))["code"] == "NOT_LEADER"
+        waiting = asyncio.ensure_future(who(session, url))
+        await asyncio.sleep(0.05)
+        second.leads = True
+        assert await waiting == second.address
+
+
+async def test_a_silent_master_does_not_hide_the_leader(monkeypatch):
+    monkeypatch.setattr(gateway, "ANSWER_S", 0.2)
+    async with two_masters(monkeypatch) as (first, second, _, url), aiohttp.ClientSession() as session:
+        first.silent, second.leads = True, True
+
+        async def reached() -> str:
+            with contextlib.suppress(aiohttp.ClientError):
+                return await who(session, url)
+            return ""
+
+        async with asyncio.timeout(20):
+            while await reached() != second.address:
+                await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("text", ["", "master", "a b:1", "master:port"])
+def test_an_address_without_a_port_is_refused(text, monkeypatch, capsys):
+    monkeypatch.setenv("TRIREME_MASTERS", text)
+    monkeypatch.setattr("sys.argv", ["gateway"])
+    assert gateway.main() == 2
+    assert "TRIREME_MASTERS" in capsys.readouterr().err
