@@ -49,7 +49,8 @@ def copy_of(found: Mapping[str, Any], cluster: str, role: Role, name: str) -> Cr
     places = {variable: str(int(kind == role)) for kind, variable in ENVIRONMENT.items()}
     binds = [bind for bind in found["HostConfig"].get("Binds") or () if not _WITHOUT_NAME.match(bind)]
     networks = _networks(found)
-    first, *_ = (host["NetworkMode"], *networks) if host["NetworkMode"] in networks else (*networks, "")
+    mode = str(host.get("NetworkMode", ""))
+    first = mode if mode in networks else next(iter(networks), "")
     body = {
         **config,
         "Image": found["Image"],  # the very one, also if its tag has moved on
@@ -77,7 +78,7 @@ def _mounts(found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _networks(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Names and endpoints. Addresses are the Engine's to give; names of the copied container itself are left out."""
-    mode = str(found["HostConfig"]["NetworkMode"])
+    mode = str(found["HostConfig"].get("NetworkMode", ""))
     if mode in ("host", "none") or mode.startswith("container:"):
         return {}
     own = {found["Id"][:12], found["Name"].lstrip("/")}

@@ -39,6 +39,9 @@ LOOK_S = 10.0  # for what only reads
 CHANGE_S = 60.0  # a full disk or many containers make the Engine slow
 STOP_S = 15.0  # beyond the grace of the container
 ANSWER_BYTES = 64 << 20
+# what is used of the answers
+_LISTED: Mapping[str, type] = {"Id": str, "State": str, "Created": int, "Labels": dict}
+_INSPECTED: Mapping[str, type] = {"Id": str, "Name": str, "Image": str, "Config": dict, "HostConfig": dict}
 _TIMES = (304,)  # it is so already
 _ID = re.compile(r"[0-9a-f]{64}")
 _VERSION = re.compile(r"(\d+)\.(\d+)")
@@ -81,18 +84,18 @@ class Engine:
         filters = json.dumps({"label": [f"{name}={value}" for name, value in labels.items()]})
         found = await self._call("GET", "/containers/json", {"all": "1", "filters": filters})
         if not isinstance(found, list):
-            raise PeerError(f"{self.address} answered GET /containers/json with no list; is it a Docker Engine?")
-        return found
+            raise self._odd("GET /containers/json")
+        return [self._with(each, _LISTED, "GET /containers/json") for each in found]
 
     async def container(self, name: str) -> dict[str, Any]:
         """By its name or id; in full."""
-        found: dict[str, Any] = await self._call("GET", f"/containers/{quote(name, safe='')}/json")
-        return found
+        found = await self._call("GET", f"/containers/{quote(name, safe='')}/json")
+        return self._with(found, _INSPECTED, "GET /containers/{id}/json")
 
     async def create(self, name: str, body: Mapping[str, Any]) -> str:
         """The id of the new container, which does not run yet."""
         made = await self._call("POST", "/containers/create", {"name": name}, body, limit_s=CHANGE_S)
-        return str(made["Id"])
+        return str(self._with(made, {"Id": str}, "POST /containers/create")["Id"])
 
     async def connect(self, network: str, container: str, endpoint: Mapping[str, Any]) -> None:
         body = {"Container": container, "EndpointConfig": dict(endpoint)}
@@ -167,8 +170,16 @@ class Engine:
         try:
             return json.loads(answer) if answer.strip() else None
         except ValueError as error:
-            msg = f"{self.address} answered {what} with something that is no JSON; is it a Docker Engine?"
-            raise PeerError(msg) from error
+            raise self._odd(what) from error
+
+    def _with(self, found: Any, fields: Mapping[str, type], what: str) -> dict[str, Any]:
+        """`found`, which has these fields. Raises PeerError."""
+        if isinstance(found, dict) and all(isinstance(found.get(name), kind) for name, kind in fields.items()):
+            return found
+        raise self._odd(what)
+
+    def _odd(self, what: str) -> PeerError:
+        return PeerError(f"{self.address} answered {what} with something else than a Docker Engine does")
 
     async def _read(self, response: aiohttp.ClientResponse, what: str) -> bytes:
         parts, size = [], 0

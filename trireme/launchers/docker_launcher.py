@@ -73,7 +73,7 @@ class DockerLauncher:
         """Which containers there are. Those that the Engine does not run are removed. Raises as Engine does."""
         async with self._changing:
             listed = await self.engine.containers({PROJECT: self.project, CLUSTER: self.cluster})
-            there = {str(each["Labels"][ID]): _container(each) for each in listed if each["Labels"].get(ID)}
+            there = {str(each["Labels"][ID]): _container(each) for each in listed if _is_ours(each["Labels"])}
             ended = {name: each for name, each in there.items() if each.state not in RUNS}
             for name, each in ended.items():
                 if each.state != "removing":
@@ -175,6 +175,10 @@ class DockerLauncher:
         for name in failing - self._told:
             self._on_event(ChildEvent(name, "died", f"{there[name].status}: the Engine starts it again; see its log"))
         self._told = failing
+
+
+def _is_ours(labels: Mapping[str, str]) -> bool:
+    return bool(labels.get(ID)) and labels.get(ROLE) in KINDS
 
 
 def _container(listed: Mapping[str, Any]) -> _Container:

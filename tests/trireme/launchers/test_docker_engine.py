@@ -108,14 +108,34 @@ async def test_every_call_has_a_limit(docker: DockerEngine, call: str, monkeypat
                 await engine_calls(*arguments)
 
 
-async def test_who_answers_and_is_no_engine_is_told(docker: DockerEngine) -> None:
-    async def page(_: web.Request) -> web.Response:
-        return web.Response(text="<html>hello</html>")
+@pytest.mark.parametrize("answer", ["<html>hello</html>", "{}", "[1]", '[{"Id": "x", "State": "running"}]', "null", ""])
+async def test_who_answers_and_is_no_engine_is_told(docker: DockerEngine, answer: str) -> None:
+    async def other(request: web.Request) -> web.Response | None:
+        return None if request.path == "/version" else web.Response(text=answer)
 
-    docker.before = page
+    docker.before = other
     async with Engine(docker.address) as engine:
-        with pytest.raises(PeerError, match=r"no JSON; is it a Docker Engine\?"):
-            await engine.containers({})
+        for call in (engine.containers({}), engine.container("x"), engine.create("x", {})):
+            with pytest.raises(PeerError, match="with something else than a Docker Engine does"):
+                await call
+
+
+async def test_over_tcp_as_over_a_socket(tmp_path: Path) -> None:
+    """As a proxy is reached."""
+    async with serving(tmp_path / "docker.sock") as docker:
+        docker.add(container(1, "trainer"))
+        runner = web.AppRunner(docker.application(), shutdown_timeout=0.1)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            port = runner.addresses[0][1]
+            async with Engine(f"tcp://127.0.0.1:{port}") as engine:
+                assert [each["Id"] for each in await engine.containers({})] == [id_of(1)]
+        finally:
+            await runner.cleanup()
+        async with Engine(f"tcp://127.0.0.1:{port}") as engine:
+            with pytest.raises(PeerError, match=f"nothing listens at tcp://127.0.0.1:{port}"):
+                await engine.containers({})
 
 
 async def test_an_answer_without_end_is_not_kept(docker: DockerEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,10 @@ async def docker(tmp_path: Path) -> AsyncIterator[DockerEngine]:
         foreign["Config"]["Labels"] |= {"com.docker.compose.project": "other", "trireme.cluster": "trireme"}
         foreign["Config"]["Labels"] |= {"trireme.role": "trainer", "trireme.id": "other_trainer_1"}
         engine.add(foreign)
+        strange = container(7, "something")
+        strange["Config"]["Labels"] |= {"trireme.cluster": "trireme", "trireme.id": "of somebody else"}
+        strange["State"]["Status"] = "exited"
+        engine.add(strange)
         yield engine
 
 
