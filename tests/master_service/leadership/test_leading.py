@@ -86,7 +86,7 @@ def test_a_standby_names_the_leader_and_leads_at_once_when_it_stops() -> None:
             await asyncio.sleep(1)
             with pytest.raises(NotLeader) as caught:
                 _ = standby.job
-            assert caught.value.details == {"leader": "http://m1"}
+            assert caught.value.details == {"leader": "http://m1", "retry_after_s": 0}
             term = leader.term.number
         before = asyncio.get_running_loop().time()
         await until(lambda: standby.current_term is not None, "the standby to lead")
