@@ -8,10 +8,9 @@ from pydantic import ConfigDict, Field
 
 from shared.events import EventRecord
 from shared.records import JobResult, JobSpec, Mode, Record, Stage, TaskKind, UserFailure
+from shared.records.job_spec import MAX_MEMBERS
 from shared.records.operations import Operation, OperationState, Resize, Strategy
 from shared.records.pauses import Losses
-
-MAX_MEMBERS = 100_000
 
 
 class Empty(Record):

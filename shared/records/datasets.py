@@ -65,8 +65,8 @@ class Bytes(_Dataset):
     """
 
     kind: Literal["bytes"] = "bytes"
-    record_bytes: int = Field(gt=0)
-    overlap: int = Field(default=0, ge=0)
+    record_bytes: int = Field(gt=0, lt=2**63)
+    overlap: int = Field(default=0, ge=0, lt=2**63)
 
 
 class Npy(_Dataset):

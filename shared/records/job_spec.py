@@ -14,6 +14,7 @@ from shared.records.record import Record
 Narrow = Literal["bfloat16", "float16"]
 Transported = Literal["float32", "bfloat16", "float16"]
 
+MAX_MEMBERS = 100_000  # of each kind
 MAX_TASKS = 8  # of each stage
 _FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*")
 JOB_NAME = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
@@ -93,20 +94,20 @@ class JobSettings(Record):
     evaluation_dataset: Dataset | None = None
     mode: Mode = Mode.SYNC
     dispatch: Dispatch = Dispatch.MASTER
-    epochs: int = Field(default=1, ge=1)
-    global_batch_size: int = Field(default=256, ge=1)
+    epochs: int = Field(default=1, ge=1, lt=2**63)
+    global_batch_size: int = Field(default=256, ge=1, lt=2**63)
     lanes: int = Field(default=8, ge=1, le=1024)
     seed: int = Field(default=0, ge=0, lt=2**63)
-    trainers: int = Field(default=2, ge=1)
+    trainers: int = Field(default=2, ge=1, le=MAX_MEMBERS)
     pservers: int = Field(default=1, ge=1, le=128)
-    records_per_task: int | None = Field(default=None, ge=1)
+    records_per_task: int | None = Field(default=None, ge=1, lt=2**63)
     block_bytes: int = Field(default=1 << 20, ge=256, le=64 << 20)
     slot_count: int = Field(default=1024, ge=128, le=1024)
-    push_every: int = Field(default=1, ge=1)
-    pull_every: int = Field(default=1, ge=1)
+    push_every: int = Field(default=1, ge=1, lt=2**63)
+    pull_every: int = Field(default=1, ge=1, lt=2**63)
     clip_norm: float | None = Field(default=None, gt=0)
     on_nonfinite: Literal["fail", "skip", "ignore"] = "fail"
-    threads_per_trainer: int = Field(default=1, ge=1)
+    threads_per_trainer: int = Field(default=1, ge=1, lt=2**63)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     deterministic: bool = True
     shuffle: bool = True
@@ -117,11 +118,11 @@ class JobSettings(Record):
     straggler_factor: float = Field(default=2.0, ge=1.1, le=1000)
     task_timeout_floor_s: float = Field(default=30.0, gt=0)
     task_timeout_ceiling_s: float = Field(default=1200.0, gt=0)
-    max_task_failures: int = Field(default=3, ge=1)
+    max_task_failures: int = Field(default=3, ge=1, lt=2**63)
     max_discarded_fraction: float = Field(default=0.01, ge=0, le=1)
-    max_user_failures: int = Field(default=3, ge=1)
-    checkpoint_every_steps: int | None = Field(default=None, ge=1)
-    checkpoint_every_epochs: int | None = Field(default=1, ge=1)
+    max_user_failures: int = Field(default=3, ge=1, lt=2**63)
+    checkpoint_every_steps: int | None = Field(default=None, ge=1, lt=2**63)
+    checkpoint_every_epochs: int | None = Field(default=1, ge=1, lt=2**63)
     keep_checkpoints: int = Field(default=2, ge=1, le=100)
     checkpoint_checksum: Literal["xxh3-128", "md5", "sha256"] = "xxh3-128"
     checkpoint_every_seconds: float | None = Field(default=60.0, gt=0)

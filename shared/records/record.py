@@ -28,6 +28,7 @@ def shortened(text: str, limit: int) -> str:
     return f"{text[:half]} [... {len(text) - 2 * half} characters are left out ...] {text[-half:]}"
 
 
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # as the API says of every integer
 Id = Annotated[str, Field(max_length=200)]
 Name = Annotated[str, AfterValidator(partial(shortened, limit=200))]
 Message = Annotated[str, AfterValidator(partial(shortened, limit=MESSAGE_CHARACTERS))]

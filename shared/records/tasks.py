@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from shared.logged_metrics import MOST_NAMES, NAME
-from shared.records.record import Id, Message, Name, Record, Traceback
+from shared.records.record import Id, Int64, Message, Name, Record, Traceback
 
 
 class UserFailure(Record):
@@ -61,10 +61,10 @@ class AcquireTask(Record):
 
     trainer: Id
     request: Id
-    generation: int
-    stream: int | None = None
-    epoch: int = 0
-    index: int = 0
+    generation: Int64
+    stream: Int64 | None = None
+    epoch: Int64 = 0
+    index: Int64 = 0
     look: bool = False
     wait_s: float = Field(default=0.0, ge=0, le=30)
 
@@ -85,10 +85,10 @@ class TaskProgress(Record):
     """`epoch`, `timeline` (in all reports): those of the task, so that a late report is recognised as stale."""
 
     trainer: str
-    attempt: int
-    minibatches: int
-    epoch: int | None = None
-    timeline: int | None = None
+    attempt: Int64
+    minibatches: Int64
+    epoch: Int64 | None = None
+    timeline: Int64 | None = None
 
 
 class TakeNext(Record):
@@ -96,7 +96,7 @@ class TakeNext(Record):
     a repeated `request` gets the same pending task, here and in acquireTask."""
 
     request: Id
-    generation: int
+    generation: Int64
 
 
 Skipped = Annotated[
@@ -112,13 +112,13 @@ class CompleteTask(Record):
     `next`: also take another task."""
 
     trainer: str
-    attempt: int
-    records: int = 0
+    attempt: Int64
+    records: Int64 = 0
     sums: dict[str, float] = Field(default_factory=dict)
     exports: dict[str, str] = Field(default_factory=dict)
-    epoch: int | None = None
-    timeline: int | None = None
-    generation: int | None = None
+    epoch: Int64 | None = None
+    timeline: Int64 | None = None
+    generation: Int64 | None = None
     skipped: Skipped = Field(default_factory=dict)
     next: TakeNext | None = None
 
@@ -134,10 +134,10 @@ class FailTask(Record):
     """The attempt has failed."""
 
     trainer: str
-    attempt: int
+    attempt: Int64
     failure: UserFailure
-    epoch: int | None = None
-    timeline: int | None = None
+    epoch: Int64 | None = None
+    timeline: Int64 | None = None
 
 
 class HeldTask(Record):
@@ -185,12 +185,12 @@ class StepMetrics(Record):
     """One trainer's share of a step (sync) or of some minibatches (async): sum of loss x records. `skipped`: records left out
     because a loss or gradient was not finite. `timeline`: in which it was trained. `metrics`: what the script reported, by name."""
 
-    step: int
-    epoch: int
-    timeline: int = 0
+    step: Int64
+    epoch: Int64
+    timeline: Int64 = 0
     loss_sum: float
-    records: int
-    skipped: int = 0
+    records: Int64
+    skipped: Int64 = 0
     metrics: MetricValues = Field(default_factory=dict)
 
 

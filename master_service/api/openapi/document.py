@@ -15,6 +15,7 @@ from fastapi.openapi.utils import get_openapi
 from master_service.api.auth import role_needed
 from master_service.api.openapi.codes import PROBLEMS, RETRYABLE
 from master_service.api.openapi.examples import examples
+from master_service.api.openapi.links import add_links
 from master_service.api.openapi.properties import PARAMETERS, PROPERTIES, TAGS
 from master_service.api.problems import CONTENT_TYPE
 from master_service.api.resources import Problem
@@ -54,6 +55,7 @@ def document_of(app: FastAPI) -> Json:
         _answers(operation)
         for parameter in operation.get("parameters", []):
             _parameter(parameter)
+    add_links(document)
     components = document.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):

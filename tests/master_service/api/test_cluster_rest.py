@@ -130,6 +130,8 @@ def test_bad_requests_are_one_problem_each_and_change_nothing() -> None:
                 (wanted("a", scheduling={"min_trainers": 3, "max_trainers": 2}), "max_trainers 2"),
                 (wanted("a", scheduling={"priority": 101}), "priority"),
                 ({**wanted("a"), "settings": {**SETTINGS, "lanes": 3}}, "lanes"),
+                ({**wanted("a"), "settings": {**SETTINGS, "trainers": 100_001}}, "trainers"),
+                ({**wanted("a"), "settings": {**SETTINGS, "epochs": 2**63}}, "epochs"),
                 ({**wanted("a"), "script": "", "source": {**source, "file_name": "../x.py"}}, "file_name"),
             ):
                 problem = check_problem(await client.post("/v1/jobs", json=body), 422, "INVALID_ARGUMENT")

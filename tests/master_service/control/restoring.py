@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from master_service.leadership.master import Master
+from shared.etcd import Etcd
+from shared.keys import Keys
 from shared.records import JobState, Mode, Phase, SlotMap
 from shared.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest
 from shared.records.layout import Layout, OptimizerSpec
 from shared.records.operations import CheckpointRequest, Operation
 from shared.records.step import LanePosition, StepRecord
 from tests.equipment.waiting import until
-from tests.master_service.cluster import KEYS, MasterCluster, spec_of
+from tests.master_service.cluster import KEYS, MasterCluster, Storage, spec_of
 
 SLOTS = SlotMap(version=1, owners=(0, 1) * 64)
 LAYOUT = Layout(
@@ -30,7 +32,16 @@ def spec(**values: Any) -> Any:
     )
 
 
-async def checkpoint(cluster: MasterCluster, *steps: int, positions: Sequence[LanePosition] = ()) -> None:
+class Stored(Protocol):
+    """Where checkpoints are known."""
+
+    etcd: Etcd
+    storage: Storage
+
+
+async def checkpoint(
+    cluster: Stored, *steps: int, positions: Sequence[LanePosition] = (), keys: Keys = KEYS, mode: Mode = Mode.SYNC
+) -> None:
     """Finished checkpoints of these steps, the newest first."""
     refs = tuple(CheckpointRef(uuid=f"at-{step}", step=step, timeline=0, manifest="m") for step in steps)
     where = tuple(positions) or tuple(LanePosition(lane=lane, index=1) for lane in range(2))
@@ -42,7 +53,7 @@ async def checkpoint(cluster: MasterCluster, *steps: int, positions: Sequence[La
             timeline=0,
             term=1,
             generation=1,
-            mode=Mode.SYNC,
+            mode=mode,
             lanes=2,
             seed=0,
             spec_digest="",
@@ -55,7 +66,7 @@ async def checkpoint(cluster: MasterCluster, *steps: int, positions: Sequence[La
     latest = CheckpointLatest(
         uuid=refs[0].uuid, step=refs[0].step, timeline=0, term=1, timestamp="", manifest="m", slots=SLOTS, kept=refs
     )
-    await cluster.etcd.put(KEYS.latest, latest.to_bytes())
+    await cluster.etcd.put(keys.latest, latest.to_bytes())
 
 
 async def rolling_back(master: Master, checkpoint: str) -> JobState:
