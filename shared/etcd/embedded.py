@@ -26,7 +26,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Self
@@ -37,6 +36,7 @@ from shared.etcd.errors import Fatal, Unauthenticated
 from shared.runtime import clock, ids, telemetry
 from shared.runtime.lifelines import die_with_parent
 from shared.security import etcd_users, private_files
+from shared.security.socket_folders import SocketFolder, sweep
 
 CLIENT, PEER = (
     "client:0",
@@ -109,7 +109,8 @@ class EmbeddedEtcd:
         self.binary = binary
         self.log_path = log_path or self.data_dir / "etcd.log"
         self.client_port = 0  # with a `host`
-        self._sockets: Path | None = None
+        self._sockets: Path | None = None  # from the first start on
+        self._held: SocketFolder | None = None
         self._unsafe_no_fsync = unsafe_no_fsync
         self._quota_bytes = quota_bytes
         self._process: asyncio.subprocess.Process | None = None
@@ -277,16 +278,15 @@ class EmbeddedEtcd:
     def _make_sockets(self) -> None:
         """The folder of the sockets, which only this user can enter. Raises Fatal if somebody else has taken its name."""
         link = self.data_dir / SOCKETS
-        if self._sockets is not None and self._sockets.is_dir() and link.is_symlink():
+        if self._held is not None and self._held.path.is_dir() and link.is_symlink():
             return  # a restart of the child
         self._remove_sockets()  # of a process that was killed
-        if self._sockets is None:
-            self._sockets = Path(tempfile.mkdtemp(prefix=PREFIX))
-        else:
-            try:
-                self._sockets.mkdir(mode=0o700)
-            except FileExistsError as error:
-                raise Fatal(f"{self._sockets} was made by somebody else; remove it") from error
+        sweep_sockets()
+        try:
+            self._held = SocketFolder(PREFIX, self._sockets)
+        except FileExistsError as error:
+            raise Fatal(f"{self._sockets} was made by somebody else; remove it") from error
+        self._sockets = self._held.path
         link.symlink_to(self._sockets)
 
     def _remove_sockets(self) -> None:
@@ -295,6 +295,9 @@ class EmbeddedEtcd:
             if link.readlink().name.startswith(PREFIX):
                 shutil.rmtree(link.readlink(), ignore_errors=True)
             link.unlink()
+        if self._held is not None:
+            self._held.remove()
+            self._held = None
 
     async def _spawn(self, flags: tuple[str, ...], client: str) -> None:
         peer = f"unix://{PEER}"
@@ -356,6 +359,11 @@ class EmbeddedEtcd:
         finally:
             await client.close()
         return f"etcd ({self.binary}) did not serve at {url} within {timeout_s:g} s: {self.last_words()}"
+
+
+def sweep_sockets() -> None:
+    """Remove what launchers of this user left in the temporary folder when they were killed."""
+    sweep(PREFIX)
 
 
 def free_ports(count: int) -> tuple[int, ...]:

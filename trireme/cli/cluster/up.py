@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import CallerError, DeadlineExceeded, NotFound, PeerError, TriremeError
-from shared.etcd.embedded import find_binary
+from shared.etcd.embedded import find_binary, sweep_sockets
 from shared.keys import Keys
 from shared.records.cluster import in_words
 from shared.runtime import clock, telemetry
@@ -259,6 +259,7 @@ async def _detached(arguments: list[str], data_dir: Path | None) -> cluster_fold
 
 def down(data_dir: Path | None, wait_s: float, *, as_json: bool) -> int:
     """End the cluster that runs there, in order; returns the exit code."""
+    sweep_sockets()
     try:
         document = asyncio.run(_ended(data_dir, wait_s))
     except TriremeError as error:
