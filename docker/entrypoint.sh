@@ -23,7 +23,9 @@ print(s.getsockname()[0])' 2>/dev/null || hostname -i | cut -d' ' -f1
 
 export TRIREME_HOST="${TRIREME_HOST:-0.0.0.0}"
 export TRIREME_ADVERTISE="${TRIREME_ADVERTISE:-$(own_address)}"
-if [ "$role" != host ]; then # a host's name in the pool is the container's
+if [ "$role" = host ]; then # its name in the pool is the container's; hosts may share a volume
+    export TRIREME_DATA_DIR="${TRIREME_DATA_DIR:-/var/lib/trireme}/$(hostname)"
+else
     export TRIREME_NAME="${TRIREME_NAME:-$role-$(hostname)}"
 fi
 exec python -P -m "$module"

@@ -129,8 +129,7 @@ def test_members_stop_in_the_order_in_which_they_need_each_other():
 
 
 def test_members_can_be_scaled():
-    for name in ("pserver", "trainer"):
-        assert not SERVICES[name].keys() & {"container_name", "ports"}
+    assert not (SERVICES["pserver"].keys() | SERVICES["trainer"].keys()) & {"container_name", "ports"}
 
 
 # ---------------------------------------------------------------- who may do what
@@ -178,6 +177,14 @@ def test_what_is_not_in_a_profile_is_all_that_starts_by_itself():
         "launcher": {"launcher"},
         "observability": {"prometheus", "grafana"},
     }
+
+
+def test_nothing_is_left_in_volumes_without_a_name():
+    """`down` would leave them, and nobody would know whose they are."""
+    for name, service in SERVICES.items():
+        assert all(source for source, _ in mounts(name).values()), name
+        places = {text.split(":")[0] for text in service.get("tmpfs", [])} | mounts(name).keys()
+        assert name in OF_OTHERS or set(re.findall(r"^VOLUME (\S+)", DOCKERFILE, re.MULTILINE)) <= places, name
 
 
 def test_the_folders_of_the_project_that_are_mounted_exist():
@@ -381,9 +388,6 @@ HADOLINT = shutil.which("hadolint") or shutil.which("hadolint", path=str(Path(sy
 def test_hadolint_finds_nothing():
     done = subprocess.run([HADOLINT, ROOT / "docker" / "Dockerfile"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "")
-
-
-# ---------------------------------------------------------------- docs
 
 
 def test_each_variable_of_the_file_is_documented():
