@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
-from master_service.api.app import api_of
+from clients.write_openapi import OPENAPI
 from master_service.api.openapi.document import operations
 
-DOCUMENT: dict[str, Any] = api_of(clustered=True).openapi()
+DOCUMENT: dict[str, Any] = json.loads(OPENAPI.read_bytes())
 SCHEMAS: dict[str, Any] = DOCUMENT["components"]["schemas"]
 
 

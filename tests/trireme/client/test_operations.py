@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import re
 from functools import cache
 from typing import Any
@@ -12,7 +13,8 @@ import httpx
 import pytest
 
 from clients.derive_sync import DERIVED, derived
-from master_service.api.app import make_api, make_app
+from clients.write_openapi import OPENAPI
+from master_service.api.app import make_app
 from master_service.core.state import event_log
 from shared.errors import Conflict, CursorExpired, InvalidArgument, NotFound, PreconditionFailed
 from shared.records.cluster import Standing
@@ -63,7 +65,7 @@ def client_of(leader: Any) -> AsyncClient:
 @cache
 def documented() -> dict[str, tuple[str, str, dict[str, Any]]]:
     """operationId -> method, path, operation; of a cluster's leader."""
-    paths = make_api(Jobs().master()).openapi()["paths"]
+    paths = json.loads(OPENAPI.read_bytes())["paths"]
     return {
         operation["operationId"]: (method.upper(), path, operation)
         for path, operations in paths.items()
