@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from shared.errors import CallerError, DeadlineExceeded, NotFound, PeerError, TriremeError
 from shared.etcd.embedded import find_binary, sweep_sockets
 from shared.keys import Keys
@@ -273,13 +275,22 @@ async def _ended(data_dir: Path | None, wait_s: float) -> dict[str, Any]:
     owner = cluster_folder.owner_of(folder)
     if not owner:
         raise NotFound(f"no cluster runs in {folder}", hint="give its --data-dir")
-    with contextlib.suppress(ProcessLookupError):
+    process: psutil.Process | None = None
+    with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+        process = psutil.Process(owner)
         os.kill(owner, signal.SIGTERM)
     say(f"stopping the cluster in {folder} (process {owner}): jobs save a checkpoint and their members leave")
     deadline = clock.monotonic() + wait_s
-    while cluster_folder.owner_of(folder) == owner:
+    while cluster_folder.owner_of(folder) == owner or _lives(process):
         if clock.monotonic() > deadline:
             msg = f"the cluster in {folder} (process {owner}) has not ended after {wait_s:g} s"
             raise DeadlineExceeded(msg, hint="it goes on ending; wait longer with --wait-s")
         await asyncio.sleep(LOOK_S)
     return {"folder": str(folder), "pid": owner}
+
+
+def _lives(process: psutil.Process | None) -> bool:
+    """An interpreter goes on for a while after it gave the folder back."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
