@@ -12,10 +12,10 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 PYTEST_WORKERS ?= 3
 FAULTS ?= 30
 
-.PHONY: help setup demo test lint types pytest clients openapi soak format clean
+.PHONY: help setup demo test lint types pytest clients openapi soak compose-test format clean
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r name text; do printf '  make %-8s %s\n' "$$name" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
 
 setup: $(STAMP) ## create .venv and install everything into it (done by the other targets when needed)
 
@@ -63,6 +63,9 @@ clients: $(STAMP) openapi ## generate clients from openapi.json into build/clien
 
 openapi: $(STAMP) ## write openapi.json: the REST API as a document
 	@$(BIN)/python -m clients.write_openapi
+
+compose-test: $(STAMP) ## with a Docker Engine: build the image, docker compose up, train, resize, kill containers, compare every bit
+	@$(BIN)/python -m tests.compose
 
 format: $(STAMP) ## rewrite the sources in the house format
 	@$(BIN)/ruff check --quiet --fix . && $(BIN)/ruff format --quiet .

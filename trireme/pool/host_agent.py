@@ -64,7 +64,7 @@ class HostAgent:
         """Until `stopping`, then drain: 0. LEASE_LOST: another agent has taken a place. Raises Conflict, InvalidArgument,
         CallerError, PeerError."""
         settings, metrics = self.settings, self.metrics
-        status = StatusServer(settings.access, metrics, lambda: "" if metrics.ready else "no places registered yet")
+        status = StatusServer(settings.access, metrics, metrics.missing)
         async with status.serving(settings.host, settings.port, settings.tls.server()) as port:
             self.url = f"{settings.tls.scheme}://{settings.advertised}:{port}"
             return await self._offer(stopping)
@@ -83,7 +83,7 @@ class HostAgent:
             self.places = [Place(member, host, self._reporter(keys, member)) for member in members]
             self.metrics.places, self.metrics.members = self.places, keys.records.values()
             await keys.claim(CLAIM_S)
-            self.metrics.ready = True
+            self.metrics.registered = lambda: keys.alive
             log.info("registered", host=self.settings.name, url=self.url, **{kind: self._count(kind) for kind in KINDS})
             service.ready()
             forks.prepare()

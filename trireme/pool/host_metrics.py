@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -21,15 +21,24 @@ class Counted(Protocol):
 
 
 class HostMetrics:
-    """`members`: what etcd is told of the places; `places`: themselves. Both are read when somebody asks."""
+    """`members`: what etcd is told of the places; `places`: themselves; `registered`: whether etcd has them, None before the first time.
+    All are read when somebody asks."""
 
     def __init__(self) -> None:
         self.members: Iterable[PoolMember] = ()
         self.places: Iterable[Counted] = ()
-        self.ready = False
+        self.registered: Callable[[], bool] | None = None
+
+    def missing(self) -> str:
+        """Why the agent is not ready; "": it is."""
+        if self.registered is None:
+            return "no places registered yet"
+        return "" if self.registered() else "etcd does not answer: the lease of the places is over"
 
     def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily("trireme_host_ready", "1 once its places are registered", value=int(self.ready))
+        yield GaugeMetricFamily(
+            "trireme_host_ready", "1 while its places are registered", value=int(not self.missing())
+        )
         members = list(self.members)
         kinds = sorted({member.kind for member in members})
         found = Counter((member.kind, state_of(member)) for member in members)

@@ -49,6 +49,11 @@ class PlaceKeys:
     def __repr__(self) -> str:
         return f"<PlaceKeys: {len(self.records)} places, {self._lease!r}>"
 
+    @property
+    def alive(self) -> bool:
+        """Whether the keys are there and their lease is not over, by the local clock."""
+        return self._lease is not None and self._lease.alive
+
     async def claim(self, limit_s: float) -> None:
         """Create all keys. Waits for those of an agent whose lease has to run out. Raises Conflict if another agent still has one
         after `limit_s`, PeerError if etcd does not answer for so long."""

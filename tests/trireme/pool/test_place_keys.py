@@ -17,6 +17,7 @@ from shared.records.cluster import PoolMember
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import VirtualLoop
 from tests.equipment.virtual_loop import run as run_virtual
+from trireme.pool.host_metrics import HostMetrics
 from trireme.pool.place_keys import BATCH, PlaceKeys
 
 KEYS, TTL_S = ClusterKeys(), 10.0
@@ -74,6 +75,23 @@ async def test_all_places_are_under_one_lease_and_changes_are_written(world):
         own.set(last(own), running="ctr")
         await asyncio.sleep(1)
         assert (await observer.get(last(own))).mod_revision == before, "what is equal is not written"
+
+
+@virtual
+async def test_an_agent_is_not_ready_while_etcd_is_silent_for_longer_than_its_lease(world):
+    metrics = HostMetrics()
+    assert "registered" in metrics.missing()
+    async with held(world) as (own, _, leases, _):
+        metrics.registered = lambda: own.alive
+        assert metrics.missing() == ""
+        world.freeze()
+        await asyncio.sleep(TTL_S / 3)
+        assert metrics.missing() == ""
+        await asyncio.sleep(TTL_S)
+        assert "etcd" in metrics.missing()
+        world.thaw()
+        await asyncio.sleep(TTL_S)
+        assert (metrics.missing(), len(leases)) == ("", 2)
 
 
 @virtual
