@@ -273,6 +273,8 @@ class TorchCompute:
             while not future.done():
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([future])
+            if not future.cancelled():
+                future.exception()  # nobody waits for it any more; asyncio would report it as never retrieved
             raise
 
 

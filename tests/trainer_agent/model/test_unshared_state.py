@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import itertools
+import threading
+import time
 
 import pytest
 import torch
@@ -52,6 +56,32 @@ def model_that(change, max_norm="None"):
 async def minibatch(compute, number=0):
     compute.forget_nodes()
     await compute.gradient((0, 1), 0, number, records(4, number), bool)
+
+
+async def test_an_error_that_nobody_waits_for_any_more_is_not_reported(build):
+    reported = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context["message"]))
+    began = threading.Event()
+    CALLED["began"] = began
+    slow = "__import__('tests.trainer_agent.model.test_unshared_state', fromlist=['x']).slowly(); self.teacher.bias.data.add_(0.1)"
+    computing = asyncio.ensure_future(minibatch(build(model=model_that(slow))))
+    await asyncio.to_thread(began.wait, 60)
+    computing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await computing
+    del computing
+    gc.collect()
+    await asyncio.sleep(0)
+    assert reported == []
+
+
+CALLED: dict[str, threading.Event] = {}
+
+
+def slowly() -> None:
+    """Called by a script's forward."""
+    CALLED["began"].set()
+    time.sleep(0.2)
 
 
 @pytest.mark.parametrize("change", CHANGES)
