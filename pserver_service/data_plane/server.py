@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from aiohttp import web
@@ -21,7 +21,7 @@ from shared.errors import CallerError
 from shared.runtime.http import hide_implementation
 from shared.security.access import Access
 from shared.security.arrivals import Arrivals
-from shared.security.handshakes import TlsServer
+from shared.security.listening import listening
 
 READ_BUFFER_BYTES = 1 << 20
 ARRIVALS = web.AppKey("arrivals", Arrivals)
@@ -69,28 +69,11 @@ async def serving(
         read_bufsize=READ_BUFFER_BYTES,
         auto_decompress=False,  # a few KiB could become a GiB; bodies come as they are
     )
-    await runner.setup()
-    assert runner.server is not None
-    arrivals, over_tls = app[ARRIVALS], None
+    beside = [partial(_bind_path, uds)] if uds else []
     try:
-        listener = _bind(host, port)
-        if tls is None:
-            await web.SockSite(runner, listener).start()
-        else:
-            over_tls = TlsServer(listener, tls, runner.server, per_peer=arrivals.per_peer, held=arrivals.held)
-        if uds:
-            await web.SockSite(runner, _bind_path(uds)).start()
-        looking = asyncio.ensure_future(arrivals.run(runner.server))
-        try:
-            yield Listening(port=listener.getsockname()[1], uds=uds)
-        finally:
-            looking.cancel()
-            await asyncio.wait([looking])
+        async with listening(runner, app[ARRIVALS], host, port, tls, beside) as bound:
+            yield Listening(port=bound, uds=uds)
     finally:
-        if over_tls is not None:
-            over_tls.close()
-            await over_tls.wait_closed()
-        await runner.cleanup()
         if uds:
             Path(uds).unlink(missing_ok=True)  # noqa: ASYNC240
 
@@ -115,12 +98,3 @@ def _bind_path(uds: str) -> socket.socket:
         msg = f"cannot listen on the UNIX socket {uds}: {error.strerror}; choose another TRIREME_UDS"
         raise CallerError(msg) from error
     return listener
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=128)
-    except OSError as error:
-        msg = f"cannot listen on {host} port {port}: {error.strerror}; choose another TRIREME_HOST or TRIREME_PORT"
-        raise CallerError(msg) from error

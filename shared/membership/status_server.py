@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -16,11 +14,11 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import Metric
 
-from shared.errors import CallerError, TriremeError, Unauthorized
+from shared.errors import TriremeError, Unauthorized
 from shared.runtime.http import hide_implementation
 from shared.security.access import CHALLENGE, Access, Asked
 from shared.security.arrivals import Arrivals
-from shared.security.handshakes import TlsServer
+from shared.security.listening import listening
 from shared.security.tokens import Role
 
 PER_PEER = 64
@@ -53,26 +51,8 @@ class StatusServer:
         app.router.add_get("/readyz", self._readyz)
         app.router.add_get("/metrics", self._metrics)
         runner = web.AppRunner(app, access_log=None, keepalive_timeout=KEEP_ALIVE_S, shutdown_timeout=SHUTDOWN_S)
-        await runner.setup()
-        assert runner.server is not None
-        arrivals, over_tls = self.arrivals, None
-        try:
-            listener = _bind(host, port)
-            if tls is None:
-                await web.SockSite(runner, listener).start()
-            else:
-                over_tls = TlsServer(listener, tls, runner.server, per_peer=arrivals.per_peer, held=arrivals.held)
-            looking = asyncio.ensure_future(arrivals.run(runner.server))
-            try:
-                yield listener.getsockname()[1]
-            finally:
-                looking.cancel()
-                await asyncio.wait([looking])
-        finally:
-            if over_tls is not None:
-                over_tls.close()
-                await over_tls.wait_closed()
-            await runner.cleanup()
+        async with listening(runner, self.arrivals, host, port, tls) as bound:
+            yield bound
 
     async def _healthz(self, _: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -94,12 +74,3 @@ class StatusServer:
         registry.register(self._collector)
         ProcessCollector(registry=registry)
         return web.Response(body=generate_latest(registry), content_type="text/plain", charset="utf-8")
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=128)
-    except OSError as error:
-        msg = f"cannot listen on {host} port {port}: {error.strerror}; choose another TRIREME_HOST or TRIREME_PORT"
-        raise CallerError(msg) from error

@@ -13,6 +13,7 @@ import pytest
 from master_service.api.app import make_api, make_app
 from master_service.api.server import Connections, Server
 from shared.records import AcquireTask, FailTask, UserFailure
+from tests.equipment.uvicorn_server import served
 from tests.equipment.waiting import until
 from tests.master_service.cluster import MasterCluster, Storage, running, spec_of
 
@@ -29,15 +30,8 @@ async def serving(connections: Connections) -> AsyncIterator[int]:
     """The port."""
     async with running(MasterCluster(spec_of()), "t1") as master:
         server = Server(make_app(master), connections)
-        with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-            port: int = listener.getsockname()[1]
-            task = asyncio.ensure_future(server.serve(sockets=[listener]))
-            try:
-                await until(lambda: server.started, "the server to start", 10)
-                yield port
-            finally:
-                server.should_exit = True
-                await task
+        async with served(server) as port:
+            yield port
         assert connections.by_peer == {}
 
 

@@ -20,6 +20,7 @@ from master_service.api.server import Connections, Server
 from master_service.core.changes import Event
 from shared.runtime import log_files
 from tests.equipment.replaced import replaced
+from tests.equipment.uvicorn_server import served
 from tests.equipment.waiting import until
 from tests.master_service.cluster import MasterCluster, running, spec_of
 
@@ -40,13 +41,8 @@ async def serving(folder: Path) -> AsyncIterator[tuple[Any, Server, Connections,
         with closing(socket.socket()) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)  # an accepted one has it too
             listener.bind(("127.0.0.1", 0))
-            task = asyncio.ensure_future(server.serve(sockets=[listener]))
-            try:
-                await until(lambda: server.started, "the server to start", LIMIT_S)
-                yield api, server, connections, listener.getsockname()[1]
-            finally:
-                server.should_exit = True
-                await task
+            async with served(server, listener) as port:
+                yield api, server, connections, port
 
 
 def waiting_bytes(server: Server) -> int:

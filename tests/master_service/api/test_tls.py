@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import socket
 import ssl
-from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -16,7 +13,7 @@ from master_service.api.server import Server
 from shared.errors import PeerError
 from shared.security import authority
 from shared.security.tls import Tls
-from tests.equipment.waiting import until
+from tests.equipment.uvicorn_server import served
 from tests.master_service.cluster import MasterCluster, running, spec_of
 from trireme.client import AsyncClient
 from trireme.view.client import Client
@@ -31,15 +28,8 @@ async def test_clients_that_trust_its_authority_and_have_a_certificate_get_answe
     tls = Tls(ca, cert, key, mutual=True)
     async with running(MasterCluster(spec_of()), "t1") as master:
         server = Server(make_app(master), tls=tls.server())
-        with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-            port = listener.getsockname()[1]
-            task = asyncio.ensure_future(server.serve(sockets=[listener]))
-            try:
-                await until(lambda: server.started, "the server to start", 10)
-                await _asked(port, tls, monkeypatch)
-            finally:
-                server.should_exit = True
-                await task
+        async with served(server) as port:
+            await _asked(port, tls, monkeypatch)
 
 
 async def _asked(port: int, tls: Tls, monkeypatch: pytest.MonkeyPatch) -> None:

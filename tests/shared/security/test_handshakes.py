@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -20,7 +19,7 @@ from shared.security import authority, handshakes
 from shared.security import tls as tls_files
 from shared.security.access import Access
 from shared.security.tls import Tls
-from tests.equipment.waiting import until
+from tests.equipment.uvicorn_server import served
 from tests.pserver_service.jobs import JOB
 from trireme.pool.host_metrics import HostMetrics
 
@@ -53,15 +52,8 @@ async def _healthy(_: object, __: object, send: Callable[[dict[str, object]], Aw
 async def master(context: ssl.SSLContext) -> AsyncIterator[int]:
     connections = Connections(per_peer=PER_PEER)
     server = Server(_healthy, connections, tls=context)  # type: ignore[arg-type]
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        task = asyncio.ensure_future(server.serve(sockets=[listener]))
-        try:
-            await until(lambda: server.started, "the server to start", 10)
-            yield port
-        finally:
-            server.should_exit = True
-            await task
+    async with served(server) as port:
+        yield port
     assert connections.by_peer == {}
 
 
