@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import contextmanager
 from typing import Any
 
+from pserver_service.core.admission import check_same_model
 from pserver_service.core.calls import BlockServer, OpenPull, OpenPush, Payload, check_pull
 from pserver_service.core.progress import progress_of
 from pserver_service.core.saved_ledger import AsyncSnapshot
@@ -372,17 +373,9 @@ class Pserver(BlockServer):
 
     def _is_same(self, header: InitHeader) -> bool:
         """Whether these parameters are loaded already."""
-        store = self.store
-        if store is None:
+        if self.store is None:
             return False
-        mine = (store.layout.digest, store.layout.segments, store.layout.block_bytes, store.mode)
-        theirs = (header.layout.digest, header.layout.segments, header.layout.block_bytes, header.mode)
-        if mine != theirs:
-            msg = (
-                f"model {header.layout.digest[:12]} ({header.mode}, {len(header.layout.segments)} segments) does not fit the loaded "
-                f"{store.layout.digest[:12]} ({store.mode}, {len(store.layout.segments)} segments): all trainers must run the same script"
-            )
-            raise LayoutMismatch(msg)
+        check_same_model(self.store.layout, self.store.mode, header)
         return True
 
 

@@ -7,11 +7,11 @@ init --> Store;  admit(header) --> Push;  apply(push, block, payload) --> Verdic
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from pserver_service.core.admission import Push, fits, task_number
 from pserver_service.core.blocks import BlockState, Verdict
 from pserver_service.core.geometry import Geometry
 from pserver_service.core.history import History
@@ -24,24 +24,9 @@ from shared.checkpoints.schedule import Schedule
 from shared.errors import BadFrame, InvalidArgument, LayoutMismatch, StepTorn
 from shared.lanes import Interval, is_aligned
 from shared.records import Mode, SlotMap
-from shared.records.layout import ELEMENT_BYTES, Block
-from shared.records.step import LanePosition, StepRecord
+from shared.records.layout import Block
+from shared.records.step import StepRecord
 from shared.wire.messages import InitHeader, PushBlock, PushHeader
-
-MAX_TASKS = 1 << 40
-
-
-@dataclass(slots=True)
-class Push:
-    """One admitted push. `options[g]`: of optimizer group g in this step, if the header has them. `judged`: by lanes."""
-
-    header: PushHeader
-    task: int = -1
-    options: tuple[Options, ...] | None = None
-    positions: dict[int, LanePosition] = field(default_factory=dict)
-    judged: dict[Interval, Verdict | None] = field(default_factory=dict)
-    claims: int = 0
-    noted: set[Interval] = field(default_factory=set)
 
 
 class Store:
@@ -156,7 +141,7 @@ class Store:
                 raise LayoutMismatch(msg)
             options = tuple(options_of(group) for group in header.lane_zero.options)
         if self.mode is Mode.ASYNC:
-            return Push(header, _task_number(header), options or ({},) * len(self.layout.optimizer.groups))
+            return Push(header, task_number(header), options or ({},) * len(self.layout.optimizer.groups))
         positions = {position.lane: position for position in header.positions}
         if 0 in positions and options is None:
             msg = "a push of lane 0 without lane_zero: it carries the optimizer's options for everybody"
@@ -377,24 +362,3 @@ class Store:
                 return self._no_options
             self._options_of_step = (step, tuple(options_of(given) for given in lane_zero.options))
         return self._options_of_step[1][group]
-
-
-def fits(state: BlockState, item: PushBlock, size: int) -> bool:
-    """Whether a payload of `size` bytes is the whole block, in its own dtype or in one that it may be sent in; or nothing, because
-    there is no data or, in a buffer, no change."""
-    if not size and (not item.count or (state.is_buffer and item.dtype is None)):
-        return True
-    if item.dtype is None:
-        return size == state.place.bytes
-    return state.narrows and size == state.place.elements * ELEMENT_BYTES[item.dtype]
-
-
-def _task_number(header: PushHeader) -> int:
-    task = int(header.task_id) if header.task_id.isascii() and header.task_id.isdigit() else -1
-    if not 0 <= task < MAX_TASKS or not 0 <= header.start < header.end <= header.minibatches:
-        msg = (
-            f"push of task {header.task_id[:40]!r}, minibatches [{header.start}, {header.end}) of {header.minibatches}: "
-            "expected a task number and 0 <= start < end <= minibatches"
-        )
-        raise BadFrame(msg)
-    return task

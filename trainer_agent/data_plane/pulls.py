@@ -1,0 +1,200 @@
+"""Pulls from all parameter servers at once: each is asked for its blocks until all are there.
+
+pull: blocks of one version, as pservers have them ──► staging vector; the version's StepRecord, or Gone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+
+from shared.errors import BadFrame, Gone, InvalidArgument, PeerError, StaleGeneration, WrongOwner
+from shared.membership.directory import Directory
+from shared.records.job_spec import Narrow, Transported
+from shared.records.layout import ELEMENT_BYTES
+from shared.records.step import StepRecord
+from shared.wire.lending import NOTHING
+from shared.wire.messages import PulledBlock, PullEnd, PullRequest
+from trainer_agent.core.steps import agreed
+from trainer_agent.data_plane.peers import OWN_LEASE, Connect, Peers, Suspect
+from trainer_agent.model.compute import Compute
+from trainer_agent.waiting.retry import Backoff
+from trainer_agent.waiting.single_error import SingleErrorGroup
+
+PULL_WAIT_S = 10.0
+
+
+async def _at_once() -> bool:
+    """Nothing to wait for."""
+    return False
+
+
+class Pulls(Peers):
+    """`vectors`: whose staging vector a pull fills, and whose parameters in use `swap` replaces."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        connect: Connect,
+        vectors: Compute,
+        suspect: Suspect,
+        parameter_dtype: Transported = "float32",
+        certain: Callable[[], Awaitable[bool]] = _at_once,
+    ) -> None:
+        super().__init__(directory, connect, vectors.layout, suspect, certain)
+        self._vectors = vectors
+        self._narrow: Narrow | None = None if parameter_dtype == "float32" else parameter_dtype
+        self._narrowed = vectors.layout.payloads(parameter_dtype)
+        # by (slot map version, pserver index): PullEnd.known of the values in use, and of those in the staging vector
+        self._known: dict[tuple[int, int], str] = {}
+        self._staged: dict[tuple[int, int], str] = {}
+        self._narrow_blocks: list[memoryview] = []  # memory for a block in its narrow dtype, before it is widened
+        self._narrow_bytes = vectors.layout.block_bytes if self._narrow is not None else 0
+
+    async def pull(
+        self, version: int | None, skip_after_s: float | None = None, *, exact: bool = False
+    ) -> StepRecord | None:
+        """Every block at `version` (None: at the version it has) into the staging vector. Returns the version's record.
+
+        Waits until the pservers have the version. The blocks of a pserver that gives no answer for `skip_after_s` keep their
+        current values. `exact`: in full precision, whatever the job's parameter_dtype. Raises Gone if the version is no
+        longer kept, InvalidArgument if parameters do not fit the dtype.
+        """
+        narrow = None if exact else self._narrow
+        self._staged = {}
+        return await self._pull_parts(self.routes.blocks, version, skip_after_s, narrow)
+
+    async def _pull_parts(
+        self,
+        parts: Mapping[int, Sequence[int]],
+        version: int | None,
+        skip_after_s: float | None,
+        narrow: Narrow | None,
+    ) -> StepRecord | None:
+        async with SingleErrorGroup() as group:
+            pulls = [
+                group.create_task(self._pull_from(index, blocks, version, skip_after_s, narrow))
+                for index, blocks in parts.items()
+            ]
+        return agreed(pull.result() for pull in pulls)
+
+    def swap(self) -> None:
+        """What the last pull brought becomes the parameters in use; buffers that stay as they are come only once."""
+        self._vectors.swap()
+        self._known, self._staged = self._staged, {}
+
+    async def _pull_from(
+        self,
+        index: int,
+        blocks: Sequence[int],
+        version: int | None,
+        skip_after_s: float | None,
+        narrow: Narrow | None,
+    ) -> StepRecord | None:
+        memory = self._narrow_blocks.pop() if self._narrow_blocks else memoryview(bytearray(self._narrow_bytes))
+        try:
+            return await self._pull_into(memory, index, blocks, version, skip_after_s, narrow)
+        finally:
+            self._narrow_blocks.append(memory)
+
+    async def _pull_into(
+        self,
+        narrowed: memoryview,
+        index: int,
+        blocks: Sequence[int],
+        version: int | None,
+        skip_after_s: float | None,
+        narrow: Narrow | None,
+    ) -> StepRecord | None:
+        """`narrowed`: memory for one block in its narrow dtype."""
+        missing, routes, refusals = dict.fromkeys(blocks), self.routes, 0
+        # what comes from elsewhere than the slot map said at first is named by nobody
+        place_known = routes.version, index
+        everything = blocks is routes.blocks.get(index)
+        known = self._known.get(place_known, "") if everything else ""
+        named: set[str] = set()  # what the ends of this pull's requests say
+        record: StepRecord | None = None
+        backoff = Backoff(f"pulling {'parameters' if version is None else f'version {version}'} from pserver-{index}")
+
+        def place(item: PulledBlock) -> memoryview:
+            if item.same:
+                if not known:
+                    raise BadFrame(
+                        f"block {item.block} came from pserver-{index} as unchanged, but no values were named"
+                    )
+                return NOTHING
+            expected = self._narrowed[item.block] if narrow is not None else None
+            if item.dtype != expected:
+                raise BadFrame(
+                    f"block {item.block} came from pserver-{index} as {item.dtype or 'it is'}, {expected or 'as it is'} was asked "
+                    "for; run the same version everywhere"
+                )
+            whole = self._vectors.staging(item.block)
+            if item.dtype is None:
+                return whole
+            return narrowed[: whole.nbytes * ELEMENT_BYTES[item.dtype] // ELEMENT_BYTES["float32"]]
+
+        def placed(item: PulledBlock) -> None:
+            if item.same:
+                self._vectors.keep(item.block)
+            elif item.dtype is not None:
+                self._vectors.widen(item.block, item.dtype, place(item))
+            missing.pop(item.block, None)
+
+        while missing:
+            before = len(missing)
+            wanted = {
+                "version": version,
+                "blocks": tuple(missing),
+                "wait_s": PULL_WAIT_S,
+                "dtype": narrow,
+                "known": known,
+            }
+            if await self._certain():
+                backoff.waited(OWN_LEASE)
+            if await self._is_silent(index, skip_after_s):
+                self._keep_current(missing)
+                return record
+            try:
+                end = await self._port(index).pull(PullRequest(**self.envelope(), **wanted), place, placed)
+            except WrongOwner as error:
+                end = PullEnd(code="WRONG_OWNER", message=error.message)
+            except (PeerError, StaleGeneration) as error:
+                if self.routes.version != routes.version:
+                    rest = await self._pull_parts(self.routes.split(missing), version, skip_after_s, narrow)
+                    return agreed((rest, record))
+                if isinstance(error, PeerError) and self._silence.failed(index, error, skip_after_s):
+                    self._keep_current(missing)
+                    return record
+                named.add("")  # blocks that came belong to no end
+                await self._suspect_peer(index, error)
+                await backoff.failed(error)
+                continue
+            self._silence.answered(index)
+            named.add(end.known or "")
+            record = end.record or record
+            if len(missing) < before:
+                backoff.reset()
+            match end.code:
+                case "GONE":
+                    raise Gone(end.message)
+                case "OVERFLOW":
+                    raise InvalidArgument(end.message, hint=f"parameter_dtype is {narrow}; start the job with another")
+                case "TOO_EARLY":
+                    backoff.waited(end.message)
+                case "WRONG_OWNER":
+                    refusals += 1
+                    await self._rerouted(routes.version, refusals)
+                    parts, routes = self.routes.split(missing), self.routes
+                    if parts.keys() != {index}:
+                        rest = await self._pull_parts(parts, version, skip_after_s, narrow)
+                        return agreed((rest, record))
+                    backoff.waited(end.message)
+                case "NOT_READY" | "OK" if missing:
+                    await backoff.failed(end.message or f"{len(missing)} blocks did not come")
+        if len(named) == 1 and everything:
+            self._staged[place_known] = named.pop()
+        return record
+
+    def _keep_current(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._vectors.keep(block)
