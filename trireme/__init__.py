@@ -1,4 +1,4 @@
-"""What a user's script imports: `trireme.Config`, `trireme.data`, `trireme.log_metrics` and `trireme.train`. The import loads neither torch nor pydantic."""
+"""What a user's script imports: `trireme.Config`, `trireme.data`, `trireme.log` and `trireme.train`. The import loads neither torch nor pydantic."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from shared import __version__
 from trireme.config import Config
 
 if TYPE_CHECKING:
+    from shared.logged_metrics import log as log
     from shared.logged_metrics import log_metrics as log_metrics
     from trireme import data as data
     from trireme.plain import train as train
 
-__all__ = ["Config", "__version__", "data", "log_metrics", "train"]
+__all__ = ["Config", "__version__", "data", "log", "log_metrics", "train"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "data":
         return importlib.import_module("trireme.data")
-    if name == "log_metrics":
-        return importlib.import_module("shared.logged_metrics").log_metrics
+    if name in ("log", "log_metrics"):
+        return getattr(importlib.import_module("shared.logged_metrics"), name)
     if name == "train":
         return importlib.import_module("trireme.plain").train
     msg = f"module 'trireme' has no attribute {name!r}"

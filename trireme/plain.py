@@ -23,6 +23,8 @@ from master_service.core.queue.file_table import FileTable
 from master_service.storage.counting import count_records
 from shared.errors import InvalidArgument, TriremeError, UserCodeError
 from shared.lanes import step_seed
+from shared.logged_metrics import Logged, add, collected, loss_in, metrics_beside
+from shared.metric_names import LOSS
 from shared.records import JobSpec
 from shared.records.datasets import Dataset
 from shared.runtime import clock
@@ -31,7 +33,7 @@ from trainer_agent.model.devices import device_of
 from trainer_agent.model.export import write_model
 from trainer_agent.model.finite import NonFiniteError, check_gradients, check_loss
 from trainer_agent.model.flat import trained_parameters
-from trainer_agent.model.minibatch import BackwardGuard, on_device, seed_everything
+from trainer_agent.model.minibatch import BackwardGuard, means_of, on_device, seed_everything, sums_of
 from trainer_agent.model.optimizer_spec import checked_scheduler
 from trainer_agent.model.torch_compute import checked_model
 from trainer_agent.script.user_module import UserModule
@@ -42,13 +44,15 @@ REPORT_SECONDS = 2.0
 
 @dataclass(slots=True)
 class PlainResult:
-    """`metrics` as the script's `metrics(sums)` gives them; `losses`: mean loss of each epoch."""
+    """`metrics` as the script's `metrics(sums)` gives them; `losses`: mean loss of each epoch; `epochs`: means of the loss and of what
+    the script logs, by epoch."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     steps: int = 0
     records: int = 0
     losses: list[float] = field(default_factory=list)
+    epochs: list[dict[str, float]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -132,12 +136,15 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     progress = _ProgressLines(spec, table.records, report)
     for epoch in range(spec.epochs):
         loss_sum, records, trained_records = 0.0, 0, 0
+        sums: dict[str, Logged] = {}
         for minibatch in epoch_minibatches(spec, table, epoch):
             seed_everything(step_seed(spec.seed, result.steps, 0))
             model.train()
             optimizer.zero_grad()
             buffers = [buffer.clone() for buffer in model.buffers()] if spec.on_nonfinite == "skip" else []
-            loss = guard.call("loss", model, _batch(user, minibatch, device))
+            with collected() as logged:
+                found = guard.call("loss", model, _batch(user, minibatch, device))
+            loss = user.guard(loss_in, found)
             guard.run(loss)
             if (error := _nonfinite(spec, loss, trained)) is None:
                 if spec.clip_norm is not None:
@@ -145,6 +152,8 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
                 user.guard(optimizer.step)
                 loss_sum += loss.item() * len(minibatch)
                 trained_records += len(minibatch)
+                user.guard(add, logged, metrics_beside(found), float(len(minibatch)))
+                sums |= {name: sums[name].plus(value) if name in sums else value for name, value in logged.items()}
             elif spec.on_nonfinite == "skip":
                 report(f"step {result.steps} is left out: {error}")
                 for buffer, before in zip(model.buffers(), buffers, strict=True):
@@ -155,15 +164,20 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
                 user.guard(scheduler.step)
             records += len(minibatch)
             result.steps += 1
-            progress.update(epoch, result.steps, records, loss_sum / max(trained_records, 1))
+            progress.update(epoch, result.steps, records, _means(loss_sum, trained_records, sums))
         result.records += trained_records
-        result.losses.append(loss_sum / max(trained_records, 1))
-        progress.update(epoch, result.steps, records, result.losses[-1], final=True)
+        result.epochs.append(_means(loss_sum, trained_records, sums))
+        result.losses.append(result.epochs[-1][LOSS])
+        progress.update(epoch, result.steps, records, result.epochs[-1], final=True)
     for hook in hooks:
         hook.remove()  # the model is the caller's now
     if spec.evaluation_dataset is not None:
         result.metrics = _evaluate(user, spec, spec.evaluation_dataset, model, device)
     return result
+
+
+def _means(loss_sum: float, records: int, sums: Mapping[str, Logged]) -> dict[str, float]:
+    return {LOSS: loss_sum / max(records, 1)} | {name: value.total / value.weight for name, value in sums.items()}
 
 
 def _nonfinite(spec: JobSpec, loss: torch.Tensor, trained: Mapping[str, nn.Parameter]) -> NonFiniteError | None:
@@ -207,14 +221,12 @@ def _evaluate(
             if user.has("evaluate"):
                 found = user.call("evaluate", model, batch)
             else:
-                found = {"loss": user.call("loss", model, batch) * len(minibatch), "records": len(minibatch)}
+                found = sums_of(user.call("loss", model, batch), len(minibatch), user.guard)
             for name, value in found.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
     if user.has("metrics"):
         return {name: float(value) for name, value in user.call("metrics", dict(sums)).items()}
-    if not user.has("evaluate"):
-        return {"loss": sums["loss"] / sums["records"]}
-    return sums
+    return sums if user.has("evaluate") else means_of(sums)
 
 
 def _batch(user: UserModule, minibatch: Minibatch, device: torch.device) -> Any:
@@ -229,13 +241,14 @@ class _ProgressLines:
         self._spec, self._records, self._report = spec, records, report
         self._epoch_started = self._last = clock.monotonic()
 
-    def update(self, epoch: int, step: int, records: int, loss: float, *, final: bool = False) -> None:
+    def update(self, epoch: int, step: int, records: int, means: Mapping[str, float], *, final: bool = False) -> None:
         now = clock.monotonic()
         if not final and now - self._last < REPORT_SECONDS:
             return
         rate = records / max(now - self._epoch_started, 1e-9)
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in means.items())
         self._report(
-            f"epoch {epoch + 1}/{self._spec.epochs}  step {step}  loss {loss:.4f}  "
+            f"epoch {epoch + 1}/{self._spec.epochs}  step {step}  {shown}  "
             f"{records}/{self._records} records  {rate:.0f}/s"
         )
         self._last = now

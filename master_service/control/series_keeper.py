@@ -16,13 +16,14 @@ from collections.abc import Mapping
 from master_service.core.state.series import SeriesTable, Value
 from master_service.storage.series_files import SeriesFiles, add_encoded, encoded, name_of, to_read
 from shared.errors import StorageUnreachable
-from shared.logged_metrics import EVALUATION, LOSS
+from shared.metric_names import EVALUATION, LOSS, NONFINITE, SPEED, TIME, rate_names
 from shared.records import MetricBatch
 from shared.runtime import clock, ids, telemetry
 from shared.runtime.waiting import Notices
 
 FLUSH_S = 5.0
 PAUSE_S = 1.0
+SPEED_S = 0.25
 FILES = 64
 ENDING_S = 2.0
 
@@ -30,9 +31,12 @@ log = telemetry.logger("series")
 
 
 class SeriesKeeper:
-    """`files` None: metrics live as long as the term. Run `run()` in a TaskGroup."""
+    """`files` None: metrics live as long as the term. `skips`: minibatches that are not finite are left out, and counted by step. Run
+    `run()` in a TaskGroup."""
 
-    def __init__(self, files: SeriesFiles | None, term: int) -> None:
+    def __init__(self, files: SeriesFiles | None, term: int, *, skips: bool = False) -> None:
+        self._skips = skips
+        self._speed: tuple[float, int] | None = None  # since when records are counted, and how many they are
         self._files, self._term, self._written, self._number = files, term, 0, 1
         self._all, self._fresh = SeriesTable(), SeriesTable()
         self._obstacle = "" if files is None else "they are being read"
@@ -62,6 +66,31 @@ class SeriesKeeper:
             for name, value in share.metrics.items():
                 logged = Value(value.total, value.weight, value.least, value.most)
                 self.add(name, share.step, share.timeline, logged)
+            for name, rate in zip(rate_names(len(share.lr)), share.lr, strict=True):
+                self.add(name, share.step, share.timeline, Value(rate, 1, rate, rate))
+            if self._skips:
+                self.add(NONFINITE, share.step, share.timeline, Value(share.skipped, 1, share.skipped, share.skipped))
+        if (times := batch.times) is not None:
+            for name in ("compute", "push", "pull"):
+                seconds = getattr(times, name)
+                part = seconds / times.seconds
+                self.add(TIME + name, times.step, times.timeline, Value(seconds, times.seconds, part, part))
+        self._note_speed(batch)
+
+    def _note_speed(self, batch: MetricBatch) -> None:
+        """Records per second, from one report to another at least SPEED_S later. What came before the first one is not known."""
+        now, records = clock.monotonic(), sum(share.records for share in batch.steps)
+        if not batch.steps:
+            return
+        if self._speed is None:
+            self._speed = now, 0
+            return
+        since, before = self._speed
+        self._speed = since, before + records
+        if (seconds := now - since) >= SPEED_S:
+            last, rate = batch.steps[-1], (before + records) / seconds
+            self.add(SPEED, last.step, last.timeline, Value(before + records, seconds, rate, rate))
+            self._speed = now, 0
 
     def add(self, name: str, step: int, timeline: int, value: Value) -> None:
         if self._all.add(name, step, timeline, value) and self._files is not None:

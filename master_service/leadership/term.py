@@ -43,7 +43,7 @@ class Term:
             on_changes=self._on_changes,
         )
         self.storage = master.storage(start.job.spec)
-        self.series = SeriesKeeper(self.storage.series, lock.term)
+        self.series = SeriesKeeper(self.storage.series, lock.term, skips=start.job.spec.on_nonfinite == "skip")
         writer = LeaderWriter(master.etcd, master.keys, self.writer)
         self._supervisor = Supervisor(master, writer, lock, self.storage, self.asks.freed)
         self.operations = self._supervisor.operations

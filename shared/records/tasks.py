@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shared.logged_metrics import MOST_NAMES, NAME
+from shared.metric_names import MOST_NAMES, NAME
 from shared.records.record import Id, Int64, Message, Name, Record, Traceback
 
 
@@ -183,7 +183,8 @@ MetricValues = Annotated[dict[Annotated[str, Field(pattern=NAME)], MetricValue],
 
 class StepMetrics(Record):
     """One trainer's share of a step (sync) or of some minibatches (async): sum of loss x records. `skipped`: records left out
-    because a loss or gradient was not finite. `timeline`: in which it was trained. `metrics`: what the script reported, by name."""
+    because a loss or gradient was not finite. `timeline`: in which it was trained. `metrics`: what the script reported, by name.
+    `lr`: learning rate of each group, if this trainer knows them (synchronous: the owner of lane 0)."""
 
     step: Int64
     epoch: Int64
@@ -192,13 +193,30 @@ class StepMetrics(Record):
     records: Int64
     skipped: Int64 = 0
     metrics: MetricValues = Field(default_factory=dict)
+    lr: Annotated[tuple[Finite, ...], Field(max_length=MOST_NAMES)] = ()
+
+
+Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+
+
+class StepTimes(Record):
+    """Where a trainer's time went since its report before: `seconds` of steps, the last of them `step`, of which it computed, waited for
+    answers to its pushes, and for pulls. In synchronous mode a pull waits for the lanes of others, too."""
+
+    step: Int64
+    timeline: Int64 = 0
+    seconds: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+    compute: Seconds
+    push: Seconds
+    pull: Seconds
 
 
 class MetricBatch(Record):
     """`lane_s`: how many seconds a lane's minibatch takes at this trainer; null: not known, or asynchronous. `least_lane_s`: it takes
-    at least so long, which is all that lanes without records tell."""
+    at least so long, which is all that lanes without records tell. `times`: null if it ended no step since its report before."""
 
     trainer: str
     steps: tuple[StepMetrics, ...]
     lane_s: LaneSeconds | None = None
     least_lane_s: LaneSeconds | None = None
+    times: StepTimes | None = None

@@ -209,3 +209,27 @@ def test_what_is_wrong_is_told_in_one_message_with_its_exit_code(tmp_path, capsy
     said = capsys.readouterr().err
     assert (caught.value.code, said.count("error: ")) == (code, 1)
     assert told in said
+
+
+DICT = """
+
+    def loss(model, batch):
+        trireme.log(rows=len(batch["y"]))
+        error = (model(batch["x"]).squeeze(1) - batch["y"]) ** 2
+        return {"loss": error.mean(), "worst": error.max()}
+"""
+
+
+def test_a_loss_with_metrics_trains_the_same_bits_and_says_what_they_were_in_each_epoch(tmp_path):
+    for name in ("scalar", "dict"):
+        (tmp_path / name).mkdir()
+    user, plain = load(script(tmp_path / "dict", DICT)), load(script(tmp_path / "scalar"))
+    lines: list[str] = []
+    result, expected = run(user, plain_spec(user, {}), lines.append), run(plain, plain_spec(plain, {}))
+    assert differing(dict(result.model.state_dict()), dict(expected.model.state_dict())) == []
+    assert [epoch["loss"] for epoch in result.epochs] == result.losses == expected.losses
+    assert [sorted(epoch) for epoch in result.epochs] == [["loss", "rows", "worst"]] * 2
+    assert result.epochs[0]["rows"] == RECORDS / 8  # 8, 8 and 4 of two tasks, 8 and 2 of the third
+    assert result.epochs[0]["worst"] > result.epochs[0]["loss"]
+    assert all("worst" in line for line in lines)
+    assert result.metrics.keys() == {"loss", "worst"}

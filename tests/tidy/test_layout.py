@@ -89,6 +89,7 @@ PURE_SHARED = (
     "events",
     "keys",
     "lanes",
+    "metric_names",
     "records",
     "times",
     "slots",

@@ -19,7 +19,7 @@ from shared.lanes import step_seed
 from shared.records import Mode, Task, TaskKind
 from shared.records.pauses import Paused
 from shared.records.step import LaneZero
-from shared.runtime import telemetry
+from shared.runtime import clock, telemetry
 from shared.wire.messages import LedgerQuery, PushHeader
 from trainer_agent.core.duties import Duty
 from trainer_agent.data import minibatches_in
@@ -30,6 +30,7 @@ from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of
 from trainer_agent.membership.pause import PauseResponder
 from trainer_agent.model.compute import LaneResult, Records, metrics_of
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TrainingOver, outcome_of
+from trainer_agent.tasks.step_times import Times
 from trainer_agent.waiting.retry import Backoff
 from trainer_agent.waiting.single_error import SingleErrorGroup
 
@@ -180,6 +181,7 @@ class AsyncLoop:
         task, every = loaded.task, self._spec.push_every
         count = minibatches_in(len(loaded.shard), self._spec.minibatch_size)
         self._generation = self._transfer.generation  # of the task's first push
+        self._times, self._began = Times(), clock.monotonic()
         self._skipped: dict[int, int] = {}  # minibatches of the task that a pserver missed, by its index
         start = await self._resume_at(task, count) if task.attempt > 1 else 0
         while start < count:
@@ -251,10 +253,15 @@ class AsyncLoop:
         for index, found in verdicts.items():
             if found is Verdict.SKIPPED:
                 self._skipped[index] = self._skipped.get(index, 0) + end - start
-        self._reports.share(metrics_of(results, number, task.epoch, task.timeline))
+        self._times.pushed()
+        self._reports.share(metrics_of(results, number, task.epoch, task.timeline, options))
         self._unpulled += end - start
         if self._unpulled >= self._spec.pull_every:
             await self._pull()
+            self._times.pulled()
+        began, self._began = self._began, clock.monotonic()
+        self._reports.spent(number, task.timeline, self._began - began, self._times)
+        self._times = Times()
 
     async def _gradients(self, task: Task, minibatches: Mapping[int, Records], outboxes: Outboxes) -> list[LaneResult]:
         """The weighted mean over the minibatches, block by block into the outboxes."""
@@ -267,7 +274,8 @@ class AsyncLoop:
         for number, records in minibatches.items():
             seed = step_seed(base, number, 0)
             try:
-                results.append(await self._compute.gradient(node, number, seed, records, finished))
+                with self._times.computing():
+                    results.append(await self._compute.gradient(node, number, seed, records, finished))
             except UserCodeError as error:
                 raise TaskFailed(task, error, f"minibatch {number}") from error
             if skipped := results[-1].skipped:

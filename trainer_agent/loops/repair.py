@@ -80,6 +80,7 @@ class StepRepair:
                     header = self._header(step, duty.generation, work)
                     await self.claim(header, work)
                     if await self._push(step, header, work):
+                        step.times.pushed()
                         step.shares |= {lane: (work.portions[lane], result) for lane, result in work.results.items()}
                         work.count(step)
                     if work.given_up:

@@ -13,6 +13,7 @@ from trainer_agent.core.steps import nodes_to_compute
 from trainer_agent.data_plane.outbox import Outboxes
 from trainer_agent.model.compute import LaneResult, metrics_of
 from trainer_agent.tasks.lane_reader import Portion
+from trainer_agent.tasks.step_times import Times
 
 
 @dataclass
@@ -26,10 +27,12 @@ class Step:
     began: float = 0.0
     shares: dict[int, tuple[Portion, LaneResult]] = field(default_factory=dict)
     counted: dict[int, LaneResult] = field(default_factory=dict)
+    times: Times = field(default_factory=Times)
 
     def metrics(self, timeline: int) -> StepMetrics | None:
         """This trainer's share of the loss, if it had any records."""
-        share = metrics_of(list(self.counted.values()), self.number, self.positions[0].epoch, timeline)
+        options = self.lane_zero if 0 in self.counted else None
+        share = metrics_of(list(self.counted.values()), self.number, self.positions[0].epoch, timeline, options)
         return share if share.records or share.skipped else None
 
     def finished_tasks(self) -> list[Task]:

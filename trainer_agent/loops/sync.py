@@ -89,6 +89,7 @@ class SyncLoop:
         if given_up is not None:
             self._fetch_ahead(given_up)
         following = found(following, step.number + 1)
+        step.times.pulled()
         self._transfer.swap()
         self._report(step)
         return following
@@ -124,7 +125,7 @@ class SyncLoop:
             for lane in range(*node):
                 portion, seed = work.portions[lane], step_seed(self._spec.seed, step.number, lane)
                 try:
-                    with self.pace.lane(bool(portion.records)):
+                    with self.pace.lane(bool(portion.records)), step.times.computing():
                         work.results[lane] = await self._compute.gradient(node, lane, seed, portion.records, finished)
                 except UserCodeError as error:
                     if portion.task is None:
@@ -146,6 +147,7 @@ class SyncLoop:
         """The step is committed: report this trainer's share of the loss, and the tasks that ended in it."""
         if (metrics := step.metrics(self.timeline)) is not None:
             self._reports.share(metrics)
+        self._reports.spent(step.number, self.timeline, clock.monotonic() - step.began, step.times)
         for task in step.finished_tasks():
             self._reports.complete(task, self._source.completion(task))
         log.debug("step_committed", step=step.number, epoch=step.positions[0].epoch)

@@ -8,12 +8,14 @@ The loops see no tensors: a block is a view of bytes, numbered as in `layout.blo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from shared.lanes import Interval
-from shared.logged_metrics import MOST_NAMES, Logged
+from shared.logged_metrics import Logged
+from shared.metric_names import MOST_NAMES
 from shared.records import StepMetrics
 from shared.records.job_spec import Narrow
 from shared.records.layout import Layout
@@ -34,8 +36,10 @@ class LaneResult:
     metrics: Mapping[str, Logged] = field(default_factory=dict)
 
 
-def metrics_of(results: Sequence[LaneResult], step: int, epoch: int, timeline: int) -> StepMetrics:
-    """The sums of these minibatches."""
+def metrics_of(
+    results: Sequence[LaneResult], step: int, epoch: int, timeline: int, options: LaneZero | None = None
+) -> StepMetrics:
+    """The sums of these minibatches, with the learning rates in `options`."""
     logged: dict[str, Logged] = {}
     for result in results:
         for name, value in result.metrics.items():
@@ -49,7 +53,14 @@ def metrics_of(results: Sequence[LaneResult], step: int, epoch: int, timeline: i
         records=sum(result.records for result in results),
         skipped=sum(result.skipped for result in results),
         metrics={name: MetricValue(**value._asdict()) for name, value in logged.items()},
+        lr=learning_rates(options) if options is not None else (),
     )
+
+
+def learning_rates(lane_zero: LaneZero) -> tuple[float, ...]:
+    """Of each of the first MOST_NAMES groups, in this step; empty if an optimizer has none."""
+    found = [options.get("lr") for options in lane_zero.options[:MOST_NAMES]]
+    return tuple(float(rate) for rate in found if rate is not None and math.isfinite(rate)) if None not in found else ()
 
 
 class Compute(Protocol):

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from shared.errors import DatasetError, UserCodeError
-from shared.logged_metrics import Logged, collected
+from shared.logged_metrics import Logged, add, collected, loss_in, metrics_beside
+from shared.metric_names import LOSS
 from trainer_agent.data.collate import default_collate
 from trainer_agent.model.buffers import LiveBuffers
 from trainer_agent.model.compute import Records
@@ -99,7 +100,7 @@ class MinibatchRunner:
         self.buffers = LiveBuffers(model, plan, counts=counts)
         self._views: weakref.WeakKeyDictionary[Vector, list[torch.Tensor]] = weakref.WeakKeyDictionary()
         self.gradient_views: list[torch.Tensor] = []  # by parameter: where this backward's gradients belong
-        self.logged: Mapping[str, Logged] = {}  # by the script, in this backward's forward
+        self.logged: dict[str, Logged] = {}  # by the script, in this backward's collate and forward
         self._gradients: Vector
         self._finish: Callable[[int], object] = bool
         self._missing: list[int] | None = None  # by block: gradients not made yet; None: not counted in this backward
@@ -132,14 +133,15 @@ class MinibatchRunner:
         self.buffers.load(current)
         seed_everything(seed)
         self._model.train()
-        batch = self._batch(records)
-        self._unshared.begin()
         with collected() as self.logged:
-            loss = self._checked(self._guard.call("loss", self._model, batch))
+            batch = self._batch(records)
+            self._unshared.begin()
+            found = self._guard.call("loss", self._model, batch)
+        loss = self._checked(self._user.guard(loss_in, found))
         if problem := self._unshared.change():
             raise self._user.error_of(RuntimeError(problem), fatal=True)
         on_cpu = self._device.type == "cpu"
-        value = self._value(loss) if on_cpu else None  # on a GPU it would wait for forward
+        value = self._value(loss, found, len(records)) if on_cpu else None  # on a GPU it would wait for forward
         self._made = [0] * len(self._parameters)
         self._guard.run(loss)
         self._check_made()
@@ -147,7 +149,7 @@ class MinibatchRunner:
         for view, made in zip(self.gradient_views, self._made, strict=True):
             if not made:
                 view.zero_()
-        value = self._value(loss) if value is None else value
+        value = self._value(loss, found, len(records)) if value is None else value
         if self._clip_norm is not None:
             self._clip(self._clip_norm)
         self.buffers.store(gradients, current)
@@ -162,16 +164,14 @@ class MinibatchRunner:
             if self._user.has("evaluate"):
                 sums = self._guard.call("evaluate", self._model, batch)
             else:
-                sums = {"loss": self._guard.call("loss", self._model, batch) * len(records), "records": len(records)}
+                sums = sums_of(self._guard.call("loss", self._model, batch), len(records), self._user.guard)
         return self._numbers("evaluate(model, batch)", sums)
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Metrics out of the sums of all minibatches."""
         if self._user.has("metrics"):
             return self._numbers("metrics(sums)", self._user.call("metrics", dict(sums)))
-        if not self._user.has("evaluate") and sums.get("records"):
-            return {"loss": sums["loss"] / sums["records"]}
-        return dict(sums)
+        return dict(sums) if self._user.has("evaluate") else means_of(sums)
 
     def check_gradients(self) -> None:
         """Of the last backward. Raises NonFiniteError, which names a parameter."""
@@ -199,10 +199,12 @@ class MinibatchRunner:
         message = f"loss(model, batch) returned {found}; return the minibatch's mean loss, a scalar with a gradient"
         raise self._user.error_of(TypeError(message))
 
-    def _value(self, loss: torch.Tensor) -> float:
+    def _value(self, loss: torch.Tensor, found: Any, records: int) -> float:
+        """Of the loss. The metrics that came with it are logged."""
         value = float(loss.item())
         if self._finite:
             check_loss(value)
+        self._user.guard(add, self.logged, metrics_beside(found), float(records))
         return value
 
     def _clip(self, limit: float) -> None:
@@ -267,6 +269,18 @@ class MinibatchRunner:
             raise self._user.error_of(RuntimeError(message))
         if self._missing is None:
             self._may_overlap = self._clip_norm is None and not in_parts
+
+
+def sums_of(found: Any, records: int, guard: Callable[..., Any]) -> dict[str, Any]:
+    """Of a script without `evaluate`: what `loss` returned for one minibatch, times its records. `guard` calls what may refuse it."""
+    values = {LOSS: guard(loss_in, found), **metrics_beside(found)}
+    return {**{name: value * records for name, value in values.items()}, "records": records}
+
+
+def means_of(sums: Mapping[str, float]) -> dict[str, float]:
+    """Of the sums that `sums_of` gave for all minibatches."""
+    records = sums.get("records")
+    return {name: total / records for name, total in sums.items() if name != "records"} if records else dict(sums)
 
 
 def seed_everything(seed: int) -> None:

@@ -14,11 +14,13 @@ from functools import partial
 from typing import NamedTuple
 
 from shared.errors import CallerError, PeerError, TriremeError
-from shared.logged_metrics import MOST_NAMES, Logged
+from shared.logged_metrics import Logged
+from shared.metric_names import MOST_NAMES
 from shared.records import CompleteTask, MetricBatch, StepMetrics, Task, TaskProgress
 from shared.records.tasks import MetricValue
 from shared.runtime import clock, telemetry
 from trainer_agent.tasks.master import MasterPort
+from trainer_agent.tasks.step_times import Times, TimesBuffer
 from trainer_agent.waiting.retry import retry
 
 QUEUED = 10_000
@@ -126,6 +128,7 @@ class Reports:
         self._told_pace = LanePace(), -math.inf  # what was told last, and when
         self._completed: deque[tuple[Task, CompleteTask]] = deque()
         self._metrics = MetricBuffer()
+        self._times = TimesBuffer()
         self._suspected: dict[str, float] = {}
         self._suspects: asyncio.Queue[tuple[str, str]] = asyncio.Queue(100)
         self._more = asyncio.Event()
@@ -149,6 +152,11 @@ class Reports:
             self._metrics.add(share, clock.monotonic())
         else:
             log.warning("loss_is_not_finite", step=share.step, epoch=share.epoch, records=share.records)
+
+    def spent(self, step: int, timeline: int, seconds: float, times: Times) -> None:
+        """A step has ended: where its time went."""
+        if seconds > 0:
+            self._times.add(step, timeline, seconds, times)
 
     def suspect(self, member_id: str, cause: str) -> None:
         """A peer could not be reached. At most one report a second about each."""
@@ -196,10 +204,12 @@ class Reports:
                 await asyncio.sleep(due or 0.25)
 
     async def _report_metrics(self) -> None:
-        steps, pace = self._metrics.take(), self._pace()
-        if steps or any(pace):
+        steps, pace, times = self._metrics.take(), self._pace(), self._times.take()
+        if steps or any(pace) or times is not None:
             self._told_pace = pace, clock.monotonic()
-            batch = MetricBatch(trainer=self._trainer, steps=steps, lane_s=pace.lane_s, least_lane_s=pace.least_lane_s)
+            batch = MetricBatch(
+                trainer=self._trainer, steps=steps, lane_s=pace.lane_s, least_lane_s=pace.least_lane_s, times=times
+            )
             await self._report(partial(self._master.report_metrics, batch), "reporting metrics", METRICS_LIMIT_S)
 
     def _pace_is_news(self) -> bool:

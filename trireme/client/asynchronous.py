@@ -336,7 +336,7 @@ class AsyncClient(AsyncConnection):
         return self._list(Listing(path, MetricPage, lambda page: (page.points, page.next_page_token), query))
 
     def list_metric_series(self, job: str) -> AsyncIterator[SeriesSummary]:
-        """The metrics that are kept by step: `loss`, what the script reports with `trireme.log_metrics`, `evaluation.*`."""
+        """The metrics that are kept by step: `loss`, what the script logs, `lr`, `time.*`, `evaluation.*`, ..."""
         path = path_of("jobs", job, "metric-series")
         return self._list(Listing(path, SeriesPage, lambda page: (page.series, page.next_page_token)))
 

@@ -22,6 +22,7 @@ from shared.records import (
     Mode,
     Stage,
     StepMetrics,
+    StepTimes,
     TakeNext,
     Task,
     TaskAnswer,
@@ -215,8 +216,9 @@ def _of_trainers() -> Iterator[BaseModel]:
     yield Completed(next=task)
     yield FailTask(trainer="trainer-0", attempt=1, failure=failure, epoch=1, timeline=0)
     yield failure
-    step = StepMetrics(step=61, epoch=1, loss_sum=39.7, records=128)
-    yield MetricBatch(trainer="trainer-0", steps=(step,), lane_s=0.05)
+    step = StepMetrics(step=61, epoch=1, loss_sum=39.7, records=128, lr=(0.1,))
+    times = StepTimes(step=61, seconds=0.5, compute=0.4, push=0.02, pull=0.06)
+    yield MetricBatch(trainer="trainer-0", steps=(step,), lane_s=0.05, times=times)
 
 
 def _about_a_cluster() -> Iterator[BaseModel]:

@@ -47,7 +47,8 @@ async def list_metrics(
 
 @router.get("/metric-series", operation_id="listMetricSeries", tags=["metrics"])
 async def list_metric_series(master: MasterOf, page_size: PageSize = 100, page_token: PageToken = "") -> SeriesPage:
-    """The metrics that are kept by step: `loss`, what the script reports with `trireme.log_metrics`, and `evaluation.*` at the end.
+    """The metrics that are kept by step: `loss`, what the script logs, `lr`, `time.*`, `records_per_second`, and `evaluation.*` at the
+    end.
     They outlive the master, and a job in whose place nobody leads: they lie beside its checkpoints."""
     return render.series_page(master.term.series.table, page_size, page_token)
 

@@ -10,14 +10,17 @@ from shared.records import MetricBatch, StepMetrics, UserFailure
 
 
 def current_metrics(job: Job, batch: MetricBatch) -> MetricBatch:
-    """Without steps that a rollback undid: their report is late. Raises NotFound unless a trainer of the job sends it;
-    InvalidArgument for a step that the job cannot have."""
+    """Without steps that a rollback undid, and the times they took: their report is late. Raises NotFound unless a trainer of the job
+    sends it; InvalidArgument for a step that the job cannot have."""
     check_trainer(job, batch.trainer)
     current = tuple(share for share in batch.steps if share.timeline == job.state.timeline)
     for share in current:
         if wrong := _impossible(job, share):
             raise InvalidArgument(f"{batch.trainer} reports step {share.step} of epoch {share.epoch}: {wrong}")
-    return batch.model_copy(update={"steps": current})
+    times = batch.times if batch.times is not None and batch.times.timeline == job.state.timeline else None
+    if times is not None and not 0 <= times.step < most_steps(job):
+        raise InvalidArgument(f"{batch.trainer} reports step {times.step}: the job has at most {most_steps(job)} steps")
+    return batch.model_copy(update={"steps": current, "times": times})
 
 
 def check_failure(member_id: str, failure: UserFailure) -> None:

@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from shared.metric_names import is_own
+
 MOST_BUCKETS = 8192  # of a series; half as many remain when buckets become wider
-MOST_SERIES = 64
+MOST_SERIES = 64  # of names that scripts choose
 
 
 class Value(NamedTuple):
@@ -137,10 +139,10 @@ class SeriesTable:
     refused: set[str] = field(default_factory=set)
 
     def add(self, name: str, step: int, timeline: int, value: Value) -> bool:
-        """In place. Whether there was a place: at most MOST_SERIES names are kept."""
+        """In place. Whether there was a place: at most MOST_SERIES names are kept, and those that the job itself uses."""
         series = self.by_name.get(name)
         if series is None:
-            if len(self.by_name) >= MOST_SERIES:
+            if not is_own(name) and sum(not is_own(kept) for kept in self.by_name) >= MOST_SERIES:
                 if len(self.refused) < MOST_SERIES:
                     self.refused.add(name)
                 return False

@@ -13,7 +13,7 @@ from master_service.core.changes import Decision
 from master_service.leadership.master import Master
 from master_service.storage.series_files import StoredSeries
 from shared.errors import StorageUnreachable
-from shared.records import JobResult, MetricBatch, Phase, StepMetrics
+from shared.records import JobResult, MetricBatch, Phase, StepMetrics, StepTimes
 from tests.equipment.replaced import replaced
 from tests.equipment.virtual_loop import Process, run_virtually
 from tests.equipment.waiting import until
@@ -217,6 +217,39 @@ def test_what_a_script_logs_is_reported_and_queried_by_rest() -> None:
             for wrong in ({"a b": value}, {"a": {**value, "weight": 0}}, {f"m{n}": value for n in range(33)}):
                 refused = await client.post("/v1/metric-batches", json={**body, "steps": [{**share, "metrics": wrong}]})
                 check_problem(refused, 422, "INVALID_ARGUMENT")
+
+    run_virtually(main)
+
+
+def test_learning_rates_times_speed_and_minibatches_left_out_are_series_of_the_job() -> None:
+    async def main() -> None:
+        world = World()
+        world.cluster = MasterCluster(spec_of(on_nonfinite="skip"))
+        async with running(world.cluster, "t1") as master:
+            await until(lambda: known(master), "the metrics")
+            for step, lr in enumerate([(0.5,), (0.25,), (0.25, 0.125)]):
+                share = StepMetrics(step=step, epoch=0, loss_sum=1.0, records=2, skipped=step, lr=lr)
+                times = StepTimes(step=step, seconds=2.0, compute=1.0, push=0.25, pull=0.5)
+                await master.report_metrics(MetricBatch(trainer="t1", steps=(share,), times=times))
+                late = times.model_copy(update={"timeline": 7})
+                await master.report_metrics(MetricBatch(trainer="t1", steps=(), times=late))
+                await asyncio.sleep(0.5)
+            series = master.term.series.table.by_name
+            found = {
+                name: [(bucket.step, bucket.value.total / bucket.value.weight) for bucket in series[name]]
+                for name in series
+            }
+            assert found == {
+                "loss": [(0, 0.5), (1, 0.5), (2, 0.5)],
+                "lr": [(0, 0.5), (1, 0.25)],
+                "lr.0": [(2, 0.25)],
+                "lr.1": [(2, 0.125)],
+                "nonfinite": [(0, 0.0), (1, 1.0), (2, 2.0)],
+                "time.compute": [(0, 0.5), (1, 0.5), (2, 0.5)],
+                "time.push": [(0, 0.125), (1, 0.125), (2, 0.125)],
+                "time.pull": [(0, 0.25), (1, 0.25), (2, 0.25)],
+                "records_per_second": [(1, 4.0), (2, 4.0)],
+            }
 
     run_virtually(main)
 

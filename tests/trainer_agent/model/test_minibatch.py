@@ -230,6 +230,58 @@ async def test_what_the_loss_logs_comes_with_the_lanes_result_and_a_step_sums_it
     assert share.metrics["rows"] == MetricValue(total=6.0, weight=2.0, least=2.0, most=4.0)
 
 
+DICT = """
+def collate(records):
+    import trireme
+    trireme.log(collated=len(records))
+    return {"x": torch.stack([torch.from_numpy(record["x"]) for record in records])}
+
+def loss(model, batch):
+    found = F.mse_loss(model(batch['x']), torch.zeros(len(batch['x']), 3))
+    return {"loss": found, "twice": 2 * found, "rows": len(batch['x'])}
+"""
+
+
+async def test_a_dict_of_loss_and_metrics_is_trained_and_evaluated_by_records(build):
+    plain, compute = (
+        build(loss=DICT.replace('{"loss": found, "twice": 2 * found, "rows": len(batch[\'x\'])}', "found")),
+        build(loss=DICT),
+    )
+    for each in (plain, compute):
+        each.begin_step()
+    node = (0, 2)
+    results = [await compute.gradient(node, lane, 1, records(4 if lane == 0 else 2), bool) for lane in range(*node)]
+    same = [await plain.gradient(node, lane, 1, records(4 if lane == 0 else 2), bool) for lane in range(*node)]
+    assert [result.loss_sum for result in results] == [result.loss_sum for result in same]
+    assert all(
+        bytes(compute.contribution(node, block)) == bytes(plain.contribution(node, block))
+        for block in range(len(compute.plan.blocks))
+    )
+    share = metrics_of(results, 7, 0, 0)
+    assert share.metrics["rows"] == MetricValue(total=20.0, weight=6.0, least=2.0, most=4.0)
+    assert share.metrics["collated"] == MetricValue(total=6.0, weight=2.0, least=2.0, most=4.0)
+    assert share.metrics["twice"].total == pytest.approx(2 * share.loss_sum)
+    sums = await compute.evaluate(records(4))
+    assert sums["records"] == 4
+    assert await compute.metrics(sums) == {"loss": sums["loss"] / 4, "twice": sums["twice"] / 4, "rows": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ('{"accuracy": model(batch["x"]).mean()}', 'its entry "loss" is what is trained'),
+        ('{"loss": 1.0}', "returned float"),
+        ('{"loss": model(batch["x"]).mean(), "logits": model(batch["x"])}', "the metric logits is"),
+        ('{"loss": model(batch["x"]).mean(), "lr": 1}', "the job itself uses"),
+    ],
+)
+async def test_a_dict_that_cannot_be_trained_is_the_users_error(build, found, message):
+    compute = build(loss=f"def loss(model, batch):\n    return {found}\n")
+    compute.begin_step()
+    with pytest.raises(UserCodeError, match=message):
+        await compute.gradient((0, 1), 0, 1, records(4), bool)
+
+
 async def test_a_name_that_cannot_be_logged_is_an_error_of_the_script(build):
     compute = build(loss=LOGS.replace("rows", "loss"))
     compute.begin_step()
