@@ -79,7 +79,7 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
             own_index = OwnIndex(etcd, directory, record, own_number(settings.name))
             connect = partial(HttpHandoff, token=settings.own_token, tls=settings.tls.client())
             member = Member(PserverContext(etcd, directory, pserver, own_index, background, connect))
-            service.ready()
+            service.ready(record.url)
             service.settled()
             left = await member.serve(stopping, settings.claim_wait_s, settings.drain_seconds)
             return 0 if left else service.LEASE_LOST

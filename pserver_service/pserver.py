@@ -60,7 +60,7 @@ class Pserver(BlockServer):
     `directory`: the job as etcd has it, set with the index; it says who may push, and how far fence and term may rise.
     `allocate`: where the memory of blocks comes from. `on_torn` is called when the parameters are lost. `take_handoff`: takes blocks
     of other parameter servers. `hands_over`: blocks and what it promised about them are on their way to another one. `on_restored` is called when
-    `restore` has loaded parameters: the slot map may be newer than they are."""
+    `restore` has loaded parameters: the slot map may be newer than they are. `loading`: a checkpoint is being read."""
 
     def __init__(
         self,
@@ -80,6 +80,7 @@ class Pserver(BlockServer):
         self.timeline = 0
         self.checkpoint = ""
         self.checkpoint_error = ""
+        self.loading = False
         self.on_torn: Callable[[Torn], None] = lambda _: None
         self.in_doubt: Callable[[], bool] = lambda: False
         self.take_handoff: TakeHandoff = _no_handoffs

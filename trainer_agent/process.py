@@ -103,7 +103,7 @@ async def serve(
         assert spec is not None
         if spec.dispatch is not dispatch:
             raise InvalidArgument(_ANOTHER_DISPATCH[spec.dispatch].format(job=spec.job))
-        service.ready()  # what fails from here on is reported to the master
+        service.ready(context.url)  # what fails from here on is reported to the master
         return await _train(settings, stopping, stack, context, spec, master, pages)
 
 

@@ -64,7 +64,8 @@ async def readyz(request: web.Request) -> web.Response:
     if pserver.index < 0:
         return web.json_response({"status": "waiting", "reason": "no index claimed yet"}, status=503)
     if pserver.store is None:
-        return web.json_response({"status": "waiting", "reason": "no parameters yet"}, status=503)
+        reason = "loads a checkpoint" if pserver.loading else "no parameters yet"
+        return web.json_response({"status": "waiting", "reason": reason}, status=503)
     return web.json_response({"status": "ready", "index": pserver.index})
 
 

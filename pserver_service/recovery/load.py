@@ -36,6 +36,14 @@ async def kept_checkpoints(
 
 async def load_checkpoint(context: PserverContext, ref: CheckpointRef) -> tuple[Store, dict[str, int]]:
     """See `load_store`. Raises CheckpointUnusable; PeerError: try again later."""
+    context.pserver.loading = True
+    try:
+        return await _load(context, ref)
+    finally:
+        context.pserver.loading = False
+
+
+async def _load(context: PserverContext, ref: CheckpointRef) -> tuple[Store, dict[str, int]]:
     directory, pserver, cause = context.directory, context.pserver, ""
     for attempt in range(TRIES):
         layout, slots, spec = directory.layout, directory.slots, directory.spec

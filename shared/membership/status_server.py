@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -31,12 +31,19 @@ class Collector(Protocol):
 
 
 class StatusServer:
-    """`missing`: why the member is not ready; "": it is. The metrics of the process come with those of `collector`."""
+    """`missing`: why the member is not ready; "": it is. `beside`: what else /readyz says, in time for who asks; it changes nothing
+    about whether the member is ready. The metrics of the process come with those of `collector`."""
 
     def __init__(
-        self, access: Access, collector: Collector, missing: Callable[[], str], *, per_peer: int = PER_PEER
+        self,
+        access: Access,
+        collector: Collector,
+        missing: Callable[[], str],
+        beside: Callable[[], Awaitable[Mapping[str, Any]]] | None = None,
+        *,
+        per_peer: int = PER_PEER,
     ) -> None:
-        self._access, self._collector, self._missing = access, collector, missing
+        self._access, self._collector, self._missing, self._beside = access, collector, missing, beside
         self.arrivals = Arrivals(per_peer=per_peer)
 
     def __repr__(self) -> str:
@@ -58,9 +65,10 @@ class StatusServer:
         return web.json_response({"status": "ok"})
 
     async def _readyz(self, _: web.Request) -> web.Response:
+        beside = await self._beside() if self._beside is not None else {}
         if missing := self._missing():
-            return web.json_response({"status": "waiting", "reason": missing}, status=503)
-        return web.json_response({"status": "ready"})
+            return web.json_response({"status": "waiting", "reason": missing, **beside}, status=503)
+        return web.json_response({"status": "ready", **beside})
 
     async def _metrics(self, request: web.Request) -> web.Response:
         asked = Asked.of(request.method, request.headers, request.get_extra_info("sockname"))

@@ -39,10 +39,21 @@ def run(main: Callable[[asyncio.Event], Awaitable[int]], drain_s: float = DRAIN_
         return runner.run(_guarded(main, drain_s))
 
 
-def ready() -> None:
-    """Call it once start-up can no longer fail. Tells the launcher, if one has set TRIREME_READY_FILE: it creates that file."""
+def ready(url: str = "") -> None:
+    """Call it once start-up can no longer fail. Tells the launcher, if one has set TRIREME_READY_FILE: it creates that file, with
+    the process and the address (`url`) at which that answers for its health."""
     if path := os.environ.get(READY_FILE):
-        Path(path).touch(mode=0o600)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            file.write(f"{os.getpid()} {url}\n")
+
+
+def health_url(ready_file: Path, pid: int) -> str:
+    """What process `pid` has said there; "": nothing yet."""
+    try:
+        said, _, url = ready_file.read_text(encoding="utf-8").strip().partition(" ")
+    except FileNotFoundError:
+        return ""
+    return url if said == str(pid) else ""
 
 
 def settled() -> None:

@@ -22,6 +22,7 @@ from tests.compose.project import (
     step_of,
     until,
 )
+from tests.compose.restoring import restoring_is_seen
 from tests.soak.run import SoakError
 from trireme.client import Client, Standing
 
@@ -109,6 +110,7 @@ def scenario(project: Project, arguments: argparse.Namespace, timeline: Timeline
         bits = check_ended(project, client, "disturbed", timeline)
         check(bits == calm, f"the models differ: {bits} is not {calm}")
         timeline.say("both models have the same bits")
+        timeline.say(restoring_is_seen(project, client))
     project.up()
     check("submitted before" in project.compose("logs", "example"), "a second `up` submitted the example again")
     timeline.say("a second `up` changes nothing")

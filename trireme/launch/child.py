@@ -17,7 +17,7 @@ from typing import IO
 
 from shared.errors import TriremeError
 from shared.runtime import clock
-from shared.runtime.service import EXIT_CODES, READY_FILE
+from shared.runtime.service import EXIT_CODES, READY_FILE, health_url
 from shared.security import private_files
 from trireme.launch.processes import Process, Start, spawn
 
@@ -85,6 +85,11 @@ class Child:
     def was_ready(self) -> bool:
         """Whether one of its processes has created the file that READY_FILE names; members do once they have started up."""
         return Path(self.environment.get(READY_FILE, "")).is_file()
+
+    @property
+    def health_url(self) -> str:
+        """Where its present process answers for its health; "": it has not said so yet."""
+        return health_url(Path(self.environment.get(READY_FILE, "")), self.pid)
 
     async def start(self) -> None:
         """Start the process; its output is appended to `log`."""

@@ -15,6 +15,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import aiohttp
 import psutil
 
 from shared.errors import InvalidArgument, PeerError
@@ -23,7 +24,7 @@ from shared.etcd.reading import read_record
 from shared.keys import ClusterKeys
 from shared.membership.status_server import StatusServer
 from shared.records.cluster import Assignment, Kind, PoolMember
-from shared.runtime import ids, service, telemetry
+from shared.runtime import http, ids, service, telemetry
 from trireme.launch.member_numbers import cores
 from trireme.launch.processes import ForkServer, inherited_environment
 from trireme.launch.run_folder import sockets
@@ -32,6 +33,7 @@ from trireme.pool.host_metrics import HostMetrics
 from trireme.pool.lost_leases import FrozenChildren
 from trireme.pool.place import Host, Place
 from trireme.pool.place_keys import PlaceKeys
+from trireme.pool.process_health import ProcessHealth
 from trireme.pool.settings import Settings, gpus, passed_on
 
 if TYPE_CHECKING:
@@ -63,11 +65,17 @@ class HostAgent:
     async def run(self, stopping: asyncio.Event) -> int:
         """Until `stopping`, then drain: 0. LEASE_LOST: another agent has taken a place. Raises Conflict, InvalidArgument,
         CallerError, PeerError."""
-        settings, metrics = self.settings, self.metrics
-        status = StatusServer(settings.access, metrics, metrics.missing)
-        async with status.serving(settings.host, settings.port, settings.tls.server()) as port:
+        settings = self.settings
+        async with (
+            http.session(tls=settings.tls.client()) as client,
+            self._status(client).serving(settings.host, settings.port, settings.tls.server()) as port,
+        ):
             self.url = f"{settings.tls.scheme}://{settings.advertised}:{port}"
             return await self._offer(stopping)
+
+    def _status(self, client: aiohttp.ClientSession) -> StatusServer:
+        processes = ProcessHealth(lambda: self.places, client)
+        return StatusServer(self.settings.access, self.metrics, self.metrics.missing, processes.of_all)
 
     async def _offer(self, stopping: asyncio.Event) -> int:
         with contextlib.ExitStack() as opens:

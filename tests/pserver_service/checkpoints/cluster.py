@@ -9,6 +9,7 @@ from typing import Any
 
 from pserver_service.core.store import Store
 from pserver_service.pserver import Pserver
+from pserver_service.recovery.store_loader import load_store
 from shared.checkpoints import stored
 from shared.etcd import Etcd, Put
 from shared.keys import Keys
@@ -257,6 +258,19 @@ class Away:
         if self.refused < self._times:
             self.refused += 1
             raise ConnectionError("no answer from http://s3")
+        return await self._offload(work, *arguments)
+
+
+class Slow:
+    """An `offload` whose storage answers a read only once `answers` is set."""
+
+    def __init__(self, offload: Callable[..., Any]) -> None:
+        self._offload, self.asked, self.answers = offload, asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        if work is load_store:
+            self.asked.set()
+            await self.answers.wait()
         return await self._offload(work, *arguments)
 
 

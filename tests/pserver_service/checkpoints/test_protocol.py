@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 
@@ -11,7 +12,7 @@ from shared.records import JobState, Phase
 from shared.records.checkpoints import CheckpointStarted
 from tests.equipment.waiting import until
 from tests.pserver_service.checkpoints import parts
-from tests.pserver_service.checkpoints.cluster import KEYS, PserverCluster, expected, folders, run_scenario
+from tests.pserver_service.checkpoints.cluster import KEYS, PserverCluster, Slow, expected, folders, run_scenario
 
 
 def test_the_initial_parameters_are_a_checkpoint(tmp_path):
@@ -96,6 +97,26 @@ def test_all_load_what_is_latest_when_the_job_rolls_back(tmp_path):
         latest = await cluster.committed(4)
         assert (latest.timeline, [ref.step for ref in latest.kept]) == (2, [4, 2])
         cluster.check_latest(latest)
+
+    run_scenario(scenario)
+
+
+def test_a_pserver_that_loads_has_no_parameters_and_says_so(tmp_path):
+    async def scenario():
+        cluster = PserverCluster(str(tmp_path))
+        await cluster.open()
+        await cluster.train(0, 2)
+        await cluster.committed(2)
+        node = cluster.nodes[1]
+        slow, rollback = Slow(node.crash_point.offload), node.member.rollback
+        rollback.context = dataclasses.replace(rollback.context, offload=slow)
+        rolling = asyncio.ensure_future(cluster.roll_back())
+        await slow.asked.wait()
+        await until(lambda: cluster.nodes[0].pserver.timeline == 2, "the other one to have loaded", 60.0)
+        assert (node.pserver.loading, (await node.pserver.info()).ready) == (True, False)
+        slow.answers.set()
+        await rolling
+        assert (node.pserver.loading, (await node.pserver.info()).ready) == (False, True)
 
     run_scenario(scenario)
 

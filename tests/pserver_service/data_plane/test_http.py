@@ -296,6 +296,10 @@ async def test_health_and_readiness_need_no_token_and_metrics_need_one(server):
         assert (await get("/healthz"))[0] == 200
         status, text = await get("/readyz")
         assert (status, json.loads(text)["reason"]) == (503, "no parameters yet")
+        server.pserver.loading = True
+        assert await get("/healthz") == (200, '{"status": "ok", "incarnation": "ps-1"}')
+        assert await get("/readyz") == (503, '{"status": "waiting", "reason": "loads a checkpoint"}')
+        server.pserver.loading = False
         await server.initialise()
         await server.client.push(push_header(0), gradients())
         assert await get("/readyz") == (200, '{"status": "ready", "index": 0}')

@@ -55,6 +55,11 @@ async def said_by(log: Path) -> str:
     return log.read_text()
 
 
+async def processes_of(member: PoolMember) -> dict[str, dict[str, object]]:
+    async with aiohttp.ClientSession() as client, client.get(f"{member.url}/readyz") as answer:
+        return (await answer.json())["processes"]
+
+
 async def metrics_of(member: PoolMember) -> str:
     async with aiohttp.ClientSession() as client:
         for page in ("healthz", "readyz"):
@@ -80,7 +85,11 @@ async def test_a_job_runs_to_its_end_through_killed_and_frozen_children(host, et
         frozen = await host.child("trainer", 1)
         frozen.suspend()
         await host.child("trainer", 1, other_than=frozen.pid)
-        text = await metrics_of(await host.registered())
+        registered = await host.registered()
+        async with asyncio.timeout(60):
+            while len(found := await processes_of(registered)) < 3 or not all(each["ready"] for each in found.values()):
+                await asyncio.sleep(0.1)
+        text = await metrics_of(registered)
         assert wrong_metrics(text) == []
         for line in ('places{kind="trainer",state="running"} 2.0', "ready 1.0", 'deaths_total{kind="trainer"} 2.0'):
             assert f"trireme_host_{line}" in text
