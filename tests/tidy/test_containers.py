@@ -39,18 +39,8 @@ UID = "10001:10001"
 # of a service, in docker-compose 1.29 as in the Compose Specification
 KEYS = {
     *("build", "cap_drop", "command", "cpus", "depends_on", "deploy", "entrypoint", "environment", "group_add"),
-    *(
-        "healthcheck",
-        "image",
-        "init",
-        "logging",
-        "mem_limit",
-        "network_mode",
-        "networks",
-        "pids_limit",
-        "ports",
-        "profiles",
-    ),
+    *("healthcheck", "image", "init", "logging", "mem_limit", "network_mode", "networks", "pids_limit"),
+    *("ports", "profiles"),
     *("read_only", "restart", "security_opt", "stop_grace_period", "tmpfs", "user", "volumes"),
 }
 
@@ -258,9 +248,17 @@ def test_secrets_lie_where_the_code_puts_them():
         root / secrets.GRAFANA / secrets.PASSWORD
     )
     prometheus = yaml.safe_load((ROOT / "docker" / "observability" / "prometheus.yml").read_text())
-    (scraped,) = prometheus["scrape_configs"]
-    assert scraped["authorization"]["credentials_file"] == str(volumes.file(secrets.Role.VIEWER))
+    for scraped in prometheus["scrape_configs"]:
+        assert scraped["authorization"]["credentials_file"] == str(volumes.file(secrets.Role.VIEWER))
     assert SERVICES["cli"]["environment"]["TRIREME_TOKEN_FILE"] == str(volumes.file(secrets.Role.ADMIN))
+
+
+def test_prometheus_reads_every_service_that_has_metrics():
+    prometheus = yaml.safe_load((ROOT / "docker" / "observability" / "prometheus.yml").read_text())
+    found = [place for scraped in prometheus["scrape_configs"] for place in scraped["dns_sd_configs"]]
+    ports = {name: str(place["port"]) for place in found for name in place["names"]}
+    ours = RUNNING - OF_OTHERS - {"api", "launcher"}  # which have none
+    assert ports == {name: SERVICES[name]["environment"]["TRIREME_PORT"] for name in ours}
 
 
 # ---------------------------------------------------------------- etcd
