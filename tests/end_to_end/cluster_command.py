@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +16,7 @@ from shared.errors import Conflict, DeadlineExceeded, NotReady, PeerError
 from tests.end_to_end.command import Command, Done
 from tests.end_to_end.local_cluster import EPOCHS, slowable_loss
 from tests.end_to_end.scripts import EVALUATION, RECORDS, write_script
+from tests.equipment.forked import ForkedProcess
 from trireme.cli import exit_codes
 from trireme.cli.targets import job_target
 from trireme.view.client import Client
@@ -31,10 +31,10 @@ def good(done: Done) -> Any:
 
 
 @contextmanager
-def up(trireme: Command, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+def up(trireme: Command, *arguments: object) -> Iterator[ForkedProcess]:
     """A cluster in the foreground; ended in order at the end, if it still runs. Its stderr goes to up.log."""
     log = (trireme.folder / "up.log").open("w")
-    with log, trireme.start("up", *arguments, stderr_to=log) as process:
+    with log, trireme.fork("up", *arguments, out=log, err=log) as process:
         try:
             told_in(trireme.folder / "up.log", "cluster at http://", process)
             yield process
@@ -45,7 +45,7 @@ def up(trireme: Command, *arguments: object) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def told_in(log: Path, words: str, process: subprocess.Popen[str]) -> None:
+def told_in(log: Path, words: str, process: ForkedProcess) -> None:
     deadline = time.monotonic() + LIMIT_S
     while words not in log.read_text():
         assert process.poll() is None, log.read_text()
@@ -71,10 +71,15 @@ def job_when(trireme: Command, name: str, condition: Callable[[dict[str, Any]], 
             await holds()
 
     asyncio.run(within_the_limit())
+    return good(answered(trireme, "status", name, "--json"))
+
+
+def answered(trireme: Command, *arguments: object, **environment: str) -> Done:
+    """What the command gives once a master leads: one of a busy machine may lose its lease."""
     deadline = time.monotonic() + LIMIT_S
-    while (done := trireme.run("status", name, "--json")).code in (exit_codes.UNREACHABLE, exit_codes.TIMED_OUT):
+    while (done := trireme.run(*arguments, **environment)).code in (exit_codes.UNREACHABLE, exit_codes.TIMED_OUT):
         assert time.monotonic() < deadline, done
-    return good(done)
+    return done
 
 
 def is_at(step: int) -> Callable[[dict[str, Any]], bool]:

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 import pytest
 
 from shared.errors import TriremeError
+from tests.equipment.forked import MARK, ForkedProcess, clean_environment, warm_server
 from trireme.cli.targets import job_target
 from trireme.view.job_address import open_client
 
-MARK = "E2E_MARK"
 TIMEOUT_S = 150
 
 
@@ -44,11 +44,11 @@ class Command:
     def start(
         self, *arguments: object, stderr_to: IO[str] | int = subprocess.PIPE, **environment: str
     ) -> subprocess.Popen[str]:
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("TRIREME_")}
+        """A new interpreter."""
         return subprocess.Popen(
             [sys.executable, "-m", "trireme", *map(str, arguments)],
             cwd=self.folder,
-            env=clean | {MARK: self.mark} | self.environment | environment,
+            env=self._environment(environment),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=stderr_to,
@@ -56,8 +56,29 @@ class Command:
         )
 
     def run(self, *arguments: object, **environment: str) -> Done:
-        with self.start(*arguments, **environment) as process:
-            return self.end_of(process)
+        """Until its end. It is forked from a process that has imported the commands; `start` starts a new interpreter."""
+        if not warm_server().imports_as(self._environment(environment)):
+            with self.start(*arguments, **environment) as process:
+                return self.end_of(process)
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            with self.fork(*arguments, out=out, err=err, **environment) as forked:
+                try:
+                    code = forked.wait(TIMEOUT_S)
+                except subprocess.TimeoutExpired:
+                    forked.kill()
+                    raise
+            for file in (out, err):
+                file.seek(0)
+            return Done(code, out.read().decode(), err.read().decode())
+
+    def fork(self, *arguments: object, out: IO[Any], err: IO[Any], **environment: str) -> ForkedProcess:
+        words = list(map(str, arguments))
+        return warm_server().start(
+            "trireme", words, self.folder, self._environment(environment), out.fileno(), err.fileno()
+        )
+
+    def _environment(self, more: dict[str, str]) -> dict[str, str]:
+        return clean_environment() | {MARK: self.mark} | self.environment | more
 
     def end_of(self, process: subprocess.Popen[str]) -> Done:
         try:

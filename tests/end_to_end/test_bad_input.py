@@ -16,13 +16,6 @@ from tests.end_to_end.scripts import HEAD, LOSS, write_script
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
 
-@pytest.fixture
-def trireme(trireme):
-    """Most runs end before a member starts: no fork server imports what those would need."""
-    trireme.environment["TRIREME_START"] = "spawn"
-    return trireme
-
-
 FAILS_IN_TRAINERS = LOSS.replace(
     "    return", "    if 'TRIREME_NAME' in os.environ: raise RuntimeError('boom')\n    return"
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,16 +12,17 @@ import psutil
 import pytest
 import torch
 
-from tests.end_to_end.cluster_command import LIMIT_S, good, is_at, job_when, model_of, script_in, up
+from tests.end_to_end.cluster_command import LIMIT_S, answered, good, is_at, job_when, model_of, script_in, up
 from tests.end_to_end.command import Command, Done
 from tests.end_to_end.local_cluster import EPOCHS, STEPS, same_bits
+from tests.equipment.forked import ForkedProcess
 from trireme.cli import exit_codes
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 SLOW_S = 0.25  # seconds of a minibatch: a job lasts a minute
 
 
-def child_of(process: subprocess.Popen[str], module: str) -> psutil.Process:
+def child_of(process: ForkedProcess, module: str) -> psutil.Process:
     found = [child for child in psutil.Process(process.pid).children() if module in " ".join(child.cmdline())]
     assert len(found) == 1, found
     return found[0]
@@ -47,57 +47,55 @@ def test_two_jobs_share_a_cluster_whose_leader_and_host_die_and_the_bits_are_tho
     with up(trireme, "--trainers", 2, "--pservers", 2, "--standbys", 1) as process:
         tasks = {"a": ("--pre-task", "echo ready for $TRIREME_JOB", "--post-task", "echo $TRIREME_STANDING"), "b": ()}
         submitted = [
-            good(trireme.run("submit", script, "--name", name, "--epochs", EPOCHS, *more, "--json"))
+            good(answered(trireme, "submit", script, "--name", name, "--epochs", EPOCHS, *more, "--json"))
             for name, more in tasks.items()
         ]
         assert [job["job"] for job in submitted] == ["a", "b"]
         script.unlink()  # it was sent
         for name in ("a", "b"):
             job_when(trireme, name, is_at(2))
-        pool = good(trireme.run("pool", "--json"))["members"]
+        pool = good(answered(trireme, "pool", "--json"))["members"]
         assert sorted((place["job"], place["kind"]) for place in pool) == [
             *[("a", "pserver"), ("a", "trainer")],
             *[("b", "pserver"), ("b", "trainer")],
         ]
-        assert trireme.run("delete", "b").code == exit_codes.CONFLICT
-        explained = trireme.run("explain", "a")
+        assert answered(trireme, "delete", "b").code == exit_codes.CONFLICT
+        explained = answered(trireme, "explain", "a")
         assert (explained.code, explained.out.startswith("job a: ")) == (0, True), explained
-        cancelled = trireme.run("cancel", "b")
+        cancelled = answered(trireme, "cancel", "b")
         assert (cancelled.code, "CANCELLED" in cancelled.out) == (0, True), cancelled
         child_of(process, "trireme.host").kill()
         seen = job_when(trireme, "a", is_at(2))
         leader = job_when(trireme, "a", is_at(seen["progress"]["step"] + 2))["master"]["master_id"].rpartition("-")[0]
-        masters = [
-            child for child in psutil.Process(process.pid).children() if "master_service" in " ".join(child.cmdline())
-        ]
-        [killed] = [child for child in masters if child.environ()["TRIREME_NAME"] == leader]
-        killed.kill()
+        child_of(process, f"master_service [{leader}]").kill()
         (trireme.folder / "slow").unlink()
         job = job_when(trireme, "a", lambda job: job["standing"] == "COMPLETED")
         assert same_bits(model_of(job), undisturbed)
-        until_answered(lambda: good(trireme.run("job-tasks", "a", "post-0", "--json"))["state"] == "SUCCEEDED")
-        before, after = good(trireme.run("job-tasks", "a", "--json"))["job_tasks"]
+        until_answered(lambda: good(answered(trireme, "job-tasks", "a", "post-0", "--json"))["state"] == "SUCCEEDED")
+        before, after = good(answered(trireme, "job-tasks", "a", "--json"))["job_tasks"]
         assert (before["state"], before["attempt"], after["state"]) == ("SUCCEEDED", 1, "SUCCEEDED")
-        assert [trireme.run("job-tasks", "a", name).out for name in ("pre-0", "post-0")] == [
+        assert [answered(trireme, "job-tasks", "a", name).out for name in ("pre-0", "post-0")] == [
             "ready for a\n",
             "COMPLETED\n",
         ]
-        assert trireme.run("job-tasks", "a", "pre-7").code == exit_codes.NOT_FOUND
-        states = {job["job"]: job["standing"] for job in good(trireme.run("jobs", "--json"))["jobs"]}
+        assert answered(trireme, "job-tasks", "a", "pre-7").code == exit_codes.NOT_FOUND
+        states = {job["job"]: job["standing"] for job in good(answered(trireme, "jobs", "--json"))["jobs"]}
         assert states == {"a": "COMPLETED", "b": "CANCELLED"}
-        assert good(trireme.run("checkpoint", "list", "--job", "a", "--json"))["checkpoints"][0]["step"] == STEPS
-        exported = good(trireme.run("export", "--job", "a", "--out", trireme.folder / "model", "--json"))["exports"]
+        assert good(answered(trireme, "checkpoint", "list", "--job", "a", "--json"))["checkpoints"][0]["step"] == STEPS
+        exported = good(answered(trireme, "export", "--job", "a", "--out", trireme.folder / "model", "--json"))[
+            "exports"
+        ]
         assert same_bits(torch.load(exported["state_dict"], weights_only=True), undisturbed)
-        killing = trireme.run("chaos", "kill", "trainer-0", "--job", "a")
+        killing = answered(trireme, "chaos", "kill", "trainer-0", "--job", "a")
         assert (killing.code, "trireme pool" in killing.err) == (exit_codes.CONFLICT, True), killing
         files = trireme.folder / ".trireme" / "_cluster" / "jobs" / "a"
         files.rename(files.with_name("elsewhere"))
-        lacking = trireme.run("checkpoint", "list", "--job", "a")
+        lacking = answered(trireme, "checkpoint", "list", "--job", "a")
         assert (lacking.code, f"has no folder {files}" in lacking.err) == (exit_codes.NOT_FOUND, True), lacking
-        listed = trireme.run("jobs", "--state", "cancelled")
+        listed = answered(trireme, "jobs", "--state", "cancelled")
         assert (listed.code, listed.out.splitlines()[1].split()[:2]) == (0, ["b", "cancelled"])
-        assert trireme.run("delete", "b").code == 0
-        gone = trireme.run("status", "b")
+        assert answered(trireme, "delete", "b").code == 0
+        gone = answered(trireme, "status", "b")
         assert (gone.code, "there is no job b in this cluster" in gone.err) == (exit_codes.NOT_FOUND, True), gone
         assert not (trireme.folder / ".trireme" / "_cluster" / "jobs" / "b").exists()
 
@@ -107,7 +105,7 @@ def test_a_cluster_that_was_ended_goes_on_with_its_jobs_and_is_found_from_elsewh
 ) -> None:
     script = script_in(trireme.folder, SLOW_S)
     with up(trireme, "--trainers", 1) as process:
-        good(trireme.run("submit", script, "--name", "a", "--epochs", EPOCHS, "--no-check", "--json"))
+        good(answered(trireme, "submit", script, "--name", "a", "--epochs", EPOCHS, "--no-check", "--json"))
         job_when(trireme, "a", is_at(2))
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
@@ -119,15 +117,15 @@ def test_a_cluster_that_was_ended_goes_on_with_its_jobs_and_is_found_from_elsewh
         token = Path(facts["folder"]) / "tokens" / "admin"
         assert token.stat().st_mode & 0o077 == 0
         there = {"TRIREME_URL": facts["url"], "TRIREME_TOKEN_FILE": str(token), "TRIREME_DATA_DIR": str(elsewhere)}
-        seen = trireme.run("status", "a", "--json", **there)
+        seen = answered(trireme, "status", "a", "--json", **there)
         assert seen.code == 0, seen
-        assert trireme.run("status", "a", **(there | {"TRIREME_TOKEN_FILE": ""})).code == exit_codes.AUTH
+        assert answered(trireme, "status", "a", **(there | {"TRIREME_TOKEN_FILE": ""})).code == exit_codes.AUTH
         reading = there | {"TRIREME_TOKEN_FILE": str(token.with_name("viewer"))}
-        logged = trireme.run("logs", "--job", "a", "--tail", 100_000, "--json", **reading)
+        logged = answered(trireme, "logs", "--job", "a", "--tail", 100_000, "--json", **reading)
         assert logged.code == 0, logged
         lines = [json.loads(line) for line in logged.out.splitlines()]
         assert {line["member"].split("-")[-3] for line in lines} == {"trainer", "pserver"}, logged.out[-2000:]
-        assert trireme.run("logs", "nobody", "--job", "a", **reading).code == exit_codes.NOT_FOUND
+        assert answered(trireme, "logs", "nobody", "--job", "a", **reading).code == exit_codes.NOT_FOUND
         assert trireme.run("up", "--trainers", 1).code == exit_codes.USAGE
         (trireme.folder / "slow").unlink()
         job = job_when(trireme, "a", lambda job: job["standing"] == "COMPLETED")
@@ -138,23 +136,23 @@ def test_a_cluster_that_was_ended_goes_on_with_its_jobs_and_is_found_from_elsewh
 
 def test_what_cannot_be_done_is_one_clear_message(trireme: Command) -> None:
     script = script_in(trireme.folder)
-    none = trireme.run("submit", script)
+    none = answered(trireme, "submit", script)
     assert (none.code, "no cluster runs in" in none.err, "Traceback" in none.err) == (exit_codes.NOT_FOUND, True, False)
     assert trireme.run("down").code == exit_codes.NOT_FOUND
     assert trireme.run("up", "--trainers", 0, "--pservers", 0).code == exit_codes.USAGE
     with up(trireme, "--trainers", 1):
         for command, name in (("pause", "../etc"), ("resume", "a/b"), ("cancel", ".."), ("delete", "A")):
-            unknown = trireme.run(command, "nobody")
+            unknown = answered(trireme, command, "nobody")
             assert (unknown.code, error_of(unknown)) == (
                 exit_codes.NOT_FOUND,
                 "error: there is no job nobody in this cluster",
             )
-            wrong = trireme.run(command, name)
+            wrong = answered(trireme, command, name)
             assert (wrong.code, error_of(wrong)) == (
                 exit_codes.USAGE,
                 f"error: {name!r} is no name of a job",
             )
-        missing = trireme.run("submit", "nothing.py")
+        missing = answered(trireme, "submit", "nothing.py")
         assert (missing.code, "nothing.py does not exist" in missing.err) == (exit_codes.USAGE, True)
         for arguments, told in (
             (("--min-trainers", "3", "--max-trainers", "2"), "max_trainers 2 is less than min_trainers 3"),
@@ -162,14 +160,14 @@ def test_what_cannot_be_done_is_one_clear_message(trireme: Command) -> None:
             (("--not-before", "soon"), "--not-before = 'soon'"),
             (("--after", "nobody"), "nobody"),
         ):
-            refused = trireme.run("submit", script, "--no-check", *arguments)
+            refused = answered(trireme, "submit", script, "--no-check", *arguments)
             assert (refused.code in (exit_codes.USAGE, exit_codes.NOT_FOUND), told in refused.err) == (True, True), (
                 refused
             )
-        assert good(trireme.run("jobs", "--json")) == {"jobs": []}
+        assert good(answered(trireme, "jobs", "--json")) == {"jobs": []}
         failing = trireme.folder / "mine" / "failing.py"
         failing.write_text(script.read_text().replace("def optimizer(model):", "def optimizer(model):\n    1 / 0"))
-        ended = trireme.run("submit", failing, "--name", "f", "--no-check", "--wait")
+        ended = answered(trireme, "submit", failing, "--name", "f", "--no-check", "--wait")
         assert (ended.code, "ZeroDivisionError: division by zero" in ended.err) == (exit_codes.JOB_FAILED, True), ended
 
 
@@ -179,12 +177,12 @@ def test_a_job_that_needs_more_members_than_there_are_gets_them_within_the_limit
     places = ("--trainers", 1, "--pservers", 1, "--max-trainers", 3, "--max-pservers", 2)
     with up(trireme, *places):
         submit = ("submit", script, "--no-check", "--json", "--epochs", EPOCHS, "--min-trainers")
-        good(trireme.run(*submit, 2, "--name", "a", "--pservers", 1))
-        good(trireme.run(*submit, 1, "--name", "b", "--pservers", 1))
-        good(trireme.run(*submit, 1, "--name", "c", "--pservers", 1))
+        good(answered(trireme, *submit, 2, "--name", "a", "--pservers", 1))
+        good(answered(trireme, *submit, 1, "--name", "b", "--pservers", 1))
+        good(answered(trireme, *submit, 1, "--name", "c", "--pservers", 1))
         for name in ("a", "b"):
             job_when(trireme, name, is_at(2))
-        pool = good(trireme.run("pool", "--json"))["members"]
+        pool = good(answered(trireme, "pool", "--json"))["members"]
         assert sorted((place["job"], place["kind"]) for place in pool) == [
             *[("a", "pserver"), ("a", "trainer"), ("a", "trainer")],
             *[("b", "pserver"), ("b", "trainer")],

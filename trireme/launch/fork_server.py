@@ -142,13 +142,14 @@ def _become(request: Request, connection: socket.socket, out: int, err: int) -> 
         setproctitle.setproctitle(request.title)
         if "numpy" in sys.modules:  # Python reseeds its own generator; torch's starts the same everywhere
             importlib.import_module("numpy.random").seed()
-        code = _run(request)
+        code = run(request)
     finally:
         os._exit(code)
 
 
-def _run(request: Request) -> int:
-    """The exit code. Does what an interpreter does at its end, without the teardown of modules (0.5 s with torch)."""
+def run(request: Request) -> int:
+    """Run its module here, as `python -m` does; returns the exit code. Does what an interpreter does at its end, without the teardown
+    of modules (0.5 s with torch)."""
     sys.argv = [request.module, *request.arguments]
     gc.enable()
     code = FAILED

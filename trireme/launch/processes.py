@@ -97,6 +97,19 @@ class Forked:
             os.kill(self.pid, signal)
 
 
+def start_server(control: socket.socket, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """A fork server that reads requests from `control` and dies with this process."""
+    return subprocess.Popen(  # noqa: S603  our own interpreter and module
+        [*PYTHON_MODULE, MODULE, TITLE_ROOM],
+        stdin=control.fileno(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**environment, "SPT_NOENV": "1"},  # so that setproctitle leaves /proc/PID/environ alone
+        start_new_session=True,
+        preexec_fn=die_with_parent(),  # noqa: PLW1509  as for all children
+    )
+
+
 class ForkServer:
     """Started when it is first needed. The end of `with` stops it; its children keep running. TRIREME_START=spawn: never started."""
 
@@ -173,15 +186,7 @@ class ForkServer:
         if self._control is None:
             self._control, theirs = socket.socketpair()
             with theirs:
-                self.server = subprocess.Popen(  # noqa: S603  our own interpreter and module
-                    [*PYTHON_MODULE, MODULE, TITLE_ROOM],
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    env=self._environment | {"SPT_NOENV": "1"},  # so that setproctitle leaves /proc/PID/environ alone
-                    start_new_session=True,
-                    preexec_fn=die_with_parent(),  # noqa: PLW1509  as for all children
-                )
+                self.server = start_server(theirs, self._environment)
         return self._control
 
     def _stop(self) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -19,9 +17,9 @@ from shared.records.cluster import Assignment, PoolMember, Source
 from shared.records.datasets import Npy
 from tests.end_to_end.local_cluster import slowable_loss
 from tests.end_to_end.scripts import write_script
+from tests.equipment.forked import MARK, ForkedProcess, clean_environment, warm_server
 
 KEYS = ClusterKeys()
-MARK = "POOL_TEST_MARK"
 LIMIT_S = 60.0
 SLOW_S = 0.05
 
@@ -31,17 +29,15 @@ class Host:
 
     def __init__(self, folder: Path, etcd: Etcd, url: str, mark: str, name: str = "h", **settings: object) -> None:
         self.folder, self.etcd, self.name = folder, etcd, name
-        self.process: asyncio.subprocess.Process | None = None
-        clean = {key: value for key, value in os.environ.items() if not key.startswith("TRIREME_")}
+        self.process: ForkedProcess | None = None
         given = {"etcd": url, "name": name, "data_dir": folder, "trainers": 2, "pservers": 1, "drain_seconds": 5}
-        self.environment = clean | {MARK: mark}
+        self.environment = clean_environment() | {MARK: mark}
         self.environment |= {f"TRIREME_{key.upper()}": str(value) for key, value in (given | settings).items()}
 
     async def start(self) -> None:
         with (self.folder.parent / f"{self.name}.log").open("ab") as log:
-            self.process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "trireme.host", env=self.environment, stderr=log, stdout=log
-            )
+            place = self.folder.parent
+            self.process = warm_server().start("trireme.host", (), place, self.environment, log.fileno(), log.fileno())
 
     @property
     def pid(self) -> int:
@@ -53,8 +49,7 @@ class Host:
 
     async def end(self, limit_s: float = LIMIT_S) -> int:
         assert self.process is not None
-        async with asyncio.timeout(limit_s):
-            return await self.process.wait()
+        return await asyncio.to_thread(self.process.wait, limit_s)
 
     async def member(self, kind: str, number: int = 0) -> PoolMember | None:
         found = await self.etcd.get(KEYS.member(kind, f"{self.name}-{kind}-{number}"))
@@ -177,17 +172,15 @@ async def led(spec: JobSpec, source: Source, etcd: Etcd, url: str, mark: str, fo
     await etcd.put(KEYS.source(source.digest), source.to_bytes())
     path = folder / f"{spec.job}.json"
     path.write_bytes(spec.to_bytes())
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("TRIREME_")}
     settings = {"TRIREME_JOB": spec.job, "TRIREME_ETCD": url, "TRIREME_SPEC": str(path), MARK: mark}
     with (folder / f"master-{spec.job}.log").open("wb") as log:
-        master = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "master_service", env=clean | settings, stderr=log, stdout=log
-        )
+        environment = clean_environment() | settings
+        master = warm_server().start("master_service", (), folder, environment, log.fileno(), log.fileno())
     try:
         yield
     finally:
         master.kill()
-        await master.wait()
+        master.wait(LIMIT_S)
 
 
 async def state_of(etcd: Etcd, job: str) -> JobState | None:

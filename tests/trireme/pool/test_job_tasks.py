@@ -44,7 +44,7 @@ async def host(embedded_etcd: EmbeddedEtcd, tmp_path: Path, mark: str) -> AsyncI
     finally:
         if found.process is not None and found.process.returncode is None:
             found.process.kill()
-            await found.process.wait()
+            await found.end()
         await etcd.close()
 
 
