@@ -37,6 +37,7 @@ from trireme.pool import local_pool
 MARK = "TEST_MARK"
 """A variable by which a test finds the processes that descend from it, also when they were forked: /proc/PID/environ shows it."""
 MARK_LENGTH = 32
+READ_WHEN_USED = (MARK, "ETCD_BIN")
 MODULE = "tests.equipment.forked"
 START_S = 60.0
 REQUEST_BYTES = 1 << 20
@@ -119,10 +120,16 @@ class WarmServer:
         self._process.wait(START_S)
 
     def imports_as(self, environment: Mapping[str, str]) -> bool:
-        """Whether a process with these variables would import the same: others than TRIREME_* are those of the server."""
-        others = {name: value for name, value in environment.items() if not name.startswith("TRIREME_")}
-        others.pop(MARK, None)
-        return others == self._environment
+        """Whether a process with these variables would import the same: those that imports read are the server's."""
+        return self._others(environment) == self._others(self._environment)
+
+    @staticmethod
+    def _others(environment: Mapping[str, str]) -> dict[str, str]:
+        return {
+            name: value
+            for name, value in environment.items()
+            if not name.startswith("TRIREME_") and name not in READ_WHEN_USED
+        }
 
     def start(
         self, module: str, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], out: int, err: int
@@ -193,8 +200,8 @@ def _wait_to_serve(to_us: socket.socket, launcher: int) -> None:
             os.environ.update(environment)
             _write_through()
             fork_server.main()
-    finally:
-        os._exit(0)
+    finally:  # it holds no state, and what its launcher registered for an end is not its own
+        signal.raise_signal(signal.SIGKILL)
 
 
 def _write_through() -> None:

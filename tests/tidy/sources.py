@@ -35,9 +35,20 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in SOURCES}
 
 
-def imports(path: Path) -> Iterator[tuple[str, int]]:
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """Of its syntax tree; walking it costs more than parsing, and two dozen rules look at every file."""
+    return tuple(ast.walk(tree_of(path)))
+
+
+@cache
+def imports(path: Path) -> tuple[tuple[str, int], ...]:
     """(dotted module, line) of every import of a file, type-only ones too; `from a import b` gives both a and a.b."""
-    for node in ast.walk(tree_of(path)):
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[str, int]]:
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -50,7 +61,7 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
 def arrows(path: Path) -> set[str]:
     """Our own modules that a file imports. `from shared.wire import codec` is an arrow to shared.wire.codec alone."""
     found = set()
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

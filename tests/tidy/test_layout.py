@@ -21,6 +21,7 @@ from tests.tidy.sources import (
     circles,
     imports,
     inside,
+    nodes_of,
     tree_of,
     where,
 )
@@ -141,7 +142,7 @@ def test_no_private_name_crosses_a_folder():
     for path in SOURCES:
         folder = str(path.parent.relative_to(ROOT)).replace("/", ".")
         modules = {}
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in PACKAGES:
                 for alias in node.names:
                     modules[alias.asname or alias.name] = node.module
@@ -149,7 +150,7 @@ def test_no_private_name_crosses_a_folder():
                         wrong.append(f"{where(path, node.lineno)} imports {node.module}.{alias.name}")
         wrong += [
             f"{where(path, node.lineno)} uses {node.value.id}.{node.attr}"
-            for node in ast.walk(tree_of(path))
+            for node in nodes_of(path)
             if isinstance(node, ast.Attribute)
             and is_private(node.attr)
             and isinstance(node.value, ast.Name)
@@ -182,7 +183,7 @@ def test_cores_are_synchronous_and_write_nothing():
     for path in SOURCES:
         if "core" not in path.relative_to(ROOT).parts[1:2]:
             continue
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.AsyncFor | ast.AsyncWith):
                 wrong.append(f"{where(path, node.lineno)} is asynchronous")
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"print", "open"}:
@@ -207,7 +208,7 @@ def test_aiohttp_clients_are_made_in_shared_http_only():
         f"{where(path, node.lineno)} calls aiohttp.{node.func.attr}"
         for path in SOURCES
         if not str(path.relative_to(ROOT)).startswith(("shared/runtime/http.py", "shared/etcd/"))
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and isinstance(node.func.value, ast.Name)
@@ -222,7 +223,7 @@ def test_clocks_are_read_in_shared_clock_only():
         f"{where(path, node.lineno)} reads a clock: use shared.runtime.clock.monotonic()"
         for path in SOURCES
         if path != ROOT / "shared" / "runtime" / "clock.py"
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr == "time"
@@ -236,7 +237,7 @@ def test_tasks_are_created_in_groups_only():
     wrong = [
         f"{where(path, node.lineno)}: a loose create_task"
         for path in SOURCES
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.Attribute)
         and node.attr == "create_task"
         and isinstance(node.value, ast.Name)
@@ -306,7 +307,7 @@ def test_tests_use_public_names():
     for path in EVERYTHING:
         if path in SOURCES or path == ASYNCIO_INSIDE:
             continue
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             match node:
                 case ast.ImportFrom(names=names) if any(is_private(alias.name) for alias in names):
                     wrong.append(f"{where(path, node.lineno)} imports a private name")
