@@ -12,7 +12,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 PYTEST_WORKERS ?= 3
 FAULTS ?= 30
 
-.PHONY: help setup demo test lint types pytest clients openapi soak compose-test format clean
+.PHONY: help setup demo test lint types pytest clients openapi dashboard soak compose-test format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
@@ -49,7 +49,7 @@ types: $(STAMP) ## mypy --strict
 
 pytest: export PYTHONDONTWRITEBYTECODE :=  # tests start hundreds of interpreters; each would compile Trireme again
 pytest: $(STAMP) ## the tests (without those marked soak)
-	@$(BIN)/python -m clients.tools  # generators of API clients, and node for them; once
+	@$(BIN)/python -m clients.tools  # generators of API clients, packages of the dashboard, and node for them; once
 	@echo "==> pytest on $(PYTEST_WORKERS) processes"
 	@$(BIN)/python -m pytest -q -m 'not soak' -n $(PYTEST_WORKERS) --dist worksteal
 
@@ -63,6 +63,9 @@ clients: $(STAMP) openapi ## generate clients from openapi.json into build/clien
 
 openapi: $(STAMP) ## write openapi.json: the REST API as a document
 	@$(BIN)/python -m clients.write_openapi
+
+dashboard: $(STAMP) ## build the page at a master's / from master_service/dashboard/source
+	@$(BIN)/python -m clients.build_dashboard
 
 compose-test: $(STAMP) ## with a Docker Engine: build the image, docker compose up, train, resize, kill containers, compare every bit
 	@$(BIN)/python -m tests.compose

@@ -1,4 +1,4 @@
-"""Generators of clients, and what runs them, installed into the environment's own folder `clients`: pinned, once, beside the project's packages.
+"""Generators of clients, what builds the dashboard, and what runs them, installed into the environment's own folder `clients`: pinned, once, beside the project's packages.
 
 python -m clients.tools [--go]
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 GO = HERE / "requirements-go.txt"
+DASHBOARD = HERE.parent / "master_service" / "dashboard" / "source"
 FOLDER = Path(sys.prefix) / "clients"
 LIMIT_S = 300
 OF_NPM = ("package.json", "package-lock.json", ".npmrc")
@@ -43,14 +44,23 @@ def node() -> Path:
 
 def node_modules() -> Path:
     """The packages of typescript/package-lock.json."""
-    sources = [HERE / "typescript" / name for name in OF_NPM]
-    with _once("typescript", sources) as folder:
+    return _from_npm("typescript", HERE / "typescript")
+
+
+def node_modules_of_dashboard() -> Path:
+    """The packages of the dashboard's package-lock.json."""
+    return _from_npm("dashboard", DASHBOARD)
+
+
+def _from_npm(name: str, described_in: Path) -> Path:
+    sources = [described_in / each for each in OF_NPM]
+    with _once(name, sources) as folder:
         if folder is not None:
             for source in sources:
                 shutil.copy(source, folder)
             npm = node().parents[1] / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
             run([node(), npm, "ci", "--no-audit", "--no-fund", "--ignore-scripts"], folder)
-    return FOLDER / "typescript" / "node_modules"
+    return FOLDER / name / "node_modules"
 
 
 def run(command: list[object], folder: Path, **environment: str) -> str:
@@ -103,5 +113,6 @@ def _once(name: str, sources: list[Path]) -> Iterator[Path | None]:
 if __name__ == "__main__":
     python_tools()
     node_modules()
+    node_modules_of_dashboard()
     if "--go" in sys.argv[1:]:
         go_tools()

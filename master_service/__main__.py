@@ -75,7 +75,7 @@ async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     gc.set_threshold(*COLLECTIONS)
     logs = LogSource(settings.logs, by_job=not settings.job)
     api = make_api(master, logs)
-    server = Server(guarded(api, master, access), tls=tls)
+    server = Server(guarded(api, master, access, settings.tls.client()), tls=tls)
     log.info("serving", url=url, master=name)
     try:
         async with asyncio.TaskGroup() as group:

@@ -1,12 +1,13 @@
 """The REST API of the jobs that a process leads: token, request id, limit of the body, routes, problems.
 
-request -> guarded (auth.py) -> bounded -> HEAD, OPTIONS, query (openapi/methods.py) -> route: decode -> the job's master -> encode        every error -> problem+json
+request -> guarded (auth.py) -> of a page at a standby: requests/forwarding.py -> bounded -> HEAD, OPTIONS, query (openapi/methods.py) -> route: decode -> the job's master -> encode        every error -> problem+json
                └─ requests for every task: hot_routes.py, without FastAPI
 """
 
 from __future__ import annotations
 
 import asyncio
+import ssl
 
 from fastapi import Depends, FastAPI
 from starlette.types import ASGIApp
@@ -21,6 +22,7 @@ from master_service.api.openapi import documentation
 from master_service.api.openapi.document import document_of
 from master_service.api.openapi.methods import EveryMethod
 from master_service.api.openapi.paths import DocumentedPaths
+from master_service.api.requests.forwarding import ForwardedToLeader
 from master_service.api.routes import (
     checkpoints,
     events,
@@ -58,9 +60,12 @@ def make_app(jobs: JobsLed, access: Access | None = None, logs_of: LogSource | N
     return guarded(make_api(jobs, logs_of), jobs, access)
 
 
-def guarded(api: FastAPI, jobs: JobsLed, access: Access | None = None) -> ASGIApp:
-    """The application around `make_api(jobs)`."""
-    return Guarded(DirectTaskLeases(api, jobs, max_body_bytes=MAX_BODY_BYTES), access or Access())
+def guarded(
+    api: FastAPI, jobs: JobsLed, access: Access | None = None, to_leader: ssl.SSLContext | None = None
+) -> ASGIApp:
+    """The application around `make_api(jobs)`. `to_leader`: for a leader at https."""
+    routes = DirectTaskLeases(api, jobs, max_body_bytes=MAX_BODY_BYTES)
+    return Guarded(ForwardedToLeader(routes, jobs, to_leader), access or Access())
 
 
 async def warm_up(api: FastAPI, jobs: JobsLed, calm_s: float = CALM_S) -> None:

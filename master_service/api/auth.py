@@ -13,8 +13,8 @@ from shared.security.access import CHALLENGE, READING, Access, Asked
 from shared.security.tokens import Role
 
 HEALTH = frozenset({"/healthz", "/readyz"})
-DOCUMENTATION = frozenset({"/", "/docs", "/openapi.json"})  # the same for everybody, nothing of a job
-DOCUMENTATION_FILES = "/docs/"
+PAGES = frozenset({"/", "/about", "/docs", "/openapi.json"})  # the same for everybody, nothing of a job
+FILES_OF_PAGES = ("/docs/", "/dashboard/")
 OF_MEMBERS = frozenset({"task-leases", "metric-batches"})  # resources below a job that members write
 OF_ONE_MEMBER = frozenset({"suspect", "failures"})  # members/{member_id}/...
 
@@ -22,7 +22,7 @@ OF_ONE_MEMBER = frozenset({"suspect", "failures"})  # members/{member_id}/...
 def role_needed(method: str, path: str) -> Role | None:
     """Of a path, or of a path template. None: no token is needed."""
     if method in READING:
-        is_open = path in HEALTH or path in DOCUMENTATION or path.startswith(DOCUMENTATION_FILES)
+        is_open = path in HEALTH or path in PAGES or path.startswith(FILES_OF_PAGES)
         return None if is_open else Role.VIEWER
     return Role.MEMBER if method == "POST" and _is_of_members(path) else Role.ADMIN
 
@@ -48,7 +48,7 @@ class Guarded:
             return
         headers = dict(scope["headers"])
         try:
-            self._check(scope, headers)
+            role = self._check(scope, headers)
         except TriremeError as error:
             request_id = request_id_of(headers)
             more = {"X-Request-Id": request_id}
@@ -56,9 +56,10 @@ class Guarded:
                 more["WWW-Authenticate"] = CHALLENGE
             await problem_response(problem_of(error, request_id), more)(scope, receive, send)
             return
+        scope.setdefault("state", {})["role"] = role
         await self._app(scope, receive, send)
 
-    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> Role | None:
         def text(name: bytes) -> str:
             return headers.get(name, b"").decode("utf-8", "surrogateescape")
 
@@ -71,4 +72,4 @@ class Guarded:
             authorization=text(b"authorization"),
             address=str((scope.get("server") or ("",))[0]),
         )
-        self._access.admit(asked, role_needed(scope["method"], scope["path"]))
+        return self._access.admit(asked, role_needed(scope["method"], scope["path"]))

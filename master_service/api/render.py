@@ -208,6 +208,7 @@ def _member_view(job: Job, member: TrainerMember | PserverMember, held: Sequence
             host=member.host,
             pid=member.pid,
             index=member.index,
+            slots=job.slots.owners.count(member.index) if job.slots is not None else None,
         )
     lanes = job.trainers.lanes_of(member.trainer) if job.spec.mode is Mode.SYNC else None
     return MemberView(

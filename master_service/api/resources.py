@@ -121,7 +121,7 @@ class TaskPage(Record):
 
 
 class MemberView(Record):
-    """`lanes`: [first, last) of a trainer in synchronous training. `index`: of a pserver."""
+    """`lanes`: [first, last) of a trainer in synchronous training. `index`, `slots`: of a pserver, and how many slots it owns."""
 
     member_id: str
     kind: Literal["trainer", "pserver"]
@@ -130,6 +130,7 @@ class MemberView(Record):
     host: str
     pid: int
     index: int | None = None
+    slots: int | None = None
     lanes: tuple[int, int] | None = None
     tasks: tuple[str, ...] = ()
 
@@ -313,6 +314,12 @@ class SeriesPoints(Record):
 
     name: str
     points: tuple[SeriesPoint, ...]
+
+
+class TokenAccess(Record):
+    """`role`: admin, member or viewer; admin where the service was started without tokens."""
+
+    role: str
 
 
 class Version(Record):

@@ -65,12 +65,14 @@ class Access:
     def of(cls, tokens: Tokens, hosts: Iterable[str] = ()) -> Access:
         return cls(tokens, frozenset(plain_host(host) for host in hosts if host))
 
-    def admit(self, asked: Asked, needed: Role | None) -> None:
-        """`needed` None: no token is. Raises UnknownHost, ForeignOrigin, UnsupportedMediaType, Unauthorized, Forbidden."""
+    def admit(self, asked: Asked, needed: Role | None) -> Role | None:
+        """The role that the token has (admin, where nobody is asked for one). `needed` None: no token is, and none is looked at. Raises UnknownHost, ForeignOrigin, UnsupportedMediaType, Unauthorized, Forbidden."""
         self._check_host(asked)
         _check_page(asked)
-        if needed is None or not self.tokens.required:
-            return
+        if needed is None:
+            return None
+        if not self.tokens.required:
+            return Role.ADMIN
         given = asked.authorization
         token = given[len(BEARER) :].strip() if given[: len(BEARER)].lower() == BEARER else ""
         role = self.tokens.role_of(token) if token else None
@@ -80,6 +82,7 @@ class Access:
         if not role.may(needed):
             msg = f"a token with the role {role} was given, and this needs the role {needed}"
             raise Forbidden(msg, hint=f"use a token with the role {needed}; `trireme token create` makes one")
+        return role
 
     def _check_host(self, asked: Asked) -> None:
         host = plain_host(host_in(asked.host)) if len(asked.host) <= HOST_CHARACTERS else ""

@@ -8,7 +8,7 @@ from tests.tidy.sources import ROOT, imports, where
 
 FLOORS = {
     "master_service": [
-        {"core.changes", "core.placement"},
+        {"core.changes", "core.placement", "dashboard"},
         {"core.queue"},
         {"core.state"},
         {"core.decisions"},

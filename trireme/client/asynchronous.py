@@ -35,6 +35,7 @@ from master_service.api.resources import (
     SeriesSummary,
     TaskPage,
     TaskView,
+    TokenAccess,
     Version,
 )
 from master_service.api.resources_cluster import (
@@ -381,6 +382,10 @@ class AsyncClient(AsyncConnection):
 
     async def delete_schedule(self, schedule: str, *, if_match: str = "") -> ScheduleView:
         return await self._send(Call("DELETE", path_of("schedules", schedule), ScheduleView, if_match=if_match))
+
+    async def get_access(self) -> TokenAccess:
+        """What the token of this client may do."""
+        return await self._send(get(path_of("access"), TokenAccess))
 
     async def get_version(self) -> Version:
         return await self._send(get(path_of("version"), Version))

@@ -30,6 +30,7 @@ from master_service.api.resources import (
     SeriesSummary,
     TaskPage,
     TaskView,
+    TokenAccess,
     Version,
 )
 from master_service.api.resources_cluster import (
@@ -368,6 +369,10 @@ class Client(Connection):
 
     def delete_schedule(self, schedule: str, *, if_match: str = "") -> ScheduleView:
         return self._send(Call("DELETE", path_of("schedules", schedule), ScheduleView, if_match=if_match))
+
+    def get_access(self) -> TokenAccess:
+        """What the token of this client may do."""
+        return self._send(get(path_of("access"), TokenAccess))
 
     def get_version(self) -> Version:
         return self._send(get(path_of("version"), Version))

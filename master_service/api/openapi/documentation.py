@@ -1,4 +1,4 @@
-"""What this service is, for people and for generators: a page, the API's document, and Swagger UI to read it. The same for everybody,
+"""What this service is, for people and for generators: the dashboard, a page, the API's document, and Swagger UI to read it. The same for everybody,
 without a token and without a network: all files are in this package."""
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from master_service import dashboard
+
 FOLDER = Path(__file__).parent
 FILES = {
-    "/": (FOLDER / "landing.html", "text/html; charset=utf-8"),
+    **dashboard.FILES,
+    "/about": (FOLDER / "about.html", "text/html; charset=utf-8"),
     "/docs": (FOLDER / "swagger_ui" / "index.html", "text/html; charset=utf-8"),
     "/docs/start.js": (FOLDER / "swagger_ui" / "start.js", "text/javascript; charset=utf-8"),
     "/docs/swagger-ui-bundle.js": (FOLDER / "swagger_ui" / "swagger-ui-bundle.js", "text/javascript; charset=utf-8"),
@@ -28,8 +31,10 @@ POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 HEADERS = {
-    "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",  # kept, and asked for again with its ETag
 }
@@ -38,8 +43,10 @@ router = APIRouter(include_in_schema=False)
 
 
 async def _file(request: Request) -> Response:
-    path, content_type = FILES[request.url.path]
-    return _answer(request, _read(path), content_type)
+    where = request.url.path
+    path, content_type = FILES[where]
+    policy = dashboard.POLICY if where in dashboard.FILES else POLICY
+    return _answer(request, _read(path), content_type, policy)
 
 
 async def _document(request: Request) -> Response:
@@ -59,9 +66,9 @@ def text_of(document: Mapping[str, Any]) -> str:
     return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
 
-def _answer(request: Request, tagged: tuple[bytes, str], content_type: str) -> Response:
+def _answer(request: Request, tagged: tuple[bytes, str], content_type: str, policy: str = POLICY) -> Response:
     content, tag = tagged
-    headers = {**HEADERS, "ETag": tag}
+    headers = {**HEADERS, "Content-Security-Policy": policy, "ETag": tag}
     if tag in request.headers.get("If-None-Match", ""):
         return Response(status_code=304, headers=headers)
     return Response(content, headers=headers, media_type=content_type)

@@ -189,6 +189,7 @@ def _about_a_job() -> Iterator[BaseModel]:
     point = of_job.SeriesPoint(step=60, last_step=61, mean=0.32, least=0.31, most=0.33, weight=512)
     yield of_job.SeriesPoints(name="loss", points=(point,))
     yield of_job.Version(name="trireme-master", version=__version__, api="v1")
+    yield of_job.TokenAccess(role="viewer")
     yield of_job.Health(status="ok")
 
 

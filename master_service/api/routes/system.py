@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from master_service.api.prometheus import exposition
-from master_service.api.resources import Health, Version
+from master_service.api.resources import Health, TokenAccess, Version
 from master_service.api.routes.dependencies import JobsOf
 from shared import __version__
+from shared.security.tokens import Role
 
 router = APIRouter(tags=["system"])
 open_router = APIRouter(tags=["system"])
@@ -18,6 +19,12 @@ open_router = APIRouter(tags=["system"])
 async def get_version() -> Version:
     """Of the program, and of its API."""
     return Version(name="trireme-master", version=__version__, api="v1")
+
+
+@router.get("/v1/access", operation_id="getAccess")
+async def get_access(request: Request) -> TokenAccess:
+    """What the token of this request may do. A standby answers too."""
+    return TokenAccess(role=getattr(request.state, "role", Role.ADMIN))
 
 
 @router.get("/metrics", operation_id="scrapeMetrics", response_class=Response)
