@@ -8,6 +8,7 @@ from pserver_service.checkpoints.independent import Independent
 from pserver_service.checkpoints.parts import Checkpointer
 from pserver_service.checkpoints.pause import PausedCopy
 from pserver_service.context import PserverContext
+from pserver_service.core.clipping import Clipping
 from pserver_service.drain import Drain
 from pserver_service.handoff.follower import SlotFollower
 from pserver_service.handoff.sender import HandOver
@@ -57,6 +58,7 @@ class Member:
         self._pserver.on_torn = lambda torn: self._own_index.set(torn=torn)
         assert self._directory.spec is not None
         self._pserver.schedule = Schedule.of(self._directory.spec)
+        self._pserver.clipping = Clipping.of(self._directory.spec)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(part.run()) for part in self._parts]
             holding, unwanted = (group.create_task(wait()) for wait in (self._own_index.hold, self._own_index.unwanted))

@@ -14,6 +14,7 @@ from typing import Any
 
 from pserver_service.core.admission import check_same_model
 from pserver_service.core.calls import BlockServer, OpenPull, OpenPush, Payload, check_pull
+from pserver_service.core.clipping import Clipping
 from pserver_service.core.progress import progress_of
 from pserver_service.core.saved_ledger import AsyncSnapshot
 from pserver_service.core.store import Store
@@ -54,7 +55,7 @@ log = telemetry.logger("pserver")
 
 
 class Pserver(BlockServer):
-    """`index` and `schedule` (of checkpoints; None: none) are set once the index is claimed. `max_wait_s` limits how long a
+    """`index`, `schedule` (of checkpoints; None: none) and `clipping` are set once the index is claimed. `max_wait_s` limits how long a
     pull may wait for blocks. `in_doubt`: whether the index may belong to another process by now; no call is answered then.
     `snapshot_ready` is set when `store.take_snapshot()` has one. `timeline` and `checkpoint`: of the parameters, see JobState.
     `directory`: the job as etcd has it, set with the index; it says who may push, and how far fence and term may rise.
@@ -77,7 +78,7 @@ class Pserver(BlockServer):
         self.index = index
         self.term = 0
         self.schedule: Schedule | None = None
-        self.timeline = 0
+        self.clipping: Clipping | None = None
         self.checkpoint = ""
         self.checkpoint_error = ""
         self.loading = False
@@ -108,7 +109,7 @@ class Pserver(BlockServer):
         if self._is_same(header):
             return
         self._fence(header)
-        store = Store(header, self.schedule, self.new_pool())
+        store = Store(header, self.schedule, self.new_pool(), self.clipping)
         async for item, payload in blocks:
             store.add_block(item.block, memoryview(payload))
             await asyncio.sleep(0)
@@ -288,6 +289,8 @@ class Pserver(BlockServer):
         if request.generation < self.timeline:
             return PullEnd(code="GONE", message=f"the job was rolled back in generation {self.timeline}: join again")
         check_pull(store, request, self.index)
+        if request.norm is not None and request.norm.timeline == self.timeline:
+            store.learn_norm(request.norm.step, request.norm.norm)
         self.counters.pulls += 1
         deadline = clock.monotonic() + min(max(request.wait_s, 0.0), self._max_wait_s)
         return OpenPull(self, store, request, deadline, arrived)

@@ -71,7 +71,13 @@ class Agent:
         self._reports = reports = Reports(master, member.trainer, self._held, self._pace)
         source = TaskSource(spec, master, member.trainer, offload)
         transfer = Transfer(
-            directory, connect, compute, reports.suspect, spec.parameter_dtype, self._membership.certain
+            directory,
+            connect,
+            compute,
+            reports.suspect,
+            spec.parameter_dtype,
+            self._membership.certain,
+            spec.on_nonfinite,
         )
         self._context = LoopContext(spec, etcd, directory, compute, transfer, source, reports, stopping)
         self._initial = compute.initial_lane_zero()

@@ -7,7 +7,7 @@ the script, in this order; fields that are not set get their default.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import InitVar, dataclass, fields
 from typing import Any
 
 
@@ -33,7 +33,8 @@ class Config:
     slot_count: int | None = None
     push_every: int | None = None
     pull_every: int | None = None
-    clip_norm: float | None = None
+    clip_grad_norm: float | None = None
+    clip_lane_norm: float | None = None
     on_nonfinite: str | None = None
     threads_per_trainer: int | None = None
     device: str | None = None
@@ -62,11 +63,13 @@ class Config:
     recovery_timeout_s: float | None = None
     pre_tasks: Sequence[str | dict[str, Any]] | None = None
     post_tasks: Sequence[str | dict[str, Any]] | None = None
+    clip_norm: InitVar[float | None] = None  # refused, with the names that it has now
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, clip_norm: float | None) -> None:
         from trireme.validation import field_problems  # noqa: PLC0415  loads pydantic, so only when a Config is made
 
-        problems = field_problems(self.to_dict())
+        given = self.to_dict() | ({} if clip_norm is None else {"clip_norm": clip_norm})
+        problems = field_problems(given)
         if problems:
             msg = "trireme.Config: " + "; ".join(problems)
             raise ConfigError(msg)

@@ -29,10 +29,11 @@ from shared.records import JobSpec
 from shared.records.datasets import Dataset
 from shared.runtime import clock
 from trainer_agent.data import Minibatch, default_collate, minibatch_indices, minibatches_in, open_dataset
+from trainer_agent.model.clipping import GradientClipper
 from trainer_agent.model.devices import device_of
 from trainer_agent.model.export import write_model
 from trainer_agent.model.finite import NonFiniteError, check_gradients, check_loss
-from trainer_agent.model.flat import trained_parameters
+from trainer_agent.model.flat import plan, trained_parameters
 from trainer_agent.model.minibatch import BackwardGuard, means_of, on_device, seed_everything, sums_of
 from trainer_agent.model.optimizer_spec import checked_scheduler
 from trainer_agent.model.torch_compute import checked_model
@@ -120,6 +121,10 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     scheduler = checked_scheduler(user.call("scheduler", optimizer)) if user.has("scheduler") else None
     vars(optimizer)["_opt_called"] = True  # a first step that is left out is no mistake in the order of calls
     trained, guard = trained_parameters(model, optimizer), BackwardGuard(user)
+    clipper = None
+    if spec.clip_grad_norm is not None:
+        laid_out = plan(model, optimizer, spec.block_bytes, spec.slot_count)
+        clipper = GradientClipper(laid_out, spec.clip_grad_norm, device)
 
     def on_gradient(parameter: torch.Tensor) -> None:
         guard.permit()
@@ -147,8 +152,10 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
             loss = user.guard(loss_in, found)
             guard.run(loss)
             if (error := _nonfinite(spec, loss, trained)) is None:
-                if spec.clip_norm is not None:
-                    nn.utils.clip_grad_norm_(trained.values(), spec.clip_norm)
+                if spec.clip_lane_norm is not None:
+                    nn.utils.clip_grad_norm_(trained.values(), spec.clip_lane_norm)
+                if clipper is not None:
+                    clipper.clip([parameter.grad for parameter in trained.values()])
                 user.guard(optimizer.step)
                 loss_sum += loss.item() * len(minibatch)
                 trained_records += len(minibatch)

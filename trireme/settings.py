@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from shared.errors import InvalidArgument
 from shared.records import JobSpec
+from shared.records.job_spec import RENAMED
 from trireme.config import Config
 from trireme.validation import allowed_name, field_problems, problems_of, without_auto
 
@@ -58,6 +59,7 @@ def from_flags(values: Mapping[str, Any], assignments: Sequence[str] = ()) -> So
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> Source:
     names = {f"TRIREME_{name.upper()}": name for name in (*SETTINGS, *LAUNCHER_SETTINGS)}
+    _refuse_renamed((name for name in RENAMED if environment.get(f"TRIREME_{name.upper()}")), "the environment")
     return Source({names[key]: value for key, value in environment.items() if key in names and value}, "TRIREME_{}")
 
 
@@ -101,7 +103,15 @@ def from_assignments(assignments: Sequence[str]) -> dict[str, str]:
     return values
 
 
+def _refuse_renamed(names: Iterable[str], where: str) -> None:
+    for name in names:
+        if name in RENAMED:
+            msg = f"{where}: {RENAMED[name]}"
+            raise UsageError(msg)
+
+
 def _refuse_unknown(values: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    _refuse_renamed(values, where)
     for name in values:
         if name not in known:
             similar = difflib.get_close_matches(name, known, n=1)

@@ -1,6 +1,7 @@
 """One block: its values, the values of the version before, the tree of its next step, and its optimizer.
 
     version s --push of step s--> tree --[0, lanes) whole--> previous = current, current = stepped, version s + 1
+                                         `-> held, if the gradient is clipped --norm of the whole gradient--> stepped
 
 A buffer that a step leaves as it was keeps its memory too, and `changed` tells since when.
 
@@ -17,9 +18,10 @@ from enum import StrEnum
 import torch
 
 from pserver_service.core.optimizers import BlockOptimizer, Options
-from shared.blocks.accumulator import Accumulator
+from shared.blocks.accumulator import Accumulator, Node
 from shared.blocks.buffer_mean import bits_of, combine_buffers
 from shared.blocks.buffers import Buffer, BufferPool
+from shared.blocks.gradient_norm import squares_of
 from shared.lanes import Interval, combine
 from shared.records.job_spec import Narrow
 from shared.records.layout import Block
@@ -44,7 +46,8 @@ class BlockState:
     """Values change by swapping buffers, so a reader that retained one goes on reading the old values.
 
     `changed`: the version that brought the current bits (asynchronous: see Store.changes). `frozen`: it is on its way to another
-    parameter server, so it takes no push and goes on answering pulls. `freeze_at`: the version that freezes it."""
+    parameter server, so it takes no push and goes on answering pulls. `freeze_at`: the version that freezes it. `holds`: a whole
+    gradient waits for `settle`; `squares`: the sum of its squares."""
 
     def __init__(
         self,
@@ -54,6 +57,8 @@ class BlockState:
         lanes: int,
         optimizer: BlockOptimizer | None,
         version: int = 0,
+        *,
+        holds: bool = False,
     ) -> None:
         self.place = place
         self.version = version
@@ -66,7 +71,9 @@ class BlockState:
         self._pool = pool
         self._optimizer = optimizer
         mean = combine if optimizer is not None else combine_buffers
-        self.tree = Accumulator(pool, lanes, place.dtype, place.elements, mean)
+        self.squares = 0.0
+        self._holds = holds
+        self.tree = Accumulator(pool, lanes, place.dtype, place.elements, mean, keeps_root=holds)
 
     def __repr__(self) -> str:
         return f"<BlockState {self.place.number} version {self.version}: {self.tree!r}>"
@@ -101,22 +108,44 @@ class BlockState:
         if value is not None and not self.tree.agrees(payload or self.place.dtype):
             return Verdict.LAYOUT_MISMATCH
         whole = self.tree.add(lanes, value if count else None, count, memory, payload, lent=lent)
-        if whole is not None:
-            own = None
-            if whole.lent and whole.value is not None and not self._only_reads(options):
-                own = self.copied(whole.value)
-            stepped = self._stepped(whole.value if own is None else own.tensor, options)
-            whole.release()
-            if own is not None:
-                own.release()
-            self._drop_previous()
-            self.previous, self.current = self.current, stepped
-            self.previous.forget_narrowed()
-            self.version += 1
-            if self.current is not self.previous:
-                self.changed = self.version
-            self.frozen = self.version == self.freeze_at
+        if whole is not None and self._holds:
+            self.squares = 0.0 if whole.value is None or self.is_buffer else squares_of(whole.value)
+        elif whole is not None:
+            self._advance(whole, options)
         return Verdict.APPLIED
+
+    @property
+    def held(self) -> bool:
+        """Whether it has the whole gradient of its step, and waits for `settle`."""
+        return self._holds and self.tree.root is not None
+
+    def settle(self, factor: float | None, options: Options) -> None:
+        """Step it with the gradient that is held, multiplied by `factor` (one rounded operation for each number); None: without
+        any gradient."""
+        whole = self.tree.take_root()
+        if factor is None:
+            whole.release()
+            whole = Node(None, 0)
+        elif whole.value is not None and not self.is_buffer and factor != 1.0:
+            whole.value.mul_(factor)
+        self._advance(whole, options)
+
+    def _advance(self, whole: Node, options: Options) -> None:
+        """The next version, made of a whole gradient."""
+        own = None
+        if whole.lent and whole.value is not None and not self._only_reads(options):
+            own = self.copied(whole.value)
+        stepped = self._stepped(whole.value if own is None else own.tensor, options)
+        whole.release()
+        if own is not None:
+            own.release()
+        self._drop_previous()
+        self.previous, self.current = self.current, stepped
+        self.previous.forget_narrowed()
+        self.version += 1
+        if self.current is not self.previous:
+            self.changed = self.version
+        self.frozen = self.version == self.freeze_at
 
     def _only_reads(self, options: Options) -> bool:
         """Whether a step leaves the memory of its gradient as it is."""

@@ -43,7 +43,7 @@ class BlockServer:
 
     def __init__(self, snapshot_ready: Callable[[], None]) -> None:
         self.store: Store | None = None
-        self.generation = 0
+        self.generation = self.timeline = 0
         self.counters = Counters()
         self.pulls: list[OpenPull] = []
         self.on_step: Callable[[], None] | None = None
@@ -60,6 +60,11 @@ class BlockServer:
         self.look_for_snapshot()
         if self.on_step is not None:
             self.on_step()
+
+    def held(self, number: int) -> None:
+        """All data of a block is there, which waits for the norm of the whole gradient."""
+        for pull in tuple(self.pulls):
+            pull.held(number)
 
     def forgotten(self, numbers: Collection[int]) -> None:
         """Other parameter servers have these blocks now: the pulls that wait for them end."""
@@ -124,6 +129,8 @@ class OpenPush:
         verdict = store.apply(self._push, item, view, memory)
         if state is not None and state.version != before:
             self._server.stepped(item.block, state.version)
+        elif state is not None and verdict is Verdict.APPLIED and state.held:
+            self._server.held(item.block)
         return verdict
 
 
@@ -140,6 +147,7 @@ class OpenPull:
         self._known = None if request.known is None else store.known_of(request.version)
         self._due = deque(request.blocks)
         self._missing: set[int] = set()
+        self._unheld: set[int] = set()  # those of the missing ones whose data is not all there
         self._lost: int | None = None  # one of the missing blocks, which another parameter server has now
         self._lowest = store.highest
         self._record: StepRecord | None = None
@@ -157,10 +165,15 @@ class OpenPull:
         while self._due:
             number = self._due.popleft()
             found = store.pull(number, wanted)
+            if found is Verdict.TOO_EARLY and store.settle(number):
+                self._server.stepped(number, store.blocks[number].version)
+                found = store.pull(number, wanted)
             if found is Verdict.WRONG_OWNER:
                 return _moved(number)
             if found is Verdict.TOO_EARLY:
                 self._missing.add(number)
+                if not store.blocks[number].held:
+                    self._unheld.add(number)
                 continue
             if not isinstance(found, Buffer):
                 held = store.blocks[number].version
@@ -181,12 +194,30 @@ class OpenPull:
             self._server.counters.bytes_pulled += sent.view.nbytes
             return number, version, sent
         if self._missing:
-            return _moved(self._lost) if self._lost is not None else None
+            if self._lost is not None:
+                return _moved(self._lost)
+            return None if self._unheld else self._held_end()
         version = self._lowest if wanted is None else wanted
         record = self._record
         if record is None or record.version != version:
             record = store.history.record(version)
-        return PullEnd(code="OK", record=record if store.mode is Mode.SYNC else None, known=self._known)
+        return PullEnd(
+            code="OK",
+            record=record if store.mode is Mode.SYNC else None,
+            known=self._known,
+            timeline=self._server.timeline,
+        )
+
+    def _held_end(self) -> PullEnd:
+        """All data of the missing blocks is there."""
+        blocks = self._store.blocks
+        return PullEnd(
+            code="HELD",
+            message=f"{len(self._missing)} blocks wait for the norm of the whole gradient",
+            known=self._known,
+            squares=tuple((n, blocks[n].squares) for n in sorted(self._missing) if not blocks[n].is_buffer),
+            timeline=self._server.timeline,
+        )
 
     def narrow(self, number: int) -> Narrow | None:
         """The dtype that a block's values are sent in, if it is not their own."""
@@ -196,8 +227,18 @@ class OpenPull:
         """A block has reached a version."""
         if version == self._version and number in self._missing:
             self._missing.remove(number)
+            self._unheld.discard(number)
             self._due.append(number)
             self.wake()
+
+    def held(self, number: int) -> None:
+        """All data of a block is there. If that is so of all, the puller has to find the norm."""
+        if number in self._unheld:
+            self._unheld.remove(number)
+            if not self._unheld:
+                self._due.extend(self._missing)  # the norm may be known
+                self._missing.clear()
+                self.wake()
 
     def forgotten(self, numbers: Collection[int]) -> None:
         """Other parameter servers have these blocks now."""

@@ -24,12 +24,13 @@ Positions = Mapping[int, LanePosition]
 @dataclass(slots=True)
 class Notes:
     """By lane. `positions`: of the data that blocks have. `first`: the trainer that it came from first. `claimed`: of the only data
-    that blocks may get from now on."""
+    that blocks may get from now on. `grad_norm`: of the step's whole gradient, once it is known (jobs that clip)."""
 
     positions: dict[int, LanePosition] = field(default_factory=dict)
     first: dict[int, str] = field(default_factory=dict)
     claimed: dict[int, LanePosition] = field(default_factory=dict)
     lane_zero: LaneZero | None = None
+    grad_norm: float | None = None
 
 
 class History:
@@ -93,13 +94,28 @@ class History:
         record = self._records.get(step + 1)
         return record.lane_zero if record else None
 
+    def learn_norm(self, step: int, norm: float) -> None:
+        """Of a step under way; the first one counts."""
+        if step + 1 not in self._records:
+            notes = self._notes.setdefault(step, Notes())
+            notes.grad_norm = norm if notes.grad_norm is None else notes.grad_norm
+
+    def norm(self, step: int) -> float | None:
+        """The norm of the step's whole gradient, if it is known."""
+        if step in self._notes:
+            return self._notes[step].grad_norm
+        record = self._records.get(step + 1)
+        return record.grad_norm if record else None
+
     def fix(self, version: int) -> None:
         """A block has reached `version`, so the notes of its step are complete."""
         if version in self._records:
             return
         notes = self._notes.pop(version - 1, Notes())
         positions = tuple(notes.positions[lane] for lane in sorted(notes.positions))
-        self._records[version] = StepRecord(version=version, positions=positions, lane_zero=notes.lane_zero)
+        self._records[version] = StepRecord(
+            version=version, positions=positions, lane_zero=notes.lane_zero, grad_norm=notes.grad_norm
+        )
         self._first[version - 1] = notes.first
         while len(self._records) > KEPT:
             oldest = min(self._records)
@@ -114,6 +130,7 @@ class History:
                 positions=tuple(notes.positions.values()),
                 claimed=tuple(notes.claimed.values()),
                 lane_zero=notes.lane_zero,
+                grad_norm=notes.grad_norm,
             )
             for step, notes in sorted(self._notes.items())
         ]
@@ -133,6 +150,7 @@ class History:
             for lane in each.claimed:
                 notes.claimed.setdefault(lane.lane, lane)
             notes.lane_zero = notes.lane_zero or each.lane_zero
+            notes.grad_norm = each.grad_norm if notes.grad_norm is None else notes.grad_norm
         self.claims += 1
         while len(self._records) > KEPT:
             del self._records[min(self._records)]

@@ -13,6 +13,7 @@ import torch
 
 from pserver_service.core.admission import Push, fits, task_number
 from pserver_service.core.blocks import BlockState, Verdict
+from pserver_service.core.clipping import Clipping
 from pserver_service.core.geometry import Geometry
 from pserver_service.core.history import History
 from pserver_service.core.ledger import Ledger
@@ -34,11 +35,17 @@ class Store:
     (core/moving.py). `slots`: the map by which it has these blocks (None: not known).
 
     `schedule` says which versions are copied for checkpoints (None: none). If the copy before still waits to be taken, the
-    one of the higher rank is kept, and `skipped` counts the other. `name`: tells its values from those of all other stores; set
+    one of the higher rank is kept, and `skipped` counts the other. `clipping`: blocks hold their gradients until the norm of all of them is known. `name`: tells its values from those of all other stores; set
     by who serves it. `changes`: how often a buffer got other bits (asynchronous).
     """
 
-    def __init__(self, header: InitHeader, schedule: Schedule | None = None, pool: BufferPool | None = None) -> None:
+    def __init__(
+        self,
+        header: InitHeader,
+        schedule: Schedule | None = None,
+        pool: BufferPool | None = None,
+        clipping: Clipping | None = None,
+    ) -> None:
         if header.lanes < 1 or header.lanes & (header.lanes - 1):
             msg = f"lanes is {header.lanes}: expected a power of two"
             raise InvalidArgument(msg)
@@ -55,6 +62,8 @@ class Store:
         self.changes = 0
         self.slots: SlotMap | None = None
         self._schedule = schedule if self.mode is Mode.SYNC else None
+        self.clipping = clipping if self.mode is Mode.SYNC else None
+        self._held_step = -1  # the last one that a block was held in
         self.snapshot: Snapshot | None = None
         self._first_version = self._considered = header.record.version
         self._positions: dict[int, int] = {}
@@ -90,7 +99,8 @@ class Store:
         optimizer = None if chosen is None else BlockOptimizer(self.layout.optimizer.name, chosen, values.tensor)
         if optimizer is not None:
             optimizer.load(dict(state))
-        block = BlockState(place, values, self.pool, self.lanes, optimizer, self._first_version)
+        holds = self.clipping is not None
+        block = BlockState(place, values, self.pool, self.lanes, optimizer, self._first_version, holds=holds)
         self._positions[number] = len(self.blocks)
         self.blocks[number] = block
 
@@ -212,8 +222,9 @@ class Store:
                 push.header.step, item.lanes, value, item.count, options, memory, item.dtype, lent=lent
             )
             if state.version != before:
-                self.history.fix(state.version)
-                self._save(state)
+                self._stepped(state)
+            elif state.held:
+                self._held_step = state.version
             return verdict
         index = self._positions[item.block]
         verdict = self.ledger.judge(push.header, push.task, index)
@@ -229,6 +240,28 @@ class Store:
                 own.release()
             self.ledger.enter(push.header, push.task, index)
         return verdict
+
+    def learn_norm(self, step: int, norm: float) -> None:
+        """Of the step's whole gradient, for the blocks that are held in it. Raises InvalidArgument."""
+        if self.clipping is not None and step == self._held_step:
+            self.clipping.check(step, norm)
+            self.history.learn_norm(step, norm)
+
+    def settle(self, number: int) -> bool:
+        """Step a block that is held, if the norm is known; answers whether it was stepped."""
+        state = self.blocks[number]
+        norm = self.history.norm(state.version) if state.held else None
+        if norm is None:
+            return False
+        assert self.clipping is not None
+        state.settle(self.clipping.factor(norm), self._options(state.version, state.place))
+        self._stepped(state)
+        return True
+
+    def _stepped(self, state: BlockState) -> None:
+        """`state` has just reached its version."""
+        self.history.fix(state.version)
+        self._save(state)
 
     def pull(self, number: int, version: int | None) -> Buffer | Verdict:
         """A block's values at `version` (None: the current one); the caller retains them to keep them across an await."""

@@ -98,7 +98,7 @@ class SlotFollower:
             pserver=index,
             record=records.get(version, StepRecord(version=version, positions=())),
         )
-        store = Store(header, self._pserver.schedule, self._pool)
+        store = Store(header, self._pserver.schedule, self._pool, self._pserver.clipping)
         store.seal()
         store.slots, self._pool = slots, None
         adopt(store, groups)

@@ -50,7 +50,7 @@ async def _load(context: PserverContext, ref: CheckpointRef) -> tuple[Store, dic
         if layout is None or slots is None or spec is None:
             raise PeerError("the layout or the slot map is not there yet")
         try:
-            place = (pserver.index, slots, pserver.schedule, pserver.new_pool())
+            place = (pserver.index, slots, pserver.schedule, pserver.new_pool(), pserver.clipping)
             found: tuple[Store, dict[str, int]] = await context.offload(
                 store_loader.load_store, spec.storage, context.keys.job, layout.digest, ref, *place
             )

@@ -10,6 +10,7 @@ import torch
 
 from pserver_service.checkpoints import ledger_text
 from pserver_service.checkpoints.ledger_text import LEDGER
+from pserver_service.core.clipping import Clipping
 from pserver_service.core.ledger import Ledger
 from pserver_service.core.saved_ledger import SavedLedger
 from pserver_service.core.store import Store
@@ -35,6 +36,7 @@ def load_store(
     slots: SlotMap,
     schedule: Schedule | None,
     pool: BufferPool | None = None,
+    clipping: Clipping | None = None,
 ) -> tuple[Store, dict[str, int]]:
     """A store of the blocks that `slots` gives to pserver `index`. Each part that holds some of them is read whole and checked.
     Second: how many minibatches all blocks have of each task that was open at an asynchronous checkpoint (-1: all).
@@ -49,7 +51,7 @@ def load_store(
             "names, shapes or dtypes of its parameters differ"
         )
         raise CheckpointUnusable(msg, hint="go on with the script the checkpoint was made with, or start a new job")
-    store = Store(_header(manifest, index), schedule, pool)
+    store = Store(_header(manifest, index), schedule, pool, clipping)
     parts = {part.pserver: part for part in manifest.parts}
     ledgers: dict[int, tuple[SavedLedger, int]] = {}
     for owner, blocks in sorted(_wanted(manifest, store, index, slots).items()):

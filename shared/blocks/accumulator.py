@@ -36,12 +36,20 @@ class Node:
 
 
 class Accumulator:
-    """The nodes of one block's next step that wait for their siblings. `mean`: combines two of them, as shared.lanes.combine."""
+    """The nodes of one block's next step that wait for their siblings. `mean`: combines two of them, as shared.lanes.combine.
+    `keeps_root`: the root stays in the tree, in memory of its own, until `take_root`."""
 
     def __init__(
-        self, pool: BufferPool, lanes: int, dtype: str, elements: int, mean: Callable[..., tuple[Any, int]] = combine
+        self,
+        pool: BufferPool,
+        lanes: int,
+        dtype: str,
+        elements: int,
+        mean: Callable[..., tuple[Any, int]] = combine,
+        *,
+        keeps_root: bool = False,
     ) -> None:
-        self._mean = mean
+        self._mean, self._keeps_root = mean, keeps_root
         self.nodes: dict[Interval, Node] = {}
         self._pool = pool
         self._root = (0, lanes)
@@ -69,7 +77,8 @@ class Accumulator:
         *,
         lent: bool = False,
     ) -> Node | None:
-        """Add a node that is not covered. Returns the root if this completes the tree (release it after use), else None.
+        """Add a node that is not covered. Returns the root if this completes the tree (release it after use, unless it is kept),
+        else None.
 
         `value` is used during the call (until the root is released) and may be overwritten. `memory`: the buffer that is all
         of `value`; it is retained if the node has to wait. `payload`: the dtype that it was sent in (None: its own).
@@ -86,14 +95,24 @@ class Accumulator:
             lanes = parent(lanes)
         if lanes == self._root:
             self._payload = None
-            return node
+            if not self._keeps_root:
+                return node
         if node.value is not None and node.buffer is None:
-            if memory is None:
+            if memory is None or (lanes == self._root and node.lent):
                 self._own(node)
             else:
                 node.buffer = memory.retain()
         self.nodes[lanes] = node
-        return None
+        return node if lanes == self._root else None
+
+    @property
+    def root(self) -> Node | None:
+        """The root that was kept."""
+        return self.nodes.get(self._root)
+
+    def take_root(self) -> Node:
+        """The root that was kept leaves the tree; release it after use."""
+        return self.nodes.pop(self._root)
 
     def _supersede(self, lanes: Interval) -> None:
         for inside in [node for node in self.nodes if lanes[0] <= node[0] and node[1] <= lanes[1]]:

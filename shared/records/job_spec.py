@@ -12,11 +12,16 @@ from shared.records.datasets import Dataset
 from shared.records.record import Record
 
 Narrow = Literal["bfloat16", "float16"]
+Nonfinite = Literal["fail", "skip", "ignore"]
 Transported = Literal["float32", "bfloat16", "float16"]
 
 MAX_MEMBERS = 100_000  # of each kind
 MAX_TASKS = 8  # of each stage
 _FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*")
+RENAMED = {
+    "clip_norm": "clip_norm is no setting any more: clip_grad_norm limits the norm of the whole step's gradient, as clip_grad_norm_ does "
+    "in plain PyTorch; clip_lane_norm limits the gradient of each lane by itself, as clip_norm did"
+}
 JOB_NAME = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
 
 
@@ -82,6 +87,8 @@ class JobSettings(Record):
     `gradient_dtype`, `parameter_dtype`: dtypes in which float32 gradients and parameters are sent. `error_feedback` (asynchronous
     only; None: on whenever gradients are cast): the rounding error of a cast is added to the next push. `on_nonfinite`: what
     a loss or gradient that is NaN or infinite does: the job fails, the minibatch is left out, or it is trained all the same.
+    `clip_grad_norm`: the gradient of a whole step (asynchronous: of each push) is scaled down to this norm; `clip_lane_norm`: the gradient
+    of each minibatch, before the mean over lanes is taken.
     `device` auto: that of the trainer that initialises the parameters. `join_window_s`: members that join a running job within
     it after a change make one generation. `stragglers`: on: lanes follow measured speed, a look every `rebalance_s`, and work that takes
     longer than `straggler_factor` times the usual is done by another trainer too; bits do not depend on it. `pre_tasks`, `post_tasks` (in a
@@ -105,8 +112,9 @@ class JobSettings(Record):
     slot_count: int = Field(default=1024, ge=128, le=1024)
     push_every: int = Field(default=1, ge=1, lt=2**63)
     pull_every: int = Field(default=1, ge=1, lt=2**63)
-    clip_norm: float | None = Field(default=None, gt=0)
-    on_nonfinite: Literal["fail", "skip", "ignore"] = "fail"
+    clip_grad_norm: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    clip_lane_norm: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    on_nonfinite: Nonfinite = "fail"
     threads_per_trainer: int = Field(default=1, ge=1, lt=2**63)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     deterministic: bool = True
@@ -140,6 +148,14 @@ class JobSettings(Record):
     def _off(cls, value: object) -> object:
         """`off` or 0 mean null, which flags and TOML cannot express."""
         return None if value in ("off", "0", 0) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _not_renamed(cls, values: object) -> object:
+        for name, message in RENAMED.items():
+            if isinstance(values, dict) and name in values:
+                raise ValueError(message)
+        return values
 
     def to_bytes(self) -> bytes:
         """With nulls: for some fields null is not the default."""
@@ -178,6 +194,9 @@ class JobSettings(Record):
             if self.mode is Mode.SYNC and value != default:
                 msg = f"{name} is {value}, which only asynchronous jobs can have; use mode async or leave it out"
                 raise ValueError(msg)
+        if self.mode is Mode.ASYNC and self.clip_grad_norm is not None:
+            msg = "clip_grad_norm is for synchronous jobs; clip_lane_norm limits the gradient of each minibatch of an asynchronous job"
+            raise ValueError(msg)
         if self.block_bytes % 64:
             msg = f"block_bytes must be a multiple of 64, got {self.block_bytes}"
             raise ValueError(msg)

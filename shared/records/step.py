@@ -41,11 +41,13 @@ class LaneZero(Record):
 
 
 class StepRecord(Record):
-    """What a version has beside its blocks: the readers' positions and lane 0's state after the step that made it."""
+    """What a version has beside its blocks: the readers' positions and lane 0's state after the step that made it. `grad_norm`: of
+    the gradient that made it, before it was clipped (None: the job does not clip)."""
 
     version: int
     positions: tuple[LanePosition, ...]
     lane_zero: LaneZero | None = None
+    grad_norm: float | None = None
 
     @property
     def asked(self) -> CheckpointAsked | None:

@@ -98,13 +98,23 @@ class PushAnswer(Record):
     generation: int = 0
 
 
+class StepNorm(Record):
+    """The norm of the whole gradient of a step, before it is clipped. `timeline`: see InitHeader; steps repeat after a rollback."""
+
+    timeline: int
+    step: int
+    norm: float
+
+
 class PullRequest(MessageHeader):
     """`version` None: the current one. `blocks`: each once. `wait_s`: longest wait for blocks that have not reached the version. `dtype`: float32
     parameters are cast to it. `known`: the `PullEnd.known` of the pull from this pserver that the caller's values come from ("":
-    it has none); blocks of buffers that are still the same come without them. None: all blocks come whole."""
+    it has none); blocks of buffers that are still the same come without them. None: all blocks come whole. `norm`: of the step that
+    makes the version; the blocks that are held for it are stepped."""
 
     version: int | None = None
     blocks: tuple[int, ...]
+    norm: StepNorm | None = None
     wait_s: float = Field(default=0.0, allow_inf_nan=False)
     dtype: Narrow | None = None
     known: str | None = Field(default=None, max_length=KNOWN_CHARACTERS)
@@ -121,14 +131,18 @@ class PulledBlock(Record):
 
 
 class PullEnd(Record):
-    """`code`: OK, TOO_EARLY (the wait ran out), GONE, NOT_READY, WRONG_OWNER (a block went to another parameter server meanwhile) or
-    OVERFLOW (values do not fit the requested dtype). `record`: of the version, if OK and sync. `known`: names the values that came,
-    for `PullRequest.known`; the same in all requests that one pull was made of, or it names none of them."""
+    """`code`: OK, TOO_EARLY (the wait ran out), GONE, NOT_READY, WRONG_OWNER (a block went to another parameter server meanwhile),
+    OVERFLOW (values do not fit the requested dtype) or HELD (all data of the missing blocks is there; to clip, they wait for the norm
+    of the whole gradient). `record`: of the version, if OK and sync. `known`: names the values that came, for `PullRequest.known`;
+    the same in all requests that one pull was made of, or it names none of them. `squares`: (block, sum of the squares of its
+    gradient), of the blocks of parameters that are held. `timeline`: of the blocks."""
 
-    code: Literal["OK", "TOO_EARLY", "GONE", "NOT_READY", "WRONG_OWNER", "OVERFLOW"]
+    code: Literal["OK", "TOO_EARLY", "GONE", "NOT_READY", "WRONG_OWNER", "OVERFLOW", "HELD"]
     message: str = ""
     record: StepRecord | None = None
     known: str | None = None
+    squares: tuple[tuple[int, float], ...] = ()
+    timeline: int = 0
 
 
 class LedgerQuery(Record):
@@ -189,6 +203,7 @@ class HandedNotes(Record):
     positions: tuple[LanePosition, ...] = ()
     claimed: tuple[LanePosition, ...] = ()
     lane_zero: LaneZero | None = None
+    grad_norm: float | None = None
 
 
 class HandedHistory(Record):

@@ -31,7 +31,7 @@ SCRIPT = """
     import torch, trireme
     from torch import nn
 
-    config = trireme.Config(epochs=2, global_batch_size=8, lanes=4, seed=5, records_per_task=20, clip_norm=1.0)
+    config = trireme.Config(epochs=2, global_batch_size=8, lanes=4, seed=5, records_per_task=20, clip_lane_norm=1.0)
 
     def model(): return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 1))
     def dataset(): return trireme.data.Npy("{data}/x.npy", "{data}/y.npy", aligned=True)

@@ -34,6 +34,7 @@ def spec_of(plan: Plan) -> JobSpec:
         block_bytes=BLOCK_BYTES,
         slot_count=128,
         push_every=job.push_every,
+        clip_grad_norm=job.clip_grad_norm,
         gradient_dtype=job.travels_as,
         parameter_dtype=job.travels_as,
         pull_every=plan.pull_every,

@@ -121,6 +121,7 @@ class Job:
     seed: int
     push_every: int = 1
     travels_as: Transported = "float32"
+    clip_grad_norm: float | None = None
 
     @property
     def minibatches(self) -> int:
@@ -200,6 +201,7 @@ JOBS: tuple[tuple[tuple[int, ...], int, int, int], ...] = (
 SLOWEST_S = 2.4  # a trainer that needs more for a minibatch is taken to hang
 
 
+CLIP = 1.5  # many gradients are longer
 DTYPES: tuple[Transported, ...] = ("float32", "float32", "bfloat16", "float16")
 
 
@@ -219,6 +221,7 @@ def plan_of(seed: int, mode: Mode, dispatch: Dispatch = Dispatch.MASTER) -> Plan
         seed=rng.randrange(3),
         push_every=rng.choice([1, 1, 2]) if mode is Mode.ASYNC else 1,
         travels_as=random.Random(f"dtype-{seed}").choice(DTYPES) if mode is Mode.SYNC else "float32",
+        clip_grad_norm=random.Random(f"clip-{seed}").choice([None, None, CLIP]) if mode is Mode.SYNC else None,
     )
     plan = Plan(
         seed=seed,

@@ -1,6 +1,6 @@
 """What synchronous training must give, computed in one loop with plain torch: no processes, no protocol.
 
-Shared with the product: the order of tasks and records, the tree of lanes, the seeds; all else is written again here.
+Shared with the product: the order of tasks and records, the tree of lanes, the seeds, the norm of a gradient; all else is written again here.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from master_service.core.queue.epoch_order import EpochOrder
+from shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
 from shared.lanes import step_seed
 from shared.records import Mode
-from tests.simulation.compute import RATE, gradients, layout, mean_over, rounded
+from tests.simulation.compute import BLOCK_ELEMENTS, RATE, gradients, layout, mean_over, rounded
 from tests.simulation.plans import Job
 from trainer_agent.data.order import minibatch_indices, minibatches_in
 
@@ -70,6 +71,10 @@ def final_parameters(job: Job) -> bytes:
             combined = mean_over((0, job.lanes), lanes, job.travels_as)
             for param, gradient in zip(params, combined, strict=False):
                 param.grad = torch.from_numpy(gradient)
+            if job.clip_grad_norm is not None:
+                norm = norm_of(squares_of(part) for param in params for part in param.grad.split(BLOCK_ELEMENTS))
+                for param in params:
+                    param.grad *= clip_factor(norm, job.clip_grad_norm)
             optimizer.step()
             vectors[2][:], vectors[3][:] = combined[2], combined[3]
             step += 1

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from master_service.leadership.master import Master
+from pserver_service.core.clipping import Clipping
 from pserver_service.pserver import Pserver
 from shared.membership.directory import Directory
 from shared.records import JobSpec, JobState, Phase, PserverMember, TrainerMember
@@ -29,6 +30,8 @@ class TorchCluster(Cluster):
         super().__init__(spec)
         self.directory = Directory(self.etcd, self.keys)
         self.pservers = [Pserver(spec.job, f"pserver-{index}-x", index) for index in range(spec.pservers)]
+        for pserver in self.pservers:
+            pserver.clipping = Clipping.of(spec)
         self.master: Master = self.make_master("master", "master-0", "http://127.0.0.1:1")
         self.port = DirectMaster(self.master)
         self.computes: dict[str, TorchCompute] = {}

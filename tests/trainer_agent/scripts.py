@@ -105,8 +105,8 @@ def train_plainly(script: Path, spec: JobSpec, steps: int | None = None) -> dict
                 optimizer.zero_grad()
                 batch = {"x": torch.from_numpy(x[chosen]), "y": torch.from_numpy(y[chosen])}
                 user.call("loss", model.train(), batch).backward()
-                if spec.clip_norm is not None:
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), spec.clip_norm)
+                if spec.clip_lane_norm is not None:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), spec.clip_lane_norm)
                 optimizer.step()
                 if scheduler is not None:
                     scheduler.step()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from pydantic import ValidationError
 
 import trireme
 from shared.records import JobSpec, Mode
@@ -62,6 +63,22 @@ def test_an_unknown_key_of_trireme_toml_is_refused_with_the_nearest_name(tmp_pat
     toml.write_text("epoch = 3\n")
     with pytest.raises(UsageError, match=r"no setting 'epoch'; did you mean epochs\?"):
         from_toml(toml)
+
+
+def test_clip_norm_is_refused_wherever_it_is_given_with_the_names_that_it_has_now(tmp_path):
+    both = "clip_grad_norm limits .* clip_lane_norm limits"
+    toml = tmp_path / "trireme.toml"
+    toml.write_text("clip_norm = 1.0\n")
+    with pytest.raises(UsageError, match=both):
+        from_toml(toml)
+    with pytest.raises(UsageError, match=both):
+        from_assignments(["clip_norm=1"])
+    with pytest.raises(UsageError, match=both):
+        from_environment({"TRIREME_CLIP_NORM": "1"})
+    with pytest.raises(ConfigError, match=both):
+        trireme.Config(clip_norm=1.0)
+    with pytest.raises(ValidationError, match=both):
+        JobSpec.model_validate({"clip_norm": 1.0})
 
 
 def test_a_broken_trireme_toml_is_refused(tmp_path):

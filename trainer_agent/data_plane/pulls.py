@@ -6,21 +6,24 @@ pull: blocks of one version, as pservers have them ──► staging vector; the
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 
 from shared.errors import BadFrame, Gone, InvalidArgument, PeerError, StaleGeneration, WrongOwner
 from shared.membership.directory import Directory
-from shared.records.job_spec import Narrow, Transported
+from shared.records.job_spec import Narrow, Nonfinite, Transported
 from shared.records.layout import ELEMENT_BYTES
 from shared.records.step import StepRecord
 from shared.wire.lending import NOTHING
 from shared.wire.messages import PulledBlock, PullEnd, PullRequest
 from trainer_agent.core.steps import agreed
 from trainer_agent.data_plane.peers import OWN_LEASE, Connect, Peers, Suspect
+from trainer_agent.data_plane.step_norm import StepNormFinder
 from trainer_agent.model.compute import Compute
 from trainer_agent.waiting.retry import Backoff
 from trainer_agent.waiting.single_error import SingleErrorGroup
 
 PULL_WAIT_S = 10.0
+MOST_HELD = 6  # answers in a row that the norm of the gradient is missing
 
 
 async def _at_once() -> bool:
@@ -39,9 +42,12 @@ class Pulls(Peers):
         suspect: Suspect,
         parameter_dtype: Transported = "float32",
         certain: Callable[[], Awaitable[bool]] = _at_once,
+        on_nonfinite: Nonfinite = "fail",
     ) -> None:
         super().__init__(directory, connect, vectors.layout, suspect, certain)
         self._vectors = vectors
+        self._fails = on_nonfinite == "fail"
+        self._norm = StepNormFinder(-1, fails=False)
         self._narrow: Narrow | None = None if parameter_dtype == "float32" else parameter_dtype
         self._narrowed = vectors.layout.payloads(parameter_dtype)
         # by (slot map version, pserver index): PullEnd.known of the values in use, and of those in the staging vector
@@ -50,6 +56,12 @@ class Pulls(Peers):
         self._narrow_blocks: list[memoryview] = []  # memory for a block in its narrow dtype, before it is widened
         self._narrow_bytes = vectors.layout.block_bytes if self._narrow is not None else 0
 
+    @cached_property
+    def _parameters(self) -> list[int]:
+        """Numbers of all blocks of parameters."""
+        layout = self._vectors.layout
+        return [block.number for block in layout.blocks() if layout.segments[block.segment].kind == "param"]
+
     async def pull(
         self, version: int | None, skip_after_s: float | None = None, *, exact: bool = False
     ) -> StepRecord | None:
@@ -57,10 +69,12 @@ class Pulls(Peers):
 
         Waits until the pservers have the version. The blocks of a pserver that gives no answer for `skip_after_s` keep their
         current values. `exact`: in full precision, whatever the job's parameter_dtype. Raises Gone if the version is no
-        longer kept, InvalidArgument if parameters do not fit the dtype.
+        longer kept, InvalidArgument if parameters do not fit the dtype, or the norm of the step's gradient is not finite.
         """
         narrow = None if exact else self._narrow
         self._staged = {}
+        if version is not None:
+            self._norm = StepNormFinder(version - 1, fails=self._fails)
         return await self._pull_parts(self.routes.blocks, version, skip_after_s, narrow)
 
     async def _pull_parts(
@@ -106,7 +120,7 @@ class Pulls(Peers):
         narrow: Narrow | None,
     ) -> StepRecord | None:
         """`narrowed`: memory for one block in its narrow dtype."""
-        missing, routes, refusals = dict.fromkeys(blocks), self.routes, 0
+        missing, routes, refusals, held = dict.fromkeys(blocks), self.routes, 0, 0
         # what comes from elsewhere than the slot map said at first is named by nobody
         place_known = routes.version, index
         everything = blocks is routes.blocks.get(index)
@@ -140,7 +154,8 @@ class Pulls(Peers):
                 self._vectors.widen(item.block, item.dtype, place(item))
             missing.pop(item.block, None)
 
-        while missing:
+        ended = version is None  # else the last answer brings the record, even if all blocks came without it
+        while missing or not ended:
             before = len(missing)
             wanted = {
                 "version": version,
@@ -148,6 +163,7 @@ class Pulls(Peers):
                 "wait_s": PULL_WAIT_S,
                 "dtype": narrow,
                 "known": known,
+                "norm": self._norm.norm if version is not None else None,
             }
             if await self._certain():
                 backoff.waited(OWN_LEASE)
@@ -172,6 +188,8 @@ class Pulls(Peers):
             self._silence.answered(index)
             named.add(end.known or "")
             record = end.record or record
+            if end.record is not None:
+                self._norm.learn_of_version(end.timeline, end.record)
             if len(missing) < before:
                 backoff.reset()
             match end.code:
@@ -181,6 +199,13 @@ class Pulls(Peers):
                     raise InvalidArgument(end.message, hint=f"parameter_dtype is {narrow}; start the job with another")
                 case "TOO_EARLY":
                     backoff.waited(end.message)
+                case "HELD":
+                    held += 1
+                    if held > MOST_HELD:
+                        raise Gone(f"version {version} is not made: {end.message}, {self._norm!r}; join again")
+                    self._norm.add(end.timeline, end.squares, self._parameters)
+                    if not await self._norm.wait(PULL_WAIT_S):
+                        backoff.waited(f"{end.message}: {self._norm!r}")
                 case "WRONG_OWNER":
                     refusals += 1
                     await self._rerouted(routes.version, refusals)
@@ -189,7 +214,9 @@ class Pulls(Peers):
                         rest = await self._pull_parts(parts, version, skip_after_s, narrow)
                         return agreed((rest, record))
                     backoff.waited(end.message)
-                case "NOT_READY" | "OK" if missing:
+                case "OK" if not missing:
+                    ended = True
+                case "NOT_READY" | "OK":
                     await backoff.failed(end.message or f"{len(missing)} blocks did not come")
         if len(named) == 1 and everything:
             self._staged[place_known] = named.pop()

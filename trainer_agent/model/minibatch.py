@@ -89,13 +89,13 @@ class MinibatchRunner:
         model: nn.Module,
         plan: Plan,
         parameters: list[nn.Parameter],
-        clip_norm: float | None,
+        clip_lane_norm: float | None,
         *,
         finite: bool = True,
         counts: bool = False,
     ) -> None:
         self._user, self._model, self._plan, self._parameters = user, model, plan, parameters
-        self._device, self._clip_norm, self._finite = parameters[0].device, clip_norm, finite
+        self._device, self._clip_norm, self._finite = parameters[0].device, clip_lane_norm, finite
         self._unshared = UnsharedState(model, plan)
         self.buffers = LiveBuffers(model, plan, counts=counts)
         self._views: weakref.WeakKeyDictionary[Vector, list[torch.Tensor]] = weakref.WeakKeyDictionary()

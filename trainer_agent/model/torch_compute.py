@@ -80,7 +80,7 @@ class TorchCompute:
             self.send_buffers,
             rounded,
             whole=not self._on_host,
-            finite=self._finite and spec.clip_norm is None,  # to clip, the norm of all gradients is computed
+            finite=self._finite and spec.clip_lane_norm is None,  # to clip, the norm of all gradients is computed
             counts=spec.mode is Mode.ASYNC,
             shared=shared,
         )
@@ -89,7 +89,7 @@ class TorchCompute:
             self.model,
             self.plan,
             self._parameters,
-            spec.clip_norm,
+            spec.clip_lane_norm,
             finite=self._finite,
             counts=spec.mode is Mode.ASYNC,
         )

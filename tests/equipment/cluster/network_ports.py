@@ -161,6 +161,7 @@ class SimulatedPserver:
         async def send(service: Any) -> PullEnd:
             async with aclosing(service.pull(request)) as items:
                 async for item in items:
+                    self._after_block()
                     if isinstance(item, PullEnd):
                         pipe.close()
                         return item

@@ -18,6 +18,7 @@ from shared.wire.messages import PulledBlock, PullRequest, PushBlock
 from tests.equipment.replaced import replaced
 from tests.pserver_service.data_plane.servers import PATIENCE_S, PLAIN, TOKEN, TRANSPORTS, server
 from tests.pserver_service.jobs import init_header, layout_of, push_header, stream, values_of
+from trainer_agent.data_plane.pulls import Pulls
 from trainer_agent.data_plane.transfer import Transfer
 
 __all__ = ["server"]
@@ -170,14 +171,14 @@ async def test_only_values_in_use_are_named(server):
 
 
 async def test_if_staged_values_were_named_old_ones_would_be_kept(server):
-    pull = Transfer.pull
+    pull = Pulls.pull
 
     async def named_too_early(self, *arguments, **keywords):
         found = await pull(self, *arguments, **keywords)
         self._known = dict(self._staged)
         return found
 
-    with replaced(Transfer, "pull", named_too_early):
+    with replaced(Pulls, "pull", named_too_early):
         assert not await given_up(server)
 
 

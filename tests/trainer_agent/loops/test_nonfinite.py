@@ -59,11 +59,13 @@ async def ended(spec, trainers=1):
     return state, parameters, exported
 
 
-@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("clip_lane_norm", [None, 1.0])
 @pytest.mark.parametrize("trainers", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-async def test_the_job_fails_before_it_is_pushed_with_step_lane_task_and_parameter(tmp_path, kind, trainers, clip_norm):
-    spec = spec_for(script_with(tmp_path, kind), **COMMON, clip_norm=clip_norm)
+async def test_the_job_fails_before_it_is_pushed_with_step_lane_task_and_parameter(
+    tmp_path, kind, trainers, clip_lane_norm
+):
+    spec = spec_for(script_with(tmp_path, kind), **COMMON, clip_lane_norm=clip_lane_norm)
     state, parameters, _ = await ended(spec, trainers)
     assert state.phase is Phase.FAILED
     what = {"loss": "the loss is nan", "gradient": "the gradient of 0.weight has "}[kind]
@@ -84,15 +86,15 @@ async def test_an_asynchronous_job_fails_too(tmp_path, kind):
     assert all(bool(values.isfinite().all()) for values in parameters)
 
 
-@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("clip_lane_norm", [None, 1.0])
 @pytest.mark.parametrize("kind", KINDS)
-async def test_skipped_minibatches_change_nothing_and_any_number_of_trainers_agrees(tmp_path, kind, clip_norm):
+async def test_skipped_minibatches_change_nothing_and_any_number_of_trainers_agrees(tmp_path, kind, clip_lane_norm):
     """With one lane: as if the step had been left out."""
     script = script_with(tmp_path, kind)
     found = []
     for trainers in (1, 2):
         spec = spec_for(
-            script, **COMMON, on_nonfinite="skip", clip_norm=clip_norm, storage=str(tmp_path / f"{trainers}")
+            script, **COMMON, on_nonfinite="skip", clip_lane_norm=clip_lane_norm, storage=str(tmp_path / f"{trainers}")
         )
         async with cluster(spec, trainers) as made:
             state = await made.ended()

@@ -49,7 +49,7 @@ async def test_a_scheduler_steps_as_in_plain_pytorch(tmp_path, name):
 
 async def test_clipping_is_that_of_plain_pytorch(tmp_path):
     script = write_script(tmp_path)
-    spec = spec_for(script, clip_norm=0.5)
+    spec = spec_for(script, clip_lane_norm=0.5)
     clipped = train_plainly(script, spec)
     assert differing(await trained(spec), clipped) == []
     assert differing(train_plainly(script, spec_for(script)), clipped) != []
@@ -60,7 +60,7 @@ async def test_clipping_counts_the_optimizers_parameters_alone_as_in_one_process
     script = write_script(
         tmp_path, optimizer=returning("optimizer", "model", "torch.optim.SGD(model[4:].parameters(), lr=0.1)")
     )
-    spec = spec_for(script, clip_norm=0.05)
+    spec = spec_for(script, clip_lane_norm=0.05)
     assert differing(await trained(spec), dict(run(load(script), spec).model.state_dict())) == []
 
 
@@ -82,7 +82,7 @@ async def test_sparse_gradients_are_clipped_and_stepped_as_in_one_process(tmp_pa
         """,
         optimizer=returning("optimizer", "model", "torch.optim.Adam(model.parameters(), lr=0.05)"),
     )
-    spec = spec_for(script, clip_norm=0.05, on_nonfinite=on_nonfinite)
+    spec = spec_for(script, clip_lane_norm=0.05, on_nonfinite=on_nonfinite)
     assert differing(await trained(spec), dict(run(load(script), spec).model.state_dict())) == []
 
 

@@ -1,0 +1,38 @@
+"""What the norm of a step's whole gradient does to the step, by the job's settings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shared.blocks.gradient_norm import clip_factor
+from shared.errors import InvalidArgument
+from shared.records import JobSpec, Mode
+from shared.records.job_spec import Nonfinite
+
+
+@dataclass(frozen=True, slots=True)
+class Clipping:
+    """`limit`: clip_grad_norm. Blocks hold their gradients until the norm is known."""
+
+    limit: float
+    on_nonfinite: Nonfinite = "fail"
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> Clipping | None:
+        """None: nothing is held. In asynchronous jobs the trainer clips what it pushes."""
+        if spec.mode is not Mode.SYNC or spec.clip_grad_norm is None:
+            return None
+        return cls(spec.clip_grad_norm, spec.on_nonfinite)
+
+    def check(self, step: int, norm: float) -> None:
+        """Raises InvalidArgument: such a norm is not taken."""
+        if norm < 0 or (self.on_nonfinite == "fail" and not math.isfinite(norm)):
+            msg = f"the norm of the gradient of step {step} is {norm}: expected a finite number that is not negative"
+            raise InvalidArgument(msg)
+
+    def factor(self, norm: float) -> float | None:
+        """What the gradient is multiplied by; None: the step is left out, since the norm is not finite."""
+        if self.on_nonfinite == "skip" and not math.isfinite(norm):
+            return None
+        return clip_factor(norm, self.limit)

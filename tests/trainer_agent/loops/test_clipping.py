@@ -1,0 +1,110 @@
+"""`clip_grad_norm` limits the norm of the whole step's gradient: that of plain PyTorch, and the same bits whoever computes it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from master_service.core.queue.epoch_order import EpochOrder
+from shared.records import Phase
+from tests.trainer_agent.cluster import cluster, trained
+from tests.trainer_agent.scripts import RECORDS, differing, spec_for, train_plainly, write_script
+from trainer_agent.data import minibatch_indices
+from trainer_agent.script.user_module import load
+from trireme.plain import run
+
+WITHOUT_NOISE = """
+    def model():
+        return nn.Sequential(nn.Linear(5, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 3))
+"""
+GROUPS = """
+    def optimizer(model):
+        first, *rest = model.parameters()
+        return torch.optim.SGD([{"params": rest}, {"params": [first], "lr": 0.05}], lr=0.1, momentum=0.9)
+"""
+ADAMW = "def optimizer(model):\n    return torch.optim.AdamW(model.parameters(), lr=0.01)\n"
+LIMIT = 0.3
+
+
+@pytest.mark.parametrize("optimizer", [GROUPS, ADAMW], ids=["groups", "adamw"])
+async def test_one_lane_has_the_bits_of_plain_training(tmp_path, optimizer):
+    script = write_script(tmp_path, optimizer=optimizer)
+    spec = spec_for(script, clip_grad_norm=LIMIT, pservers=2)
+    clipped = dict(run(load(script), spec).model.state_dict())
+    assert differing(await trained(spec), clipped) == []
+    assert differing(dict(run(load(script), spec_for(script)).model.state_dict()), clipped) != []
+
+
+async def test_one_lane_is_that_of_plain_pytorch_but_for_the_order_of_the_norms_sum(tmp_path):
+    script = write_script(tmp_path)
+    ours = await trained(spec_for(script, clip_grad_norm=LIMIT))
+    plain = train_plainly(script, spec_for(script, clip_lane_norm=LIMIT))
+    for name, values in plain.items():
+        torch.testing.assert_close(ours[name], values, rtol=1e-5, atol=1e-6)
+
+
+def train_full_batches(script, spec) -> dict[str, torch.Tensor]:
+    """Plain PyTorch on the records of all lanes at once."""
+    user = load(script)
+    torch.manual_seed(spec.seed)
+    model = user.call("model")
+    optimizer = user.call("optimizer", model)
+    x, y = np.load(script.parent / "x.npy"), np.load(script.parent / "y.npy")
+    tasks, clipped = -(-RECORDS // spec.task_records), 0
+    for epoch in range(spec.epochs):
+        order = EpochOrder(tasks, spec.seed, epoch)
+        streams = [[] for _ in range(spec.lanes)]
+        for position in range(tasks):
+            task = order.task_at(position)
+            first = task * spec.task_records
+            count = min(spec.task_records, RECORDS - first)
+            for number in range(-(-count // spec.minibatch_size)):
+                chosen = minibatch_indices(spec.seed, epoch, task, count, spec.minibatch_size, number, shuffle=True)
+                streams[position % spec.lanes].append(first + chosen)
+        for number in range(max(map(len, streams))):
+            rows = np.concatenate([stream[number] for stream in streams if number < len(stream)])
+            optimizer.zero_grad()
+            user.call("loss", model, {"x": torch.from_numpy(x[rows]), "y": torch.from_numpy(y[rows])}).backward()
+            clipped += torch.nn.utils.clip_grad_norm_(model.parameters(), spec.clip_grad_norm).item() > LIMIT
+            optimizer.step()
+    assert clipped > 5
+    return dict(model.state_dict())
+
+
+async def test_four_lanes_clip_as_plain_pytorch_does_on_the_full_batch(tmp_path):
+    script = write_script(tmp_path, model=WITHOUT_NOISE)
+    spec = spec_for(script, lanes=4, records_per_task=8, clip_grad_norm=LIMIT)
+    ours, plain = await trained(spec, trainers=2), train_full_batches(script, spec)
+    for name, values in plain.items():
+        torch.testing.assert_close(ours[name], values, rtol=1e-4, atol=1e-5)
+    by_lane = await trained(spec.model_copy(update={"clip_grad_norm": None, "clip_lane_norm": LIMIT}))
+    assert any((by_lane[name] - values).abs().max() > 1e-3 for name, values in plain.items())
+
+
+async def test_the_bits_do_not_depend_on_how_many_trainers_and_parameter_servers_there_are(tmp_path):
+    script = write_script(tmp_path)
+    found = []
+    for trainers, pservers in ((1, 1), (2, 3), (4, 2)):
+        storage = str(tmp_path / f"{trainers}")
+        spec = spec_for(script, lanes=4, pservers=pservers, clip_grad_norm=LIMIT, storage=storage)
+        found.append(await trained(spec, trainers))
+    assert [differing(found[0], other) for other in found[1:]] == [[], []]
+
+
+async def test_a_killed_trainer_changes_no_bit(tmp_path):
+    script = write_script(tmp_path)
+    spec = spec_for(script, lanes=4, pservers=2, clip_grad_norm=LIMIT)
+    undisturbed = await trained(spec, trainers=1)
+    async with cluster(spec, trainers=3) as made:
+        await made.version(2)
+        await made.kill("trainer-1-x")
+        await made.version(4)
+        made.add_trainer("trainer-3-x")
+        assert (await made.ended()).phase is Phase.COMPLETED
+        assert differing(made.exported(), undisturbed) == []
+        norms = [pserver.store.history.record(pserver.store.lowest).grad_norm for pserver in made.pservers]
+        assert norms[0] == norms[1]
+        assert math.isfinite(norms[0])

@@ -1,0 +1,67 @@
+"""The norm of a step's whole gradient, as one trainer finds it while it pulls the version that the step makes.
+
+    a parameter server: HELD, its blocks' sums of squares ─► add ─┐
+    another one: OK, a record with the norm ─► learn_of_version ─┴─► known ─► every pull that goes on says it
+
+Each trainer may find the norm and tell it: all find the same bits, so whoever dies, the step is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Collection, Iterable
+
+from shared.blocks.gradient_norm import norm_of
+from shared.errors import InvalidArgument
+from shared.records.step import StepRecord
+from shared.runtime.waiting import event_within
+from shared.wire.messages import StepNorm
+
+
+class StepNormFinder:
+    """`step`: the one that makes the version. `fails`: a norm that is not finite is an error."""
+
+    def __init__(self, step: int, *, fails: bool) -> None:
+        self._step, self._fails = step, fails
+        self._timeline = -1
+        self._squares: dict[int, float] = {}
+        self._found = asyncio.Event()
+        self.norm: StepNorm | None = None
+
+    def __repr__(self) -> str:
+        return f"<StepNormFinder of step {self._step}: {len(self._squares)} blocks, {self.norm}>"
+
+    def add(self, timeline: int, squares: Iterable[tuple[int, float]], blocks: Collection[int]) -> None:
+        """What one parameter server says of its blocks; `blocks`: numbers of all blocks of parameters. Raises InvalidArgument: the
+        norm is not finite."""
+        if self._is_current(timeline):
+            self._squares.update(squares)
+            if self.norm is None and len(self._squares) == len(blocks):
+                self._know(norm_of(self._squares[block] for block in blocks))
+
+    def learn_of_version(self, timeline: int, record: StepRecord) -> None:
+        """A parameter server has made the step, so it was told the norm; nobody has its blocks' squares any more. Raises as `add`."""
+        if record.grad_norm is not None and self._is_current(timeline):
+            self._know(record.grad_norm)
+
+    def _know(self, norm: float) -> None:
+        if self._fails and not math.isfinite(norm):
+            raise InvalidArgument(
+                f"the norm of the gradient of step {self._step} is {norm}, although each lane's gradient is finite",
+                hint="lower the learning rate or look at the records; on_nonfinite = skip leaves such steps out",
+            )
+        self.norm = StepNorm(timeline=self._timeline, step=self._step, norm=norm)
+        self._found.set()
+
+    def _is_current(self, timeline: int) -> bool:
+        """Steps repeat after a rollback: what is said of an older timeline does not count."""
+        if timeline > self._timeline:
+            self._timeline, self.norm = timeline, None
+            self._squares.clear()
+            self._found.clear()
+        return timeline == self._timeline
+
+    async def wait(self, limit_s: float) -> bool:
+        """Until the norm is known, at most `limit_s`; answers whether it is."""
+        return await event_within(self._found, limit_s)
