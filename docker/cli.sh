@@ -1,5 +1,6 @@
 #!/bin/bash
-# The service `cli`: commands of trireme, `show-token [admin|viewer|member|grafana]`, and a few programs for files of the volumes.
+# The service `cli`: commands of trireme, `show-token [admin|viewer|member|grafana]`, and a few programs for files of the volumes; `cat` and `ls`
+# take URLs of the storage as well.
 set -euo pipefail
 
 case "${1:-}" in
@@ -15,6 +16,12 @@ show-token)
         ;;
     esac
     ;;
-cat | cp | du | find | ls | mkdir | mv | python | rm | tar) exec "$@" ;;
+cat | ls)
+    case "${2:-}" in
+    *://*) exec python -P -m trireme.containers.urls "$@" ;;
+    *) exec "$@" ;;
+    esac
+    ;;
+cp | du | find | mkdir | mv | python | rm | tar) exec "$@" ;;
 *) exec trireme "$@" ;;
 esac

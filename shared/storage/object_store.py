@@ -127,6 +127,19 @@ def abort_uploads(filesystem: Any, path: str) -> int:
     return aborted
 
 
+def make_bucket(url: str) -> None:
+    """The bucket of `url`; one that is there already is no error. Raises OSError."""
+    bucket = _split(url.partition("://")[2])[0]
+    try:
+        filesystem().call_s3("create_bucket", Bucket=bucket)
+    except FileExistsError:
+        return
+    except Exception as error:
+        if clear := explained(error, url):
+            raise clear from error
+        raise
+
+
 def explained(error: BaseException, url: str) -> OSError | None:
     """An error of the S3 client as an OSError that says what to do; None for any other error and for a missing object."""
     botocore = sys.modules.get("botocore.exceptions")
@@ -134,7 +147,9 @@ def explained(error: BaseException, url: str) -> OSError | None:
         return None
     at = endpoint() or "Amazon S3"
     if isinstance(error, botocore.NoCredentialsError | botocore.PartialCredentialsError):
-        return PermissionError(f"{url}: no credentials for {at}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+        return PermissionError(
+            f"{url}: no credentials for {at}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SHARED_CREDENTIALS_FILE"
+        )
     if isinstance(error, TimeoutError):
         return ConnectionError(f"{url}: no answer from {at} within {REQUEST_S:g} s; is it alive? see AWS_ENDPOINT_URL")
     if isinstance(error, botocore.HTTPClientError | botocore.ConnectionError):

@@ -1,5 +1,5 @@
 """`make compose-test`: the image is built, `docker compose up` trains, is scaled through REST and loses containers; the model's bits are
-those of an undisturbed run, and nothing is left. Needs a Docker Engine (DOCKER_HOST, as for docker).
+those of an undisturbed run, also with the files of jobs in a bucket at S3, and nothing is left. Needs a Docker Engine (DOCKER_HOST, as for docker).
 
 BASE_IMAGE, BUILD_IMAGE: as in docs/docker.md; without them Docker Hub's Python, else a Debian that debootstrap makes.
 """
@@ -9,30 +9,29 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 
 from shared.runtime import ids, telemetry
-from tests.compose import engine
-from tests.compose.project import (
-    DIGITS,
-    Project,
-    check_no_secret_shows,
-    check_nothing_published,
-    check_restrictions,
-    names,
-    step_of,
-    until,
+from tests.compose import engine, object_storage, s3_server
+from tests.compose.jobs import (
+    EXAMPLE,
+    JOB_S,
+    NEXT_STEP_S,
+    Timeline,
+    check,
+    check_ended,
+    looked_at,
+    submit,
+    trains,
+    working,
 )
+from tests.compose.project import Project, step_of, until
 from tests.compose.restoring import restoring_is_seen
 from tests.soak.run import SoakError
-from trireme.client import Client, Standing
+from trireme.client import Client
 
 IMAGE, ETCD_IMAGE = "trireme-test:latest", "trireme-test-etcd:latest"
 MOST_MB = 1200
-LEAST_ACCURACY = 0.95
-JOB_S = 1200
-NEXT_STEP_S = 120
-DIGEST = "import hashlib, sys; print(hashlib.sha256(open(sys.argv[1], 'rb').read()).hexdigest())"
-KEPT_STEPS = 100  # between two disturbances
 
 
 def main() -> int:
@@ -46,6 +45,7 @@ def main() -> int:
     if why := engine.missing():
         sys.stderr.write(f"no Docker Engine to test with: {why}\n")
         return 2
+    name = f"trireme-test-{ids.secret()[:8]}".lower()
     environment = {
         "TRIREME_IMAGE": IMAGE,
         "ETCD_IMAGE": ETCD_IMAGE,
@@ -53,41 +53,56 @@ def main() -> int:
         "TRAINERS": "4",
         "PSERVERS": "3",
         "MASTERS": "2",
-        "EXAMPLE": "digits",
+        "EXAMPLE": EXAMPLE,
     }
-    project = Project(f"trireme-test-{ids.secret()[:8]}".lower(), environment)
     timeline = Timeline()
-    timeline.say(f"{engine.machine()}; project {project.name}")
-    try:
-        scenario(project, arguments, timeline)
-    except SoakError as error:
-        timeline.say(f"FAILED: {error}")
-        for service in ("master", "pserver", "trainer", "etcd"):
-            timeline.say(project.compose("logs", "--tail", "15", service)[-4000:])
-        return 1
-    finally:
-        if not arguments.keep:
-            timeline.say("docker compose down --volumes")
-            project.down()
-    if not arguments.keep:
-        if left := project.remains():
-            timeline.say(f"FAILED: these are left: {', '.join(left)}")
+    timeline.say(f"{engine.machine()}; project {name}")
+    calm = ""
+
+    def on_volumes(project: Project) -> None:
+        nonlocal calm
+        calm = scenario(project, arguments, timeline)
+
+    def on_s3(project: Project) -> None:
+        project.environment["S3_IMAGE"] = s3_server.image()
+        object_storage.scenario(project, arguments.epochs, calm, timeline)
+
+    with_s3 = {**environment, "API_PORT": str(arguments.port + 1), "TRAINERS": "2", "PSERVERS": "2", "MASTERS": "1"}
+    parts = (
+        (on_volumes, Project(name, environment)),
+        (on_s3, Project(f"{name}-s3", with_s3, s3_server.ENV_FILE, object_storage.BUCKET)),
+    )
+    for part, project in parts:
+        if not passes(part, project, timeline, keep=arguments.keep):
             return 1
-        timeline.say("no container, volume or network is left")
     timeline.say("passed")
     return 0
 
 
-class Timeline:
-    def __init__(self) -> None:
-        self._begun = time.monotonic()
+def passes(part: Callable[[Project], None], project: Project, timeline: Timeline, *, keep: bool) -> bool:
+    """With what is said of a failure, and the project's end."""
+    try:
+        part(project)
+    except SoakError as error:
+        timeline.say(f"FAILED: {error}")
+        for service in ("setup", "master", "pserver", "trainer", "etcd", "s3"):
+            timeline.say(project.compose("logs", "--tail", "15", service)[-4000:])
+        return False
+    finally:
+        if not keep:
+            timeline.say("docker compose down --volumes")
+            project.down()
+    if keep:
+        return True
+    if left := project.remains():
+        timeline.say(f"FAILED: these are left: {', '.join(left)}")
+        return False
+    timeline.say("no container, volume or network is left")
+    return True
 
-    def say(self, text: str) -> None:
-        sys.stdout.write(f"{time.monotonic() - self._begun:7.1f} s  {text}\n")
-        sys.stdout.flush()
 
-
-def scenario(project: Project, arguments: argparse.Namespace, timeline: Timeline) -> None:
+def scenario(project: Project, arguments: argparse.Namespace, timeline: Timeline) -> str:
+    """The digest of the undisturbed model."""
     if not arguments.no_build:
         engine.build(IMAGE, ETCD_IMAGE)
         timeline.say("both images are built")
@@ -99,9 +114,9 @@ def scenario(project: Project, arguments: argparse.Namespace, timeline: Timeline
     project.up()
     timeline.say(f"docker compose up -d took {time.monotonic() - begun:.1f} s")
     with project.client() as client:
-        until("the example's first step", lambda: step_of(client, "digits"), NEXT_STEP_S)
+        until("the example's first step", lambda: step_of(client, EXAMPLE), NEXT_STEP_S)
         timeline.say(f"first step of the example: {time.monotonic() - begun:.1f} s after `docker compose up` began")
-        check_ended(project, client, "digits", timeline)
+        check_ended(project, client, EXAMPLE, timeline)
         looked_at(project, timeline)
         submit(project, "calm", arguments.epochs)
         calm = check_ended(project, client, "calm", timeline)
@@ -114,63 +129,19 @@ def scenario(project: Project, arguments: argparse.Namespace, timeline: Timeline
     project.up()
     check("submitted before" in project.compose("logs", "example"), "a second `up` submitted the example again")
     timeline.say("a second `up` changes nothing")
-
-
-def check(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise SoakError(otherwise)
-
-
-def looked_at(project: Project, timeline: Timeline) -> None:
-    check_nothing_published(project)
-    check_restrictions(project)
-    count = check_no_secret_shows(project, IMAGE)
-    check(count >= 5, f"{count} secrets were found on the volumes")
-    timeline.say(f"published at 127.0.0.1 alone; nobody is root; none of {count} secrets shows")
-
-
-def submit(project: Project, job: str, epochs: int) -> None:
-    project.cli("submit", DIGITS, "--name", job, "--epochs", str(epochs), "--max-trainers", "2", "--pservers", "1")
-
-
-def check_ended(project: Project, client: Client, job: str, timeline: Timeline) -> str:
-    """Its model's SHA-256."""
-    ended = until(f"the end of {job}", lambda: _ended(client, job), JOB_S, every_s=0.5)
-    check(ended.standing == Standing.COMPLETED, f"{job} is {ended.standing}: {ended.reason}")
-    assert ended.result is not None
-    accuracy = ended.result.metrics["accuracy"]
-    check(accuracy >= LEAST_ACCURACY, f"the accuracy of {job} is {accuracy}")
-    model = project.cli("python", "-c", DIGEST, f"/storage/jobs/{job}/export/model.safetensors").strip()
-    timeline.say(f"{job} is COMPLETED: accuracy {accuracy:.4f}, step {ended.progress.step}, model {model[:16]}")
-    return model
-
-
-def _ended(client: Client, job: str):
-    found = client.get_job(job)
-    return found if found.standing in (Standing.COMPLETED, Standing.FAILED, Standing.CANCELLED) else None
+    return calm
 
 
 def disturb(project: Project, client: Client, timeline: Timeline) -> None:
     """Resizes and kills, each while the job trains."""
-    trains(client, 0)
+    trains(client, 0, "disturbed")
     for trainers, pservers in ((4, 1), (4, 2)):
         resized(client, trainers, pservers, timeline)
     for service in ("pserver", "master", "etcd", "trainer"):
         killed(project, client, service, timeline)
     etcd_away(project, client, timeline)
     resized(client, 1, 2, timeline)
-    trains(client, step_of(client, "disturbed"))
-
-
-def trains(client: Client, since: int, steps: int = KEPT_STEPS) -> None:
-    def far_enough() -> bool:
-        found = client.get_job("disturbed")
-        check(
-            found.standing in (Standing.QUEUED, Standing.ACTIVE), f"the job ended too early, {found.standing}: --epochs"
-        )
-        return (found.progress.step or 0) > since + steps
-
-    until("steps of the job", far_enough, NEXT_STEP_S)
+    trains(client, step_of(client, "disturbed"), "disturbed")
 
 
 def resized(client: Client, trainers: int, pservers: int, timeline: Timeline) -> None:
@@ -189,12 +160,12 @@ def resized(client: Client, trainers: int, pservers: int, timeline: Timeline) ->
         f"resized at step {before} to {trainers} trainers and {pservers} parameter servers in {took:.1f} s, "
         f"{done.bytes_moved} bytes moved, longest pause {1000 * done.longest_pause_s:.0f} ms"
     )
-    trains(client, step_of(client, "disturbed"))
+    trains(client, step_of(client, "disturbed"), "disturbed")
 
 
 def killed(project: Project, client: Client, service: str, timeline: Timeline) -> None:
     """One that works for the job; then what is missing is started again, as a user would."""
-    name = working(project, client, service)
+    name = working(project, client, service, "disturbed")
     furthest, begun = step_of(client, "disturbed"), time.monotonic()
     project.kill(name)
     if service == "etcd":  # there is one; the others have somebody in reserve
@@ -204,13 +175,13 @@ def killed(project: Project, client: Client, service: str, timeline: Timeline) -
     project.up()
     timeline.say(f"killed {name} at step {furthest}: {took:.1f} s until a later step was seen")
     until("all to be healthy", lambda: all_healthy(project), NEXT_STEP_S)
-    trains(client, furthest)
+    trains(client, furthest, "disturbed")
 
 
 def etcd_away(project: Project, client: Client, timeline: Timeline) -> None:
     """Members are unready then, and are not restarted for it."""
     before = started(project)
-    project.kill(working(project, client, "etcd"))
+    project.kill(working(project, client, "etcd", "disturbed"))
     services = ("master", "trainer", "pserver")
     until(
         "all to be unhealthy without etcd",
@@ -220,7 +191,7 @@ def etcd_away(project: Project, client: Client, timeline: Timeline) -> None:
     project.up("etcd")
     until("all to be healthy", lambda: all_healthy(project), NEXT_STEP_S)
     check(started(project) == before, "a service was restarted because etcd was away")
-    trains(client, step_of(client, "disturbed"))
+    trains(client, step_of(client, "disturbed"), "disturbed")
     timeline.say("without etcd masters and members are unhealthy, and none is restarted")
 
 
@@ -232,20 +203,6 @@ def started(project: Project) -> dict[str, str]:
 
 def all_healthy(project: Project) -> bool:
     return all(each == "healthy" for each in project.health("").values() if each != "none")
-
-
-def working(project: Project, client: Client, service: str) -> str:
-    """A container that runs a member of the job."""
-    found = project.containers(service)
-    if service == "etcd":
-        return names(found)[0]
-    if service == "master":
-        leader = client.get_job("disturbed").master.master_id
-        return names([each for each in found if each["Config"]["Hostname"] in leader])[0]
-    members = {member.agent for member in client.list_pool_members() if member.job == "disturbed"}
-    busy = [each for each in found if each["Config"]["Hostname"] in members]
-    check(bool(busy), f"no container of {service} works for the job: {members}")
-    return names(busy)[0]
 
 
 if __name__ == "__main__":

@@ -22,6 +22,28 @@ BUILD_S = 3600
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 
 
+def output(
+    command: Sequence[str],
+    *,
+    timeout_s: float = 120,
+    folder: Path = ROOT,
+    environment: Mapping[str, str] | None = None,
+    check: bool = True,
+) -> bytes:
+    """What it prints on stdout. Raises SoakError with the end of what it said otherwise."""
+    variables = {**os.environ, **(environment or {})}
+    try:
+        done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, timeout=timeout_s, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        msg = f"{' '.join(command)}: {error}"
+        raise SoakError(msg) from error
+    if check and done.returncode:
+        said = (done.stdout + done.stderr)[-3000:].decode(errors="replace")
+        msg = f"{' '.join(command)}: exit code {done.returncode}: {said}"
+        raise SoakError(msg)
+    return done.stdout
+
+
 def run(
     command: Sequence[str],
     *,
@@ -30,19 +52,9 @@ def run(
     environment: Mapping[str, str] | None = None,
     check: bool = True,
 ) -> str:
-    """What it prints on stdout. Raises SoakError with the end of what it said otherwise."""
-    variables = {**os.environ, **(environment or {})}
-    try:
-        done = subprocess.run(
-            command, cwd=folder, env=variables, capture_output=True, text=True, timeout=timeout_s, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        msg = f"{' '.join(command)}: {error}"
-        raise SoakError(msg) from error
-    if check and done.returncode:
-        msg = f"{' '.join(command)}: exit code {done.returncode}: {(done.stdout + done.stderr)[-3000:]}"
-        raise SoakError(msg)
-    return done.stdout
+    """As `output`, as text."""
+    done = output(command, timeout_s=timeout_s, folder=folder, environment=environment, check=check)
+    return done.decode(errors="replace")
 
 
 def missing() -> str:

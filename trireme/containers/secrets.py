@@ -7,6 +7,7 @@
     <root>/admin/admin          an admin's token           commands
     <root>/viewer/viewer        a viewer's token           monitoring
     <root>/grafana/password     of Grafana's user admin    Grafana
+    <root>/s3, s3-server        see object_storage.py      who uses the storage; the S3 server
 
 A container mounts only the folders that it needs. What is there already stays, so a user may put secrets of their own there first.
 Nothing is ever printed.
@@ -24,6 +25,7 @@ from shared.runtime import ids
 from shared.security import private_files
 from shared.security.token_folder import TABLE, TokenFile, TokenFolder, write_private
 from shared.security.tokens import Role, private_text
+from trireme.containers import object_storage
 
 ROOT = Path("/secrets")
 ETCD_ROOT, ETCD, GRAFANA, PASSWORD = "etcd-root", "etcd", "grafana", "password"
@@ -55,6 +57,7 @@ def prepare(root: Path) -> None:
     for folder in (ETCD_ROOT, ETCD, GRAFANA):
         _prepare_password(root / folder / PASSWORD)
     TokenVolumes(root).prepare()
+    object_storage.prepare_keys(root)
 
 
 def password(root: Path, folder: str) -> str:
@@ -83,7 +86,7 @@ def main() -> int:
     argparse.ArgumentParser(
         prog="python -m trireme.containers.secrets",
         description="Make the secrets of a cluster of containers below TRIREME_SECRETS (/secrets): etcd's passwords, tokens of an "
-        "admin, of members and of a viewer. Those that are there stay.",
+        "admin, of members and of a viewer, keys of an S3 server. Those that are there stay.",
     ).parse_args()
     try:
         prepare(root_folder())

@@ -1,6 +1,7 @@
-"""`python -m trireme.containers.setup`: turns etcd's users on, before anything else of the cluster uses it.
+"""`python -m trireme.containers.setup`: turns etcd's users on and makes the bucket, before anything else of the cluster uses them.
 
     wait for etcd ─► root's password, users on ─► a user for /<root>/ alone ─► log in as that one, write, read, be refused elsewhere
+    storage at s3://: wait for it ─► its bucket ─► write and read there
 
 It may run at each start: what is done stays.
 """
@@ -20,7 +21,8 @@ from shared.etcd import Etcd, connect
 from shared.membership.settings import MemberSettings
 from shared.runtime import clock, service, telemetry
 from shared.security import etcd_users
-from trireme.containers import secrets
+from shared.storage.object_store import is_s3
+from trireme.containers import object_storage, secrets
 
 CALL_S = 5.0
 LOOK_S = 0.2
@@ -30,10 +32,11 @@ log = telemetry.logger("setup")
 
 
 class Settings(MemberSettings):
-    """`etcd_user`: of Trireme's members. `setup_limit_s`: so long is waited for etcd."""
+    """`etcd_user`: of Trireme's members. `storage`: of the cluster's jobs. `setup_limit_s`: so long is waited for etcd, and for S3."""
 
     job: str = ""
     etcd_user: str = "trireme"
+    storage: str = ""
     setup_limit_s: float = Field(default=60.0, gt=0)
 
 
@@ -101,6 +104,9 @@ async def _serve(settings: Settings) -> int:
     root_password, password = (secrets.password(root, folder) for folder in (secrets.ETCD_ROOT, secrets.ETCD))
     await turn_on(settings, root_password, password)
     sys.stdout.write(f"etcd asks for a password; user {settings.etcd_user} may use /{settings.root}/ alone\n")
+    if is_s3(settings.storage):
+        await object_storage.prepare_bucket(settings.storage, settings.setup_limit_s)
+        sys.stdout.write(f"{settings.storage} can be written and read\n")
     return 0
 
 
@@ -108,7 +114,8 @@ def main() -> int:
     argparse.ArgumentParser(
         prog="python -m trireme.containers.setup",
         description="Turn on the users of the etcd at TRIREME_ETCD, with the passwords in TRIREME_SECRETS (/secrets): root, "
-        "TRIREME_ETCD_USER (trireme) for the keys of TRIREME_ROOT alone, and one for health checks that may do nothing.",
+        "TRIREME_ETCD_USER (trireme) for the keys of TRIREME_ROOT alone, and one for health checks that may do nothing. "
+        "Make the bucket of TRIREME_STORAGE if that is at S3.",
     ).parse_args()
     settings = Settings.from_environment()
     telemetry.configure(level=settings.log_level, service="setup", member="setup")
