@@ -43,7 +43,7 @@ def looked_at(project: Project, timeline: Timeline) -> None:
     check_nothing_published(project)
     check_restrictions(project)
     count = check_no_secret_shows(project, project.environment["TRIREME_IMAGE"])
-    check(count >= 5, f"{count} secrets were found on the volumes")
+    check(count >= 7, f"{count} secrets were found on the volumes")
     timeline.say(f"published at 127.0.0.1 alone; nobody is root; none of {count} secrets shows")
 
 

@@ -43,18 +43,21 @@ def restored(project: Project, client: Client, timeline: Timeline) -> None:
     trains(client, 0, JOB)
     name = working(project, client, "pserver", JOB)
     furthest, begun = client.get_job(JOB).progress.step or 0, time.monotonic()
+    seen = client.list_events(JOB, page_size=1).newest
     project.kill(name)
+    receipt = until("the receipt of the kill", lambda: rolled_back(client, seen), NEXT_STEP_S)
     until("a later step", lambda: (client.get_job(JOB).progress.step or 0) > furthest, NEXT_STEP_S)
     took = time.monotonic() - begun
-    told = project.cli("events", JOB)
-    receipt = [
-        line.strip() for line in told.split("\n") if "goes back to step" in line or "rolled back to step" in line
-    ]
-    check(any("rolled back to step" in line for line in receipt), f"no receipt of the kill in: {told}")
+    check(receipt in project.cli("events", JOB), f"`trireme events` does not show: {receipt}")
     project.up()
-    timeline.say(f"killed {name} at step {furthest}: {took:.1f} s until a later step was seen")
-    for line in receipt:
-        timeline.say(f"  {line}")
+    timeline.say(f"killed {name} at step {furthest}: {receipt}; {took:.1f} s until a later step was seen")
+
+
+def rolled_back(client: Client, after: int) -> str:
+    """What the job says once it has gone back to its checkpoint."""
+    return next(
+        (event.message for event in client.list_events(JOB, after=after).events if event.name == "rolled_back"), ""
+    )
 
 
 def checkpoints(project: Project, client: Client) -> list[str]:
