@@ -24,6 +24,7 @@ from trireme.cli.targets import job_target
 from trireme.view.job_address import open_client
 
 TIMEOUT_S = 150
+Running = subprocess.Popen[str] | ForkedProcess
 
 
 @dataclass(frozen=True)
@@ -60,16 +61,14 @@ class Command:
         if not warm_server().imports_as(self._environment(environment)):
             with self.start(*arguments, **environment) as process:
                 return self.end_of(process)
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            with self.fork(*arguments, out=out, err=err, **environment) as forked:
-                try:
-                    code = forked.wait(TIMEOUT_S)
-                except subprocess.TimeoutExpired:
-                    forked.kill()
-                    raise
-            for file in (out, err):
-                file.seek(0)
-            return Done(code, out.read().decode(), err.read().decode())
+        return self.end_of(self.begin(*arguments, **environment))
+
+    def begin(self, *arguments: object, **environment: str) -> ForkedProcess:
+        """Forked, with its output to read while it runs (`wait_for`), and at its end (`end_of`)."""
+        with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
+            begun = self.fork(*arguments, out=out, err=err, **environment)
+            begun.stdout, begun.stderr = (Path(file.name).open(encoding="utf-8") for file in (out, err))  # noqa: SIM115  `communicate` closes them
+        return begun
 
     def fork(self, *arguments: object, out: IO[Any], err: IO[Any], **environment: str) -> ForkedProcess:
         words = list(map(str, arguments))
@@ -80,7 +79,7 @@ class Command:
     def _environment(self, more: dict[str, str]) -> dict[str, str]:
         return clean_environment() | {MARK: self.mark} | self.environment | more
 
-    def end_of(self, process: subprocess.Popen[str]) -> Done:
+    def end_of(self, process: Running) -> Done:
         try:
             out, err = process.communicate(timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -112,15 +111,30 @@ def command_in(folder: Path) -> Iterator[Command]:
             process.kill()
 
 
-def wait_for(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
-    """Read stderr until a line matches."""
+def wait_for(process: Running, pattern: str) -> re.Match[str]:
+    """Read stderr until a line matches; what follows is still to be read."""
     seen = []
-    assert process.stderr is not None
-    for line in process.stderr:
+    for line in _lines(process):
         seen.append(line)
         if found := re.search(pattern, line):
             return found
     pytest.fail(f"ended without {pattern!r}: {''.join(seen)}")
+
+
+def _lines(process: Running) -> Iterator[str]:
+    """Of its stderr, a pipe or a file that it writes, until its end."""
+    assert process.stderr is not None
+    part = ""
+    while True:
+        has_ended = process.poll() is not None
+        part += process.stderr.readline()
+        if part.endswith("\n"):
+            yield part
+            part = ""
+        elif has_ended:
+            return
+        else:
+            time.sleep(0.02)
 
 
 def wait_for_step(trireme: Command, step: int, data_dir: Path | None = None, job: str = "script") -> int:

@@ -128,7 +128,7 @@ async def test_a_run_is_interrupted_resumed_and_told_from_runs_of_others(
 ) -> None:
     script, url = write_script(tmp_path, loss=UNHURRIED_LOSS), embedded_etcd.url
     command = ("run", script, *FEW, "--epochs", 2000, "--etcd", url)
-    running = trireme.start(*command)
+    running = trireme.begin(*command)
     with running:
         await asyncio.to_thread(wait_for, running, r"^RUNNING ")
         await asyncio.to_thread(wait_for_step, trireme, 5)
@@ -157,7 +157,7 @@ async def test_a_run_is_interrupted_resumed_and_told_from_runs_of_others(
         wrong = await run(trireme, "run", script, *FEW, "--epochs", 2000, "--etcd", other.url)
         assert wrong.code == 4, wrong.err
         assert "knows nothing of it" in wrong.err
-    resumed = trireme.start(*command)
+    resumed = trireme.begin(*command)
     with resumed:
         await asyncio.to_thread(wait_for, resumed, r"job script is unfinished: it resumes")
         step = await asyncio.to_thread(wait_for_step, trireme, 6)
@@ -172,7 +172,7 @@ async def test_an_etcd_that_goes_and_comes_during_the_run(
     trireme: Command, embedded_etcd: EmbeddedEtcd, tmp_path: Path
 ) -> None:
     script = write_script(tmp_path, loss=UNHURRIED_LOSS)
-    running = trireme.start("run", script, *FEW, "--epochs", 30, "--etcd", embedded_etcd.url, "--json")
+    running = trireme.begin("run", script, *FEW, "--epochs", 30, "--etcd", embedded_etcd.url, "--json")
     with running:
         await asyncio.to_thread(wait_for, running, r"^RUNNING ")
         await asyncio.to_thread(wait_for_step, trireme, 5)

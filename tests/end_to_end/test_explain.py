@@ -46,7 +46,7 @@ def process_of(folder: Path, child: str) -> psutil.Process:
 @pytest.mark.parametrize("dispatch", ["master", "etcd"])
 def test_a_job_that_trains_freezes_and_is_stopped(trireme: Command, tmp_path: Path, dispatch: str) -> None:
     script = write_script(tmp_path, loss=UNHURRIED_LOSS)
-    running = trireme.start(
+    running = trireme.begin(
         "run", script, "--dispatch", dispatch, "--mode", "sync", "--epochs", 2000, "--trainers", 2, "--pservers", 1
     )
     with running:

@@ -21,7 +21,7 @@ def test_a_disk_that_fills_up_ends_the_run_in_order_and_once_there_is_room_it_re
     script = spec_of(tmp_path).script
     with disk_of(tmp_path / "disk", "200m") as disk:
         arguments = ("run", script, "--data-dir", disk, "--epochs", EPOCHS, "--set", "checkpoint_every_steps=5")
-        with trireme.start(*arguments) as process:
+        with trireme.begin(*arguments) as process:
             wait_for_step(trireme, STEPS // 4, disk)
             filler = fill(disk)
             done = trireme.end_of(process)

@@ -22,7 +22,7 @@ def test_a_job_on_s3_survives_its_pserver_and_exports_there(trireme, tmp_path, s
     (tmp_path / "slow").touch()
     script = write_script(tmp_path, loss=SLOWABLE_LOSS, evaluation=EVALUATION)
     settings = ("--epochs", EPOCHS, "--trainers", 1, "--pservers", 2, "--set", "checkpoint_every_steps=3", "--no-check")
-    process = trireme.start("run", script, *settings, "--storage", "s3://bucket/runs", "--json")
+    process = trireme.begin("run", script, *settings, "--storage", "s3://bucket/runs", "--json")
     wait_for(process, "^trainer-[01] joined")
     wait_for_step(trireme, 7)
     killed = trireme.run("chaos", "kill", "pserver-1", "--json")

@@ -30,7 +30,7 @@ def test_an_address_that_others_reach_needs_tokens(trireme: Command, tmp_path: P
 def test_members_are_where_they_are_told_to_be_and_ask_for_a_token(trireme: Command, tmp_path: Path) -> None:
     script = write_script(tmp_path, loss=UNHURRIED_LOSS)
     command = ("run", script, "--trainers", 1, "--pservers", 1, "--epochs", 2000)
-    running = trireme.start(*command, "--host", "127.0.0.2", "--advertise", "127.0.0.2", TRIREME_TOKEN="secret")
+    running = trireme.begin(*command, "--host", "127.0.0.2", "--advertise", "127.0.0.2", TRIREME_TOKEN="secret")
     with running:
         wait_for(running, r"^job script: master http://127\.0\.0\.2:\d+")
         refused = trireme.run("status", TRIREME_TOKEN="another")

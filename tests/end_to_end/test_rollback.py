@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
 from pathlib import Path
 
 import psutil
@@ -15,6 +14,7 @@ import torch
 from tests.end_to_end.command import Command, Done, wait_for, wait_for_step
 from tests.end_to_end.once import made_once
 from tests.end_to_end.scripts import EVALUATION, RECORDS, SLOWABLE_LOSS, write_script
+from tests.equipment.forked import ForkedProcess
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -52,7 +52,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 def test_a_pserver_killed_in_mid_training_costs_no_bit(trireme, tmp_path, undisturbed):
     """With `trireme chaos kill` from a second terminal; its receipt shows how the job recovered."""
-    process = trireme.start("run", script_in(tmp_path), *SETTINGS, "--pservers", 2, "--json")
+    process = trireme.begin("run", script_in(tmp_path), *SETTINGS, "--pservers", 2, "--json")
     wait_for(process, "^trainer-[01] joined")
     at = wait_for_step(trireme, 15)
     killed = trireme.run("chaos", "kill", "pserver-1", "--json")
@@ -75,7 +75,7 @@ def test_a_pserver_killed_in_mid_training_costs_no_bit(trireme, tmp_path, undist
 def test_chaos_says_what_it_could_kill_and_ctrl_c_only_interrupts(trireme, tmp_path):
     nothing = trireme.run("chaos", "kill", "--random")
     assert (nothing.code, nothing.out) == (3, "")
-    process = trireme.start("run", script_in(tmp_path), "--epochs", 100_000, "--no-check")
+    process = trireme.begin("run", script_in(tmp_path), "--epochs", 100_000, "--no-check")
     wait_for(process, "^trainer-[01] joined")
     wait_for_step(trireme, 1)
     unknown = trireme.run("chaos", "kill", "pserver-7")
@@ -91,7 +91,7 @@ def test_chaos_says_what_it_could_kill_and_ctrl_c_only_interrupts(trireme, tmp_p
     assert re.search(r"^saved step \d+; stopping$", stopped.err, re.MULTILINE)
     words = "job script is unfinished; resume it with: trireme run script.py --epochs 100000 --no-check"
     assert words in stopped.err.replace(f"{tmp_path}/", "")
-    again = trireme.start("run", tmp_path / "script.py", "--epochs", 100_000, "--no-check")
+    again = trireme.begin("run", tmp_path / "script.py", "--epochs", 100_000, "--no-check")
     wait_for(again, r"job script is unfinished: it resumes$")
     wait_for(again, r"rolled back to step \d+")
     again.send_signal(signal.SIGINT)
@@ -101,7 +101,7 @@ def test_chaos_says_what_it_could_kill_and_ctrl_c_only_interrupts(trireme, tmp_p
 def test_after_everything_was_killed_the_same_command_goes_on(trireme, tmp_path, undisturbed):
     before, after = 2, 1
     script = script_in(tmp_path)
-    process = trireme.start("run", script, *SETTINGS, "--pservers", before, "--json")
+    process = trireme.begin("run", script, *SETTINGS, "--pservers", before, "--json")
     wait_for(process, "^trainer-[01] joined")
     at = wait_for_step(trireme, 15)
     everybody = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
@@ -112,7 +112,7 @@ def test_after_everything_was_killed_the_same_command_goes_on(trireme, tmp_path,
     (tmp_path / "slow").unlink()
     orphan = tmp_path / ".trireme" / "script" / "checkpoints" / ".pserver-0.x.safetensors.killed-while-writing.tmp"
     orphan.touch()
-    process = trireme.start("run", script, *SETTINGS, "--pservers", after, "--json")
+    process = trireme.begin("run", script, *SETTINGS, "--pservers", after, "--json")
     wait_for(process, rf"job script is unfinished: it resumes \({before} -> {after} pservers\)")
     back = wait_for(process, r"rolled back to step (\d+)")
     assert at - 12 <= int(back[1]) < STEPS
@@ -135,7 +135,7 @@ def test_saved_gone_back_and_interrupted_with_three_one_and_four_parameter_serve
     """Checkpoints on demand only; a Ctrl-C saves one itself. The same command goes on each time."""
     script = script_in(tmp_path)
     settings = ("--epochs", EPOCHS, "--trainers", 1, "--no-check", "--set", "checkpoint_every_epochs=1000", "--json")
-    process = trireme.start("run", script, *settings, "--pservers", 3)
+    process = trireme.begin("run", script, *settings, "--pservers", 3)
     wait_for(process, "^trainer-[01] joined")
     at = wait_for_step(trireme, 5)
     created = trireme.run("checkpoint", "create", "--json")
@@ -151,14 +151,14 @@ def test_saved_gone_back_and_interrupted_with_three_one_and_four_parameter_serve
     assert json.loads(back.out)["reason"] == f"the job goes on from step {made['step']}"
     interrupted_at = interrupt(trireme, process)
 
-    process = trireme.start("run", script, *settings, "--pservers", 1)
+    process = trireme.begin("run", script, *settings, "--pservers", 1)
     wait_for(process, rf"rolled back to step {interrupted_at} ")
     wait_for_step(trireme, interrupted_at + 3)
     interrupted_at = interrupt(trireme, process)
     assert not list((tmp_path / ".trireme").rglob("*.tmp"))
 
     (tmp_path / "slow").unlink()
-    process = trireme.start("run", script, *settings, "--pservers", 4)
+    process = trireme.begin("run", script, *settings, "--pservers", 4)
     wait_for(process, rf"rolled back to step {interrupted_at} ")
     done = trireme.end_of(process)
     assert done.code == 0, done.err
@@ -166,7 +166,7 @@ def test_saved_gone_back_and_interrupted_with_three_one_and_four_parameter_serve
     assert_same(parameters(done), undisturbed)
 
 
-def interrupt(trireme: Command, process: subprocess.Popen[str]) -> int:
+def interrupt(trireme: Command, process: ForkedProcess) -> int:
     """Ctrl-C; the step that was saved."""
     process.send_signal(signal.SIGINT)
     saved = wait_for(process, r"^saved step (\d+); stopping")

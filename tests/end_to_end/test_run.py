@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.end_to_end.command import wait_for
 from tests.end_to_end.scripts import EVALUATION, HEAD, RECORDS, UNHURRIED_LOSS, write_script
 from trireme.launch.run_folder import SOCKETS, sockets
 
@@ -87,7 +88,7 @@ def test_progress_goes_to_stderr_and_the_summary_to_stdout(trireme, tmp_path):
 
 def test_the_first_ctrl_c_stops_all_children_in_order(trireme, tmp_path):
     process = trireme.start("run", write_script(tmp_path, loss=UNHURRIED_LOSS), "--epochs", 100_000)
-    _wait_for(process, "RUNNING")
+    wait_for(process, "RUNNING")
     before = time.monotonic()
     process.send_signal(signal.SIGINT)
     done = trireme.end_of(process)
@@ -101,11 +102,11 @@ def test_the_first_ctrl_c_stops_all_children_in_order(trireme, tmp_path):
 
 def test_the_second_ctrl_c_kills(trireme, tmp_path):
     process = trireme.start("run", write_script(tmp_path, loss=UNHURRIED_LOSS), "--epochs", 100_000, "--trainers", 1)
-    _wait_for(process, "RUNNING")
+    wait_for(process, "RUNNING")
     trainer = next(child for child in trireme.family() if "trainer_agent" in " ".join(child.cmdline()))
     trainer.suspend()  # it will not stop by itself
     process.send_signal(signal.SIGINT)
-    _wait_for(process, "interrupt again to stop at once")
+    wait_for(process, "interrupt again to stop at once")
     process.send_signal(signal.SIGINT)
     assert trireme.end_of(process).code == 130
 
@@ -123,7 +124,7 @@ def test_ctrl_c_before_anything_is_started_leaves_nothing(trireme, tmp_path):
 @pytest.mark.skipif(not psutil.LINUX, reason="PDEATHSIG is Linux's")
 def test_no_child_outlives_a_launcher_that_is_killed_and_the_next_run_removes_its_sockets(trireme, tmp_path):
     process = trireme.start("run", write_script(tmp_path, loss=UNHURRIED_LOSS), "--epochs", 100_000)
-    _wait_for(process, "RUNNING")
+    wait_for(process, "RUNNING")
     assert len(trireme.family()) >= 5  # launcher, etcd's environment is its own: master, pserver, trainers
     etcd = next(child for child in psutil.Process(process.pid).children() if "etcd" in child.name())
     process.kill()
@@ -138,9 +139,9 @@ def test_no_child_outlives_a_launcher_that_is_killed_and_the_next_run_removes_it
 
 
 def test_status_tasks_and_members_ask_the_running_job(trireme, tmp_path):
-    process = trireme.start("run", write_script(tmp_path, loss=UNHURRIED_LOSS), "--epochs", 100_000)
+    process = trireme.begin("run", write_script(tmp_path, loss=UNHURRIED_LOSS), "--epochs", 100_000)
     try:
-        _wait_for(process, "RUNNING")
+        wait_for(process, "RUNNING")
         status = json.loads(trireme.run("status", "--json").out)
         assert (status["job"], status["phase"]) == ("script", "RUNNING")
         members = json.loads(trireme.run("members", "--job", "script", "--json").out)["members"]
@@ -172,13 +173,3 @@ def test_a_dry_run_prints_the_spec_and_starts_nothing(trireme, tmp_path):
     spec = json.loads(done.out)
     assert [spec[name] for name in ("job", "epochs", "pservers", "seed", "lanes")] == ["script", 7, 2, 11, 4]
     assert not (tmp_path / ".trireme").exists()
-
-
-def _wait_for(process, words):
-    """Read stderr until a line has `words`; what follows stays in the pipe."""
-    seen = []
-    for line in process.stderr:
-        seen.append(line)
-        if words in line:
-            return
-    pytest.fail(f"ended without {words!r}: {''.join(seen)}")

@@ -59,6 +59,10 @@ def clean_environment() -> dict[str, str]:
 class ForkedProcess:
     """A child of this process, with what tests use of subprocess.Popen. The end of `with` waits for it."""
 
+    stdout: IO[str]
+    stderr: IO[str]
+    """Set by whoever wants to read files that it writes."""
+
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
@@ -86,6 +90,12 @@ class ForkedProcess:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
             os.close(self._descriptor)
         return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """What it has written that was not read yet, after its end."""
+        self.wait(timeout)
+        with self.stdout, self.stderr:
+            return self.stdout.read(), self.stderr.read()
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
