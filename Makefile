@@ -12,7 +12,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 PYTEST_WORKERS ?= 3
 FAULTS ?= 30
 
-.PHONY: help setup demo test lint types pytest clients openapi dashboard soak compose-test format clean
+.PHONY: help setup demo test lint tools types pytest clients openapi dashboard soak compose-test format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
@@ -36,12 +36,15 @@ demo: $(STAMP) ## set up, then train examples/digits with 2 trainers and 2 param
 	@$(BIN)/trireme run examples/digits/digits.py --job demo --trainers 2 --pservers 2 --fresh
 
 test: lint ## ruff, mypy --strict, pytest: what CI runs
-	@$(MAKE) --no-print-directory -j 2 types pytest  # mypy, on one core for long, beside the first tests
+	@$(MAKE) --no-print-directory -j 3 types tools pytest  # mypy, on one core for long, and downloads beside the first tests
 
 lint: $(STAMP) ## ruff: rules and format
 	@echo "==> ruff"
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check .
+
+tools: $(STAMP) ## generators of API clients, packages of the dashboard, and node for them; once (a test that needs them waits)
+	@$(BIN)/python -m clients.tools
 
 types: $(STAMP) ## mypy --strict
 	@echo "==> mypy"
@@ -49,7 +52,6 @@ types: $(STAMP) ## mypy --strict
 
 pytest: export PYTHONDONTWRITEBYTECODE :=  # tests start hundreds of interpreters; each would compile Trireme again
 pytest: $(STAMP) ## the tests (without those marked soak)
-	@$(BIN)/python -m clients.tools  # generators of API clients, packages of the dashboard, and node for them; once
 	@echo "==> pytest on $(PYTEST_WORKERS) processes"
 	@$(BIN)/python -m pytest -q -m 'not soak' -n $(PYTEST_WORKERS) --dist worksteal
 

@@ -55,7 +55,9 @@ def test_it_is_found_by_its_mark_and_a_signal_is_its_end(tmp_path):
 
 
 def test_variables_that_imports_may_read_need_a_new_interpreter(monkeypatch):
-    server, ours = warm_server(), clean_environment()
+    server = warm_server()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/set/by/an/import")
+    ours = clean_environment()
     assert server.imports_as(ours | {"TRIREME_JOB": "a", "ETCD_BIN": "/nowhere", MARK: "m"})
     assert not server.imports_as(ours | {"OMP_NUM_THREADS": "7"})
     assert not server.imports_as({name: value for name, value in ours.items() if name != "PATH"})
