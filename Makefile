@@ -26,9 +26,10 @@ $(STAMP): pyproject.toml constraints.txt
 		echo "==> creating $(VENV) with $$($(PYTHON) --version)"; \
 		$(PYTHON) -m venv $(VENV) || { echo "python3 -m venv failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; rm -rf $(VENV); exit 2; }; fi
 	@echo "==> installing torch $(TORCH) (the long part, once)"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check 'torch==$(TORCH)'
+	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check 'torch==$(TORCH)'
 	@echo "==> installing trireme and what it needs"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,examples]'
+	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev,examples]'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib >/dev/null || true  # on all cores; some packages have files for other versions of Python
 	@touch $@
 
 demo: $(STAMP) ## set up, then train examples/digits with 2 trainers and 2 parameter servers

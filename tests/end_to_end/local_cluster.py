@@ -15,6 +15,9 @@ from shared.errors import DeadlineExceeded, PeerError
 from shared.records import JobSpec, JobState, Phase
 from shared.records.datasets import Npy
 from tests.end_to_end.scripts import EVALUATION, LOSS, RECORDS, write_script
+from tests.equipment.forked import warm_server
+from tests.equipment.replaced import replaced
+from trireme.launch import processes
 from trireme.launch.cluster import LocalCluster
 from trireme.launch.processes import ForkServer, inherited_environment
 from trireme.view.client import Client
@@ -61,8 +64,11 @@ FORK_SERVERS = ExitStack()
 
 @cache
 def fork_server_for(_: frozenset[tuple[str, str]]) -> ForkServer:
-    """For all jobs of this session."""
-    return FORK_SERVERS.enter_context(ForkServer())
+    """For all jobs of this session; forked itself, with its imports done."""
+    forks = FORK_SERVERS.enter_context(ForkServer())
+    with replaced(processes, "start_server", warm_server().start_server):
+        forks.prepare()
+    return forks
 
 
 @asynccontextmanager

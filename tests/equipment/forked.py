@@ -147,7 +147,17 @@ class WarmServer:
     ) -> ForkedProcess:
         """`python -m module arguments` in that folder; `out` and `err` are descriptors."""
         title = " ".join(["python", "-m", module, *arguments])
-        request = fork_server.Request(MODULE, (str(folder), module, *arguments), dict(environment), os.getpid(), title)
+        return self._fork(title, (str(folder), module, *arguments), environment, out, err)
+
+    def start_server(self, control: socket.socket, environment: Mapping[str, str]) -> ForkedProcess:
+        """As `processes.start_server`; what it forks is this process's as well."""
+        with Path(os.devnull).open("wb") as nothing:
+            return self._fork(fork_server.__name__, (), environment, control.fileno(), nothing.fileno())
+
+    def _fork(
+        self, title: str, arguments: tuple[str, ...], environment: Mapping[str, str], out: int, err: int
+    ) -> ForkedProcess:
+        request = fork_server.Request(MODULE, arguments, dict(environment), os.getpid(), title)
         ours, theirs = socket.socketpair()
         with ours, self._lock, adopting():
             with theirs:
@@ -258,6 +268,15 @@ def _forked(
     return forks.start([*argv[:own], MODULE, "", *argv[own:]], environment, out, err)
 
 
+def _serve_on_output() -> int:
+    """In the forked process: become a fork server. Its control socket came where others have their output."""
+    os.dup2(1, 0)
+    os.dup2(2, 1)
+    del sys.path[0]  # -P
+    _write_through()
+    return fork_server.main()
+
+
 def _serve() -> int:
     commands = pkgutil.walk_packages(importlib.import_module(COMMANDS).__path__, f"{COMMANDS}.")
     for name in (*(found.name for found in commands), *AHEAD):
@@ -266,6 +285,10 @@ def _serve() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == processes.TITLE_ROOM:
-        sys.exit(_serve())
-    _run(*sys.argv[1:])
+    match sys.argv[1:]:
+        case [processes.TITLE_ROOM]:
+            sys.exit(_serve())
+        case []:
+            sys.exit(_serve_on_output())
+        case words:
+            _run(*words)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from shared.etcd import Etcd
 from shared.etcd.embedded import EmbeddedEtcd
 from shared.records import JobSpec, MasterAddress, MasterLock
 from shared.records.datasets import TextLines
+from tests.equipment.forked import clean_environment, warm_server
 from tests.master_service.cluster import KEYS, spec_of
 
 pytestmark = pytest.mark.processes
@@ -45,6 +47,16 @@ async def ended(process: asyncio.subprocess.Process) -> tuple[int | None, str]:
     async with asyncio.timeout(20):
         _, errors = await process.communicate()
     return process.returncode, errors.decode()
+
+
+async def refused(folder: Path, **settings: str) -> tuple[int, str]:
+    """Its exit code and what it said; forked, since only its words matter."""
+    environment = clean_environment() | {f"TRIREME_{name.upper()}": value for name, value in settings.items()}
+    with tempfile.TemporaryFile() as errors:
+        process = warm_server().start("master_service", (), folder, environment, errors.fileno(), errors.fileno())
+        code = await asyncio.to_thread(process.wait, 20)
+        errors.seek(0)
+        return code, errors.read().decode()
 
 
 async def leader(etcd: Etcd, other_than: str = "") -> MasterAddress:
@@ -96,23 +108,19 @@ async def test_settings_and_specs_that_cannot_be_used_are_one_clear_line(
     tmp_path: Path, real_etcd: Etcd, embedded_etcd: EmbeddedEtcd
 ) -> None:
     spec = job_in(tmp_path)
-    async with started() as nameless:
-        code, errors = await ended(nameless)
-        assert (code, "Traceback" in errors, "set TRIREME_JOB" in errors) == (2, False, True)
-    async with started(job="j", etcd=embedded_etcd.url) as without:
-        code, errors = await ended(without)
-        assert code == 1
-        assert "job j has no spec in etcd yet; start its first master with TRIREME_SPEC" in errors
-        assert "Traceback" not in errors
+    code, errors = await refused(tmp_path)
+    assert (code, "Traceback" in errors, "set TRIREME_JOB" in errors) == (2, False, True)
+    code, errors = await refused(tmp_path, job="j", etcd=embedded_etcd.url)
+    assert code == 1
+    assert "job j has no spec in etcd yet; start its first master with TRIREME_SPEC" in errors
+    assert "Traceback" not in errors
     (tmp_path / "broken.json").write_text("{}")
-    async with started(job="j", etcd=embedded_etcd.url, spec=str(tmp_path / "broken.json")) as broken:
-        code, errors = await ended(broken)
-        assert (code, "Traceback" in errors, "is no job spec" in errors) == (1, False, True)
+    code, errors = await refused(tmp_path, job="j", etcd=embedded_etcd.url, spec=str(tmp_path / "broken.json"))
+    assert (code, "Traceback" in errors, "is no job spec" in errors) == (1, False, True)
     await real_etcd.put(KEYS.spec, spec.model_copy(update={"epochs": 9}).to_bytes())
-    async with started(job="j", etcd=embedded_etcd.url, spec=str(tmp_path / "spec.json")) as other:
-        code, errors = await ended(other)
-        assert (code, "Traceback" in errors) == (1, False)
-        assert "job j exists with another spec: epochs is 9 there and 1 here" in errors
+    code, errors = await refused(tmp_path, job="j", etcd=embedded_etcd.url, spec=str(tmp_path / "spec.json"))
+    assert (code, "Traceback" in errors) == (1, False)
+    assert "job j exists with another spec: epochs is 9 there and 1 here" in errors
 
 
 async def test_a_port_in_use_is_named(tmp_path: Path, embedded_etcd: EmbeddedEtcd) -> None:
@@ -120,9 +128,8 @@ async def test_a_port_in_use_is_named(tmp_path: Path, embedded_etcd: EmbeddedEtc
     server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
-        async with started(
-            job="j", etcd=embedded_etcd.url, spec=str(tmp_path / "spec.json"), port=str(port)
-        ) as process:
-            code, errors = await ended(process)
-            assert (code, "Traceback" in errors) == (1, False)
-            assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in errors
+        code, errors = await refused(
+            tmp_path, job="j", etcd=embedded_etcd.url, spec=str(tmp_path / "spec.json"), port=str(port)
+        )
+        assert (code, "Traceback" in errors) == (1, False)
+        assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in errors
