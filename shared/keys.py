@@ -6,6 +6,8 @@
     job/spec job/state      JobSpec ...     -          master                        lock
     job/failures            FailureCounts   -          master                        lock
     job/checkpoint          CheckpointRequest -        master                        lock
+    job/evaluation          EvaluationStatus -         master                        lock; members follow it
+    evaluations/<number>    Evaluation      -          master                        lock: what evaluations while training gave
     job/migration           Migration       -          master                        lock; parameter servers follow it
     job/given               GivenNumbers    -          master                        lock: the numbers of members in the spec that masters are given
     operations/<id>         Operation       -          master                        lock
@@ -27,6 +29,7 @@
     tasks/requeued/<task>   RequeuedTask    -          master                        lock + mod_revision
     tasks/discarded/<task>  DiscardedTask   -          master                        lock + mod_revision
     tasks/evaluation        EvaluationSums  -          master                        lock
+    tasks/validation        ValidationSums  -          master                        lock: of the evaluation that runs while training
     tasks/commit            text            -          master                        lock + its own value (the name before)
     tasks/progress/<id>     TrainerProgress trainer's  trainer (masterless)          none: information
     tasks/losses            Losses          -          master                        lock
@@ -78,6 +81,7 @@ class Keys:
     state = _Key("job/state")
     failures = _Key("job/failures")
     checkpoint_request = _Key("job/checkpoint")  # members follow it: trainers carry the request into a version
+    evaluation_status = _Key("job/evaluation")  # members follow it
     migration = _Key("job/migration")
     given = _Key("job/given")
     operations = _Key("operations/")
@@ -103,6 +107,8 @@ class Keys:
     tasks = _Key("tasks/")  # the whole queue state
     task_meta = _Key("tasks/meta")
     evaluation = _Key("tasks/evaluation")
+    validation = _Key("tasks/validation")
+    evaluations = _Key("evaluations/")
     # name of the last transaction. The next transaction compares it (masterless: its mod_revision); after a lost answer it
     # tells whether the transaction was applied
     commit = _Key("tasks/commit")
@@ -121,6 +127,10 @@ class Keys:
     def answer(self, digest: str) -> str:
         """To the request whose Idempotency-Key has that digest."""
         return self._of("answers", digest)
+
+    def evaluation_result(self, number: int) -> str:
+        """In the order of the numbers."""
+        return f"{self.evaluations}{number:020}"
 
     def event_chunk(self, first_id: int) -> str:
         """In the order of the ids."""

@@ -23,6 +23,7 @@ from trainer_agent.data_plane.transfer import Transfer
 from trainer_agent.loops.asynchronous import AsyncLoop
 from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.evaluate_export import EvaluateExportLoop
+from trainer_agent.loops.evaluating import Evaluator
 from trainer_agent.loops.sync import SyncLoop
 from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of
 from trainer_agent.membership.initialise import ensure_initialised, fits
@@ -80,6 +81,7 @@ class Agent:
             spec.on_nonfinite,
         )
         self._context = LoopContext(spec, etcd, directory, compute, transfer, source, reports, stopping)
+        self._evaluator = Evaluator(self._context)
         self._initial = compute.initial_lane_zero()
         self._pauses = PauseResponder(
             etcd, directory, self._membership, self._position, partial(reports.flush, FLUSH_S)
@@ -99,7 +101,7 @@ class Agent:
         return self._pace()
 
     def _held(self) -> list[tuple[Task, int]]:
-        return self._loop.held() if self._loop else []
+        return [*(self._loop.held() if self._loop else []), *self._evaluator.held()]
 
     def _pace(self) -> LanePace:
         pace = self._loop.pace if isinstance(self._loop, SyncLoop) else None
@@ -115,7 +117,7 @@ class Agent:
             return LEASE_LOST
         await self._membership.register(self._directory.keys, self._spec.lease_ttl_s)
         async with SingleErrorGroup() as group:
-            beside = [group.create_task(self._reports.run())]
+            beside = [group.create_task(self._reports.run()), group.create_task(self._evaluator.run())]
             if self._spec.mode is Mode.ASYNC:
                 beside.append(group.create_task(self._pauses.run()))
             work = group.create_task(self._work())
@@ -161,7 +163,7 @@ class Agent:
                 return LEASE_LOST
             while not self._stopping.is_set():
                 while self._duty() is Duty.WAIT and not self._stopping.is_set():
-                    await self._directory.changed(self._directory.revision, LOOK_S)
+                    await self._evaluator.as_spare()
                 duty, timeline = self._duty(), timeline_of(self._directory)
                 acquired = None
                 if duty is Duty.TRAIN:
@@ -215,7 +217,7 @@ class Agent:
     async def _train(self) -> Task | None:
         """The task of another kind that ended an asynchronous training, if any."""
         if self._spec.mode is Mode.SYNC:
-            self._loop = SyncLoop(self._context)
+            self._loop = SyncLoop(self._context, self._evaluator)
         else:
             self._loop = AsyncLoop(self._context, self._pauses, self._initial)
         self._active = self._loop
@@ -223,7 +225,7 @@ class Agent:
 
     async def _evaluate_and_export(self, timeline: int, acquired: Task | None) -> None:
         """Evaluate and export. Returns early if the job went back to a checkpoint: there may be training to do again."""
-        self._active = loop = EvaluateExportLoop(self._context)
+        self._active = loop = EvaluateExportLoop(self._context, self._evaluator)
         try:
             await on_timeline(self._directory, timeline, loop.run(acquired))
         except RolledBack as error:

@@ -12,7 +12,9 @@ from pydantic import ValidationError
 from shared.records import JobSpec
 
 AUTO = "auto"
-_PLACEHOLDERS = {"job": "job", "script": "-", "storage": "-", "dataset": {"kind": "text_lines", "urls": ("-",)}}
+_DATASET = {"kind": "text_lines", "urls": ("-",)}
+_PLACEHOLDERS = {"job": "job", "script": "-", "storage": "-", "dataset": _DATASET, "evaluation_dataset": _DATASET}
+_SYNCHRONOUS = ("mode", "evaluate_every")
 
 
 _NOT_IN_NAMES = re.compile(r"[^a-z0-9]+")
@@ -34,8 +36,9 @@ def field_problems(values: Mapping[str, Any], origins: Mapping[str, str] = Mappi
     values = without_auto(values)
     if "job" in values:
         values = {**values, "job": allowed_name(str(values["job"]))}
-    alone = {"mode": values["mode"]} if "mode" in values else {}
-    for candidate in (alone, {**values, "mode": "async"}):  # async: the sizes need not fit lanes that are not known yet
+    alone = {name: values[name] for name in _SYNCHRONOUS if name in values}
+    others = {name: value for name, value in values.items() if name not in _SYNCHRONOUS}
+    for candidate in (alone, {**others, "mode": "async"}):  # async: the sizes need not fit lanes that are not known yet
         try:
             JobSpec.model_validate({**_PLACEHOLDERS, **candidate})
         except ValidationError as error:

@@ -9,6 +9,7 @@ from master_service.api.resources import (
     CheckpointDetails,
     CheckpointPage,
     CheckpointView,
+    EvaluationProgress,
     EventPage,
     JobProgress,
     JobView,
@@ -60,6 +61,7 @@ def job(job: Job, metrics: Metrics, master: MasterView, stalled: str = "") -> Jo
         failure=state.failure,
         stalled=stalled,
         progress=progress(job, metrics, stalled=bool(stalled)),
+        evaluation=evaluation(job),
         members=MemberCounts(
             trainers=len(job.members.trainers),
             trainers_desired=spec.trainers,
@@ -97,6 +99,23 @@ def progress(job: Job, metrics: Metrics, *, stalled: bool = False) -> JobProgres
         records_total=records_total,
         records_per_s=round(rate, 3) if rate else None,
         eta_s=round(left / rate, 3) if rate else None,
+    )
+
+
+def evaluation(job: Job) -> EvaluationProgress | None:
+    if job.spec.evaluate_every is None:
+        return None
+    status, queue = job.evaluation, job.queues[TaskKind.VALIDATE]
+    last = status.recent[-1] if status.recent else None
+    if status.running is None:
+        return EvaluationProgress(settled=status.settled, last=last)
+    return EvaluationProgress(
+        settled=status.settled,
+        running=status.running.number,
+        step=status.running.ref.step,
+        tasks_done=queue.counts[2],
+        tasks_total=queue.total,
+        last=last,
     )
 
 

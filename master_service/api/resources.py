@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from shared.evaluations import Evaluation
 from shared.events import EventRecord
 from shared.records import JobResult, JobSpec, Mode, Record, Stage, TaskKind, UserFailure
 from shared.records.job_spec import MAX_MEMBERS
@@ -52,6 +53,18 @@ class JobProgress(Record):
     eta_s: float | None = None
 
 
+class EvaluationProgress(Record):
+    """Of the evaluations while the job trains. `settled`: so many are over. `running`, `step`: number and step of the one that is under way, with
+    its tasks; null: none is. `last`: the last result."""
+
+    settled: int
+    running: int | None = None
+    step: int | None = None
+    tasks_done: int = 0
+    tasks_total: int = 0
+    last: Evaluation | None = None
+
+
 class MemberCounts(Record):
     """How many there are, and should be."""
 
@@ -72,7 +85,7 @@ class MasterView(Record):
 class JobView(Record):
     """`losses`: by parameter server, minibatches that its blocks never got. `stalled`: for whom a job waits that makes no progress,
     else empty. `phase`: WAITING, RUNNING, CHECKPOINTING, ROLLING_BACK, COMPLETED, FAILED; in a cluster also QUEUED, PAUSED,
-    CANCELLED. `standing`: in a cluster, QUEUED, ACTIVE, PAUSED, COMPLETED, FAILED, CANCELLED."""
+    CANCELLED. `evaluation`: null if the job has no evaluate_every. `standing`: in a cluster, QUEUED, ACTIVE, PAUSED, COMPLETED, FAILED, CANCELLED."""
 
     job: str
     phase: str
@@ -84,6 +97,7 @@ class JobView(Record):
     standing: str = ""
     failure: UserFailure | None = None
     progress: JobProgress
+    evaluation: EvaluationProgress | None = None
     members: MemberCounts
     losses: Losses
     result: JobResult

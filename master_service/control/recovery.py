@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from master_service.control.evictions import Evictions
 from master_service.core.changes import Change, Decision, Event, NextEpoch
-from master_service.core.decisions import pserver_return, queue_restore, rollback
+from master_service.core.decisions import evaluation, pserver_return, queue_restore, rollback
 from master_service.core.decisions.lifecycle import fail
 from master_service.core.state.job import Job
 from master_service.core.state.metrics import Metrics
@@ -239,6 +239,7 @@ class Recovery:
             changes = queue_restore.restore_to_cut(self._job, cut)
         else:
             changes = queue_restore.restore_to_positions(self._job, positions)
+            changes = (*changes, *evaluation.rewind(self._job, step))
         for first in range(0, len(changes), AT_ONCE):
             await self._write(state, changes[first : first + AT_ONCE])
         seconds = clock.monotonic() - (self._since or clock.monotonic())

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from master_service.core.state.series import SeriesTable, Value
 from master_service.storage.series_files import SeriesFiles, add_encoded, encoded, name_of, to_read
 from shared.errors import StorageUnreachable
+from shared.evaluations import Evaluation
 from shared.metric_names import EVALUATION, LOSS, NONFINITE, SPEED, TIME, rate_names
 from shared.records import MetricBatch
 from shared.runtime import clock, ids, telemetry
@@ -40,6 +41,7 @@ class SeriesKeeper:
         self._files, self._term, self._written, self._number = files, term, 0, 1
         self._all, self._fresh = SeriesTable(), SeriesTable()
         self._obstacle = "" if files is None else "they are being read"
+        self._evaluations: dict[int, Evaluation] = {}  # to be noted once it is known what is stored
         self._away = Notices()
 
     @property
@@ -56,6 +58,16 @@ class SeriesKeeper:
         for name, value in metrics.items():
             if math.isfinite(value):
                 self.add(EVALUATION + name, step, timeline, Value(value, 1, value, value))
+
+    def note_evaluation(self, done: Evaluation) -> None:
+        """While the job trains: once, also if it is told again."""
+        if self._obstacle:
+            self._evaluations[done.number] = done
+            return
+        for name, value in done.metrics.items():
+            known = self._all.by_name.get(EVALUATION + name, ())
+            if not any((bucket.step, bucket.timeline) == (done.step, done.timeline) for bucket in known):
+                self.add(EVALUATION + name, done.step, done.timeline, Value(value, 1, value, value))
 
     def note(self, batch: MetricBatch) -> None:
         """Shares of steps in the job's present timeline."""
@@ -125,6 +137,9 @@ class SeriesKeeper:
             return False
         before.merge(self._all)  # what was reported meanwhile
         self._all, self._obstacle, self._written = before, "", len(names) + len(over)
+        waiting, self._evaluations = self._evaluations, {}
+        for number in sorted(waiting):
+            self.note_evaluation(waiting[number])
         return True
 
     async def _write(self, stored: SeriesFiles) -> None:

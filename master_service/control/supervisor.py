@@ -5,7 +5,7 @@ members change -> membership (generation, lanes, phase) -> lost trainers' tasks 
                `-> a rollback advances (recovery.py); members join meanwhile, however slow the storage is
 every second   -> tasks past their deadline -> requeued, discarded, or (lanes) their trainer evicted; late ones are marked
 rebalance_s    -> lanes follow the measured speed
-beside that    -> pauses for checkpoints (pause_runner.py), what was asked for (operation_runner.py)
+beside that    -> pauses for checkpoints (pause_runner.py), what was asked for (operation_runner.py), evaluations (evaluation_runner.py)
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import asyncio
 import math
 from collections.abc import Callable
 
+from master_service.control.evaluation_runner import EvaluationRunner
 from master_service.control.evictions import Evictions
 from master_service.control.operation_runner import OperationRunner
 from master_service.control.pause_runner import PauseRunner
@@ -58,6 +59,7 @@ class Supervisor:
         self._window_ends = 0.0
         self.recovery = Recovery(etcd, keys, writer, storage, service.metrics, self.evictions)
         self._pauses = PauseRunner(etcd, keys, writer, lock.lease, on_end=self._changed.set)
+        self._evaluations = EvaluationRunner(writer)
 
     async def run(self) -> None:
         """Until the writer's term ends (raises NotLeader in an ExceptionGroup) or cancelled."""
@@ -69,10 +71,12 @@ class Supervisor:
             group.create_task(self._rebalance())
             group.create_task(self._pauses.run())
             group.create_task(self.operations.run())
+            group.create_task(self._evaluations.run())
 
     def members_changed(self) -> None:
         self._changed.set()
         self._pauses.look_again()
+        self._evaluations.look_again()
         self.operations.look_again()
 
     async def _evict(self, trainer: str, reason: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TypeVar
 
+from master_service.control.evaluation_runner import note_awaited
 from master_service.control.events import EventFeed
 from master_service.control.evictions import Evictions
 from master_service.core.changes import Decision, Event, Fields
@@ -16,7 +17,7 @@ from master_service.core.decisions.lifecycle import count_outside_tasks
 from master_service.core.decisions.once import Once
 from master_service.core.decisions.reports import check_failure, check_trainer, current_metrics
 from master_service.core.decisions.task_requests import AskedTask
-from master_service.core.state.job import Job
+from master_service.core.state.job import BESIDE, Job
 from master_service.core.state.metrics import Metrics
 from master_service.storage.job_storage import FileStorage, JobStorage
 from master_service.store.writer import Writer
@@ -97,7 +98,10 @@ class TaskService(ABC):
             await writer.decide(lambda job, _: tasks.close_epoch(job, ask))
         if ask.index > 0 and not ask.look:
             self.job.budget.started = True
-        return await writer.decide(lambda job, _: tasks.acquire(job, ask))
+        answer = await writer.decide(lambda job, _: tasks.acquire(job, ask))
+        if ask.beside:
+            note_awaited(writer.job, ask, clock.monotonic())
+        return answer
 
     async def report_progress(self, task_id: str, report: TaskProgress, once: Once[None] | None = None) -> None:
         """Moves the deadline. Nothing of it is written to etcd. Raises StaleAttempt, NotFound."""
@@ -108,8 +112,10 @@ class TaskService(ABC):
 
         if once is not None:
             await self.writer.decide(once.in_job(check))
-        queue = tasks.report_progress(self.job, task_id, report)
-        queue.sign_of_life(task_id, report.minibatches, clock.monotonic())
+        queue, now = tasks.report_progress(self.job, task_id, report), clock.monotonic()
+        if queue.kind in BESIDE and report.minibatches > queue.pending[task_id].minibatches:
+            self.job.training.grant_again(now)  # training may wait for the evaluation
+        queue.sign_of_life(task_id, report.minibatches, now)
 
     async def complete_task(self, task_id: str, report: CompleteTask, once: Once[Completed] | None = None) -> Completed:
         """A repeated report changes nothing, and gets the same next task. Raises StaleAttempt, NotFound."""
@@ -121,6 +127,8 @@ class TaskService(ABC):
             now = clock.monotonic()
             queue.deadlines.observe(now - held.last_sign)
             queue.late.observe(now - held.since)
+            if queue.kind in BESIDE:
+                writer.job.training.grant_again(now)
         if queue.kind is TaskKind.TRAIN:
             writer.job.budget.started = True
         self.metrics.moved_at = clock.monotonic()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from shared.evaluations import Evaluation, EvaluationStatus
 from shared.events import EventFields
 from shared.records import (
     Attempt,
@@ -23,6 +24,7 @@ from shared.records import (
     SlotMap,
     TaskKind,
     TrainerList,
+    ValidationSums,
 )
 from shared.records.assignments import GivenNumbers, Migration
 from shared.records.checkpoints import CheckpointCut
@@ -161,6 +163,20 @@ class DropOperation:
 
 
 @dataclass(frozen=True, slots=True)
+class DropEvaluation:
+    """Newer ones take its place."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropEvaluationsAfter:
+    """The job went back to a version before them: they will come again."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class DropAnswer:
     """Its request is forgotten: it is too old, or newer ones take its place."""
 
@@ -184,13 +200,26 @@ class DropEvents:
 
 
 JobRecord = (
-    JobSpec | JobState | TrainerList | SlotMap | FailureCounts | EvaluationSums | Losses | Migration | GivenNumbers
+    JobSpec
+    | JobState
+    | TrainerList
+    | SlotMap
+    | FailureCounts
+    | EvaluationSums
+    | ValidationSums
+    | EvaluationStatus
+    | Losses
+    | Migration
+    | GivenNumbers
 )
 Change = (
     JobRecord
     | Operation
     | KeptAnswer
     | DropAnswer
+    | Evaluation
+    | DropEvaluation
+    | DropEvaluationsAfter
     | PutCursor
     | PutPending
     | DropPending

@@ -20,6 +20,7 @@ from master_service.store.leader_writer import LeaderWriter
 from master_service.store.members_watch import MembersWatch
 from master_service.store.takeover import Takeover
 from master_service.store.writer import HeldLock, MasterWriter
+from shared.evaluations import Evaluation
 from shared.records import JobState, Phase
 
 
@@ -44,6 +45,8 @@ class Term:
         )
         self.storage = master.storage(start.job.spec)
         self.series = SeriesKeeper(self.storage.series, lock.term, skips=start.job.spec.on_nonfinite == "skip")
+        for number in sorted(self.job.evaluations):  # the master before may not have stored the last ones
+            self.series.note_evaluation(self.job.evaluations[number])
         writer = LeaderWriter(master.etcd, master.keys, self.writer)
         self._supervisor = Supervisor(master, writer, lock, self.storage, self.asks.freed)
         self.operations = self._supervisor.operations
@@ -77,6 +80,8 @@ class Term:
         for change in changes:
             if isinstance(change, JobState) and change.phase is Phase.COMPLETED:
                 self.series.note_result(change.result.metrics, change.timeline)
+            if isinstance(change, Evaluation):
+                self.series.note_evaluation(change)
         freed = freed_by(changes)
         if freed is None:
             self.asks.changed()

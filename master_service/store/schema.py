@@ -14,6 +14,8 @@ from master_service.core.changes import (
     DropAnswer,
     DropCut,
     DropDiscarded,
+    DropEvaluation,
+    DropEvaluationsAfter,
     DropEvents,
     DropMigration,
     DropOperation,
@@ -39,6 +41,7 @@ from master_service.store.event_log import chunk_of
 from shared.errors import Conflict
 from shared.etcd import Compare, Delete, KeyValue, Put, WatchEvent
 from shared.etcd.reading import must_read, read_number, read_record, understood
+from shared.evaluations import Evaluation, EvaluationStatus
 from shared.keys import Keys
 from shared.records import (
     DiscardedTask,
@@ -50,6 +53,7 @@ from shared.records import (
     SlotMap,
     TaskMeta,
     TrainerList,
+    ValidationSums,
 )
 from shared.records.assignments import GivenNumbers, Migration
 from shared.records.operations import CheckpointRequest, KeptAnswer, Operation, OperationKind
@@ -108,6 +112,12 @@ def _operations(keys: Keys, job: Job | None, change: Change) -> tuple[Put | Dele
             return (Put(keys.operation(change.operation_id), change.to_bytes()), *_request(keys, change))
         case DropOperation(operation_id):
             return (Delete(keys.operation(operation_id)),)
+        case Evaluation():
+            return (Put(keys.evaluation_result(change.number), change.to_bytes()),)
+        case DropEvaluation(number):
+            return (Delete(keys.evaluation_result(number)),)
+        case DropEvaluationsAfter(number):
+            return (Delete(keys.evaluation_result(number + 1), keys.evaluations[:-1] + "0"),)  # "0" follows "/"
         case KeptAnswer():
             return (Put(keys.answer(change.key), change.to_bytes()),)
         case DropAnswer(key):
@@ -142,6 +152,8 @@ def _places(keys: Keys) -> dict[type[JobRecord], str]:
         SlotMap: keys.slots,
         FailureCounts: keys.failures,
         EvaluationSums: keys.evaluation,
+        ValidationSums: keys.validation,
+        EvaluationStatus: keys.evaluation_status,
         Losses: keys.losses,
     }
 
@@ -201,6 +213,9 @@ def _change_of(keys: Keys, job: Job, event: WatchEvent) -> Change | None:
         return DropAnswer(keys.name_of(key))
     if key == keys.migration:
         return DropMigration()
+    if key.startswith(keys.evaluations):
+        number = read_number(key, keys.name_of(key).encode())
+        return DropEvaluation(number) if number is not None else None
     if key.startswith(keys.events):  # of those that are dropped together, the last one is told last
         first = read_number(key, keys.name_of(key).encode())
         return DropEvents(first + 1) if first is not None else None
@@ -231,6 +246,8 @@ def _change(keys: Keys, job: Job, key: str, value: bytes) -> Change | None:
         return read_record(Operation, key, value)
     if key.startswith(keys.answers):
         return read_record(KeptAnswer, key, value)
+    if key.startswith(keys.evaluations):
+        return read_record(Evaluation, key, value)
     if key.startswith(keys.events):
         return chunk_of(key, value)
     if not key.startswith(keys.tasks):

@@ -21,7 +21,7 @@ from pserver_service.core.optimizers import BlockOptimizer, Options, arguments, 
 from pserver_service.core.saved_ledger import AsyncSnapshot
 from shared.blocks.buffers import Buffer, BufferPool, tensor_over
 from shared.blocks.snapshot import Snapshot
-from shared.checkpoints.schedule import Schedule
+from shared.checkpoints.schedule import EVALUATED_RANK, Schedule
 from shared.errors import BadFrame, InvalidArgument, LayoutMismatch, StepTorn
 from shared.lanes import Interval, is_aligned
 from shared.records import Mode, SlotMap
@@ -34,10 +34,9 @@ class Store:
     """Blocks are added by `add_block` (or `place_block`) once, before the first push; then `seal`. A resize moves blocks later
     (core/moving.py). `slots`: the map by which it has these blocks (None: not known).
 
-    `schedule` says which versions are copied for checkpoints (None: none). If the copy before still waits to be taken, the
-    one of the higher rank is kept, and `skipped` counts the other. `clipping`: blocks hold their gradients until the norm of all of them is known. `name`: tells its values from those of all other stores; set
-    by who serves it. `changes`: how often a buffer got other bits (asynchronous).
-    """
+    `schedule` says which versions are copied for checkpoints (None: none). If the copy before still waits to be taken, the one of the higher
+    rank is kept, and `skipped` counts the other. `clipping`: blocks hold their gradients until the norm of all of them is known. `name`:
+    tells its values from those of all other stores; set by who serves it. `changes`: how often a buffer got other bits (asynchronous)."""
 
     def __init__(
         self,
@@ -65,6 +64,7 @@ class Store:
         self.clipping = clipping if self.mode is Mode.SYNC else None
         self._held_step = -1  # the last one that a block was held in
         self.snapshot: Snapshot | None = None
+        self._before: Snapshot | None = None  # a complete one that waits, too: neither may be left out
         self._first_version = self._considered = header.record.version
         self._positions: dict[int, int] = {}
         self._no_options: Options = {}
@@ -328,13 +328,13 @@ class Store:
 
     @property
     def snapshot_waits(self) -> bool:
-        return self.snapshot is not None and self.snapshot.whole
+        return self._before is not None or (self.snapshot is not None and self.snapshot.whole)
 
     def take_snapshot(self) -> Snapshot | None:
         """The complete snapshot that waits, or None; the caller releases it."""
-        if not self.snapshot_waits:
-            return None
-        taken, self.snapshot = self.snapshot, None
+        taken, self._before = self._before, None
+        if taken is None and self.snapshot_waits:
+            taken, self.snapshot = self.snapshot, None
         return taken
 
     def _save(self, state: BlockState) -> None:
@@ -354,10 +354,13 @@ class Store:
         if rank is None:
             return False
         if self.snapshot is not None:
-            self.skipped += 1
+            both = self.snapshot.whole and self._before is None and min(rank, self.snapshot.rank) >= EVALUATED_RANK
+            self.skipped += not both
             if rank < self.snapshot.rank:
                 return False
-            self.snapshot.release()
+            self._before = self.snapshot if both else self._before
+            if not both:
+                self.snapshot.release()
         self.snapshot = Snapshot(record, rank, self.blocks, self.slots)
         for state in self.blocks.values():
             self._enter(state)

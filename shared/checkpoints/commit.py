@@ -10,7 +10,7 @@ wakes up late fails in this. File names are unique per writer or content, so it 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ from shared.etcd import Compare, Delete, Etcd, Get, KeyValue, LeaseLost, Outcome
 from shared.etcd.lock import try_acquire
 from shared.etcd.operations import MAX_OPERATIONS
 from shared.etcd.reading import must_read, read_record
+from shared.evaluations import EvaluationStatus, evaluation_of
 from shared.membership.directory import Directory
 from shared.membership.own_key import OwnKey
 from shared.records import JobSpec, JobState, Mode, Phase, SlotMap
@@ -108,6 +109,7 @@ class _View:
     parts: dict[int, KeyValue]
     term: int
     files: frozenset[str] = frozenset()
+    best: str = ""
 
 
 class Committer:
@@ -175,7 +177,7 @@ class Committer:
                 await self._unlock(self._unreleased)
             if not complete or self.seen.holder not in {"", self._owner.incarnation}:
                 continue
-            newest = max(complete, key=lambda pending: pending.order)
+            newest = self._next_of(complete)
             self._committing = True
             try:
                 await self._finish(newest)
@@ -193,6 +195,12 @@ class Committer:
                 self._problem.end("commit")
             finally:
                 self._committing = False
+
+    def _next_of(self, complete: Sequence[PendingCheckpoint]) -> PendingCheckpoint:
+        """The newest one, after those that are evaluated: they all count, and none can be committed behind a newer one."""
+        spec = self._spec
+        due = [each for each in complete if evaluation_of(each.record, spec.evaluate_every, spec.epochs) is not None]
+        return min(due, key=lambda pending: pending.order) if due else max(complete, key=lambda pending: pending.order)
 
     def _message(self, pending: PendingCheckpoint, error: Exception) -> str:
         step = pending.record.version
@@ -258,6 +266,7 @@ class Committer:
             manifest="",
             origin=pending.restored,
             asked=bool(pending.operation),
+            evaluation=evaluation_of(pending.record, self._spec.evaluate_every, self._spec.epochs) or 0,
         )
         if view.latest is not None and not is_newer(ref, view.latest):
             return view.latest
@@ -282,7 +291,7 @@ class Committer:
             timestamp=manifest.timestamp,
             manifest=name,
             slots=pending.slots,
-            kept=kept_after(view.latest, ref, view.state.damaged, self._spec.keep_checkpoints),
+            kept=kept_after(view.latest, ref, view.state.damaged, self._spec.keep_checkpoints, view.best),
             operation=pending.operation,
             final=is_final(pending.record, self._spec.epochs),
         )
@@ -300,8 +309,11 @@ class Committer:
         parts = self._keys.checkpoint_parts(uuid)
         keys = self._keys
         reads = [Get(keys.state), Get(keys.latest), Get(parts, prefix=True), Get(keys.master_lock)]
-        found = await self._etcd.txn([], [*reads, Get(keys.latest_files, prefix=True, keys_only=True)])
+        reads += [Get(keys.latest_files, prefix=True, keys_only=True), Get(keys.evaluation_status)]
+        found = await self._etcd.txn([], reads)
         state, latest, master = found.range(0).first, found.range(1).first, found.range(3).first
+        followed = found.range(5).first
+        status = read_record(EvaluationStatus, keys.evaluation_status, followed.value if followed else None)
         return _View(
             state=must_read(JobState, keys.state, state.value) if state else JobState(),
             state_revision=state.mod_revision if state else 0,
@@ -310,6 +322,7 @@ class Committer:
             parts={part[1]: kv for kv in found.range(2).kvs if (part := keys.part_in(kv.key))},
             term=master.create_revision if master else self._owner.term,
             files=frozenset(kv.key for kv in found.range(4).kvs),
+            best=status.best.checkpoint if status is not None and status.best is not None else "",
         )
 
     @staticmethod

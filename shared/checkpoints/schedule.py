@@ -8,25 +8,29 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from shared.evaluations import evaluation_of
 from shared.records import JobSpec
 from shared.records.checkpoints import CheckpointLatest, CheckpointRef, history
 from shared.records.step import StepRecord
 
 _EPOCHS = 1 << 16
 _ALWAYS = 1 << 32
+EVALUATED_RANK = 1 << 33  # of two of these neither is left out
+EVALUATED = 2  # training does not get beyond one that is evaluated while the evaluation before it is not over
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """From the job's spec. Always due are the first version, the last one, and one that was asked for."""
+    """From the job's spec. Always due are the first version, the last one, one that was asked for, and those that are evaluated."""
 
     every_steps: int | None
     every_epochs: int | None
     epochs: int
+    evaluate_every: int | str | None = None
 
     @classmethod
     def of(cls, spec: JobSpec) -> Schedule:
-        return cls(spec.checkpoint_every_steps, spec.checkpoint_every_epochs, spec.epochs)
+        return cls(spec.checkpoint_every_steps, spec.checkpoint_every_epochs, spec.epochs, spec.evaluate_every)
 
     def rank(self, record: StepRecord) -> int | None:
         """None: no checkpoint of this version. If two cannot both be written, the one of the higher rank is kept.
@@ -37,6 +41,8 @@ class Schedule:
         ranks = [0]
         if record.version == 0 or (record.asked is not None and record.asked.version == record.version):
             ranks.append(_ALWAYS)
+        if evaluation_of(record, self.evaluate_every, self.epochs) is not None:
+            ranks.append(EVALUATED_RANK)
         if self.every_steps and record.version % self.every_steps == 0:
             ranks.append(_twos(record.version // self.every_steps))
         if record.positions and all(position.exhausted for position in record.positions):
@@ -60,15 +66,17 @@ def _twos(number: int) -> int:
 
 
 def kept_after(
-    latest: CheckpointLatest | None, new: CheckpointRef, damaged: Collection[str], count: int
+    latest: CheckpointLatest | None, new: CheckpointRef, damaged: Collection[str], count: int, best: str = ""
 ) -> tuple[CheckpointRef, ...]:
-    """The checkpoints that are kept once `new` is the latest, newest first: of its history the last `count`, and the last
-    `count` that were asked for; then the last `count` outside its history, which rollbacks left. None of the damaged ones."""
+    """The checkpoints that are kept once `new` is the latest, newest first: of its history the last `count`, the last
+    `count` that were asked for, the last EVALUATED ones that are evaluated, and `best`; then the last `count` outside its history, which rollbacks left. None of the damaged ones."""
     kept = (new, *(ref for ref in (latest.kept if latest is not None else ()) if ref.uuid not in damaged))
     mine = history(kept, new.timeline, new.origin)
     left = [ref for ref in kept if ref not in mine]
-    asked = [ref for ref in mine if ref.asked][:count]
-    return (*mine[:count], *(ref for ref in mine[count:] if ref in asked), *left[:count])
+    needed = [ref for ref in mine if ref.asked][:count]
+    needed += [ref for ref in mine if ref.evaluation][:EVALUATED]
+    needed += [ref for ref in mine if ref.uuid == best]
+    return (*mine[:count], *(ref for ref in mine[count:] if ref in needed), *left[:count])
 
 
 def is_newer(ref: CheckpointRef, latest: CheckpointLatest | None) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from typing import NoReturn
 
 from pydantic import ValidationError
@@ -148,6 +149,23 @@ def read_part(
     if found.metadata.get("uuid") != ref.uuid:
         unusable(ref, f"{url} is of checkpoint {found.metadata.get('uuid')}")
     return found
+
+
+def read_values(storage_url: str, ref: CheckpointRef, manifest: Manifest, memory: Callable[[int], memoryview]) -> None:
+    """The values of every block into `memory(block)`; the optimizer's state is left out. Raises as `read_part`."""
+    missing = {block.number for block in manifest.layout.blocks()}
+
+    def place(entry: tensor_file.Entry) -> memoryview | None:
+        _, number, state = [*entry.name.split(".", 2), "", ""][:3]
+        if state or not number.isdecimal() or int(number) not in missing:
+            return None
+        missing.remove(int(number))
+        return memory(int(number))
+
+    for part in manifest.parts:
+        read_part(storage_url, ref, part, place)
+    if missing:
+        unusable(ref, f"it lacks {len(missing)} blocks, the first is {min(missing)}")
 
 
 def is_intact(read: tensor_file.Summary, part: CheckpointPart) -> bool:

@@ -17,6 +17,7 @@ from contextlib import aclosing
 from shared.errors import DeadlineExceeded, PeerError
 from shared.etcd import Compacted, Etcd, KeyValue, WatchBatch, WatchEvent
 from shared.etcd.reading import read_number, read_record
+from shared.evaluations import EvaluationStatus
 from shared.keys import Keys
 from shared.records import JobSpec, JobState, MasterAddress, PserverMember, SlotMap, TrainerList, TrainersChange
 from shared.records.assignments import Migration
@@ -46,6 +47,7 @@ class Directory:
         self.pservers_desired: int | None = None
         self.checkpoint_request: CheckpointRequest | None = None
         self.migration: Migration | None = None
+        self.evaluation: EvaluationStatus | None = None
         self.init_done = False
         self.observers: list[Callable[[], None]] = []
         self.revision = 0
@@ -136,7 +138,7 @@ class Directory:
 
     def _replace(self, kvs: Sequence[KeyValue]) -> None:
         self.spec = self.state = self.slots = self.layout = self.master = self.pservers_desired = None
-        self.checkpoint_request = self.migration = None
+        self.checkpoint_request = self.migration = self.evaluation = None
         self.pservers = {}
         self.init_done = False
         for kv in kvs:
@@ -162,6 +164,8 @@ class Directory:
                 self.checkpoint_request = read_record(CheckpointRequest, key, value)
             case keys.migration:
                 self.migration = read_record(Migration, key, value)
+            case keys.evaluation_status:
+                self.evaluation = read_record(EvaluationStatus, key, value)
             case keys.pservers_desired:
                 self.pservers_desired = read_number(key, value)
             case keys.init_done:

@@ -7,7 +7,15 @@ from shared.records.assignments import SlotMap, TrainerList, TrainersChange
 from shared.records.job import FailureCause, JobResult, JobState, Phase, Stage, TaskSummary
 from shared.records.job_spec import Dispatch, JobSpec, Mode
 from shared.records.members import MasterAddress, MasterLock, PserverMember, Restored, TrainerMember
-from shared.records.queue import Attempt, DiscardedTask, EvaluationSums, PendingTask, RequeuedTask, TaskMeta
+from shared.records.queue import (
+    Attempt,
+    DiscardedTask,
+    EvaluationSums,
+    PendingTask,
+    RequeuedTask,
+    TaskMeta,
+    ValidationSums,
+)
 from shared.records.record import Record
 from shared.records.tasks import (
     AcquireTask,
@@ -63,4 +71,5 @@ __all__ = [
     "TrainerMember",
     "TrainersChange",
     "UserFailure",
+    "ValidationSums",
 ]

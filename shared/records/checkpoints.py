@@ -60,7 +60,8 @@ class CheckpointPart(CheckpointPlace):
 
 class CheckpointRef(Record):
     """A committed checkpoint. `manifest`: name of the file in its folder. `origin`: uuid of the checkpoint its timeline began with
-    ("": the timeline began with the start of training). `asked`: it was requested, so scheduled checkpoints do not replace it."""
+    ("": the timeline began with the start of training). `asked`: it was requested, so scheduled checkpoints do not replace it.
+    `evaluation`: number of the evaluation that is due at its version; 0: none."""
 
     uuid: str
     step: int
@@ -68,6 +69,7 @@ class CheckpointRef(Record):
     manifest: str
     origin: str = ""
     asked: bool = False
+    evaluation: int = 0
 
 
 def history(kept: Sequence[CheckpointRef], timeline: int, origin: str) -> tuple[CheckpointRef, ...]:

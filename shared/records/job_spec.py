@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -14,6 +14,7 @@ from shared.records.record import Record
 Narrow = Literal["bfloat16", "float16"]
 Nonfinite = Literal["fail", "skip", "ignore"]
 Transported = Literal["float32", "bfloat16", "float16"]
+EvaluateEvery = Annotated[int, Field(ge=1, lt=2**63)] | Literal["epoch"]
 
 MAX_MEMBERS = 100_000  # of each kind
 MAX_TASKS = 8  # of each stage
@@ -89,6 +90,7 @@ class JobSettings(Record):
     a loss or gradient that is NaN or infinite does: the job fails, the minibatch is left out, or it is trained all the same.
     `clip_grad_norm`: the gradient of a whole step (asynchronous: of each push) is scaled down to this norm; `clip_lane_norm`: the gradient
     of each minibatch, before the mean over lanes is taken.
+    `evaluate_every`: so many steps, or epoch: such versions are evaluated while training goes on.
     `device` auto: that of the trainer that initialises the parameters. `join_window_s`: members that join a running job within
     it after a change make one generation. `stragglers`: on: lanes follow measured speed, a look every `rebalance_s`, and work that takes
     longer than `straggler_factor` times the usual is done by another trainer too; bits do not depend on it. `pre_tasks`, `post_tasks` (in a
@@ -132,6 +134,7 @@ class JobSettings(Record):
     checkpoint_every_steps: int | None = Field(default=None, ge=1, lt=2**63)
     checkpoint_every_epochs: int | None = Field(default=1, ge=1, lt=2**63)
     keep_checkpoints: int = Field(default=2, ge=1, le=100)
+    evaluate_every: EvaluateEvery | None = None
     checkpoint_checksum: Literal["xxh3-128", "md5", "sha256"] = "xxh3-128"
     checkpoint_every_seconds: float | None = Field(default=60.0, gt=0)
     checkpoint_kind: Literal["coordinated", "independent"] = "coordinated"
@@ -143,7 +146,9 @@ class JobSettings(Record):
     pre_tasks: tuple[JobTask, ...] = Field(default=(), max_length=MAX_TASKS)
     post_tasks: tuple[JobTask, ...] = Field(default=(), max_length=MAX_TASKS)
 
-    @field_validator("checkpoint_every_steps", "checkpoint_every_epochs", "checkpoint_every_seconds", mode="before")
+    @field_validator(
+        "checkpoint_every_steps", "checkpoint_every_epochs", "checkpoint_every_seconds", "evaluate_every", mode="before"
+    )
     @classmethod
     def _off(cls, value: object) -> object:
         """`off` or 0 mean null, which flags and TOML cannot express."""
@@ -197,10 +202,23 @@ class JobSettings(Record):
         if self.mode is Mode.ASYNC and self.clip_grad_norm is not None:
             msg = "clip_grad_norm is for synchronous jobs; clip_lane_norm limits the gradient of each minibatch of an asynchronous job"
             raise ValueError(msg)
+        if self.evaluate_every is not None:
+            self._check_evaluations()
         if self.block_bytes % 64:
             msg = f"block_bytes must be a multiple of 64, got {self.block_bytes}"
             raise ValueError(msg)
         return self
+
+    def _check_evaluations(self) -> None:
+        if self.evaluation_dataset is None:
+            msg = f"evaluate_every is {self.evaluate_every}, but there is no evaluation dataset; define evaluation_dataset() in the script"
+            raise ValueError(msg)
+        if self.mode is Mode.ASYNC:
+            msg = f"evaluate_every is {self.evaluate_every}, which only synchronous jobs can have; leave it out, or use mode sync"
+            raise ValueError(msg)
+        if self.dispatch is Dispatch.ETCD:
+            msg = f"evaluate_every is {self.evaluate_every}, which only jobs with a master can have; leave it out, or use dispatch master"
+            raise ValueError(msg)
 
     @property
     def named_tasks(self) -> dict[str, JobTask]:

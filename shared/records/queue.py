@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
+from typing import Self
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from shared.records.record import Record
 
@@ -80,11 +82,50 @@ class DiscardedTask(Record):
     index: int
 
 
+Parts = tuple[float, ...]
+
+
 class EvaluationSums(Record):
-    """Sums over the finished evaluation tasks; written in the transaction that finishes a task, so each counts once."""
+    """Sums over the finished evaluation tasks; written in the transaction that finishes a task, so each counts once.
+
+    `parts`: numbers whose exact sum is that of the tasks' values, so `sums` has the same bits in whatever order tasks end."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="constants")
 
     sums: dict[str, float] = Field(default_factory=dict)
     finished: int = 0
+    parts: dict[str, Parts] = Field(default_factory=dict)
+
+    def plus(self, sums: Mapping[str, float]) -> Self:
+        """With one more task. Values that are not finite are added as floats."""
+        parts = dict(self.parts)
+        for name, value in sums.items():
+            parts[name] = exact_parts(parts.get(name) or (self.sums.get(name, 0.0),), value)
+        totals = {name: total_of(values) for name, values in parts.items()}
+        return self.model_copy(update={"sums": {**self.sums, **totals}, "parts": parts, "finished": self.finished + 1})
+
+
+class ValidationSums(EvaluationSums):
+    """Of the evaluation that runs while the job trains."""
+
+
+def exact_parts(parts: Parts, value: float) -> Parts:
+    """Numbers that do not overlap, with the exact sum of `parts` and `value`: as math.fsum does it (Shewchuk, "Adaptive Precision
+    Floating-Point Arithmetic"). A sum that is not finite is one number."""
+    if not math.isfinite(value) or not all(map(math.isfinite, parts)):
+        return (sum(parts, value),)
+    found: list[float] = []
+    for each in parts:
+        large, small = (value, each) if abs(value) >= abs(each) else (each, value)
+        value = large + small
+        if rest := small - (value - large):
+            found.append(rest)
+    return (*found, value) if math.isfinite(value) else (value,)
+
+
+def total_of(parts: Parts) -> float:
+    """Their sum, rounded once."""
+    return math.fsum(parts) if all(map(math.isfinite, parts)) else sum(parts)
 
 
 class FailureCounts(Record):

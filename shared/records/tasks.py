@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from shared.metric_names import MOST_NAMES, NAME
 from shared.records.record import Id, Int64, Message, Name, Record, Traceback
@@ -24,15 +24,20 @@ class UserFailure(Record):
 
 
 class TaskKind(StrEnum):
-    """What is done with the records. EXPORT has none: the model is written."""
+    """What is done with the records. EVALUATE: sums with the final parameters. EXPORT has no records: the model is written.
+
+    While the job trains: VALIDATE: sums with the parameters of a checkpoint. METRICS has no records: the script's `metrics(sums)`."""
 
     TRAIN = "TRAIN"
     EVALUATE = "EVALUATE"
     EXPORT = "EXPORT"
+    VALIDATE = "VALIDATE"
+    METRICS = "METRICS"
 
 
 class Task(Record):
-    """One shard of work. `task_id`: "17" (TRAIN), "evaluate-3", "export-0".
+    """One shard of work. `task_id`: "17" (TRAIN), "evaluate-3", "export-0", "validate-3", "metrics-0". `epoch`: of VALIDATE and
+    METRICS, the number of the evaluation.
 
     `timeline`: the job's when the task was dispatched; reports carry it back. `index`: position in `stream` (of `stream_length` tasks) in
     this epoch. `offset`: the byte at which record `first` starts, if the format has lines.
@@ -57,7 +62,8 @@ class AcquireTask(Record):
     of the lane; the request also states that every earlier task of that lane is committed, and that *all* lanes have
     committed the epochs before `epoch`. `look`: only tell which task that is, if the lane's owner has it now (else `wait`); the
     lane may be another trainer's, nothing is stated and nothing changes. `wait_s`: if there is no task now, the answer may
-    come so much later."""
+    come so much later. `beside`: a task of the evaluation that runs while the job trains; `epoch` (0: none) is the number of the
+    evaluation that the trainer waits for."""
 
     trainer: Id
     request: Id
@@ -66,6 +72,7 @@ class AcquireTask(Record):
     epoch: Int64 = 0
     index: Int64 = 0
     look: bool = False
+    beside: bool = False
     wait_s: float = Field(default=0.0, ge=0, le=30)
 
 
@@ -110,6 +117,8 @@ class CompleteTask(Record):
 
     Asynchronous: `generation` in which the task's first push was made; `skipped`: minibatches for each unreachable pserver.
     `next`: also take another task."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="constants")
 
     trainer: str
     attempt: Int64

@@ -65,6 +65,7 @@ class Trace:
 
     gradients: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     evaluated: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    validated: int = 0
     exported: list[bytes] = field(default_factory=list)
     swaps: int = 0
 
@@ -99,6 +100,7 @@ class TinyCompute:
         self._lanes: dict[int, tuple[list[np.ndarray[Any, Any]], int]] = {}
         self._nodes: dict[Interval, list[np.ndarray[Any, Any]]] = {}
         self._steps_begun = 0
+        self._pinned: list[np.ndarray[Any, Any]] | None = None
 
     def _initial(self) -> list[np.ndarray[Any, Any]]:
         vectors: list[np.ndarray[Any, Any]] = []
@@ -187,14 +189,39 @@ class TinyCompute:
                 vector.fill(77)
         self._nodes.clear()
 
-    async def evaluate(self, records: Records) -> dict[str, float]:
+    async def evaluate(self, records: Records, seed: int = 0, *, pinned: bool = False) -> dict[str, float]:
         names = tuple(int(record["name"]) for record in records)
+        if pinned:
+            return await self._validate(names, seed)
         await asyncio.sleep(self._speed.draw(self._rng))
         self._trace.evaluated.append((hashlib.sha256(self._bytes()).hexdigest(), names))
         return {"records": float(len(names)), "total": float(sum(names))}
 
+    async def _validate(self, names: tuple[int, ...], seed: int) -> dict[str, float]:
+        """As TorchCompute does it: the model has the pinned values meanwhile."""
+        assert self._pinned is not None, "evaluated without a checkpoint"
+        used, self._vectors[0] = self._vectors[0], self._pinned
+        try:
+            await asyncio.sleep(self._speed.draw(self._rng))
+            self._trace.validated += 1
+            return validation(self._vectors[0], seed, names)
+        finally:
+            self.restore_used(used)
+
+    def restore_used(self, used: list[np.ndarray[Any, Any]]) -> None:
+        """The parameters that are trained, after others were evaluated."""
+        self._vectors[0] = used
+
+    def pinned(self, block: int) -> memoryview:
+        if self._pinned is None:
+            self._pinned = self._initial()
+        return self._view(self._pinned, block)
+
+    def forget_pinned(self) -> None:
+        self._pinned = None
+
     async def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        return {"mean": sums["total"] / sums["records"]}
+        return metrics(sums)
 
     async def export(self, directory: str) -> dict[str, str]:
         await asyncio.sleep(self._speed.draw(self._rng))
@@ -223,6 +250,17 @@ def gradients(params: Sequence[np.ndarray[Any, Any]], seed: int, names: Sequence
     result.append(params[2].copy() if sum(names) % 4 else moved)
     result.append(params[3] + len(names))
     return result
+
+
+def validation(params: Sequence[np.ndarray[Any, Any]], seed: int, names: Sequence[int]) -> dict[str, float]:
+    """Sums over a minibatch that is evaluated; `value` depends on the parameters, the buffers and the seed."""
+    mixed = math.fsum(math.fsum(vector.tolist()) * (number + 1) for number, vector in enumerate(params))
+    value = mixed * (1.0 + sum(names)) / 7.0 + seed % 13
+    return {"records": float(len(names)), "total": float(sum(names)), "value": value}
+
+
+def metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    return {name: sums[name] / sums["records"] for name in sums if name != "records"}
 
 
 def rounded(vectors: Sequence[np.ndarray[Any, Any]], travels_as: Transported) -> list[np.ndarray[Any, Any]]:

@@ -8,13 +8,14 @@ from itertools import pairwise
 
 import numpy as np
 
+from shared.evaluations import Evaluation, EvaluationStatus
 from shared.records import EvaluationSums, JobResult, Mode, Phase, SlotMap, TaskMeta
 from shared.records.pauses import Losses
 from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.compute import INTEGER_BLOCK, INTEGERS, RECORD_SLOTS, applied_of, param_blocks
 from tests.simulation.nodes import described
 from tests.simulation.plans import Job
-from tests.simulation.reference import final_parameters, task_minibatches, tasks_of
+from tests.simulation.reference import evaluations, final_parameters, task_minibatches, tasks_of
 
 
 def violations(cluster: SimulatedCluster) -> Iterator[str]:
@@ -28,6 +29,8 @@ def violations(cluster: SimulatedCluster) -> Iterator[str]:
     yield from _parameters(cluster)
     if cluster.plan.evaluate:
         yield from _evaluation(cluster)
+    if cluster.plan.evaluate_every is not None:
+        yield from _evaluations(cluster, cluster.plan.evaluate_every)
     if cluster.plan.job.mode is Mode.ASYNC:
         yield from _ledgers(cluster)
 
@@ -148,6 +151,22 @@ def _evaluation(cluster: SimulatedCluster) -> Iterator[str]:
     again = job.mode is Mode.ASYNC and cluster.state.timeline > 0
     if seen != {hashlib.sha256(cluster.trace.exported[-1]).hexdigest()} and not again:
         yield f"evaluation saw {len(seen)} sets of parameters, not the final ones only"
+
+
+def _evaluations(cluster: SimulatedCluster, every: int | str) -> Iterator[str]:
+    """Each once, of the right version, with the undisturbed run's metrics to the bit."""
+    found = {}
+    for name in cluster.simulated.names(cluster.keys.evaluations):
+        one = Evaluation.model_validate_json(cluster.simulated.value(cluster.keys.evaluations + name) or b"")
+        found[one.number] = one.step, one.metrics
+    expected = evaluations(cluster.plan.job, every)
+    if found != expected:
+        missing, other = expected.keys() - found.keys(), found.keys() - expected.keys()
+        wrong = {n: (found[n], expected[n]) for n in found.keys() & expected.keys() if found[n] != expected[n]}
+        yield f"evaluations {sorted(missing)} are missing, {sorted(other)} are not due, these differ (got, expected): {wrong}"
+    status = EvaluationStatus.model_validate_json(cluster.simulated.value(cluster.keys.evaluation_status) or b"{}")
+    if expected and (status.running is not None or status.settled != max(expected)):
+        yield f"at the end the evaluations are {status}"
 
 
 def _ledgers(cluster: SimulatedCluster) -> Iterator[str]:

@@ -47,6 +47,7 @@ def spec_of(plan: Plan) -> JobSpec:
         max_task_failures=MAX_TASK_FAILURES,
         checkpoint_every_steps=plan.checkpoint_every,
         keep_checkpoints=plan.keep_checkpoints,
+        evaluate_every=plan.evaluate_every,
         checkpoint_every_seconds=plan.checkpoint_every_s,
         skip_after_seconds=plan.skip_after_s,
         checkpoint_kind="independent" if plan.independent else "coordinated",

@@ -155,6 +155,7 @@ class Plan:
     stragglers: bool = True
     rebalance_s: float = 2.0
     slow: float = 1.0
+    evaluate_every: int | str | None = None
 
     def undisturbed(self) -> Plan:
         return replace(self, conditions=STEADY, faults=(), requests=())

@@ -5,7 +5,10 @@ Shared with the product: the order of tasks and records, the tree of lanes, the 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +17,16 @@ from master_service.core.queue.epoch_order import EpochOrder
 from shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
 from shared.lanes import step_seed
 from shared.records import Mode
-from tests.simulation.compute import BLOCK_ELEMENTS, RATE, gradients, layout, mean_over, rounded
+from tests.simulation.compute import (
+    BLOCK_ELEMENTS,
+    RATE,
+    gradients,
+    layout,
+    mean_over,
+    metrics,
+    rounded,
+    validation,
+)
 from tests.simulation.plans import Job
 from trainer_agent.data.order import minibatch_indices, minibatches_in
 
@@ -50,9 +62,44 @@ def lane_streams(job: Job, epoch: int) -> list[list[list[int]]]:
     return streams
 
 
+Vectors = list[np.ndarray[Any, Any]]
+
+
 @cache
 def final_parameters(job: Job) -> bytes:
     """All segments, one after the other."""
+    *_, (_, _, last) = versions(job)  # they share their memory: each has the last one's values in the end
+    return b"".join(vector.tobytes() for vector in last)
+
+
+def evaluations(job: Job, every: int | str) -> dict[int, tuple[int, dict[str, float]]]:
+    """By number: the step and the metrics of each evaluation while the job trains."""
+    found: dict[int, tuple[int, dict[str, float]]] = {}
+    done: list[tuple[int, int, Vectors]] = []
+    for step, ended, vectors in versions(job):
+        done.append((step, ended, [vector.copy() for vector in vectors]))
+    for step, ended, vectors in done[:-1]:
+        number = ended if every == "epoch" else step // int(every)
+        if (every == "epoch" and ended) or (every != "epoch" and step % int(every) == 0):
+            found[number] = step, metrics(_sums(job, vectors))
+    return found
+
+
+def _sums(job: Job, vectors: Vectors) -> dict[str, float]:
+    """Minibatch after minibatch in each task; over the tasks the exact sum."""
+    tasks: list[dict[str, float]] = []
+    for number, names in enumerate(tasks_of(job)):
+        sums: dict[str, float] = {}
+        for first in range(0, len(names), job.minibatch):
+            seed = step_seed(job.seed, number, -2 - first // job.minibatch)
+            for name, value in validation(vectors, seed, names[first : first + job.minibatch]).items():
+                sums[name] = sums.get(name, 0.0) + value
+        tasks.append(sums)
+    return {name: math.fsum(sums[name] for sums in tasks) for name in tasks[0]}
+
+
+def versions(job: Job) -> Iterator[tuple[int, int, Vectors]]:
+    """Each version behind the first: its number, the epoch that it ends (from 1; 0: none), and its values, which the next one changes."""
     segments = layout(Mode.SYNC).segments
     vectors = [
         (np.linspace(-1, 1, s.elements) if s.dtype == "float32" else np.arange(s.elements)).astype(s.dtype)
@@ -63,7 +110,8 @@ def final_parameters(job: Job) -> bytes:
     step = 0
     for epoch in range(job.epochs):
         streams = lane_streams(job, epoch)
-        for number in range(max(len(stream) for stream in streams)):
+        longest = max(len(stream) for stream in streams)
+        for number in range(longest):
             lanes, seen = {}, rounded(vectors, job.travels_as)
             for lane, stream in enumerate(streams):
                 names = stream[number] if number < len(stream) else []
@@ -78,4 +126,4 @@ def final_parameters(job: Job) -> bytes:
             optimizer.step()
             vectors[2][:], vectors[3][:] = combined[2], combined[3]
             step += 1
-    return b"".join(vector.tobytes() for vector in vectors)
+            yield step, (epoch + 1 if number + 1 == longest else 0), vectors

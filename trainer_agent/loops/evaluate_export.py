@@ -9,10 +9,11 @@ from __future__ import annotations
 from shared.errors import InvalidArgument, StaleGeneration, StorageUnreachable, UserCodeError
 from shared.etcd.reading import must_read
 from shared.records import CompleteTask, EvaluationSums, TakeNext, Task, TaskKind
+from shared.records.step import StepRecord
 from shared.runtime import ids, telemetry
 from shared.storage import files
-from trainer_agent.data import minibatches_in
 from trainer_agent.loops.context import LoopContext
+from trainer_agent.loops.evaluating import Evaluator, TaskSums
 from trainer_agent.tasks.source import LoadedTask, TaskFailed
 from trainer_agent.waiting.retry import retry
 
@@ -24,15 +25,19 @@ log = telemetry.logger("evaluate_export")
 class EvaluateExportLoop:
     """`run` returns when the master has no more tasks for anybody, or when `stopping` is set."""
 
-    def __init__(self, context: LoopContext) -> None:
+    def __init__(self, context: LoopContext, evaluator: Evaluator) -> None:
+        self._evaluator, self._spec = evaluator, context.spec
         self._directory, self._etcd, self._compute = context.directory, context.etcd, context.compute
         self._transfer, self._source, self._stopping = context.transfer, context.source, context.stopping
         self._pulled = False
+        self._final: StepRecord | None = None
         self.busy = False
 
     async def run(self, acquired: Task | None = None) -> None:
         """`acquired`: a task that the training loop got already."""
         task, request = acquired, ""
+        if self._spec.evaluate_every is not None:
+            await self._evaluator.after_training(await self._pull_final())
         while not self._stopping.is_set():
             if task is not None:
                 request = ids.new_id("task")
@@ -64,19 +69,18 @@ class EvaluateExportLoop:
         following = TakeNext(request=request, generation=self._transfer.generation) if more else None
         return await self._source.complete(task, done, following)
 
-    async def _pull_final(self) -> None:
+    async def _pull_final(self) -> StepRecord | None:
         if not self._pulled:
-            await self._transfer.pull(None, exact=True)
+            self._final = await self._transfer.pull(None, exact=True)
             self._transfer.swap()
             self._pulled = True
+        return self._final
 
     async def _evaluate(self, task: Task) -> CompleteTask:
-        loaded = LoadedTask(task, await self._source.read(task))
-        sums: dict[str, float] = {}
-        for number in range(minibatches_in(len(loaded.shard), self._source.spec.minibatch_size)):
-            for name, value in (await self._compute.evaluate(self._source.minibatch(loaded, number))).items():
-                sums[name] = sums.get(name, 0.0) + value
-        return self._source.completion(task, sums=sums)
+        sums = TaskSums.of(LoadedTask(task, await self._source.read(task)), self._spec)
+        while not sums.complete:
+            await sums.next(self._source, self._compute)
+        return self._source.completion(task, sums=sums.sums)
 
     async def _export(self, task: Task) -> CompleteTask:
         """The metrics are part of the export's report: only a trainer can run the user's `metrics(sums)`."""

@@ -16,6 +16,7 @@ from shared.runtime import telemetry
 from trainer_agent.core.duties import Duty
 from trainer_agent.core.steps import checkpoint_asked
 from trainer_agent.loops.context import LoopContext
+from trainer_agent.loops.evaluating import Evaluator
 from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of
 from trainer_agent.tasks.lane_reader import LaneReaders
 from trainer_agent.tasks.source import TaskFailed, TrainingOver
@@ -28,7 +29,8 @@ log = telemetry.logger("joining")
 class Joiner:
     """`timeline`: the one that the parameters in use belong to."""
 
-    def __init__(self, context: LoopContext, readers: LaneReaders) -> None:
+    def __init__(self, context: LoopContext, readers: LaneReaders, evaluator: Evaluator) -> None:
+        self._evaluator = evaluator
         self._directory, self._compute, self._transfer = context.directory, context.compute, context.transfer
         self._source, self._readers, self._stopping = context.source, readers, context.stopping
         self._duty = context.duty
@@ -51,7 +53,7 @@ class Joiner:
             if duty.reason != waiting_for:
                 waiting_for = duty.reason
                 log.info("waiting", what=waiting_for)
-            await self._directory.changed(self._directory.revision, REFRESH_S)
+            await self._evaluator.as_spare()
         return False
 
     async def attempt(self, steps: Callable[[], Coroutine[Any, Any, None]]) -> bool:

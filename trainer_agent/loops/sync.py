@@ -23,6 +23,7 @@ from shared.wire.messages import PushHeader
 from trainer_agent.core.steps import nodes_to_compute, positions_of_step
 from trainer_agent.data_plane.verdicts import Verdict
 from trainer_agent.loops.context import LoopContext
+from trainer_agent.loops.evaluating import Evaluator
 from trainer_agent.loops.helping import LaneHelper
 from trainer_agent.loops.joining import Joiner, found
 from trainer_agent.loops.pace import Pace
@@ -38,11 +39,12 @@ log = telemetry.logger("sync_loop")
 class SyncLoop:
     """`run` until training is over, or until the next minibatch boundary once `stopping` is set."""
 
-    def __init__(self, context: LoopContext) -> None:
+    def __init__(self, context: LoopContext, evaluator: Evaluator) -> None:
+        self._evaluator = evaluator
         self._spec, self._compute, self._transfer = context.spec, context.compute, context.transfer
         self._source, self._reports, self._duty = context.source, context.reports, context.duty
         self._readers = LaneReaders(context.source, lambda: context.transfer.generation)
-        self._joiner = Joiner(context, self._readers)
+        self._joiner = Joiner(context, self._readers, evaluator)
         self.pace = Pace()
         helper = LaneHelper(context, self.pace, self._push)
         self._repair = StepRepair(context, self._readers, self._joiner, self._push, helper)
@@ -72,7 +74,9 @@ class SyncLoop:
     async def _train(self) -> None:
         version = await self._joiner.join()
         while self._joiner.may_go_on(version):
-            version = await self._step(version)
+            await self._evaluator.between_steps(version)
+            if self._joiner.may_go_on(version):  # it may have waited
+                version = await self._step(version)
 
     async def _step(self, version: StepRecord) -> StepRecord:
         """One optimizer update of the whole model: from `version` to the next one. Raises Gone, TaskFailed, TrainingOver."""

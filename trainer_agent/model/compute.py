@@ -118,8 +118,15 @@ class Compute(Protocol):
     def forget_nodes(self) -> None:
         """All contributions may be overwritten: their pushes are over, or the step is computed again."""
 
-    async def evaluate(self, records: Records) -> dict[str, float]:
-        """Sums over one minibatch, with the parameters in use, in evaluation mode."""
+    async def evaluate(self, records: Records, seed: int = 0, *, pinned: bool = False) -> dict[str, float]:
+        """Sums over one minibatch, in evaluation mode, with random numbers from `seed`. With the parameters in use, or (`pinned`) with those
+        written to `pinned`; the next gradient is the same as without it."""
+
+    def pinned(self, block: int) -> memoryview:
+        """Writable bytes of a block of a second set of parameters, for `evaluate`. It takes as much memory as the parameters."""
+
+    def forget_pinned(self) -> None:
+        """Free that memory."""
 
     async def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Metrics out of the sums over the whole evaluation set."""

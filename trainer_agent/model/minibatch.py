@@ -155,9 +155,11 @@ class MinibatchRunner:
         self.buffers.store(gradients, current)
         return value * len(records)
 
-    def evaluate(self, records: Records, current: Vector) -> dict[str, float]:
-        """Sums over the minibatch, in evaluation mode."""
+    def evaluate(self, records: Records, seed: int, current: Vector) -> dict[str, float]:
+        """Sums over the minibatch, in evaluation mode. Buffers are loaded and the mode is set for each minibatch, here and in
+        `backward`, so neither changes what the other computes."""
         self.buffers.load(current)
+        seed_everything(seed)
         self._model.eval()
         with torch.no_grad():
             batch = self._batch(records)

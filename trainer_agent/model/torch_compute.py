@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any, TypeVar
@@ -65,6 +65,9 @@ class TorchCompute:
         self._scheduler = optimizers.checked_scheduler(scheduler)
         vars(self.optimizer)["_opt_called"] = True  # the servers step; without it schedulers warn about their order
         self._bind_parameters()
+        self._pinned: Vector | None = None  # a second set of parameters, in host memory
+        self._pinned_here: Vector | None = None  # the same on the device
+        self._pinned_memory: list[memoryview] = []
         payloads = self.layout.payloads(spec.gradient_dtype)
         self.send_buffers: SendBuffers | None = None
         if any(payloads) or not self._on_host:
@@ -124,10 +127,14 @@ class TorchCompute:
         self._staging_memory = self._staging.memory()
         # blocks of the staging vector that may differ from those in use; a GPU's has what was copied to the GPU last
         self._staged = set(range(len(self.plan.blocks)))
-        self._view_current()
+        self.use_current()
 
-    def _view_current(self) -> None:
-        for tensor, view in zip(self._parameters, self._current_views, strict=True):
+    def use_current(self) -> None:
+        """The model's parameters are those in use."""
+        self._view(self._current_views)
+
+    def _view(self, views: Sequence[torch.Tensor]) -> None:
+        for tensor, view in zip(self._parameters, views, strict=True):
             tensor.data = view
 
     def current(self, block: int) -> memoryview:
@@ -155,7 +162,7 @@ class TorchCompute:
         self._current, self._staging = self._staging, self._current
         self._current_views, self._staging_views = self._staging_views, self._current_views
         self._current_memory, self._staging_memory = self._staging_memory, self._current_memory
-        self._view_current()
+        self.use_current()
 
     # ------------------------------------------------------------ scheduler
 
@@ -254,8 +261,34 @@ class TorchCompute:
 
     # ------------------------------------------------------------ after training
 
-    async def evaluate(self, records: Records) -> dict[str, float]:
-        return await self._in_thread(self.minibatch.evaluate, records, self._current)
+    async def evaluate(self, records: Records, seed: int = 0, *, pinned: bool = False) -> dict[str, float]:
+        if not pinned:
+            return await self._in_thread(self.minibatch.evaluate, records, seed, self._current)
+        return await self._in_thread(self._evaluate_pinned, records, seed)
+
+    def _evaluate_pinned(self, records: Records, seed: int) -> dict[str, float]:
+        """The parameters are those in use again afterwards; buffers are loaded for each minibatch that is trained."""
+        assert self._pinned is not None
+        if self._pinned_here is None:
+            self._pinned_here = self._pinned if self._on_host else Vector(self.plan, self._device)
+            if not self._on_host:
+                self._pinned_here.flat.copy_(self._pinned.flat)
+        self._view(self._pinned_here.views(self.plan.parameters))
+        try:
+            return self.minibatch.evaluate(records, seed, self._pinned_here)
+        finally:
+            self.use_current()
+
+    def pinned(self, block: int) -> memoryview:
+        if self._pinned is None:
+            self._pinned = Vector(self.plan, HOST)
+            self._pinned_memory = self._pinned.memory()
+        self._pinned_here = None
+        return self._pinned_memory[block]
+
+    def forget_pinned(self) -> None:
+        self._pinned = self._pinned_here = None
+        self._pinned_memory = []
 
     async def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         return await self._in_thread(self.minibatch.metrics, sums)

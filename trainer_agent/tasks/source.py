@@ -55,7 +55,7 @@ class TaskSource:
 
     def __init__(self, spec: JobSpec, master: MasterPort, trainer: str, offload: Offload) -> None:
         self.spec, self.trainer = spec, trainer
-        self._master, self._offload = master, offload
+        self._master, self.offload = master, offload
         self._readers: dict[str, Reader] = {}
 
     async def acquire(
@@ -79,6 +79,18 @@ class TaskSource:
                 return answer
             await asyncio.sleep(ids.jitter(answer.retry_after_s or 0.2))
 
+    async def acquire_beside(self, generation: int, awaited: int) -> TaskAnswer:
+        """The master's answer, also "wait". `awaited`: the evaluation that training waits for here; 0: it does not. Raises as `acquire`."""
+        ask = AcquireTask(
+            trainer=self.trainer,
+            request=ids.new_id("task"),
+            generation=generation,
+            epoch=awaited,
+            beside=True,
+            wait_s=WAIT_S,
+        )
+        return await retry(lambda: self._master.acquire_task(ask), "a task of an evaluation")
+
     async def look(self, generation: int, stream: int, epoch: int, index: int) -> Task | None:
         """Which task another trainer's lane has at that place; None unless that trainer has it now. One attempt. Raises
         StaleGeneration, PeerError."""
@@ -96,14 +108,14 @@ class TaskSource:
     async def read(self, task: Task) -> Shard:
         """The records of a task. Raises TaskFailed."""
         try:
-            return await self._offload(self._read, task)
+            return await self.offload(self._read, task)
         except DatasetError as error:
             raise TaskFailed(task, error) from error
 
     def _read(self, task: Task) -> Shard:
         reader = self._readers.get(task.kind)
         if reader is None:
-            evaluation = task.kind == "EVALUATE" and self.spec.evaluation_dataset is not None
+            evaluation = task.kind in ("EVALUATE", "VALIDATE") and self.spec.evaluation_dataset is not None
             dataset = self.spec.evaluation_dataset if evaluation else self.spec.dataset
             assert dataset is not None
             reader = self._readers[task.kind] = open_dataset(dataset)

@@ -10,12 +10,10 @@ from pathlib import Path
 from rich.console import Console
 
 from shared.checkpoints import stored
-from shared.errors import CheckpointUnusable
 from shared.records import JobSpec
 from shared.records.checkpoints import CheckpointRef, Manifest
 from shared.records.cluster import Source, stored_source
 from shared.storage import files
-from shared.storage.tensor_file import Entry
 from trireme.cli import exit_codes
 from trireme.cli.checkpoint import Answer, answer, choose, spec_of
 from trireme.cli.targets import Target, cluster_of
@@ -77,19 +75,6 @@ async def _write_model(spec: JobSpec, ref: CheckpointRef, manifest: Manifest, di
     with ThreadPoolExecutor(1) as executor:
         compute = TorchCompute(load(spec.script), spec.model_copy(update={"device": "cpu"}), executor)
         check_layout(compute.layout, manifest.layout)
-        missing = {block.number for block in manifest.layout.blocks()}
-
-        def place(entry: Entry) -> memoryview | None:
-            _, number, state = [*entry.name.split(".", 2), "", ""][:3]
-            if state or not number.isdecimal() or int(number) not in missing:
-                return None
-            missing.remove(int(number))
-            return compute.staging(int(number))
-
-        for part in manifest.parts:
-            stored.read_part(spec.storage, ref, part, place)
-        if missing:
-            msg = f"checkpoint {ref.uuid} (step {ref.step}) lacks {len(missing)} blocks, the first is {min(missing)}"
-            raise CheckpointUnusable(msg)
+        stored.read_values(spec.storage, ref, manifest, compute.staging)
         compute.swap()
         return await compute.export(directory)

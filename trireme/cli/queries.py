@@ -23,7 +23,7 @@ from trireme.launch import resume, run_folder
 from trireme.view.job_address import AnyClient, open_client
 from trireme.view.names import without_tokens
 from trireme.view.progress import progress_of
-from trireme.view.report import loss_rows, summary_text
+from trireme.view.report import evaluation_line, loss_rows, summary_text
 
 PIPE_WIDTH = 10_000  # a pipe has no edge: nothing is cut or wrapped
 Show = Callable[..., Awaitable[dict[str, Any]]]
@@ -78,6 +78,8 @@ async def show_status(client: AnyClient, console: Console | None) -> dict[str, A
             f"pservers {members['pservers']}/{members['pservers_desired']}  generation {job['generation']}  "
             f"{'master' if job['spec']['dispatch'] == 'master' else 'sweeper'} {without_tokens(job['master']['master_id'])} (term {job['master']['term']})"
         )
+        if line := evaluation_line(job.get("evaluation")):
+            console.print(line)
         for name, text in loss_rows(job["losses"]):
             console.print(f"{name}  {text}")
     return job

@@ -39,6 +39,8 @@ SHOWN_EVENTS = {
     "checkpoint_given_up",
     "member_dead",
     "task_discarded",
+    "evaluated",
+    "evaluation_left_out",
     "stage_changed",
     "user_failure",
 }

@@ -109,6 +109,22 @@ def loss_rows(losses: Mapping[str, Mapping[str, int]]) -> list[tuple[str, str]]:
     ]
 
 
+def evaluation_line(facts: Mapping[str, Any] | None) -> str:
+    """`evaluation 3 (step 150): accuracy 0.91; number 4 (step 200) is under way, 2 of 8 tasks`; "" without any."""
+    if not facts:
+        return ""
+    last, parts = facts.get("last"), []
+    if last:
+        values = ", ".join(f"{name} {number(value)}" for name, value in last["metrics"].items())
+        parts.append(
+            f"evaluation {last['number']} (step {last['step']}): {values or last.get('left_out') or 'no finite metric'}"
+        )
+    if facts.get("running") is not None:
+        done = f"{facts['tasks_done']} of {facts['tasks_total']} tasks"
+        parts.append(f"evaluation {facts['running']} (step {facts['step']}) is under way, {done}")
+    return "; ".join(parts)
+
+
 def number(value: float) -> str:
     """`0.9722`, `93`."""
     return f"{value:.0f}" if float(value).is_integer() else f"{value:.4g}"

@@ -24,7 +24,7 @@ from master_service.core.changes import (
 )
 from master_service.core.queue.open_tasks import requeued_task
 from master_service.core.queue.task_queue import TaskQueue
-from master_service.core.state.job import Job
+from master_service.core.state.job import BESIDE, Job
 from shared.errors import CheckpointUnusable
 from shared.records import DiscardedTask, EvaluationSums, PendingTask, RequeuedTask, SlotMap, TaskKind, TaskMeta
 from shared.records.checkpoints import Manifest
@@ -195,7 +195,7 @@ def records_since_positions(job: Job, positions: Sequence[LanePosition]) -> int:
 def _restore_others(job: Job, *, again: bool) -> Iterator[Change]:
     """The other queues: they start over if training goes on (`again`), else only their pending tasks are put back."""
     for kind, queue in job.queues.items():
-        if kind is not TaskKind.TRAIN:
+        if kind is not TaskKind.TRAIN and kind not in BESIDE:  # those are rewound with their evaluation
             touched = queue.dispatched or queue.pending or queue.requeued or queue.discarded
             if again and touched:
                 yield RestartQueue(kind)

@@ -20,6 +20,7 @@ from master_service.core.changes import (
     NextEpoch,
     RestartQueue,
 )
+from master_service.core.decisions import evaluation
 from master_service.core.decisions.lifecycle import fail, next_stage
 from master_service.core.placement.lanes import new_list
 from master_service.core.state.job import Job
@@ -182,6 +183,7 @@ def _start_over(spec: JobSpec, state: JobState, slots: SlotMap | None, reason: s
     )
     others = [TaskKind.EXPORT, *([TaskKind.EVALUATE] if spec.evaluation_dataset else [])]
     emptied: list[Change] = [*map(RestartQueue, others), EvaluationSums(), Losses()]
+    emptied += evaluation.started_over(spec, restarted)
     nobody = TrainerList(generation=restarted.generation)
     placed: tuple[Change, ...] = ()
     if slots is not None and not (slots_fit(slots, spec) and max(slots.owners) + 1 == spec.pservers):

@@ -6,8 +6,9 @@ no next one is taken: the trainer asks again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from master_service.core.changes import (
     Change,
@@ -20,10 +21,11 @@ from master_service.core.changes import (
     PutRequeued,
     RestartQueue,
 )
-from master_service.core.decisions import lifecycle, pserver_return
+from master_service.core.decisions import evaluation, lifecycle, pserver_return
 from master_service.core.queue.task_queue import WAIT_S, Closing, TaskQueue
-from master_service.core.state.job import Job
+from master_service.core.state.job import BESIDE, Job
 from shared.errors import InvalidArgument, StaleAttempt, StaleGeneration, TooLarge, TriremeError
+from shared.evaluations import EvaluationStatus
 from shared.records import (
     AcquireTask,
     Completed,
@@ -47,6 +49,8 @@ REQUEUES_AT_ONCE = 40
 CAUSE_CHARACTERS = 1000
 MAX_SUMS_BYTES = 200 * 1024
 
+S = TypeVar("S", bound=EvaluationSums)
+
 
 def acquire(job: Job, ask: AcquireTask) -> Decision[TaskAnswer]:
     """A task, "wait", "skip", "exhausted" or "end". Raises StaleGeneration, InvalidArgument, Conflict."""
@@ -59,7 +63,10 @@ def acquire(job: Job, ask: AcquireTask) -> Decision[TaskAnswer]:
     check_generation(job, ask)
     if ask.look:
         return Decision(_look(job, ask))
-    decision = _acquire_lane(job, ask, ask.stream) if ask.stream is not None else _acquire_shared(job, ask)
+    if ask.beside:
+        decision = evaluation.acquire(job, ask)
+    else:
+        decision = _acquire_lane(job, ask, ask.stream) if ask.stream is not None else _acquire_shared(job, ask)
     if (task := decision.answer.task) is None or not state.timeline:
         return decision
     task = task.model_copy(update={"timeline": state.timeline})
@@ -127,10 +134,11 @@ def complete(job: Job, task_id: str, report: CompleteTask) -> Decision[None]:
     if report.skipped and queue.kind is TaskKind.TRAIN:
         changes = (*changes, job.losses.with_skipped(report.skipped))
     if queue.kind is TaskKind.EVALUATE:
-        sums = dict(job.sums.sums)
-        for name, value in report.sums.items():
-            sums[name] = sums.get(name, 0.0) + value
-        changes = (*changes, _bounded(EvaluationSums(sums=sums, finished=job.sums.finished + 1)))
+        changes = (*changes, _bounded(job.sums.plus(report.sums)))
+    if queue.kind is TaskKind.VALIDATE:
+        return Decision(None, (*changes, _bounded(job.validation.plus(report.sums))))
+    if queue.kind is TaskKind.METRICS:
+        return Decision(None, changes) + evaluation.settle(job, report)
     return Decision(None, changes) + lifecycle.advance_stage(job, changes, last=closing.last, report=report)
 
 
@@ -144,6 +152,8 @@ def fail_task(job: Job, task_id: str, report: FailTask) -> Decision[UserFailure 
     where = report.failure.task or queue.streams.describe(task_id)
     failure = report.failure.model_copy(update={"trainer": report.failure.trainer or report.trainer, "task": where})
     ended = Decision(failure) + ended_badly(job, queue, task_id, cause, closing, failure)
+    if evaluation.gives_up(queue.kind, failure):
+        return ended  # no error of the script
     state = next((change for change in ended.changes if isinstance(change, JobState)), job.state)
     return ended + lifecycle.count_failure(job.budget, state, failure, in_task=True)
 
@@ -154,13 +164,15 @@ def expire(job: Job, now: float) -> Decision[list[str]]:
     Lanes wait for each other, so only the one that is silent longest is to blame: its trainer is evicted (its lanes go to
     others), and the other tasks get a new deadline.
     """
-    queue = job.due
-    waits = (
-        job.state.phase is not Phase.RUNNING or job.state.absent
-    )  # tasks are late through no fault of their trainers
-    late = queue.overdue(now) if queue and not waits else []
-    if queue is None or not late:
-        return Decision([])
+    if job.state.phase is not Phase.RUNNING or job.state.absent:
+        return Decision([])  # tasks are late through no fault of their trainers
+    for queue in job.open_queues:
+        if late := queue.overdue(now):
+            return _expire(job, queue, late, now)
+    return Decision([])
+
+
+def _expire(job: Job, queue: TaskQueue, late: Sequence[str], now: float) -> Decision[list[str]]:
     blamed = late[:1] if queue.by_lane else late[:REQUEUES_AT_ONCE]
     evicted = [queue.pending[task_id].record.trainer for task_id in blamed] if queue.by_lane else []
     decision: Decision[list[str]] = Decision(evicted)
@@ -176,17 +188,17 @@ def expire(job: Job, now: float) -> Decision[list[str]]:
 
 def put_back_lost(job: Job) -> Decision[bool]:
     """Requeue tasks of trainers that are no longer members, REQUEUES_AT_ONCE at most. Answers whether more are left."""
-    queue = job.due
-    if queue is None or job.state.phase is not Phase.RUNNING:
+    if job.state.phase is not Phase.RUNNING:
         return Decision(False)
     members = job.trainers
     found = (
-        (task_id, {each.trainer for each in p.record.attempts if each.trainer not in members})
+        (queue, task_id, {each.trainer for each in p.record.attempts if each.trainer not in members})
+        for queue in job.open_queues
         for task_id, p in queue.pending.items()
     )
-    lost = [(task_id, gone) for task_id, gone in found if gone]
+    lost = [(queue, task_id, gone) for queue, task_id, gone in found if gone]
     decision: Decision[bool] = Decision(len(lost) > REQUEUES_AT_ONCE)
-    for task_id, gone in lost[:REQUEUES_AT_ONCE]:
+    for queue, task_id, gone in lost[:REQUEUES_AT_ONCE]:
         decision += _put_back(queue, task_id, " and ".join(map(job.members.absence, sorted(gone))), gone)
     return decision
 
@@ -195,7 +207,7 @@ def freed_by(changes: Iterable[Change]) -> int | None:
     """How many tasks these changes give back to the queue; None: perhaps any number, or those who wait get another answer now."""
     freed = 0
     for change in changes:
-        if isinstance(change, JobState | NextEpoch | RestartQueue):
+        if isinstance(change, JobState | NextEpoch | RestartQueue | EvaluationStatus):
             return None
         freed += isinstance(change, PutRequeued)
     return freed
@@ -238,12 +250,16 @@ def ended_badly(
     fields = {"task": task_id, "records": records, "cause": cause, "epoch": closing.discarded.epoch}
     event = Event("task_discarded", f"{what} is discarded after {closing.discarded.failures} failures: {cause}", fields)
     ended: Decision[None] = Decision(None, closing.changes, (event,))
+    running = job.evaluation.running
+    if running is not None and evaluation.gives_up(queue.kind, failure):
+        return ended + evaluation.leave_out(job, running.number, cause)
     lost = lost_records(queue, task_id, closing.discarded.epoch)
     limit = job.spec.max_discarded_fraction * queue.streams.records
-    if queue.kind is TaskKind.EXPORT:
+    if queue.kind in (TaskKind.EXPORT, TaskKind.METRICS):
+        named = "the export" if queue.kind is TaskKind.EXPORT else "metrics(sums) of an evaluation"
         return ended + lifecycle.fail(
             job.state,
-            f"the export failed {closing.discarded.failures} times: {cause}",
+            f"{named} failed {closing.discarded.failures} times: {cause}",
             lifecycle.cause_of(failure),
             failure,
         )
@@ -253,6 +269,8 @@ def ended_badly(
             f"max_discarded_fraction {job.spec.max_discarded_fraction:g}; the last: {what}: {cause}"
         )
         return ended + lifecycle.fail(job.state, reason, lifecycle.cause_of(failure), failure)
+    if queue.kind is TaskKind.VALIDATE:
+        return ended
     return ended + lifecycle.advance_stage(job, closing.changes, last=closing.last)
 
 
@@ -274,7 +292,10 @@ def _taken(job: Job, task_id: str, report: CompleteTask, done: Decision[None]) -
     held = job.queue_of(task_id).pending.get(task_id)
     if done.changes and held is not None and any(each.request == report.next.request for each in held.record.attempts):
         return nothing  # the same request got the task that ends now
-    ask = AcquireTask(trainer=report.trainer, request=report.next.request, generation=report.next.generation)
+    beside = job.queue_of(task_id).kind in BESIDE
+    ask = AcquireTask(
+        trainer=report.trainer, request=report.next.request, generation=report.next.generation, beside=beside
+    )
     try:
         found = acquire(job, ask)
     except TriremeError:
@@ -282,7 +303,7 @@ def _taken(job: Job, task_id: str, report: CompleteTask, done: Decision[None]) -
     return Decision(found.answer.task, found.changes, found.events)
 
 
-def _bounded(sums: EvaluationSums) -> EvaluationSums:
+def _bounded(sums: S) -> S:
     """Raises TooLarge."""
     if (size := len(sums.to_bytes())) > MAX_SUMS_BYTES:
         msg = f"the evaluation has {len(sums.sums)} sums of {size} bytes, at most {MAX_SUMS_BYTES} bytes are taken"

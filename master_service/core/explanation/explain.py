@@ -36,6 +36,7 @@ AWAITED: Sequence[Rule] = (
     reports.start_failures,
     reports.failing_tasks,
     training.late_tasks,
+    training.awaited_evaluation,
     training.slow_minibatch,
 )
 NOTES: Sequence[Rule] = (

@@ -10,7 +10,7 @@ from itertools import islice
 from master_service.core.decisions import operations, resize
 from master_service.core.explanation.cause import Cause, Code
 from master_service.core.explanation.situation import NAMED, Situation, listed, seconds
-from shared.records import Mode, Stage
+from shared.records import Mode, Stage, TaskKind
 from shared.records.members import pserver_names
 from shared.records.operations import OperationKind
 
@@ -162,6 +162,35 @@ def late_tasks(now: Situation) -> Cause | None:
         f"{len(queue.pending)}.",
         details=tuple(details),
         hints=(f"trireme tasks --state pending {now.option}", "more, smaller tasks: --set records_per_task=N"),
+    )
+
+
+def awaited_evaluation(now: Situation) -> Cause | None:
+    """Training has come to the next version that is evaluated, and the evaluation before it is not over."""
+    job, running = now.job, now.job.evaluation.running
+    if job.awaited is not None:
+        number, since = job.awaited
+        limit_s = job.spec.recovery_timeout_s
+        return Cause(
+            code=Code.EVALUATION_AWAITED,
+            summary=f"Training waits for evaluation {number}, whose checkpoint is not written yet.",
+            details=(
+                f"It has waited {seconds(now.now - since)}; after {seconds(limit_s)} training goes on without it.",
+            ),
+            hints=(f"trireme checkpoint list {now.option}",),
+        )
+    if running is None or not now.is_still:
+        return None
+    queue = job.queues[TaskKind.VALIDATE]
+    _, pending, done, _ = queue.counts
+    return Cause(
+        code=Code.EVALUATION_AWAITED,
+        summary=f"Evaluation {running.number} (step {running.ref.step}) is under way; training waits for it at the next one.",
+        details=(f"{done} of {queue.total} tasks are done, {pending} are under way.",),
+        hints=(
+            f"trireme tasks --state pending {now.option}",
+            "evaluate less often (evaluate_every), or with more trainers than lanes: the spare ones evaluate",
+        ),
     )
 
 

@@ -9,6 +9,8 @@ from master_service.core.changes import (
     DesirePservers,
     DropAnswer,
     DropCut,
+    DropEvaluation,
+    DropEvaluationsAfter,
     DropEvents,
     DropMigration,
     DropOperation,
@@ -34,6 +36,7 @@ from master_service.core.state.members import Members
 from master_service.core.state.operations import Operations
 from master_service.core.state.speeds import Speeds
 from shared.errors import NotFound
+from shared.evaluations import Evaluation, EvaluationStatus
 from shared.records import (
     EvaluationSums,
     JobSpec,
@@ -45,12 +48,14 @@ from shared.records import (
     TaskMeta,
     TaskSummary,
     TrainerList,
+    ValidationSums,
 )
 from shared.records.assignments import GivenNumbers, Migration
 from shared.records.operations import KeptAnswer, Operation
 from shared.records.pauses import Losses
 from shared.records.queue import FailureCounts
 
+BESIDE = (TaskKind.VALIDATE, TaskKind.METRICS)
 KIND_OF = {Stage.TRAIN: TaskKind.TRAIN, Stage.EVALUATE: TaskKind.EVALUATE, Stage.EXPORT: TaskKind.EXPORT}
 
 
@@ -66,7 +71,8 @@ class FailureBudget:
 
 @dataclass
 class Job:
-    """`speeds` are measured, not decided: no change is about them, and etcd does not hold them."""
+    """`speeds` are measured, not decided: no change is about them, and etcd does not hold them. `evaluations`: by number, those that
+    were done while the job trained. `awaited`: the evaluation that trainers wait for, and since when; it is not stored either."""
 
     spec: JobSpec
     meta: TaskMeta
@@ -78,6 +84,10 @@ class Job:
     migration: Migration | None = None
     given: GivenNumbers | None = None
     sums: EvaluationSums = field(default_factory=EvaluationSums)
+    validation: ValidationSums = field(default_factory=ValidationSums)
+    evaluation: EvaluationStatus = field(default_factory=EvaluationStatus)
+    evaluations: dict[int, Evaluation] = field(default_factory=dict)
+    awaited: tuple[int, float] | None = None
     losses: Losses = field(default_factory=Losses)
     members: Members = field(default_factory=Members)
     operations: Operations = field(default_factory=Operations)
@@ -102,6 +112,9 @@ class Job:
             queues[TaskKind.EVALUATE] = TaskQueue(
                 Streams(TaskKind.EVALUATE, evaluation), deadlines(), max_failures=allowed
             )
+        if evaluation is not None and spec.evaluate_every is not None:
+            for streams in (Streams(TaskKind.VALIDATE, evaluation), Streams(TaskKind.METRICS)):
+                queues[streams.kind] = TaskQueue(streams, deadlines(), max_failures=allowed)
         meta = TaskMeta(
             epoch=0,
             digest=table.digest,
@@ -121,6 +134,17 @@ class Job:
         """The queue of the current stage; None when the job is done."""
         kind = KIND_OF.get(self.state.stage)
         return self.queues.get(kind) if kind else None
+
+    @property
+    def open_queues(self) -> tuple[TaskQueue, ...]:
+        """Those whose tasks are given out now."""
+        due = (self.due,) if self.due is not None else ()
+        return (*due, *self.beside) if self.evaluation.running is not None else due
+
+    @property
+    def beside(self) -> tuple[TaskQueue, ...]:
+        """Of an evaluation while the job trains, in the order in which their tasks are given."""
+        return tuple(self.queues[kind] for kind in BESIDE if kind in self.queues)
 
     @property
     def pservers_needed(self) -> int:
@@ -191,8 +215,21 @@ class Job:
                 self.migration = None
             case GivenNumbers():
                 self.given = change
+            case ValidationSums():
+                self.validation = change
             case EvaluationSums():
                 self.sums = change
+            case EvaluationStatus():
+                self.evaluation = change
+                if (running := change.running) is not None:
+                    for queue in self.beside:  # reports name the number as their epoch
+                        queue.epoch, queue.epochs = running.number, running.number + 1
+            case Evaluation():
+                self.evaluations[change.number] = change
+            case DropEvaluation(number):
+                self.evaluations.pop(number, None)
+            case DropEvaluationsAfter(last):
+                self.evaluations = {number: each for number, each in self.evaluations.items() if number <= last}
             case FailureCounts():
                 self.budget.counts = change
             case Losses():

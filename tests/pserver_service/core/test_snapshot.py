@@ -139,6 +139,18 @@ async def test_the_record_of_the_version_comes_along():
     assert [position.lane for position in snapshot.record.positions] == [0, 1, 2, 3]
 
 
+async def test_of_two_versions_that_are_evaluated_neither_is_left_out():
+    pserver, _ = await saving(schedule=Schedule(None, None, 9, evaluate_every=2))
+    pserver.store.take_snapshot().release()
+    for step in range(5):  # 2 and 4 are evaluated; 3 and 5 are not
+        await pserver.push(*whole_step(step))
+    taken = [pserver.store.take_snapshot() for _ in range(3)]
+    assert [snapshot and snapshot.version for snapshot in taken] == [2, 4, None]
+    for snapshot in taken[:2]:
+        snapshot.release()
+    check_invariants(pserver)
+
+
 async def test_of_two_copies_that_wait_the_higher_rank_stays():
     pserver, _ = await saving()
     pserver.store.take_snapshot().release()

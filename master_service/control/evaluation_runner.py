@@ -1,0 +1,66 @@
+"""What the leader of a job does for evaluations while the job trains: it begins each once its checkpoint is committed.
+
+checkpoint committed ─► begun      trainers wait for one whose checkpoint does not come within `recovery_timeout_s` ─► left out
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from master_service.core.changes import Decision
+from master_service.core.decisions import evaluation
+from master_service.core.state.job import Job
+from master_service.store.writer import Writer
+from shared.records import AcquireTask
+from shared.runtime import clock
+from shared.runtime.waiting import event_within
+
+TICK_S = 1.0
+
+
+def note_awaited(job: Job, ask: AcquireTask, now: float) -> None:
+    """In place and in memory only: a trainer asks for a task of an evaluation that has not begun. It does not train meanwhile, so no
+    task of training is late."""
+    status = job.evaluation
+    if status.running is not None or ask.epoch <= status.settled:
+        job.awaited = None
+        return
+    if job.awaited is None or job.awaited[0] != ask.epoch:
+        job.awaited = ask.epoch, now
+    job.training.grant_again(now)
+
+
+class EvaluationRunner:
+    """Of one term. `look_again` after each change of the members or the checkpoints."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self._changed = asyncio.Event()
+
+    def look_again(self) -> None:
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Until the writer's term ends (raises NotLeader) or cancelled."""
+        if self._writer.job.spec.evaluate_every is None:
+            return
+        while True:
+            if evaluation.next_due(self._writer.job) is not None:
+                await self._writer.decide(lambda job, _: evaluation.begin(job))
+            await self._leave_out_lost()
+            await event_within(self._changed, TICK_S)
+            self._changed.clear()
+
+    async def _leave_out_lost(self) -> None:
+        awaited, limit_s = self._writer.job.awaited, self._writer.job.spec.recovery_timeout_s
+        if awaited is None or clock.monotonic() - awaited[1] <= limit_s:
+            return
+        cause = f"its checkpoint was not written within recovery_timeout_s {limit_s:g}"
+
+        def lost(job: Job, _now: float) -> Decision[None]:
+            if job.evaluation.running is not None or evaluation.next_due(job) is not None:
+                return Decision(None)
+            return evaluation.leave_out(job, awaited[0], cause)
+
+        await self._writer.decide(lost)
+        self._writer.job.awaited = None

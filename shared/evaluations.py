@@ -1,0 +1,90 @@
+"""Evaluations while a job trains: of which versions, by what they are compared, what came out.
+
+version due ─► its checkpoint is committed ─► tasks over the evaluation dataset ─► metrics ─► Evaluation, and the next EvaluationStatus
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from shared.records.checkpoints import CheckpointRef
+from shared.records.record import Record
+from shared.records.step import StepRecord
+
+MOST_METRICS = 64
+
+
+class BestEvaluation(Record):
+    """The evaluation with the best value of keep_best's metric so far. `checkpoint`: uuid of its parameters."""
+
+    number: int
+    step: int
+    checkpoint: str
+    metric: str
+    value: float
+
+
+class Evaluation(Record):
+    """Evaluation `number` of a job (counted from 1), of the version `step`, which `checkpoint` holds. `metrics`: as the script's
+    `metrics(sums)` gives them; values that are not finite are left out. `left_out`: why there is no result. `best`: the best one up to here, this one
+    included."""
+
+    number: int
+    step: int
+    timeline: int
+    checkpoint: str
+    metrics: Annotated[dict[str, float], Field(max_length=MOST_METRICS)] = Field(default_factory=dict)
+    left_out: str = ""
+    best: BestEvaluation | None = None
+
+
+class RunningEvaluation(Record):
+    """Its tasks are given out."""
+
+    number: int
+    ref: CheckpointRef
+
+
+class EvaluationStatus(Record):
+    """What members follow. It holds for `timeline` only. Evaluations up to number `settled` are over; `recent`: the last two of them."""
+
+    timeline: int = 0
+    settled: int = 0
+    running: RunningEvaluation | None = None
+    recent: tuple[Evaluation, ...] = ()
+    best: BestEvaluation | None = None
+
+    @property
+    def number(self) -> int:
+        """Of the evaluation that runs, or of the last one that is over."""
+        return self.running.number if self.running is not None else self.settled
+
+    def result(self, number: int) -> Evaluation | None:
+        """Of that evaluation, if it is one of the last two."""
+        return next((each for each in self.recent if each.number == number), None)
+
+
+def evaluation_of(record: StepRecord, every: int | str | None, epochs: int) -> int | None:
+    """The number of the evaluation that is due at this version; None: none is. The last version is evaluated after training."""
+    if every is None or record.version == 0 or not record.positions:
+        return None
+    over = all(position.exhausted for position in record.positions)
+    epoch = max(position.epoch for position in record.positions)
+    if over and epoch + 1 >= epochs:
+        return None
+    if every == "epoch":
+        return epoch + 1 if over else None
+    assert isinstance(every, int)
+    return None if record.version % every else record.version // every
+
+
+def evaluations_before(record: StepRecord, every: int | str | None) -> int:
+    """How many evaluations are due at versions before this one."""
+    if every is None or record.version == 0 or not record.positions:
+        return 0
+    if every == "epoch":
+        return max(position.epoch for position in record.positions)
+    assert isinstance(every, int)
+    return (record.version - 1) // every

@@ -1,0 +1,213 @@
+"""Evaluations while a job trains, as the master decides them."""
+
+from __future__ import annotations
+
+import pytest
+
+from master_service.core.changes import Decision
+from master_service.core.decisions import evaluation, tasks
+from master_service.core.queue.file_table import FileTable, TableFile
+from master_service.core.state.job import Job
+from master_service.core.state.members import Members
+from shared.errors import StaleAttempt
+from shared.evaluations import evaluation_of, evaluations_before
+from shared.records import (
+    AcquireTask,
+    CompleteTask,
+    FailTask,
+    JobSpec,
+    JobState,
+    Phase,
+    SlotMap,
+    Task,
+    TrainerList,
+    UserFailure,
+)
+from shared.records.checkpoints import CheckpointLatest, CheckpointRef
+from shared.records.datasets import TextLines
+from shared.records.step import LanePosition, StepRecord
+
+DATASET = TextLines("a.txt")
+
+
+def ref(number: int, step: int = 0, timeline: int = 0) -> CheckpointRef:
+    return CheckpointRef(
+        uuid=f"u{number}", step=step or 10 * number, timeline=timeline, manifest="m", evaluation=number
+    )
+
+
+class Trained:
+    """A job whose evaluations have 2 tasks of 4 records. `kept`: newest first."""
+
+    def __init__(self, *kept: CheckpointRef) -> None:
+        spec = JobSpec(
+            job="j", script="s", storage="d", dataset=DATASET, evaluation_dataset=DATASET, evaluate_every=10, lanes=2,
+            global_batch_size=4, records_per_task=4, max_task_failures=2,
+        )  # fmt: skip
+        self.job = Job.open(spec, FileTable((TableFile("a.txt", 8),), 4), FileTable((TableFile("b.txt", 8),), 4))
+        self.job.state = JobState(phase=Phase.RUNNING, generation=1)
+        self.job.trainers = TrainerList(generation=1, lanes=2, names=("t1", "t2", "t3"))
+        self.keep(*kept)
+        self.events: list[str] = []
+        self.requests = 0
+
+    def keep(self, *kept: CheckpointRef) -> None:
+        slots = SlotMap(version=1, owners=(0,))
+        first = kept[0]
+        self.job.members = Members(
+            latest=CheckpointLatest(
+                uuid=first.uuid, step=first.step, timeline=first.timeline, term=1, timestamp="", manifest="m", slots=slots, kept=kept
+            )
+        )  # fmt: skip
+
+    def do(self, decision: Decision[object]) -> object:
+        for change in decision.changes:
+            self.job.apply(change, 0.0)
+        self.events += [event.message for event in decision.events]
+        return decision.answer
+
+    def ask(self, trainer: str = "t1", awaited: int = 0) -> str | Task:
+        self.requests += 1
+        ask = AcquireTask(trainer=trainer, request=f"r{self.requests}", generation=1, beside=True, epoch=awaited)
+        answer = tasks.acquire(self.job, ask)
+        self.do(answer)
+        return answer.answer.task or answer.answer.answer
+
+    def complete(self, task: str | Task, trainer: str = "t1", **sums: float) -> None:
+        assert isinstance(task, Task)
+        report = CompleteTask(
+            trainer=trainer, attempt=task.attempt, epoch=task.epoch, timeline=task.timeline, sums=sums
+        )
+        self.do(tasks.complete(self.job, task.task_id, report))
+
+    def evaluate(self, metric: float) -> None:
+        assert self.do(evaluation.begin(self.job))
+        for value in (1.0, 2.0):
+            self.complete(self.ask(), right=value)
+        self.complete(self.ask(), accuracy=metric)
+
+
+def test_an_evaluation_begins_with_its_checkpoint_and_gives_its_tasks_then_the_metrics():
+    trained = Trained(ref(1))
+    assert trained.ask() == "end"
+    assert trained.ask(awaited=1) == "wait"
+    assert trained.do(evaluation.begin(trained.job))
+    assert not trained.do(evaluation.begin(trained.job))
+    first, second = trained.ask("t1"), trained.ask("t2")
+    assert [task.task_id for task in (first, second) if isinstance(task, Task)] == ["validate-0", "validate-1"]
+    assert trained.ask("t3") == "wait"
+    trained.complete(second, "t2", right=2.5, records=4)
+    trained.complete(first, right=1.5, records=4)
+    assert trained.job.validation.sums == {"right": 4.0, "records": 8.0}
+    metrics = trained.ask()
+    assert isinstance(metrics, Task)
+    assert metrics.task_id == "metrics-0"
+    trained.complete(metrics, accuracy=0.5, broken=float("nan"))
+    assert trained.job.evaluations[1].metrics == {"accuracy": 0.5}
+    assert trained.events == ["evaluation 1 begins: step 10", "evaluation 1 (step 10): accuracy 0.5"]
+    assert trained.ask(awaited=1) == "end"
+    assert not trained.job.validation.sums
+
+
+def test_training_tasks_are_given_beside_an_evaluation():
+    trained = Trained(ref(1))
+    trained.do(evaluation.begin(trained.job))
+    trained.ask("t3")
+    answer = tasks.acquire(trained.job, AcquireTask(trainer="t1", request="l", generation=1, stream=0)).answer
+    assert answer.task is not None
+    assert answer.task.task_id.isdigit()
+
+
+def test_a_report_of_an_earlier_evaluation_is_stale():
+    trained = Trained(ref(1))
+    trained.do(evaluation.begin(trained.job))
+    late = trained.ask("t2")
+    assert isinstance(late, Task)
+    trained.do(evaluation.leave_out(trained.job, 1, "lost"))
+    trained.keep(ref(2), ref(1))
+    trained.do(evaluation.begin(trained.job))
+    again = trained.ask("t2")
+    assert isinstance(again, Task)
+    assert (again.task_id, again.attempt) == (late.task_id, late.attempt)
+    with pytest.raises(StaleAttempt):
+        trained.complete(late, "t2", right=1.0)
+
+
+def test_the_tasks_of_a_lost_trainer_and_late_ones_are_given_again():
+    trained = Trained(ref(1))
+    trained.do(evaluation.begin(trained.job))
+    trained.ask("t3")
+    trained.job.trainers = TrainerList(generation=1, lanes=2, names=("t1", "t2"))
+    trained.do(tasks.put_back_lost(trained.job))
+    again = trained.ask("t1")
+    assert isinstance(again, Task)
+    assert (again.task_id, again.attempt) == ("validate-0", 2)
+    trained.do(tasks.expire(trained.job, 1e9))
+    third = trained.ask("t2")
+    assert isinstance(third, Task)
+    assert (third.task_id, third.attempt) == ("validate-0", 3)
+
+
+def test_a_rollback_forgets_what_came_after_its_checkpoint():
+    trained = Trained(ref(1))
+    trained.evaluate(0.5)
+    trained.keep(ref(2), ref(1))
+    trained.evaluate(0.6)
+    trained.keep(ref(3), ref(2), ref(1))
+    trained.do(evaluation.begin(trained.job))
+    trained.ask()
+    trained.job.state = trained.job.state.model_copy(update={"timeline": 7, "checkpoint": "u1"})
+    trained.do(Decision(None, evaluation.rewind(trained.job, 15)))
+    status = trained.job.evaluation
+    assert (status.timeline, status.settled, status.running) == (7, 1, None)
+    assert list(trained.job.evaluations) == [1]
+    assert not trained.do(evaluation.begin(trained.job)), "those of the timeline that was left do not count"
+    trained.keep(ref(2, timeline=7), ref(3), ref(2), ref(1))
+    trained.evaluate(0.6)
+    assert trained.job.evaluations[2].timeline == 7
+
+
+def test_a_checkpoint_that_is_damaged_leaves_its_evaluation_out_and_the_job_goes_on():
+    trained = Trained(ref(1))
+    trained.do(evaluation.begin(trained.job))
+    failure = UserFailure(error_type="CHECKPOINT_UNUSABLE", message="changed")
+    for _ in range(2):
+        task = trained.ask()
+        assert isinstance(task, Task)
+        report = FailTask(trainer="t1", attempt=task.attempt, epoch=task.epoch, failure=failure)
+        trained.do(tasks.fail_task(trained.job, task.task_id, report))
+    assert trained.job.state.phase is Phase.RUNNING
+    assert "changed" in trained.job.evaluations[1].left_out
+    assert trained.job.evaluation.settled == 1
+
+
+def test_an_error_of_the_script_ends_the_job():
+    trained = Trained(ref(1))
+    trained.do(evaluation.begin(trained.job))
+    for _ in range(2):
+        task = trained.ask()
+        assert isinstance(task, Task)
+        failed = UserFailure(error_type="KeyError", message="x")
+        report = FailTask(trainer="t1", attempt=task.attempt, epoch=task.epoch, failure=failed)
+        trained.do(tasks.fail_task(trained.job, task.task_id, report))
+    assert trained.job.state.phase is Phase.FAILED
+
+
+@pytest.mark.parametrize(
+    ("version", "epoch", "exhausted", "every", "number", "before"),
+    [
+        (0, 0, False, 5, None, 0),
+        (5, 0, False, 5, 1, 0),
+        (6, 0, True, 5, None, 1),
+        (12, 1, True, "epoch", 2, 1),
+        (13, 2, False, "epoch", None, 2),
+        (15, 2, True, 5, None, 2),  # the last version is evaluated after training
+        (15, 2, True, "epoch", None, 2),
+        (10, 0, True, None, None, 0),
+    ],
+)
+def test_which_versions_are_evaluated(version, epoch, exhausted, every, number, before):
+    positions = tuple(LanePosition(lane=lane, epoch=epoch, exhausted=exhausted) for lane in range(2))
+    record = StepRecord(version=version, positions=positions)
+    assert evaluation_of(record, every, 3) == number
+    assert evaluations_before(record, every) == before

@@ -1,0 +1,303 @@
+"""Evaluations while the job trains: tasks over the evaluation dataset, with the parameters of a checkpoint, a minibatch at a time.
+
+    run (beside the loops):  task acquired ─► checkpoint and records read ─► [minibatches] ─► reported
+    the loops, when no gradient is being computed:  between_steps │ as a spare │ until_settled ─► one minibatch of that task
+
+Spares evaluate. If there are none, every trainer does, one minibatch between two steps. Training is not changed by a bit: the
+parameters are a second set of values, and all else that a minibatch may change is set before each one that is trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from shared.checkpoints import stored
+from shared.errors import (
+    CheckpointUnusable,
+    PeerError,
+    StaleGeneration,
+    StorageUnreachable,
+    TriremeError,
+    UserCodeError,
+)
+from shared.etcd.reading import must_read
+from shared.evaluations import EvaluationStatus, RunningEvaluation, evaluation_of, evaluations_before
+from shared.lanes import step_seed
+from shared.records import JobSpec, TakeNext, Task, TaskKind, ValidationSums
+from shared.records.checkpoints import CheckpointRef
+from shared.records.step import StepRecord
+from shared.runtime import ids, telemetry
+from shared.runtime.waiting import event_within
+from trainer_agent.data import minibatches_in
+from trainer_agent.loops.context import LoopContext
+from trainer_agent.loops.timeline import timeline_of
+from trainer_agent.model.compute import Compute
+from trainer_agent.tasks.source import LoadedTask, TaskFailed, TaskSource
+from trainer_agent.waiting.retry import retry
+
+LOOK_S = 0.5
+STORAGE_TRIES = 4
+PAUSE_S = 0.5
+PATIENCE_S = 30.0
+
+log = telemetry.logger("evaluating")
+
+
+def minibatch_seed(spec: JobSpec, task: Task, number: int) -> int:
+    """Of a minibatch that is evaluated: the same for every evaluation and whoever does it."""
+    return step_seed(spec.seed, int(task.task_id.rpartition("-")[2]), -2 - number)
+
+
+@dataclass
+class TaskSums:
+    """The sums over the minibatches of one task, the first ones first. `done`: how many."""
+
+    loaded: LoadedTask
+    total: int
+    done: int = 0
+    sums: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, loaded: LoadedTask, spec: JobSpec) -> TaskSums:
+        return cls(loaded, minibatches_in(len(loaded.shard), spec.minibatch_size))
+
+    @property
+    def complete(self) -> bool:
+        return self.done >= self.total
+
+    async def next(self, source: TaskSource, compute: Compute, *, pinned: bool = False) -> None:
+        """In place: one more minibatch. Raises UserCodeError."""
+        number, task = self.done, self.loaded.task
+        records, seed = source.minibatch(self.loaded, number), minibatch_seed(source.spec, task, number)
+        for name, value in (await compute.evaluate(records, seed, pinned=pinned)).items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        self.done = number + 1
+
+
+class _Work:
+    """What the loops have to compute of a task, a piece at a time: `piece()` says whether that was the last one."""
+
+    def __init__(self, task: Task, piece: Callable[[], Awaitable[bool]]) -> None:
+        self.task, self._piece = task, piece
+        self.pieces = 0
+        self.over = asyncio.Event()
+        self.error: UserCodeError | None = None
+
+    async def next(self) -> bool:
+        """One piece. Whether it is over."""
+        try:
+            over = await self._piece()
+        except UserCodeError as error:
+            self.error, over = error, True
+        self.pieces += 1
+        if over:
+            self.over.set()
+        return over
+
+
+class Evaluator:
+    """Of one trainer. Run `run()`; the other methods are called by one loop at a time."""
+
+    def __init__(self, context: LoopContext) -> None:
+        self._context, self._spec, self._directory = context, context.spec, context.directory
+        self._source, self._compute, self._etcd = context.source, context.compute, context.etcd
+        self._work: _Work | None = None
+        self._pinned: CheckpointRef | None = None
+        self._awaited = 0  # the evaluation that this trainer waits for
+        self._for_loops, self._for_run = (
+            asyncio.Event(),
+            asyncio.Event(),
+        )  # there is something to do, or the job has changed
+        if context.spec.evaluate_every is not None:
+            context.directory.observers.append(self._look_again)
+
+    def __repr__(self) -> str:
+        return f"<Evaluator {self._source.trainer}: {self._work.task.task_id if self._work else 'no task'}>"
+
+    def _look_again(self) -> None:
+        self._for_loops.set()
+        self._for_run.set()
+
+    @property
+    def status(self) -> EvaluationStatus:
+        """Of the job's present timeline."""
+        status, timeline = self._directory.evaluation, timeline_of(self._directory)
+        return status if status is not None and status.timeline == timeline else EvaluationStatus(timeline=timeline)
+
+    def held(self) -> list[tuple[Task, int]]:
+        """The task being evaluated and how many of its minibatches are done."""
+        return [(self._work.task, self._work.pieces)] if self._work is not None else []
+
+    # ------------------------------------------------------------ called by the loops
+
+    async def between_steps(self, version: StepRecord) -> None:
+        """`version` is in use. At a version that is evaluated: until the evaluation before it is over. Else one minibatch at most."""
+        number = evaluation_of(version, self._spec.evaluate_every, self._spec.epochs)
+        if number is not None:
+            await self.until_settled(number - 1)
+        elif self._work is not None:
+            await self._next_piece(self._work)
+
+    async def after_training(self, version: StepRecord | None) -> None:
+        """Until all evaluations before the last version are over."""
+        if version is not None:
+            await self.until_settled(evaluations_before(version, self._spec.evaluate_every))
+
+    async def until_settled(self, number: int) -> None:
+        """Evaluate until evaluation `number` is over, or this trainer shall stop."""
+        try:
+            while self.status.settled < number and not self._context.stopping.is_set():
+                if self._awaited != number:
+                    self._awaited = number
+                    self._for_run.set()
+                    log.info("waiting", what=f"evaluation {number}")
+                await self.for_a_while()
+        finally:
+            self._awaited = 0
+
+    async def as_spare(self) -> None:
+        """While there is nothing to train: returns when the job may have changed."""
+        if self._spec.evaluate_every is None:
+            await self._directory.changed(self._directory.revision, LOOK_S)
+        else:
+            await self.for_a_while()
+
+    async def for_a_while(self) -> None:
+        """One minibatch; without a task, until there is one or the job has changed, at most LOOK_S."""
+        if self._work is not None:
+            await self._next_piece(self._work)
+            return
+        await event_within(self._for_loops, LOOK_S)
+        self._for_loops.clear()
+
+    async def _next_piece(self, work: _Work) -> None:
+        if await work.next() and self._work is work:
+            self._work = None
+
+    # ------------------------------------------------------------ beside the loops
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        if self._spec.evaluate_every is None:
+            return
+        while True:
+            if not self._takes_part():
+                if self.status.running is None and self._pinned is not None:
+                    self._compute.forget_pinned()
+                    self._pinned = None
+                await self._until_wanted()
+                continue
+            try:
+                answer = await self._source.acquire_beside(self._context.transfer.generation, self._awaited)
+                task = answer.task
+                while task is not None:
+                    task = await self._do(task)
+            except TriremeError as error:
+                log.info("not_evaluated", cause=error.message)
+                await asyncio.sleep(ids.jitter(PAUSE_S))
+            else:
+                if answer.task is None:
+                    await self._until_wanted()
+
+    def _takes_part(self) -> bool:
+        """Spares do, and all trainers if there are none or if training waits."""
+        trainers, me = self._directory.trainers, self._source.trainer
+        if me not in trainers or (self.status.running is None and not self._awaited):
+            return False
+        has_spares = len(trainers.names) > trainers.owner_count
+        return bool(self._awaited) or not has_spares or trainers.places[me] >= trainers.owner_count
+
+    async def _until_wanted(self) -> None:
+        await event_within(self._for_run, LOOK_S)
+        self._for_run.clear()
+
+    async def _do(self, task: Task) -> Task | None:
+        """The next task, if the master gave one when this one was completed. Raises TriremeError."""
+        log.info("task_started", task=task.task_id, attempt=task.attempt, evaluation=task.epoch)
+        try:
+            sums = await (self._metrics(task) if task.kind is TaskKind.METRICS else self._sums(task))
+        except (UserCodeError, TaskFailed) as error:
+            await self._source.fail(task, error.error if isinstance(error, TaskFailed) else error)
+            return None
+        following = TakeNext(request=ids.new_id("task"), generation=self._context.transfer.generation)
+        return await self._source.complete(task, self._source.completion(task, sums=sums), following)
+
+    async def _metrics(self, task: Task) -> dict[str, float]:
+        """Of all sums. Raises UserCodeError, StaleGeneration."""
+        key = self._directory.keys.validation
+        read = await retry(lambda: self._etcd.get(key), "the sums of the evaluation")
+        sums = must_read(ValidationSums, key, read.value).sums if read else {}
+        metrics: dict[str, float] = {}
+
+        async def compute() -> bool:
+            metrics.update(await self._compute.metrics(sums) if sums else {})
+            return True
+
+        await self._done_by_loops(_Work(task, compute))
+        return metrics
+
+    async def _sums(self, task: Task) -> dict[str, float]:
+        """Raises UserCodeError, TaskFailed, StaleGeneration, DeadlineExceeded."""
+        await self._directory.wait_for(
+            lambda _: self.status.number >= task.epoch, PATIENCE_S, f"evaluation {task.epoch}"
+        )
+        running = self._running(task)
+        if self._pinned != running.ref:
+            await self._load(task, running.ref)
+        sums = TaskSums.of(LoadedTask(task, await self._source.read(task)), self._spec)
+
+        async def compute() -> bool:
+            if not sums.complete:
+                await sums.next(self._source, self._compute, pinned=True)
+            return sums.complete
+
+        await self._done_by_loops(_Work(task, compute))
+        return sums.sums
+
+    def _running(self, task: Task) -> RunningEvaluation:
+        """Raises StaleGeneration: the task's evaluation is over."""
+        running = self.status.running
+        if running is None or running.number != task.epoch:
+            raise StaleGeneration(f"evaluation {task.epoch} is over")
+        return running
+
+    async def _done_by_loops(self, work: _Work) -> None:
+        """Raises UserCodeError, StaleGeneration."""
+        self._work = work
+        self._for_loops.set()
+        try:
+            while not await event_within(work.over, LOOK_S):
+                self._running(work.task)
+        finally:
+            if self._work is work:
+                self._work = None
+        if work.error is not None:
+            raise work.error
+
+    async def _load(self, task: Task, ref: CheckpointRef) -> None:
+        """The checkpoint's values. Raises TaskFailed."""
+        self._pinned = None
+        for attempt in range(STORAGE_TRIES):
+            try:
+                await self._source.offload(read_checkpoint, self._spec, ref, self._compute.pinned)
+            except CheckpointUnusable as error:
+                raise TaskFailed(task, error) from error
+            except (OSError, PeerError) as error:
+                log.warning("checkpoint_unread", checkpoint=ref.uuid, step=ref.step, cause=str(error))
+                if attempt + 1 == STORAGE_TRIES:
+                    message = (
+                        f"checkpoint {ref.uuid} (step {ref.step}) could not be read {STORAGE_TRIES} times: {error}"
+                    )
+                    raise TaskFailed(task, StorageUnreachable(message)) from error
+                await asyncio.sleep(ids.jitter(PAUSE_S * 2**attempt))
+            else:
+                self._pinned = ref
+                return
+
+
+def read_checkpoint(spec: JobSpec, ref: CheckpointRef, memory: Callable[[int], memoryview]) -> None:
+    """The values of all blocks. Blocks. Raises CheckpointUnusable, OSError."""
+    manifest = stored.read_manifest(spec.storage, spec.job, ref)
+    stored.read_values(spec.storage, ref, manifest, memory)
