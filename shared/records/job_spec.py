@@ -199,9 +199,6 @@ class JobSettings(Record):
             if self.mode is Mode.SYNC and value != default:
                 msg = f"{name} is {value}, which only asynchronous jobs can have; use mode async or leave it out"
                 raise ValueError(msg)
-        if self.mode is Mode.ASYNC and self.clip_grad_norm is not None:
-            msg = "clip_grad_norm is for synchronous jobs; clip_lane_norm limits the gradient of each minibatch of an asynchronous job"
-            raise ValueError(msg)
         if self.evaluate_every is not None:
             self._check_evaluations()
         if self.block_bytes % 64:

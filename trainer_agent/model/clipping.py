@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
+from trainer_agent.model.finite import WHAT_TO_DO, NonFiniteError
 from trainer_agent.model.flat import Plan, Vector
 
 
@@ -15,6 +17,18 @@ def norm_of_vector(plan: Plan, gradients: Vector) -> float:
     segments = plan.layout.segments
     blocks = (gradients.blocks[b.number] for b in plan.blocks if segments[b.segment].kind == "param")
     return norm_of(squares_of(block.cpu()) for block in blocks)
+
+
+def clip(plan: Plan, gradients: Vector, limit: float, *, any_norm: bool) -> None:
+    """In place. Raises NonFiniteError, unless `any_norm`: then a NaN makes all NaN, as in nn.utils.clip_grad_norm_."""
+    norm = norm_of_vector(plan, gradients)
+    if not any_norm and not math.isfinite(norm):
+        msg = f"the norm of the mean gradient is {norm}, although that of each minibatch is finite; {WHAT_TO_DO}"
+        raise NonFiniteError(msg)
+    if (factor := clip_factor(norm, limit)) != 1.0:
+        for segment, values in zip(plan.layout.segments, gradients.segments, strict=True):
+            if segment.kind == "param":
+                values.mul_(factor)
 
 
 class GradientClipper:

@@ -20,6 +20,7 @@ from shared.blocks.buffer_mean import add_changes, bits_of, combine_buffers
 from shared.blocks.narrow import DTYPES, round_to
 from shared.lanes import Interval, combine
 from shared.records.job_spec import Narrow
+from trainer_agent.model.clipping import clip
 from trainer_agent.model.finite import all_finite, is_finite
 from trainer_agent.model.flat import Plan, Vector
 from trainer_agent.model.send_buffers import SendBuffers, overflow
@@ -44,7 +45,8 @@ class GradientTree:
     block is rounded to at every node. `whole`: the vectors are a GPU's, which is not waited for block by block: `close` does all
     for whole segments, and sends the vector in one copy. `finite`: gradients of a lane that are not finite are noticed as its
     blocks finish; then the lane is `broken`, and no more of its node is announced. `counts`: see LiveBuffers. `shared`: see
-    Vector. `add`, `finish` and `close` raise OverflowError if a value does not fit the dtype.
+    Vector. `limit`: the norm of each node's gradient is limited to it, so `close` does all. `add`, `finish` and `close` raise
+    OverflowError if a value does not fit the dtype, `close` NonFiniteError if the norm is not finite (`any_norm`: it does not).
     """
 
     def __init__(
@@ -58,9 +60,11 @@ class GradientTree:
         finite: bool = False,
         counts: bool = False,
         shared: bool = False,
+        limit: float | None = None,
+        any_norm: bool = False,
     ) -> None:
         segments = plan.layout.segments
-        self._whole = whole
+        self._whole, self._limit, self._any_norm = whole, limit, any_norm
         # the pieces that are combined: blocks, or whole segments
         piece_segments = list(range(len(segments))) if whole else [block.segment for block in plan.blocks]
         self._means: list[Callable[..., tuple[Any, int]]] = [
@@ -186,17 +190,23 @@ class GradientTree:
             self._announce(block)
             return
         self._combine(block)
+        self._send(self._result, block)
+
+    def _send(self, result: int, block: int) -> None:
         if self._send_buffers is None:
             self._announce(block)
         else:
-            self._send_buffers.put(self._result, block, self.slots[self._result].blocks[block], self._announce)
+            self._send_buffers.put(result, block, self.slots[result].blocks[block], self._announce)
 
     def close(self) -> None:
         """Finish what is left (parameters without gradient, buffers); the slots of the other subtrees become free."""
         if (slot := self._fold[-1].slot) is not None:
             self.is_finite(slot)
-        if self._whole and self._result is not None and not self.broken:
-            self._finish_all(self._result)
+        if self._result is not None and not self.broken:
+            if self._whole:
+                self._finish_all(self._result)
+            elif self._limit is not None:
+                self._finish_blocks(self._result, self._limit)
         for block, done in enumerate(self._done):
             if not done:
                 self.finish(block)
@@ -208,10 +218,27 @@ class GradientTree:
         assert self._send_buffers is not None
         for piece in range(len(self._means)):
             self._combine(piece)
+        if self._limit is not None:
+            clip(self._plan, self.slots[result], self._limit, any_norm=self._any_norm)
         self._send_buffers.put_all(result, self.slots[result])
         self._unsent[self._node] = {block.number for block in self._buffer_blocks if self._is_unchanged(block.number)}
         for block in self._plan.blocks:
             self._announce(block.number)
+        self._done = [True] * len(self._done)
+
+    def _finish_blocks(self, result: int, limit: float) -> None:
+        """All blocks of the node, once it is clipped."""
+        self._unsent[self._node] = {block.number for block in self._buffer_blocks if self._is_unchanged(block.number)}
+        numbers = [block.number for block in self._plan.blocks]
+        for block in numbers:
+            if block not in self._unsent[self._node]:
+                self._combine(block)
+        clip(self._plan, self.slots[result], limit, any_norm=self._any_norm)
+        for block in numbers:
+            if block in self._unsent[self._node]:
+                self._announce(block)
+            else:
+                self._send(result, block)
         self._done = [True] * len(self._done)
 
     def _combine(self, piece: int) -> None:

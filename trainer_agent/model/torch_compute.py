@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from shared.blocks.narrow import DTYPES
-from shared.errors import InvalidArgument
+from shared.errors import InvalidArgument, UserCodeError
 from shared.lanes import Interval
 from shared.logged_metrics import Logged
 from shared.records import JobSpec, Mode
@@ -77,6 +77,8 @@ class TorchCompute:
             )
         rounded = payloads if spec.mode is Mode.SYNC else ()
         self._finite, self._skips = spec.on_nonfinite != "ignore", spec.on_nonfinite == "skip"
+        # synchronous: parameter servers clip the mean over all lanes
+        self._limit = spec.clip_grad_norm if spec.mode is Mode.ASYNC else None
         self.tree = GradientTree(
             self.plan,
             self._device,
@@ -86,6 +88,8 @@ class TorchCompute:
             finite=self._finite and spec.clip_lane_norm is None,  # to clip, the norm of all gradients is computed
             counts=spec.mode is Mode.ASYNC,
             shared=shared,
+            limit=self._limit,
+            any_norm=not self._finite,
         )
         self.minibatch = MinibatchRunner(
             user,
@@ -219,7 +223,8 @@ class TorchCompute:
     ) -> LaneResult:
         entry = Entry(1, len(records), self.tree.take()) if records else Entry(1, 0, None)
         last = lane == node[1] - 1
-        overlaps = last and not self._skips  # what is announced cannot be left out any more
+        # what is announced cannot be left out or scaled down any more
+        overlaps = last and not self._skips and self._limit is None
         if overlaps:
             self.tree.open(node, entry, announce)
         loss_sum, skipped = 0.0, 0
@@ -237,7 +242,10 @@ class TorchCompute:
             entry, loss_sum, skipped, logged = Entry(1, 0, None), 0.0, entry.count, {}
         if last and not overlaps:
             self.tree.open(node, entry, announce)
-            self._close(entry)
+            try:
+                self._close(entry)
+            except NonFiniteError as error:  # the norm
+                raise self._user.error_of(error, fatal=True) from error
         elif not last:
             self._user.guard(self.tree.add, entry)
         return LaneResult(loss_sum, entry.count, skipped, logged)
@@ -255,7 +263,12 @@ class TorchCompute:
 
     def _close(self, last: Entry) -> None:
         """Raises NonFiniteError."""
-        self._user.guard(self.tree.close)
+        try:
+            self._user.guard(self.tree.close)
+        except UserCodeError as error:
+            if isinstance(error.__cause__, NonFiniteError):  # the norm; no fault of one task
+                raise error.__cause__ from None
+            raise
         if self.tree.broken and last.slot is not None:
             self.minibatch.check_gradients()
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from master_service.core.queue.epoch_order import EpochOrder
-from shared.records import Phase
+from shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
+from shared.records import Mode, Phase
 from tests.trainer_agent.cluster import cluster, trained
-from tests.trainer_agent.scripts import RECORDS, differing, spec_for, train_plainly, write_script
+from tests.trainer_agent.scripts import RECORDS, differing, records, spec_for, train_plainly, write_script
 from trainer_agent.data import minibatch_indices
 from trainer_agent.script.user_module import load
 from trireme.plain import run
@@ -108,3 +109,36 @@ async def test_a_killed_trainer_changes_no_bit(tmp_path):
         norms = [pserver.store.history.record(pserver.store.lowest).grad_norm for pserver in made.pservers]
         assert norms[0] == norms[1]
         assert math.isfinite(norms[0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("push_every", [1, 3])
+async def test_an_asynchronous_trainer_clips_what_it_pushes(build, dtype, push_every):
+    values = {"mode": "async", "push_every": push_every, "gradient_dtype": dtype}
+    plain, clipping = build(values), build({**values, "clip_grad_norm": LIMIT})
+    node, batches = (4, 4 + push_every), [records(4, number) for number in range(push_every)]
+    vectors = []
+    for compute in (plain, clipping):
+        announced = []
+        for number, batch in zip(range(*node), batches, strict=True):
+            await compute.gradient(node, number, number, batch, announced.append)
+        assert sorted(announced) == list(range(len(compute.plan.blocks)))
+        segments = compute.layout.segments
+        vectors.append(
+            [compute.tree.slots[compute.tree._results[node]].blocks[b.number].clone() for b in compute.plan.blocks]
+        )
+        sent = [bytes(compute.contribution(node, b.number)) for b in compute.plan.blocks]
+        assert all(sent[b.number] for b in compute.plan.blocks if segments[b.segment].kind == "param")
+    trained = [b.number for b in plain.plan.blocks if plain.layout.segments[b.segment].kind == "param"]
+    norm = norm_of(squares_of(vectors[0][number]) for number in trained)
+    assert norm > LIMIT
+    for number, (whole, clipped) in enumerate(zip(*vectors, strict=True)):
+        factor = clip_factor(norm, LIMIT) if number in trained else 1.0
+        assert torch.equal(clipped, whole * factor if factor != 1.0 else whole), number
+
+
+async def test_one_asynchronous_trainer_has_the_bits_of_plain_training(tmp_path):
+    script = write_script(tmp_path, model=WITHOUT_NOISE)
+    spec = spec_for(script, clip_grad_norm=LIMIT)
+    ours = await trained(spec.model_copy(update={"mode": Mode.ASYNC, "checkpoint_kind": "independent"}))
+    assert differing(ours, dict(run(load(script), spec).model.state_dict())) == []
