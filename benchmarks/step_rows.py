@@ -114,6 +114,7 @@ class OurRow:
     mode: str
     pservers: int
     folder: Path
+    clip_grad_norm: float | None = None
 
     async def __aenter__(self) -> Self:
         self._stack = AsyncExitStack()
@@ -121,6 +122,7 @@ class OurRow:
         changes: dict[str, Any] = {
             "mode": self.mode,
             "lanes": 2,
+            "clip_grad_norm": self.clip_grad_norm,
             "trainers": 2,
             "pservers": self.pservers,
             "epochs": 100_000,

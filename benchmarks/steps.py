@@ -1,7 +1,7 @@
 """Training steps per second: plain PyTorch, DDP over gloo (tuned, and by default), and ours, on real models at the same global batch.
 
     python -m benchmarks.steps [--models charlm,mlp] [--rows plain,ddp,...] [--rounds 9] [--seconds 3] [--bind]
-                               [--markdown | --json]
+                               [--clip] [--markdown | --json]
 
 Every row trains the same script in processes of its own, one torch thread each. All rows of a model are started once and
 stopped (SIGSTOP); a round lets one after the other go on for a while, so rows of one round share the machine's mood and
@@ -9,6 +9,7 @@ ratios are taken round by round. Plain PyTorch and `ddp` run at their best (torc
 have them), `ddp0` with torch's defaults; ratios are against the faster one. An asynchronous step is a global batch of records applied at the parameter servers, so all
 rows count the same records. `CPU ms`: processor time of a step, in all trainers (or ranks), parameter servers, and the
 rest (etcd, master). `others' cores`: what everybody else on the machine took meanwhile; ratios mean little if that is much.
+--clip compares our synchronous rows with the same ones that clip each step's gradient by its norm (`clip_grad_norm`).
 --bind gives the trainers (or ranks) of each row a core each, where the kernel would pack them.
 
 A second table tells of our rows, measured after the rounds, how late the event loops were (99th percentile and worst, woken
@@ -49,9 +50,13 @@ TITLES = {
     "ddp0": "DDP over gloo, 2 ranks, as torch is by default",
     "sync1": "ours, sync, 2 trainers, 1 pserver",
     "sync2": "ours, sync, 2 trainers, 2 pservers",
+    "clip1": "ours, sync, clipped, 2 trainers, 1 pserver",
+    "clip2": "ours, sync, clipped, 2 trainers, 2 pservers",
     "async1": "ours, async, 2 trainers, 1 pserver",
     "async2": "ours, async, 2 trainers, 2 pservers",
 }
+CLIPPED = {"clip1": "sync1", "clip2": "sync2"}  # row -> the same without clipping
+CLIP = 0.1  # most gradients are longer
 RANKS = {"plain": 1, "ddp": 2, "ddp0": 2}
 
 
@@ -70,7 +75,8 @@ def row_of(name: str, model: str, folder: Path) -> Row:
     script, batch = SCRIPTS[model], BATCHES[model]
     if name in RANKS:
         return TorchRow(script, batch, RANKS[name], name != "ddp0", folder)
-    return OurRow(script, batch, name[:-1], int(name[-1]), folder)
+    clips = name.startswith("clip")
+    return OurRow(script, batch, "sync" if clips else name[:-1], int(name[-1]), folder, CLIP if clips else None)
 
 
 async def measure(
@@ -108,7 +114,7 @@ def bounds(name: str, model: str) -> dict[str, float]:
     """What one process may take above its start, in MiB (docs/performance.md). Two trainers, one lane each."""
     if name in RANKS:
         return {}
-    sync = name.startswith("sync")
+    sync = name.startswith(("sync", "clip"))
     user = user_module.load(SCRIPTS[model])
     mib = sum(parameter.nbytes for parameter in user.call("model").parameters()) / (1 << 20)
     batch = BATCHES[model] // 2 if sync else BATCHES[model]
@@ -170,10 +176,22 @@ def inside_table(rows: Sequence[Measured]) -> str:
     return "\n".join(lines)
 
 
+def clip_table(rows: Sequence[Measured]) -> str:
+    """Steps of rows that clip, by those of the same row that does not, of the same round."""
+    rates = {(row.model, row.row): [window.steps_per_s for window in row.windows] for row in rows}
+    lines = ["\n| model | what | x without clipping |", "|---|---|---|"]
+    for (model, name), clipped in rates.items():
+        if plain := rates.get((model, CLIPPED.get(name, ""))):
+            ratios = [a / b for a, b in zip(clipped, plain, strict=True)]
+            lines.append(f"| {model} | {TITLES[name]} | {spread(ratios)} |")
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(SCRIPTS))
-    parser.add_argument("--rows", default=",".join(TITLES))
+    parser.add_argument("--rows", default=",".join(name for name in TITLES if name not in CLIPPED))
+    parser.add_argument("--clip", action="store_true", help="the rows sync1, clip1, sync2, clip2")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=3.0, help="measured per row and round")
     parser.add_argument("--bind", action="store_true", help="a core each for the trainers (or ranks) of a row")
@@ -181,6 +199,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     names, models = given.rows.split(","), given.models.split(",")
+    if given.clip:
+        names = [name for pair in CLIPPED.items() for name in reversed(pair)]
     if unknown := [name for name in (*names, *models) if name not in {*TITLES, *SCRIPTS}]:
         parser.error(f"unknown: {', '.join(unknown)}; rows are {', '.join(TITLES)}, models {', '.join(SCRIPTS)}")
     rows: list[Measured] = []
@@ -197,6 +217,7 @@ def main() -> None:
     for model in models:
         print(table([row for row in rows if row.model == model]))
     print(f"{HEAD_INSIDE}\n{inside_table(rows)}")
+    print(clip_table(rows))
 
 
 if __name__ == "__main__":
