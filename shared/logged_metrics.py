@@ -90,6 +90,16 @@ def collected() -> Iterator[dict[str, Logged]]:
         _collecting.reset(before)
 
 
+def collector() -> dict[str, Logged] | None:
+    """Where this thread's values go."""
+    return _collecting.get()
+
+
+def collect_in(found: dict[str, Logged] | None) -> None:
+    """From now on this thread's values go there."""
+    _collecting.set(found)
+
+
 def _number(name: object, value: Any) -> float:
     """Raises InvalidArgument."""
     if not isinstance(name, str) or not re.match(NAME, name):

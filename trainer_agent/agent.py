@@ -166,6 +166,10 @@ class Agent:
                     await self._evaluator.as_spare()
                 duty, timeline = self._duty(), timeline_of(self._directory)
                 acquired = None
+                if (
+                    duty is Duty.TRAIN and self._compute.is_finished
+                ):  # the job went back while the script was at its end
+                    return LEASE_LOST
                 if duty is Duty.TRAIN:
                     acquired = await self._train()
                     timeline = self._loop.timeline if self._loop else timeline

@@ -131,6 +131,7 @@ async def _train(
     except CallerError as error:
         await _report_start(master, context.trainer, error)
         return FAILED
+    stack.callback(compute.close)
     log.info("model_built", compute=repr(compute))
     service.settled()
     member = TrainerMember(

@@ -143,6 +143,7 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
         loss_sum, records, trained_records = 0.0, 0, 0
         sums: dict[str, Logged] = {}
         for minibatch in epoch_minibatches(spec, table, epoch):
+            guard.begin()
             seed_everything(step_seed(spec.seed, result.steps, 0))
             model.train()
             optimizer.zero_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import os
 import subprocess
@@ -69,3 +70,23 @@ def test_the_corpus_is_the_same_each_time(tmp_path):
         python("-c", code, str(tmp_path / name), PYTHONPATH=str(EXAMPLES / "charlm"))
     assert hashes(tmp_path / "one") == hashes(tmp_path / "two")
     assert sorted(path.stat().st_size for path in (tmp_path / "one").iterdir()) == [1 << 16, 1 << 20]
+
+
+def test_a_loop_of_ones_own_differs_from_a_plain_one_by_five_lines_which_the_docs_show():
+    plain, own = ((EXAMPLES / "digits" / f"{name}_loop.py").read_text().splitlines() for name in ("plain", "own"))
+    found = [line for line in difflib.ndiff(plain, own) if line[0] in "+-" and line[1:].strip()]
+    gone, come = ([line[2:] for line in found if line[0] == sign] for sign in "-+")
+    assert (len(gone), len(come)) == (4, 5)
+    page = (EXAMPLES.parent / "docs" / "loop.md").read_text()
+    rows = [
+        line.split("|")[2:4] for line in page.splitlines() if line[:4] in {f"| {number} " for number in range(1, 6)}
+    ]
+    shown = [[cell.strip().strip("`").strip() for cell in row] for row in rows]
+    assert [row[0] for row in shown[1:]] == [line.strip() for line in gone]
+    assert [row[1] for row in shown] == [line.strip() for line in come]
+
+
+@pytest.mark.parametrize("name", ["plain_loop", "own_loop"])
+def test_loops_learn_digits(tmp_path, name):
+    done = python(f"digits/{name}.py", DIGITS_DATA=str(tmp_path))
+    assert metrics(done.stdout)["accuracy"] > 0.93

@@ -87,6 +87,8 @@ class Speed:
 class TinyCompute:
     """trainer_agent.model.compute.Compute on numpy."""
 
+    is_finished = False
+
     def __init__(
         self, mode: Mode, trace: Trace, rng: random.Random, speed: Speed, travels_as: Transported = "float32"
     ) -> None:
@@ -227,6 +229,9 @@ class TinyCompute:
         await asyncio.sleep(self._speed.draw(self._rng))
         self._trace.exported.append(self._bytes())
         return {"numbers": f"{directory}/numbers"}
+
+    async def finish(self) -> None:
+        pass
 
     def _bytes(self) -> bytes:
         return b"".join(vector.tobytes() for vector in self._vectors[0])

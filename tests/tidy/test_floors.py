@@ -19,7 +19,7 @@ FLOORS = {
         {"masterless", "api"},
     ],
     "trainer_agent": [
-        {"core", "data", "waiting"},
+        {"core", "data", "waiting", "own_loop"},
         {"model", "data_plane"},
         {"script", "tasks", "membership"},
         {"loops"},
@@ -45,7 +45,7 @@ FLOORS = {
         {"config"},
         {"settings", "view"},
         {"client"},
-        {"plain", "launch"},
+        {"plain", "loop", "launch"},
         {"launchers"},
         {"pool", "preflight", "existing_etcd", "containers"},
         {"cli"},

@@ -56,6 +56,8 @@ class TorchCluster(Cluster):
         for task in [*self.running.values(), *self._background]:
             task.cancel()
         await asyncio.wait([*self.running.values(), *self._background])
+        for compute in self.computes.values():
+            compute.close()
         self._computing.shutdown()
         self._reading.shutdown()
 

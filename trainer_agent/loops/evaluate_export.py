@@ -94,4 +94,6 @@ class EvaluateExportLoop:
             message = f"the model cannot be written to {place}: {error}"
             kind = StorageUnreachable if isinstance(error, OSError) else InvalidArgument
             raise TaskFailed(task, kind(message)) from error
-        return self._source.completion(task, exports=exports, sums=await self._compute.metrics(sums) if sums else {})
+        metrics = await self._compute.metrics(sums) if sums else {}
+        await self._compute.finish()
+        return self._source.completion(task, exports=exports, sums=metrics)

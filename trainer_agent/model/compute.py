@@ -72,6 +72,10 @@ class Compute(Protocol):
     @property
     def layout(self) -> Layout: ...
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether the script has gone on behind its own loop: then there are no more gradients, and only a new process can train."""
+
     def current(self, block: int) -> memoryview:
         """Bytes of a block of the parameters in use; at first these are the initial values of (model, seed)."""
 
@@ -133,3 +137,6 @@ class Compute(Protocol):
 
     async def export(self, directory: str) -> dict[str, str]:
         """Write the parameters in use below `directory` (path or fsspec URL); kind -> URL of each file."""
+
+    async def finish(self) -> None:
+        """The training is over, and this trainer has exported the model: what the script does after its own loop."""

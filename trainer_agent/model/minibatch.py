@@ -28,11 +28,15 @@ from trainer_agent.model.compute import Records
 from trainer_agent.model.finite import check_gradients, check_loss
 from trainer_agent.model.flat import Plan, Vector
 from trainer_agent.model.unshared_state import UnsharedState
+from trainer_agent.own_loop.turns import OwnLoop
 
 
 class UserCode(Protocol):
     """The functions of the user's script; see trainer_agent.script.user_module.UserModule. What they raise arrives as
-    UserCodeError."""
+    UserCodeError. `loop`: of a script with a loop of its own, whose body is called as `loss`."""
+
+    @property
+    def loop(self) -> OwnLoop | None: ...
 
     def has(self, hook: str) -> bool: ...
 
@@ -44,8 +48,7 @@ class UserCode(Protocol):
 
 
 OWN_BACKWARD = (
-    "the script calls backward() itself; return the loss, and Trireme calls backward() on it "
-    "(for gradients that the loss needs, use torch.autograd.grad)"
+    "the script calls backward() itself; {instead} (for gradients that the loss needs, use torch.autograd.grad)"
 )
 
 
@@ -56,27 +59,41 @@ class BackwardGuard:
     def __init__(self, user: UserCode) -> None:
         self._user = user
         self._running = self._refused = False
+        instead = (
+            "return the loss, and Trireme calls backward() on it"
+            if user.loop is None
+            else "call trireme.backward(loss)"
+        )
+        self._message = OWN_BACKWARD.format(instead=instead)
+
+    def begin(self) -> None:
+        """Before anything of a minibatch: a script's own loop runs to its next batch."""
+        if self._user.loop is not None:
+            self._user.loop.next_pass()
 
     def permit(self, _: torch.Tensor | None = None) -> None:
         """Raises RuntimeError in a backward() that is not `run`'s."""
         if not self._running:
             self._refused = True
-            raise RuntimeError(OWN_BACKWARD)
+            raise RuntimeError(self._message)
 
     def call(self, hook: str, *arguments: Any) -> Any:
         """Call the user's function. Raises UserCodeError if it called backward(), even if it caught what that raised."""
         self._refused = False
         found = self._user.call(hook, *arguments)
         if self._refused:
-            raise self._user.error_of(RuntimeError(OWN_BACKWARD))
+            raise self._user.error_of(RuntimeError(self._message))
         return found
 
     def run(self, loss: torch.Tensor) -> None:
+        """A script's own loop then runs to its optimizer.step()."""
         self._running = True
         try:
             self._user.guard(loss.backward)
         finally:
             self._running = False
+        if self._user.loop is not None:
+            self._user.loop.end_pass()
 
 
 class MinibatchRunner:
@@ -112,10 +129,12 @@ class MinibatchRunner:
             for block in blocks:
                 self._members[block] += 1
         self._made = [0] * len(parameters)
-        for index, parameter in enumerate(parameters):
+        self._hooks = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 partial(self._on_gradient, index)
             )
+            for index, parameter in enumerate(parameters)
+        ]
 
     def backward(
         self, records: Records, seed: int, current: Vector, gradients: Vector, finish: Callable[[int], object] | None
@@ -129,6 +148,8 @@ class MinibatchRunner:
         """
         overlaps = finish is not None and self._may_overlap
         self._finish, self._missing = finish or bool, list(self._members) if overlaps else None
+        if self._user.loop is not None:
+            self._between_passes(current)
         self._bind(gradients)
         self.buffers.load(current)
         seed_everything(seed)
@@ -138,12 +159,13 @@ class MinibatchRunner:
             self._unshared.begin()
             found = self._guard.call("loss", self._model, batch)
         loss = self._checked(self._user.guard(loss_in, found))
-        if problem := self._unshared.change():
-            raise self._user.error_of(RuntimeError(problem), fatal=True)
+        self._check_unshared("loss(model, batch)" if self._user.loop is None else "the script's loop")
         on_cpu = self._device.type == "cpu"
         value = self._value(loss, found, len(records)) if on_cpu else None  # on a GPU it would wait for forward
         self._made = [0] * len(self._parameters)
         self._guard.run(loss)
+        if self._user.loop is not None:
+            self._check_unshared("the script's loop")
         self._check_made()
         self._missing = None
         for view, made in zip(self.gradient_views, self._made, strict=True):
@@ -180,7 +202,23 @@ class MinibatchRunner:
         names = (place.name for place in self._plan.parameters)
         check_gradients(dict(zip(names, self.gradient_views, strict=True)))
 
+    def release(self) -> None:
+        """The script may use its model as any other."""
+        for hook in self._hooks:
+            hook.remove()
+
     # ------------------------------------------------------------ the batch and the loss
+
+    def _between_passes(self, current: Vector) -> None:
+        """What the script does between two batches sees buffers and parameters of `current`."""
+        self.buffers.load(current)
+        self._unshared.begin()
+        self._guard.begin()
+        self._check_unshared("the script's loop")
+
+    def _check_unshared(self, who: str) -> None:
+        if problem := self._unshared.change():
+            raise self._user.error_of(RuntimeError(f"{who} {problem}"), fatal=True)
 
     def _batch(self, records: Records) -> Any:
         if self._user.has("collate"):

@@ -37,6 +37,7 @@ from trainer_agent.model.flat import Plan, Vector, bytes_of, plan
 from trainer_agent.model.gradient_tree import Entry, GradientTree
 from trainer_agent.model.minibatch import MinibatchRunner, UserCode
 from trainer_agent.model.send_buffers import SendBuffers
+from trainer_agent.own_loop.turns import OwnLoop
 
 T = TypeVar("T")
 ANNOUNCED_BYTES = 256 << 10  # finished blocks are announced when there are so many bytes of them, or no more will come
@@ -52,6 +53,7 @@ class TorchCompute:
     ) -> None:
         torch.set_num_threads(spec.threads_per_trainer)
         self._user, self._executor = user, executor
+        self.is_finished = False
         self._device = device_of(
             spec.device, deterministic=spec.mode is Mode.SYNC and spec.deterministic, number=number
         )
@@ -309,6 +311,21 @@ class TorchCompute:
     async def export(self, directory: str) -> dict[str, str]:
         self.minibatch.buffers.load(self._current)
         return await self._in_thread(write_model, self.model, directory)
+
+    async def finish(self) -> None:
+        if self._user.loop is not None:
+            self.is_finished = True
+            await self._in_thread(self._finish, self._user.loop)
+
+    def _finish(self, loop: OwnLoop) -> None:
+        self.minibatch.release()
+        self.model.train()
+        loop.end()
+
+    def close(self) -> None:
+        """The script ends, if it still waits."""
+        if self._user.loop is not None:
+            self._user.loop.close()
 
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         """Run in the executor. If cancelled, it returns only when the thread no longer uses the vectors."""

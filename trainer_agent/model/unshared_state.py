@@ -18,15 +18,15 @@ from trainer_agent.model.flat import Plan, dense_stride
 FIRST_LOOKS, LOOK_EVERY = 3, 64  # minibatches whose digests are compared
 
 PARAMETER = (
-    "loss(model, batch) changed the parameter {name}; only the optimizer may change parameters, because trainers do not share "
+    "changed the parameter {name}; only the optimizer may change parameters, because trainers do not share "
     "other changes (nn.Embedding does it with max_norm: leave that out)"
 )
 FROZEN = (
-    "loss(model, batch) changed the parameter {name}, which the optimizer does not hold; trainers do not share such changes: "
+    "changed the parameter {name}, which the optimizer does not hold; trainers do not share such changes: "
     "make it a floating-point buffer (register_buffer), which they share"
 )
 BUFFER = (
-    "loss(model, batch) changed the buffer {name} of {dtype}; trainers share floating-point and int64 buffers only: use one of "
+    "changed the buffer {name} of {dtype}; trainers share floating-point and int64 buffers only: use one of "
     "these, or a plain attribute if it only keeps what can be computed again"
 )
 
@@ -52,7 +52,7 @@ class UnsharedState:
         self._digests = self._look() if looks else []
 
     def change(self) -> str:
-        """A message, or "" if nothing was changed."""
+        """What was done, or "" if nothing was changed."""
         for (name, _), before, after in zip(self._parameters, self._before, self._marks(), strict=True):
             if before != after:
                 return self._of_parameter(name)

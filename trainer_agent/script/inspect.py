@@ -45,6 +45,14 @@ def _answer(script: str, check: bool, settings: list[str]) -> tuple[int, dict[st
 
 def _inspect(script: str, check: bool, settings: dict[str, str]) -> dict[str, Any]:
     user = load(script)
+    try:
+        return _described(user, check, settings)
+    finally:
+        if user.loop is not None:
+            user.loop.close()
+
+
+def _described(user: UserModule, check: bool, settings: dict[str, str]) -> dict[str, Any]:
     dataset = user.dataset()
     evaluation = user.dataset("evaluation_dataset") if user.has("evaluation_dataset") else None
     found: dict[str, Any] = {

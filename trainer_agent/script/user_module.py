@@ -2,6 +2,8 @@
 
     script.py ──load──► UserModule ──call("loss", model, batch)──► value | UserCodeError (traceback of the user's frames)
 
+A script that calls trireme.prepare has a loop of its own instead of functions: a LoopModule, which runs it in a thread.
+
 Raises InvalidArgument for a script that lacks something, UserCodeError for what its code raises.
 """
 
@@ -13,13 +15,16 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from importlib.machinery import SourceFileLoader
+from functools import partial
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, cast, get_args
 
 from shared.errors import InvalidArgument, TriremeError, UserCodeError
 from shared.records.datasets import Dataset
+from trainer_agent.own_loop.prepared import Prepared
+from trainer_agent.own_loop.source import FromSource, has_own_loop, run_as_main
+from trainer_agent.own_loop.turns import OwnLoop
 
 DATASETS = get_args(get_args(Dataset)[0])
 REQUIRED = {
@@ -35,29 +40,29 @@ _PACKAGES = Path(__file__).resolve().parents[2]
 _OURS = ("shared", "trainer_agent", "trireme")
 
 
-class _FromSource(SourceFileLoader):
-    """Never from compiled bytecode beside the file: that is taken for the source if both are of one second and one size, also
-    after an edit, and nobody compares its digest."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        path = self.get_filename(fullname)
-        return self.source_to_code(self.get_data(path), path)
-
-
 class UserModule:
     """The hooks of one script. `call` runs a hook; `has` says whether an optional one exists."""
+
+    loop: OwnLoop | None = None
+    _DATASET = "{hook}() of {path} returned"
 
     def __init__(self, path: Path, module: ModuleType) -> None:
         self.path = path
         self._hooks: dict[str, Callable[..., Any]] = {}
         for name, shape in REQUIRED.items():
             if getattr(module, name, None) is None:
-                raise InvalidArgument(f"{path} has no function {name!r}", hint=f"add {shape}")
+                hint = f"add {shape}, or train in a loop of your own with trireme.prepare"
+                raise InvalidArgument(f"{path} has no function {name!r}", hint=hint)
         for name in (*REQUIRED, *OPTIONAL):
             hook = getattr(module, name, None)
             if hook is not None:
                 self._hooks[name] = _checked(path, name, hook)
-        self.config = _config(path, getattr(module, "config", None))
+        self._config = _config(path, getattr(module, "config", None))
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The settings that the script gives."""
+        return self._config
 
     def __repr__(self) -> str:
         return f"<UserModule {self.path}: {', '.join(self._hooks)}>"
@@ -80,7 +85,7 @@ class UserModule:
         found = self.call(hook)
         if not isinstance(found, DATASETS):
             raise InvalidArgument(
-                f"{hook}() of {self.path} returned {type(found).__name__}, not a dataset",
+                f"{self._DATASET.format(hook=hook, path=self.path)} {type(found).__name__}, not a dataset",
                 hint='return one of trireme.data, for example trireme.data.Parquet("train-*.parquet")',
             )
         return cast("Dataset", found)
@@ -91,15 +96,64 @@ class UserModule:
         return _user_code_error(error, _message(error), self.path.parent, fatal=fatal)
 
 
+class LoopModule(UserModule):
+    """A script with a loop of its own, as if it were functions: `call("loss", model, batch)` is one pass of its loop's body. `script` runs
+    it, when it is first needed; None: it runs already, and has called trireme.prepare."""
+
+    loop: OwnLoop
+    _DATASET = "trireme.prepare in {path} got as {hook}"
+
+    def __init__(self, path: Path, loop: OwnLoop | None = None, script: Callable[[], object] | None = None) -> None:
+        self.path, self.loop, self._script = path, loop or OwnLoop(self._ended_by), script
+
+    def __repr__(self) -> str:
+        return f"<LoopModule {self.path}: {self.loop!r}>"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return _config(self.path, self._prepared().config)
+
+    def has(self, hook: str) -> bool:
+        return hook in self._prepared().hooks
+
+    def call(self, hook: str, *arguments: Any) -> Any:
+        prepared = self._prepared()
+        match hook:
+            case "model" | "optimizer" | "dataset":
+                return getattr(prepared, hook)
+            case "loss":
+                return self.loop.forward(arguments[1])
+            case "scheduler":
+                return prepared.hooks[hook]
+            case "evaluation_dataset" if not callable(prepared.hooks[hook]):
+                return prepared.hooks[hook]
+        return self.guard(prepared.hooks[hook], *arguments)
+
+    def guard(self, code: Callable[..., Any], *arguments: Any) -> Any:
+        with self.loop.acting():
+            return super().guard(code, *arguments)
+
+    def _prepared(self) -> Prepared:
+        if self._script is not None:
+            self.loop.start(self._script)
+        return self.loop.prepared
+
+    def _ended_by(self, error: BaseException) -> UserCodeError:
+        """In the middle of a loop nobody can go on: that ends the job."""
+        return self.error_of(error, fatal=self.loop.is_prepared)
+
+
 def load(script: str | Path) -> UserModule:
-    """Run the script as a module (not as `__main__`), with its folder first on sys.path."""
+    """Run the script as a module (not as `__main__`), with its folder first on sys.path; one with a loop of its own not yet."""
     path = Path(script).expanduser().resolve()
     if not path.is_file():
         raise InvalidArgument(f"there is no script {path}", hint="give the path of a Python file")
+    if path.suffix == ".py" and has_own_loop(path):
+        return LoopModule(path, script=partial(run_as_main, path))
     name = (
         path.stem if path.stem not in sys.modules and path.stem.isidentifier() else f"trireme_script_{abs(hash(path))}"
     )
-    spec = importlib.util.spec_from_file_location(name, path, loader=_FromSource(name, str(path)))
+    spec = importlib.util.spec_from_file_location(name, path, loader=FromSource(name, str(path)))
     if spec is None or spec.loader is None or path.suffix != ".py":
         raise InvalidArgument(f"{path} is not a Python file", hint="its name must end in .py")
     module = importlib.util.module_from_spec(spec)

@@ -77,4 +77,6 @@ async def _write_model(spec: JobSpec, ref: CheckpointRef, manifest: Manifest, di
         check_layout(compute.layout, manifest.layout)
         stored.read_values(spec.storage, ref, manifest, compute.staging)
         compute.swap()
-        return await compute.export(directory)
+        exports = await compute.export(directory)
+        compute.close()
+        return exports

@@ -1,0 +1,104 @@
+"""A loop of one's own gives the bits of the same script with functions, whoever computes the lanes and who dies."""
+
+from __future__ import annotations
+
+import contextvars
+import runpy
+import sys
+
+import pytest
+import torch
+
+from shared.records import JobSpec, Phase
+from tests.trainer_agent.cluster import cluster, trained
+from tests.trainer_agent.own_loop.scripts import write_loop
+from tests.trainer_agent.scripts import differing, spec_for, write_script
+from trainer_agent.script.user_module import load
+from trireme.plain import plain_spec, run
+
+FOUR = {"lanes": 4, "global_batch_size": 12, "records_per_task": 6, "pservers": 2}
+SCHEDULE = "torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)"
+SCHEDULED = {
+    "prepare": f"""
+        scheduler = {SCHEDULE}
+        model, optimizer, batches = trireme.prepare(model, optimizer, dataset, scheduler=scheduler)
+    """,
+    "loop": """
+        for batch in batches:
+            loss = F.cross_entropy(model(batch["x"]), batch["y"])
+            trireme.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            model(batch["x"])  # random numbers and statistics of this are nobody's
+            optimizer.zero_grad()
+    """,
+}
+SCHEDULER = f"def scheduler(optimizer):\n    return {SCHEDULE}\n"
+
+
+def specs(tmp_path, loop_parts=None, function_parts=None, **values) -> tuple[JobSpec, JobSpec]:
+    """Of the script with a loop, and of the one with functions."""
+    loop, functions = write_loop(tmp_path, **(loop_parts or {})), write_script(tmp_path, **(function_parts or {}))
+    return (
+        spec_for(loop, **values, storage=str(tmp_path / "loop")),
+        spec_for(functions, **values, storage=str(tmp_path / "functions")),
+    )
+
+
+@pytest.mark.parametrize("values", [{}, FOUR, {"mode": "async"}], ids=["one lane", "four lanes", "async"])
+async def test_the_bits_are_those_of_functions(tmp_path, values):
+    loop, functions = specs(tmp_path, SCHEDULED, {"scheduler": SCHEDULER}, **values)
+    found = await trained(loop)
+    assert differing(found, await trained(functions)) == []
+    after = torch.load(tmp_path / "after.pt", weights_only=True)  # by the script's last line, once
+    assert differing(found, after) == []
+
+
+@pytest.mark.parametrize("trainers", [2, 3])
+async def test_the_lanes_owners_do_not_show_in_the_bits(tmp_path, trainers):
+    loop, functions = specs(tmp_path, **FOUR)
+    assert differing(await trained(loop, trainers), await trained(functions, 1)) == []
+
+
+async def test_a_trainer_killed_in_mid_epoch_does_not_show_in_the_bits(tmp_path):
+    loop, functions = specs(tmp_path, SCHEDULED, {"scheduler": SCHEDULER}, **FOUR, epochs=4)
+    async with cluster(loop, 2) as made:
+        await made.version(3)
+        await made.kill("trainer-0-x")
+        await made.version(6)
+        made.add_trainer("trainer-2-x")
+        state = await made.ended()
+        assert state.phase is Phase.COMPLETED, state
+        found = made.exported()
+    assert differing(found, await trained(functions, 1)) == []
+
+
+def plainly(script) -> None:
+    """As `python script.py`."""
+    contextvars.copy_context().run(runpy.run_path, str(script), run_name="__main__")
+
+
+def test_under_plain_python_the_bits_are_those_of_trireme_train(tmp_path, monkeypatch, capsys):
+    settings = "config = trireme.Config(epochs=2, global_batch_size=8, records_per_task=16, seed=7, lanes=4)\n"
+    evaluated = {
+        "evaluate": "def evaluate(model, batch):\n    return {'right': (model(batch['x']).argmax(1) == batch['y']).sum()}\n"
+    }
+    prepare = SCHEDULED["prepare"].replace("=scheduler)", "=scheduler, evaluation_dataset=dataset, evaluate=evaluate)")
+    head = LOOP_HEAD + settings + "torch.manual_seed(7)\n" + evaluated["evaluate"]
+    loop = write_loop(tmp_path, **SCHEDULED | {"head": head, "prepare": prepare})
+    functions = write_script(
+        tmp_path,
+        **evaluated,
+        scheduler=SCHEDULER,
+        config="import trireme\n" + settings,
+        evaluation="def evaluation_dataset():\n    return dataset()\n",
+    )
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(loop), raising=False)
+    user = load(functions)
+    expected = run(user, plain_spec(user, {}))
+    plainly(loop)
+    assert differing(torch.load(tmp_path / "after.pt", weights_only=True), expected.model.state_dict()) == []
+    assert capsys.readouterr().out == f"right {expected.metrics['right']:.6g}\n"
+
+
+LOOP_HEAD = "import torch, trireme\nfrom torch import nn\nfrom torch.nn import functional as F\n"

@@ -1,0 +1,225 @@
+"""What a script does wrong in a loop of its own is told with its own line, and ends the job."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from shared.errors import InvalidArgument, UserCodeError
+from tests.trainer_agent.own_loop.scripts import PARTS, write_loop
+from tests.trainer_agent.scripts import records, spec_for
+from trainer_agent.model.torch_compute import TorchCompute
+from trainer_agent.script.user_module import load
+
+BODY = "    loss = F.cross_entropy(model(batch['x']), batch['y'])\n    trireme.backward(loss)\n    optimizer.step()\n"
+LOOP = "for batch in batches:\n" + BODY
+
+
+@pytest.fixture
+def passes(tmp_path):
+    """Train some minibatches of a script, and end it."""
+    with ThreadPoolExecutor(1) as executor:
+        made = []
+
+        def run(minibatches: int = 3, *, finish: bool = True, **parts: str) -> TorchCompute:
+            script = write_loop(tmp_path, **{"after": ""} | parts)
+            compute = executor.submit(TorchCompute, load(script), spec_for(script), executor).result()
+            made.append(compute)
+            for number in range(minibatches):
+                compute.forget_nodes()
+                compute.begin_step()
+                asyncio.run(compute.gradient((0, 1), 0, number, records(8, number), lambda _: None))
+            if finish:
+                asyncio.run(compute.finish())
+            return compute
+
+        yield run
+        for compute in made:
+            compute.close()
+
+
+WRONG = {
+    "step without backward": (
+        "for batch in batches:\n    optimizer.step()\n",
+        r"optimizer\.step\(\) was called without trireme\.backward\(loss\)",
+        "optimizer.step()",
+    ),
+    "two backwards": (
+        LOOP.replace("    optimizer", "    trireme.backward(loss)\n    optimizer"),
+        "called twice for one batch",
+        "trireme.backward(loss)",
+    ),
+    "no step": (
+        LOOP.replace("    optimizer.step()", "    pass"),
+        r"optimizer\.step was not called",
+        "for batch in batches",
+    ),
+    "a batch left out": (
+        "for batch in batches:\n    continue\n",
+        "trireme.backward was not called",
+        "for batch in batches",
+    ),
+    "its own backward": (
+        LOOP.replace("trireme.backward(loss)", "loss.backward()"),
+        r"calls backward\(\) itself; call trireme\.backward\(loss\)",
+        "loss.backward()",
+    ),
+    "a break": (LOOP + "    break\n", "left its loop after 1 batches", ""),
+    "no loop": ("", "left its loop after 0 batches", ""),
+    "prepare twice": (
+        "trireme.prepare(model, optimizer, dataset)\n" + LOOP,
+        r"trireme\.prepare was called twice",
+        "trireme.prepare(model",
+    ),
+    "iterated twice": (LOOP + "list(batches)\n", "batches has ended", "list(batches)"),
+    "a step after the end": (LOOP + "optimizer.step()\n", "the script is after its loop", "optimizer.step()"),
+    "another exception": (LOOP + "    {}['nothing']\n", "KeyError: 'nothing'", "{}['nothing']"),
+    "an exit": (LOOP + "    raise SystemExit(3)\n", "SystemExit: 3", "raise SystemExit(3)"),
+    "no tensor": (
+        LOOP.replace("(loss)", "(loss.item())"),
+        "got float; give it the minibatch's mean",
+        "trireme.backward",
+    ),
+    "a dict without a loss": (
+        LOOP.replace("(loss)", "({'a': 1})"),
+        'its entry "loss" is what is trained',
+        "trireme.backward",
+    ),
+    "no scalar": (LOOP.replace("(loss)", "(loss + torch.zeros(2))"), r"shape \(2,\)", "trireme.backward"),
+    "no gradient": (LOOP.replace("(loss)", "(loss.detach())"), "does not depend on the parameters", "trireme.backward"),
+    "gradients set to zero": (
+        LOOP.replace("    optimizer", "    optimizer.zero_grad()\n    optimizer"),
+        r"zero_grad\(\) was called between",
+        "optimizer.zero_grad()",
+    ),
+    "gradients clipped": (
+        LOOP.replace("    optimizer", "    nn.utils.clip_grad_norm_(model.parameters(), 0.01)\n    optimizer"),
+        "gradients were changed between trireme.backward and optimizer.step",
+        "",
+    ),
+    "another learning rate": (
+        LOOP + "    optimizer.param_groups[0]['lr'] = 0.01\n",
+        r"changed the optimizer's options.*scheduler=scheduler",
+        "",
+    ),
+    "a later scheduler": (
+        "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30)\n" + LOOP,
+        "changed the optimizer's options",
+        "",
+    ),
+    "another layer": ("model.append(nn.Linear(3, 3))\n" + LOOP, "parameters are others than when trireme.prepare", ""),
+    "parameters written": (
+        LOOP + "    with torch.no_grad():\n        model[0].weight.clamp_(-1, 1)\n",
+        "the script's loop changed the parameter 0.weight",
+        "",
+    ),
+    "logged too late": (
+        LOOP + "    trireme.log(right=1)\n",
+        r"right is logged outside of a step; log it in the loop, before optimizer\.step\(\)",
+        "trireme.log",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(WRONG))
+def test_what_is_wrong_in_the_loop_is_told_with_the_scripts_line(passes, name):
+    loop, message, line = WRONG[name]
+    with pytest.raises(UserCodeError, match=message) as caught:
+        passes(loop=loop)
+    assert caught.value.details["fatal"]
+    assert line in caught.value.details["traceback"]
+    assert "trainer_agent" not in caught.value.details["traceback"]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        ("3, optimizer, dataset", "got int as the model"),
+        ("model, model, dataset", "got Sequential as the optimizer"),
+        ("model, optimizer, dataset, epoch=3", "got 'epoch', which is no setting; did you mean epochs?"),
+        ("model, optimizer, dataset, epochs=0", "epochs = 0"),
+        ("model, optimizer, dataset, evaluation_dataset=dataset", "got evaluation_dataset and no evaluate"),
+        ("model, optimizer, dataset, collate=3", "got int as collate"),
+    ],
+)
+def test_what_is_wrong_with_the_arguments_is_told_with_the_scripts_line(passes, prepare, message):
+    with pytest.raises(UserCodeError, match=message) as caught:
+        passes(prepare=f"model, optimizer, batches = trireme.prepare({prepare})\n")
+    assert f"trireme.prepare({prepare})" in caught.value.details["traceback"]
+
+
+def test_a_scheduler_that_trireme_does_not_know_is_refused(passes):
+    scheduler = "torch.optim.lr_scheduler.StepLR(optimizer, 3)\n"
+    with pytest.raises(UserCodeError, match=r"the optimizer has a scheduler; .*scheduler=scheduler"):
+        passes(prepare=scheduler + PARTS["prepare"].strip())
+
+
+def test_a_script_without_a_call_of_prepare_is_told_so(passes):
+    with pytest.raises(InvalidArgument, match=r"ended without calling trireme\.prepare"):
+        passes(prepare="def main():\n    trireme.prepare(model, optimizer, dataset)\n", loop="")
+
+
+@pytest.mark.parametrize("outer", ["for epoch in range(3):", "while True:"])
+def test_a_loop_over_epochs_around_it_is_refused_before_anything_runs(passes, outer):
+    indented = "".join(f"    {line}\n" for line in LOOP.splitlines())
+    with pytest.raises(
+        InvalidArgument, match=r"loop\.py, line \d+: the loop over the batches is in the loop of line \d+"
+    ):
+        passes(loop=f"{outer}\n{indented}")
+
+
+def test_the_script_ends_in_its_own_functions_as_under_python(passes, tmp_path):
+    parts = f"""
+        def main(arguments):
+            made, steps, taken = trireme.prepare(model, optimizer, dataset)
+            with open({str(tmp_path / "said")!r}, "w") as file:
+                for batch in taken:
+                    steps.zero_grad()
+                    trireme.backward(F.cross_entropy(made(batch["x"]), batch["y"]))
+                    steps.step()
+                print(__name__, arguments, made.training, file=file)
+
+        if __name__ == "__main__":
+            import sys
+            main(sys.argv[1:])
+    """
+    before = sys.modules["__main__"], sys.argv
+    passes(prepare=parts, loop="")
+    assert (tmp_path / "said").read_text() == "__main__ [] True\n"
+    assert (sys.modules["__main__"], sys.argv) == before
+
+
+def test_a_script_that_does_not_come_to_its_end_is_left_as_by_an_exit(passes, tmp_path):
+    left = f"""
+        try:
+            for batch in batches:
+                trireme.backward(F.cross_entropy(model(batch["x"]), batch["y"]))
+                optimizer.step()
+        finally:
+            open({str(tmp_path / "left")!r}, "w").close()
+    """
+    compute = passes(finish=False, loop=left)
+    assert not (tmp_path / "left").exists()
+    compute.close()
+    assert (tmp_path / "left").exists()
+
+
+def test_modules_keep_the_mode_that_they_have_when_the_loop_begins(passes):
+    compute = passes(
+        finish=False, prepare=PARTS["prepare"].strip() + "\nmodel[1].eval()\n", loop=LOOP + "    model.eval()\n"
+    )
+    assert compute.model[1].num_batches_tracked == 0
+    assert compute.model[3].training
+
+
+def test_what_is_logged_in_the_body_belongs_to_its_minibatch(passes):
+    logs = "    trireme.log(before=1)\n    trireme.backward({'loss': loss, 'with': 3})\n    trireme.log(after=2)\n"
+    compute = passes(finish=False, loop=LOOP.replace("    trireme.backward(loss)\n", logs))
+    assert {name: value.total for name, value in compute.minibatch.logged.items()} == {
+        "before": 1.0,
+        "with": 24.0,
+        "after": 2.0,
+    }

@@ -1,0 +1,385 @@
+"""A script's own training loop, in turns with the code that hands it minibatches: only one of the two runs at a time.
+
+    trainer, or plain.py        the script, in a thread of its own
+    start        ─────────────► … model, optimizer, batches = trireme.prepare(model, optimizer, dataset)
+    next_pass    ─────────────► what follows optimizer.step(), up to `for batch in batches`
+    forward      ──batch──────► loss = …                          ──trireme.backward(loss)──► the loss
+    (backward, in the trainer)
+    end_pass     ─────────────► what follows, up to optimizer.step()
+    end          ─────────────► the loop ends; what follows it
+
+So MinibatchRunner calls the body of a loop as it calls `loss(model, batch)`. What the script does wrong is raised where it does it,
+and ends the script: nobody can go on in the middle of a loop.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from queue import SimpleQueue
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from shared.errors import InvalidArgument, UserCodeError
+from shared.logged_metrics import Logged, collect_in, collector
+from trainer_agent.own_loop.places import GOES_ON, Place
+from trainer_agent.own_loop.prepared import Prepared, check, check_loss
+
+CLOSE_S = 5.0
+LOOK_EVERY = 64  # passes: then it is looked whether the model still has the parameters that it was prepared with
+
+_running: ContextVar[OwnLoop | None] = ContextVar("own_loop", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """For the script: `value` is what it waits for; or `error` is raised there. `logged`: see logged_metrics."""
+
+    value: Any = None
+    error: BaseException | None = None
+    logged: dict[str, Logged] | None = None
+
+
+class _End:
+    """Instead of a batch: there is no more."""
+
+
+class _NoStep(dict[str, Logged]):
+    """Where no step is computed, nothing can be logged: nobody would know of which step it is."""
+
+    def __setitem__(self, name: str, value: Logged) -> None:
+        msg = f"{name} is logged outside of a step; log it in the loop, before optimizer.step()"
+        raise InvalidArgument(msg)
+
+
+def running() -> OwnLoop | None:
+    """The loop of the script that runs in this thread."""
+    return _running.get()
+
+
+class Batches(Iterator[Any]):
+    """The minibatches of all epochs that this process computes; it ends when training is over."""
+
+    def __init__(self, loop: OwnLoop) -> None:
+        self._loop = loop
+
+    def __iter__(self) -> Batches:
+        self._loop.check_not_over()
+        return self
+
+    def __next__(self) -> Any:
+        return self._loop.next_batch()
+
+
+class OwnLoop:
+    """`error_of` makes a UserCodeError of what the script raised. Of the methods the first half is the trainer's, the rest is the
+    script's. What `close` and `fail_here` raise in the script is raised again wherever it waits then."""
+
+    def __init__(self, error_of: Callable[[BaseException], UserCodeError]) -> None:
+        self._error_of = error_of
+        self._to_script: SimpleQueue[_Turn] = SimpleQueue()
+        self._to_trainer: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._prepared: Prepared | None = None
+        self._place, self._ends = Place.START, False
+        self._loss: Any = None
+        self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._acting = threading.local()
+        self._evaluating_modules: list[nn.Module] | None = None  # not in training mode when the loop began
+        self._logged: dict[str, Logged] | None = None
+        self._passes = 0
+
+    def __repr__(self) -> str:
+        return f"<OwnLoop after {self._passes} passes, the script is {self._place.value}>"
+
+    # ------------------------------------------------------------ for the trainer
+
+    @property
+    def prepared(self) -> Prepared:
+        assert self._prepared is not None
+        return self._prepared
+
+    @property
+    def is_prepared(self) -> bool:
+        return self._prepared is not None
+
+    @property
+    def is_over(self) -> bool:
+        return self._place in (Place.AFTER, Place.OVER)
+
+    def start(self, script: Callable[[], object]) -> None:
+        """Run the script in a thread of its own up to trireme.prepare. Raises UserCodeError, InvalidArgument."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, args=(script,), name="script", daemon=True)
+            self._thread.start()
+            self._resume()
+        self._raise_failure()
+        if self._prepared is None:
+            raise InvalidArgument(
+                "the script ended without calling trireme.prepare",
+                hint='call it at the top level, or in a function that runs under `if __name__ == "__main__":`',
+            )
+
+    def next_pass(self) -> None:
+        """Up to where the script asks for a batch. Raises UserCodeError."""
+        self._go_to_top()
+        if self._passes % LOOK_EVERY == 0:
+            self._check_model()
+        self._passes += 1
+
+    def forward(self, batch: Any) -> Any:
+        """The batch's loss, as the script gave it to trireme.backward. Modules are in the mode that they had when the loop began. Raises
+        UserCodeError."""
+        assert self._place is Place.ASKS, self
+        self._set_modes()
+        self._logged = collector()
+        self._resume(batch)
+        loss, self._loss = self._loss, None
+        return loss
+
+    def end_pass(self) -> None:
+        """Up to optimizer.step(). Raises UserCodeError, also if the gradients were changed."""
+        before = self._gradients()
+        self._resume()
+        if self._gradients() != before:
+            self._fail(
+                "the gradients were changed between trireme.backward and optimizer.step, and they are on their way already; "
+                "to clip them, set clip_grad_norm; to scale them, scale the loss"
+            )
+
+    def end(self) -> None:
+        """Training is over: the loop ends, and the script runs to its end. Raises UserCodeError."""
+        if self._place is Place.OVER and self._ends:
+            return
+        self._go_to_top()
+        self._set_modes()
+        self._ends = True
+        self._resume(_End)
+
+    def wait_here(self) -> None:
+        """Until a script in the main thread has called trireme.prepare."""
+        self._to_trainer.get()
+
+    def finish_here(self) -> None:
+        """As `end`, for a script that runs in the main thread: does not wait for its end."""
+        self._go_to_top()
+        self._set_modes()
+        self._to_script.put(_Turn(_End, logged=self._logged))
+
+    def fail_here(self, error: BaseException) -> None:
+        """Raise `error` where the script in the main thread waits."""
+        self._to_script.put(_Turn(error=error))
+
+    def close(self) -> None:
+        """The script ends where it waits, as by sys.exit()."""
+        thread = self._thread
+        if thread is None or not thread.is_alive():
+            return
+        self._to_script.put(_Turn(error=SystemExit()))
+        thread.join(CLOSE_S)
+        self._place = Place.OVER
+
+    @contextmanager
+    def acting(self) -> Iterator[None]:
+        """In this block optimizer.step and scheduler.step do what torch does."""
+        self._acting.now = True
+        try:
+            yield
+        finally:
+            self._acting.now = False
+
+    def _resume(self, value: Any = None) -> None:
+        """The script's turn, until it waits again. Raises UserCodeError, also if the script has ended while it should not."""
+        self._check_there()
+        options = self._options()
+        self._to_script.put(_Turn(value, logged=self._logged))
+        self._failure = self._to_trainer.get()
+        self._check_there()
+        if options is not None and not self._ends and self._options() != options:
+            self._fail(
+                "the script changed the optimizer's options, which the parameter servers do not see; for a learning rate that changes "
+                "give a scheduler: trireme.prepare(..., scheduler=scheduler)"
+            )
+
+    def _go_to_top(self) -> None:
+        """To where the script asks for a batch. What it does on its way to the model's buffers is undone: the next batch may be that of
+        another lane. Raises UserCodeError."""
+        before = [buffer.clone() for buffer in self.prepared.model.buffers()]
+        while self._place is not Place.ASKS:
+            self._resume()
+        with torch.no_grad():
+            for buffer, value in zip(self.prepared.model.buffers(), before, strict=False):
+                buffer.copy_(value)
+        if self._evaluating_modules is None:
+            self._evaluating_modules = [module for module in self.prepared.model.modules() if not module.training]
+
+    def _set_modes(self) -> None:
+        """In a model in training mode: those that were in evaluation mode when the loop began."""
+        for module in self._evaluating_modules or []:
+            module.training = False
+
+    def _check_there(self) -> None:
+        """Raises UserCodeError if the script has ended, and should not."""
+        self._raise_failure()
+        if self._place is Place.OVER and not self._ends and self._prepared is not None:
+            self._fail(
+                f"the script has left its loop after {self._passes} batches, before training was over; let `batches` end the loop "
+                "(the setting epochs says when)"
+            )
+
+    def _fail(self, message: str) -> None:
+        self._failure = RuntimeError(message)
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._error_of(self._failure) from self._failure
+
+    def _options(self) -> list[dict[str, Any]] | None:
+        if self._prepared is None:
+            return None
+        groups = self._prepared.optimizer.param_groups
+        return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+    def _gradients(self) -> list[tuple[int, int]]:
+        """Which tensors the gradients are, and how often each was written in place."""
+        found = (p.grad for group in self.prepared.optimizer.param_groups for p in group["params"])
+        return [(id(gradient), gradient._version) for gradient in found if gradient is not None]  # noqa: SLF001
+
+    def _check_model(self) -> None:
+        found = {id(parameter) for parameter in self.prepared.model.parameters()}
+        if found != self._parameters:
+            self._fail("the model's parameters are others than when trireme.prepare got it; change the model before")
+
+    def _run(self, script: Callable[[], object]) -> None:
+        """In the script's thread."""
+        _running.set(self)
+        self._take(self._to_script.get())
+        error: BaseException | None = None
+        try:
+            script()
+        except SystemExit as exit_:
+            error = exit_ if exit_.code else None
+        except BaseException as raised:  # noqa: BLE001  the trainer raises it
+            error = raised
+        self._place = Place.OVER
+        self._to_trainer.put(error)
+
+    # ------------------------------------------------------------ for the script
+
+    def begin_here(self) -> None:
+        """The script runs in this thread."""
+        _running.set(self)
+
+    def prepare(self, parts: Prepared) -> tuple[nn.Module, torch.optim.Optimizer, Batches]:
+        """See trireme.prepare. Raises RuntimeError, TypeError, ValueError."""
+        if self._prepared is not None:
+            raise RuntimeError("trireme.prepare was called twice; a script trains one model")
+        check(parts)
+        self._prepared = parts
+        self._parameters = {id(parameter) for parameter in parts.model.parameters()}
+        self._take_over(parts.optimizer, parts.hooks.get("scheduler"))
+        self._hand_over(Place.PREPARED)
+        for device in {parameter.device for parameter in parts.model.parameters() if parameter.is_cuda}:
+            torch.cuda.set_device(device)  # of this thread, so that the script's `.cuda()` means the same
+        return parts.model, parts.optimizer, Batches(self)
+
+    def check_not_over(self) -> None:
+        """Raises RuntimeError."""
+        if self.is_over:
+            raise RuntimeError(
+                "batches has ended: it gives the minibatches of all epochs, so there is one loop over it, in no other loop; "
+                "the setting epochs says how many there are"
+            )
+
+    def next_batch(self) -> Any:
+        """Raises StopIteration, RuntimeError."""
+        self.check_not_over()
+        if self._place in (Place.COMPUTES, Place.HAS_GRADIENTS):
+            left_out = "trireme.backward" if self._place is Place.COMPUTES else "optimizer.step"
+            raise RuntimeError(
+                f"the loop asks for the next batch, and {left_out} was not called for this one; call trireme.backward(loss) and "
+                "optimizer.step() for each batch (to leave one out, multiply its loss by 0)"
+            )
+        batch = self._hand_over(Place.ASKS)
+        if batch is _End:
+            self._place = Place.AFTER
+            raise StopIteration
+        return batch
+
+    def backward(self, loss: Any) -> None:
+        """See trireme.backward. Raises RuntimeError, TypeError."""
+        if self._place is Place.HAS_GRADIENTS:
+            raise RuntimeError(
+                "trireme.backward was called twice for one batch; add the losses and call it once (to accumulate gradients over "
+                "several minibatches, set lanes)"
+            )
+        if self._place is not Place.COMPUTES:
+            raise RuntimeError(f"trireme.backward was called without a batch: the script is {self._place.value}")
+        check_loss(loss)
+        self._loss = loss
+        self._hand_over(Place.LOSS)
+
+    def _step(self, closure: Any = None) -> None:
+        if closure is not None:
+            raise TypeError("optimizer.step() takes no closure here: trireme.backward computes the gradients")
+        if self._place is not Place.HAS_GRADIENTS:
+            raise RuntimeError(
+                f"optimizer.step() was called without trireme.backward(loss): the script is {self._place.value}"
+            )
+        self._logged = _NoStep()
+        self._hand_over(Place.STEPPED)
+
+    def _zero_grad(self, real: Callable[..., None], set_to_none: bool = True) -> None:
+        if self._place is Place.HAS_GRADIENTS:
+            raise RuntimeError(
+                "optimizer.zero_grad() was called between trireme.backward and optimizer.step; call it before trireme.backward"
+            )
+        real(set_to_none=set_to_none)
+
+    def _take_over(self, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+        """The script's calls of step and zero_grad come here. What schedulers expect of `step` stays: it is a bound method."""
+        real_step, real_zero = type(optimizer).step, type(optimizer).zero_grad
+
+        def step(bound: Any, closure: Any = None) -> Any:
+            return real_step(bound, closure) if self._is_acting else self._step(closure)
+
+        def zero_grad(bound: Any, set_to_none: bool = True) -> None:
+            self._zero_grad(MethodType(real_zero, bound), set_to_none)
+
+        vars(step)["_wrapped_by_lr_sched"] = True  # else schedulers warn that theirs was replaced
+        vars(optimizer)["step"] = MethodType(step, optimizer)
+        vars(optimizer)["zero_grad"] = MethodType(zero_grad, optimizer)
+        if scheduler is not None:
+            kind = type(scheduler)
+
+            def schedule(bound: Any, *arguments: Any, **named: Any) -> Any:
+                return kind.step(bound, *arguments, **named) if self._is_acting else None
+
+            # no attribute of its own: those are part of a scheduler's state
+            scheduler.__class__ = type(kind.__name__, (kind,), {"step": schedule, "__module__": kind.__module__})
+
+    @property
+    def _is_acting(self) -> bool:
+        return getattr(self._acting, "now", False)
+
+    def _hand_over(self, place: Place) -> Any:
+        """Wait at this place for the trainer."""
+        self._place = place
+        self._to_trainer.put(None)
+        turn = self._to_script.get()
+        self._place = GOES_ON.get(place, place)
+        return self._take(turn)
+
+    def _take(self, turn: _Turn) -> Any:
+        if turn.error is not None:
+            self._to_script.put(turn)  # for the next place where a script waits that goes on all the same
+            raise turn.error
+        collect_in(turn.logged)
+        return turn.value

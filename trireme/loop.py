@@ -1,0 +1,126 @@
+"""`trireme.prepare` and `trireme.backward`: a training loop of one's own, with five changed lines.
+
+    model, optimizer, batches = trireme.prepare(model, optimizer, dataset, epochs=5)
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch["x"]), batch["y"])
+        trireme.backward(loss)
+        optimizer.step()
+
+In a trainer the other side of the loop is there already. Under `python script.py` it is plain.py, in a thread beside the script.
+"""
+
+from __future__ import annotations
+
+import atexit
+import difflib
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shared.errors import UserCodeError
+from trainer_agent.own_loop.prepared import Prepared
+from trainer_agent.own_loop.turns import Batches, running
+from trainer_agent.script.user_module import LoopModule
+from trireme.config import Config
+from trireme.plain import plain_spec, run
+from trireme.settings import SETTINGS
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    dataset: Any,
+    *,
+    scheduler: Any = None,
+    collate: Callable[..., Any] | None = None,
+    evaluation_dataset: Any = None,
+    evaluate: Callable[..., Any] | None = None,
+    metrics: Callable[..., Any] | None = None,
+    config: Config | Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> tuple[nn.Module, torch.optim.Optimizer, Batches]:
+    """The model and optimizer to train with, and the minibatches of all epochs to loop over.
+
+    `dataset`, `evaluation_dataset`: of trireme.data. `scheduler`: of torch.optim.lr_scheduler; Trireme steps it, and what the script's
+    own calls of its `step()` do is nothing. `collate`, `evaluate`, `metrics`: as in a script of functions (docs/script.md). `config`: the
+    job's settings, of which `settings` name single ones (epochs=5, global_batch_size=256); if it is left out, what the module calls
+    `config`. The command line, the environment and trireme.toml win over both.
+    Raises RuntimeError if it was called before, TypeError and ValueError for arguments that cannot be, ConfigError for values of
+    settings; under plain Python also DatasetError and UserCodeError.
+    """
+    if config is None:
+        found = sys._getframe(1).f_globals.get("config")  # noqa: SLF001  the script's module
+        config = found if isinstance(found, Config) else {}
+    for name in settings:
+        if name not in SETTINGS:
+            similar = difflib.get_close_matches(name, SETTINGS, n=1)
+            msg = f"trireme.prepare got {name!r}, which is no setting" + (
+                f"; did you mean {similar[0]}?" if similar else ""
+            )
+            raise TypeError(msg)
+    given = {
+        "scheduler": scheduler,
+        "collate": collate,
+        "evaluation_dataset": evaluation_dataset,
+        "evaluate": evaluate,
+        "metrics": metrics,
+    }
+    base = config.to_dict() if isinstance(config, Config) else dict(config)
+    parts = Prepared(
+        model,
+        optimizer,
+        dataset,
+        {name: value for name, value in given.items() if value is not None},
+        Config(**base | settings).to_dict(),
+    )
+    loop = running()
+    return (_PlainLoop().loop if loop is None else loop).prepare(parts)
+
+
+def backward(loss: torch.Tensor | Mapping[str, Any]) -> None:
+    """Instead of `loss.backward()`: once for each batch, before `optimizer.step()`.
+
+    `loss`: the minibatch's mean, a scalar tensor. Raises RuntimeError for a call that is not in its place in the loop, TypeError for another
+    value.
+    """
+    loop = running()
+    if loop is None:
+        raise RuntimeError("trireme.backward was called, and trireme.prepare was not called in this thread")
+    loop.backward(loss)
+
+
+class _PlainLoop:
+    """Trains the script of the main module in this process, one lane; the script stays in the thread that it is in."""
+
+    def __init__(self) -> None:
+        path = Path(getattr(sys.modules["__main__"], "__file__", None) or "script.py").resolve()
+        self._user = LoopModule(path)
+        self.loop = self._user.loop
+        self.loop.begin_here()
+        threading.Thread(target=self._train, name="trireme", daemon=True).start()
+        atexit.register(self._tell_if_left)
+
+    def _train(self) -> None:
+        try:
+            self.loop.wait_here()
+            result = run(self._user, plain_spec(self._user, {}), report=partial(print, file=sys.stderr))
+            for name, value in result.metrics.items():
+                print(f"{name} {value:.6g}")  # noqa: T201
+        except UserCodeError as error:
+            self.loop.fail_here(error.__cause__ or error)
+        except BaseException as error:  # noqa: BLE001  it is raised in the script
+            self.loop.fail_here(error)
+        else:
+            self.loop.finish_here()
+
+    def _tell_if_left(self) -> None:
+        if not self.loop.is_over and getattr(sys, "last_value", None) is None:
+            print("the script has left its loop before training was over; `trireme run` refuses that", file=sys.stderr)  # noqa: T201
