@@ -17,6 +17,7 @@ from master_service.api.logs.source import LogSource
 from master_service.api.server import Server
 from master_service.cluster.leader import ClusterMaster
 from master_service.leadership.master import Master
+from master_service.listening import listen
 from master_service.settings import Settings, read_spec
 from master_service.storage.job_storage import FileStorage
 from shared.errors import InvalidArgument
@@ -42,7 +43,7 @@ def main() -> int:
         description="The master of one Trireme job, or of a cluster of jobs. All settings come from the environment: "
         "TRIREME_JOB with TRIREME_SPEC (JSON file, for the job's first master), or without a job TRIREME_STORAGE (path or URL for "
         "the files of all jobs) and TRIREME_REBALANCE_S; TRIREME_ETCD, TRIREME_ROOT, TRIREME_HOST, TRIREME_PORT, "
-        "TRIREME_ADVERTISE, TRIREME_NAME, TRIREME_LOGS (folders of members' logs that it serves), TRIREME_TOKEN, TRIREME_TOKENS_FILE, TRIREME_ALLOWED_HOSTS, TRIREME_MASTER_TTL_S, TRIREME_LOG_LEVEL.",
+        "TRIREME_PORT_FILE (keeps the port of a free choice), TRIREME_ADVERTISE, TRIREME_NAME, TRIREME_LOGS (folders of members' logs that it serves), TRIREME_TOKEN, TRIREME_TOKENS_FILE, TRIREME_ALLOWED_HOSTS, TRIREME_MASTER_TTL_S, TRIREME_LOG_LEVEL.",
     ).parse_args()
     settings = Settings.from_environment()
     if not settings.job and not settings.storage:
@@ -56,13 +57,7 @@ def main() -> int:
 
 async def _serve(settings: Settings, stopping: asyncio.Event) -> int:
     name = ids.new_id(settings.name)
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    try:
-        listener = socket.create_server((settings.host, settings.port), family=family, backlog=512)
-    except OSError as error:
-        msg = f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; free it or set TRIREME_PORT"
-        raise InvalidArgument(msg) from error
-    listener.setblocking(False)
+    listener = listen(settings)
     host = settings.advertise or settings.host
     if host in {"0.0.0.0", "::"}:
         host = socket.gethostname()

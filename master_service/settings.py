@@ -20,7 +20,8 @@ class Settings(MemberSettings):
     it leads a cluster of jobs; `storage`: path or URL below which their files go. `rebalance_s`: no pool member changes jobs
     more often, unless a job starts or ends. `job_retention_s`: so long after its end a job of the cluster is
     deleted with its files (None: never). `logs`: patterns of the folders where members' logs lie on this host, with `:` between or
-    as a JSON list; the logs of a cluster's jobs lie in a folder for each job there."""
+    as a JSON list; the logs of a cluster's jobs lie in a folder for each job there. `port_file`: with `port` 0, the port is kept there, and
+    used again by the next process if it is free: pages that are open at this master find it again."""
 
     job: str = ""
     name: str = "master"
@@ -29,6 +30,7 @@ class Settings(MemberSettings):
     job_retention_s: float | None = Field(default=None, gt=0)
     spec: Path | None = None
     master_ttl_s: float = Field(default=3.0, ge=2.0)
+    port_file: Path | None = None
     logs: Annotated[tuple[str, ...], NoDecode] = ()
 
     @field_validator("logs", mode="before")

@@ -13,6 +13,10 @@ import structlog
 FIRST = ("tests/soak/", "tests/end_to_end/", "tests/simulation/", "tests/pserver_service/checkpoints/")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--pictures", metavar="FOLDER", help="where tests in a browser leave pictures of pages")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def rank(item: pytest.Item) -> int:
         return next((number for number, folder in enumerate(FIRST) if item.nodeid.startswith(folder)), len(FIRST))

@@ -264,7 +264,7 @@ class LocalCluster(SupervisedProcesses[JobState]):
         logs = json.dumps([glob.escape(str(self.run_dir.absolute() / "logs"))])
         for index in range(0 if self.masterless else 1 + self._standbys):
             port = str(self._port if index == 0 else 0)
-            await self._add("master", {"TRIREME_PORT": port, "TRIREME_LOGS": logs})
+            await self._add("master", {"TRIREME_PORT": port, "TRIREME_LOGS": logs, **self._port_file(index)})
         threads = os.environ.get("TRIREME_THREADS") or str(threads_for(self.spec, cores()))
         uds = str(self._opened.enter_context(sockets(self.run_dir)))
         self._pserver_settings = {"TRIREME_UDS": uds, "TRIREME_THREADS": threads}

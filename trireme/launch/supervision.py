@@ -120,6 +120,10 @@ class SupervisedProcesses(ABC, Generic[Ended]):
         self.run_beside(self._supervise(child))
         return child
 
+    def _port_file(self, number: int) -> dict[str, str]:
+        """A setting of the master with that number: started again, it listens where it did before."""
+        return {"TRIREME_PORT_FILE": str((self.folder / "logs" / f"master-{number}.port").absolute())}
+
     async def _remove_child(self, name: str, grace_s: float) -> None:
         """It is not needed any more: SIGTERM, SIGKILL after the grace."""
         self._removed.add(name)

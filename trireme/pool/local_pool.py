@@ -170,6 +170,7 @@ class LocalPool(SupervisedProcesses[None]):
         for number in range(1 + self.request.standbys):
             port = str(self.request.port if number == 0 else 0)
             settings = {"TRIREME_STORAGE": self.request.storage, "TRIREME_PORT": port, "TRIREME_LOGS": logs}
+            settings |= self._port_file(number)
             await self._add("master", "master_service", settings)
 
     async def _start_hosts(self) -> None:

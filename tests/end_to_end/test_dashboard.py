@@ -1,0 +1,296 @@
+"""The dashboard in headless Chromium, on a real cluster: a job from its start to its end, with a resize by button, a parameter server and the
+leader killed, and a reload; then by a viewer, with 10,000 points, and at the master of one job. One browser and one cluster for all of it.
+
+pytest tests/end_to_end/test_dashboard.py [--pictures FOLDER]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+from clients.tools import node_modules_of_dashboard
+from clients.write_openapi import OPENAPI
+from master_service.api.app import make_app
+from master_service.api.server import Server
+from master_service.dashboard import FILES
+from tests.end_to_end.cluster_command import script_in, up
+from tests.end_to_end.command import Command
+from tests.end_to_end.local_cluster import EPOCHS, RECORDS, spec_of
+from tests.equipment.browser import CHROMIUM, Page, browser
+from tests.equipment.uvicorn_server import served
+from tests.master_service.cluster import MasterCluster, running
+from tests.master_service.cluster import spec_of as spec_of_master
+from trireme.client import AsyncClient, CreateJob, JobSettings, Scheduling
+from trireme.pool import cluster_folder
+from trireme.script_source import read_source
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.soak,  # a minute, and a browser
+    pytest.mark.timeout(560),
+    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (Debian: apt-get install chromium)"),
+]
+POINTS = 10_000
+STREAMS = {"/v1/cluster/events/stream", "/v1/jobs/{job}/events/stream"}
+OF_THE_ONLY_JOB = "/v1/job"
+BUTTONS = ("Pause", "Resume", "Resize …", "Checkpoint", "Cancel …")
+
+
+def button(text: str) -> str:
+    return f"[...document.querySelectorAll('button')].find((each) => each.textContent === {json.dumps(text)})"
+
+
+def says(text: str) -> str:
+    return f"document.body.innerText.includes({json.dumps(text)})"
+
+
+def fact(name: str) -> str:
+    """The value beside a name of the list of facts."""
+    return f"[...document.querySelectorAll('dt')].find((each) => each.textContent === {json.dumps(name)})?.nextElementSibling.textContent"
+
+
+class Session:
+    """What the parts of the test share."""
+
+    def __init__(self, page: Page, trireme: Command, pictures: Path | None) -> None:
+        self.page, self.trireme, self.pictures = page, trireme, pictures
+        self.axe = (node_modules_of_dashboard() / "axe-core" / "axe.min.js").read_text()
+
+    async def picture(self, name: str) -> None:
+        """In both schemes, and axe-core finds nothing serious in either."""
+        for scheme in ("light", "dark"):
+            await self.page.dark(on=scheme == "dark")
+            await asyncio.sleep(0.3)  # charts are drawn anew
+            if self.pictures is not None:
+                await self.page.picture(self.pictures / f"{name}-{scheme}.png")
+            await self.page.js(f"{self.axe}; true")
+            found = await self.page.js(
+                "axe.run(document, {resultTypes: ['violations']}).then((each) => each.violations)"
+            )
+            serious = [(each["id"], each["impact"], [node["html"] for node in each["nodes"]][:3]) for each in found]
+            assert serious == [], (name, scheme)
+        await self.page.dark(on=False)
+
+    async def log_in(self, token: str) -> None:
+        """By the keyboard alone: the field has the focus."""
+        await self.page.until("document.activeElement?.id === 'token'")
+        await self.page.type(token)
+        await self.page.press("Enter")
+
+    async def press(self, text: str) -> None:
+        """By the keyboard."""
+        await self.page.until(button(text))
+        await self.page.js(f"{button(text)}.focus()")
+        await self.page.press("Enter")
+
+    def kill(self, is_meant: Callable[[psutil.Process, str], bool]) -> None:
+        found = [each for each in self.trireme.family() if is_meant(each, " ".join(each.cmdline()))]
+        assert len(found) == 1, found
+        found[0].send_signal(signal.SIGKILL)
+
+
+def test_a_job_is_followed_and_changed_in_a_browser(
+    trireme: Command, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    chosen = request.config.getoption("--pictures")
+    pictures = Path(chosen) if chosen else None
+    if pictures is not None:
+        pictures.mkdir(parents=True, exist_ok=True)
+
+    async def scenario() -> None:
+        async with browser(tmp_path) as page:
+            session = Session(page, trireme, pictures)
+            await in_a_cluster(session)
+            check_requests(page)
+            await at_the_master_of_one_job(session)
+            assert page.complaints == []
+
+    with up(trireme, "--trainers", 3, "--pservers", 2, "--standbys", 1):
+        asyncio.run(scenario())
+
+
+async def in_a_cluster(session: Session) -> None:
+    page, trireme = session.page, session.trireme
+    found = cluster_folder.must_find(trireme.folder / ".trireme")
+    await page.goto(found.url)
+    await session.picture("token")
+    await session.log_in("wrong")
+    await page.until(says("This token is unknown or has expired."))
+    await session.log_in(found.token)
+    await page.until(says("No jobs."))
+
+    script = script_in(trireme.folder, slow_s=1.5)
+    await submit(found.url, found.token, script)
+    await page.until("document.querySelector('tbody th a[href=\"#/jobs/mine\"]')")
+    await session.picture("cluster")
+    await page.js("document.querySelector('tbody th a').click()")
+    await page.until(f"{fact('Step')} >= '1' && document.querySelector('figure[data-metric=loss]')?.dataset.points > 0")
+    assert (await page.js("document.title")).startswith("mine ")
+    assert await page.js("document.activeElement.id") == "main", "the focus is at the new content"
+
+    await session.press("Checkpoint")
+    await page.until(says("A checkpoint is being made"))
+    await page.until("document.querySelector('[aria-label^=\"Checkpoints\"] tbody tr')")
+    await session.press("Resize …")
+    await page.until("document.querySelector('dialog[open] #trainers') === document.activeElement")
+    await page.js("document.activeElement.select()")
+    await page.type("3")
+    await session.picture("resize")
+    await page.press("Enter")
+    await page.until(f"{says('COMMITTED')} && {fact('Trainers')} === '3 of 3'")
+    shares = "[...document.querySelectorAll('#members ~ * td:nth-child(2)')].map((each) => each.textContent.trim())"
+    await page.until(
+        f"{shares}.length === 4 && {shares}[0] === '1,024 slots' && {shares}.slice(1).every((each) => each.startsWith('lane'))"
+    )
+
+    await page.until(says("checkpoint DONE"))
+    session.kill(lambda _, words: "[pserver-" in words or "pserver_service" in words)
+    receipt = await page.until(
+        "document.querySelector('[aria-label^=Failures] li')?.innerText.includes('training again') && document.querySelector('[aria-label^=Failures] li').innerText"
+    )
+    assert re.search(
+        r"pserver-0 is gone\s+training again after \d+\.\d s from step \d+; [\d,]+ records trained again, none lost",
+        receipt,
+    ), receipt
+    await session.picture("job")
+
+    await page.call("Page.reload")
+    await page.until(
+        f"{says('training again after')} && {fact('Step')} >= '1' && document.querySelector('figure')?.dataset.points > 0"
+    )
+
+    port = urlsplit(found.url).port
+    before = await page.js(fact("Step"))
+    await page.js(
+        "(window.seen_ = new Set()) && setInterval(() => seen_.add(document.querySelector('.connection').className), 20)"
+    )
+    session.kill(
+        lambda process, _: any(
+            each.laddr.port == port and each.status == "LISTEN" for each in process.net_connections("tcp")
+        )
+    )
+    await page.until("seen_.has('connection lost') && document.querySelector('.connection.connected')")
+    await page.until(f"{fact('Step')} !== {json.dumps(before)}")
+    await page.until("document.querySelector('figure')?.dataset.points > 0")
+    assert await page.js("location.origin") == found.url, "the page was not left"
+
+    (trireme.folder / "slow").unlink()
+    await page.until("document.querySelector('.state')?.textContent === 'COMPLETED'")
+    assert await page.js(fact("Records trained")) == f"{EPOCHS * RECORDS:,}"
+    await page.until(fact("mse"))
+    await session.picture("ended")
+    await as_a_viewer(session, trireme)
+    await ten_thousand_points(page)
+
+
+async def submit(url: str, token: str, script: Path) -> None:
+    spec = spec_of(script.parents[1], trainers=2, pservers=1)
+    settings = JobSettings.model_validate(spec.model_dump(mode="json", include=set(JobSettings.model_fields)))
+    async with AsyncClient(url, token=token) as client:
+        await client.create_job(
+            CreateJob(name="mine", settings=settings, source=read_source(script), scheduling=Scheduling(max_trainers=2))
+        )
+
+
+async def as_a_viewer(session: Session, trireme: Command) -> None:
+    page = session.page
+    token = (trireme.folder / ".trireme" / "_cluster" / "tokens" / "viewer").read_text().strip()
+    await session.press("Forget token")
+    await session.log_in(token)
+    await page.until(says("The token is a viewer's, which may only read"))
+    for text in BUTTONS:
+        assert await page.js(f"{button(text)}.getAttribute('aria-disabled')") == "true"
+        await session.press(text)
+        assert "viewer" in await page.js("document.querySelector('.said').textContent")
+    assert await page.js("document.querySelector('dialog[open]')") is None
+
+
+async def ten_thousand_points(page: Page) -> None:
+    """The answers of queryMetric are replaced: no series has so many points. Frame times while the pointer moves and a part is zoomed."""
+    async with page.answering("*/metric-series*", series):
+        await page.call("Page.reload")
+        await page.until(f"document.querySelector('figure')?.dataset.points == {POINTS}")
+        await page.js("document.querySelector('figure').scrollIntoView({block: 'center'})")
+        await page.js(
+            "(() => { window.frames_ = []; let last = performance.now(); requestAnimationFrame(function next(now) { frames_.push(now - last); last = now; requestAnimationFrame(next); }); })()"
+        )
+        place = await page.js(
+            "(({x, y, width, height}) => ({x, y, width, height}))(document.querySelector('.u-over').getBoundingClientRect())"
+        )
+        for share in range(40):
+            await page.mouse("mouseMoved", place["x"] + place["width"] * share / 40, place["y"] + place["height"] / 2)
+        for kind, share in (("mousePressed", 0.2), ("mouseMoved", 0.5), ("mouseReleased", 0.5)):
+            await page.mouse(kind, place["x"] + place["width"] * share, place["y"] + place["height"] / 2)
+        await asyncio.sleep(2.5)  # the points are asked for again meanwhile
+        frames = (await page.js("frames_"))[1:]
+    late = quantiles(frames, n=20)[-1]
+    told = f"{POINTS:,} points: {len(frames)} frames, median {median(frames):.1f} ms, 95 % below {late:.1f} ms, longest {max(frames):.1f} ms\n"
+    sys.stdout.write(told)
+    assert median(frames) < 100, frames  # a busy machine may be late now and then
+
+
+def series(url: str) -> dict[str, Any]:
+    """What listMetricSeries and queryMetric would answer."""
+    parts = urlsplit(url)
+    if parts.path.endswith("/metric-series"):
+        kept = {"name": "loss", "first_step": 0, "last_step": 2 * POINTS - 1, "points": POINTS, "width": 2}
+        return {"series": [kept], "next_page_token": ""}
+    query = dict(part.split("=") for part in parts.query.split("&"))
+    first, last, most = int(query["from_step"]), int(query.get("to_step", 2 * POINTS)), int(query["points"])
+    steps = range(first - first % 2, min(last + 1, 2 * POINTS), 2)
+    share = -(-len(steps) // most)  # so many of them in one point
+    points = [
+        {
+            "step": step,
+            "last_step": step + 2 * share - 1,
+            "mean": 5000 / (step + 1000),
+            "least": 4000 / (step + 1000),
+            "most": 6000 / (step + 1000),
+            "weight": 1.0,
+        }
+        for step in steps[::share]
+    ]
+    return {"name": "loss", "points": points}
+
+
+def check_requests(page: Page) -> None:
+    """Everything came from the cluster's masters, by the API's document; no address names a token."""
+    paths = {
+        re.compile(re.sub(r"{\w+}", "[^/]+", each)) for each in {*json.loads(OPENAPI.read_bytes())["paths"], *STREAMS}
+    }
+    origins, unknown = set(), set()
+    for url in page.requests:
+        if url.startswith("data:"):
+            continue
+        parts = urlsplit(url)
+        origins.add(f"{parts.scheme}://{parts.netloc}")
+        if parts.path not in {*FILES, OF_THE_ONLY_JOB} and not any(each.fullmatch(parts.path) for each in paths):
+            unknown.add(url)
+        assert "token" not in re.sub(r"page_token=\d*", "", url)
+    assert unknown == set()
+    assert len(origins) == 1, origins
+
+
+async def at_the_master_of_one_job(session: Session) -> None:
+    page = session.page
+    async with running(MasterCluster(spec_of_master()), "t1") as master, served(Server(make_app(master))) as port:
+        await page.goto(f"http://127.0.0.1:{port}/")
+        await page.until("document.querySelector('h1')?.textContent === 'j'")
+        await page.until(says("Jobs of trireme run cannot be paused or cancelled here"))
+        assert await page.js(f"{button('Pause')}.getAttribute('aria-disabled')") == "true"
+        assert await page.js(f"{button('Resize …')}.getAttribute('aria-disabled')") == "false"
+        await page.until("document.querySelectorAll('#members ~ * tbody tr').length === 2")
+        await session.picture("single")
+        await page.goto("about:blank")  # its stream of events ends
