@@ -95,6 +95,8 @@ def test_members_stop_in_the_order_in_which_they_need_each_other():
     """`down` stops in the reverse order of depends_on."""
     assert "trainer" in SERVICES["pserver"]["depends_on"]
     assert "master" in SERVICES["trainer"]["depends_on"]
+    for name in ("master", "trainer", "pserver"):
+        assert "etcd" in SERVICES[name]["depends_on"], f"{name} leaves in order only while etcd answers"
     for name in USERS_OF_S3 - COMMANDS:
         assert "s3" in SERVICES[name]["depends_on"], f"{name} writes checkpoints and models before it leaves"
 
