@@ -35,6 +35,7 @@ class Config:
     pull_every: int | None = None
     clip_grad_norm: float | None = None
     clip_lane_norm: float | None = None
+    grad_norm_every: int | None = None
     on_nonfinite: str | None = None
     threads_per_trainer: int | None = None
     device: str | None = None

@@ -47,7 +47,7 @@ class BlockState:
 
     `changed`: the version that brought the current bits (asynchronous: see Store.changes). `frozen`: it is on its way to another
     parameter server, so it takes no push and goes on answering pulls. `freeze_at`: the version that freezes it. `holds`: a whole
-    gradient waits for `settle`; `squares`: the sum of its squares."""
+    gradient waits for `settle`. `squares`: the sum of the squares of the last whole gradient, if that was held or `measured`."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class BlockState:
         self._pool = pool
         self._optimizer = optimizer
         mean = combine if optimizer is not None else combine_buffers
-        self.squares = 0.0
+        self.squares: float | None = None
         self._holds = holds
         self.tree = Accumulator(pool, lanes, place.dtype, place.elements, mean, keeps_root=holds)
 
@@ -99,6 +99,7 @@ class BlockState:
         payload: Narrow | None = None,
         *,
         lent: bool = False,
+        measured: bool = False,
     ) -> Verdict:
         """Add a node to the tree of step `step`. `value` (None with count 0), `memory`, `payload`, `lent`: see Accumulator.add."""
         if self.version > step or (self.version == step and self.tree.covers(lanes)):
@@ -108,10 +109,12 @@ class BlockState:
         if value is not None and not self.tree.agrees(payload or self.place.dtype):
             return Verdict.LAYOUT_MISMATCH
         whole = self.tree.add(lanes, value if count else None, count, memory, payload, lent=lent)
-        if whole is not None and self._holds:
-            self.squares = 0.0 if whole.value is None or self.is_buffer else squares_of(whole.value)
-        elif whole is not None:
-            self._advance(whole, options)
+        if whole is not None:
+            self.squares = None
+            if (self._holds or measured) and not self.is_buffer:
+                self.squares = 0.0 if whole.value is None else squares_of(whole.value)
+            if not self._holds:
+                self._advance(whole, options)
         return Verdict.APPLIED
 
     @property

@@ -6,10 +6,10 @@ OpenPush   apply(block, payload) ... --> answer()          OpenPull   next() -->
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from pserver_service.core.blocks import Verdict
+from pserver_service.core.blocks import BlockState, Verdict
 from pserver_service.core.store import Store
 from shared.blocks.buffers import Buffer
 from shared.errors import InvalidArgument, WrongOwner
@@ -145,6 +145,7 @@ class OpenPull:
         self._version, self._dtype = request.version, request.dtype
         self._moment = store.moment_of(request.known)
         self._known = None if request.known is None else store.known_of(request.version)
+        self._blocks = request.blocks
         self._due = deque(request.blocks)
         self._missing: set[int] = set()
         self._unheld: set[int] = set()  # those of the missing ones whose data is not all there
@@ -205,17 +206,18 @@ class OpenPull:
             code="OK",
             record=record if store.mode is Mode.SYNC else None,
             known=self._known,
+            squares=squares_at(store.blocks, self._blocks, version) if store.clipping.measures(version - 1) else (),
             timeline=self._server.timeline,
         )
 
     def _held_end(self) -> PullEnd:
         """All data of the missing blocks is there."""
-        blocks = self._store.blocks
+        version = min(self._store.blocks[number].version for number in self._missing)
         return PullEnd(
             code="HELD",
             message=f"{len(self._missing)} blocks wait for the norm of the whole gradient",
             known=self._known,
-            squares=tuple((n, blocks[n].squares) for n in sorted(self._missing) if not blocks[n].is_buffer),
+            squares=squares_at(self._store.blocks, sorted(self._missing), version),
             timeline=self._server.timeline,
         )
 
@@ -266,6 +268,12 @@ class OpenPull:
 
 def _moved(number: int) -> PullEnd:
     return PullEnd(code="WRONG_OWNER", message=f"block {number} is at another parameter server now")
+
+
+def squares_at(blocks: Mapping[int, BlockState], numbers: Iterable[int], version: int) -> tuple[tuple[int, float], ...]:
+    """Of the gradients that are held at `version`, or that made it."""
+    found = ((number, blocks[number]) for number in numbers)
+    return tuple((n, state.squares) for n, state in found if state.version == version and state.squares is not None)
 
 
 def check_pull(store: Store, request: PullRequest, index: int) -> None:

@@ -13,17 +13,27 @@ from shared.records.job_spec import Nonfinite
 
 @dataclass(frozen=True, slots=True)
 class Clipping:
-    """`limit`: clip_grad_norm. Blocks hold their gradients until the norm is known."""
+    """`limit`: clip_grad_norm; blocks hold their gradients until the norm is known (None: they do not). `every`: without a limit, the
+    norm is measured in every so many steps (0: never)."""
 
-    limit: float
+    limit: float | None
     on_nonfinite: Nonfinite = "fail"
+    every: int = 0
 
     @classmethod
     def of(cls, spec: JobSpec) -> Clipping | None:
-        """None: nothing is held. In asynchronous jobs the trainer clips what it pushes."""
-        if spec.mode is not Mode.SYNC or spec.clip_grad_norm is None:
+        """None: nothing is held or measured. In asynchronous jobs the trainer clips what it pushes."""
+        if spec.mode is not Mode.SYNC:
             return None
-        return cls(spec.clip_grad_norm, spec.on_nonfinite)
+        return cls(spec.clip_grad_norm, spec.on_nonfinite, spec.grad_norm_every)
+
+    @property
+    def holds(self) -> bool:
+        return self.limit is not None
+
+    def measures(self, step: int) -> bool:
+        """Whether squares of the step's gradient are added up without holding it."""
+        return self.limit is None and self.every > 0 and step % self.every == 0
 
     def check(self, step: int, norm: float) -> None:
         """Raises InvalidArgument: such a norm is not taken."""
@@ -35,4 +45,5 @@ class Clipping:
         """What the gradient is multiplied by; None: the step is left out, since the norm is not finite."""
         if self.on_nonfinite == "skip" and not math.isfinite(norm):
             return None
+        assert self.limit is not None
         return clip_factor(norm, self.limit)

@@ -61,7 +61,7 @@ class Store:
         self.changes = 0
         self.slots: SlotMap | None = None
         self._schedule = schedule if self.mode is Mode.SYNC else None
-        self.clipping = clipping if self.mode is Mode.SYNC else None
+        self.clipping = (clipping if self.mode is Mode.SYNC else None) or Clipping(None)
         self._held_step = -1  # the last one that a block was held in
         self.snapshot: Snapshot | None = None
         self._before: Snapshot | None = None  # a complete one that waits, too: neither may be left out
@@ -99,8 +99,8 @@ class Store:
         optimizer = None if chosen is None else BlockOptimizer(self.layout.optimizer.name, chosen, values.tensor)
         if optimizer is not None:
             optimizer.load(dict(state))
-        holds = self.clipping is not None
-        block = BlockState(place, values, self.pool, self.lanes, optimizer, self._first_version, holds=holds)
+        holds, first = self.clipping.holds, self._first_version
+        block = BlockState(place, values, self.pool, self.lanes, optimizer, first, holds=holds)
         self._positions[number] = len(self.blocks)
         self.blocks[number] = block
 
@@ -217,10 +217,9 @@ class Store:
             if before == push.header.step and item.lanes not in push.noted:
                 push.noted.add(item.lanes)
                 self.history.note(push.header, push.positions, range(*item.lanes))
-            options = self._options(push.header.step, state.place)
-            verdict = state.push(
-                push.header.step, item.lanes, value, item.count, options, memory, item.dtype, lent=lent
-            )
+            step, options = push.header.step, self._options(push.header.step, state.place)
+            measured, content = self.clipping.measures(step), (value, item.count, options, memory, item.dtype)
+            verdict = state.push(step, item.lanes, *content, lent=lent, measured=measured)
             if state.version != before:
                 self._stepped(state)
             elif state.held:
@@ -243,7 +242,7 @@ class Store:
 
     def learn_norm(self, step: int, norm: float) -> None:
         """Of the step's whole gradient, for the blocks that are held in it. Raises InvalidArgument."""
-        if self.clipping is not None and step == self._held_step:
+        if self.clipping.holds and step == self._held_step:
             self.clipping.check(step, norm)
             self.history.learn_norm(step, norm)
 
@@ -253,7 +252,6 @@ class Store:
         norm = self.history.norm(state.version) if state.held else None
         if norm is None:
             return False
-        assert self.clipping is not None
         state.settle(self.clipping.factor(norm), self._options(state.version, state.place))
         self._stepped(state)
         return True

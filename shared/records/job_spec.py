@@ -89,7 +89,8 @@ class JobSettings(Record):
     only; None: on whenever gradients are cast): the rounding error of a cast is added to the next push. `on_nonfinite`: what
     a loss or gradient that is NaN or infinite does: the job fails, the minibatch is left out, or it is trained all the same.
     `clip_grad_norm`: the gradient of a whole step (asynchronous: of each push) is scaled down to this norm; `clip_lane_norm`: the gradient
-    of each minibatch, before the mean over lanes is taken.
+    of each minibatch, before the mean over lanes is taken. `grad_norm_every` (synchronous): the norm of the gradient is measured in every
+    so many steps (0: never); a job with `clip_grad_norm` has it in each.
     `evaluate_every`: so many steps, or epoch: such versions are evaluated while training goes on.
     `device` auto: that of the trainer that initialises the parameters. `join_window_s`: members that join a running job within
     it after a change make one generation. `stragglers`: on: lanes follow measured speed, a look every `rebalance_s`, and work that takes
@@ -116,6 +117,7 @@ class JobSettings(Record):
     pull_every: int = Field(default=1, ge=1, lt=2**63)
     clip_grad_norm: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     clip_lane_norm: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    grad_norm_every: int = Field(default=10, ge=0, lt=2**63)
     on_nonfinite: Nonfinite = "fail"
     threads_per_trainer: int = Field(default=1, ge=1, lt=2**63)
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -135,7 +135,7 @@ class PullEnd(Record):
     OVERFLOW (values do not fit the requested dtype) or HELD (all data of the missing blocks is there; to clip, they wait for the norm
     of the whole gradient). `record`: of the version, if OK and sync. `known`: names the values that came, for `PullRequest.known`;
     the same in all requests that one pull was made of, or it names none of them. `squares`: (block, sum of the squares of its
-    gradient), of the blocks of parameters that are held. `timeline`: of the blocks."""
+    gradient), of the blocks of parameters that are held; if OK, of those that came, if the step was measured. `timeline`: of the blocks."""
 
     code: Literal["OK", "TOO_EARLY", "GONE", "NOT_READY", "WRONG_OWNER", "OVERFLOW", "HELD"]
     message: str = ""

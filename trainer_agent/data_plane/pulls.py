@@ -56,6 +56,11 @@ class Pulls(Peers):
         self._narrow_blocks: list[memoryview] = []  # memory for a block in its narrow dtype, before it is widened
         self._narrow_bytes = vectors.layout.block_bytes if self._narrow is not None else 0
 
+    @property
+    def grad_norm(self) -> float | None:
+        """Of the step that made the version which was pulled last, if it was measured."""
+        return self._norm.measured
+
     @cached_property
     def _parameters(self) -> list[int]:
         """Numbers of all blocks of parameters."""
@@ -190,6 +195,8 @@ class Pulls(Peers):
             record = end.record or record
             if end.record is not None:
                 self._norm.learn_of_version(end.timeline, end.record)
+            if end.code == "OK" and end.squares:
+                self._norm.measure(end.timeline, end.squares, self._parameters)
             if len(missing) < before:
                 backoff.reset()
             match end.code:

@@ -20,7 +20,8 @@ from shared.wire.messages import StepNorm
 
 
 class StepNormFinder:
-    """`step`: the one that makes the version. `fails`: a norm that is not finite is an error."""
+    """`step`: the one that makes the version. `fails`: a norm that is not finite is an error. `norm` is for parameter servers that wait,
+    `measured` for people: also of steps that are not clipped."""
 
     def __init__(self, step: int, *, fails: bool) -> None:
         self._step, self._fails = step, fails
@@ -28,6 +29,7 @@ class StepNormFinder:
         self._squares: dict[int, float] = {}
         self._found = asyncio.Event()
         self.norm: StepNorm | None = None
+        self.measured: float | None = None
 
     def __repr__(self) -> str:
         return f"<StepNormFinder of step {self._step}: {len(self._squares)} blocks, {self.norm}>"
@@ -45,19 +47,27 @@ class StepNormFinder:
         if record.grad_norm is not None and self._is_current(timeline):
             self._know(record.grad_norm)
 
+    def measure(self, timeline: int, squares: Iterable[tuple[int, float]], blocks: Collection[int]) -> None:
+        """As `add`, of a step that is not clipped: nobody waits for the norm, and it may be anything."""
+        if self._is_current(timeline):
+            self._squares.update(squares)
+            if len(self._squares) == len(blocks):
+                self.measured = norm_of(self._squares[block] for block in blocks)
+
     def _know(self, norm: float) -> None:
         if self._fails and not math.isfinite(norm):
             raise InvalidArgument(
                 f"the norm of the gradient of step {self._step} is {norm}, although each lane's gradient is finite",
                 hint="lower the learning rate or look at the records; on_nonfinite = skip leaves such steps out",
             )
+        self.measured = norm
         self.norm = StepNorm(timeline=self._timeline, step=self._step, norm=norm)
         self._found.set()
 
     def _is_current(self, timeline: int) -> bool:
         """Steps repeat after a rollback: what is said of an older timeline does not count."""
         if timeline > self._timeline:
-            self._timeline, self.norm = timeline, None
+            self._timeline, self.norm, self.measured = timeline, None, None
             self._squares.clear()
             self._found.clear()
         return timeline == self._timeline

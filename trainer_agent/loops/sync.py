@@ -149,7 +149,7 @@ class SyncLoop:
 
     def _report(self, step: Step) -> None:
         """The step is committed: report this trainer's share of the loss, and the tasks that ended in it."""
-        if (metrics := step.metrics(self.timeline)) is not None:
+        if (metrics := step.metrics(self.timeline, self._transfer.grad_norm)) is not None:
             self._reports.share(metrics)
         self._reports.spent(step.number, self.timeline, clock.monotonic() - step.began, step.times)
         for task in step.finished_tasks():

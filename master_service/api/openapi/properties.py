@@ -38,6 +38,7 @@ PROPERTIES = {
     "checkpoint_kind": "Asynchronous jobs: all parameter servers save at one moment, or each by itself.",
     "checkpoints": "The checkpoints of this page.",
     "clip_grad_norm": "The gradient of a whole step (asynchronous jobs: of each push) is scaled down to this norm; null: never.",
+    "grad_norm_every": "Synchronous jobs: the norm of the gradient is measured in every so many steps; 0: never.",
     "clip_lane_norm": "The gradient of each lane's minibatch is scaled down to this norm; null: never.",
     "code": "Stable name of the cause, for programs.",
     "Problem.code": "Stable name of the problem, for programs; there may be new ones.",

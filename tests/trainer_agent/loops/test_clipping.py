@@ -11,10 +11,12 @@ import torch
 from master_service.core.queue.epoch_order import EpochOrder
 from shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
 from shared.records import Mode, Phase
+from tests.equipment.replaced import replaced
 from tests.trainer_agent.cluster import cluster, trained
 from tests.trainer_agent.scripts import RECORDS, differing, records, spec_for, train_plainly, write_script
 from trainer_agent.data import minibatch_indices
 from trainer_agent.script.user_module import load
+from trainer_agent.tasks.reports import Reports
 from trireme.plain import run
 
 WITHOUT_NOISE = """
@@ -140,3 +142,32 @@ async def test_one_asynchronous_trainer_has_the_bits_of_plain_training(tmp_path)
     spec = spec_for(script, clip_grad_norm=LIMIT)
     ours = await trained(spec.model_copy(update={"mode": Mode.ASYNC, "checkpoint_kind": "independent"}))
     assert differing(ours, dict(run(load(script), spec).model.state_dict())) == []
+
+
+async def reported_norms(spec, trainers):
+    """By step; each is told once."""
+    share, found = Reports.share, []
+
+    def noted(self, metrics):
+        found.extend((metrics.step, metrics.metrics[name].total) for name in metrics.metrics if name == "grad_norm")
+        share(self, metrics)
+
+    with replaced(Reports, "share", noted):
+        await trained(spec, trainers)
+    assert len(dict(found)) == len(found)
+    return dict(sorted(found))
+
+
+async def test_the_norm_is_a_metric_of_each_step_that_is_clipped_and_of_every_tenth_of_others(tmp_path):
+    script = write_script(tmp_path)
+    spec = spec_for(script, lanes=4, epochs=3, pservers=2, clip_grad_norm=LIMIT)
+    clipped = await reported_norms(spec, trainers=2)
+    steps = len(clipped)
+    assert steps > 10
+    assert list(clipped) == list(range(steps))
+    assert await reported_norms(spec, trainers=1) == clipped
+    plain = await reported_norms(spec.model_copy(update={"clip_grad_norm": None}), trainers=2)
+    assert list(plain) == list(range(0, steps, 10))
+    assert plain[0] == clipped[0] > LIMIT
+    assert plain[10] != clipped[10]
+    assert await reported_norms(spec.model_copy(update={"clip_grad_norm": None, "grad_norm_every": 0}), 1) == {}
