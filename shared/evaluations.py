@@ -9,21 +9,13 @@ from typing import Annotated
 
 from pydantic import Field
 
+from shared.criteria import Criterion
 from shared.records.checkpoints import CheckpointRef
 from shared.records.record import Record
 from shared.records.step import StepRecord
+from shared.records.tasks import BestEvaluation
 
 MOST_METRICS = 64
-
-
-class BestEvaluation(Record):
-    """The evaluation with the best value of keep_best's metric so far. `checkpoint`: uuid of its parameters."""
-
-    number: int
-    step: int
-    checkpoint: str
-    metric: str
-    value: float
 
 
 class Evaluation(Record):
@@ -64,6 +56,19 @@ class EvaluationStatus(Record):
     def result(self, number: int) -> Evaluation | None:
         """Of that evaluation, if it is one of the last two."""
         return next((each for each in self.recent if each.number == number), None)
+
+
+def better(best: BestEvaluation | None, done: Evaluation, keep_best: str | None) -> BestEvaluation | None:
+    """The better one; `best` if `done` has no value of the metric, or an equal one."""
+    if keep_best is None:
+        return None
+    criterion = Criterion.parse(keep_best)
+    value = done.metrics.get(criterion.metric)
+    if value is None or (best is not None and not criterion.is_better(value, best.value)):
+        return best
+    return BestEvaluation(
+        number=done.number, step=done.step, checkpoint=done.checkpoint, metric=criterion.metric, value=value
+    )
 
 
 def evaluation_of(record: StepRecord, every: int | str | None, epochs: int) -> int | None:

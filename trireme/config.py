@@ -55,6 +55,7 @@ class Config:
     checkpoint_every_epochs: int | None = None
     keep_checkpoints: int | None = None
     evaluate_every: int | str | None = None
+    keep_best: str | None = None
     checkpoint_checksum: str | None = None
     checkpoint_every_seconds: float | None = None
     checkpoint_kind: str | None = None

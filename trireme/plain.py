@@ -9,6 +9,8 @@ The user's own optimizer steps. Tasks, order of records and random numbers are t
 from __future__ import annotations
 
 import argparse
+import copy
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,13 +24,23 @@ from master_service.core.queue.epoch_order import EpochOrder
 from master_service.core.queue.file_table import FileTable
 from master_service.storage.counting import count_records
 from shared.errors import InvalidArgument, TriremeError, UserCodeError
+from shared.evaluations import Evaluation, better
 from shared.lanes import step_seed
 from shared.logged_metrics import Logged, add, collected, loss_in, metrics_beside
 from shared.metric_names import LOSS
-from shared.records import JobSpec
+from shared.records import EvaluationSums, JobSpec
 from shared.records.datasets import Dataset
+from shared.records.tasks import BestEvaluation
 from shared.runtime import clock
-from trainer_agent.data import Minibatch, default_collate, minibatch_indices, minibatches_in, open_dataset
+from shared.storage import files
+from trainer_agent.data import (
+    Minibatch,
+    default_collate,
+    evaluation_seed,
+    minibatch_indices,
+    minibatches_in,
+    open_dataset,
+)
 from trainer_agent.model.clipping import GradientClipper
 from trainer_agent.model.devices import device_of
 from trainer_agent.model.export import write_model
@@ -46,7 +58,8 @@ REPORT_SECONDS = 2.0
 @dataclass(slots=True)
 class PlainResult:
     """`metrics` as the script's `metrics(sums)` gives them; `losses`: mean loss of each epoch; `epochs`: means of the loss and of what
-    the script logs, by epoch."""
+    the script logs, by epoch. `evaluations`: those while it trained; `best`, `best_state`: of the best one, that after training included, as
+    `keep_best` says."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -55,6 +68,9 @@ class PlainResult:
     losses: list[float] = field(default_factory=list)
     epochs: list[dict[str, float]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    best: BestEvaluation | None = None
+    best_state: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> PlainResult:
@@ -74,6 +90,10 @@ def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> P
         if options.export:
             for path in write_model(result.model, options.export).values():
                 print(path)  # noqa: T201
+            if result.best is not None:
+                print(f"best {result.best.metric} {result.best.value:.6g} at step {result.best.step}")  # noqa: T201
+                for path in _write_best(result, options.export).values():
+                    print(path)  # noqa: T201
     except UserCodeError as error:
         print(str(error.details.get("traceback") or error.message).rstrip(), file=sys.stderr)  # noqa: T201
         raise SystemExit(1) from error
@@ -81,6 +101,12 @@ def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> P
         print(f"error: {error.message}" + (f"\n{error.hint}" if error.hint else ""), file=sys.stderr)  # noqa: T201
         raise SystemExit(2 if isinstance(error, settings.UsageError) else 1) from error
     return result
+
+
+def _write_best(result: PlainResult, directory: str) -> dict[str, str]:
+    best = copy.deepcopy(result.model)
+    best.load_state_dict(result.best_state)
+    return write_model(best, files.join(directory, "best"))
 
 
 def plain_spec(user: UserModule, flags: Mapping[str, Any], assignments: Sequence[str] = ()) -> JobSpec:
@@ -139,6 +165,7 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     ]
     result = PlainResult(model, optimizer)
     progress = _ProgressLines(spec, table.records, report)
+    evaluations = _Evaluations(user, spec, table, device, report)
     for epoch in range(spec.epochs):
         loss_sum, records, trained_records = 0.0, 0, 0
         sums: dict[str, Logged] = {}
@@ -172,6 +199,7 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
                 user.guard(scheduler.step)
             records += len(minibatch)
             result.steps += 1
+            evaluations.after_step(result)
             progress.update(epoch, result.steps, records, _means(loss_sum, trained_records, sums))
         result.records += trained_records
         result.epochs.append(_means(loss_sum, trained_records, sums))
@@ -181,6 +209,7 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
         hook.remove()  # the model is the caller's now
     if spec.evaluation_dataset is not None:
         result.metrics = _evaluate(user, spec, spec.evaluation_dataset, model, device)
+        evaluations.note_last(result)
     return result
 
 
@@ -219,22 +248,75 @@ def epoch_minibatches(spec: JobSpec, table: FileTable, epoch: int) -> Iterator[M
 def _evaluate(
     user: UserModule, spec: JobSpec, dataset: Dataset, model: nn.Module, device: torch.device
 ) -> dict[str, float]:
-    in_order = spec.model_copy(update={"dataset": dataset, "shuffle": False})
-    table = count_records(dataset, spec.task_records)
-    sums: dict[str, float] = {}
+    """Task by task, as trainers do it, so the numbers are the same. The model's buffers stay as they are."""
+    reader, table, size = open_dataset(dataset), count_records(dataset, spec.task_records), spec.minibatch_size
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    total = EvaluationSums()
     model.eval()
     with torch.no_grad():
-        for minibatch in epoch_minibatches(in_order, table, 0):
-            batch = _batch(user, minibatch, device)
-            if user.has("evaluate"):
-                found = user.call("evaluate", model, batch)
-            else:
-                found = sums_of(user.call("loss", model, batch), len(minibatch), user.guard)
-            for name, value in found.items():
-                sums[name] = sums.get(name, 0.0) + float(value)
+        for task in range(table.tasks):
+            place = table.locate(task)
+            shard = reader.read(place.file, place.first, place.count, place.offset)
+            sums: dict[str, float] = {}
+            for number in range(minibatches_in(place.count, size)):
+                seed_everything(evaluation_seed(spec.seed, task, number))
+                minibatch = shard.minibatch(
+                    minibatch_indices(spec.seed, 0, task, place.count, size, number, shuffle=False)
+                )
+                for name, value in _sums(user, model, minibatch, device).items():
+                    sums[name] = sums.get(name, 0.0) + float(value)
+            total = total.plus(sums)
+        for buffer, before in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
     if user.has("metrics"):
-        return {name: float(value) for name, value in user.call("metrics", dict(sums)).items()}
-    return sums if user.has("evaluate") else means_of(sums)
+        return {name: float(value) for name, value in user.call("metrics", dict(total.sums)).items()}
+    return dict(total.sums) if user.has("evaluate") else means_of(total.sums)
+
+
+def _sums(user: UserModule, model: nn.Module, minibatch: Minibatch, device: torch.device) -> Mapping[str, Any]:
+    batch = _batch(user, minibatch, device)
+    if user.has("evaluate"):
+        found: Mapping[str, Any] = user.call("evaluate", model, batch)
+        return found
+    return sums_of(user.call("loss", model, batch), len(minibatch), user.guard)
+
+
+class _Evaluations:
+    """While the model trains, as `evaluate_every` and `keep_best` say."""
+
+    def __init__(self, user: UserModule, spec: JobSpec, table: FileTable, device: torch.device, report: Any) -> None:
+        self._user, self._spec, self._device, self._report = user, spec, device, report
+        per_epoch = sum(minibatches_in(table.locate(task).count, spec.minibatch_size) for task in range(table.tasks))
+        self._per_epoch, self._steps = per_epoch, per_epoch * spec.epochs
+
+    def after_step(self, result: PlainResult) -> None:
+        """`result.steps` are done. The last one is evaluated after training."""
+        every, step = self._spec.evaluate_every, result.steps
+        steps = self._per_epoch if every == "epoch" else every
+        if steps is None or step % int(steps) or step >= self._steps:
+            return
+        assert self._spec.evaluation_dataset is not None
+        metrics = _evaluate(self._user, self._spec, self._spec.evaluation_dataset, result.model, self._device)
+        self._note(result, step // int(steps), metrics)
+        shown = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())
+        best = " (the best so far)" if result.best is not None and result.best.step == step else ""
+        self._report(f"evaluation {step // int(steps)} (step {step}): {shown}{best}")
+
+    def note_last(self, result: PlainResult) -> None:
+        """In place: the evaluation after training may be the best one."""
+        if self._spec.keep_best is not None:
+            self._note(result, len(result.evaluations) + 1, result.metrics)
+            del result.evaluations[-1]
+
+    def _note(self, result: PlainResult, number: int, metrics: Mapping[str, float]) -> None:
+        """In place."""
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        done = Evaluation(number=number, step=result.steps, timeline=0, checkpoint="", metrics=finite)
+        best = better(result.best, done, self._spec.keep_best)
+        if best is not None and best.step == result.steps:
+            result.best_state = {name: value.detach().clone() for name, value in result.model.state_dict().items()}
+        result.evaluations.append(done)
+        result.best = best
 
 
 def _batch(user: UserModule, minibatch: Minibatch, device: torch.device) -> Any:

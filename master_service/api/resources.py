@@ -55,7 +55,7 @@ class JobProgress(Record):
 
 class EvaluationProgress(Record):
     """Of the evaluations while the job trains. `settled`: so many are over. `running`, `step`: number and step of the one that is under way, with
-    its tasks; null: none is. `last`: the last result."""
+    its tasks; null: none is. `last`: the last result, with the best one up to it."""
 
     settled: int
     running: int | None = None

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from shared.records.pauses import Losses, Saving
 from shared.records.record import Record
-from shared.records.tasks import UserFailure
+from shared.records.tasks import BestEvaluation, UserFailure
 
 
 class Phase(StrEnum):
@@ -44,7 +44,8 @@ class FailureCause(StrEnum):
 
 
 class JobResult(Record):
-    """Filled at the end of a job: metrics of the evaluation, paths of the exported model, counts, lost updates."""
+    """Filled at the end of a job: metrics of the evaluation, paths of the exported model, counts, lost updates. `best`: the best
+    evaluation, whose parameters are exported, too; null: the job has no keep_best."""
 
     metrics: dict[str, float] = Field(default_factory=dict)
     exports: dict[str, str] = Field(default_factory=dict)
@@ -52,6 +53,7 @@ class JobResult(Record):
     discarded_records: int = 0
     trained_records: int = 0
     losses: Losses = Field(default_factory=Losses)
+    best: BestEvaluation | None = None
 
 
 class JobState(Record):

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from shared.criteria import Criterion
 from shared.records.datasets import Dataset
 from shared.records.record import Record
 
@@ -91,7 +92,8 @@ class JobSettings(Record):
     `clip_grad_norm`: the gradient of a whole step (asynchronous: of each push) is scaled down to this norm; `clip_lane_norm`: the gradient
     of each minibatch, before the mean over lanes is taken. `grad_norm_every` (synchronous): the norm of the gradient is measured in every
     so many steps (0: never); a job with `clip_grad_norm` has it in each.
-    `evaluate_every`: so many steps, or epoch: such versions are evaluated while training goes on.
+    `evaluate_every`: so many steps, or epoch: such versions are evaluated while training goes on. `keep_best`: `accuracy:max` or
+    `loss:min`: the checkpoint of the best evaluation is kept and exported.
     `device` auto: that of the trainer that initialises the parameters. `join_window_s`: members that join a running job within
     it after a change make one generation. `stragglers`: on: lanes follow measured speed, a look every `rebalance_s`, and work that takes
     longer than `straggler_factor` times the usual is done by another trainer too; bits do not depend on it. `pre_tasks`, `post_tasks` (in a
@@ -137,6 +139,7 @@ class JobSettings(Record):
     checkpoint_every_epochs: int | None = Field(default=1, ge=1, lt=2**63)
     keep_checkpoints: int = Field(default=2, ge=1, le=100)
     evaluate_every: EvaluateEvery | None = None
+    keep_best: str | None = None
     checkpoint_checksum: Literal["xxh3-128", "md5", "sha256"] = "xxh3-128"
     checkpoint_every_seconds: float | None = Field(default=60.0, gt=0)
     checkpoint_kind: Literal["coordinated", "independent"] = "coordinated"
@@ -167,6 +170,13 @@ class JobSettings(Record):
     def to_bytes(self) -> bytes:
         """With nulls: for some fields null is not the default."""
         return self.model_dump_json().encode()
+
+    @field_validator("keep_best")
+    @classmethod
+    def _is_criterion(cls, value: str | None) -> str | None:
+        if value is not None:
+            Criterion.parse(value)
+        return value
 
     @field_validator("pre_tasks", "post_tasks", mode="before")
     @classmethod
@@ -203,6 +213,11 @@ class JobSettings(Record):
                 raise ValueError(msg)
         if self.evaluate_every is not None:
             self._check_evaluations()
+        elif self.keep_best is not None:
+            msg = (
+                f"keep_best is {self.keep_best}, but nothing is evaluated while the job trains; set evaluate_every, too"
+            )
+            raise ValueError(msg)
         if self.block_bytes % 64:
             msg = f"block_bytes must be a multiple of 64, got {self.block_bytes}"
             raise ValueError(msg)

@@ -112,11 +112,21 @@ Skipped = Annotated[
 """By index of a parameter server; as many as a job may have."""
 
 
+class BestEvaluation(Record):
+    """The evaluation with the best value of keep_best's metric so far. `checkpoint`: uuid of its parameters."""
+
+    number: int
+    step: int
+    checkpoint: str
+    metric: str
+    value: float
+
+
 class CompleteTask(Record):
     """`sums`: of an EVALUATE task, or the result of the user's `metrics(sums)` (EXPORT). `exports`: files by kind.
 
     Asynchronous: `generation` in which the task's first push was made; `skipped`: minibatches for each unreachable pserver.
-    `next`: also take another task."""
+    `next`: also take another task. `best`: of an EXPORT task, the evaluation whose parameters were exported as the best ones."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="constants")
 
@@ -129,6 +139,7 @@ class CompleteTask(Record):
     timeline: Int64 | None = None
     generation: Int64 | None = None
     skipped: Skipped = Field(default_factory=dict)
+    best: BestEvaluation | None = None
     next: TakeNext | None = None
 
 

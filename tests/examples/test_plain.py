@@ -88,6 +88,32 @@ def test_the_result_is_that_of_a_loop_written_by_hand(tmp_path):
     user.call("loss", result.model, {"x": x[:8], "y": y[:8]}).backward()  # the model is the caller's now
 
 
+def test_versions_are_evaluated_while_it_trains_and_the_best_one_is_kept(tmp_path):
+    user = load(script(tmp_path))
+    spec = plain_spec(user, {"evaluate_every": 3, "keep_best": "loss:min", "epochs": 3})
+    undisturbed = run(user, spec.model_copy(update={"evaluate_every": None, "keep_best": None}))
+    said: list[str] = []
+    result = run(user, spec, said.append)
+    assert result.steps == 24  # the last one is evaluated after training
+    assert [(done.number, done.step) for done in result.evaluations] == [(n, 3 * n) for n in range(1, 8)]
+    state, other = result.model.state_dict(), undisturbed.model.state_dict()
+    assert all(torch.equal(state[name], other[name]) for name in other)
+    losses = {done.step: done.metrics["loss"] for done in result.evaluations} | {24: result.metrics["loss"]}
+    best = min(losses, key=lambda step: losses[step])
+    assert result.best is not None
+    assert (result.best.step, result.best.value) == (best, losses[best])
+    assert sum(line.startswith("evaluation ") for line in said) == 7
+
+    shorter = run(user, plain_spec(user, {"epochs": 1, "evaluate_every": 3}))
+    assert shorter.evaluations == result.evaluations[:2]
+    model = user.call("model")
+    model.load_state_dict(result.best_state)
+    x, y = torch.from_numpy(np.load(tmp_path / "x.npy")), torch.from_numpy(np.load(tmp_path / "y.npy"))
+    with torch.no_grad():
+        loss = user.call("loss", model.eval(), {"x": x, "y": y}).item()
+    assert loss == pytest.approx(losses[best], rel=1e-5)
+
+
 def test_each_epoch_has_every_record_once_in_another_order(tmp_path):
     user = load(script(tmp_path))
     spec = plain_spec(user, {})

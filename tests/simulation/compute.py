@@ -67,6 +67,7 @@ class Trace:
     evaluated: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     validated: int = 0
     exported: list[bytes] = field(default_factory=list)
+    best: list[bytes] = field(default_factory=list)
     swaps: int = 0
 
 
@@ -227,7 +228,7 @@ class TinyCompute:
 
     async def export(self, directory: str) -> dict[str, str]:
         await asyncio.sleep(self._speed.draw(self._rng))
-        self._trace.exported.append(self._bytes())
+        (self._trace.best if directory.endswith("best") else self._trace.exported).append(self._bytes())
         return {"numbers": f"{directory}/numbers"}
 
     async def finish(self) -> None:

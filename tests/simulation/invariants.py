@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from shared.criteria import Criterion
 from shared.evaluations import Evaluation, EvaluationStatus
 from shared.records import EvaluationSums, JobResult, Mode, Phase, SlotMap, TaskMeta
 from shared.records.pauses import Losses
@@ -15,7 +16,7 @@ from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.compute import INTEGER_BLOCK, INTEGERS, RECORD_SLOTS, applied_of, param_blocks
 from tests.simulation.nodes import described
 from tests.simulation.plans import Job
-from tests.simulation.reference import evaluations, final_parameters, task_minibatches, tasks_of
+from tests.simulation.reference import evaluations, final_parameters, parameters_at, task_minibatches, tasks_of
 
 
 def violations(cluster: SimulatedCluster) -> Iterator[str]:
@@ -165,6 +166,12 @@ def _evaluations(cluster: SimulatedCluster, every: int | str) -> Iterator[str]:
         wrong = {n: (found[n], expected[n]) for n in found.keys() & expected.keys() if found[n] != expected[n]}
         yield f"evaluations {sorted(missing)} are missing, {sorted(other)} are not due, these differ (got, expected): {wrong}"
     status = EvaluationStatus.model_validate_json(cluster.simulated.value(cluster.keys.evaluation_status) or b"{}")
+    if expected and cluster.plan.keep_best is not None:
+        metric, lowest = Criterion.parse(cluster.plan.keep_best)
+        step = min(expected.values(), key=lambda each: each[1][metric] * (1 if lowest else -1))[0]
+        best = cluster.state.result.best
+        if best is None or best.step != step or set(cluster.trace.best) != {parameters_at(cluster.plan.job, step)}:
+            yield f"the best evaluation is that of step {step}, exported is {best}, {len(cluster.trace.best)} times"
     if expected and (status.running is not None or status.settled != max(expected)):
         yield f"at the end the evaluations are {status}"
 

@@ -156,6 +156,7 @@ class Plan:
     rebalance_s: float = 2.0
     slow: float = 1.0
     evaluate_every: int | str | None = None
+    keep_best: str | None = None
 
     def undisturbed(self) -> Plan:
         return replace(self, conditions=STEADY, faults=(), requests=())

@@ -72,6 +72,10 @@ def final_parameters(job: Job) -> bytes:
     return b"".join(vector.tobytes() for vector in last)
 
 
+def parameters_at(job: Job, step: int) -> bytes:
+    return next(b"".join(vector.tobytes() for vector in values) for at, _, values in versions(job) if at == step)
+
+
 def evaluations(job: Job, every: int | str) -> dict[int, tuple[int, dict[str, float]]]:
     """By number: the step and the metrics of each evaluation while the job trains."""
     found: dict[int, tuple[int, dict[str, float]]] = {}

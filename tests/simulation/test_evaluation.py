@@ -19,7 +19,8 @@ SEEDS = range(8)
 
 def plan(seed: int, every: int | str) -> Plan:
     drawn = plan_of(seed, Mode.SYNC)
-    return replace(drawn, evaluate=True, evaluate_every=every, job=replace(drawn.job, epochs=3))
+    best = ["value:min", "value:max", None][seed % 3]
+    return replace(drawn, evaluate=True, evaluate_every=every, keep_best=best, job=replace(drawn.job, epochs=3))
 
 
 def undisturbed(every: int | str, trainers: int = 2) -> Plan:

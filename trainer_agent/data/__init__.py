@@ -13,11 +13,20 @@ from trainer_agent.data.arrays import BytesReader, NpyReader
 from trainer_agent.data.collate import default_collate
 from trainer_agent.data.custom import CustomReader
 from trainer_agent.data.lines import LineReader
-from trainer_agent.data.order import minibatch_indices, minibatches_in
+from trainer_agent.data.order import evaluation_seed, minibatch_indices, minibatches_in
 from trainer_agent.data.reader import Reader
 from trainer_agent.data.shard import Minibatch, Shard
 
-__all__ = ["Minibatch", "Reader", "Shard", "default_collate", "minibatch_indices", "minibatches_in", "open_dataset"]
+__all__ = [
+    "Minibatch",
+    "Reader",
+    "Shard",
+    "default_collate",
+    "evaluation_seed",
+    "minibatch_indices",
+    "minibatches_in",
+    "open_dataset",
+]
 
 
 def open_dataset(dataset: Dataset) -> Reader:

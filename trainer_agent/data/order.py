@@ -38,6 +38,11 @@ def minibatch_indices(
     return np.arange(chosen.start, chosen.stop, dtype=np.int64)
 
 
+def evaluation_seed(seed: int, task_number: int, number: int) -> int:
+    """Of minibatch `number` of an evaluation task: the same for every evaluation, and whoever does it."""
+    return step_seed(seed, task_number, -2 - number)
+
+
 @lru_cache(maxsize=KEPT_ORDERS)
 def record_order(seed: int, epoch: int, task_number: int, count: int) -> Indices:
     """The permutation of [0, count) of one task in one epoch, read-only."""

@@ -6,14 +6,27 @@ acquire ─► EVALUATE: sums over the task's minibatches      EXPORT: files, an
 
 from __future__ import annotations
 
-from shared.errors import InvalidArgument, StaleGeneration, StorageUnreachable, UserCodeError
-from shared.etcd.reading import must_read
+import math
+
+from shared.errors import (
+    CheckpointUnusable,
+    InvalidArgument,
+    StaleGeneration,
+    StorageUnreachable,
+    TriremeError,
+    UserCodeError,
+)
+from shared.etcd.reading import must_read, read_record
+from shared.evaluations import Evaluation, better, evaluations_before
 from shared.records import CompleteTask, EvaluationSums, TakeNext, Task, TaskKind
+from shared.records.checkpoints import CheckpointLatest
 from shared.records.step import StepRecord
+from shared.records.tasks import BestEvaluation
 from shared.runtime import ids, telemetry
 from shared.storage import files
 from trainer_agent.loops.context import LoopContext
-from trainer_agent.loops.evaluating import Evaluator, TaskSums
+from trainer_agent.loops.evaluating import Evaluator, TaskSums, read_checkpoint
+from trainer_agent.loops.timeline import timeline_of
 from trainer_agent.tasks.source import LoadedTask, TaskFailed
 from trainer_agent.waiting.retry import retry
 
@@ -96,4 +109,41 @@ class EvaluateExportLoop:
             raise TaskFailed(task, kind(message)) from error
         metrics = await self._compute.metrics(sums) if sums else {}
         await self._compute.finish()
-        return self._source.completion(task, exports=exports, sums=metrics)
+        best = await self._export_best(files.join(place, "best"), exports, metrics)
+        return self._source.completion(task, exports=exports, sums=metrics, best=best)
+
+    async def _export_best(
+        self, place: str, exports: dict[str, str], metrics: dict[str, float]
+    ) -> BestEvaluation | None:
+        """The parameters of the best evaluation, perhaps of the one after training; `exports` gets its files. If they cannot be read or
+        written, the model itself is exported all the same."""
+        final = self._final
+        if self._spec.keep_best is None or final is None:
+            return None
+        number, timeline = evaluations_before(final, self._spec.evaluate_every) + 1, timeline_of(self._directory)
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        last = Evaluation(number=number, step=final.version, timeline=timeline, checkpoint="", metrics=finite)
+        best = better(self._evaluator.status.best, last, self._spec.keep_best)
+        if best is None:
+            return None
+        try:
+            if best.number != number:
+                await self._load(best)
+            found = await self._compute.export(place)
+        except (OSError, TriremeError) as error:
+            log.warning("best_not_exported", step=best.step, checkpoint=best.checkpoint, cause=str(error))
+            return None
+        exports.update({f"best_{kind}": path for kind, path in found.items()})
+        return best
+
+    async def _load(self, best: BestEvaluation) -> None:
+        """Its parameters are those in use, until they are pulled again. Raises CheckpointUnusable, OSError."""
+        key = self._directory.keys.latest
+        found = await retry(lambda: self._etcd.get(key), "the checkpoints that are kept")
+        latest = read_record(CheckpointLatest, key, found.value if found else None)
+        ref = next((ref for ref in (latest.kept if latest else ()) if ref.uuid == best.checkpoint), None)
+        if ref is None:
+            raise CheckpointUnusable(f"checkpoint {best.checkpoint} (step {best.step}) is not kept any more")
+        self._pulled = False
+        await self._source.offload(read_checkpoint, self._spec, ref, self._compute.staging)
+        self._compute.swap()

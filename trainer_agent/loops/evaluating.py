@@ -24,13 +24,12 @@ from shared.errors import (
 )
 from shared.etcd.reading import must_read
 from shared.evaluations import EvaluationStatus, RunningEvaluation, evaluation_of, evaluations_before
-from shared.lanes import step_seed
 from shared.records import JobSpec, TakeNext, Task, TaskKind, ValidationSums
 from shared.records.checkpoints import CheckpointRef
 from shared.records.step import StepRecord
 from shared.runtime import ids, telemetry
 from shared.runtime.waiting import event_within
-from trainer_agent.data import minibatches_in
+from trainer_agent.data import evaluation_seed, minibatches_in
 from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.timeline import timeline_of
 from trainer_agent.model.compute import Compute
@@ -43,11 +42,6 @@ PAUSE_S = 0.5
 PATIENCE_S = 30.0
 
 log = telemetry.logger("evaluating")
-
-
-def minibatch_seed(spec: JobSpec, task: Task, number: int) -> int:
-    """Of a minibatch that is evaluated: the same for every evaluation and whoever does it."""
-    return step_seed(spec.seed, int(task.task_id.rpartition("-")[2]), -2 - number)
 
 
 @dataclass
@@ -70,7 +64,8 @@ class TaskSums:
     async def next(self, source: TaskSource, compute: Compute, *, pinned: bool = False) -> None:
         """In place: one more minibatch. Raises UserCodeError."""
         number, task = self.done, self.loaded.task
-        records, seed = source.minibatch(self.loaded, number), minibatch_seed(source.spec, task, number)
+        records = source.minibatch(self.loaded, number)
+        seed = evaluation_seed(source.spec.seed, int(task.task_id.rpartition("-")[2]), number)
         for name, value in (await compute.evaluate(records, seed, pinned=pinned)).items():
             self.sums[name] = self.sums.get(name, 0.0) + value
         self.done = number + 1

@@ -57,6 +57,7 @@ def result_document(
         "generation": state.generation,
         "restarts": dict(counts.restarts),
         "exports": result.exports,
+        "best": result.best.model_dump() if result.best else None,
         "failure": state.failure.model_dump() if state.failure else None,
         "logs": str(folder / "logs"),
     }
@@ -71,6 +72,7 @@ def summary_text(document: Mapping[str, Any], *, reason: bool = False) -> str:
         ("records", f"{document['records']:,} in {_epochs(document)} epochs"),
         ("restarts", restarts),
         *[(name, number(value)) for name, value in document["metrics"].items()],
+        *_best(document.get("best")),
         *[(f"model ({kind})", path) for kind, path in document["exports"].items()],
     ]
     if document["loss"] is not None:
@@ -84,6 +86,10 @@ def summary_text(document: Mapping[str, Any], *, reason: bool = False) -> str:
     rows += [("reason", document["reason"])] if reason else []
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _best(best: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    return [("best", f"{best['metric']} {number(best['value'])} at step {best['step']}")] if best else []
 
 
 def _epochs(document: Mapping[str, Any]) -> str:
@@ -119,6 +125,10 @@ def evaluation_line(facts: Mapping[str, Any] | None) -> str:
         parts.append(
             f"evaluation {last['number']} (step {last['step']}): {values or last.get('left_out') or 'no finite metric'}"
         )
+        if (best := last.get("best")) and best["number"] != last["number"]:
+            parts.append(f"the best one: {best['metric']} {number(best['value'])} at step {best['step']}")
+        elif best:
+            parts.append("it is the best so far")
     if facts.get("running") is not None:
         done = f"{facts['tasks_done']} of {facts['tasks_total']} tasks"
         parts.append(f"evaluation {facts['running']} (step {facts['step']}) is under way, {done}")

@@ -88,6 +88,8 @@ PROPERTIES = {
     "EvaluationProgress.tasks_done": "How many of its tasks are done.",
     "EvaluationProgress.tasks_total": "How many tasks it has.",
     "EvaluationProgress.last": "The last evaluation that is over; null: none is.",
+    "best": "The best evaluation, whose parameters are exported, too; null: there is none, or the job has no keep_best.",
+    "keep_best": "Which evaluation is the best one, as metric:min or metric:max: its checkpoint is kept and exported; null: none is.",
     "evaluate_every": "So many steps, or epoch: such versions are evaluated while the job trains; null: none is.",
     "evaluation": "Evaluations while the job trains; null: the job has no evaluate_every.",
     "event_time": "When it happened, RFC 3339.",

@@ -7,6 +7,7 @@ next such version     checkpoint lost, or damaged ─ leave_out ─► the same,
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from master_service.core.changes import (
     Change,
@@ -20,7 +21,7 @@ from master_service.core.changes import (
 from master_service.core.queue.task_queue import WAIT_S
 from master_service.core.state.job import BESIDE, Job
 from shared.errors import CheckpointUnusable, StorageUnreachable
-from shared.evaluations import MOST_METRICS, Evaluation, EvaluationStatus, RunningEvaluation
+from shared.evaluations import MOST_METRICS, Evaluation, EvaluationStatus, RunningEvaluation, better
 from shared.records import (
     AcquireTask,
     CompleteTask,
@@ -157,7 +158,10 @@ def started_over(spec: JobSpec, state: JobState) -> tuple[Change, ...]:
 
 def _settled(job: Job, done: Evaluation, event: Event) -> Decision[None]:
     status = job.evaluation
-    done = done.model_copy(update={"best": status.best})
+    best = better(status.best, done, job.spec.keep_best)
+    if best is not None and best.number == done.number:
+        event = replace(event, message=f"{event.message} (the best so far)", fields={**event.fields, "best": True})
+    done = done.model_copy(update={"best": best})
     recent = (*status.recent, done)[-RECENT:]
     after = EvaluationStatus(timeline=status.timeline, settled=done.number, recent=recent, best=done.best)
     surplus = sorted(job.evaluations)[: max(0, len(job.evaluations) + 1 - KEPT)]

@@ -150,6 +150,7 @@ def _result(job: Job, report: CompleteTask | None) -> JobResult:
         update={
             "metrics": (report.sums if report else {}) or job.sums.sums,
             "exports": report.exports if report else {},
+            "best": report.best if report else None,
             "discarded_tasks": len(discarded),
             "discarded_records": lost,
             "losses": job.losses,

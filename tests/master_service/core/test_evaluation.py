@@ -9,6 +9,7 @@ from master_service.core.decisions import evaluation, tasks
 from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
+from shared.checkpoints.schedule import kept_after
 from shared.errors import StaleAttempt
 from shared.evaluations import evaluation_of, evaluations_before
 from shared.records import (
@@ -39,10 +40,10 @@ def ref(number: int, step: int = 0, timeline: int = 0) -> CheckpointRef:
 class Trained:
     """A job whose evaluations have 2 tasks of 4 records. `kept`: newest first."""
 
-    def __init__(self, *kept: CheckpointRef) -> None:
+    def __init__(self, *kept: CheckpointRef, keep_best: str | None = None) -> None:
         spec = JobSpec(
             job="j", script="s", storage="d", dataset=DATASET, evaluation_dataset=DATASET, evaluate_every=10, lanes=2,
-            global_batch_size=4, records_per_task=4, max_task_failures=2,
+            global_batch_size=4, records_per_task=4, max_task_failures=2, keep_best=keep_best,
         )  # fmt: skip
         self.job = Job.open(spec, FileTable((TableFile("a.txt", 8),), 4), FileTable((TableFile("b.txt", 8),), 4))
         self.job.state = JobState(phase=Phase.RUNNING, generation=1)
@@ -165,6 +166,29 @@ def test_a_rollback_forgets_what_came_after_its_checkpoint():
     trained.keep(ref(2, timeline=7), ref(3), ref(2), ref(1))
     trained.evaluate(0.6)
     assert trained.job.evaluations[2].timeline == 7
+
+
+@pytest.mark.parametrize(
+    ("keep_best", "steps"), [("accuracy:max", [10, 20, 20, 20]), ("accuracy:min", [10, 10, 10, 40])]
+)
+def test_the_best_evaluation_is_known_and_a_rollback_takes_it_back(keep_best: str, steps: list[int]):
+    trained, found = Trained(ref(1), keep_best=keep_best), []
+    for number, accuracy in enumerate([0.5, 0.7, 0.7, 0.4], start=1):
+        trained.keep(*(ref(each) for each in range(number, 0, -1)))
+        trained.evaluate(accuracy)
+        assert trained.job.evaluation.best is not None
+        found.append(trained.job.evaluation.best.step)
+    assert found == steps
+    trained.do(Decision(None, evaluation.rewind(trained.job, 15)))
+    assert trained.job.evaluation.best is not None
+    assert trained.job.evaluation.best.step == 10
+
+
+def test_the_checkpoint_of_the_best_evaluation_is_kept():
+    refs = [ref(number) for number in range(6, 0, -1)]
+    latest = Trained(*refs).job.members.latest
+    kept = kept_after(latest, ref(7), (), 1, best="u2")
+    assert [each.evaluation for each in kept] == [7, 6, 2]
 
 
 def test_a_checkpoint_that_is_damaged_leaves_its_evaluation_out_and_the_job_goes_on():
