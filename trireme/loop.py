@@ -82,7 +82,10 @@ def prepare(
         Config(**base | settings).to_dict(),
     )
     loop = running()
-    return (_PlainLoop().loop if loop is None else loop).prepare(parts)
+    if loop is None:
+        _check_runs_as_main()
+        loop = _PlainLoop().loop
+    return loop.prepare(parts)
 
 
 def backward(loss: torch.Tensor | Mapping[str, Any]) -> None:
@@ -95,6 +98,17 @@ def backward(loss: torch.Tensor | Mapping[str, Any]) -> None:
     if loop is None:
         raise RuntimeError("trireme.backward was called, and trireme.prepare was not called in this thread")
     loop.backward(loss)
+
+
+def _check_runs_as_main() -> None:
+    """A master and trainers import a script that has a reader in it: that must not train. Raises RuntimeError."""
+    frame = sys._getframe(2)  # noqa: SLF001
+    while frame.f_code.co_name != "<module>" and frame.f_back is not None:
+        frame = frame.f_back
+    name = frame.f_globals.get("__name__")
+    if frame.f_code.co_name == "<module>" and name != "__main__":
+        msg = f'{name} calls trireme.prepare when it is imported; put the loop under `if __name__ == "__main__":`'
+        raise RuntimeError(msg)
 
 
 class _PlainLoop:

@@ -50,7 +50,7 @@ def check_path(script: Path) -> None:
     """Raises UsageError if there is no such file."""
     if not script.is_file():
         what = "is a directory" if script.is_dir() else "does not exist"
-        msg = f"{script} {what}; give the path of a Python file that defines model, dataset, loss and optimizer"
+        msg = f"{script} {what}; give the path of a Python file that defines model, dataset, loss and optimizer, or calls trireme.prepare"
         raise UsageError(msg)
 
 

@@ -66,6 +66,23 @@ def metrics(sums):
     return {"mse": sums["squares"] / sums["records"]}
 """
 
+OWN_LOOP = """
+def main():
+    made = model()
+    made, steps, batches = trireme.prepare(
+        made, optimizer(made), dataset(), evaluation_dataset=evaluation_dataset, evaluate=evaluate, metrics=metrics
+    )
+    for batch in batches:
+        steps.zero_grad()
+        trireme.backward(loss(made, batch))
+        steps.step()
+    torch.save(made.state_dict(), HERE / "after.pt")
+
+
+if __name__ == "__main__":
+    main()
+"""
+
 
 def write_data(folder: Path, records: int = RECORDS) -> None:
     numbers = np.random.default_rng(0)

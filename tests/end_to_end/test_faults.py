@@ -9,12 +9,13 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from shared.records import Phase
 from shared.security.authority import create_authority, issue
 from shared.security.tls import Tls
 from tests.end_to_end.local_cluster import END_S, EPOCHS, STEPS, cluster_of, completed, reach_step, same_bits, spec_of
-from tests.end_to_end.scripts import RECORDS
+from tests.end_to_end.scripts import OWN_LOOP, RECORDS
 from trainer_agent.data_plane.http import HttpPserver
 from trireme.client import AsyncClient
 from trireme.launch.cluster import LocalCluster
@@ -48,6 +49,21 @@ async def test_a_killed_trainer_and_a_new_one_change_no_bit(tmp_path, undisturbe
         assert same_bits(await completed(cluster), undisturbed)
         assert cluster.deaths == {"trainer-0": 1, "trainer-1": 1}
     assert ways(tmp_path, "trainer-2") == {"unix"}
+
+
+async def test_trainers_killed_in_a_loop_of_their_scripts_own_change_no_bit(tmp_path, undisturbed):
+    spec = spec_of(tmp_path)
+    with Path(spec.script).open("a") as script:
+        script.write(OWN_LOOP)
+    async with cluster_of(spec, tmp_path) as cluster:
+        await reach_step(cluster, STEPS // 5)
+        cluster.kill("trainer-0")
+        await reach_step(cluster, 2 * STEPS // 5)
+        cluster.kill("trainer-1")
+        found = await completed(cluster)
+        assert cluster.deaths == {"trainer-0": 1, "trainer-1": 1}
+    assert same_bits(found, undisturbed)
+    assert same_bits(found, torch.load(Path(spec.script).with_name("after.pt"), weights_only=True))
 
 
 async def test_a_killed_master_changes_no_bit(tmp_path, undisturbed):

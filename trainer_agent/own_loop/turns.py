@@ -28,6 +28,7 @@ from torch import nn
 
 from shared.errors import InvalidArgument, UserCodeError
 from shared.logged_metrics import Logged, collect_in, collector
+from trainer_agent.own_loop.autocast import enabled
 from trainer_agent.own_loop.places import GOES_ON, Place
 from trainer_agent.own_loop.prepared import Prepared, check, check_loss
 
@@ -93,6 +94,7 @@ class OwnLoop:
         self._acting = threading.local()
         self._evaluating_modules: list[nn.Module] | None = None  # not in training mode when the loop began
         self._logged: dict[str, Logged] | None = None
+        self._autocast: list[torch.autocast] = []
         self._passes = 0
 
     def __repr__(self) -> str:
@@ -139,6 +141,7 @@ class OwnLoop:
         assert self._place is Place.ASKS, self
         self._set_modes()
         self._logged = collector()
+        self._autocast = enabled()
         self._resume(batch)
         loss, self._loss = self._loss, None
         return loss
@@ -311,6 +314,8 @@ class OwnLoop:
         if batch is _End:
             self._place = Place.AFTER
             raise StopIteration
+        for context in self._autocast:
+            context.__enter__()  # type: ignore[no-untyped-call]
         return batch
 
     def backward(self, loss: Any) -> None:
@@ -323,6 +328,8 @@ class OwnLoop:
         if self._place is not Place.COMPUTES:
             raise RuntimeError(f"trireme.backward was called without a batch: the script is {self._place.value}")
         check_loss(loss)
+        for context in self._autocast:
+            context.__exit__(None, None, None)
         self._loss = loss
         self._hand_over(Place.LOSS)
 

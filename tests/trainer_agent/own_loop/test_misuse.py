@@ -7,8 +7,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
-from shared.errors import InvalidArgument, UserCodeError
+from shared.datasets.custom_reader import load_custom
+from shared.errors import DatasetError, InvalidArgument, UserCodeError
 from tests.trainer_agent.own_loop.scripts import PARTS, write_loop
 from tests.trainer_agent.scripts import records, spec_for
 from trainer_agent.model.torch_compute import TorchCompute
@@ -223,3 +225,32 @@ def test_what_is_logged_in_the_body_belongs_to_its_minibatch(passes):
         "with": 24.0,
         "after": 2.0,
     }
+
+
+def test_the_callers_autocast_is_that_of_the_forward_pass(tmp_path):
+    said = "said.append(torch.is_autocast_enabled('cpu'))"
+    loop = f"for batch in batches:\n    {said}\n" + BODY.replace("    optimizer", f"    {said}\n    optimizer")
+    head = PARTS["head"] + "        said = torch.said = []\n"
+    user = load(write_loop(tmp_path, head=head, loop=loop, after=""))
+    model, batch = user.call("model"), {"x": torch.randn(4, 5), "y": torch.zeros(4, dtype=torch.int64)}
+    for autocast in (False, True):
+        user.loop.next_pass()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            user.call("loss", model, batch).backward()
+        user.loop.end_pass()
+    user.loop.close()
+    assert vars(torch).pop("said") == [False, False, True, False]
+
+
+def test_a_script_that_is_imported_for_the_reader_in_it_does_not_train(tmp_path, monkeypatch):
+    write_loop(tmp_path, "with_reader")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        DatasetError, match=r"with_reader calls trireme\.prepare when it is imported; put the loop under"
+    ):
+        load_custom("with_reader:Reader")
+    write_loop(
+        tmp_path, "guarded", prepare="if __name__ == '__main__':\n    trireme.prepare(1, 2, 3)\n", loop="", after=""
+    )
+    with pytest.raises(DatasetError, match="no attribute 'Reader'"):
+        load_custom("guarded:Reader")
