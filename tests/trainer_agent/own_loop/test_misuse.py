@@ -230,8 +230,8 @@ def test_what_is_logged_in_the_body_belongs_to_its_minibatch(passes):
 def test_the_callers_autocast_is_that_of_the_forward_pass(tmp_path):
     said = "said.append(torch.is_autocast_enabled('cpu'))"
     loop = f"for batch in batches:\n    {said}\n" + BODY.replace("    optimizer", f"    {said}\n    optimizer")
-    head = PARTS["head"] + "        said = torch.said = []\n"
-    user = load(write_loop(tmp_path, head=head, loop=loop, after=""))
+    prepare = "said = torch.said = []\n" + PARTS["prepare"].strip()
+    user = load(write_loop(tmp_path, prepare=prepare, loop=loop, after=""))
     model, batch = user.call("model"), {"x": torch.randn(4, 5), "y": torch.zeros(4, dtype=torch.int64)}
     for autocast in (False, True):
         user.loop.next_pass()
