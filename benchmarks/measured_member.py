@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measurements import LoopLag, Memory
+from benchmarks.without_metrics import WITHOUT_METRICS, leave_out_metrics
 from shared.runtime import service
 from trireme.launch.fork_server import NEEDS
 
@@ -30,6 +31,8 @@ def main() -> None:
     module = sys.argv.pop(1)
     for name in NEEDS[module]:  # what a fork server would have imported before
         importlib.import_module(name)
+    if os.environ.pop(WITHOUT_METRICS, ""):
+        leave_out_metrics()
     memory, file, run = Memory(), Path(os.environ.pop(FILE)), service.run
 
     def measured_run(work: Callable[[asyncio.Event], Awaitable[int]], **options: Any) -> int:

@@ -17,6 +17,7 @@ from typing import IO, Any, Self
 
 from benchmarks.measured_member import FILE
 from benchmarks.measurements import TICK_MS, machine_ms, p99_and_max
+from benchmarks.without_metrics import WITHOUT_METRICS
 from shared.records.job_spec import JobSpec
 from shared.runtime import clock, malloc
 from trainer_agent.data_plane.http import HttpPserver
@@ -107,7 +108,8 @@ class TorchRow:
 
 @dataclass
 class OurRow:
-    """A job of two trainers on a LocalCluster, whose trainers and parameter servers run under benchmarks.measured_member."""
+    """A job of two trainers on a LocalCluster, whose trainers and parameter servers run under benchmarks.measured_member. Mode `bare`:
+    synchronous, without metrics."""
 
     script: Path
     batch: int
@@ -120,7 +122,7 @@ class OurRow:
         self._stack = AsyncExitStack()
         one_lane = plain_spec(user_module.load(self.script), {})
         changes: dict[str, Any] = {
-            "mode": self.mode,
+            "mode": "sync" if self.mode == "bare" else self.mode,
             "lanes": 2,
             "clip_grad_norm": self.clip_grad_norm,
             "trainers": 2,
@@ -137,7 +139,7 @@ class OurRow:
             "lease_ttl_s": LEASE_S,
         }
         self.spec: JobSpec = type(one_lane).model_validate({**one_lane.model_dump(), **changes})
-        forks = self._stack.enter_context(ProbedForks(self.folder))
+        forks = self._stack.enter_context(ProbedForks(self.folder, bare=self.mode == "bare"))
         self.cluster = await self._stack.enter_async_context(LocalCluster(self.spec, self.folder / "run", forks=forks))
         self._ports: list[HttpPserver] = []
         async with asyncio.timeout(START_S):
@@ -208,9 +210,10 @@ class OurRow:
 
 
 class ProbedForks(ForkServer):
-    """Starts trainers and parameter servers under benchmarks.measured_member; each writes into `folder`."""
+    """Starts trainers and parameter servers under benchmarks.measured_member; each writes into `folder`. `bare`: without metrics."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, bare: bool = False) -> None:
+        self._bare = bare
         # for the fork server too, which imports benchmarks.measured_member wherever this was started
         before = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *(path for path in before if path != ROOT)])
@@ -223,6 +226,7 @@ class ProbedForks(ForkServer):
         if argv[3] in PROBED:
             argv = [*PYTHON_MODULE, "benchmarks.measured_member", *argv[3:]]
             environment = {**environment, FILE: str(self._folder / f"{environment['TRIREME_NAME']}.json")}
+            environment |= {WITHOUT_METRICS: "1"} if self._bare else {}
         return await super().start(argv, environment, out, err)
 
 

@@ -2,6 +2,9 @@
 
     python -m benchmarks.steps [--models charlm,mlp] [--rows plain,ddp,...] [--rounds 9] [--seconds 3] [--bind]
                                [--clip] [--markdown | --json]
+    python -m benchmarks.steps --metrics [--models mlp] [--rounds 9] [--seconds 3]
+
+--metrics: only what the metrics of steps cost: synchronous jobs with and without them, side by side, and the ratio of their steps/s.
 
 Every row trains the same script in processes of its own, one torch thread each. All rows of a model are started once and
 stopped (SIGSTOP); a round lets one after the other go on for a while, so rows of one round share the machine's mood and
@@ -52,6 +55,7 @@ TITLES = {
     "sync2": "ours, sync, 2 trainers, 2 pservers",
     "clip1": "ours, sync, clipped, 2 trainers, 1 pserver",
     "clip2": "ours, sync, clipped, 2 trainers, 2 pservers",
+    "bare1": "ours, sync, 2 trainers, 1 pserver, without metrics",
     "async1": "ours, async, 2 trainers, 1 pserver",
     "async2": "ours, async, 2 trainers, 2 pservers",
 }
@@ -114,7 +118,7 @@ def bounds(name: str, model: str) -> dict[str, float]:
     """What one process may take above its start, in MiB (docs/performance.md). Two trainers, one lane each."""
     if name in RANKS:
         return {}
-    sync = name.startswith(("sync", "clip"))
+    sync = not name.startswith("async")
     user = user_module.load(SCRIPTS[model])
     mib = sum(parameter.nbytes for parameter in user.call("model").parameters()) / (1 << 20)
     batch = BATCHES[model] // 2 if sync else BATCHES[model]
@@ -187,11 +191,20 @@ def clip_table(rows: Sequence[Measured]) -> str:
     return "\n".join(lines) if len(lines) > 2 else ""
 
 
+def metrics_line(rows: Mapping[str, Measured]) -> str:
+    """The ratio of each round, and what it means."""
+    on, off = ([window.steps_per_s for window in rows[name].windows] for name in ("sync1", "bare1"))
+    ratios = [a / b for a, b in zip(on, off, strict=True)]
+    return f"\n{rows['sync1'].model}: steps/s with metrics / without: {spread(ratios, 3)}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(SCRIPTS))
-    parser.add_argument("--rows", default=",".join(name for name in TITLES if name not in CLIPPED))
+    usual = [name for name in TITLES if name not in CLIPPED and name != "bare1"]
+    parser.add_argument("--rows", default=",".join(usual))
     parser.add_argument("--clip", action="store_true", help="the rows sync1, clip1, sync2, clip2")
+    parser.add_argument("--metrics", action="store_true", help="what the metrics of steps cost")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=3.0, help="measured per row and round")
     parser.add_argument("--bind", action="store_true", help="a core each for the trainers (or ranks) of a row")
@@ -201,6 +214,8 @@ def main() -> None:
     names, models = given.rows.split(","), given.models.split(",")
     if given.clip:
         names = [name for pair in CLIPPED.items() for name in reversed(pair)]
+    if given.metrics:
+        names = ["sync1", "bare1"]
     if unknown := [name for name in (*names, *models) if name not in {*TITLES, *SCRIPTS}]:
         parser.error(f"unknown: {', '.join(unknown)}; rows are {', '.join(TITLES)}, models {', '.join(SCRIPTS)}")
     rows: list[Measured] = []
@@ -216,6 +231,10 @@ def main() -> None:
     print(HEAD)
     for model in models:
         print(table([row for row in rows if row.model == model]))
+    if given.metrics:
+        for model in models:
+            print(metrics_line({row.row: row for row in rows if row.model == model}))
+        return
     print(f"{HEAD_INSIDE}\n{inside_table(rows)}")
     print(clip_table(rows))
 

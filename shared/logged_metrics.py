@@ -59,7 +59,7 @@ def add(logged: dict[str, Logged], values: Mapping[str, Any], weight: float) -> 
     if len(found.keys() | logged.keys()) > MOST_NAMES:
         raise InvalidArgument(f"more than {MOST_NAMES} metrics are logged in one minibatch; log fewer")
     for name, number in found.items():
-        if math.isfinite(number):
+        if math.isfinite(number * weight):
             one, before = Logged(number * weight, weight, number, number), logged.get(name)
             logged[name] = before.plus(one) if before else one
 

@@ -3,7 +3,8 @@
 term begins ─► stored files read ─► in memory, answers queries          report ─► memory, and a file every FLUSH_S
 FILES files ─► one with all of it, the others are deleted               term ends ─► what is left is written
 
-A master that is killed loses what was reported in the last FLUSH_S. A storage that does not answer costs nothing but that: what is
+What is not stored when a master is killed is asked for by the next one, if it is of whole steps: the owner of lane 0 and the parameter
+servers keep it until it is stored. Else it is lost, at most FLUSH_S of it. A storage that does not answer costs nothing but that: what is
 not written yet stays in memory, bounded.
 """
 
@@ -11,14 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from master_service.core.state.series import SeriesTable, Value
+from master_service.core.state.whole_steps import Epoch, WholeSteps, values_of
 from master_service.storage.series_files import SeriesFiles, add_encoded, encoded, name_of, to_read
 from shared.errors import StorageUnreachable
 from shared.evaluations import Evaluation
-from shared.metric_names import EVALUATION, LOSS, NONFINITE, SPEED, TIME, rate_names
-from shared.records import MetricBatch
+from shared.metric_names import EVALUATION, LOSS, SPEED, TIME
+from shared.records import MetricBatch, MetricsTaken, StepMetrics
 from shared.runtime import clock, ids, telemetry
 from shared.runtime.waiting import Notices
 
@@ -32,14 +34,26 @@ log = telemetry.logger("series")
 
 
 class SeriesKeeper:
-    """`files` None: metrics live as long as the term. `skips`: minibatches that are not finite are left out, and counted by step. Run
-    `run()` in a TaskGroup."""
+    """`files` None: metrics live as long as the term. `skips`: minibatches that are not finite are left out, and counted by step. `origin`:
+    the job's timeline, and the version with which it began (None: not known). Run `run()` in a TaskGroup."""
 
-    def __init__(self, files: SeriesFiles | None, term: int, *, skips: bool = False) -> None:
-        self._skips = skips
+    def __init__(
+        self,
+        files: SeriesFiles | None,
+        term: int,
+        *,
+        skips: bool = False,
+        origin: Callable[[], tuple[int, int | None]] = lambda: (0, 0),
+    ) -> None:
+        self._skips, self._origin = skips, origin
         self._speed: tuple[float, int] | None = None  # since when records are counted, and how many they are
         self._files, self._term, self._written, self._number = files, term, 0, 1
         self._all, self._fresh = SeriesTable(), SeriesTable()
+        self._steps = WholeSteps()
+        self._first, self._stored = 0, 0  # the first whole step in `_fresh`; those before `_stored` are in files
+        self._epochs: set[int] = set()  # that were told of since the last file
+        self._back_to: int | None = None  # the job went back while a file was being written
+        self._writing = asyncio.Lock()
         self._obstacle = "" if files is None else "they are being read"
         self._evaluations: dict[int, Evaluation] = {}  # to be noted once it is known what is stored
         self._away = Notices()
@@ -69,30 +83,72 @@ class SeriesKeeper:
             if not any((bucket.step, bucket.timeline) == (done.step, done.timeline) for bucket in known):
                 self.add(EVALUATION + name, done.step, done.timeline, Value(value, 1, value, value))
 
-    def note(self, batch: MetricBatch) -> None:
-        """Shares of steps in the job's present timeline."""
-        for share in batch.steps:
-            if share.records and math.isfinite(share.loss_sum):
-                loss = share.loss_sum / share.records
-                self.add(LOSS, share.step, share.timeline, Value(share.loss_sum, share.records, loss, loss))
-            for name, value in share.metrics.items():
-                logged = Value(value.total, value.weight, value.least, value.most)
-                self.add(name, share.step, share.timeline, logged)
-            for name, rate in zip(rate_names(len(share.lr)), share.lr, strict=True):
-                self.add(name, share.step, share.timeline, Value(rate, 1, rate, rate))
-            if self._skips:
-                self.add(NONFINITE, share.step, share.timeline, Value(share.skipped, 1, share.skipped, share.skipped))
+    @property
+    def epochs(self) -> Mapping[int, Epoch]:
+        """Of whole steps. Raises StorageUnreachable."""
+        self.table  # noqa: B018  raises
+        return self._steps.epochs
+
+    def note(self, batch: MetricBatch) -> MetricsTaken:
+        """Shares of steps in the job's present timeline, or whole steps. What is known already is not taken again."""
+        taken: Sequence[StepMetrics] = ()
+        if not batch.whole:
+            taken = batch.steps
+            for share in taken:
+                for name, value in values_of(share, skips=self._skips):
+                    self.add(name, share.step, share.timeline, value)
+        elif not self._obstacle and self._follow(batch):
+            taken = self._steps.portion(batch.steps, batch.lost_before)
+            for share in taken:
+                self._take(share)
+        self._note_times(batch)
+        self._note_speed(taken)
+        return self.taken
+
+    @property
+    def taken(self) -> MetricsTaken:
+        """What is known of whole steps."""
+        if self._obstacle:
+            return MetricsTaken()
+        known = self._steps.next
+        return MetricsTaken(next=known, stored=known if self._files is None else min(self._stored, known))
+
+    def _take(self, share: StepMetrics) -> None:
+        values = list(values_of(share, skips=self._skips))
+        for name, value in values:
+            if self._all.add(name, share.step, share.timeline, value, ordered=True) and self._files is not None:
+                self._fresh.add(name, share.step, share.timeline, value, ordered=True)
+        self._steps.count(share, values)
+        self._epochs.add(share.epoch)
+
+    def _follow(self, batch: MetricBatch) -> bool:
+        """The job's timeline is another one: steps from where it began are trained again. False: where that was is not known yet."""
+        timeline, origin = self._origin()
+        if timeline == self._steps.timeline:
+            return True
+        if origin is None:  # its checkpoint is not kept any more
+            if not batch.steps:
+                return False
+            origin = min(share.step for share in batch.steps)
+        self._fresh.rewind(origin, self._steps.next)
+        self._steps.rewind(origin, self._all)
+        self._steps.timeline = timeline
+        self._first, self._stored = min(self._first, origin), min(self._stored, origin)
+        self._epochs.update(self._steps.epochs)
+        self._back_to = origin if self._back_to is None else min(self._back_to, origin)
+        return True
+
+    def _note_times(self, batch: MetricBatch) -> None:
         if (times := batch.times) is not None:
             for name in ("compute", "push", "pull"):
                 seconds = getattr(times, name)
                 part = seconds / times.seconds
                 self.add(TIME + name, times.step, times.timeline, Value(seconds, times.seconds, part, part))
-        self._note_speed(batch)
 
-    def _note_speed(self, batch: MetricBatch) -> None:
+    def _note_speed(self, taken: Sequence[StepMetrics]) -> None:
         """Records per second, from one report to another at least SPEED_S later. What came before the first one is not known."""
-        now, records = clock.monotonic(), sum(share.records for share in batch.steps)
-        if not batch.steps:
+        now, records = clock.monotonic(), sum(share.records for share in taken)
+        if not taken:
             return
         if self._speed is None:
             self._speed = now, 0
@@ -100,7 +156,7 @@ class SeriesKeeper:
         since, before = self._speed
         self._speed = since, before + records
         if (seconds := now - since) >= SPEED_S:
-            last, rate = batch.steps[-1], (before + records) / seconds
+            last, rate = taken[-1], (before + records) / seconds
             self.add(SPEED, last.step, last.timeline, Value(before + records, seconds, rate, rate))
             self._speed = now, 0
 
@@ -124,11 +180,11 @@ class SeriesKeeper:
 
     async def _read(self, stored: SeriesFiles) -> bool:
         """Whether all is known now."""
-        before = SeriesTable()
+        before, steps = SeriesTable(), WholeSteps()
         try:
             names, over = to_read(await stored.names())
             for name in names:
-                add_encoded(before, await stored.read(name), name)
+                add_encoded(before, steps, await stored.read(name), name)
         except FileNotFoundError:
             return False  # another master has put them together meanwhile
         except OSError as error:
@@ -137,30 +193,59 @@ class SeriesKeeper:
             return False
         before.merge(self._all)  # what was reported meanwhile
         self._all, self._obstacle, self._written = before, "", len(names) + len(over)
+        self._steps, self._first, self._stored = steps, steps.next, steps.next
         waiting, self._evaluations = self._evaluations, {}
         for number in sorted(waiting):
             self.note_evaluation(waiting[number])
         return True
 
+    async def store(self) -> None:
+        """What is known now is in a file when this returns, if the storage answers."""
+        if self._files is not None and not self._obstacle:
+            await self._write(self._files)
+
     async def _write(self, stored: SeriesFiles) -> None:
         """What is new; from time to time all of it, in place of the files before."""
-        if not self._fresh.by_name:
+        async with self._writing:
+            await self._write_alone(stored)
+
+    async def _write_alone(self, stored: SeriesFiles) -> None:
+        known = self._steps.next
+        if not self._fresh.by_name and self._first == known:
             return
         taken, self._fresh = self._fresh, SeriesTable()
+        first, self._first, self._back_to = self._first, known, None
+        epochs, self._epochs = self._epochs, set()
         everything = self._written >= FILES and not self._obstacle
         name = name_of(self._term, self._number, everything=everything)
+        steps = None if self._obstacle else self._steps
+        if everything:
+            content = encoded(self._all, steps, 0, self._steps.epochs.keys())
+        else:
+            content = encoded(taken, steps, first, epochs)
         try:
-            await stored.write(name, encoded(self._all if everything else taken))
-        except OSError as error:  # perhaps it is written: the next attempt has the same name, and takes its place
-            self._tell("metrics_unwritten", error)
+            await stored.write(name, content)
+        except (OSError, asyncio.CancelledError) as error:
+            # perhaps it is written: the next attempt has the same name, and takes its place
+            if (back_to := self._went_back()) is not None:
+                taken.rewind(back_to, known)
             taken.merge(self._fresh)
-            self._fresh = taken
+            self._fresh, self._first, self._epochs = taken, min(first, self._first), epochs | self._epochs
+            if not isinstance(error, OSError):
+                raise
+            self._tell("metrics_unwritten", error)
             return
+        back_to = self._went_back()
+        self._stored = known if back_to is None else min(known, back_to)
         self._number += 1
         self._written += 1
         if everything:
             await self._forget_older(stored)
         self._away.over()
+
+    def _went_back(self) -> int | None:
+        """Where to, since the last file was begun."""
+        return self._back_to
 
     async def _forget_older(self, stored: SeriesFiles) -> None:
         try:

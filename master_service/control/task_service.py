@@ -31,6 +31,7 @@ from shared.records import (
     FailTask,
     JobSpec,
     MetricBatch,
+    MetricsTaken,
     PserverMember,
     TaskAnswer,
     TaskKind,
@@ -232,7 +233,7 @@ class TaskService(ABC):
 
     # ---------------------------------------------------------------- metrics
 
-    async def report_metrics(self, batch: MetricBatch, once: Once[None] | None = None) -> None:
+    async def report_metrics(self, batch: MetricBatch, once: Once[None] | None = None) -> MetricsTaken:
         """In memory of the leader; a master keeps them in storage, too. Raises NotFound, InvalidArgument."""
 
         def check(job: Job, _: float) -> Decision[None]:
@@ -241,14 +242,10 @@ class TaskService(ABC):
 
         if once is not None:
             await self.writer.decide(once.in_job(check))
-        self._take_metrics(batch)
-
-    def _take_metrics(self, batch: MetricBatch) -> MetricBatch:
-        """What of it is of the job's present timeline. Raises NotFound, InvalidArgument."""
         current = current_metrics(self.job, batch)
         if batch.steps:
             self.job.budget.started = True
         now = clock.monotonic()
         self.metrics.add(current, now)
         self.job.speeds.note(batch.trainer, batch.lane_s, batch.least_lane_s, now)
-        return current
+        return MetricsTaken(kept=False)

@@ -11,13 +11,15 @@ import asyncio
 from master_service.control.evictions import Evictions
 from master_service.control.task_service import TaskService
 from master_service.core.changes import Event
+from master_service.core.decisions.once import Once
+from master_service.core.decisions.reports import current_metrics
 from master_service.leadership.election import campaign, stand
 from master_service.leadership.term import Term
 from master_service.store.takeover import take_over
 from master_service.store.writer import HeldLock, Writer
 from shared.errors import NotFound, NotLeader, NotReady, PeerError
 from shared.etcd import Lease, LeaseLost, Put
-from shared.records import AcquireTask, MasterAddress, MasterLock, MetricBatch, TaskAnswer
+from shared.records import AcquireTask, MasterAddress, MasterLock, MetricBatch, MetricsTaken, TaskAnswer
 from shared.runtime import clock, telemetry
 
 log = telemetry.logger("master")
@@ -91,11 +93,15 @@ class Master(TaskService):
     def masters(self) -> tuple[Master]:
         return (self,)
 
-    def _take_metrics(self, batch: MetricBatch) -> MetricBatch:
+    async def report_metrics(self, batch: MetricBatch, once: Once[None] | None = None) -> MetricsTaken:
         """They are kept by step, too."""
-        current = super()._take_metrics(batch)
-        self.term.series.note(current)
-        return current
+        await super().report_metrics(batch, once)
+        series = self.term.series
+        taken = series.note(current_metrics(self.job, batch))
+        if batch.store:
+            await series.store()
+            taken = series.taken
+        return taken
 
     # ---------------------------------------------------------------- waiting for a task
 

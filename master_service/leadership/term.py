@@ -13,6 +13,7 @@ from master_service.control.task_service import TaskService
 from master_service.control.waiting_asks import WaitingAsks
 from master_service.core.changes import Change, Event
 from master_service.core.decisions.membership import storage_events
+from master_service.core.decisions.rollback import ref_of
 from master_service.core.decisions.tasks import freed_by
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
@@ -44,7 +45,9 @@ class Term:
             on_changes=self._on_changes,
         )
         self.storage = master.storage(start.job.spec)
-        self.series = SeriesKeeper(self.storage.series, lock.term, skips=start.job.spec.on_nonfinite == "skip")
+        self.series = SeriesKeeper(
+            self.storage.series, lock.term, skips=start.job.spec.on_nonfinite == "skip", origin=self._origin
+        )
         for number in sorted(self.job.evaluations):  # the master before may not have stored the last ones
             self.series.note_evaluation(self.job.evaluations[number])
         writer = LeaderWriter(master.etcd, master.keys, self.writer)
@@ -53,6 +56,12 @@ class Term:
         self.evictions = self._supervisor.evictions
         self.stall = StallWatch(master.etcd)
         self.observer = Observer(master.etcd, master.keys, self.stall)
+
+    def _origin(self) -> tuple[int, int | None]:
+        """The job's timeline, and the version with which it began, if that is known."""
+        state = self.job.state
+        ref = ref_of(self.job.members.latest, state.checkpoint)
+        return state.timeline, ref.step if ref is not None else None if state.checkpoint else 0
 
     @property
     def storage_away(self) -> str:

@@ -31,7 +31,7 @@ from master_service.store.takeover import take_over
 from master_service.store.writer import HeldLock
 from shared.errors import PeerError
 from shared.etcd import Lease, LeaseLost
-from shared.records import AcquireTask, MasterLock, MetricBatch, TaskAnswer, TaskProgress
+from shared.records import AcquireTask, MasterLock, MetricBatch, MetricsTaken, TaskAnswer, TaskProgress
 from shared.records.tasks import HeldTask, TrainerProgress
 from shared.runtime import clock, telemetry
 
@@ -141,9 +141,9 @@ class Dispatcher(TaskService):
         others = [task for task in self._progress.tasks if task.task_id != task_id and self._holds(task)]
         await self._publish(self._progress.model_copy(update={"tasks": (*others, mine)}))
 
-    async def report_metrics(self, batch: MetricBatch, once: Once[None] | None = None) -> None:
+    async def report_metrics(self, batch: MetricBatch, once: Once[None] | None = None) -> MetricsTaken:
         """Sums of the current epoch. Raises PeerError."""
-        await super().report_metrics(batch, once)
+        taken = await super().report_metrics(batch, once)
         batch = current_metrics(self.job, batch)
         before = self._progress
         epoch = max([share.epoch for share in batch.steps], default=before.epoch)
@@ -162,6 +162,7 @@ class Dispatcher(TaskService):
                 }
             )
         )
+        return taken
 
     async def _is_starting(self, member_id: str) -> bool:
         return member_id == self.name or await super()._is_starting(member_id)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Collection, Iterable
+from typing import Any, Protocol
 
 from master_service.core.state.series import SeriesTable, Value
+from master_service.core.state.whole_steps import Epoch, WholeSteps
 from shared.runtime import telemetry
 from shared.storage import files
 
@@ -66,24 +67,42 @@ def to_read(names: Iterable[str]) -> tuple[list[str], list[str]]:
     return ordered[last:], ordered[:last]
 
 
-def encoded(table: SeriesTable) -> bytes:
+def encoded(table: SeriesTable, steps: WholeSteps | None = None, first: int = 0, epochs: Collection[int] = ()) -> bytes:
+    """`steps`: which of the whole steps, from `first` on, the file holds. `epochs`: which are told."""
     series = {
-        name: {"width": found.width, "buckets": [[step, timeline, *value] for step, timeline, value in found]}
+        name: {
+            "width": found.width,
+            "buckets": [[step, timeline, *value] for step, timeline, value in found],
+            **({"ordered": True, "covered": found.covered} if found.ordered else {}),
+        }
         for name, found in table.by_name.items()
     }
-    return json.dumps({"version": 1, "series": series}, separators=(",", ":"), allow_nan=False).encode()
+    document: dict[str, Any] = {"version": 1, "series": series}
+    if steps is not None:
+        told = {str(number): [epoch.first, epoch.sums] for number, epoch in steps.epochs.items() if number in epochs}
+        document["steps"] = {"first": first, "next": steps.next, "timeline": steps.timeline, "epochs": told}
+    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
 
 
-def add_encoded(table: SeriesTable, content: bytes, name: str) -> None:
+def add_encoded(table: SeriesTable, steps: WholeSteps, content: bytes, name: str) -> None:
     """In place. A file that cannot be read is left out, with a line in the log: metrics are information."""
     try:
-        for metric, found in json.loads(content)["series"].items():
-            part, width = SeriesTable(), int(found["width"])
+        document = json.loads(content)
+        if (held := document.get("steps")) is not None and int(held["first"]) < steps.next:
+            steps.rewind(int(held["first"]), table)  # an earlier master wrote them, too, or the job went back
+        for metric, found in document["series"].items():
+            part, width, ordered = SeriesTable(), int(found["width"]), bool(found.get("ordered"))
             for step, timeline, *value in found["buckets"]:
                 if all(map(math.isfinite, value)):
-                    part.add(str(metric), int(step), int(timeline), Value(*map(float, value)))
+                    part.add(str(metric), int(step), int(timeline), Value(*map(float, value)), ordered=ordered)
             if (series := part.by_name.get(str(metric))) is not None:
                 series.widen(width)
+                series.covered = int(found.get("covered", 0))
             table.merge(part)
+        if held is not None:
+            steps.next, steps.timeline = int(held["next"]), int(held["timeline"])
+            for number, (first, sums) in held["epochs"].items():
+                values = {str(metric): Value(*map(float, value)) for metric, value in sums.items()}
+                steps.epochs[int(number)] = Epoch(int(first), values)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         log.warning("metrics_unreadable", file=name, cause=repr(error))

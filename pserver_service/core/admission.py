@@ -10,7 +10,7 @@ from shared.errors import BadFrame, LayoutMismatch
 from shared.lanes import Interval
 from shared.records import Mode
 from shared.records.layout import ELEMENT_BYTES, Layout
-from shared.records.step import LanePosition
+from shared.records.step import LanePosition, NodeResult
 from shared.wire.messages import InitHeader, PushBlock, PushHeader
 
 MAX_TASKS = 1 << 40
@@ -18,7 +18,8 @@ MAX_TASKS = 1 << 40
 
 @dataclass(slots=True)
 class Push:
-    """One admitted push. `options[g]`: of optimizer group g in this step, if the header has them. `judged`: by lanes."""
+    """One admitted push. `options[g]`: of optimizer group g in this step, if the header has them. `judged`: by lanes.
+    `results`: of nodes of the tree, as they came with their first blocks."""
 
     header: PushHeader
     task: int = -1
@@ -27,6 +28,7 @@ class Push:
     judged: dict[Interval, Verdict | None] = field(default_factory=dict)
     claims: int = 0
     noted: set[Interval] = field(default_factory=set)
+    results: dict[Interval, NodeResult] = field(default_factory=dict)
 
 
 def fits(state: BlockState, item: PushBlock, size: int) -> bool:

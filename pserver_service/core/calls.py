@@ -82,6 +82,7 @@ class OpenPush:
     def __init__(self, server: BlockServer, store: Store, header: PushHeader) -> None:
         self._server, self._store, self._header = server, store, header
         self._push = store.admit(header)
+        store.history.results.forget(header.stored)
         self._applied = self._duplicate = 0
         self._refused: list[Refusal] = []
 
@@ -124,6 +125,8 @@ class OpenPush:
     def take_block(self, item: PushBlock, view: memoryview, memory: Buffer | None) -> Verdict:
         store = self._store
         state = store.blocks.get(item.block)
+        if item.result is not None:
+            self._push.results[item.lanes] = item.result
         self._server.counters.bytes_pushed += view.nbytes
         before = state.version if state else 0
         verdict = store.apply(self._push, item, view, memory)
@@ -143,6 +146,7 @@ class OpenPull:
         self.deadline, self.wake = deadline, arrived
         self._server, self._store = server, store
         self._version, self._dtype = request.version, request.dtype
+        self._results_from = request.results_from
         self._moment = store.moment_of(request.known)
         self._known = None if request.known is None else store.known_of(request.version)
         self._blocks = request.blocks
@@ -202,12 +206,15 @@ class OpenPull:
         record = self._record
         if record is None or record.version != version:
             record = store.history.record(version)
+        if store.mode is Mode.ASYNC:
+            return PullEnd(code="OK", known=self._known, timeline=self._server.timeline)
         return PullEnd(
             code="OK",
-            record=record if store.mode is Mode.SYNC else None,
+            record=record,
             known=self._known,
             squares=squares_at(store.blocks, self._blocks, version) if store.clipping.measures(version - 1) else (),
             timeline=self._server.timeline,
+            results=None if self._results_from is None else store.history.results.portion(self._results_from),
         )
 
     def _held_end(self) -> PullEnd:

@@ -9,14 +9,16 @@ first, at all parameter servers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shared.records.step import LanePosition, LaneZero, StepRecord
+from shared.lanes import Interval
+from shared.records.step import LanePosition, LaneZero, NodeResult, StepRecord, StepResult, result_of, step_result
 from shared.wire.messages import HandedHistory, HandedNotes, PushHeader
 
 KEPT = 4
-
+MOST_RESULTS, MOST_VALUES = 1024, 16_384  # steps whose results are kept until they are stored, and numbers in them
+RESULTS_AT_ONCE, VALUES_AT_ONCE = 256, 512  # of an answer
 
 Positions = Mapping[int, LanePosition]
 
@@ -24,20 +26,70 @@ Positions = Mapping[int, LanePosition]
 @dataclass(slots=True)
 class Notes:
     """By lane. `positions`: of the data that blocks have. `first`: the trainer that it came from first. `claimed`: of the only data
-    that blocks may get from now on. `grad_norm`: of the step's whole gradient, once it is known (jobs that clip)."""
+    that blocks may get from now on. `grad_norm`: of the step's whole gradient, once it is known (jobs that clip).
+    `results`: by node of the tree."""
 
     positions: dict[int, LanePosition] = field(default_factory=dict)
     first: dict[int, str] = field(default_factory=dict)
     claimed: dict[int, LanePosition] = field(default_factory=dict)
     lane_zero: LaneZero | None = None
     grad_norm: float | None = None
+    results: dict[Interval, NodeResult] = field(default_factory=dict)
+
+
+class Results:
+    """Results of the last steps, until the master has stored them; bounded."""
+
+    def __init__(self, found: Iterable[StepResult] = ()) -> None:
+        self._by_step: dict[int, StepResult] = {}
+        self._values = 0
+        for result in found:
+            self.add(result)
+
+    def __len__(self) -> int:
+        return len(self._by_step)
+
+    def add(self, result: StepResult) -> None:
+        """In the order of steps. The oldest ones are dropped if there are too many."""
+        if result.step in self._by_step:
+            return
+        self._by_step[result.step] = result
+        self._values += len(result.metrics)
+        while len(self._by_step) > MOST_RESULTS or self._values > MOST_VALUES:
+            self._drop(next(iter(self._by_step)))
+
+    def forget(self, step: int) -> None:
+        """Those of steps before `step`."""
+        while self._by_step and (first := next(iter(self._by_step))) < step:
+            self._drop(first)
+
+    def _drop(self, step: int) -> None:
+        self._values -= len(self._by_step.pop(step).metrics)
+
+    def of(self, first: int, last: int | None = None) -> tuple[StepResult, ...]:
+        """From step `first` on, before `last`."""
+        found = (result for step, result in self._by_step.items() if step >= first and (last is None or step < last))
+        return tuple(sorted(found, key=lambda result: result.step))
+
+    def portion(self, first: int) -> tuple[StepResult, ...]:
+        """From step `first` on, as many as an answer takes."""
+        taken: list[StepResult] = []
+        values = 0
+        for result in self.of(first):
+            values += len(result.metrics)
+            if len(taken) == RESULTS_AT_ONCE or (taken and values > VALUES_AT_ONCE):
+                break
+            taken.append(result)
+        return tuple(taken)
 
 
 class History:
-    """The step records of the last versions, and the notes of steps under way."""
+    """The step records of the last versions, and the notes of steps under way. `lanes`: of a step."""
 
-    def __init__(self, first: StepRecord) -> None:
-        self._records = {first.version: first}
+    def __init__(self, first: StepRecord, lanes: int = 1) -> None:
+        self.results = Results([*first.results, *((first.result,) if first.result is not None else ())])
+        self._lanes = lanes
+        self._records = {first.version: first.model_copy(update={"results": ()})}
         self._notes: dict[int, Notes] = {}
         self._first: dict[int, dict[int, str]] = {}  # by step, of the steps of `_records`
         self.claims = 0
@@ -45,12 +97,15 @@ class History:
     def __repr__(self) -> str:
         return f"<History of versions {sorted(self._records)}, notes of steps {sorted(self._notes)}>"
 
-    def note(self, header: PushHeader, positions: Positions, lanes: Iterable[int]) -> None:
-        """A block takes data of these lanes: the header's positions and lane 0's state hold for step `header.step` from now on."""
+    def note(self, header: PushHeader, positions: Positions, lanes: Interval, result: NodeResult | None = None) -> None:
+        """A block takes data of these lanes: the header's positions and lane 0's state hold for step `header.step` from now on, and so does
+        the lanes' result."""
         if header.step + 1 in self._records:
             return
         notes = self._notes.setdefault(header.step, Notes())
-        for lane in lanes:
+        if result is not None:
+            notes.results.setdefault(lanes, result)
+        for lane in range(*lanes):
             notes.positions[lane] = positions[lane]
             notes.first.setdefault(lane, header.trainer)
         notes.lane_zero = header.lane_zero or notes.lane_zero
@@ -113,14 +168,33 @@ class History:
             return
         notes = self._notes.pop(version - 1, Notes())
         positions = tuple(notes.positions[lane] for lane in sorted(notes.positions))
+        result = self._result(version - 1, positions, notes)
         self._records[version] = StepRecord(
-            version=version, positions=positions, lane_zero=notes.lane_zero, grad_norm=notes.grad_norm
+            version=version,
+            positions=positions,
+            lane_zero=notes.lane_zero,
+            grad_norm=notes.grad_norm,
+            result=result,
         )
+        if result is not None:
+            self.results.add(result)
         self._first[version - 1] = notes.first
         while len(self._records) > KEPT:
             oldest = min(self._records)
             del self._records[oldest]
             self._first.pop(oldest - 1, None)
+
+    def _result(self, step: int, positions: Sequence[LanePosition], notes: Notes) -> StepResult | None:
+        """None if a part of it did not come."""
+        found = result_of((0, self._lanes), notes.results)
+        if found is None or not positions:
+            return None
+        rates = notes.lane_zero.learning_rates() if notes.lane_zero is not None else ()
+        return step_result(found, step, positions[0].epoch, rates, notes.grad_norm)
+
+    def saved(self, record: StepRecord) -> StepRecord:
+        """With the results before it that may not be stored yet, as a checkpoint holds it."""
+        return record.model_copy(update={"results": self.results.of(0, record.version - 1)})
 
     def handed(self) -> HandedHistory:
         """What another parameter server needs to know as well when it gets blocks of this one."""
@@ -131,13 +205,17 @@ class History:
                 claimed=tuple(notes.claimed.values()),
                 lane_zero=notes.lane_zero,
                 grad_norm=notes.grad_norm,
+                results=tuple(notes.results.items()),
             )
             for step, notes in sorted(self._notes.items())
         ]
-        return HandedHistory(records=tuple(self._records[v] for v in sorted(self._records)), notes=tuple(notes))
+        records = tuple(self._records[v] for v in sorted(self._records))
+        return HandedHistory(records=records, notes=tuple(notes), results=self.results.of(0))
 
     def take(self, handed: HandedHistory) -> None:
         """Know what another parameter server knows, whose blocks come here."""
+        own = {result.step: result for result in (*handed.results, *self.results.of(0))}
+        self.results = Results(own[step] for step in sorted(own))
         for record in handed.records:
             self._records.setdefault(record.version, record)
             self._notes.pop(record.version - 1, None)
@@ -149,6 +227,8 @@ class History:
                 notes.positions.setdefault(lane.lane, lane)
             for lane in each.claimed:
                 notes.claimed.setdefault(lane.lane, lane)
+            for lanes, result in each.results:
+                notes.results.setdefault(lanes, result)
             notes.lane_zero = notes.lane_zero or each.lane_zero
             notes.grad_norm = each.grad_norm if notes.grad_norm is None else notes.grad_norm
         self.claims += 1

@@ -54,7 +54,7 @@ class Store:
         self.geometry = Geometry(header.layout)
         self.pool = pool or BufferPool()
         self.blocks: dict[int, BlockState] = {}
-        self.history = History(header.record)
+        self.history = History(header.record, self.lanes)
         self.ledger = Ledger(0)
         self.skipped = 0
         self.name = ""
@@ -216,7 +216,7 @@ class Store:
             before = state.version
             if before == push.header.step and item.lanes not in push.noted:
                 push.noted.add(item.lanes)
-                self.history.note(push.header, push.positions, range(*item.lanes))
+                self.history.note(push.header, push.positions, item.lanes, push.results.get(item.lanes))
             step, options = push.header.step, self._options(push.header.step, state.place)
             measured, content = self.clipping.measures(step), (value, item.count, options, memory, item.dtype)
             verdict = state.push(step, item.lanes, *content, lent=lent, measured=measured)
@@ -359,7 +359,7 @@ class Store:
             self._before = self.snapshot if both else self._before
             if not both:
                 self.snapshot.release()
-        self.snapshot = Snapshot(record, rank, self.blocks, self.slots)
+        self.snapshot = Snapshot(self.history.saved(record), rank, self.blocks, self.slots)
         for state in self.blocks.values():
             self._enter(state)
         return True

@@ -204,7 +204,7 @@ MetricValues = Annotated[dict[Annotated[str, Field(pattern=NAME)], MetricValue],
 class StepMetrics(Record):
     """One trainer's share of a step (sync) or of some minibatches (async): sum of loss x records. `skipped`: records left out
     because a loss or gradient was not finite. `timeline`: in which it was trained. `metrics`: what the script reported, by name.
-    `lr`: learning rate of each group, if this trainer knows them (synchronous: the owner of lane 0)."""
+    `lr`: learning rate of each group, `grad_norm`: of the whole gradient, if this trainer knows them (synchronous: the owner of lane 0)."""
 
     step: Int64
     epoch: Int64
@@ -214,6 +214,7 @@ class StepMetrics(Record):
     skipped: Int64 = 0
     metrics: MetricValues = Field(default_factory=dict)
     lr: Annotated[tuple[Finite, ...], Field(max_length=MOST_NAMES)] = ()
+    grad_norm: Finite | None = None
 
 
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -233,10 +234,24 @@ class StepTimes(Record):
 
 class MetricBatch(Record):
     """`lane_s`: how many seconds a lane's minibatch takes at this trainer; null: not known, or asynchronous. `least_lane_s`: it takes
-    at least so long, which is all that lanes without records tell. `times`: null if it ended no step since its report before."""
+    at least so long, which is all that lanes without records tell. `times`: null if it ended no step since its report before. `whole`
+    (synchronous): the owner of lane 0 reports steps of all lanes, in order. `lost_before`: the results of steps before this one are kept
+    nowhere. `store`: the answer waits until the metrics are stored."""
 
     trainer: str
     steps: tuple[StepMetrics, ...]
     lane_s: LaneSeconds | None = None
     least_lane_s: LaneSeconds | None = None
     times: StepTimes | None = None
+    whole: bool = False
+    lost_before: Int64 | None = None
+    store: bool = False
+
+
+class MetricsTaken(Record):
+    """To the owner of lane 0. `next`: the first step whose metrics are not known in this timeline; null: that is not known yet. `stored`:
+    metrics of steps before this one are stored. `kept`: whether the job has metrics by step at all."""
+
+    next: Int64 | None = None
+    stored: Int64 = 0
+    kept: bool = True

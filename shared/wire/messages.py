@@ -11,10 +11,11 @@ from typing import Literal
 
 from pydantic import Field
 
+from shared.lanes import Interval
 from shared.records import Mode, Record
 from shared.records.job_spec import Narrow
 from shared.records.layout import Layout
-from shared.records.step import LanePosition, LaneZero, StepRecord
+from shared.records.step import LanePosition, LaneZero, NodeResult, StepRecord, StepResult
 
 PROTOCOL_VERSION = 1
 KNOWN_CHARACTERS = 300
@@ -46,7 +47,8 @@ class InitBlock(Record):
 class PushHeader(MessageHeader):
     """Sync: `step`, `positions` of the pushed lanes after the step, `lane_zero` if and only if lane 0 is among them. `claim`: a push
     without blocks; from now on the step accepts data of these lanes only with these positions. It has to reach all owners of
-    slots, so it names the version of the slot map (`slots`; 0: not checked).
+    slots, so it names the version of the slot map (`slots`; 0: not checked). `stored`: the metrics of steps before this one are stored,
+    as far as lane 0's owner knows.
 
     Async: `epoch`, `task_id`, `attempt`, minibatches [start, end) of `minibatches`, and `lane_zero` with the options.
     """
@@ -58,6 +60,7 @@ class PushHeader(MessageHeader):
     lane_zero: LaneZero | None = None
     claim: bool = False
     slots: int = 0
+    stored: int = 0
     epoch: int = 0
     task_id: str = ""
     attempt: int = 0
@@ -69,12 +72,14 @@ class PushHeader(MessageHeader):
 class PushBlock(Record):
     """`lanes` [first, last) and `count` samples of this node of the tree (sync); async leaves lanes at (0, 1). `dtype`: of the
     payload, if it is not the block's own. An empty payload: no samples or, in a block of buffers, no change by these samples.
-    The payload of an integer buffer is its value (sync) or what is added to it (async)."""
+    The payload of an integer buffer is its value (sync) or what is added to it (async). `result` (sync): of these lanes, with the first of
+    their blocks that this parameter server gets in a push."""
 
     block: int
     lanes: tuple[int, int] = (0, 1)
     count: int
     dtype: Narrow | None = None
+    result: NodeResult | None = None
 
 
 class Refusal(Record):
@@ -110,7 +115,8 @@ class PullRequest(MessageHeader):
     """`version` None: the current one. `blocks`: each once. `wait_s`: longest wait for blocks that have not reached the version. `dtype`: float32
     parameters are cast to it. `known`: the `PullEnd.known` of the pull from this pserver that the caller's values come from ("":
     it has none); blocks of buffers that are still the same come without them. None: all blocks come whole. `norm`: of the step that
-    makes the version; the blocks that are held for it are stepped."""
+    makes the version; the blocks that are held for it are stepped. `results_from`: the results of steps are wanted, too, from
+    this one on."""
 
     version: int | None = None
     blocks: tuple[int, ...]
@@ -118,6 +124,7 @@ class PullRequest(MessageHeader):
     wait_s: float = Field(default=0.0, allow_inf_nan=False)
     dtype: Narrow | None = None
     known: str | None = Field(default=None, max_length=KNOWN_CHARACTERS)
+    results_from: int | None = None
 
 
 class PulledBlock(Record):
@@ -135,7 +142,8 @@ class PullEnd(Record):
     OVERFLOW (values do not fit the requested dtype) or HELD (all data of the missing blocks is there; to clip, they wait for the norm
     of the whole gradient). `record`: of the version, if OK and sync. `known`: names the values that came, for `PullRequest.known`;
     the same in all requests that one pull was made of, or it names none of them. `squares`: (block, sum of the squares of its
-    gradient), of the blocks of parameters that are held; if OK, of those that came, if the step was measured. `timeline`: of the blocks."""
+    gradient), of the blocks of parameters that are held; if OK, of those that came, if the step was measured. `timeline`: of the blocks.
+    `results`: the first of those that were asked for and are kept."""
 
     code: Literal["OK", "TOO_EARLY", "GONE", "NOT_READY", "WRONG_OWNER", "OVERFLOW", "HELD"]
     message: str = ""
@@ -143,6 +151,7 @@ class PullEnd(Record):
     known: str | None = None
     squares: tuple[tuple[int, float], ...] = ()
     timeline: int = 0
+    results: tuple[StepResult, ...] | None = None
 
 
 class LedgerQuery(Record):
@@ -197,18 +206,23 @@ class PserverInfo(Record):
 
 
 class HandedNotes(Record):
-    """Of a step under way: by which records its blocks have data (`positions`) or may get data (`claimed`) of some lanes."""
+    """Of a step under way: by which records its blocks have data (`positions`) or may get data (`claimed`) of some lanes, and the results
+    of some nodes."""
 
     step: int
     positions: tuple[LanePosition, ...] = ()
     claimed: tuple[LanePosition, ...] = ()
     lane_zero: LaneZero | None = None
     grad_norm: float | None = None
+    results: tuple[tuple[Interval, NodeResult], ...] = ()
 
 
 class HandedHistory(Record):
+    """Of the last versions, of steps under way, and the results that may not be stored yet."""
+
     records: tuple[StepRecord, ...] = ()
     notes: tuple[HandedNotes, ...] = ()
+    results: tuple[StepResult, ...] = ()
 
 
 class MovedBlock(Record):

@@ -6,18 +6,21 @@ Each is the product's own small function, replaced while the block runs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from master_service.core.changes import DropPending
 from master_service.core.queue.task_queue import TaskQueue
+from master_service.core.state.whole_steps import WholeSteps
 from master_service.masterless.writer import SharedWriter
 from master_service.store.writer import MasterWriter
 from pserver_service.core.blocks import BlockState, Verdict
 from pserver_service.core.calls import BlockServer
+from pserver_service.core.history import Results
 from pserver_service.core.ledger import Ledger
 from shared.blocks.accumulator import Accumulator
 from shared.blocks.buffers import Buffer
+from shared.records import StepMetrics
 from shared.wire.messages import PushHeader
 from tests.equipment.replaced import replaced
 
@@ -92,6 +95,21 @@ def no_previous_version() -> Any:
     return replaced(BlockState, "pull", pulled)
 
 
+def no_kept_results() -> Any:
+    """Parameter servers forget a step's result with its version."""
+    return _both(replaced(Results, "portion", lambda *_: ()), replaced(Results, "of", lambda *_: ()))
+
+
+def no_order_of_steps() -> Any:
+    """A master takes whatever steps it is told, known ones again and with gaps."""
+
+    def portion(self: WholeSteps, steps: Sequence[StepMetrics], _: int | None) -> Sequence[StepMetrics]:
+        self.next = max([self.next, *(share.step + 1 for share in steps)])
+        return steps
+
+    return replaced(WholeSteps, "portion", portion)
+
+
 def _both(*blocks: contextlib.AbstractContextManager[None]) -> contextlib.ExitStack:
     stack = contextlib.ExitStack()
     for block in blocks:
@@ -107,4 +125,6 @@ ABLATIONS: dict[str, Callable[[], Any]] = {
     "tree": no_tree_dedup,
     "ledger": no_ledger_dedup,
     "saved ledger": no_saved_ledger,
+    "results": no_kept_results,
+    "order of steps": no_order_of_steps,
 }

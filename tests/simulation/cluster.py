@@ -29,7 +29,7 @@ from tests.equipment.virtual_loop import Process
 from tests.simulation.checked_etcd import CheckedEtcd
 from tests.simulation.compute import Trace
 from tests.simulation.job_spec import spec_of
-from tests.simulation.memory_storage import MemoryStorage
+from tests.simulation.memory_storage import MemorySeries, MemoryStorage
 from tests.simulation.nodes import Node, described, expected
 from tests.simulation.plans import Plan
 from trireme.view.masterless_client import MasterlessClient
@@ -66,6 +66,7 @@ class SimulatedCluster(Cluster):
         self.plan = plan
         self.rng = rng
         self.trace = Trace()
+        self.series = MemorySeries()
         self._mains = mains
         self.nodes: dict[str, Node] = {}
         self.processes: dict[str, Process] = {}
@@ -154,7 +155,7 @@ class SimulatedCluster(Cluster):
     def master_options(self) -> dict[str, Any]:
         return {
             "ttl_s": MASTER_TTL_S,
-            "storage": partial(MemoryStorage, self.plan),
+            "storage": partial(MemoryStorage, self.plan, self.series),
             "probe": self.network.refuses,
         }
 
@@ -178,7 +179,7 @@ class SimulatedCluster(Cluster):
             self.spectator = MasterlessClient(
                 self.etcd_of(self._launcher.name),
                 self.keys,
-                storage=partial(MemoryStorage, self.plan),
+                storage=partial(MemoryStorage, self.plan, self.series),
             )
             self._launcher.spawn(self.spectator.run())
 

@@ -25,6 +25,7 @@ import torch
 from shared.blocks.buffer_mean import add_changes, combine_buffers
 from shared.blocks.narrow import DTYPES
 from shared.lanes import Interval, combine
+from shared.logged_metrics import Logged
 from shared.records import Mode
 from shared.records.job_spec import Narrow, Transported
 from shared.records.layout import Block, Layout, OptimizerSpec, Segment
@@ -85,6 +86,16 @@ class Speed:
         return seconds + rng.random() * self.stall_s if rng.random() < self.stall else seconds
 
 
+def result_of_lane(seed: int, names: Sequence[int]) -> LaneResult:
+    """Numbers that round differently in another order, and a metric that not all minibatches have."""
+    if not names:
+        return LaneResult(0.0, 0)
+    rng = random.Random(seed)
+    loss, logged = rng.random() / 3, rng.random() * 1e6 / 7
+    metrics = {"logged": Logged(logged, 1.0, logged, logged)} if sum(names) % 3 else {}
+    return LaneResult(loss * len(names), len(names), 0, metrics)
+
+
 class TinyCompute:
     """trainer_agent.model.compute.Compute on numpy."""
 
@@ -104,6 +115,7 @@ class TinyCompute:
         self._nodes: dict[Interval, list[np.ndarray[Any, Any]]] = {}
         self._steps_begun = 0
         self._pinned: list[np.ndarray[Any, Any]] | None = None
+        self._result = LaneResult(0.0, 0)
 
     def _initial(self) -> list[np.ndarray[Any, Any]]:
         vectors: list[np.ndarray[Any, Any]] = []
@@ -158,6 +170,7 @@ class TinyCompute:
         if self._mode is Mode.ASYNC:  # what was added to the integers
             found[3] = found[3] - self._vectors[0][3] if names else found[3]
         self._lanes[lane] = (found, len(names))
+        self._result = result_of_lane(seed, names)
         await asyncio.sleep(self._speed.draw(self._rng) if names else 0.001)
         if names:
             self._trace.gradients.append((seed, names))
@@ -170,7 +183,10 @@ class TinyCompute:
                 if self._rng.random() < 0.3:
                     await asyncio.sleep(0.001)
                 finished(block)
-        return LaneResult(float(sum(names)), len(names))
+        return self._result
+
+    def result(self) -> LaneResult:
+        return self._result
 
     def samples(self, node: Interval) -> int:
         return sum(self._lanes[lane][1] for lane in range(*node))

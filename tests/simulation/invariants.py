@@ -8,15 +8,25 @@ from itertools import pairwise
 
 import numpy as np
 
+from master_service.core.state.series import SeriesTable
+from master_service.core.state.whole_steps import WholeSteps
+from master_service.storage.series_files import add_encoded, to_read
 from shared.criteria import Criterion
 from shared.evaluations import Evaluation, EvaluationStatus
-from shared.records import EvaluationSums, JobResult, Mode, Phase, SlotMap, TaskMeta
+from shared.records import Dispatch, EvaluationSums, JobResult, Mode, Phase, SlotMap, TaskMeta
 from shared.records.pauses import Losses
 from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.compute import INTEGER_BLOCK, INTEGERS, RECORD_SLOTS, applied_of, param_blocks
 from tests.simulation.nodes import described
 from tests.simulation.plans import Job
-from tests.simulation.reference import evaluations, final_parameters, parameters_at, task_minibatches, tasks_of
+from tests.simulation.reference import (
+    evaluations,
+    final_parameters,
+    parameters_at,
+    series_of,
+    task_minibatches,
+    tasks_of,
+)
 
 
 def violations(cluster: SimulatedCluster) -> Iterator[str]:
@@ -34,6 +44,26 @@ def violations(cluster: SimulatedCluster) -> Iterator[str]:
         yield from _evaluations(cluster, cluster.plan.evaluate_every)
     if cluster.plan.job.mode is Mode.ASYNC:
         yield from _ledgers(cluster)
+    elif cluster.plan.dispatch is Dispatch.MASTER:
+        yield from _series(cluster)
+
+
+def _series(cluster: SimulatedCluster) -> Iterator[str]:
+    """What is stored of each step: once, and as in the undisturbed run."""
+    table, steps, contents = SeriesTable(), WholeSteps(), cluster.series.contents
+    for name in to_read(contents)[0]:
+        add_encoded(table, steps, contents[name], name)
+    expected = series_of(cluster.plan.job)
+    for name, values in expected.items():
+        found = [(bucket.step, bucket.value) for bucket in table.by_name.get(name, ())]
+        if found != list(values.items()):
+            wrong = sorted({*found} ^ {*values.items()})
+            yield f"{name} is stored of {len(found)} steps, expected {len(values)}: {wrong[:4]}"
+    norms = [bucket.step for bucket in table.by_name.get("grad_norm", ())]
+    if cluster.plan.job.clip_grad_norm is not None and norms != list(expected["loss"]):
+        yield f"grad_norm is stored of steps {norms}"
+    if strange := {name for name, series in table.by_name.items() if series.ordered} - {*expected, "grad_norm"}:
+        yield f"there are series of {strange}"
 
 
 def _queues(cluster: SimulatedCluster) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Iterable
 
 from master_service.core.queue.file_table import FileTable
 from shared.checkpoints import stored
@@ -15,13 +16,38 @@ from tests.simulation.job_spec import EVALUATION, TRAINING
 from tests.simulation.plans import Plan
 
 
+class MemorySeries:
+    """master_service.storage.series_files.SeriesFiles: outlives masters. A file is there as a whole, or not at all."""
+
+    def __init__(self) -> None:
+        self.contents: dict[str, bytes] = {}
+
+    async def names(self) -> list[str]:
+        await asyncio.sleep(0.005)
+        return sorted(self.contents)
+
+    async def read(self, name: str) -> bytes:
+        await asyncio.sleep(0.005)
+        if name not in self.contents:
+            raise FileNotFoundError(name)
+        return self.contents[name]
+
+    async def write(self, name: str, content: bytes) -> None:
+        await asyncio.sleep(0.05)
+        self.contents[name] = content
+        await asyncio.sleep(0.05)
+
+    async def remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            await asyncio.sleep(0.005)
+            self.contents.pop(name, None)
+
+
 class MemoryStorage:
     """master_service.storage.job_storage.JobStorage; tables are counted at once."""
 
-    series = None
-
-    def __init__(self, plan: Plan, spec: JobSpec) -> None:
-        self._plan, self._spec = plan, spec
+    def __init__(self, plan: Plan, series: MemorySeries, spec: JobSpec) -> None:
+        self._plan, self.series, self._spec = plan, series, spec
 
     async def read_manifest(self, ref: CheckpointRef) -> Manifest:
         await asyncio.sleep(0.005)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from master_service.core.queue.epoch_order import EpochOrder
+from master_service.core.state.series import Value
 from shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
 from shared.lanes import step_seed
 from shared.records import Mode
@@ -24,11 +25,13 @@ from tests.simulation.compute import (
     layout,
     mean_over,
     metrics,
+    result_of_lane,
     rounded,
     validation,
 )
 from tests.simulation.plans import Job
 from trainer_agent.data.order import minibatch_indices, minibatches_in
+from trainer_agent.model.compute import LaneResult
 
 
 def tasks_of(job: Job) -> list[list[int]]:
@@ -63,6 +66,39 @@ def lane_streams(job: Job, epoch: int) -> list[list[list[int]]]:
 
 
 Vectors = list[np.ndarray[Any, Any]]
+
+
+@cache
+def series_of(job: Job) -> dict[str, dict[int, Value]]:
+    """By name: the metrics of each step."""
+    series: dict[str, dict[int, Value]] = {}
+    step = 0
+    for epoch in range(job.epochs):
+        streams = lane_streams(job, epoch)
+        for number in range(max(len(stream) for stream in streams)):
+            seen = [
+                result_of_lane(step_seed(job.seed, step, lane), stream[number] if number < len(stream) else ())
+                for lane, stream in enumerate(streams)
+            ]
+            loss, records, logged = _added(seen)
+            series.setdefault("loss", {})[step] = Value(loss, records, loss / records, loss / records)
+            if logged is not None:
+                series.setdefault("logged", {})[step] = logged
+            for group in range(2):
+                series.setdefault(f"lr.{group}", {})[step] = Value(RATE, 1, RATE, RATE)
+            step += 1
+    return series
+
+
+def _added(seen: list[LaneResult]) -> tuple[float, int, Value | None]:
+    """Loss, records and what was logged: each half first."""
+    if len(seen) == 1:
+        logged = seen[0].metrics.get("logged")
+        return seen[0].loss_sum, seen[0].records, Value(*logged) if logged else None
+    half = len(seen) // 2
+    (loss, records, one), (other_loss, other_records, other) = _added(seen[:half]), _added(seen[half:])
+    logged = one.plus(other) if one and other else one or other
+    return loss + other_loss, records + other_records, logged
 
 
 @cache

@@ -27,6 +27,8 @@ SHOWN = {
     "tree": (Mode.SYNC, Dispatch.MASTER, 0.6, 34),
     "ledger": (Mode.ASYNC, Dispatch.MASTER, 0.0, 7),
     "saved ledger": (Mode.ASYNC, Dispatch.MASTER, 0.0, 10),
+    "results": (Mode.SYNC, Dispatch.MASTER, 0.0, 9),
+    "order of steps": (Mode.SYNC, Dispatch.MASTER, 0.0, 54),
 }
 STORM = replace(STEADY, high_s=0.05, slow=0.03, slow_s=2.0, lose_request=0.01, lose_reply=0.02)
 MOST_SEEDS = 100

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from shared.lanes import Interval
 from shared.records.job_spec import Narrow
+from shared.records.step import NodeResult
 from shared.wire.messages import PushBlock
 from trainer_agent.data_plane.routing import Routes
 
@@ -49,6 +50,18 @@ class Outbox:
         outbox = cls()
         outbox._items, outbox._closed = list(items), True
         return outbox
+
+    @classmethod
+    def part(
+        cls, items: Iterable[tuple[PushBlock, memoryview]], whole: Iterable[tuple[PushBlock, memoryview]]
+    ) -> Outbox:
+        """Some of the blocks in `whole`, for another parameter server: it needs the results of their lanes, too."""
+        results = {block.lanes: block.result for block, _ in whole if block.result is not None}
+        found = []
+        for block, payload in items:
+            result = results.pop(block.lanes, None)
+            found.append((block if result is None else block.model_copy(update={"result": result}), payload))
+        return cls.of(found)
 
     async def started(self) -> bool:
         """Wait for the first block; False if there will be none."""
@@ -96,13 +109,25 @@ class Outboxes(dict[int, Outbox]):
         self.blocks = len(dtypes)
 
     def adder(
-        self, lanes: Interval, samples: Callable[[], int], contribution: Callable[[int], memoryview]
+        self,
+        lanes: Interval,
+        samples: Callable[[], int],
+        contribution: Callable[[int], memoryview],
+        result: Callable[[], NodeResult] | None = None,
     ) -> Callable[[int], None]:
-        """A function that adds a finished block of `lanes`, which have `samples()` records together."""
+        """A function that adds a finished block of `lanes`, which have `samples()` records together. `result`, known by the first of these
+        blocks, goes to each parameter server with the first block for it."""
         owners, dtypes = self._owners, self._dtypes
+        unaware = set(self) if result is not None else set()
+        found: NodeResult | None = None
 
         def add(block: int) -> None:
+            nonlocal found
             item = PushBlock.model_construct(block=block, lanes=lanes, count=samples(), dtype=dtypes[block])
+            if result is not None and owners[block] in unaware:
+                unaware.remove(owners[block])
+                found = found or result()
+                item = item.model_copy(update={"result": found})
             self[owners[block]].add(item, contribution(block))
 
         return add

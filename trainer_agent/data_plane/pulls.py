@@ -12,7 +12,7 @@ from shared.errors import BadFrame, Gone, InvalidArgument, PeerError, StaleGener
 from shared.membership.directory import Directory
 from shared.records.job_spec import Narrow, Nonfinite, Transported
 from shared.records.layout import ELEMENT_BYTES
-from shared.records.step import StepRecord
+from shared.records.step import StepRecord, StepResult
 from shared.wire.lending import NOTHING
 from shared.wire.messages import PulledBlock, PullEnd, PullRequest
 from trainer_agent.core.steps import agreed
@@ -53,6 +53,8 @@ class Pulls(Peers):
         # by (slot map version, pserver index): PullEnd.known of the values in use, and of those in the staging vector
         self._known: dict[tuple[int, int], str] = {}
         self._staged: dict[tuple[int, int], str] = {}
+        self.results: tuple[StepResult, ...] = ()
+        self._results_from: int | None = None
         self._narrow_blocks: list[memoryview] = []  # memory for a block in its narrow dtype, before it is widened
         self._narrow_bytes = vectors.layout.block_bytes if self._narrow is not None else 0
 
@@ -68,14 +70,21 @@ class Pulls(Peers):
         return [block.number for block in layout.blocks() if layout.segments[block.segment].kind == "param"]
 
     async def pull(
-        self, version: int | None, skip_after_s: float | None = None, *, exact: bool = False
+        self,
+        version: int | None,
+        skip_after_s: float | None = None,
+        *,
+        exact: bool = False,
+        results_from: int | None = None,
     ) -> StepRecord | None:
         """Every block at `version` (None: at the version it has) into the staging vector. Returns the version's record.
 
         Waits until the pservers have the version. The blocks of a pserver that gives no answer for `skip_after_s` keep their
         current values. `exact`: in full precision, whatever the job's parameter_dtype. Raises Gone if the version is no
-        longer kept, InvalidArgument if parameters do not fit the dtype, or the norm of the step's gradient is not finite.
+        longer kept, InvalidArgument if parameters do not fit the dtype, or the norm of the step's gradient is not finite. `results_from`:
+        `results` will be those of steps from this one on, as far as a parameter server keeps them.
         """
+        self.results, self._results_from = (), results_from
         narrow = None if exact else self._narrow
         self._staged = {}
         if version is not None:
@@ -169,6 +178,7 @@ class Pulls(Peers):
                 "dtype": narrow,
                 "known": known,
                 "norm": self._norm.norm if version is not None else None,
+                "results_from": self._results_from,
             }
             if await self._certain():
                 backoff.waited(OWN_LEASE)
@@ -197,6 +207,8 @@ class Pulls(Peers):
                 self._norm.learn_of_version(end.timeline, end.record)
             if end.code == "OK" and end.squares:
                 self._norm.measure(end.timeline, end.squares, self._parameters)
+            if end.results and (not self.results or end.results[0].step < self.results[0].step):
+                self.results = end.results
             if len(missing) < before:
                 backoff.reset()
             match end.code:

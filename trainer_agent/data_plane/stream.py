@@ -313,6 +313,9 @@ class StreamPserver(HttpPserver):
                         at = await stream.refer(call, view, self._stall_s)
                         size = 0 if at else view.nbytes
                         head = _head(number, item.block, item.lanes, item.count, item.dtype, size, at)
+                        if item.result is not None:
+                            fields = codec.plain(item) | {"id": number} | ({"at": at} if at else {})
+                            head = codec.encode_block(fields, size)
                         if at:
                             stream.send_head(head)
                         else:

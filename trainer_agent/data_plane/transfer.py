@@ -104,16 +104,17 @@ class Transfer(Pulls):
                     raise TriremeError(f"pserver-{index} refused a push of step {header.step}: {problem}")
                 if found is Verdict.MOVED:
                     moved = moved_blocks(answer)
-                    rest = [item for item in await outbox.items() if item[0].block in moved]
+                    everything = await outbox.items()
+                    rest = [item for item in everything if item[0].block in moved]
                     refusals += 1
                     asked_by = self.routes.version if version is None else version
                     await self._rerouted(asked_by, refusals, moving=is_moving(answer))
                     if self.generation > header.generation:
                         return {index: Verdict.STALE}
                     if self.routes.split(moved).keys() != {index}:
-                        more = await self._push_again(header, rest, skip_after_s)
+                        more = await self._push_again(header, rest, skip_after_s, everything)
                         return _join({index: Verdict.ACKNOWLEDGED}, more)
-                    outbox, version = Outbox.of(rest), self.routes.version
+                    outbox, version = Outbox.part(rest, everything), self.routes.version
                     backoff.waited(problem)
                     continue
                 if found is not Verdict.AGAIN:
@@ -125,15 +126,21 @@ class Transfer(Pulls):
             await backoff.failed(problem)
 
     async def _push_again(
-        self, header: PushHeader, items: Sequence[tuple[PushBlock, memoryview]], skip_after_s: float | None
+        self,
+        header: PushHeader,
+        items: Sequence[tuple[PushBlock, memoryview]],
+        skip_after_s: float | None,
+        everything: Sequence[tuple[PushBlock, memoryview]] = (),
     ) -> dict[int, Verdict]:
-        """Blocks to their owners by the newest slot map."""
+        """Blocks to their owners by the newest slot map. `everything`: if they are a part of it."""
         routes, boxes = self.routes, dict[int, list[tuple[PushBlock, memoryview]]]()
         for item in items:
             boxes.setdefault(routes.owners[item[0].block], []).append(item)
         async with SingleErrorGroup() as group:
             pushes = [
-                group.create_task(self._push(index, header, Outbox.of(box), skip_after_s, routes.version))
+                group.create_task(
+                    self._push(index, header, Outbox.part(box, everything or items), skip_after_s, routes.version)
+                )
                 for index, box in sorted(boxes.items())
             ]
         verdicts: dict[int, Verdict] = {}

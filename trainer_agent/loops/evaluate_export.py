@@ -18,9 +18,9 @@ from shared.errors import (
 )
 from shared.etcd.reading import must_read, read_record
 from shared.evaluations import Evaluation, better, evaluations_before
-from shared.records import CompleteTask, EvaluationSums, TakeNext, Task, TaskKind
+from shared.records import CompleteTask, EvaluationSums, Mode, TakeNext, Task, TaskKind
 from shared.records.checkpoints import CheckpointLatest
-from shared.records.step import StepRecord
+from shared.records.step import StepRecord, StepResult
 from shared.records.tasks import BestEvaluation
 from shared.runtime import ids, telemetry
 from shared.storage import files
@@ -42,6 +42,7 @@ class EvaluateExportLoop:
         self._evaluator, self._spec = evaluator, context.spec
         self._directory, self._etcd, self._compute = context.directory, context.etcd, context.compute
         self._transfer, self._source, self._stopping = context.transfer, context.source, context.stopping
+        self._reports = context.reports
         self._pulled = False
         self._final: StepRecord | None = None
         self.busy = False
@@ -74,6 +75,8 @@ class EvaluateExportLoop:
         log.info("task_started", task=task.task_id, attempt=task.attempt)
         try:
             await self._pull_final()
+            if task.kind is TaskKind.EXPORT and self._source.spec.mode is Mode.SYNC:
+                await self._store_metrics()
             done = await (self._evaluate(task) if task.kind is TaskKind.EVALUATE else self._export(task))
         except (UserCodeError, TaskFailed) as error:
             await self._source.fail(task, error.error if isinstance(error, TaskFailed) else error)
@@ -88,6 +91,16 @@ class EvaluateExportLoop:
             self._transfer.swap()
             self._pulled = True
         return self._final
+
+    async def _store_metrics(self) -> None:
+        """Of the last steps: whoever owned lane 0 may be dead. The job is not over before they are stored, or the limit has passed."""
+        timeline = timeline_of(self._directory)
+        version = max(info.highest for info in await self._transfer.infos(timeline))
+        await self._reports.settle(version, timeline, self._results)
+
+    async def _results(self, wanted: int) -> tuple[StepResult, ...]:
+        await self._transfer.pull(None, exact=True, results_from=wanted)
+        return self._transfer.results
 
     async def _evaluate(self, task: Task) -> CompleteTask:
         sums = TaskSums.of(LoadedTask(task, await self._source.read(task)), self._spec)

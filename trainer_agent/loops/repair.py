@@ -46,6 +46,7 @@ class StepRepair:
         self._directory, self._transfer, self._duty = context.directory, context.transfer, context.duty
         self._readers, self._joiner, self._push, self._helper = readers, joiner, push, helper
         self._work: LaneWork | None = None
+        self._reports = context.reports
         self._trainer, self._dtypes = context.source.trainer, context.gradient_dtypes
         self._idle = asyncio.Event()
         self._idle.set()
@@ -148,6 +149,7 @@ class StepRepair:
             step=step.number,
             positions=tuple(portion.after for portion in work.portions.values()),
             lane_zero=step.lane_zero if 0 in work.lanes else None,
+            stored=self._reports.steps.stored if 0 in work.lanes else 0,
         )
 
     async def _other_duty(self, duty: Next, limit_s: float) -> bool:

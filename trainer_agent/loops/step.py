@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from shared.metric_names import GRADIENT_NORM, MOST_NAMES
 from shared.records import StepMetrics, Task
 from shared.records.step import LanePosition, LaneZero
-from shared.records.tasks import MetricValue
 from shared.wire.messages import PushHeader
 from trainer_agent.core.steps import nodes_to_compute
 from trainer_agent.data_plane.outbox import Outboxes
@@ -32,13 +29,9 @@ class Step:
     counted: dict[int, LaneResult] = field(default_factory=dict)
     times: Times = field(default_factory=Times)
 
-    def metrics(self, timeline: int, grad_norm: float | None = None) -> StepMetrics | None:
-        """This trainer's share of the loss, if it had any records. Lane 0's owner tells the norm of the whole gradient, if it is known."""
-        options = self.lane_zero if 0 in self.counted else None
-        share = metrics_of(list(self.counted.values()), self.number, self.positions[0].epoch, timeline, options)
-        if 0 in self.counted and grad_norm is not None and math.isfinite(grad_norm) and len(share.metrics) < MOST_NAMES:
-            told = MetricValue(total=grad_norm, weight=1.0, least=grad_norm, most=grad_norm)
-            share = share.model_copy(update={"metrics": {**share.metrics, GRADIENT_NORM: told}})
+    def metrics(self, timeline: int) -> StepMetrics | None:
+        """This trainer's share of the loss, if it had any records."""
+        share = metrics_of(list(self.counted.values()), self.number, self.positions[0].epoch, timeline)
         return share if share.records or share.skipped else None
 
     def finished_tasks(self) -> list[Task]:

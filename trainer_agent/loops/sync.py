@@ -15,9 +15,9 @@ import asyncio
 from functools import partial
 
 from shared.errors import UserCodeError
-from shared.lanes import step_seed
+from shared.lanes import Interval, step_seed
 from shared.records import Task
-from shared.records.step import StepRecord
+from shared.records.step import NodeResult, StepRecord, result_of
 from shared.runtime import clock, telemetry
 from shared.wire.messages import PushHeader
 from trainer_agent.core.steps import nodes_to_compute, positions_of_step
@@ -29,6 +29,7 @@ from trainer_agent.loops.joining import Joiner, found
 from trainer_agent.loops.pace import Pace
 from trainer_agent.loops.repair import StepRepair
 from trainer_agent.loops.step import LaneWork, Step
+from trainer_agent.model.compute import node_result
 from trainer_agent.tasks.lane_reader import LaneReaders
 from trainer_agent.tasks.source import TaskFailed
 from trainer_agent.waiting.single_error import SingleErrorGroup
@@ -88,14 +89,15 @@ class SyncLoop:
         with self._repair.contributing():
             async with asyncio.TaskGroup() as group:
                 contribution = group.create_task(self._repair.contribute(step))  # calls _push
-                following = await self._transfer.pull(step.number + 1)
+                wanted = self._reports.steps.missing_from
+                following = await self._transfer.pull(step.number + 1, results_from=wanted)
                 given_up = await self._repair.settle(contribution)
         if given_up is not None:
             self._fetch_ahead(given_up)
         following = found(following, step.number + 1)
         step.times.pulled()
         self._transfer.swap()
-        self._report(step)
+        self._report(step, following, wanted)
         return following
 
     async def _push(self, step: Step, header: PushHeader, work: LaneWork) -> bool:
@@ -125,7 +127,8 @@ class SyncLoop:
         self._compute.forget_nodes()
         for node in nodes_to_compute(work.lanes):
             samples = partial(self._compute.samples, node)
-            finished = work.outboxes.adder(node, samples, partial(self._compute.contribution, node))
+            result = partial(self._result_of, work, node)
+            finished = work.outboxes.adder(node, samples, partial(self._compute.contribution, node), result)
             for lane in range(*node):
                 portion, seed = work.portions[lane], step_seed(self._spec.seed, step.number, lane)
                 try:
@@ -141,16 +144,31 @@ class SyncLoop:
         work.computed = True
         self._fetch_ahead(work)
 
+    def _result_of(self, work: LaneWork, node: Interval) -> NodeResult:
+        """Of the node whose last lane is being computed; some of its blocks are finished."""
+        lanes = [*(work.results[lane] for lane in range(node[0], node[1] - 1)), self._compute.result()]
+        found = result_of(node, {(lane, lane + 1): node_result(each) for lane, each in enumerate(lanes, node[0])})
+        assert found is not None
+        return found
+
     def _fetch_ahead(self, work: LaneWork) -> None:
         """The next task of each lane whose task ends in this step."""
         for lane, portion in work.portions.items():
             if portion.finishes:
                 self._readers[lane].prefetch(portion.after, self._prefetching)
 
-    def _report(self, step: Step) -> None:
-        """The step is committed: report this trainer's share of the loss, and the tasks that ended in it."""
-        if (metrics := step.metrics(self.timeline, self._transfer.grad_norm)) is not None:
-            self._reports.share(metrics)
+    def _report(self, step: Step, following: StepRecord, wanted: int | None) -> None:
+        """The step is committed: report it, if this trainer owns lane 0, and the tasks that ended in it. `wanted`: results from this step on
+        were asked for."""
+        if (metrics := step.metrics(self.timeline)) is not None:
+            self._reports.count(metrics)
+        first, end = self._duty().lanes
+        if first == 0 < end:
+            self._reports.whole(following, self.timeline, self._transfer.grad_norm)
+            if wanted is not None:
+                self._reports.steps.filled(self._transfer.results, wanted)
+        else:
+            self._reports.steps.clear()
         self._reports.spent(step.number, self.timeline, clock.monotonic() - step.began, step.times)
         for task in step.finished_tasks():
             self._reports.complete(task, self._source.completion(task))

@@ -8,7 +8,6 @@ The loops see no tensors: a block is a view of bytes, numbered as in `layout.blo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,7 +18,7 @@ from shared.metric_names import MOST_NAMES
 from shared.records import StepMetrics
 from shared.records.job_spec import Narrow
 from shared.records.layout import Layout
-from shared.records.step import LaneZero
+from shared.records.step import LaneZero, NodeResult
 from shared.records.tasks import MetricValue
 
 Records = Sequence[Mapping[str, Any]]
@@ -53,14 +52,18 @@ def metrics_of(
         records=sum(result.records for result in results),
         skipped=sum(result.skipped for result in results),
         metrics={name: MetricValue(**value._asdict()) for name, value in logged.items()},
-        lr=learning_rates(options) if options is not None else (),
+        lr=options.learning_rates() if options is not None else (),
     )
 
 
-def learning_rates(lane_zero: LaneZero) -> tuple[float, ...]:
-    """Of each of the first MOST_NAMES groups, in this step; empty if an optimizer has none."""
-    found = [options.get("lr") for options in lane_zero.options[:MOST_NAMES]]
-    return tuple(float(rate) for rate in found if rate is not None and math.isfinite(rate)) if None not in found else ()
+def node_result(result: LaneResult) -> NodeResult:
+    """As it is pushed."""
+    return NodeResult.model_construct(
+        loss_sum=result.loss_sum,
+        records=result.records,
+        skipped=result.skipped,
+        metrics={name: (v.total, v.weight, v.least, v.most) for name, v in result.metrics.items()},
+    )
 
 
 class Compute(Protocol):
@@ -112,6 +115,9 @@ class Compute(Protocol):
         canonical tree), cast to the dtype in which gradients are sent. If cancelled, it returns only when no thread uses the
         vectors any more.
         """
+
+    def result(self) -> LaneResult:
+        """Of the lane whose `gradient` is under way, from its first finished block on, or of the last one."""
 
     def contribution(self, node: Interval, block: int) -> memoryview:
         """Bytes of a finished block of a node, readable until `forget_nodes`; may be empty if no lane had records."""

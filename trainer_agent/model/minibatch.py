@@ -117,6 +117,7 @@ class MinibatchRunner:
         self.buffers = LiveBuffers(model, plan, counts=counts)
         self._views: weakref.WeakKeyDictionary[Vector, list[torch.Tensor]] = weakref.WeakKeyDictionary()
         self.gradient_views: list[torch.Tensor] = []  # by parameter: where this backward's gradients belong
+        self.loss_sum = 0.0  # loss x records, and what was logged, once the loss is known: before any block is finished
         self.logged: dict[str, Logged] = {}  # by the script, in this backward's collate and forward
         self._gradients: Vector
         self._finish: Callable[[int], object] = bool
@@ -245,6 +246,7 @@ class MinibatchRunner:
         if self._finite:
             check_loss(value)
         self._user.guard(add, self.logged, metrics_beside(found), float(records))
+        self.loss_sum = value * records
         return value
 
     def _clip(self, limit: float) -> None:

@@ -22,7 +22,6 @@ from torch import nn
 from shared.blocks.narrow import DTYPES
 from shared.errors import InvalidArgument, UserCodeError
 from shared.lanes import Interval
-from shared.logged_metrics import Logged
 from shared.records import JobSpec, Mode
 from shared.records.job_spec import Narrow
 from shared.records.layout import Layout
@@ -58,6 +57,8 @@ class TorchCompute:
             spec.device, deterministic=spec.mode is Mode.SYNC and spec.deterministic, number=number
         )
         self._on_host = is_host(self._device)
+        self._result: LaneResult | None = LaneResult(0.0, 0)  # of the last lane; None: of the minibatch under way
+        self._records = 0
         torch.manual_seed(spec.seed)
         self.model = checked_model(user.call("model")).to(self._device)
         optimizers_without_compiler()
@@ -229,19 +230,19 @@ class TorchCompute:
         overlaps = last and not self._skips and self._limit is None
         if overlaps:
             self.tree.open(node, entry, announce)
-        loss_sum, skipped = 0.0, 0
-        logged: Mapping[str, Logged] = {}
+        self._result, self._records = (None, len(records)) if records else (LaneResult(0.0, 0), 0)
         try:
             if records and entry.slot is not None:
-                loss_sum = self._backward(entry.slot, records, seed, overlaps=overlaps)
-                logged = self.minibatch.logged
+                self._backward(entry.slot, records, seed, overlaps=overlaps)
+                self._result = self.result()
             if overlaps:
                 self._close(entry)
         except NonFiniteError as error:
             if not self._skips or entry.slot is None:
                 raise self._user.error_of(error, fatal=True) from error
             self.tree.free(entry.slot)
-            entry, loss_sum, skipped, logged = Entry(1, 0, None), 0.0, entry.count, {}
+            self._result = LaneResult(0.0, 0, entry.count)
+            entry = Entry(1, 0, None)
         if last and not overlaps:
             self.tree.open(node, entry, announce)
             try:
@@ -250,18 +251,20 @@ class TorchCompute:
                 raise self._user.error_of(error, fatal=True) from error
         elif not last:
             self._user.guard(self.tree.add, entry)
-        return LaneResult(loss_sum, entry.count, skipped, logged)
+        return self.result()
 
-    def _backward(self, slot: int, records: Records, seed: int, *, overlaps: bool) -> float:
+    def result(self) -> LaneResult:
+        if self._result is not None:
+            return self._result
+        return LaneResult(self.minibatch.loss_sum, self._records, 0, self.minibatch.logged)
+
+    def _backward(self, slot: int, records: Records, seed: int, *, overlaps: bool) -> None:
         """Raises NonFiniteError."""
         finish = self.tree.finish if overlaps else partial(self.tree.look, slot)
-        loss_sum = self.minibatch.backward(
-            records, seed, self._current, self.tree.vector(slot), finish if self._on_host else None
-        )
+        self.minibatch.backward(records, seed, self._current, self.tree.vector(slot), finish if self._on_host else None)
         self.tree.note_unchanged(slot, self._current)
         if not overlaps and not self.tree.is_finite(slot):
             self.minibatch.check_gradients()
-        return loss_sum
 
     def _close(self, last: Entry) -> None:
         """Raises NonFiniteError."""

@@ -19,6 +19,7 @@ from shared.records import (
     FailTask,
     MasterAddress,
     MetricBatch,
+    MetricsTaken,
     Record,
     TaskAnswer,
     TaskProgress,
@@ -38,7 +39,7 @@ class MasterPort(Protocol):
     async def report_progress(self, task_id: str, progress: TaskProgress) -> None: ...
     async def complete_task(self, task_id: str, done: CompleteTask) -> Completed: ...
     async def fail_task(self, task_id: str, failed: FailTask) -> None: ...
-    async def report_metrics(self, batch: MetricBatch) -> None: ...
+    async def report_metrics(self, batch: MetricBatch) -> MetricsTaken: ...
     async def report_suspect(self, member_id: str) -> object: ...
     async def report_failure(self, member_id: str, failure: UserFailure) -> None: ...
 
@@ -80,8 +81,8 @@ class HttpMaster:
     async def fail_task(self, task_id: str, failed: FailTask) -> None:
         await self._post(f"/task-leases/{quote(task_id)}/fail", failed)
 
-    async def report_metrics(self, batch: MetricBatch) -> None:
-        await self._post("/metric-batches", batch)
+    async def report_metrics(self, batch: MetricBatch) -> MetricsTaken:
+        return MetricsTaken.model_validate(await self._post("/metric-batches", batch))
 
     async def report_suspect(self, member_id: str) -> None:
         await self._post(f"/members/{quote(member_id)}/suspect", None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -16,20 +16,25 @@ from typing import NamedTuple
 from shared.errors import CallerError, PeerError, TriremeError
 from shared.logged_metrics import Logged
 from shared.metric_names import MOST_NAMES
-from shared.records import CompleteTask, MetricBatch, StepMetrics, Task, TaskProgress
+from shared.records import CompleteTask, MetricBatch, MetricsTaken, StepMetrics, Task, TaskProgress
+from shared.records.step import StepRecord, StepResult
 from shared.records.tasks import MetricValue
-from shared.runtime import clock, telemetry
+from shared.runtime import clock, ids, telemetry
 from trainer_agent.tasks.master import MasterPort
 from trainer_agent.tasks.step_times import Times, TimesBuffer
+from trainer_agent.tasks.whole_steps import WholeSteps
 from trainer_agent.waiting.retry import retry
 
 QUEUED = 10_000
 SUSPECT_EVERY_S = 1.0
 METRICS_LIMIT_S = 30.0
 PROGRESS_S = 5.0
+SETTLE_S, SETTLE_PAUSE_S = 30.0, 0.25
 METRICS_EVERY_S, METRICS_STEPS, KEPT_STEPS = 0.5, 200, 2000
 METRICS_VALUES = 4000  # so a report stays below the largest body that a master takes
 PACE_EVERY_S, PACE_CHANGE = 5.0, 1.2  # without steps: how often seconds per lane are told, and what is told at once
+
+Fetch = Callable[[int], Awaitable[Sequence[StepResult]]]
 
 log = telemetry.logger("reports")
 
@@ -128,6 +133,7 @@ class Reports:
         self._told_pace = LanePace(), -math.inf  # what was told last, and when
         self._completed: deque[tuple[Task, CompleteTask]] = deque()
         self._metrics = MetricBuffer()
+        self.steps, self._whole_since = WholeSteps(), 0.0
         self._times = TimesBuffer()
         self._suspected: dict[str, float] = {}
         self._suspects: asyncio.Queue[tuple[str, str]] = asyncio.Queue(100)
@@ -145,13 +151,27 @@ class Reports:
 
     def share(self, share: StepMetrics) -> None:
         """A loss that is not finite goes to the log only: JSON cannot hold it."""
+        if self.count(share):
+            self._metrics.add(share, clock.monotonic())
+
+    def count(self, share: StepMetrics) -> bool:
+        """What this trainer has done of a step that the owner of lane 0 reports. Whether its loss is finite."""
         self.done.steps += 1
         self.done.records += share.records
         self.done.skipped_records += share.skipped
-        if math.isfinite(share.loss_sum):
-            self._metrics.add(share, clock.monotonic())
-        else:
+        finite = math.isfinite(share.loss_sum)
+        if not finite:
             log.warning("loss_is_not_finite", step=share.step, epoch=share.epoch, records=share.records)
+        return finite
+
+    def whole(self, record: StepRecord, timeline: int, grad_norm: float | None = None) -> None:
+        """This trainer owns lane 0, and the step that made this version is done. `grad_norm`: of its gradient, if this trainer knows it."""
+        result = record.result
+        if result is not None and result.grad_norm is None and grad_norm is not None and math.isfinite(grad_norm):
+            result = result.model_copy(update={"grad_norm": grad_norm})
+        if not self.steps.active:
+            self._whole_since = clock.monotonic()
+        self.steps.add(result, record.version - 1, timeline)
 
     def spent(self, step: int, timeline: int, seconds: float, times: Times) -> None:
         """A step has ended: where its time went."""
@@ -178,7 +198,7 @@ class Reports:
                     self._idle.clear()
                     await self._idle.wait()
                 await self._report_metrics()
-                while self._metrics.steps:
+                while self._metrics.steps or self.steps.waiting:
                     await self._report_metrics()
         except TimeoutError:
             log.warning("reports_left", completions=len(self._completed))
@@ -197,20 +217,63 @@ class Reports:
 
     async def _send_metrics(self) -> None:
         while True:
-            due = self._metrics.due_in(clock.monotonic())
+            due = self._due_in(clock.monotonic())
             if due == 0 or (due is None and self._pace_is_news()):
                 await self._report_metrics()
             else:
                 await asyncio.sleep(due or 0.25)
 
-    async def _report_metrics(self) -> None:
-        steps, pace, times = self._metrics.take(), self._pace(), self._times.take()
-        if steps or any(pace) or times is not None:
-            self._told_pace = pace, clock.monotonic()
-            batch = MetricBatch(
-                trainer=self._trainer, steps=steps, lane_s=pace.lane_s, least_lane_s=pace.least_lane_s, times=times
-            )
-            await self._report(partial(self._master.report_metrics, batch), "reporting metrics", METRICS_LIMIT_S)
+    def _due_in(self, now: float) -> float | None:
+        """Seconds until a report is due; None: nothing to report."""
+        if not self.steps.waiting:
+            return self._metrics.due_in(now)
+        many = self.steps.waiting >= METRICS_STEPS and self.steps.missing_from is None
+        return 0.0 if many else max(0.0, self._whole_since + METRICS_EVERY_S - now)
+
+    async def _report_metrics(self, *, store: bool = False) -> MetricsTaken | None:
+        """What the master answers about whole steps."""
+        pace, times = self._pace(), self._times.take()
+        whole, timeline, lost = store or self.steps.active, self.steps.timeline, self.steps.lost_before
+        steps = self.steps.portion(METRICS_STEPS, METRICS_VALUES) if whole else self._metrics.take()
+        if not (steps or any(pace) or times is not None or store):
+            return None
+        self._told_pace = pace, clock.monotonic()
+        self._whole_since = clock.monotonic()
+        batch = MetricBatch(
+            trainer=self._trainer,
+            steps=steps,
+            lane_s=pace.lane_s,
+            least_lane_s=pace.least_lane_s,
+            times=times,
+            whole=whole,
+            lost_before=lost,
+            store=store,
+        )
+        call = partial(self._master.report_metrics, batch)
+        taken = await self._report(call, "reporting metrics", METRICS_LIMIT_S)
+        if whole and taken is None:
+            self.steps.untold(steps)
+        elif whole and isinstance(taken, MetricsTaken):
+            self.steps.heard(taken, timeline)
+            return taken
+        return None
+
+    async def settle(self, version: int, timeline: int, fetch: Fetch, limit_s: float = SETTLE_S) -> None:
+        """Training is over with `version`: wait until the metrics of all steps are stored, at most `limit_s`. `fetch` asks parameter
+        servers for results from a step on."""
+        self.steps.reach(version, timeline)
+        try:
+            async with asyncio.timeout(limit_s):
+                while True:
+                    taken = await self._report_metrics(store=True)
+                    if taken is not None and (not taken.kept or taken.stored >= version):
+                        return
+                    if (wanted := self.steps.missing_from) is not None:
+                        self.steps.filled(await fetch(wanted), wanted)
+                    elif taken is None or not self.steps.waiting:
+                        await asyncio.sleep(ids.jitter(SETTLE_PAUSE_S))
+        except TimeoutError:
+            log.warning("metrics_left", steps=repr(self.steps), seconds=limit_s)
 
     def _pace_is_news(self) -> bool:
         """A trainer whose lanes are all computed by others first has no steps to report, but it is slow: that must be known."""
@@ -239,12 +302,13 @@ class Reports:
             log.info("peer_suspected", member=member_id, cause=cause)
             await self._try(self._master.report_suspect(member_id))
 
-    async def _report(self, call: Callable[[], Awaitable[object]], what: str, limit_s: float = 600.0) -> None:
-        """Until the master accepts it or refuses it as stale, or the limit is reached."""
+    async def _report(self, call: Callable[[], Awaitable[object]], what: str, limit_s: float = 600.0) -> object:
+        """Until the master accepts it or refuses it as stale, or the limit is reached: then None."""
         try:
-            await retry(call, what, limit_s)
+            return await retry(call, what, limit_s)
         except (CallerError, PeerError) as error:
             log.debug("report_refused", what=what, cause=str(error))
+            return None
 
     async def _try(self, call: Awaitable[object]) -> None:
         try:

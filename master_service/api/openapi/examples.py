@@ -19,6 +19,7 @@ from shared.records import (
     JobResult,
     JobSpec,
     MetricBatch,
+    MetricsTaken,
     Mode,
     Stage,
     StepMetrics,
@@ -219,7 +220,8 @@ def _of_trainers() -> Iterator[BaseModel]:
     yield failure
     step = StepMetrics(step=61, epoch=1, loss_sum=39.7, records=128, lr=(0.1,))
     times = StepTimes(step=61, seconds=0.5, compute=0.4, push=0.02, pull=0.06)
-    yield MetricBatch(trainer="trainer-0", steps=(step,), lane_s=0.05, times=times)
+    yield MetricBatch(trainer="trainer-0", steps=(step,), lane_s=0.05, times=times, whole=True)
+    yield MetricsTaken(next=62, stored=40)
 
 
 def _about_a_cluster() -> Iterator[BaseModel]:

@@ -9,12 +9,12 @@ from fastapi import APIRouter, Path, Query, Response
 
 from master_service.api import render
 from master_service.api.requests.conditional import ReadingIf
-from master_service.api.resources import Empty, JobView, MasterView, MetricPage, SeriesPage, SeriesPoints
+from master_service.api.resources import JobView, MasterView, MetricPage, SeriesPage, SeriesPoints
 from master_service.api.routes.dependencies import MasterOf, PageSize, PageToken, committed
-from master_service.api.routes.keyed import AnsweringInJob, empty
+from master_service.api.routes.keyed import AnsweringInJob
 from master_service.core.explanation.cause import Explanation
 from master_service.leadership.explanation import explain_job as explain_master
-from shared.records import MetricBatch
+from shared.records import MetricBatch, MetricsTaken
 
 of_job = APIRouter()  # below /v1/jobs/{job}
 router = APIRouter()
@@ -68,6 +68,8 @@ async def query_metric(
 
 
 @router.post("/metric-batches", operation_id="reportMetrics", tags=["metrics"])
-async def report_metrics(master: MasterOf, answering: AnsweringInJob, batch: MetricBatch) -> Empty:
-    """A trainer's share of the losses of steps. Values of a step that was reported before replace those."""
-    return await answering.answer(Empty, partial(master.report_metrics, batch), empty)
+async def report_metrics(master: MasterOf, answering: AnsweringInJob, batch: MetricBatch) -> MetricsTaken:
+    """What trainers report of steps: their shares, which add up, or (the owner of lane 0) whole steps, each of which counts once."""
+    return await answering.answer(
+        MetricsTaken, partial(master.report_metrics, batch), lambda taken: taken or MetricsTaken()
+    )

@@ -38,9 +38,11 @@ class Metrics:
     moved_at: float = float("-inf")  # when records or the end of a task were last reported
 
     def add(self, batch: MetricBatch, now: float) -> None:
-        """In place. Reports of several trainers about one step add up. A step that is reported again after a death counts again."""
+        """In place. Reports of several trainers about one step add up; a whole step counts once."""
         records = 0
         for share in batch.steps:
+            if batch.whole and self.step is not None and share.step < self.step:
+                continue
             for sums in (
                 _entry(self.steps, share.step, KEPT_STEPS),
                 _entry(self.epochs, share.epoch, KEPT_EPOCHS),

@@ -1,6 +1,7 @@
 """Metrics by step, in bounded memory: the losses of a job, and what its script reports.
 
 report ─► add: values of one step and timeline come together, those of a later timeline take the place of earlier ones
+whole steps in their order ─► append: each once          the job goes back ─► rewind: later steps are dropped, and come again
 full ───► buckets twice as wide, so any number of steps fits          query ─► at most so many points
 """
 
@@ -56,10 +57,13 @@ class Point(NamedTuple):
 
 
 class Series:
-    """One metric. `width`: steps of each bucket. Columns of numbers: 48 bytes a bucket."""
+    """One metric. `width`: steps of each bucket. `ordered`: it has whole steps, by `append`. `covered`: steps before this one are in the last
+    bucket already, though the job went back before them. Columns of numbers: 48 bytes a bucket."""
 
     def __init__(self) -> None:
         self.width = 1
+        self.ordered = False
+        self.covered = 0
         self._steps, self._timelines = array("q"), array("q")
         self._columns = tuple(array("d") for _ in Value._fields)
 
@@ -85,6 +89,33 @@ class Series:
             column.insert(place, number)
         if len(self._steps) > MOST_BUCKETS:
             self.widen(2 * self.width)
+
+    def append(self, step: int, timeline: int, value: Value) -> None:
+        """In place: the next step, or a later one."""
+        self.ordered = True
+        if step < self.covered:
+            return
+        start = step - step % self.width
+        if self._steps and self._steps[-1] == start:
+            last = len(self._steps) - 1
+            self._set(last, timeline, self._bucket(last).value.plus(value))
+            return
+        self._steps.append(start)
+        self._timelines.append(timeline)
+        for column, number in zip(self._columns, value, strict=True):
+            column.append(number)
+        if len(self._steps) > MOST_BUCKETS:
+            self.widen(2 * self.width)
+
+    def rewind(self, step: int, end: int) -> None:
+        """In place: steps from `step` to `end`, where the series ends, are trained again. Those of them that share a bucket with earlier
+        ones stay; the same steps give the same values."""
+        place = bisect_left(self._steps, step)
+        del self._steps[place:], self._timelines[place:]
+        for column in self._columns:
+            del column[place:]
+        if place and self._steps[-1] + self.width > step:
+            self.covered = max(self.covered, min(self._steps[-1] + self.width, end))
 
     def widen(self, width: int) -> None:
         """In place: buckets of at least so many steps (a power of two)."""
@@ -138,8 +169,8 @@ class SeriesTable:
     by_name: dict[str, Series] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
 
-    def add(self, name: str, step: int, timeline: int, value: Value) -> bool:
-        """In place. Whether there was a place: at most MOST_SERIES names are kept, and those that the job itself uses."""
+    def add(self, name: str, step: int, timeline: int, value: Value, *, ordered: bool = False) -> bool:
+        """In place; `ordered`: by Series.append. Whether there was a place: at most MOST_SERIES names are kept, and those that the job itself uses."""
         series = self.by_name.get(name)
         if series is None:
             if not is_own(name) and sum(not is_own(kept) for kept in self.by_name) >= MOST_SERIES:
@@ -147,12 +178,25 @@ class SeriesTable:
                     self.refused.add(name)
                 return False
             series = self.by_name[name] = Series()
-        series.add(step, timeline, value)
+        if ordered:
+            series.append(step, timeline, value)
+        else:
+            series.add(step, timeline, value)
         return True
 
     def merge(self, other: SeriesTable) -> None:
         """In place."""
         for name, series in other.by_name.items():
             for number, bucket in enumerate(series):
-                if self.add(name, *bucket) and not number:
+                if self.add(name, *bucket, ordered=series.ordered) and not number:
                     self.by_name[name].widen(series.width)
+            if name in self.by_name and series.ordered:
+                self.by_name[name].covered = max(self.by_name[name].covered, series.covered)
+
+    def rewind(self, step: int, end: int) -> None:
+        """In place: of whole steps, see Series.rewind."""
+        for name, series in list(self.by_name.items()):
+            if series.ordered:
+                series.rewind(step, end)
+                if not len(series):
+                    del self.by_name[name]

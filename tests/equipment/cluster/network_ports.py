@@ -20,6 +20,7 @@ from shared.records import (
     CompleteTask,
     FailTask,
     MetricBatch,
+    MetricsTaken,
     PserverMember,
     TaskAnswer,
     TaskProgress,
@@ -70,8 +71,9 @@ class SimulatedMaster:
     async def fail_task(self, task_id: str, failed: FailTask) -> None:
         await self.call(lambda master: master.fail_task(task_id, failed))
 
-    async def report_metrics(self, batch: MetricBatch) -> None:
-        await self.call(lambda master: master.report_metrics(batch))
+    async def report_metrics(self, batch: MetricBatch) -> MetricsTaken:
+        taken: MetricsTaken = await self.call(lambda master: master.report_metrics(batch))
+        return taken
 
     async def report_suspect(self, member_id: str) -> None:
         await self.call(lambda master: master.report_suspect(member_id))

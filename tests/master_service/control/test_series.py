@@ -221,6 +221,83 @@ def test_what_a_script_logs_is_reported_and_queried_by_rest() -> None:
     run_virtually(main)
 
 
+async def whole(
+    master: Master, *steps: int, timeline: int = 0, lost: int | None = None, store: bool = False
+) -> tuple[int | None, int]:
+    shares = tuple(StepMetrics(step=step, epoch=0, timeline=timeline, records=2, loss_sum=2.0 * step) for step in steps)
+    taken = await master.report_metrics(
+        MetricBatch(trainer="t1", steps=shares, whole=True, lost_before=lost, store=store)
+    )
+    return taken.next, taken.stored
+
+
+def test_whole_steps_count_once_in_order_and_a_new_master_says_what_it_lacks() -> None:
+    async def main() -> None:
+        world = World()
+        async with killed(world) as (process, first):
+            await until(lambda: known(first), "the metrics")
+            assert await process.spawn(whole(first, 0, 1)) == (2, 0)
+            assert await process.spawn(whole(first, 1, 2, 2, 5)) == (3, 0), "5 has to wait for 3 and 4"
+            assert await process.spawn(whole(first, store=True)) == (3, 3)
+            assert await process.spawn(whole(first, 3)) == (4, 3)
+            process.kill()
+            async with leading(world.cluster.master("m2")) as second:
+                await until(lambda: known(second) and second.job.members.trainers, "the stored metrics")
+                assert await whole(second, 4) == (3, 3)
+                assert await whole(second, 3, 4) == (5, 3)
+                assert await whole(second, 8, lost=7) == (7, 3), "5 and 6 are lost, 7 is not"
+                assert await whole(second, 7, 8, store=True) == (9, 9)
+                assert await losses(second) == {step: float(step) for step in (0, 1, 2, 3, 4, 7, 8)}
+                sums = {number: epoch.sums["loss"].total for number, epoch in second.term.series.epochs.items()}
+                assert sums == {0: 2.0 * (0 + 1 + 2 + 3 + 4 + 7 + 8)}
+
+    run_virtually(main)
+
+
+def test_whole_steps_go_back_with_the_job_also_where_the_next_master_learns_of_it() -> None:
+    async def main() -> None:
+        world = World()
+        async with running(world.cluster, "t1") as first:
+            await until(lambda: known(first), "the metrics")
+            await whole(first, *range(6), store=True)
+            await whole(first, 6)
+            back = first.job.state.model_copy(update={"timeline": first.job.state.generation + 1, "checkpoint": "gone"})
+            await first.writer.decide(lambda *_: Decision(None, (back,)))
+            assert await whole(first, 3, timeline=back.timeline, lost=None) == (4, 3)
+        async with leading(world.cluster.master("m2")) as second:
+            await until(lambda: known(second) and second.job.members.trainers, "the stored metrics")
+            assert await whole(second, 4, timeline=back.timeline) == (5, 4)
+            assert await losses(second) == {step: float(step) for step in range(5)}
+            sums = {number: epoch.sums["loss"].total for number, epoch in second.term.series.epochs.items()}
+            assert sums == {0: 2.0 * (0 + 1 + 2 + 3 + 4)}
+
+    run_virtually(main)
+
+
+def test_a_write_that_is_cut_short_loses_nothing_that_the_end_of_the_term_writes() -> None:
+    async def main() -> None:
+        world = World()
+        write = world.files.write
+
+        async def slow(name: str, content: bytes) -> None:
+            await write(name, content)
+            await asyncio.sleep(1.0)
+
+        async with running(world.cluster, "t1") as first:
+            await until(lambda: known(first), "the metrics")
+            world.files.write = slow
+            await whole(first, 0, 1)
+            await asyncio.sleep(FLUSH_S + 0.2)
+            assert world.files.contents
+            await whole(first, 2)
+        async with leading(world.cluster.master("m2")) as second:
+            await until(lambda: known(second) and second.job.members.trainers, "the stored metrics")
+            assert await whole(second) == (3, 3)
+            assert await losses(second) == {0: 0.0, 1: 1.0, 2: 2.0}
+
+    run_virtually(main)
+
+
 def test_learning_rates_times_speed_and_minibatches_left_out_are_series_of_the_job() -> None:
     async def main() -> None:
         world = World()

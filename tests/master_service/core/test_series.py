@@ -10,6 +10,7 @@ import pytest
 
 from master_service.core.state import series as module
 from master_service.core.state.series import MOST_BUCKETS, MOST_SERIES, Series, SeriesTable, Value
+from master_service.core.state.whole_steps import WholeSteps
 from master_service.storage.series_files import add_encoded, encoded, name_of, to_read
 from tests.equipment.replaced import replaced
 
@@ -89,7 +90,7 @@ def test_what_is_stored_is_what_is_read_also_with_wide_buckets() -> None:
     with replaced(module, "MOST_BUCKETS", 64):
         table = SeriesTable({"a": filled(1000), "b": filled(5, timeline=3)})
         read = SeriesTable()
-        add_encoded(read, encoded(table), "file")
+        add_encoded(read, WholeSteps(), encoded(table), "file")
         assert {name: list(series) for name, series in read.by_name.items()} == {
             name: list(series) for name, series in table.by_name.items()
         }
@@ -101,7 +102,7 @@ def test_what_is_stored_is_what_is_read_also_with_wide_buckets() -> None:
 )
 def test_a_damaged_file_is_left_out(content: bytes) -> None:
     table = SeriesTable()
-    add_encoded(table, content, "file")
+    add_encoded(table, WholeSteps(), content, "file")
     assert not table.by_name
 
 

@@ -16,7 +16,7 @@ from tests.trainer_agent.cluster import cluster, trained
 from tests.trainer_agent.scripts import RECORDS, differing, records, spec_for, train_plainly, write_script
 from trainer_agent.data import minibatch_indices
 from trainer_agent.script.user_module import load
-from trainer_agent.tasks.reports import Reports
+from trainer_agent.tasks.whole_steps import WholeSteps
 from trireme.plain import run
 
 WITHOUT_NOISE = """
@@ -146,13 +146,14 @@ async def test_one_asynchronous_trainer_has_the_bits_of_plain_training(tmp_path)
 
 async def reported_norms(spec, trainers):
     """By step; each is told once."""
-    share, found = Reports.share, []
+    add, found = WholeSteps.add, []
 
-    def noted(self, metrics):
-        found.extend((metrics.step, metrics.metrics[name].total) for name in metrics.metrics if name == "grad_norm")
-        share(self, metrics)
+    def noted(self, result, step, timeline):
+        if result.grad_norm is not None:
+            found.append((step, result.grad_norm))
+        add(self, result, step, timeline)
 
-    with replaced(Reports, "share", noted):
+    with replaced(WholeSteps, "add", noted):
         await trained(spec, trainers)
     assert len(dict(found)) == len(found)
     return dict(sorted(found))

@@ -14,6 +14,7 @@ from tests.equipment.replaced import replaced
 from tests.trainer_agent.cluster import TorchCluster, cluster, trained
 from tests.trainer_agent.scripts import RECORDS, differing, spec_for, write_script
 from trainer_agent.data_plane.outbox import Outboxes
+from trainer_agent.tasks.reports import Reports
 
 EPOCHS = 6
 COMMON = {"lanes": 8, "epochs": EPOCHS, "rebalance_s": 3600}
@@ -96,32 +97,41 @@ async def test_a_trainer_that_comes_second_with_its_lanes_changes_nothing(tmp_pa
     goes_on, first = asyncio.Event(), asyncio.Event()
     goes_on.set()
     first.set()
-    async with cluster(spec_for(script, **COMMON), 3) as made:
-        await made.version(5)
-        owner = made.directory.trainers.names[0]
+    counted: list[int] = []
+    count = Reports.count
 
-        async def zero(lane):
-            if lane == 0:
-                await first.wait()
+    def counting(self, share):
+        counted.append(share.records)
+        return count(self, share)
 
-        delay(made, owner, zero)
-        delay(made, LATE if owner != LATE else "trainer-0-x", lambda _: goes_on.wait())
-        goes_on.clear()
-        first.clear()
-        mine = made.directory.trainers.lanes_of(owner)
-        # all but lane 0, and its owner's others behind it, are there: those of the late one too
-        await until(lambda: all(lane[1] <= mine[1] for found in missing(made) for lane in found))
-        before = made.pservers[0].counters.blocks_duplicate
-        goes_on.set()
-        await until(lambda: made.pservers[0].counters.blocks_duplicate > before)
-        first.set()
-        assert (await made.ended()).phase is Phase.COMPLETED
-        assert differing(made.exported(), expected) == []
-        assert made.master.metrics.records == EPOCHS * RECORDS
+    with replaced(Reports, "count", counting):
+        async with cluster(spec_for(script, **COMMON), 3) as made:
+            await made.version(5)
+            owner = made.directory.trainers.names[0]
+
+            async def zero(lane):
+                if lane == 0:
+                    await first.wait()
+
+            delay(made, owner, zero)
+            delay(made, LATE if owner != LATE else "trainer-0-x", lambda _: goes_on.wait())
+            goes_on.clear()
+            first.clear()
+            mine = made.directory.trainers.lanes_of(owner)
+            # all but lane 0, and its owner's others behind it, are there: those of the late one too
+            await until(lambda: all(lane[1] <= mine[1] for found in missing(made) for lane in found))
+            before = made.pservers[0].counters.blocks_duplicate
+            goes_on.set()
+            await until(lambda: made.pservers[0].counters.blocks_duplicate > before)
+            first.set()
+            assert (await made.ended()).phase is Phase.COMPLETED
+            assert differing(made.exported(), expected) == []
+            assert made.master.metrics.records == EPOCHS * RECORDS
+            assert sum(counted) == EPOCHS * RECORDS, "each record is one trainer's"
 
 
 async def test_without_the_credit_a_lane_that_two_trainers_computed_counts_twice(tmp_path):
-    """The ablation of LaneWork.count: whoever is acknowledged counts."""
+    """The ablation of LaneWork.count: whoever is acknowledged counts the lane as its own."""
 
     def all_lanes(self):
         return tuple(range(8))
