@@ -68,6 +68,8 @@ class Page:
         self._waiting[self._asked] = answer
         await self._socket.send_str(json.dumps({"id": self._asked, "method": method, "params": parameters}))
         said = await asyncio.wait_for(answer, ANSWER_S)
+        if method == "Runtime.evaluate" and "error" in said:  # the page is just being left
+            return {"result": {"value": None}}
         assert "error" not in said, (method, said)
         return dict(said["result"])
 
@@ -92,6 +94,12 @@ class Page:
     async def goto(self, url: str) -> None:
         """Also to another part of the same page."""
         await self.call("Page.navigate", url=url)
+
+    async def reload(self) -> None:
+        """Returns once the page is another one."""
+        await self.js("window.before_ = true")
+        await self.call("Page.reload")
+        await self.until("!window.before_ && document.querySelector('main')")
 
     async def press(self, key: str, text: str = "") -> None:
         """A key, as its name in KeyboardEvent."""

@@ -256,6 +256,9 @@ async def _run_to_the_end(cluster: LocalCluster, reporter: ProgressReporter, fol
     if cluster.has_existing_etcd:
         who += f", existing etcd at {cluster.etcd_access}"
     screen.event(f"job {cluster.spec.job}: {who}, logs in {folder / 'logs'}")
+    if not cluster.masterless:
+        token = folder / "tokens" / "admin"
+        screen.event(f"in a browser: {cluster.url}" + (f", with the token in {token}" if token.exists() else ""))
     cluster.run_beside(
         reporter.run(lambda: cluster.client(REQUEST_TIMEOUT_S), lambda: cluster.lost_leases.etcd_silent_s)
     )

@@ -130,7 +130,9 @@ async def _run(pool: LocalPool, screen: JobLines, *, as_json: bool) -> None:
             screen.event("submit a job with: trireme submit SCRIPT")
             where = f"TRIREME_URL={url}"
             if pool.request.tokens is not None:
-                where += f" TRIREME_TOKEN_FILE={pool.request.tokens.file(Role.ADMIN)}"
+                file = pool.request.tokens.file(Role.ADMIN)
+                where += f" TRIREME_TOKEN_FILE={file}"
+                screen.event(f"in a browser: {url}, with the token in {file}")
             screen.event(f"elsewhere: {where}")
             pool.run_beside(_publish(pool))
             pool.run_beside(_draw(pool, screen, unfinished))

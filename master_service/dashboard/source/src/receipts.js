@@ -7,7 +7,7 @@ export function receiptsOf(events) {
   const found = [];
   let back = null; // a rollback that is not over
   const absent = new Map(); // parameter server -> receipt, asynchronous
-  let last = null; // the newest event of the master before
+  let last = null; // the event before, once the job has run: masters that begin are no failure
   for (const event of events) {
     const { fields } = event;
     if (event.name === "rolling_back") {
@@ -33,7 +33,7 @@ export function receiptsOf(events) {
     } else if (event.name === "master_elected" && last) {
       found.push(receipt(event, event.message, `the job was led again at most ${seconds(last.event_time, event.event_time).toFixed(1)} s after the last event before`, false));
     }
-    last = event;
+    if (last !== null || event.name === "job_running") last = event;
   }
   return found.reverse();
 }
