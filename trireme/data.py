@@ -3,6 +3,34 @@ a dataset: no file is opened, and neither torch nor pyarrow is loaded."""
 
 from __future__ import annotations
 
-from shared.records.datasets import Bytes, Csv, Custom, Dataset, JsonLines, Npy, Parquet, TextLines
+from shared.records.datasets import (
+    Bytes,
+    Csv,
+    Custom,
+    Dataset,
+    IterableStyle,
+    JsonLines,
+    MapStyle,
+    Npy,
+    Parquet,
+    RecordIO,
+    TextLines,
+    TFRecord,
+    WebDataset,
+)
 
-__all__ = ["Bytes", "Csv", "Custom", "Dataset", "JsonLines", "Npy", "Parquet", "TextLines"]
+__all__ = [
+    "Bytes",
+    "Csv",
+    "Custom",
+    "Dataset",
+    "IterableStyle",
+    "JsonLines",
+    "MapStyle",
+    "Npy",
+    "Parquet",
+    "RecordIO",
+    "TFRecord",
+    "TextLines",
+    "WebDataset",
+]

@@ -19,12 +19,27 @@ import numpy as np
 
 from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.storage.partial_counts import Counter, PartialCounts
+from master_service.storage.record_offsets import count_framed
 from shared.datasets import npy
 from shared.datasets.custom_reader import load_custom
+from shared.datasets.in_code import count_object
 from shared.datasets.line_scan import Lines, RecordScanner, chunks, data_start, refuse_compressed
 from shared.errors import DatasetError, NotFound, StorageUnreachable, TriremeError
-from shared.records.datasets import Bytes, Csv, Custom, Dataset, Npy, Parquet
+from shared.records.datasets import (
+    Bytes,
+    Csv,
+    Custom,
+    Dataset,
+    IterableStyle,
+    MapStyle,
+    Npy,
+    Parquet,
+    RecordIO,
+    TFRecord,
+    WebDataset,
+)
 from shared.storage import files
+from shared.storage.dataset_files import files_of
 
 THREADS = 8
 _MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -45,7 +60,7 @@ def count_records(
 
     Raises DatasetError if no file matches, one cannot be read, or there is no record at all; CountingStopped.
     """
-    files = _files(dataset)
+    files = files_of(dataset)
     if isinstance(dataset, Npy):
         _check_names(dataset, files)
     check = partial.check if partial is not None else lambda: None
@@ -118,17 +133,6 @@ def _table_url(storage_url: str, digest: str) -> str:
     return files.join(storage_url, f"dataset-{digest}.json")
 
 
-def _files(dataset: Dataset) -> list[str]:
-    chosen: list[str] = []
-    for url in dataset.urls:
-        if isinstance(dataset, Custom) and not files.is_glob(url):
-            chosen.append(url)
-        else:
-            hint = "check the path that dataset() returns (relative ones start at the working directory)"
-            chosen += files.expand_some(url, hint)
-    return chosen
-
-
 def _kept(partial: PartialCounts | None, count: Counter) -> Counter:
     return count if partial is None else lambda url: partial.counted(url, count)
 
@@ -144,6 +148,10 @@ def _counter(dataset: Dataset, task_records: int, check: Callable[[], None], bes
             return lambda file: _count_or_empty(file, _count_npy)
         case Custom():
             return _custom_counter(dataset, beside)
+        case MapStyle() | IterableStyle():
+            return lambda name: TableFile(name, count_object(dataset, beside))
+        case TFRecord() | RecordIO() | WebDataset():
+            return lambda file: count_framed(file, dataset, task_records, check)
         case _:
             return lambda file: _count_lines(file, dataset, task_records, check)
 

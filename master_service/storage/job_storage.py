@@ -16,7 +16,7 @@ from shared.datasets.custom_reader import find_beside
 from shared.errors import DatasetError, InvalidArgument, StorageUnreachable
 from shared.records import JobSpec
 from shared.records.checkpoints import CheckpointRef, Manifest
-from shared.records.datasets import Custom, Dataset
+from shared.records.datasets import Dataset
 from shared.runtime import telemetry
 from shared.storage import files
 
@@ -70,7 +70,7 @@ class FileStorage:
 
     async def count(self, source: Dataset, task_records: int) -> FileTable:
         beside = None
-        if isinstance(source, Custom):
+        if source.names_code:
             try:
                 script = await self._find_script(self._script)
             except InvalidArgument as error:

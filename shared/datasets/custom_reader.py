@@ -32,24 +32,30 @@ def find_beside(script: str) -> None:
 
 
 def load_custom(reader: str, beside: Path | None = None) -> CustomReader:
+    """The reader that `pkg.mod:name` names; `beside`: see `load_named`. Raises DatasetError if it cannot be imported or lacks count or
+    read."""
+    found = load_named(reader, beside)
+    missing = [method for method in ("count", "read") if not callable(getattr(found, method, None))]
+    if missing:
+        msg = f"the reader {reader} has no method {missing[0]!r}"
+        raise DatasetError(msg, hint="define count(url) -> int and read(url, first, count) -> iterator of dicts")
+    return found  # type: ignore[no-any-return]
+
+
+def load_named(reader: str, beside: Path | None = None) -> Any:
     """The object that `pkg.mod:name` names. A module that lies in the folder `beside` is executed for this call alone: a process that
-    counts for many jobs may meet several of one name. Raises DatasetError if it cannot be imported or lacks count or read."""
+    counts for many jobs may meet several of one name. Raises DatasetError if it cannot be imported."""
     module_name, _, name = reader.partition(":")
     own = beside / f"{module_name}.py" if beside is not None else None
     try:
         module = _executed(own) if own is not None and own.is_file() else importlib.import_module(module_name)
-        found = getattr(module, name)
+        return getattr(module, name)
     except Exception as error:  # the user's module may raise anything
         msg = f"the reader {reader} cannot be imported: {type(error).__name__}: {error}"
         raise DatasetError(
             msg,
             hint="put it beside the script, install its package, or put its folder on PYTHONPATH of master and trainers",
         ) from error
-    missing = [method for method in ("count", "read") if not callable(getattr(found, method, None))]
-    if missing:
-        msg = f"the reader {reader} has no method {missing[0]!r}"
-        raise DatasetError(msg, hint="define count(url) -> int and read(url, first, count) -> iterator of dicts")
-    return found  # type: ignore[no-any-return]
 
 
 def _executed(path: Path) -> ModuleType:

@@ -6,9 +6,11 @@ Every reader yields *records*: a dict of column -> value. URLs are fsspec URLs o
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+_NAME = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
 
 def _needs_its_kind(schema: dict[str, Any]) -> None:
@@ -20,6 +22,8 @@ class _Dataset(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=_needs_its_kind)
 
     urls: tuple[str, ...] = Field(min_length=1)
+    names_code: ClassVar[bool] = False
+    """URLs without a glob are the user's own words, not paths of files."""
 
     def __init__(self, *urls: str, **options: object) -> None:
         super().__init__(**({"urls": urls} if urls else {}), **options)
@@ -88,8 +92,96 @@ class Custom(_Dataset):
     Master and trainers import it, so it must be importable there. URLs without a glob reach it as they are written.
     """
 
+    names_code: ClassVar[bool] = True
+
     kind: Literal["custom"] = "custom"
-    reader: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    reader: str = Field(pattern=_NAME)
 
 
-Dataset = Annotated[Parquet | Csv | JsonLines | TextLines | Bytes | Npy | Custom, Field(discriminator="kind")]
+class _InCode(_Dataset):
+    """`reader="pkg.mod:name"`: an object of the script or of a module that members can import, or a function without arguments that
+    returns it. `urls` is that name again.
+
+    An item is a record: a dict, or a tuple whose values `columns` names (else x and y), or one value (x). `records`: how many there
+    are; None where the object has a length.
+    """
+
+    names_code: ClassVar[bool] = True
+
+    urls: tuple[str, ...] = ()
+    reader: str = Field(pattern=_NAME)
+    records: int | None = Field(default=None, ge=0)
+    columns: tuple[str, ...] | None = None
+
+    def __init__(self, reader: str | None = None, **options: object) -> None:
+        super().__init__(**({"reader": reader} if reader is not None else {}), **options)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, given: Any) -> Any:
+        return {**given, "urls": (given["reader"],)} if isinstance(given, dict) and "reader" in given else given
+
+
+class MapStyle(_InCode):
+    """Items of an object with `len(it)` and `it[number]`: a map-style `torch.utils.data.Dataset`, a list.
+
+    Each trainer makes the object and reads the items of its tasks by number.
+    """
+
+    kind: Literal["map_style"] = "map_style"
+
+
+class IterableStyle(_InCode):
+    """Items of an object that can only be iterated, always in the same order: an `IterableDataset` with a stated length.
+
+    A trainer skips the items before its task's, and begins anew for a task that lies behind.
+    """
+
+    kind: Literal["iterable_style"] = "iterable_style"
+
+
+class TFRecord(_Dataset):
+    """Records of TFRecord files, read without TensorFlow; their checksums are compared.
+
+    `decode="example"`: a `tf.train.Example`: feature -> array, or the value itself where there is one; features in `lists` stay arrays
+    (of bytes: lists). `"bytes"`: {"bytes": the record as it is}.
+    """
+
+    kind: Literal["tfrecord"] = "tfrecord"
+    decode: Literal["example", "bytes"] = "example"
+    lists: tuple[str, ...] = ()
+
+
+class RecordIO(_Dataset):
+    """{"bytes": record} of RecordIO files (chunks of records, plain, Snappy or gzip; their checksums are compared)."""
+
+    kind: Literal["recordio"] = "recordio"
+
+
+class WebDataset(_Dataset):
+    """Samples of tar files: the files of one key follow each other, `000001.jpg 000001.cls` is {"__key__": "000001", "jpg", "cls"}.
+
+    `decode`: images become uint8 (3, height, width), of `image_size` (height, width) if it is given; json, txt, cls and npy their
+    values; others stay bytes. Without it all stay bytes.
+    """
+
+    kind: Literal["webdataset"] = "webdataset"
+    decode: bool = True
+    image_size: tuple[int, int] | None = None
+
+
+Dataset = Annotated[
+    Parquet
+    | Csv
+    | JsonLines
+    | TextLines
+    | Bytes
+    | Npy
+    | Custom
+    | MapStyle
+    | IterableStyle
+    | TFRecord
+    | RecordIO
+    | WebDataset,
+    Field(discriminator="kind"),
+]

@@ -8,10 +8,27 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from shared.records.datasets import Bytes, Csv, Custom, Dataset, JsonLines, Npy, Parquet, TextLines
+from shared.records.datasets import (
+    Bytes,
+    Csv,
+    Custom,
+    Dataset,
+    IterableStyle,
+    JsonLines,
+    MapStyle,
+    Npy,
+    Parquet,
+    RecordIO,
+    TextLines,
+    TFRecord,
+    WebDataset,
+)
 from trainer_agent.data.arrays import BytesReader, NpyReader
 from trainer_agent.data.collate import default_collate
 from trainer_agent.data.custom import CustomReader
+from trainer_agent.data.formats.frames import RecordIOReader, TFRecordReader
+from trainer_agent.data.formats.in_code import IterableStyleReader, MapStyleReader
+from trainer_agent.data.formats.tars import WebDatasetReader
 from trainer_agent.data.lines import LineReader
 from trainer_agent.data.order import evaluation_seed, minibatch_indices, minibatches_in
 from trainer_agent.data.reader import Reader
@@ -48,5 +65,15 @@ def open_dataset(dataset: Dataset) -> Reader:
             return NpyReader(dataset)
         case Custom():
             return CustomReader(dataset)
+        case MapStyle():
+            return MapStyleReader(dataset)
+        case IterableStyle():
+            return IterableStyleReader(dataset)
+        case TFRecord():
+            return TFRecordReader(dataset)
+        case RecordIO():
+            return RecordIOReader(dataset)
+        case WebDataset():
+            return WebDatasetReader(dataset)
         case _:
             assert_never(dataset)

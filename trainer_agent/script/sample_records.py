@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from shared.errors import DatasetError
-from shared.records.datasets import Custom, Dataset
+from shared.records.datasets import Dataset
 from shared.storage import files
+from shared.storage.dataset_files import files_of
 from trainer_agent.data import Reader, Shard, open_dataset
 from trainer_agent.model.compute import Records
 
@@ -15,26 +16,17 @@ def first_records(dataset: Dataset, count: int) -> Records:
     """At most `count` records from the start of the first file that has any. Raises DatasetError."""
     reader = open_dataset(dataset)
     problem: DatasetError | None = None
-    for file in _files(dataset):
+    for file in files_of(dataset):
         try:
             shard = _start_of(reader, file, count)
         except DatasetError as error:
-            custom = isinstance(dataset, Custom)
-            if error.details.get("records") != 0 and (custom or not files.is_empty(file)):
+            if error.details.get("records") != 0 and (dataset.names_code or not files.is_empty(file)):
                 problem = problem or error
             continue
         return shard.minibatch(np.arange(len(shard), dtype=np.int64))
     raise problem or DatasetError(
         f"{', '.join(dataset.urls)} has no records", hint="check the path that dataset() returns"
     )
-
-
-def _files(dataset: Dataset) -> list[str]:
-    chosen: list[str] = []
-    for url in dataset.urls:
-        as_it_is = isinstance(dataset, Custom) and not files.is_glob(url)
-        chosen += [url] if as_it_is else files.expand_some(url, "check the path that dataset() returns")
-    return chosen
 
 
 def _start_of(reader: Reader, file: str, count: int) -> Shard:

@@ -21,7 +21,7 @@ from types import ModuleType, TracebackType
 from typing import Any, cast, get_args
 
 from shared.errors import InvalidArgument, TriremeError, UserCodeError
-from shared.records.datasets import Dataset
+from shared.records.datasets import Dataset, IterableStyle, MapStyle
 from trainer_agent.own_loop.prepared import Prepared
 from trainer_agent.own_loop.source import FromSource, has_own_loop, run_as_main
 from trainer_agent.own_loop.turns import OwnLoop
@@ -81,14 +81,29 @@ class UserModule:
             raise self.error_of(error) from error
 
     def dataset(self, hook: str = "dataset") -> Dataset:
-        """The dataset that `dataset()` or `evaluation_dataset()` describes."""
+        """The dataset that `dataset()` or `evaluation_dataset()` describes. An object with a length, such as a
+        `torch.utils.data.Dataset`, is described by the hook's own name: each trainer calls it."""
         found = self.call(hook)
+        if hasattr(found, "__len__") and not isinstance(found, str | bytes | Mapping):
+            return self._described(found, hook)
+        if hasattr(found, "__iter__") and not isinstance(found, (*DATASETS, str, bytes, Mapping)):
+            msg = f"{self._DATASET.format(hook=hook, path=self.path)} {type(found).__name__}, which has no length"
+            hint = f'state it: trireme.data.IterableStyle("{self.path.stem}:{type(found).__name__}", records=N)'
+            raise InvalidArgument(msg, hint=hint)
         if not isinstance(found, DATASETS):
             raise InvalidArgument(
                 f"{self._DATASET.format(hook=hook, path=self.path)} {type(found).__name__}, not a dataset",
                 hint='return one of trireme.data, for example trireme.data.Parquet("train-*.parquet")',
             )
         return cast("Dataset", found)
+
+    def _described(self, found: Any, hook: str) -> Dataset:
+        """An object of the script by the name of the hook that makes it."""
+        if not self.path.stem.isidentifier():
+            msg = f"{hook}() of {self.path} returned {type(found).__name__}, which trainers find by the module's name"
+            raise InvalidArgument(msg, hint=f"{self.path.stem!r} is no name of a module: rename the file")
+        kind = MapStyle if _has_items(found) else IterableStyle
+        return kind(reader=f"{self.path.stem}:{hook}", records=self.guard(len, found))
 
     def error_of(self, error: BaseException, *, fatal: bool = False) -> UserCodeError:
         """`error` as UserCodeError, with the traceback cut down to the frames below the script's folder. If there are none, it
@@ -112,6 +127,11 @@ class LoopModule(UserModule):
     @property
     def config(self) -> dict[str, Any]:
         return _config(self.path, self._prepared().config)
+
+    def _described(self, found: Any, hook: str) -> Dataset:
+        msg = f"{self._DATASET.format(hook=hook, path=self.path)} {type(found).__name__}, an object that trainers cannot find"
+        hint = 'put it into a module beside the script: trireme.data.MapStyle("module:name") or IterableStyle'
+        raise InvalidArgument(msg, hint=hint)
 
     def has(self, hook: str) -> bool:
         return hook in self._prepared().hooks
@@ -166,6 +186,12 @@ def load(script: str | Path) -> UserModule:
         del sys.modules[name]
         raise _user_code_error(error, str(error), path.parent, f"{path.name} cannot be loaded: ") from error
     return UserModule(path, module)
+
+
+def _has_items(found: Any) -> bool:
+    """Whether `found[number]` means something: torch gives its iterable datasets a method that only raises."""
+    method = getattr(type(found), "__getitem__", None)
+    return method is not None and getattr(method, "__qualname__", "") != "Dataset.__getitem__"
 
 
 def _checked(path: Path, name: str, hook: Callable[..., Any] | object) -> Callable[..., Any]:

@@ -63,8 +63,8 @@ def test_a_hook_of_the_wrong_kind_is_refused(tmp_path, part, text, message):
 
 
 def test_a_dataset_must_be_a_description(tmp_path):
-    user = load(write_script(tmp_path, dataset="def dataset():\n    return [1, 2, 3]\n"))
-    with pytest.raises(InvalidArgument, match=r"dataset\(\) of .* returned list, not a dataset"):
+    user = load(write_script(tmp_path, dataset="def dataset():\n    return {1: 2}\n"))
+    with pytest.raises(InvalidArgument, match=r"dataset\(\) of .* returned dict, not a dataset"):
         user.dataset()
 
 

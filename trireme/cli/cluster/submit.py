@@ -172,8 +172,8 @@ def _settings_of(spec: JobSpec) -> dict[str, Any]:
 
 def _absolute(dataset: dict[str, Any]) -> dict[str, Any]:
     """Members have other working directories. What a user's own reader gets stays as it is, but for globs."""
-    custom = dataset["kind"] == "custom"
-    urls = [url if custom and not files.is_glob(url) else files.absolute(url) for url in dataset["urls"]]
+    named = dataset.get("reader") is not None
+    urls = [url if named and not files.is_glob(url) else files.absolute(url) for url in dataset["urls"]]
     return {**dataset, "urls": urls}
 
 

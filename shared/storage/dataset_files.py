@@ -1,0 +1,17 @@
+"""The files of a dataset, in the order in which its records are numbered: the same for the master and for a trial of a script."""
+
+from __future__ import annotations
+
+from shared.records.datasets import Dataset
+from shared.storage import files
+
+_HINT = "check the path that dataset() returns (relative ones start at the working directory)"
+
+
+def files_of(dataset: Dataset) -> list[str]:
+    """Raises DatasetError if a URL matches no file. What names code is not looked for."""
+    chosen: list[str] = []
+    for url in dataset.urls:
+        as_it_is = dataset.names_code and not files.is_glob(url)
+        chosen += [url] if as_it_is else files.expand_some(url, _HINT)
+    return chosen

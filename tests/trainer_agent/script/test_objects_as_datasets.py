@@ -1,0 +1,122 @@
+"""dataset() may return the object itself: it is described by the name of the hook, and never travels."""
+
+from __future__ import annotations
+
+import pytest
+
+from master_service.storage.counting import count_records
+from shared.errors import DatasetError, InvalidArgument
+from shared.records.datasets import IterableStyle, MapStyle
+from tests.trainer_agent.scripts import write_script
+from trainer_agent.data import open_dataset
+from trainer_agent.script.user_module import load
+
+CLASSES = """
+    class Map(torch.utils.data.Dataset):
+        def __len__(self): return 5
+        def __getitem__(self, i): return torch.tensor([i]), i
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self): return iter([1, 2, 3])
+
+    class Sized(Stream):
+        def __len__(self): return 3
+"""
+
+
+def script(folder, name, returned):
+    return write_script(folder, name, classes=CLASSES, dataset=f"def dataset():\n    return {returned}")
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [
+        ("Map()", MapStyle("objects_map:dataset", records=5)),
+        ("[{'x': 1}]", MapStyle("objects_map:dataset", records=1)),
+        ("Sized()", IterableStyle("objects_map:dataset", records=3)),
+    ],
+)
+def test_an_object_with_a_length_is_described_by_its_hook(tmp_path, returned, expected):
+    assert load(script(tmp_path, "objects_map", returned)).dataset() == expected
+    table = count_records(expected, 2)
+    assert (table.records, table.files[0].path) == (expected.records, "objects_map:dataset")
+
+
+def test_what_cannot_be_found_again_or_has_no_length_is_refused_with_what_to_do(tmp_path):
+    with pytest.raises(InvalidArgument, match="Stream, which has no length") as caught:
+        load(script(tmp_path, "objects_stream", "Stream()")).dataset()
+    assert 'IterableStyle("objects_stream:Stream", records=N)' in str(caught.value.hint)
+    with pytest.raises(InvalidArgument, match="which trainers find by the module's name") as caught:
+        load(script(tmp_path, "objects-dash", "Map()")).dataset()
+    assert "rename the file" in str(caught.value.hint)
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    text = (
+        "class Items:\n"
+        "    def __len__(self): return 4\n"
+        "    def __getitem__(self, i):\n"
+        "        if i == 2: raise OSError('disk on fire')\n"
+        "        if i > 3: raise IndexError(i)\n"
+        "        return (i, -i, 2 * i) if i == 3 else (i, -i)\n"
+        "begun = []\n"
+        "def numbers():\n"
+        "    begun.append(1)\n"
+        "    return (n for n in range(10))\n"
+        "nothing = 3\n"
+    )
+    (tmp_path / "items_module.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    import sys
+
+    sys.modules.pop("items_module", None)
+
+
+@pytest.mark.usefixtures("module")
+def test_items_are_records_and_errors_name_the_item():
+    reader = open_dataset(MapStyle("items_module:Items"))
+    assert list(reader.read("items_module:Items", 0, 2).minibatch([1, 0])) == [{"x": 1, "y": -1}, {"x": 0, "y": 0}]
+    assert list(open_dataset(MapStyle("items_module:Items", columns=("a", "b"))).read("", 1, 1).minibatch([0])) == [
+        {"a": 1, "b": -1}
+    ]
+    with pytest.raises(DatasetError, match="item 2 of items_module:Items cannot be read: OSError: disk on fire"):
+        reader.read("items_module:Items", 2, 1)
+    with pytest.raises(DatasetError, match="has 3 values, but there are 2 names: x, y"):
+        reader.read("items_module:Items", 3, 1)
+    with pytest.raises(DatasetError, match="ends at record 5, but records 5 to 6 were counted"):
+        reader.read("items_module:Items", 5, 2)
+    assert count_records(MapStyle("items_module:Items"), 3).records == 4
+    with pytest.raises(DatasetError, match="has no length"):
+        count_records(IterableStyle("items_module:numbers"), 3)
+    with pytest.raises(DatasetError, match="is int, which has no __getitem__"):
+        count_records(MapStyle("items_module:nothing"), 3)
+
+
+@pytest.mark.usefixtures("module")
+def test_an_iterable_goes_on_where_it_is_and_begins_anew_for_what_lies_behind():
+    import items_module
+
+    reader = open_dataset(IterableStyle("items_module:numbers", records=10))
+    xs = [list(reader.read("", first, 2).minibatch([0, 1])) for first in (2, 4, 8, 0)]
+    assert xs == [[{"x": n}, {"x": n + 1}] for n in (2, 4, 8, 0)]
+    assert len(items_module.begun) == 2
+    with pytest.raises(DatasetError, match="ends at record 10, but records 9 to 10 were counted"):
+        reader.read("", 9, 2)
+
+
+def test_a_script_with_its_own_loop_is_told_to_name_the_object(tmp_path):
+    path = tmp_path / "own_loop_objects.py"
+    path.write_text(
+        "import torch, trireme\n"
+        "model = torch.nn.Linear(1, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "model, optimizer, batches = trireme.prepare(model, optimizer, [{'x': 1.0}])\n"
+        "for batch in batches:\n"
+        "    trireme.backward(model(batch['x'][:, None]).mean())\n"
+        "    optimizer.step()\n"
+    )
+    with pytest.raises(InvalidArgument, match="got as dataset list, an object that trainers cannot find") as caught:
+        load(path).dataset()
+    assert 'MapStyle("module:name")' in str(caught.value.hint)

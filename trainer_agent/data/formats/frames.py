@@ -1,0 +1,90 @@
+"""TFRecord and RecordIO: binary records, one after the other or in chunks."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import islice
+from threading import Lock
+from typing import BinaryIO, TypeVar
+
+from shared.datasets import record_io, tf_record
+from shared.errors import DatasetError
+from shared.records.datasets import RecordIO, TFRecord
+from shared.storage import files
+from trainer_agent.data.formats.tf_example import example
+from trainer_agent.data.reader import too_short
+from trainer_agent.data.shard import Record, RecordShard, Shard
+
+T = TypeVar("T")
+
+
+def chosen(found: Iterator[T], file: str, first: int, count: int, offset: int | None) -> list[T]:
+    """Records [first, first + count) of `found`, which begins at `offset`, or at the file's start if that is None."""
+    number = first if offset is not None else 0
+    kept = []
+    for record in islice(found, first - number + count):
+        if number >= first:
+            kept.append(record)
+        number += 1
+    if len(kept) < count:
+        raise too_short(file, first, count, number)
+    return kept
+
+
+class TFRecordReader:
+    def __init__(self, dataset: TFRecord) -> None:
+        self._decode, self._lists = dataset.decode, frozenset(dataset.lists)
+
+    def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:
+        with files.reading(file, "TFRecord"), files.open_read(file) as source:
+            found = chosen(tf_record.payloads(source, file, offset or 0), file, first, count, offset)
+        if self._decode == "bytes":
+            return Shard({"bytes": found}, count)
+        return RecordShard([self._example(file, first + n, payload) for n, payload in enumerate(found)])
+
+    def _example(self, file: str, number: int, payload: bytes) -> Record:
+        try:
+            return example(payload, self._lists)
+        except ValueError as error:
+            msg = f"{file} record {number} is not a tf.train.Example: {error}"
+            raise DatasetError(msg, hint='TFRecord(…, decode="bytes") gives records as they are', url=file) from error
+
+
+class RecordIOReader:
+    """Keeps where the chunks of each file begin (16 bytes a chunk), and the records of the chunk read last."""
+
+    def __init__(self, dataset: RecordIO) -> None:  # noqa: ARG002  as other readers
+        self._chunks: dict[str, tuple[array[int], array[int]]] = {}
+        self._last: tuple[str, int, list[bytes]] = ("", -1, [])
+        self._lock = Lock()
+
+    def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:  # noqa: ARG002
+        with self._lock, files.reading(file, "RecordIO"), files.open_read(file) as source:
+            starts, ends = self._index(file, source)
+            if not ends or first + count > ends[-1]:
+                raise too_short(file, first, count, ends[-1] if ends else 0)
+            found: list[bytes] = []
+            number = bisect_right(ends, first)
+            while len(found) < count:
+                before = ends[number - 1] if number else 0
+                if self._last[:2] != (file, number):
+                    chunk = record_io.Chunk(starts[number], ends[number] - before)
+                    self._last = file, number, record_io.records(source, file, chunk)
+                begin = max(first - before, 0)
+                found += self._last[2][begin : begin + count - len(found)]
+                number += 1
+        return Shard({"bytes": found}, count)
+
+    def _index(self, file: str, source: BinaryIO) -> tuple[array[int], array[int]]:
+        """(byte of each chunk, number of the record behind it)."""
+        if file not in self._chunks:
+            starts, ends, records = array("q"), array("q"), 0
+            for chunk in record_io.chunks(source, file):
+                if chunk.records:
+                    records += chunk.records
+                    starts.append(chunk.start)
+                    ends.append(records)
+            self._chunks[file] = starts, ends
+        return self._chunks[file]

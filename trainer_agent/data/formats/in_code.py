@@ -1,0 +1,96 @@
+"""Objects of the user's own code: map-style datasets, which are read by number, and iterables, which are read from their start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from threading import Lock
+from typing import Any
+
+from shared.datasets.in_code import load_object
+from shared.errors import DatasetError
+from shared.records.datasets import IterableStyle, MapStyle
+from trainer_agent.data.reader import too_short
+from trainer_agent.data.shard import Record, RecordShard, Shard
+
+_END = object()
+_PLAIN_NAMES = ("x", "y")
+
+
+class MapStyleReader:
+    """The object is made by the first read."""
+
+    def __init__(self, dataset: MapStyle) -> None:
+        self._dataset = dataset
+        self._object: Any = None
+        self._lock = Lock()
+
+    def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:  # noqa: ARG002
+        with self._lock:
+            if self._object is None:
+                self._object = load_object(self._dataset)
+            found = []
+            for number in range(first, first + count):
+                try:
+                    item = self._object[number]
+                except IndexError as error:
+                    raise too_short(file, first, count, number) from error
+                except Exception as error:  # the user's code may raise anything
+                    msg = f"item {number} of {file} cannot be read: {type(error).__name__}: {error}"
+                    raise DatasetError(msg, hint="correct the dataset's __getitem__", url=file) from error
+                found.append(as_record(item, self._dataset.columns, file, number))
+        return RecordShard(found)
+
+
+class IterableStyleReader:
+    """Keeps one iterator and its place: tasks that follow each other go on with it."""
+
+    def __init__(self, dataset: IterableStyle) -> None:
+        self._dataset = dataset
+        self._iterator: Iterator[Any] | None = None
+        self._next = 0
+        self._lock = Lock()
+
+    def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:  # noqa: ARG002
+        with self._lock:
+            if self._iterator is None or self._next > first:
+                self._begin(file)
+            found = []
+            for number in range(self._next, first + count):
+                item = self._item(file, number)
+                if item is _END:
+                    self._iterator = None
+                    raise too_short(file, first, count, number)
+                if number >= first:
+                    found.append(as_record(item, self._dataset.columns, file, number))
+        return RecordShard(found)
+
+    def _begin(self, file: str) -> None:
+        made = load_object(self._dataset)
+        try:
+            self._iterator, self._next = iter(made), 0
+        except Exception as error:  # the user's code may raise anything
+            msg = f"{file} cannot be iterated: {type(error).__name__}: {error}"
+            raise DatasetError(msg, hint="correct the dataset's __iter__", url=file) from error
+
+    def _item(self, file: str, number: int) -> Any:
+        assert self._iterator is not None
+        try:
+            item = next(self._iterator, _END)
+        except Exception as error:  # the user's code may raise anything
+            self._iterator = None
+            msg = f"item {number} of {file} cannot be read: {type(error).__name__}: {error}"
+            raise DatasetError(msg, hint="correct the dataset's __iter__", url=file) from error
+        self._next = number + 1
+        return item
+
+
+def as_record(item: Any, columns: tuple[str, ...] | None, file: str, number: int) -> Record:
+    """A dict as it is; a tuple's values by `columns`, else as x and y; any other value as x."""
+    if isinstance(item, Mapping):
+        return dict(item)
+    values = tuple(item) if isinstance(item, tuple | list) else (item,)
+    names = columns or _PLAIN_NAMES[: len(values)]
+    if len(names) != len(values):
+        msg = f"item {number} of {file} has {len(values)} values, but there are {len(names)} names: {', '.join(names)}"
+        raise DatasetError(msg, hint="name them: MapStyle(…, columns=(…)), or make items that are dicts", url=file)
+    return dict(zip(names, values, strict=True))

@@ -1,0 +1,56 @@
+"""WebDataset: samples of tar files."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from shared.datasets.tar_records import Member, TarRecord, records
+from shared.errors import DatasetError
+from shared.records.datasets import WebDataset
+from shared.storage import files
+from trainer_agent.data.formats import images
+from trainer_agent.data.formats.frames import chosen
+from trainer_agent.data.shard import Record, RecordShard, Shard
+
+_TEXTS = ("txt", "text", "transcript")
+_NUMBERS = ("cls", "cls2", "index", "inx", "id")
+
+
+class WebDatasetReader:
+    def __init__(self, dataset: WebDataset) -> None:
+        self._decode, self._size = dataset.decode, dataset.image_size
+
+    def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:
+        with files.reading(file, "a tar file"), files.open_read(file) as source:
+            found = chosen(records(source, file, offset or 0), file, first, count, offset)
+            return RecordShard([self._record(source, file, record) for record in found])
+
+    def _record(self, source: BinaryIO, file: str, record: TarRecord) -> Record:
+        values = {name: self._value(source, file, name, member) for name, member in record.members.items()}
+        return {"__key__": record.key, **values}
+
+    def _value(self, source: BinaryIO, file: str, column: str, member: Member) -> Any:
+        source.seek(member.data)
+        content = source.read(member.size)
+        suffix = column.rpartition(".")[2]
+        if not self._decode:
+            return content
+        if suffix in images.SUFFIXES:
+            return images.decoded(content, self._size, file, f"{member.name} (byte {member.data})")
+        try:
+            if suffix in _NUMBERS:
+                return int(content)
+            if suffix in _TEXTS:
+                return content.decode()
+            if suffix == "json":
+                return json.loads(content)
+            if suffix == "npy":
+                return np.load(io.BytesIO(content), allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            msg = f"{file}: {member.name} (byte {member.data}) cannot be read as {suffix}: {error}"
+            raise DatasetError(msg, hint="correct it, or read bytes: WebDataset(…, decode=False)", url=file) from error
+        return content
