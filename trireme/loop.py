@@ -16,13 +16,15 @@ import atexit
 import difflib
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared.errors import UserCodeError
+from shared.errors import TriremeError, UserCodeError
 from trainer_agent.own_loop.prepared import Prepared
+from trainer_agent.own_loop.source import has_own_loop
 from trainer_agent.own_loop.turns import Batches, running
 from trainer_agent.script.user_module import LoopModule
 from trireme.config import Config
@@ -54,7 +56,7 @@ def prepare(
     job's settings, of which `settings` name single ones (epochs=5, global_batch_size=256); if it is left out, what the module calls
     `config`. The command line, the environment and trireme.toml win over both.
     Raises RuntimeError if it was called before, TypeError and ValueError for arguments that cannot be, ConfigError for values of
-    settings; under plain Python also DatasetError and UserCodeError.
+    settings; under plain Python also InvalidArgument and DatasetError.
     """
     if config is None:
         found = sys._getframe(1).f_globals.get("config")  # noqa: SLF001  the script's module
@@ -111,11 +113,25 @@ def _check_runs_as_main() -> None:
         raise RuntimeError(msg)
 
 
+@contextmanager
+def _hints_told() -> Iterator[None]:
+    """Python's own traceback shows what to do, too."""
+    try:
+        yield
+    except TriremeError as error:
+        if error.hint:
+            error.add_note(error.hint)
+        raise
+
+
 class _PlainLoop:
     """Trains the script of the main module in this process, one lane; the script stays in the thread that it is in."""
 
     def __init__(self) -> None:
         path = Path(getattr(sys.modules["__main__"], "__file__", None) or "script.py").resolve()
+        with _hints_told():
+            if path.is_file():
+                has_own_loop(path)  # in a loop over epochs it would be refused at its end
         self._user = LoopModule(path)
         self.loop = self._user.loop
         self.loop.begin_here()
@@ -125,7 +141,8 @@ class _PlainLoop:
     def _train(self) -> None:
         try:
             self.loop.wait_here()
-            result = run(self._user, plain_spec(self._user, {}), report=partial(print, file=sys.stderr))
+            with _hints_told():
+                result = run(self._user, plain_spec(self._user, {}), report=partial(print, file=sys.stderr))
             for name, value in result.metrics.items():
                 print(f"{name} {value:.6g}")  # noqa: T201
         except UserCodeError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextvars
 import runpy
 import sys
@@ -9,9 +10,10 @@ import sys
 import pytest
 import torch
 
+from shared.errors import DatasetError, InvalidArgument
 from shared.records import JobSpec, Phase
 from tests.trainer_agent.cluster import cluster, trained
-from tests.trainer_agent.own_loop.scripts import write_loop
+from tests.trainer_agent.own_loop.scripts import PARTS, write_loop
 from tests.trainer_agent.scripts import differing, spec_for, write_script
 from trainer_agent.script.user_module import load
 from trireme.plain import plain_spec, run
@@ -73,12 +75,21 @@ async def test_a_trainer_killed_in_mid_epoch_does_not_show_in_the_bits(tmp_path)
     assert differing(found, await trained(functions, 1)) == []
 
 
-def plainly(script) -> None:
-    """As `python script.py`."""
-    contextvars.copy_context().run(runpy.run_path, str(script), run_name="__main__")
+@pytest.fixture
+def plainly(monkeypatch):
+    """Run a script as `python script.py`. The result is called as at the interpreter's end."""
+    at_exit = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+
+    def run_script(script):
+        monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
+        contextvars.copy_context().run(runpy.run_path, str(script), run_name="__main__")
+        return at_exit[0]
+
+    return run_script
 
 
-def test_under_plain_python_the_bits_are_those_of_trireme_train(tmp_path, monkeypatch, capsys):
+def test_under_plain_python_the_bits_are_those_of_trireme_train(tmp_path, plainly, capsys):
     settings = "config = trireme.Config(epochs=2, global_batch_size=8, records_per_task=16, seed=7, lanes=4)\n"
     evaluated = {
         "evaluate": "def evaluate(model, batch):\n    return {'right': (model(batch['x']).argmax(1) == batch['y']).sum()}\n"
@@ -93,12 +104,39 @@ def test_under_plain_python_the_bits_are_those_of_trireme_train(tmp_path, monkey
         config="import trireme\n" + settings,
         evaluation="def evaluation_dataset():\n    return dataset()\n",
     )
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(loop), raising=False)
     user = load(functions)
     expected = run(user, plain_spec(user, {}))
-    plainly(loop)
+    plainly(loop)()
     assert differing(torch.load(tmp_path / "after.pt", weights_only=True), expected.model.state_dict()) == []
-    assert capsys.readouterr().out == f"right {expected.metrics['right']:.6g}\n"
+    said = capsys.readouterr()
+    assert (said.out, "left its loop" in said.err) == (f"right {expected.metrics['right']:.6g}\n", False)
 
 
 LOOP_HEAD = "import torch, trireme\nfrom torch import nn\nfrom torch.nn import functional as F\n"
+
+
+@pytest.mark.parametrize(
+    ("parts", "error", "message", "hint"),
+    [
+        ({"model": PARTS["model"].replace("x.npy", "none.npy")}, DatasetError, "none.npy does not exist", "check"),
+        (
+            {"loop": "for epoch in range(2):\n    for batch in batches:\n        pass\n"},
+            InvalidArgument,
+            "of all epochs",
+            "remove",
+        ),
+        ({"loop": "for batch in batches:\n    {}['x']\n"}, KeyError, "x", ""),
+        ({"loop": "for batch in batches:\n    continue\n"}, RuntimeError, "trireme.backward was not called", ""),
+    ],
+)
+def test_under_plain_python_errors_are_raised_in_the_script(tmp_path, plainly, parts, error, message, hint):
+    loop = write_loop(tmp_path, **parts)
+    with pytest.raises(error, match=message) as caught:
+        plainly(loop)
+    assert "".join(getattr(caught.value, "__notes__", [])).startswith(hint)
+    assert str(loop) in {frame.path.__fspath__() for frame in caught.traceback if hasattr(frame.path, "__fspath__")}
+
+
+def test_under_plain_python_a_loop_that_was_left_is_told_at_the_end(tmp_path, plainly, capsys):
+    plainly(write_loop(tmp_path, loop="for batch in batches:\n    break\n"))()
+    assert "the script has left its loop before training was over" in capsys.readouterr().err
