@@ -5,12 +5,14 @@ version due ─► its checkpoint is committed ─► tasks over the evaluation 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import Field
 
 from shared.criteria import Criterion
 from shared.records.checkpoints import CheckpointRef
+from shared.records.job_spec import StopEarly
 from shared.records.record import Record
 from shared.records.step import StepRecord
 from shared.records.tasks import BestEvaluation
@@ -18,10 +20,18 @@ from shared.records.tasks import BestEvaluation
 MOST_METRICS = 64
 
 
+class Patience(Record):
+    """Of stop_early: the value that later ones have to be better than, and how many evaluations were not. `over`: so training ends."""
+
+    value: float
+    worse: int = 0
+    over: bool = False
+
+
 class Evaluation(Record):
     """Evaluation `number` of a job (counted from 1), of the version `step`, which `checkpoint` holds. `metrics`: as the script's
     `metrics(sums)` gives them; values that are not finite are left out. `left_out`: why there is no result. `best`: the best one up to here, this one
-    included."""
+    included. `patience`: of stop_early."""
 
     number: int
     step: int
@@ -30,6 +40,7 @@ class Evaluation(Record):
     metrics: Annotated[dict[str, float], Field(max_length=MOST_METRICS)] = Field(default_factory=dict)
     left_out: str = ""
     best: BestEvaluation | None = None
+    patience: Patience | None = None
 
 
 class RunningEvaluation(Record):
@@ -40,13 +51,19 @@ class RunningEvaluation(Record):
 
 
 class EvaluationStatus(Record):
-    """What members follow. It holds for `timeline` only. Evaluations up to number `settled` are over; `recent`: the last two of them."""
+    """What members follow. It holds for `timeline` only. Evaluations up to number `settled` are over; `recent`: the last two of them.
+    `stop_after`: training ends at the version of the evaluation behind this one."""
 
     timeline: int = 0
     settled: int = 0
     running: RunningEvaluation | None = None
     recent: tuple[Evaluation, ...] = ()
     best: BestEvaluation | None = None
+    stop_after: int | None = None
+
+    def stops_before(self, number: int | None) -> bool:
+        """Whether training ends at the version of evaluation `number`."""
+        return number is not None and self.stop_after is not None and self.stop_after < number
 
     @property
     def number(self) -> int:
@@ -69,6 +86,20 @@ def better(best: BestEvaluation | None, done: Evaluation, keep_best: str | None)
     return BestEvaluation(
         number=done.number, step=done.step, checkpoint=done.checkpoint, metric=criterion.metric, value=value
     )
+
+
+def patience_after(before: Patience | None, metrics: Mapping[str, float], stop: StopEarly | None) -> Patience | None:
+    """After one more evaluation. Without a value of the metric it is one that is not better."""
+    if stop is None:
+        return None
+    criterion = Criterion.parse(stop.metric)
+    value = metrics.get(criterion.metric)
+    if value is not None and (before is None or criterion.is_better(value, before.value, stop.min_delta)):
+        return Patience(value=value)
+    if before is None:
+        return None
+    worse = before.worse + 1
+    return Patience(value=before.value, worse=worse, over=worse >= stop.patience)
 
 
 def evaluation_of(record: StepRecord, every: int | str | None, epochs: int) -> int | None:

@@ -56,6 +56,7 @@ class Config:
     keep_checkpoints: int | None = None
     evaluate_every: int | str | None = None
     keep_best: str | None = None
+    stop_early: str | dict[str, Any] | None = None
     checkpoint_checksum: str | None = None
     checkpoint_every_seconds: float | None = None
     checkpoint_kind: str | None = None

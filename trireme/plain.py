@@ -24,7 +24,7 @@ from master_service.core.queue.epoch_order import EpochOrder
 from master_service.core.queue.file_table import FileTable
 from master_service.storage.counting import count_records
 from shared.errors import InvalidArgument, TriremeError, UserCodeError
-from shared.evaluations import Evaluation, better
+from shared.evaluations import Evaluation, Patience, better, patience_after
 from shared.lanes import step_seed
 from shared.logged_metrics import Logged, add, collected, loss_in, metrics_beside
 from shared.metric_names import LOSS
@@ -201,10 +201,14 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
             result.steps += 1
             evaluations.after_step(result)
             progress.update(epoch, result.steps, records, _means(loss_sum, trained_records, sums))
+            if evaluations.stopped:
+                break
         result.records += trained_records
         result.epochs.append(_means(loss_sum, trained_records, sums))
         result.losses.append(result.epochs[-1][LOSS])
         progress.update(epoch, result.steps, records, result.epochs[-1], final=True)
+        if evaluations.stopped:
+            break
     for hook in hooks:
         hook.remove()  # the model is the caller's now
     if spec.evaluation_dataset is not None:
@@ -282,12 +286,14 @@ def _sums(user: UserModule, model: nn.Module, minibatch: Minibatch, device: torc
 
 
 class _Evaluations:
-    """While the model trains, as `evaluate_every` and `keep_best` say."""
+    """While the model trains, as `evaluate_every`, `keep_best` and `stop_early` say. `stopped`: training ends here."""
 
     def __init__(self, user: UserModule, spec: JobSpec, table: FileTable, device: torch.device, report: Any) -> None:
         self._user, self._spec, self._device, self._report = user, spec, device, report
         per_epoch = sum(minibatches_in(table.locate(task).count, spec.minibatch_size) for task in range(table.tasks))
         self._per_epoch, self._steps = per_epoch, per_epoch * spec.epochs
+        self._patience: Patience | None = None
+        self.stopped = False
 
     def after_step(self, result: PlainResult) -> None:
         """`result.steps` are done. The last one is evaluated after training."""
@@ -295,9 +301,14 @@ class _Evaluations:
         steps = self._per_epoch if every == "epoch" else every
         if steps is None or step % int(steps) or step >= self._steps:
             return
+        if self._patience is not None and self._patience.over:
+            self.stopped = True
+            self._report(f"training ends at step {step}, as stop_early says")
+            return
         assert self._spec.evaluation_dataset is not None
         metrics = _evaluate(self._user, self._spec, self._spec.evaluation_dataset, result.model, self._device)
         self._note(result, step // int(steps), metrics)
+        self._patience = patience_after(self._patience, result.evaluations[-1].metrics, self._spec.stop_early)
         shown = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())
         best = " (the best so far)" if result.best is not None and result.best.step == step else ""
         self._report(f"evaluation {step // int(steps)} (step {step}): {shown}{best}")

@@ -83,6 +83,33 @@ class JobTask(Record):
         return self.command or self.function
 
 
+class StopEarly(Record):
+    """Training ends when `metric` (`loss:min`, `accuracy:max`) has not become better by more than `min_delta` in the last `patience`
+    evaluations. As a text: `loss:min:patience=3:min_delta=0.01`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    metric: str
+    patience: int = Field(default=3, ge=1, lt=2**31)
+    min_delta: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        name, *rest = value.split(":")
+        options = [part for part in rest if "=" in part]
+        metric = ":".join([name, *(part for part in rest if "=" not in part)])
+        return {"metric": metric} | dict(part.split("=", 1) for part in options)
+
+    @field_validator("metric")
+    @classmethod
+    def _is_criterion(cls, value: str) -> str:
+        Criterion.parse(value)
+        return value
+
+
 class JobSettings(Record):
     """What users choose of a job. Durations in seconds, sizes in bytes.
 
@@ -93,7 +120,7 @@ class JobSettings(Record):
     of each minibatch, before the mean over lanes is taken. `grad_norm_every` (synchronous): the norm of the gradient is measured in every
     so many steps (0: never); a job with `clip_grad_norm` has it in each.
     `evaluate_every`: so many steps, or epoch: such versions are evaluated while training goes on. `keep_best`: `accuracy:max` or
-    `loss:min`: the checkpoint of the best evaluation is kept and exported.
+    `loss:min`: the checkpoint of the best evaluation is kept and exported. `stop_early`: training ends when evaluations get no better.
     `device` auto: that of the trainer that initialises the parameters. `join_window_s`: members that join a running job within
     it after a change make one generation. `stragglers`: on: lanes follow measured speed, a look every `rebalance_s`, and work that takes
     longer than `straggler_factor` times the usual is done by another trainer too; bits do not depend on it. `pre_tasks`, `post_tasks` (in a
@@ -140,6 +167,7 @@ class JobSettings(Record):
     keep_checkpoints: int = Field(default=2, ge=1, le=100)
     evaluate_every: EvaluateEvery | None = None
     keep_best: str | None = None
+    stop_early: StopEarly | None = None
     checkpoint_checksum: Literal["xxh3-128", "md5", "sha256"] = "xxh3-128"
     checkpoint_every_seconds: float | None = Field(default=60.0, gt=0)
     checkpoint_kind: Literal["coordinated", "independent"] = "coordinated"

@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field
 
 from shared.metric_names import MOST_NAMES, NAME
 from shared.records.record import Id, Int64, Message, Name, Record, Traceback
+from shared.records.step import LanePosition
 
 
 class UserFailure(Record):
@@ -63,7 +64,7 @@ class AcquireTask(Record):
     committed the epochs before `epoch`. `look`: only tell which task that is, if the lane's owner has it now (else `wait`); the
     lane may be another trainer's, nothing is stated and nothing changes. `wait_s`: if there is no task now, the answer may
     come so much later. `beside`: a task of the evaluation that runs while the job trains; `epoch` (0: none) is the number of the
-    evaluation that the trainer waits for."""
+    evaluation that the trainer waits for. `stopped`: the positions of all lanes at the version `index`, at which training ends early."""
 
     trainer: Id
     request: Id
@@ -73,6 +74,7 @@ class AcquireTask(Record):
     index: Int64 = 0
     look: bool = False
     beside: bool = False
+    stopped: tuple[LanePosition, ...] = Field(default=(), max_length=1024)
     wait_s: float = Field(default=0.0, ge=0, le=30)
 
 

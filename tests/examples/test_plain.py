@@ -104,6 +104,9 @@ def test_versions_are_evaluated_while_it_trains_and_the_best_one_is_kept(tmp_pat
     assert (result.best.step, result.best.value) == (best, losses[best])
     assert sum(line.startswith("evaluation ") for line in said) == 7
 
+    stopping = run(user, plain_spec(user, {"evaluate_every": 2, "stop_early": "loss:max", "epochs": 3}), said.append)
+    assert stopping.steps == 2 * (len(stopping.evaluations) + 1) < 24
+    assert said[-2].startswith(f"training ends at step {stopping.steps}")
     shorter = run(user, plain_spec(user, {"epochs": 1, "evaluate_every": 3}))
     assert shorter.evaluations == result.evaluations[:2]
     model = user.call("model")

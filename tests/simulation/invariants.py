@@ -23,7 +23,9 @@ from tests.simulation.reference import (
     evaluations,
     final_parameters,
     parameters_at,
+    records_until,
     series_of,
+    stopping,
     task_minibatches,
     tasks_of,
 )
@@ -53,7 +55,12 @@ def _series(cluster: SimulatedCluster) -> Iterator[str]:
     table, steps, contents = SeriesTable(), WholeSteps(), cluster.series.contents
     for name in to_read(contents)[0]:
         add_encoded(table, steps, contents[name], name)
-    expected = series_of(cluster.plan.job)
+    expected, ended = series_of(cluster.plan.job), _stopping(cluster)
+    if ended is not None:
+        expected = {
+            name: {step: value for step, value in values.items() if step < ended[1]}
+            for name, values in expected.items()
+        }
     for name, values in expected.items():
         found = [(bucket.step, bucket.value) for bucket in table.by_name.get(name, ())]
         if found != list(values.items()):
@@ -81,7 +88,8 @@ def _queues(cluster: SimulatedCluster) -> Iterator[str]:
     if meta.epoch != job.epochs:
         yield f"the queue stands at epoch {meta.epoch} of {job.epochs}"
     result: JobResult = cluster.state.result
-    expected = job.epochs * sum(job.files)
+    ended = _stopping(cluster)
+    expected = records_until(job, ended[1]) if ended is not None else job.epochs * sum(job.files)
     if (result.trained_records, result.discarded_records) != (expected, 0):
         yield f"{result.trained_records} records trained and {result.discarded_records} discarded, expected {expected} and 0"
 
@@ -100,8 +108,10 @@ def _parameters(cluster: SimulatedCluster) -> Iterator[str]:
     if exported[-1] != final:
         yield "the export is not what the parameter servers hold"
     if job.mode is Mode.SYNC:
-        if final != final_parameters(job):
-            yield f"the final parameters differ from the undisturbed run's{_difference(final, final_parameters(job))}"
+        ended = _stopping(cluster)
+        wanted = parameters_at(job, ended[1]) if ended is not None else final_parameters(job)
+        if final != wanted:
+            yield f"the final parameters differ from the undisturbed run's{_difference(final, wanted)}"
         return
     expected = _applications(job)
     lossy = _lossy(cluster)
@@ -184,13 +194,26 @@ def _evaluation(cluster: SimulatedCluster) -> Iterator[str]:
         yield f"evaluation saw {len(seen)} sets of parameters, not the final ones only"
 
 
+def _stopping(cluster: SimulatedCluster) -> tuple[int, int] | None:
+    """The last evaluation, and the step at which training has to end early."""
+    every, stop = cluster.plan.evaluate_every, cluster.spec.stop_early
+    return stopping(cluster.plan.job, every, stop) if every is not None and stop is not None else None
+
+
 def _evaluations(cluster: SimulatedCluster, every: int | str) -> Iterator[str]:
     """Each once, of the right version, with the undisturbed run's metrics to the bit."""
     found = {}
     for name in cluster.simulated.names(cluster.keys.evaluations):
         one = Evaluation.model_validate_json(cluster.simulated.value(cluster.keys.evaluations + name) or b"")
         found[one.number] = one.step, one.metrics
-    expected = evaluations(cluster.plan.job, every)
+    ended = _stopping(cluster)
+    expected = {
+        number: done
+        for number, done in evaluations(cluster.plan.job, every).items()
+        if ended is None or number <= ended[0]
+    }
+    if cluster.state.result.stopped_step != (ended[1] if ended is not None else None):
+        yield f"training ended at step {cluster.state.result.stopped_step}, expected {ended}"
     if found != expected:
         missing, other = expected.keys() - found.keys(), found.keys() - expected.keys()
         wrong = {n: (found[n], expected[n]) for n in found.keys() & expected.keys() if found[n] != expected[n]}

@@ -49,6 +49,7 @@ def spec_of(plan: Plan) -> JobSpec:
         keep_checkpoints=plan.keep_checkpoints,
         evaluate_every=plan.evaluate_every,
         keep_best=plan.keep_best,
+        stop_early=plan.stop_early,
         checkpoint_every_seconds=plan.checkpoint_every_s,
         skip_after_seconds=plan.skip_after_s,
         checkpoint_kind="independent" if plan.independent else "coordinated",

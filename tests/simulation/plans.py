@@ -157,6 +157,7 @@ class Plan:
     slow: float = 1.0
     evaluate_every: int | str | None = None
     keep_best: str | None = None
+    stop_early: str | None = None
 
     def undisturbed(self) -> Plan:
         return replace(self, conditions=STEADY, faults=(), requests=())

@@ -16,8 +16,10 @@ import torch
 from master_service.core.queue.epoch_order import EpochOrder
 from master_service.core.state.series import Value
 from shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
+from shared.criteria import Criterion
 from shared.lanes import step_seed
 from shared.records import Mode
+from shared.records.job_spec import StopEarly
 from tests.simulation.compute import (
     BLOCK_ELEMENTS,
     RATE,
@@ -110,6 +112,28 @@ def final_parameters(job: Job) -> bytes:
 
 def parameters_at(job: Job, step: int) -> bytes:
     return next(b"".join(vector.tobytes() for vector in values) for at, _, values in versions(job) if at == step)
+
+
+def stopping(job: Job, every: int | str, stop: StopEarly) -> tuple[int, int] | None:
+    """The last evaluation while the job trains, and the step at which training ends behind it; None: at its end."""
+    found, (metric, lowest), best, worse = evaluations(job, every), Criterion.parse(stop.metric), 0.0, 0
+    for number in sorted(found):
+        value = found[number][1][metric] * (1 if lowest else -1)
+        best, worse = (value, 0) if number == 1 or value < best - stop.min_delta else (best, worse + 1)
+        if worse >= stop.patience:
+            return (number, found[number + 1][0]) if number + 1 in found else None
+    return None
+
+
+def records_until(job: Job, last: int) -> int:
+    """Trained in the first `last` steps."""
+    step = records = 0
+    for epoch in range(job.epochs):
+        streams = lane_streams(job, epoch)
+        for number in range(max(map(len, streams))):
+            records += sum(len(stream[number]) for stream in streams if number < len(stream)) if step < last else 0
+            step += 1
+    return records
 
 
 def evaluations(job: Job, every: int | str) -> dict[int, tuple[int, dict[str, float]]]:

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from shared.records import Mode
+from shared.records.job_spec import StopEarly
 from tests.equipment.cluster.network import STEADY
 from tests.equipment.replaced import replaced
 from tests.simulation.compute import Speed, TinyCompute
 from tests.simulation.plans import Plan, plan_of
+from tests.simulation.reference import stopping as stopping_at
 from tests.simulation.run import Outcome, simulate
 
 SEEDS = range(8)
@@ -41,6 +43,15 @@ def test_each_evaluation_is_of_its_version_and_training_keeps_its_bits(every: in
 @pytest.mark.parametrize("seed", SEEDS)
 def test_under_faults_each_evaluation_comes_once_with_the_same_sums(seed: int):
     outcome = simulate(seed, Mode.SYNC, plan=plan(seed, [1, 2, "epoch"][seed % 3]))
+    assert not broken(outcome), str(outcome)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_stop_early_ends_at_the_same_step_under_faults(seed: int):
+    drawn = plan(seed, [1, 2, "epoch"][seed % 3])
+    stopping = replace(drawn, stop_early="value:min:patience=1", job=replace(drawn.job, epochs=4))
+    assert stopping_at(stopping.job, [1, 2, "epoch"][seed % 3], StopEarly(metric="value:min", patience=1)) is not None
+    outcome = simulate(seed, Mode.SYNC, plan=stopping)
     assert not broken(outcome), str(outcome)
 
 

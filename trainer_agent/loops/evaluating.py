@@ -135,6 +135,10 @@ class Evaluator:
         elif self._work is not None:
             await self._next_piece(self._work)
 
+    def stops_at(self, version: StepRecord) -> bool:
+        """Whether training ends at this version, as stop_early says. All trainers know it once `between_steps` has returned."""
+        return self.status.stops_before(evaluation_of(version, self._spec.evaluate_every, self._spec.epochs))
+
     async def after_training(self, version: StepRecord | None) -> None:
         """Until all evaluations before the last version are over."""
         if version is not None:

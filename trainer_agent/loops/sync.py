@@ -85,6 +85,9 @@ class SyncLoop:
         if positions[0].epoch >= self._spec.epochs:
             first, _ = self._duty().lanes  # lanes may have moved since the readers were made
             await self._readers.announce_end(first, positions[0].epoch)
+        if self._evaluator.stops_at(version):
+            first, _ = self._duty().lanes
+            await self._readers.announce_stop(first, self._spec.epochs, version)
         step = Step(version.version, positions, self._joiner.begin_step(version), clock.monotonic())
         with self._repair.contributing():
             async with asyncio.TaskGroup() as group:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from shared.errors import TriremeError
 from shared.lanes import Interval
 from shared.records import Task
-from shared.records.step import LanePosition
+from shared.records.step import LanePosition, StepRecord
 from trainer_agent.model.compute import Records
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TaskSource, TrainingOver, outcome_of
 from trainer_agent.waiting.single_error import SingleErrorGroup
@@ -198,4 +198,9 @@ class LaneReaders:
         """Acquiring from the epoch after the last one, for one of the trainer's lanes of now, tells the master that everything
         is committed. Raises TrainingOver, StaleGeneration."""
         await self._source.acquire(self._generation(), lane, epoch)
+        raise TrainingOver
+
+    async def announce_stop(self, lane: int, epochs: int, version: StepRecord) -> None:
+        """The same for training that ends early, at this version. Raises TrainingOver, StaleGeneration."""
+        await self._source.acquire(self._generation(), lane, epochs, version.version, stopped=version.positions)
         raise TrainingOver

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from shared.errors import CallerError, DatasetError, StaleAttempt, TriremeError
 from shared.records import AcquireTask, CompleteTask, FailTask, JobSpec, TakeNext, Task, TaskAnswer
+from shared.records.step import LanePosition
 from shared.runtime import ids, telemetry
 from trainer_agent.data import Reader, Shard, minibatch_indices, open_dataset
 from trainer_agent.model.compute import Records
@@ -59,7 +60,14 @@ class TaskSource:
         self._readers: dict[str, Reader] = {}
 
     async def acquire(
-        self, generation: int, stream: int | None = None, epoch: int = 0, index: int = 0, *, request: str = ""
+        self,
+        generation: int,
+        stream: int | None = None,
+        epoch: int = 0,
+        index: int = 0,
+        *,
+        request: str = "",
+        stopped: tuple[LanePosition, ...] = (),
     ) -> TaskAnswer:
         """The master's first answer that is not "wait". `request`: the id of an earlier request, to repeat that one.
         Raises StaleGeneration, DeadlineExceeded, Conflict."""
@@ -70,6 +78,7 @@ class TaskSource:
             stream=stream,
             epoch=epoch,
             index=index,
+            stopped=stopped,
             wait_s=WAIT_S,
         )
         what = f"a task for {'any trainer' if stream is None else f'lane {stream}'}"

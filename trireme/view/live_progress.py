@@ -41,6 +41,7 @@ SHOWN_EVENTS = {
     "task_discarded",
     "evaluated",
     "evaluation_left_out",
+    "stopped_early",
     "stage_changed",
     "user_failure",
 }

@@ -58,6 +58,7 @@ def result_document(
         "restarts": dict(counts.restarts),
         "exports": result.exports,
         "best": result.best.model_dump() if result.best else None,
+        "stopped_step": result.stopped_step,
         "failure": state.failure.model_dump() if state.failure else None,
         "logs": str(folder / "logs"),
     }
@@ -75,6 +76,8 @@ def summary_text(document: Mapping[str, Any], *, reason: bool = False) -> str:
         *_best(document.get("best")),
         *[(f"model ({kind})", path) for kind, path in document["exports"].items()],
     ]
+    if document.get("stopped_step") is not None:
+        rows.insert(2, ("stopped early", f"at step {document['stopped_step']}, as stop_early says"))
     if document["loss"] is not None:
         rows.insert(1, ("training loss", f"{number(document['loss'])} (mean of the last epoch)"))
     if discarded["tasks"]:

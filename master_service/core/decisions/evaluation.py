@@ -7,6 +7,7 @@ next such version     checkpoint lost, or damaged ─ leave_out ─► the same,
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from master_service.core.changes import (
@@ -16,12 +17,14 @@ from master_service.core.changes import (
     DropEvaluationsAfter,
     Event,
     Fields,
+    NextEpoch,
     RestartQueue,
 )
+from master_service.core.decisions import lifecycle
 from master_service.core.queue.task_queue import WAIT_S
 from master_service.core.state.job import BESIDE, Job
-from shared.errors import CheckpointUnusable, StorageUnreachable
-from shared.evaluations import MOST_METRICS, Evaluation, EvaluationStatus, RunningEvaluation, better
+from shared.errors import CheckpointUnusable, Conflict, StorageUnreachable
+from shared.evaluations import MOST_METRICS, Evaluation, EvaluationStatus, RunningEvaluation, better, patience_after
 from shared.records import (
     AcquireTask,
     CompleteTask,
@@ -35,6 +38,7 @@ from shared.records import (
     ValidationSums,
 )
 from shared.records.checkpoints import CheckpointRef, history
+from shared.records.step import LanePosition
 
 KEPT = 1000
 RECENT = 2
@@ -68,6 +72,9 @@ def next_due(job: Job) -> CheckpointRef | None:
     latest, state = job.members.latest, job.state
     mine = history(latest.kept, state.timeline, state.checkpoint) if latest is not None else ()
     due = [ref for ref in mine if ref.evaluation > job.evaluation.settled and ref.uuid not in state.damaged]
+    due = [
+        ref for ref in due if not job.evaluation.stops_before(ref.evaluation)
+    ]  # that one is evaluated after training
     return min(due, key=lambda ref: ref.evaluation, default=None)
 
 
@@ -124,6 +131,39 @@ def leave_out(job: Job, number: int, cause: str) -> Decision[None]:
     return _settled(job, done, Event("evaluation_left_out", message, {"number": number, "cause": cause}))
 
 
+def stop(job: Job, ask: AcquireTask) -> Decision[None]:
+    """Training ends at the version whose positions are in `ask`, as stop_early says: all trainers do nothing else there. Raises Conflict."""
+    if job.evaluation.stop_after is None:
+        raise Conflict(f"{ask.trainer} says that training ends early, but no evaluation has said so")
+    ended = lifecycle.advance_stage(job, (), last=True)
+    records = trained_records(job, ask.stopped)
+    told = Event("stopped_early", f"training ends at step {ask.index}, as stop_early says", {"step": ask.index})
+    result = job.state.result.model_copy(update={"trained_records": records, "stopped_step": ask.index})
+    states = tuple(
+        change.model_copy(update={"result": result}) if isinstance(change, JobState) else change
+        for change in ended.changes
+    )
+    return Decision(None, (NextEpoch(job.spec.epochs), *states), (told, *ended.events))
+
+
+def trained_records(job: Job, positions: Sequence[LanePosition]) -> int:
+    """In all epochs up to these positions, without those of discarded tasks."""
+    queue, epoch = job.training, positions[0].epoch
+    streams, table = queue.streams, queue.streams.table
+    done = {each.lane: streams.length(each.lane) if each.exhausted else each.index for each in positions}
+    full = table.task_records if table is not None else 0
+    total = epoch * streams.records + sum(
+        done[each.lane] * full + (0 if each.exhausted else each.offset) for each in positions
+    )
+    for number, records in table.short_tasks if table is not None else ():
+        lane, index = streams.place(epoch, streams.task_id(number))
+        total -= full - records if index < done.get(lane, 0) else 0
+    for (lost_in, task_id), lost in queue.discarded.items():
+        lane, index = streams.place(lost_in, task_id)
+        total -= lost.records if lost_in < epoch or (lost_in == epoch and index < done.get(lane, 0)) else 0
+    return total
+
+
 def gives_up(kind: TaskKind, failure: UserFailure | None) -> bool:
     """Whether a discarded task of that kind ends its evaluation and not the job: the files could not be read."""
     unread = {CheckpointUnusable.code, StorageUnreachable.code}
@@ -141,6 +181,7 @@ def rewind(job: Job, step: int) -> tuple[Change, ...]:
         settled=last.number if last is not None else 0,
         recent=tuple(left[-RECENT:]),
         best=last.best if last is not None else None,
+        stop_after=_stop_after(last),
     )
     return *_emptied(job), DropEvaluationsAfter(status.settled), status
 
@@ -161,12 +202,25 @@ def _settled(job: Job, done: Evaluation, event: Event) -> Decision[None]:
     best = better(status.best, done, job.spec.keep_best)
     if best is not None and best.number == done.number:
         event = replace(event, message=f"{event.message} (the best so far)", fields={**event.fields, "best": True})
-    done = done.model_copy(update={"best": best})
+    before = status.recent[-1].patience if status.recent else None
+    patience = before if done.left_out else patience_after(before, done.metrics, job.spec.stop_early)
+    done = done.model_copy(update={"best": best, "patience": patience})
+    told = [event]
+    if patience is not None and patience.over and job.spec.stop_early is not None:
+        stop = job.spec.stop_early
+        message = f"training ends at the next step that is evaluated: {stop.metric} was not better in {patience.worse} evaluations"
+        told.append(Event("stopping_early", message, {"number": done.number, "step": done.step}))
     recent = (*status.recent, done)[-RECENT:]
-    after = EvaluationStatus(timeline=status.timeline, settled=done.number, recent=recent, best=done.best)
+    after = EvaluationStatus(
+        timeline=status.timeline, settled=done.number, recent=recent, best=done.best, stop_after=_stop_after(done)
+    )
     surplus = sorted(job.evaluations)[: max(0, len(job.evaluations) + 1 - KEPT)]
     changes: tuple[Change, ...] = (*map(RestartQueue, BESIDE), ValidationSums(), done, after)
-    return Decision(None, (*changes, *map(DropEvaluation, surplus)), (event,))
+    return Decision(None, (*changes, *map(DropEvaluation, surplus)), tuple(told))
+
+
+def _stop_after(last: Evaluation | None) -> int | None:
+    return last.number if last is not None and last.patience is not None and last.patience.over else None
 
 
 def _emptied(job: Job) -> tuple[Change, ...]:

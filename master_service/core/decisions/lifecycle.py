@@ -146,6 +146,7 @@ def _result(job: Job, report: CompleteTask | None) -> JobResult:
     """Of a completed job. `report`: the export's; its sums are the user's `metrics(sums)`, else the sums are the metrics."""
     discarded = list(job.training.discarded.values())
     lost = sum(change.records for change in discarded)
+    stopped = job.evaluation.stop_after is not None and job.state.result.stopped_step is not None
     return job.state.result.model_copy(
         update={
             "metrics": (report.sums if report else {}) or job.sums.sums,
@@ -154,6 +155,9 @@ def _result(job: Job, report: CompleteTask | None) -> JobResult:
             "discarded_tasks": len(discarded),
             "discarded_records": lost,
             "losses": job.losses,
-            "trained_records": job.spec.epochs * job.training.streams.records - lost,
+            "trained_records": job.state.result.trained_records
+            if stopped
+            else job.spec.epochs * job.training.streams.records - lost,
+            "stopped_step": job.state.result.stopped_step if stopped else None,
         }
     )

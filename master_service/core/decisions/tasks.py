@@ -111,6 +111,8 @@ def close_epoch(job: Job, ask: AcquireTask) -> Decision[None]:
     if ask.stream is None or job.state.phase is not Phase.RUNNING or job.state.stage is not Stage.TRAIN:
         return Decision(None)
     check_generation(job, ask)
+    if ask.stopped:
+        return evaluation.stop(job, ask)
     changes = job.training.close_before(ask)
     return Decision(None, changes) + lifecycle.advance_stage(job, changes)
 

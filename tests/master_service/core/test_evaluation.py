@@ -10,7 +10,7 @@ from master_service.core.queue.file_table import FileTable, TableFile
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
 from shared.checkpoints.schedule import kept_after
-from shared.errors import StaleAttempt
+from shared.errors import Conflict, StaleAttempt
 from shared.evaluations import evaluation_of, evaluations_before
 from shared.records import (
     AcquireTask,
@@ -20,6 +20,7 @@ from shared.records import (
     JobState,
     Phase,
     SlotMap,
+    Stage,
     Task,
     TrainerList,
     UserFailure,
@@ -40,10 +41,10 @@ def ref(number: int, step: int = 0, timeline: int = 0) -> CheckpointRef:
 class Trained:
     """A job whose evaluations have 2 tasks of 4 records. `kept`: newest first."""
 
-    def __init__(self, *kept: CheckpointRef, keep_best: str | None = None) -> None:
+    def __init__(self, *kept: CheckpointRef, keep_best: str | None = None, stop_early: str | None = None) -> None:
         spec = JobSpec(
             job="j", script="s", storage="d", dataset=DATASET, evaluation_dataset=DATASET, evaluate_every=10, lanes=2,
-            global_batch_size=4, records_per_task=4, max_task_failures=2, keep_best=keep_best,
+            global_batch_size=4, records_per_task=4, max_task_failures=2, keep_best=keep_best, stop_early=stop_early,
         )  # fmt: skip
         self.job = Job.open(spec, FileTable((TableFile("a.txt", 8),), 4), FileTable((TableFile("b.txt", 8),), 4))
         self.job.state = JobState(phase=Phase.RUNNING, generation=1)
@@ -182,6 +183,33 @@ def test_the_best_evaluation_is_known_and_a_rollback_takes_it_back(keep_best: st
     trained.do(Decision(None, evaluation.rewind(trained.job, 15)))
     assert trained.job.evaluation.best is not None
     assert trained.job.evaluation.best.step == 10
+
+
+def test_training_ends_at_the_version_behind_the_evaluation_that_was_one_too_many():
+    trained = Trained(ref(1), stop_early="accuracy:max:patience=2:min_delta=0.1")
+    for number, accuracy in enumerate([0.5, 0.55, 0.6], start=1):
+        trained.keep(*(ref(each) for each in range(number, 0, -1)))
+        trained.evaluate(accuracy)
+    status = trained.job.evaluation
+    assert (status.stop_after, status.stops_before(3), status.stops_before(4)) == (3, False, True)
+    trained.keep(ref(4), ref(3))
+    assert not trained.do(evaluation.begin(trained.job)), "that version is evaluated after training"
+    positions = (LanePosition(lane=0, exhausted=True), LanePosition(lane=1, offset=2))
+    ask = AcquireTask(trainer="t1", request="s", generation=1, stream=0, epoch=1, index=40, stopped=positions)
+    trained.do(tasks.close_epoch(trained.job, ask))
+    assert trained.job.state.stage is Stage.EVALUATE
+    assert (trained.job.state.result.trained_records, trained.job.state.result.stopped_step) == (6, 40)
+    assert trained.job.training.finished
+    assert tasks.acquire(trained.job, ask).answer.answer == "end"
+
+
+def test_a_trainer_cannot_end_training_early_by_itself():
+    trained = Trained(ref(1), stop_early="accuracy:max")
+    ask = AcquireTask(
+        trainer="t1", request="s", generation=1, stream=0, epoch=1, stopped=(LanePosition(lane=0), LanePosition(lane=1))
+    )
+    with pytest.raises(Conflict):
+        tasks.close_epoch(trained.job, ask)
 
 
 def test_the_checkpoint_of_the_best_evaluation_is_kept():
