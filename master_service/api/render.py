@@ -364,6 +364,29 @@ def series_points(term: Term, done: int | None, name: str, first: int, last: int
     )
 
 
+def epoch_points(term: Term, name: str, first: int, last: int, most: int) -> SeriesPoints:
+    """The last `most` epochs that begin with a step in [first, last]. Raises NotFound, StorageUnreachable."""
+    epochs = term.series.epochs
+    ends = {number: epoch.first - 1 for number, epoch in epochs.items()}
+    found = [
+        SeriesPoint(
+            step=epoch.first,
+            last_step=ends.get(number + 1, max(epoch.first, term.series.known - 1)),
+            epoch=number,
+            mean=value.total / value.weight,
+            least=value.least,
+            most=value.most,
+            weight=value.weight,
+        )
+        for number, epoch in sorted(epochs.items())
+        if first <= epoch.first <= last and (value := epoch.sums.get(name)) is not None
+    ]
+    if not found and not any(name in epoch.sums for epoch in epochs.values()):
+        there = ", ".join(sorted({each for epoch in epochs.values() for each in epoch.sums})) or "none yet"
+        raise NotFound(f"metric {name} is not kept by epoch; there are: {there}")
+    return SeriesPoints(name=name, points=tuple(found[-most:]))
+
+
 def _summary(name: str, series: Series) -> SeriesSummary:
     steps = [bucket.step for bucket in series]
     last = steps[-1] + series.width - 1

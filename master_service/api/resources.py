@@ -313,10 +313,11 @@ class SeriesPage(Record):
 
 class SeriesPoint(Record):
     """The steps from `step` to `last_step`: the mean by `weight` (records, or how many values were reported), the smallest and the
-    largest reported value."""
+    largest reported value. `epoch`: whose steps they are, if epochs were asked for."""
 
     step: int
     last_step: int
+    epoch: int | None = None
     mean: float
     least: float
     most: float
@@ -324,7 +325,7 @@ class SeriesPoint(Record):
 
 
 class SeriesPoints(Record):
-    """Of one metric, by step."""
+    """Of one metric, by step or by epoch."""
 
     name: str
     points: tuple[SeriesPoint, ...]

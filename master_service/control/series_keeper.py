@@ -89,6 +89,11 @@ class SeriesKeeper:
         self.table  # noqa: B018  raises
         return self._steps.epochs
 
+    @property
+    def known(self) -> int:
+        """Whole steps before this one are known."""
+        return self._steps.next
+
     def note(self, batch: MetricBatch) -> MetricsTaken:
         """Shares of steps in the job's present timeline, or whole steps. What is known already is not taken again."""
         taken: Sequence[StepMetrics] = ()

@@ -19,6 +19,7 @@ from master_service.store.takeover import take_over
 from master_service.store.writer import HeldLock, Writer
 from shared.errors import NotFound, NotLeader, NotReady, PeerError
 from shared.etcd import Lease, LeaseLost, Put
+from shared.metric_names import LOSS
 from shared.records import AcquireTask, MasterAddress, MasterLock, MetricBatch, MetricsTaken, TaskAnswer
 from shared.runtime import clock, telemetry
 
@@ -98,6 +99,9 @@ class Master(TaskService):
         await super().report_metrics(batch, once)
         series = self.term.series
         taken = series.note(current_metrics(self.job, batch))
+        if batch.whole and taken.next is not None:
+            losses = {number: epoch.sums.get(LOSS) for number, epoch in series.epochs.items()}
+            self.metrics.know_epochs({number: (loss.total, loss.weight) for number, loss in losses.items() if loss})
         if batch.store:
             await series.store()
             taken = series.taken

@@ -342,11 +342,18 @@ class AsyncClient(AsyncConnection):
         return self._list(Listing(path, SeriesPage, lambda page: (page.series, page.next_page_token)))
 
     async def query_metric(
-        self, job: str, name: str, *, from_step: int = 0, to_step: int | None = None, points: int = 500
+        self,
+        job: str,
+        name: str,
+        *,
+        from_step: int = 0,
+        to_step: int | None = None,
+        points: int = 500,
+        by: str = "step",
     ) -> SeriesPoints:
-        """By step; several steps share a point where there are more of them than `points`."""
+        """By step; several steps share a point where there are more of them than `points`. `by="epoch"`: of a synchronous job."""
         path, steps = path_of("jobs", job, "metric-series", name), {"from_step": from_step, "to_step": to_step}
-        return await self._send(get(path, SeriesPoints, **steps, points=points))
+        return await self._send(get(path, SeriesPoints, **steps, points=points, by=by))
 
     # ---------------------------------------------------------------- cluster, pool, schedules, version
 

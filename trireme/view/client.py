@@ -70,6 +70,10 @@ class Client:
         """All tasks (of one state), page by page as they are consumed."""
         return self._list(f"{self._of_job}/tasks", "tasks", {"state": state} if state else {})
 
+    def epoch_losses(self) -> AsyncIterator[dict[str, Any]]:
+        """`number`, `loss`, `records` of each epoch."""
+        return self._list(f"{self._of_job}/metrics", "points", {"metric": "epoch_loss"})
+
     def members(self) -> AsyncIterator[dict[str, Any]]:
         return self._list(f"{self._of_job}/members", "members", {})
 

@@ -144,9 +144,14 @@ class ProgressReporter:
         with contextlib.suppress(TriremeError):
             async with connect() as client:
                 discarded = [task async for task in client.tasks("DISCARDED")]
+        losses: list[dict[str, Any]] = []
+        with contextlib.suppress(TriremeError):
+            async with connect() as client:
+                losses = [epoch async for epoch in client.epoch_losses()]
         progress = self._last.get("progress", {})
         records, epochs = progress.get("records_done", 0), progress.get("epoch", 0)
-        return Counts(dict(self.restarts), progress.get("loss"), progress.get("step"), records, epochs, discarded)
+        loss, step = progress.get("loss"), progress.get("step")
+        return Counts(dict(self.restarts), loss, step, records, epochs, discarded, losses)
 
     async def poll(self, connect: Connect) -> None:
         """Ask once and show what changed. Raises TriremeError."""

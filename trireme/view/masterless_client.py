@@ -116,6 +116,10 @@ class MasterlessClient:
             if not token:
                 return
 
+    async def epoch_losses(self) -> AsyncIterator[dict[str, Any]]:
+        for point in render.metrics(self._metrics(), "epoch_loss", PAGE, "").points:
+            yield point.model_dump(mode="json")
+
     async def members(self) -> AsyncIterator[dict[str, Any]]:
         for member in render.members(self._view.job, MANY, "").members:
             yield member.model_dump(mode="json")

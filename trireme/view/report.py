@@ -13,7 +13,7 @@ from shared.records import JobSpec, JobState, Phase, UserFailure
 @dataclass(frozen=True, slots=True)
 class Counts:
     """Facts that only the launcher and the master's metrics know at the end. `records` and `epochs`: trained so far; those of a
-    completed job are in its state."""
+    completed job are in its state. `by_epoch`: `number`, `loss` and `records` of each epoch."""
 
     restarts: Mapping[str, int]
     loss: float | None = None
@@ -21,10 +21,12 @@ class Counts:
     records: int = 0
     epochs: int = 0
     discarded: Sequence[Mapping[str, Any]] = ()
+    by_epoch: Sequence[Mapping[str, Any]] = ()
 
 
 LISTED = 100  # discarded tasks in the document
 SHOWN = 5  # and in the summary
+SHOWN_EPOCHS = 8  # in the summary
 FACTS = ("task_id", "kind", "epoch", "file", "first", "count", "failures", "cause")
 
 
@@ -46,6 +48,7 @@ def result_document(
         "seconds": round(seconds, 3),
         "metrics": result.metrics,
         "loss": counts.loss,
+        "loss_by_epoch": [{"epoch": each["number"], "loss": each["loss"]} for each in counts.by_epoch],
         "steps": counts.steps,
         "records": result.trained_records if completed else counts.records,
         "discarded": {
@@ -80,6 +83,7 @@ def summary_text(document: Mapping[str, Any], *, reason: bool = False) -> str:
         rows.insert(2, ("stopped early", f"at step {document['stopped_step']}, as stop_early says"))
     if document["loss"] is not None:
         rows.insert(1, ("training loss", f"{number(document['loss'])} (mean of the last epoch)"))
+        rows[2:2] = _by_epoch(document.get("loss_by_epoch", ()))
     if discarded["tasks"]:
         rows.append(("discarded", f"{discarded['tasks']} tasks, {discarded['records']:,} records"))
         rows += [("", _lost(task)) for task in discarded["list"][:SHOWN]]
@@ -89,6 +93,14 @@ def summary_text(document: Mapping[str, Any], *, reason: bool = False) -> str:
     rows += [("reason", document["reason"])] if reason else []
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _by_epoch(losses: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """The first and the last ones, of several."""
+    values = [number(each["loss"]) for each in losses if each["loss"] is not None]
+    if len(values) > SHOWN_EPOCHS:
+        values = [values[0], "...", *values[1 - SHOWN_EPOCHS :]]
+    return [("loss by epoch", "  ".join(values))] if len(values) > 1 else []
 
 
 def _best(best: Mapping[str, Any] | None) -> list[tuple[str, str]]:

@@ -47,6 +47,7 @@ PROPERTIES = {
     "columns": "Names of the columns; null: all of them, or the files' stems.",
     "grad_norm": "Norm of the step's whole gradient, before it is clipped; null: not known.",
     "kept": "Whether the job has metrics by step at all.",
+    "SeriesPoint.epoch": "Epoch of these steps, from 0; null: points are by step.",
     "MetricsTaken.next": "The first step whose metrics are not known; null: that is not known yet.",
     "compute": "Of them, seconds of forward and backward.",
     "command": "A command for /bin/sh; empty if a function is given.",

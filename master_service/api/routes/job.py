@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Query, Response
 
@@ -60,10 +60,15 @@ async def query_metric(
     from_step: Annotated[int, Query(ge=0, le=MOST_STEP, description="the first step")] = 0,
     to_step: Annotated[int, Query(ge=0, le=MOST_STEP, description="the last step")] = MOST_STEP,
     points: Annotated[int, Query(ge=1, le=5000, description="at most so many points")] = 500,
+    by: Annotated[
+        Literal["step", "epoch"], Query(description="epoch: a point for each epoch of a synchronous job")
+    ] = "step",
 ) -> SeriesPoints:
     """A metric by step. Steps share a point where there are more of them than points. Steps that are trained again after a return to
     a checkpoint are shown once they are."""
     term = master.term
+    if by == "epoch":
+        return render.epoch_points(term, name, from_step, to_step, points)
     return render.series_points(term, master.metrics.step, name, from_step, to_step, points)
 
 

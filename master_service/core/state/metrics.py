@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shared.records import MetricBatch
@@ -58,6 +59,14 @@ class Metrics:
             self.moved_at = now
         self.recent.append((now, records))
         self._forget(now)
+
+    def know_epochs(self, losses: Mapping[int, tuple[float, float]]) -> None:
+        """In place: loss x records and records of whole steps by epoch, also of those that another master was told."""
+        skipped = {number: sums.skipped for number, sums in self.epochs.items()}
+        self.epochs.clear()
+        for number in sorted(losses)[-KEPT_EPOCHS:]:
+            loss_sum, records = losses[number]
+            self.epochs[number] = Sums(loss_sum, round(records), skipped.get(number, 0))
 
     def rate(self, now: float) -> float:
         """Records per second over the last WINDOW_S; 0 while unknown."""

@@ -213,7 +213,15 @@ def test_what_a_script_logs_is_reported_and_queried_by_rest() -> None:
                 told = await client.post("/v1/metric-batches", json=body, headers={"Idempotency-Key": "k"})
                 assert told.status_code == 200, told.text
             [point] = (await client.get("/v1/metric-series/accuracy")).json()["points"]
-            assert point == {"step": 4, "last_step": 4, "mean": 1.5, "least": 1.0, "most": 2.0, "weight": 2.0}
+            assert point == {
+                "step": 4,
+                "last_step": 4,
+                "epoch": None,
+                "mean": 1.5,
+                "least": 1.0,
+                "most": 2.0,
+                "weight": 2.0,
+            }
             for wrong in ({"a b": value}, {"a": {**value, "weight": 0}}, {f"m{n}": value for n in range(33)}):
                 refused = await client.post("/v1/metric-batches", json={**body, "steps": [{**share, "metrics": wrong}]})
                 check_problem(refused, 422, "INVALID_ARGUMENT")
@@ -249,7 +257,16 @@ def test_whole_steps_count_once_in_order_and_a_new_master_says_what_it_lacks() -
                 assert await whole(second, 7, 8, store=True) == (9, 9)
                 assert await losses(second) == {step: float(step) for step in (0, 1, 2, 3, 4, 7, 8)}
                 sums = {number: epoch.sums["loss"].total for number, epoch in second.term.series.epochs.items()}
-                assert sums == {0: 2.0 * (0 + 1 + 2 + 3 + 4 + 7 + 8)}
+                total = 2.0 * (0 + 1 + 2 + 3 + 4 + 7 + 8)
+                assert sums == {0: total}
+                async with client_of(second) as client:
+                    [point] = (await client.get("/v1/metric-series/loss?by=epoch")).json()["points"]
+                    expected = {"step": 0, "last_step": 8, "epoch": 0, "mean": total / 14, "weight": 14.0}
+                    assert point == expected | {"least": 0.0, "most": 8.0}
+                    [epoch] = (await client.get("/v1/metrics?metric=epoch_loss")).json()["points"]
+                    assert epoch == {"number": 0, "loss": total / 14, "records": 14, "skipped": 0}, "of both masters"
+                    check_problem(await client.get("/v1/metric-series/none?by=epoch"), 404, "NOT_FOUND")
+                    assert (await client.get("/v1/metric-series/loss?by=epoch&from_step=1")).json()["points"] == []
 
     run_virtually(main)
 

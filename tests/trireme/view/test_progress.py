@@ -99,6 +99,22 @@ def test_the_summary_tells_metrics_restarts_and_where_the_model_is():
     ]
 
 
+def test_the_loss_of_each_epoch_is_told_of_many_the_first_and_the_last() -> None:
+    state = JobState(phase=Phase.COMPLETED, result=JobResult())
+
+    def told(epochs: int) -> tuple[list[str], list[dict[str, object]]]:
+        losses = [{"number": epoch, "loss": 1 / (epoch + 1), "records": 4} for epoch in range(epochs)]
+        document = result_document(SPEC, state, Counts({}, loss=0.5, by_epoch=losses), 1.0, Path("/run"))
+        rows = [line for line in summary_text(document).splitlines() if line.startswith("loss by epoch")]
+        return rows, document["loss_by_epoch"]
+
+    assert told(1) == ([], [{"epoch": 0, "loss": 1.0}])
+    assert told(3)[0] == ["loss by epoch  1  0.5  0.3333"]
+    [row], every = told(20)
+    assert row.split()[3:] == ["1", "...", "0.07143", "0.06667", "0.0625", "0.05882", "0.05556", "0.05263", "0.05"]
+    assert len(every) == 20
+
+
 def test_discarded_records_are_told():
     result = JobResult(discarded_tasks=7, discarded_records=64)
     lost = {"task_id": "6", "kind": "TRAIN", "epoch": 1, "file": "/x.npy", "first": 24, "count": 4, "failures": 3}
