@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextvars
 import runpy
@@ -12,6 +13,7 @@ import torch
 
 from shared.errors import DatasetError, InvalidArgument
 from shared.records import JobSpec, Phase
+from shared.runtime.service import LEASE_LOST
 from tests.trainer_agent.cluster import cluster, trained
 from tests.trainer_agent.own_loop.scripts import PARTS, write_loop
 from tests.trainer_agent.scripts import differing, spec_for, write_script
@@ -73,6 +75,28 @@ async def test_a_trainer_killed_in_mid_epoch_does_not_show_in_the_bits(tmp_path)
         assert state.phase is Phase.COMPLETED, state
         found = made.exported()
     assert differing(found, await trained(functions, 1)) == []
+
+
+async def test_an_error_behind_the_loop_fails_the_job_and_leaves_the_model(tmp_path):
+    loop, functions = specs(tmp_path, {"after": "raise ValueError('behind')\n"})
+    async with cluster(loop, 2) as made:
+        state = await made.ended()
+        assert (state.phase, state.failure.error_type, state.failure.message) == (Phase.FAILED, "ValueError", "behind")
+        assert "raise ValueError('behind')" in state.failure.traceback
+        found = made.exported()
+    assert differing(found, await trained(functions)) == []
+
+
+async def test_a_trainer_whose_script_is_behind_its_loop_starts_again_when_there_is_training_to_do(tmp_path):
+    loop, functions = specs(tmp_path)
+    async with cluster(loop) as made:
+        made.add_trainer("trainer-0-x")
+        made.computes["trainer-0-x"].is_finished = True  # the job went back to a checkpoint meanwhile
+        assert await asyncio.wait_for(made.running["trainer-0-x"], 30) == LEASE_LOST
+        made.add_trainer("trainer-1-x")
+        assert (await made.ended()).phase is Phase.COMPLETED
+        found = made.exported()
+    assert differing(found, await trained(functions)) == []
 
 
 @pytest.fixture
