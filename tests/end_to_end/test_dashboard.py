@@ -126,8 +126,10 @@ def test_a_job_is_followed_and_changed_in_a_browser(
 async def in_a_cluster(session: Session) -> None:
     page, trireme = session.page, session.trireme
     found = cluster_folder.must_find(trireme.folder / ".trireme")
+    assert "in a browser: http://127.0.0.1:" in (trireme.folder / "up.log").read_text()
     await page.goto(found.url)
     await session.picture("token")
+    await nothing_is_injected(page)
     await session.log_in("wrong")
     await page.until(says("This token is unknown or has expired."))
     await session.log_in(found.token)
@@ -184,6 +186,29 @@ async def in_a_cluster(session: Session) -> None:
     await session.picture("ended")
     await as_a_viewer(session, trireme)
     await ten_thousand_points(page)
+
+
+async def nothing_is_injected(page: Page) -> None:
+    """The policy as the browser understands it: no script, style, frame or request but those of the service."""
+    inline = "document.head.appendChild(document.createElement('script')).append('window.injected_ = 1')"
+    await page.js(f"try {{ {inline} }} catch {{}}; true")
+    assert await page.js("window.injected_") is None
+    refused = "(() => { try { document.body.innerHTML = '<p>'; } catch (error) { return error.name; } })()"
+    assert await page.js(refused) == "TypeError", "text becomes no HTML"
+    elsewhere = "fetch('http://127.0.0.1:9/').catch((error) => error.name)"
+    assert await page.js(elsewhere) == "TypeError"
+    style = "document.head.appendChild(document.createElement('style')).append('body { display: none }')"
+    await page.js(f"{style}; true")
+    assert await page.js("getComputedStyle(document.body).display") == "block"
+    told = [
+        text
+        for text in page.complaints
+        if "Content Security Policy" in text or "TrustedHTML" in text or "Trusted" in text
+    ]
+    assert told == page.complaints
+    assert len(told) >= 3
+    page.complaints.clear()
+    page.requests[:] = [url for url in page.requests if url != "http://127.0.0.1:9/"]
 
 
 async def another_master_leads(session: Session, found: cluster_folder.ClusterFacts) -> None:
