@@ -30,6 +30,8 @@ from shared.records.datasets import (
     Csv,
     Custom,
     Dataset,
+    HuggingFace,
+    ImageFolder,
     IterableStyle,
     MapStyle,
     Npy,
@@ -40,6 +42,7 @@ from shared.records.datasets import (
 )
 from shared.storage import files
 from shared.storage.dataset_files import files_of
+from shared.storage.image_listing import list_images
 
 THREADS = 8
 _MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -152,6 +155,10 @@ def _counter(dataset: Dataset, task_records: int, check: Callable[[], None], bes
             return lambda name: TableFile(name, count_object(dataset, beside))
         case TFRecord() | RecordIO() | WebDataset():
             return lambda file: count_framed(file, dataset, task_records, check)
+        case HuggingFace():
+            return _count_arrow
+        case ImageFolder():
+            return _count_images
         case _:
             return lambda file: _count_lines(file, dataset, task_records, check)
 
@@ -170,6 +177,17 @@ def _count_parquet(file: str) -> TableFile:
 
     with files.reading(file, "Parquet"), files.open_read(file) as source:
         return TableFile(file, int(pq.read_metadata(source).num_rows))
+
+
+def _count_arrow(file: str) -> TableFile:
+    from shared.storage.arrow_file import read_table  # noqa: PLC0415  pyarrow only where it is needed
+
+    return TableFile(file, int(read_table(file).num_rows))
+
+
+def _count_images(root: str) -> TableFile:
+    listing = list_images(root)
+    return TableFile(listing.stamped(root), len(listing.names))
 
 
 def _count_bytes(file: str, dataset: Bytes) -> TableFile:

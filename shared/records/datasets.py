@@ -170,6 +170,32 @@ class WebDataset(_Dataset):
     image_size: tuple[int, int] | None = None
 
 
+class HuggingFace(_Dataset):
+    """Rows of datasets that `datasets.Dataset.save_to_disk` wrote, read without that library: `HuggingFace("folder")`.
+
+    `split`: of a saved DatasetDict. Columns of type Image become uint8 (3, height, width), of `image_size` (height, width) if it is given;
+    with `decode=False` they stay as they are stored. `columns`: a subset, default all.
+    """
+
+    kind: Literal["hugging_face"] = "hugging_face"
+    split: str | None = Field(default=None, description="Part of a saved set of datasets; null: it is one dataset.")
+    columns: tuple[str, ...] | None = None
+    decode: bool = True
+    image_size: tuple[int, int] | None = None
+
+
+class ImageFolder(_Dataset):
+    """Images below one folder, which has a folder for each class: {"image": uint8 (3, height, width), "label": int64}.
+
+    Labels are places of the classes' names in their sorted order. Records are in an order that a hash of their names gives, so that
+    classes are mixed. `image_size`: (height, width) that images are resized to.
+    """
+
+    urls: tuple[str, ...] = Field(min_length=1, max_length=1)
+    kind: Literal["image_folder"] = "image_folder"
+    image_size: tuple[int, int] | None = None
+
+
 Dataset = Annotated[
     Parquet
     | Csv
@@ -182,6 +208,8 @@ Dataset = Annotated[
     | IterableStyle
     | TFRecord
     | RecordIO
-    | WebDataset,
+    | WebDataset
+    | HuggingFace
+    | ImageFolder,
     Field(discriminator="kind"),
 ]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from shared.records.datasets import Dataset
-from shared.storage import files
+from shared.records.datasets import Dataset, HuggingFace, ImageFolder
+from shared.storage import files, saved_datasets
 
 _HINT = "check the path that dataset() returns (relative ones start at the working directory)"
 
 
 def files_of(dataset: Dataset) -> list[str]:
     """Raises DatasetError if a URL matches no file. What names code is not looked for."""
+    if isinstance(dataset, HuggingFace):
+        return [file for folder in dataset.urls for file in saved_datasets.arrow_files(folder, dataset.split)]
+    if isinstance(dataset, ImageFolder):
+        return list(dataset.urls)
     chosen: list[str] = []
     for url in dataset.urls:
         as_it_is = dataset.names_code and not files.is_glob(url)

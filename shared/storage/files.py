@@ -181,6 +181,23 @@ def names(url: str) -> list[str]:
     return sorted({str(name).rstrip("/").rsplit("/", 1)[-1] for name in found})
 
 
+def below(url: str) -> list[str]:
+    """Names of all files in a folder and its folders, relative to it, in no order. Raises OSError."""
+    filesystem, path = _resolve(url)
+    if isinstance(filesystem, LocalFileSystem):
+        root = Path(path)
+        if not root.is_dir():
+            raise FileNotFoundError(f"{url} is no folder")
+        return [
+            os.path.relpath(os.path.join(folder, name), path)  # noqa: PTH118  a Path for each of a million files is slow
+            for folder, _, found in os.walk(path)
+            for name in found
+        ]
+    with _explaining(url):
+        start = len(path.rstrip("/")) + 1
+        return [str(name)[start:] for name in filesystem.find(path)]
+
+
 def remove_file(url: str) -> None:
     """A missing file is no error. Raises OSError."""
     filesystem, path = _resolve(url)

@@ -13,6 +13,8 @@ from shared.records.datasets import (
     Csv,
     Custom,
     Dataset,
+    HuggingFace,
+    ImageFolder,
     IterableStyle,
     JsonLines,
     MapStyle,
@@ -27,6 +29,7 @@ from trainer_agent.data.arrays import BytesReader, NpyReader
 from trainer_agent.data.collate import default_collate
 from trainer_agent.data.custom import CustomReader
 from trainer_agent.data.formats.frames import RecordIOReader, TFRecordReader
+from trainer_agent.data.formats.image_folder import ImageFolderReader
 from trainer_agent.data.formats.in_code import IterableStyleReader, MapStyleReader
 from trainer_agent.data.formats.tars import WebDatasetReader
 from trainer_agent.data.lines import LineReader
@@ -75,5 +78,11 @@ def open_dataset(dataset: Dataset) -> Reader:
             return RecordIOReader(dataset)
         case WebDataset():
             return WebDatasetReader(dataset)
+        case HuggingFace():
+            from trainer_agent.data.formats.hugging_face import HuggingFaceReader  # noqa: PLC0415
+
+            return HuggingFaceReader(dataset)
+        case ImageFolder():
+            return ImageFolderReader(dataset)
         case _:
             assert_never(dataset)

@@ -6,20 +6,23 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import shutil
 import struct
 import tarfile
 import zlib
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pytest
+from PIL import Image
 
 from master_service.storage.counting import count_records
 from shared.datasets.crc32c import crc32c
 from shared.datasets.tf_record import masked
 from shared.errors import DatasetError
-from shared.records.datasets import Dataset, RecordIO, TFRecord, WebDataset
+from shared.records.datasets import Dataset, HuggingFace, ImageFolder, RecordIO, TFRecord, WebDataset
 from trainer_agent.data import open_dataset
 
 MADE = Path(__file__).parent / "made"
@@ -204,3 +207,76 @@ def test_a_file_that_became_shorter_is_named_with_both_counts():
         path = str(MADE / file)
         with pytest.raises(DatasetError, match=r"ends at record 24, but records 20 to 29 were counted"):
             open_dataset(dataset(path)).read(path, 20, 10)
+
+
+def test_a_saved_hugging_face_dataset_is_read_as_its_library_would():
+    found = everything(HuggingFace(str(MADE / "ids_hf"), split="train"))
+    assert [(row["id"], row["label"], row["text"]) for row in found] == [
+        (i, i % 2, f"record {i}") for i in range(RECORDS)
+    ]
+    assert all(np.array_equal(row["matrix"], np.full((2, 3), i, np.float32)) for i, row in enumerate(found))
+    assert all(np.array_equal(row["image"], np.full((3, 4, 6), i, np.uint8)) for i, row in enumerate(found))
+    assert list(found[0]) == ["id", "label", "matrix", "image", "text"]
+    chosen = everything(HuggingFace(str(MADE / "ids_hf" / "train"), columns=("text", "image"), decode=False))
+    assert list(chosen[0]) == ["text", "image"]
+    assert chosen[0]["image"]["bytes"].startswith(b"\x89PNG")
+
+
+def test_a_saved_hugging_face_dataset_is_read_from_another_file_system():
+    for path in (MADE / "ids_hf" / "train").iterdir():
+        fsspec.filesystem("memory").pipe_file(f"memory://saved/{path.name}", path.read_bytes())
+    assert [row["id"] for row in everything(HuggingFace("memory://saved"))] == list(range(RECORDS))
+
+
+def test_what_is_no_saved_dataset_says_what_to_do(tmp_path):
+    folder = str(MADE / "ids_hf")
+    for dataset, message in [
+        (HuggingFace(folder), "has several splits; it has train"),
+        (HuggingFace(folder, split="test"), "has no split 'test'; it has train"),
+        (HuggingFace(f"{folder}/train", split="test"), "is one dataset .* so it has no split 'test'"),
+        (HuggingFace(str(tmp_path)), "is no saved dataset: it has no state.json"),
+        (HuggingFace(f"{folder}/train", columns=("idd",)), "has no column 'idd'; it has id, label"),
+    ]:
+        with pytest.raises(DatasetError, match=message):
+            everything(dataset)
+    shutil.copytree(MADE / "ids_hf" / "train", tmp_path / "cut")
+    last = tmp_path / "cut" / "data-00001-of-00002.arrow"
+    last.write_bytes(last.read_bytes()[:-600])
+    with pytest.raises(DatasetError, match=r"data-00001-of-00002\.arrow is damaged or cut off behind record 0"):
+        count_records(HuggingFace(str(tmp_path / "cut")), 5)
+
+
+def write_images(root: Path) -> None:
+    for i in range(RECORDS):
+        path = root / ("dog" if i % 2 else "cat") / "deeper" / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((4, 6, 3), i, np.uint8)).save(path)
+    (root / "cat" / "notes.txt").write_text("no image")
+
+
+def test_images_in_folders_are_labelled_by_their_folder_and_mixed(tmp_path):
+    write_images(tmp_path)
+    found = everything(ImageFolder(str(tmp_path)))
+    numbers = [int(record["image"][0, 0, 0]) for record in found]
+    assert sorted(numbers) == list(range(RECORDS))
+    assert [record["label"] for record in found] == [number % 2 for number in numbers]
+    assert {record["label"] for record in found[:8]} == {0, 1}
+    assert [
+        int(record["image"][0, 0, 0]) for record in everything(ImageFolder(str(tmp_path), image_size=(2, 2)), 7)
+    ] == numbers
+
+
+def test_a_folder_of_images_that_changed_or_is_damaged_is_named(tmp_path):
+    write_images(tmp_path)
+    table = count_records(ImageFolder(str(tmp_path)), 5)
+    (tmp_path / "cat" / "deeper" / "0.png").rename(tmp_path / "cat" / "deeper" / "zero.png")
+    with pytest.raises(DatasetError, match="has other images than were counted: 24 here"):
+        open_dataset(ImageFolder(str(tmp_path))).read(table.files[0].path, 0, 1)
+    (tmp_path / "dog" / "deeper" / "1.png").write_bytes(b"\x89PNG cut")
+    with pytest.raises(DatasetError, match=r"deeper/1\.png: the file is no image that can be read"):
+        everything(ImageFolder(str(tmp_path)))
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DatasetError, match="none has no folders with images"):
+        count_records(ImageFolder(str(tmp_path / "none")), 5)
+    with pytest.raises(DatasetError, match="nowhere does not exist"):
+        count_records(ImageFolder(str(tmp_path / "nowhere")), 5)

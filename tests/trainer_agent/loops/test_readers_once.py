@@ -10,7 +10,7 @@ import torch
 
 from shared.records import Phase
 from tests.trainer_agent.cluster import cluster
-from tests.trainer_agent.data.test_made_files import MADE, RECORDS, write_recordio
+from tests.trainer_agent.data.test_made_files import MADE, RECORDS, write_images, write_recordio
 from tests.trainer_agent.scripts import spec_for, write_script
 from trainer_agent.script.user_module import load
 
@@ -52,6 +52,16 @@ KINDS = {
     "custom_in_script": ('Custom("ids", reader="{module}:rows")', None, 'batch["id"]'),
     "tfrecord": ('TFRecord("{folder}/ids.tfrecord")', copied("ids.tfrecord"), 'batch["id"]'),
     "recordio": ('RecordIO("{folder}/ids.recordio")', recordio, 'torch.tensor([int(b) for b in batch["bytes"]])'),
+    "hugging_face": (
+        'HuggingFace("{folder}/ids_hf", split="train")',
+        lambda folder: shutil.copytree(MADE / "ids_hf", folder / "ids_hf"),
+        'batch["id"]',
+    ),
+    "image_folder": (
+        'ImageFolder("{folder}/images")',
+        lambda folder: write_images(folder / "images"),
+        'batch["image"][:, 0, 0, 0].long()',
+    ),
     "webdataset": ('WebDataset("{folder}/ids.tar")', copied("ids.tar"), 'batch["png"][:, 0, 0, 0].long()'),
 }
 
