@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 from collections.abc import Collection, Iterable
@@ -18,6 +19,7 @@ from shared.runtime import telemetry
 from shared.storage import files
 
 FOLDER = "metrics"
+ATTEMPTS = 5
 _ALL = "-all"
 
 log = telemetry.logger("series")
@@ -65,6 +67,17 @@ def to_read(names: Iterable[str]) -> tuple[list[str], list[str]]:
     ordered = sorted(name for name in names if name.endswith(".json"))
     last = max((place for place, name in enumerate(ordered) if name.endswith(f"{_ALL}.json")), default=0)
     return ordered[last:], ordered[:last]
+
+
+async def read_all(stored: SeriesFiles) -> tuple[SeriesTable, WholeSteps]:
+    """All that is stored; for a job that a master may still lead, what it has written. Raises OSError."""
+    for _ in range(ATTEMPTS):
+        table, steps = SeriesTable(), WholeSteps()
+        with contextlib.suppress(FileNotFoundError):  # a master has put them together meanwhile
+            for name in to_read(await stored.names())[0]:
+                add_encoded(table, steps, await stored.read(name), name)
+            return table, steps
+    raise OSError("the files of metrics changed whenever they were read; try again")
 
 
 def encoded(table: SeriesTable, steps: WholeSteps | None = None, first: int = 0, epochs: Collection[int] = ()) -> bytes:

@@ -123,13 +123,11 @@ class Outboxes(dict[int, Outbox]):
 
         def add(block: int) -> None:
             nonlocal found
-            told = None
+            item = PushBlock.model_construct(block=block, lanes=lanes, count=samples(), dtype=dtypes[block])
             if result is not None and owners[block] in unaware:
                 unaware.remove(owners[block])
-                told = found = found or result()
-            item = PushBlock.model_construct(
-                block=block, lanes=lanes, count=samples(), dtype=dtypes[block], result=told
-            )
+                found = found or result()
+                item = item.model_copy(update={"result": found})
             self[owners[block]].add(item, contribution(block))
 
         return add

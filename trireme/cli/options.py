@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
+
+Form = Literal["table", "csv", "json", "plot"]  # of `metrics`
 
 Job = Annotated[
     str | None, typer.Option("--job", help="Name of the job. Default: the one started last.", metavar="NAME")

@@ -22,6 +22,7 @@ from shared.security.tls import Tls
 from shared.security.token_folder import TokenFolder
 from trireme import existing_etcd
 from trireme.cli import exit_codes
+from trireme.cli.history.metrics import loss_chart
 from trireme.existing_etcd import access_of
 from trireme.launch import resume, run_folder, run_storage
 from trireme.launch.cluster import HOST, LocalCluster
@@ -247,6 +248,8 @@ async def _train(
     if state.phase is not Phase.COMPLETED:
         print(failure_text(state, folder, resumable=resumable), file=sys.stderr)  # noqa: T201
     print(json.dumps(document) if as_json else summary_text(document))  # noqa: T201
+    if state.phase is Phase.COMPLETED and not as_json and sys.stdout.isatty():
+        print(f"\n{await loss_chart(spec.storage)}".rstrip())  # noqa: T201
     return exit_codes.OK if state.phase is Phase.COMPLETED else exit_codes.JOB_FAILED
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, Self
+from urllib.parse import quote
 
 import httpx
 
@@ -80,6 +81,16 @@ class Client:
     async def events(self, after: int = 0, wait_s: float = 0.0) -> dict[str, Any]:
         """One page of events with a number above `after`. Waits up to `wait_s` seconds for the first one."""
         return await self._call("GET", f"{self._of_job}/events", {"after": after, "wait_s": wait_s})
+
+    def metric_series(self) -> AsyncIterator[dict[str, Any]]:
+        """The metrics that are kept by step, in the order of their names."""
+        return self._list(f"{self._of_job}/metric-series", "series", {})
+
+    async def metric(self, name: str, first: int, last: int, most: int, by: str = "step") -> list[dict[str, Any]]:
+        """A metric's points of the steps in [first, last]; steps share points if there are more than `most`."""
+        query = {"from_step": first, "to_step": last, "points": most, "by": by}
+        found = await self._call("GET", f"{self._of_job}/metric-series/{quote(name, safe='')}", query)
+        return list(found["points"])
 
     async def create_checkpoint(self, key: str, *, cause: str = "", limit_s: float = 600.0) -> dict[str, Any]:
         """Starts an operation (see `operation`); a repeated `key` gives the same operation."""

@@ -44,9 +44,7 @@ def result_document(
         "resumable": resumable,
         "mode": spec.mode.value,
         "epochs": spec.epochs,
-        "epochs_done": (spec.epochs if result.stopped_epochs is None else result.stopped_epochs)
-        if completed
-        else counts.epochs,
+        "epochs_done": spec.epochs if completed else counts.epochs,
         "seconds": round(seconds, 3),
         "metrics": result.metrics,
         "loss": counts.loss,
@@ -154,7 +152,7 @@ def evaluation_line(facts: Mapping[str, Any] | None) -> str:
 
 def number(value: float) -> str:
     """`0.9722`, `93`."""
-    return f"{value:.0f}" if float(value).is_integer() else f"{value:.4g}"
+    return f"{value:.0f}" if float(value).is_integer() and abs(value) < 1e9 else f"{value:.4g}"
 
 
 def failure_text(state: JobState, folder: Path, *, resumable: bool = False) -> str:

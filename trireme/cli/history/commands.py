@@ -1,4 +1,4 @@
-"""The commands about logs and events: their options. This module loads neither torch nor pydantic."""
+"""The commands about logs, events and metrics: their options. This module loads neither torch nor pydantic."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from trireme.cli.options import DataDir, Job, Json, Named, Url
+from trireme.cli.options import DataDir, Form, Job, Json, Named, Url
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until Ctrl-C.")]
 
@@ -14,6 +14,7 @@ Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on with what co
 def register(app: typer.Typer) -> None:
     app.command("logs")(logs)
     app.command("events")(events)
+    app.command("metrics")(metrics)
 
 
 def logs(
@@ -54,3 +55,38 @@ def events(
     from trireme.cli.history.logs import events as show  # noqa: PLC0415
 
     raise typer.Exit(show(named, data_dir, url, after=after, follow=follow, as_json=as_json))
+
+
+def metrics(
+    named: Named = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--name", help="Only this metric, or those like 'time.*'; several times for more.", metavar="NAME"
+        ),
+    ] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="All points as CSV.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="All points as one JSON object; with --follow one a line.")
+    ] = False,
+    by: Annotated[
+        str, typer.Option("--by", help="A point for each step, or for each epoch.", metavar="step|epoch")
+    ] = "step",
+    plot: Annotated[bool, typer.Option("--plot", help="A chart of each metric by step.")] = False,
+    follow: Follow = False,
+    job: Job = None,
+    data_dir: DataDir = None,
+    url: Url = None,
+) -> None:
+    """What was measured step by step: loss, what the script logs, learning rate, ... The job may run, or have ended.
+
+    Default: a table of the last values. A chart without --name shows losses, the script's own metrics and evaluations.
+    """
+    if as_csv + as_json + plot > 1:
+        raise typer.BadParameter("give one of --csv, --json and --plot")
+    if by not in ("step", "epoch"):
+        raise typer.BadParameter(f"--by {by}: give step or epoch")
+    form: Form = "csv" if as_csv else "json" if as_json else "plot" if plot else "table"
+    from trireme.cli.history.metrics import metrics as show  # noqa: PLC0415
+
+    raise typer.Exit(show(named or job, data_dir, url, names or [], form, by=by, follow=follow))

@@ -66,13 +66,13 @@ def logs(
     except TriremeError as error:
         return exit_codes.report_error(error, as_json=as_json)
     except BrokenPipeError:
-        _forget_output()
+        forget_output()
     except KeyboardInterrupt:
         return exit_codes.INTERRUPTED
     return exit_codes.OK
 
 
-def _forget_output() -> None:
+def forget_output() -> None:
     """Nobody reads it any more (`| head`): what Python still holds goes nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -115,7 +115,7 @@ def events(job: str | None, data_dir: Path | None, url: str | None, *, after: in
     except TriremeError as error:
         return exit_codes.report_error(error, as_json=as_json)
     except BrokenPipeError:
-        _forget_output()
+        forget_output()
     except KeyboardInterrupt:
         return exit_codes.INTERRUPTED
     return exit_codes.OK

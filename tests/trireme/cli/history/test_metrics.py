@@ -1,0 +1,152 @@
+"""`trireme metrics`: of a job that has ended, from its storage; of one that runs, from its master, also through its death."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import io
+import json
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from master_service.control.series_keeper import SeriesKeeper
+from master_service.storage.series_files import StoredSeries, read_all
+from shared.errors import PeerError
+from shared.records import JobSpec, MetricBatch, StepMetrics
+from shared.records.datasets import TextLines
+from tests.equipment.virtual_loop import run_virtually
+from trireme.cli import exit_codes
+from trireme.cli.history import metrics as command
+from trireme.launch import resume, run_folder
+from trireme.view.series import OfStorage, Row
+
+STEPS = 10
+
+
+@pytest.fixture(autouse=True)
+def no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRIREME_URL", raising=False)
+
+
+def step(number: int) -> StepMetrics:
+    return StepMetrics(step=number, epoch=number // 5, loss_sum=8.0 / 2**number, records=4, lr=(0.1,))
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path) -> Path:
+    """With a run of two epochs that has ended; its metrics lie in two files, of two masters."""
+    folder = tmp_path / "digits"
+    folder.mkdir()
+
+    async def store() -> None:
+        for term, steps in ((1, range(4)), (2, range(3, STEPS))):
+            keeper = SeriesKeeper(StoredSeries(str(folder)), term)
+            running = asyncio.ensure_future(keeper.run())
+            while keeper.taken.next is None:
+                await asyncio.sleep(0.01)
+            keeper.note(MetricBatch(trainer="trainer-0", steps=tuple(map(step, steps)), whole=True))
+            await keeper.store()
+            running.cancel()
+            await asyncio.wait([running])
+
+    asyncio.run(store())
+    spec = JobSpec(job="digits", script="/s.py", storage=str(folder), dataset=TextLines("x"))
+    (folder / "spec.json").write_text(spec.model_dump_json())
+    run_folder.write_json(folder / run_folder.RUN_FILE, {"job": "digits", "url": "http://127.0.0.1:9"})
+    run_folder.write_json(folder / resume.RESULT_FILE, {"job": "digits", "phase": "COMPLETED"})
+    return tmp_path
+
+
+def shown(capsys: pytest.CaptureFixture[str], data_dir: Path, form: Any, *names: str, **options: Any) -> str:
+    assert command.metrics(None, data_dir, None, names, form, **options) == exit_codes.OK
+    return capsys.readouterr().out
+
+
+def test_the_table_has_the_last_values_of_a_job_that_has_ended(
+    data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    header, loss, rate = (line.split() for line in shown(capsys, data_dir, "table").splitlines())
+    assert header == ["metric", "step", "last", "lowest", "highest", "trend"]
+    assert loss[:5] == ["loss", "9", "0.003906", "0.003906", "2"]
+    assert rate[:5] == ["lr", "9", "0.1", "0.1", "0.1"]
+    header, loss, _ = (line.split() for line in shown(capsys, data_dir, "table", by="epoch").splitlines())
+    assert (header[1], loss[:3]) == ("epoch", ["loss", "2", f"{2 / 2**5 * (2 - 2**-4) / 5:.4g}"])
+
+
+def test_csv_and_json_have_each_step_once_with_all_digits(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    losses = [2.0 / 2**number for number in range(STEPS)]
+    rows = list(csv.DictReader(io.StringIO(shown(capsys, data_dir, "csv", "loss"))))
+    assert [(row["metric"], int(row["step"]), float(row["mean"])) for row in rows] == [
+        ("loss", number, loss) for number, loss in enumerate(losses)
+    ]
+    document = json.loads(shown(capsys, data_dir, "json", "l*"))
+    assert [each["name"] for each in document["metrics"]] == ["loss", "lr"]
+    assert [point["mean"] for point in document["metrics"][0]["points"]] == losses
+    document = json.loads(shown(capsys, data_dir, "json", "loss", by="epoch"))
+    [only] = document["metrics"]
+    assert [(point["epoch"], point["step"], point["last_step"]) for point in only["points"]] == [(0, 0, 4), (1, 5, 9)]
+    lines = [json.loads(line) for line in shown(capsys, data_dir, "json", "loss", follow=True).splitlines()]
+    assert [line["mean"] for line in lines] == losses  # over: it does not wait for more
+
+
+def test_a_chart_shows_losses_and_what_the_script_measures(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, data_dir, "plot")
+    assert text.startswith("loss (last 0.003906, lowest 0.003906, highest 2)\n")
+    assert "lr" not in text
+    assert shown(capsys, data_dir, "plot", "lr").startswith("lr (")
+
+
+def test_a_metric_that_is_not_there_is_told_with_those_that_are(
+    data_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.metrics(None, data_dir, None, ["accuracy"], "table") == exit_codes.NOT_FOUND
+    assert "has no metric accuracy; it has: loss, lr" in capsys.readouterr().err
+    assert command.metrics(None, data_dir, None, [], "plot", follow=True) == exit_codes.USAGE  # no terminal
+    assert "--csv" in capsys.readouterr().err
+    assert command.metrics("other", data_dir, None, [], "table") == exit_codes.NOT_FOUND
+
+
+def test_a_run_ends_with_a_chart_of_its_loss(data_dir: Path, tmp_path: Path) -> None:
+    assert asyncio.run(command.loss_chart(str(data_dir / "digits"))).startswith("loss (last 0.003906")
+    assert asyncio.run(command.loss_chart(str(tmp_path / "nothing"))) == ""
+
+
+class Master:
+    """Of a job of which one more step is known with each question; dies once. Ends with the last step."""
+
+    def __init__(self, stored: OfStorage) -> None:
+        self.stored, self.asked = stored, 0
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[command.Found]:
+        self.asked += 1
+        if self.asked == 5:
+            raise PeerError("nobody leads")
+        yield command.Found("digits", self, over=self.asked > STEPS)
+
+    async def summaries(self) -> list[Row]:
+        return await self.stored.summaries()
+
+    async def points(self, name: str, first: int = 0, most: int | None = None) -> list[Row]:
+        return [row for row in await self.stored.points(name, first, most) if row["step"] < self.asked]
+
+    async def epochs(self, name: str, first: int = 0) -> list[Row]:
+        return []
+
+
+def test_followed_metrics_come_once_also_through_a_change_of_the_master(data_dir: Path) -> None:
+    table, steps = asyncio.run(read_all(StoredSeries(str(data_dir / "digits"))))
+    master, seen, portions = Master(OfStorage(table, steps)), [], []
+
+    def write(name: str, rows: Iterable[Row]) -> None:
+        taken = [row["step"] for row in rows]
+        portions.append(len(taken))
+        seen.extend(taken)
+
+    run_virtually(lambda: command.follow_points(master.opened, ["loss"], write))
+    assert seen == list(range(STEPS))
+    assert portions[:3] == [0, 1, 1]  # a step is told when there is a later one: its value may still change
