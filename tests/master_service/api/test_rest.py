@@ -60,7 +60,8 @@ async def test_the_job_tells_state_progress_and_members() -> None:
     async with api_of(epochs=2) as (_, master, client):
         steps = [{"step": n, "epoch": 0, "loss_sum": 4.0, "records": 8} for n in range(1, 4)]
         for step in steps:
-            assert (await client.post("/v1/metric-batches", json={"trainer": "t1", "steps": [step]})).json() == {}
+            told = await client.post("/v1/metric-batches", json={"trainer": "t1", "steps": [step]})
+            assert told.json() == {"next": 0, "stored": 0, "kept": True}, "no whole steps"
         job = (await client.get("/v1/job")).json()
         assert (job["phase"], job["stage"], job["generation"], job["mode"]) == ("RUNNING", "TRAIN", 1, "async")
         assert job["members"] == {"trainers": 1, "trainers_desired": 2, "pservers": 1, "pservers_desired": 1}
