@@ -46,7 +46,7 @@ class FailureCause(StrEnum):
 class JobResult(Record):
     """Filled at the end of a job: metrics of the evaluation, paths of the exported model, counts, lost updates. `best`: the best
     evaluation, whose parameters are exported, too; null: the job has no keep_best. `stopped_step`: so many steps were done when
-    stop_early ended training; null: it did not."""
+    stop_early ended training, and `stopped_epochs` epochs; null: it did not."""
 
     metrics: dict[str, float] = Field(default_factory=dict)
     exports: dict[str, str] = Field(default_factory=dict)
@@ -56,6 +56,7 @@ class JobResult(Record):
     losses: Losses = Field(default_factory=Losses)
     best: BestEvaluation | None = None
     stopped_step: int | None = None
+    stopped_epochs: int | None = None
 
 
 class JobState(Record):

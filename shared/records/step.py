@@ -98,7 +98,7 @@ class StepRecord(Record):
 def joined(left: NodeResult, right: NodeResult) -> NodeResult:
     """Of both halves of a node. More than MOST_NAMES names: those that come first in the alphabet."""
     names = sorted(left.metrics.keys() | right.metrics.keys())[:MOST_NAMES]
-    return NodeResult(
+    return NodeResult.model_construct(
         loss_sum=left.loss_sum + right.loss_sum,
         records=left.records + right.records,
         skipped=left.skipped + right.skipped,
@@ -131,7 +131,7 @@ def step_result(
     found: NodeResult, step: int, epoch: int, lr: tuple[float, ...], grad_norm: float | None = None
 ) -> StepResult:
     finite = math.isfinite(found.loss_sum)
-    return StepResult(
+    return StepResult.model_construct(
         step=step,
         epoch=epoch,
         lr=lr,

@@ -123,11 +123,13 @@ class Outboxes(dict[int, Outbox]):
 
         def add(block: int) -> None:
             nonlocal found
-            item = PushBlock.model_construct(block=block, lanes=lanes, count=samples(), dtype=dtypes[block])
+            told = None
             if result is not None and owners[block] in unaware:
                 unaware.remove(owners[block])
-                found = found or result()
-                item = item.model_copy(update={"result": found})
+                told = found = found or result()
+            item = PushBlock.model_construct(
+                block=block, lanes=lanes, count=samples(), dtype=dtypes[block], result=told
+            )
             self[owners[block]].add(item, contribution(block))
 
         return add

@@ -51,6 +51,20 @@ def _head(
     return codec.encode_block(fields | ({"dtype": dtype} if dtype else {}) | ({"at": at} if at else {}), size)
 
 
+def _fields(number: int, item: PushBlock) -> codec.Fields:
+    """Of a block with a result; Record.model_dump takes three times as long."""
+    result = item.result
+    assert result is not None
+    told = {
+        "loss_sum": result.loss_sum,
+        "records": result.records,
+        "skipped": result.skipped,
+        "metrics": result.metrics,
+    }
+    fields: codec.Fields = {"id": number, "block": item.block, "lanes": item.lanes, "count": item.count, "result": told}
+    return fields | ({"dtype": item.dtype} if item.dtype else {})
+
+
 class _Call:
     """One request in flight; `answer` is its last frame. `lent`: the regions that the pserver may read for it."""
 
@@ -314,7 +328,7 @@ class StreamPserver(HttpPserver):
                         size = 0 if at else view.nbytes
                         head = _head(number, item.block, item.lanes, item.count, item.dtype, size, at)
                         if item.result is not None:
-                            fields = codec.plain(item) | {"id": number} | ({"at": at} if at else {})
+                            fields = _fields(number, item) | ({"at": at} if at else {})
                             head = codec.encode_block(fields, size)
                         if at:
                             stream.send_head(head)

@@ -23,7 +23,7 @@ from shared.errors import (
     UserCodeError,
 )
 from shared.etcd.reading import must_read
-from shared.evaluations import EvaluationStatus, RunningEvaluation, evaluation_of, evaluations_before
+from shared.evaluations import Evaluation, EvaluationStatus, RunningEvaluation, evaluation_of, evaluations_before
 from shared.records import JobSpec, TakeNext, Task, TaskKind, ValidationSums
 from shared.records.checkpoints import CheckpointRef
 from shared.records.step import StepRecord
@@ -138,6 +138,12 @@ class Evaluator:
     def stops_at(self, version: StepRecord) -> bool:
         """Whether training ends at this version, as stop_early says. All trainers know it once `between_steps` has returned."""
         return self.status.stops_before(evaluation_of(version, self._spec.evaluate_every, self._spec.epochs))
+
+    def result_at(self, version: StepRecord) -> Evaluation | None:
+        """What takes effect at this version: the result of the evaluation before it, if it is evaluated itself. The same for all trainers, and
+        for who comes back to this version."""
+        number = evaluation_of(version, self._spec.evaluate_every, self._spec.epochs)
+        return self.status.result(number - 1) if number is not None else None
 
     async def after_training(self, version: StepRecord | None) -> None:
         """Until all evaluations before the last version are over."""

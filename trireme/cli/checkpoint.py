@@ -17,13 +17,14 @@ from rich.table import Table
 
 from shared.checkpoints import stored
 from shared.errors import CheckpointUnusable, NotFound, PeerError, TriremeError
+from shared.evaluations import evaluation_of
 from shared.records import JobSpec
 from shared.records.checkpoints import CheckpointRef, Manifest
 from shared.runtime import ids
 from shared.storage import files
 from trireme.cli import exit_codes
 from trireme.cli.targets import Target, cluster_of, job_target
-from trireme.launch import run_folder
+from trireme.launch import resume, run_folder
 from trireme.launch.run_folder import DATA_DIR
 from trireme.validation import allowed_name
 from trireme.view.job_address import AnyClient, open_client
@@ -86,7 +87,7 @@ def answer(work: Callable[[], Answer], *, as_json: bool) -> int:
 
 
 def _list(spec: JobSpec, *, as_json: bool) -> Answer:
-    rows = []
+    rows, best = [], _best_of(spec)
     refs, unreadable = stored.found(spec.storage)
     for ref in refs:
         row: dict[str, Any] = {"checkpoint": ref.uuid, "step": ref.step, "timeline": ref.timeline}
@@ -95,19 +96,30 @@ def _list(spec: JobSpec, *, as_json: bool) -> Answer:
         except CheckpointUnusable as error:
             rows.append({**row, "damage": error.message})
             continue
-        rows.append({**row, **_facts(manifest)})
+        number = evaluation_of(manifest.record, spec.evaluate_every, spec.epochs)
+        rows.append({**row, **_facts(manifest), "evaluation": number, "best": ref.step == best})
     if not as_json:
-        table = Table("step", "epoch", "timeline", "pservers", "MiB", "written", "checkpoint", box=None, pad_edge=False)
+        columns = ("step", "epoch", "timeline", "pservers", "MiB", "written", "checkpoint", "evaluation")
+        table = Table(*columns, box=None, pad_edge=False)
         for row in rows:
             size = f"{row['bytes'] / (1 << 20):.1f}" if "bytes" in row else row["damage"]
             when = str(row.get("timestamp", ""))[:19]
             cells = (row["step"], row.get("epoch", ""), row["timeline"], row.get("pservers", ""), size, when)
-            table.add_row(*map(str, cells), row["checkpoint"][:8])
+            evaluated = f"{row.get('evaluation') or ''}{' (best)' if row.get('best') else ''}"
+            table.add_row(*map(str, cells), row["checkpoint"][:8], evaluated)
         Console().print(table)
         for url in unreadable:
             Console(soft_wrap=True).print(f"not readable: {url}", highlight=False)
     document = {"job": spec.job, "storage": spec.storage, "checkpoints": rows, "unreadable": unreadable}
     return document, exit_codes.OK
+
+
+def _best_of(spec: JobSpec) -> int | None:
+    """The step of the best evaluation (keep_best), of a local run that has ended."""
+    folder = files.local_path(spec.storage)
+    result = run_folder.read_json(folder / resume.RESULT_FILE) if folder is not None else None
+    step = ((result or {}).get("best") or {}).get("step")
+    return step if isinstance(step, int) else None
 
 
 def _facts(manifest: Manifest) -> dict[str, Any]:

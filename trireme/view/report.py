@@ -44,7 +44,9 @@ def result_document(
         "resumable": resumable,
         "mode": spec.mode.value,
         "epochs": spec.epochs,
-        "epochs_done": spec.epochs if completed else counts.epochs,
+        "epochs_done": (spec.epochs if result.stopped_epochs is None else result.stopped_epochs)
+        if completed
+        else counts.epochs,
         "seconds": round(seconds, 3),
         "metrics": result.metrics,
         "loss": counts.loss,

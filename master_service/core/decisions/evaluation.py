@@ -138,7 +138,9 @@ def stop(job: Job, ask: AcquireTask) -> Decision[None]:
     ended = lifecycle.advance_stage(job, (), last=True)
     records = trained_records(job, ask.stopped)
     told = Event("stopped_early", f"training ends at step {ask.index}, as stop_early says", {"step": ask.index})
-    result = job.state.result.model_copy(update={"trained_records": records, "stopped_step": ask.index})
+    epochs = ask.stopped[0].epoch + all(position.exhausted for position in ask.stopped)
+    numbers = {"trained_records": records, "stopped_step": ask.index, "stopped_epochs": epochs}
+    result = job.state.result.model_copy(update=numbers)
     states = tuple(
         change.model_copy(update={"result": result}) if isinstance(change, JobState) else change
         for change in ended.changes

@@ -159,5 +159,6 @@ def _result(job: Job, report: CompleteTask | None) -> JobResult:
             if stopped
             else job.spec.epochs * job.training.streams.records - lost,
             "stopped_step": job.state.result.stopped_step if stopped else None,
+            "stopped_epochs": job.state.result.stopped_epochs if stopped else None,
         }
     )

@@ -198,7 +198,8 @@ def test_training_ends_at_the_version_behind_the_evaluation_that_was_one_too_man
     ask = AcquireTask(trainer="t1", request="s", generation=1, stream=0, epoch=1, index=40, stopped=positions)
     trained.do(tasks.close_epoch(trained.job, ask))
     assert trained.job.state.stage is Stage.EVALUATE
-    assert (trained.job.state.result.trained_records, trained.job.state.result.stopped_step) == (6, 40)
+    result = trained.job.state.result
+    assert (result.trained_records, result.stopped_step, result.stopped_epochs) == (6, 40, 0)
     assert trained.job.training.finished
     assert tasks.acquire(trained.job, ask).answer.answer == "end"
 
