@@ -23,7 +23,7 @@ from master_service.storage.record_offsets import count_framed
 from shared.datasets import npy
 from shared.datasets.custom_reader import load_custom
 from shared.datasets.in_code import count_object
-from shared.datasets.line_scan import Lines, RecordScanner, chunks, data_start, refuse_compressed
+from shared.datasets.line_scan import Lines, RecordScanner, chunks, data_start, refuse_archive
 from shared.errors import DatasetError, NotFound, StorageUnreachable, TriremeError
 from shared.records.datasets import (
     Bytes,
@@ -41,6 +41,7 @@ from shared.records.datasets import (
     WebDataset,
 )
 from shared.storage import files
+from shared.storage.compressed import scanning
 from shared.storage.dataset_files import files_of
 from shared.storage.image_listing import list_images
 
@@ -196,9 +197,9 @@ def _count_bytes(file: str, dataset: Bytes) -> TableFile:
 
 
 def _count_lines(file: str, dataset: Lines, task_records: int, check: Callable[[], None]) -> TableFile:
-    refuse_compressed(file)
+    refuse_archive(file)
     records, offsets = 0, []
-    with files.reading(file, dataset.kind), files.open_read(file) as source:
+    with files.reading(file, dataset.kind), scanning(file) as source:
         scanner = RecordScanner(dataset, file, data_start(source))
         header = isinstance(dataset, Csv) and dataset.column_names is None
         for chunk in chunks(source):

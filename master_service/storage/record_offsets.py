@@ -9,6 +9,7 @@ from master_service.core.queue.file_table import TableFile
 from shared.datasets import record_io, tar_records, tf_record
 from shared.records.datasets import RecordIO, TFRecord, WebDataset
 from shared.storage import files
+from shared.storage.compressed import scanning
 
 CHECK_EVERY = 1024
 
@@ -17,7 +18,7 @@ def count_framed(
     file: str, dataset: TFRecord | RecordIO | WebDataset, task_records: int, check: Callable[[], None]
 ) -> TableFile:
     """`check` is called often, and raises when counting shall stop. Raises DatasetError with the byte of what is damaged."""
-    with files.reading(file, dataset.kind), files.open_read(file) as source:
+    with files.reading(file, dataset.kind), scanning(file) as source:
         if isinstance(dataset, RecordIO):  # readers find chunks by their heads
             records = 0
             for chunk in record_io.chunks(source, file):

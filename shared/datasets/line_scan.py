@@ -22,7 +22,7 @@ Lines = Csv | JsonLines | TextLines
 
 CHUNK_BYTES = 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+ARCHIVES = (".zip", ".7z", ".tar", ".tgz")
 _NEWLINE, _RETURN, _QUOTE = 10, 13, 34
 _NONE = np.empty(0, dtype=np.int64)
 
@@ -133,8 +133,8 @@ def data_start(file: BinaryIO) -> int:
     return start
 
 
-def refuse_compressed(path: str) -> None:
-    """Raises DatasetError for the name of a compressed file: such files cannot be read from an offset."""
-    if path.endswith(COMPRESSED):
-        msg = f"{path} is compressed; lines in it cannot be reached by offset"
-        raise DatasetError(msg, hint="decompress it, or convert it to Parquet, which compresses inside", url=path)
+def refuse_archive(path: str) -> None:
+    """Raises DatasetError for the name of a file that holds files."""
+    if path.endswith(ARCHIVES):
+        msg = f"{path} is an archive of files, not lines"
+        raise DatasetError(msg, hint="unpack it; single files may be compressed as .gz .bz2 .xz .zst", url=path)

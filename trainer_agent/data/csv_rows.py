@@ -11,10 +11,11 @@ from typing import BinaryIO
 import pyarrow as pa
 from pyarrow import csv as arrow_csv
 
-from shared.datasets.line_scan import data_start, refuse_compressed
+from shared.datasets.line_scan import data_start, refuse_archive
 from shared.errors import DatasetError
 from shared.records.datasets import Csv
 from shared.storage import files
+from shared.storage.compressed import Decompressed
 from trainer_agent.data.arrow import columns_of_table
 from trainer_agent.data.lines import RawRecords, read_range, read_raw
 from trainer_agent.data.shard import Shard
@@ -40,13 +41,14 @@ class Header:
 class CsvReader:
     def __init__(self, dataset: Csv) -> None:
         self._dataset = dataset
+        self._content = Decompressed()
         self._headers: dict[str, Header] = {}
         self._types: dict[str, pa.DataType] | None = None
         self._lock = Lock()
 
     def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:
-        refuse_compressed(file)
-        with self._lock, files.reading(file, "CSV"), files.open_read(file) as source:
+        refuse_archive(file)
+        with self._lock, files.reading(file, "CSV"), self._content.opened(file) as source:
             header = self._header(file, source)
             types = self._column_types()
             raw = read_range(source, self._dataset, file, first, count, offset, header.start)
@@ -85,7 +87,7 @@ class CsvReader:
         return self._types
 
     def _types_in(self, file: str) -> dict[str, pa.DataType]:
-        with files.reading(file, "CSV"), files.open_read(file) as source:
+        with files.reading(file, "CSV"), self._content.opened(file) as source:
             try:
                 header = self._header(file, source)
             except DatasetError as error:

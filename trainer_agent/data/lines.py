@@ -6,10 +6,11 @@ import json
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from shared.datasets.line_scan import Lines, Offsets, RecordScanner, chunks, data_start, refuse_compressed
+from shared.datasets.line_scan import Lines, Offsets, RecordScanner, chunks, data_start, refuse_archive
 from shared.errors import DatasetError
 from shared.records.datasets import JsonLines, TextLines
 from shared.storage import files
+from shared.storage.compressed import Decompressed
 from trainer_agent.data.reader import too_short
 from trainer_agent.data.shard import Record, RecordShard, Shard
 
@@ -70,10 +71,11 @@ class LineReader:
 
     def __init__(self, dataset: TextLines | JsonLines) -> None:
         self._dataset = dataset
+        self._content = Decompressed()
 
     def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:
-        refuse_compressed(file)
-        with files.reading(file, self._dataset.kind), files.open_read(file) as source:
+        refuse_archive(file)
+        with files.reading(file, self._dataset.kind), self._content.opened(file) as source:
             raw = read_range(source, self._dataset, file, first, count, offset, data_start(source))
             if isinstance(self._dataset, TextLines):
                 return Shard({"text": [_text(file, first + n, raw.record(n)) for n in range(count)]}, count)

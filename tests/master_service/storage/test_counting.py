@@ -86,7 +86,7 @@ def test_heads_of_npy_files_are_read_in_several_threads_whatever_runs_in_between
         (lambda d: Npy(f"{d}/garbage.txt"), "garbage.txt cannot be read as .npy: "),
         (lambda d: Npy(f"{d}/number.npy"), "number.npy holds a single number, not rows of numbers"),
         (lambda d: Npy(f"{d}/objects.npy"), "objects.npy holds Python objects, not rows of numbers"),
-        (lambda d: TextLines(f"{d}/lines.txt.gz"), "lines.txt.gz is compressed"),
+        (lambda d: TextLines(f"{d}/lines.txt.zip"), "lines.txt.zip is an archive of files, not lines"),
         (
             lambda d: TextLines("nosuch://bucket/x"),
             "nosuch://bucket/x cannot be read as a place of files: no way to open",
@@ -112,7 +112,7 @@ def test_heads_of_npy_files_are_read_in_several_threads_whatever_runs_in_between
 )
 def test_errors_name_the_url_and_what_to_do(tmp_path, dataset, message):
     (tmp_path / "garbage.txt").write_text("no magic here")
-    (tmp_path / "lines.txt.gz").write_bytes(b"\x1f\x8b")
+    (tmp_path / "lines.txt.zip").write_bytes(b"\x1f\x8b")
     (tmp_path / "open_quote.csv").write_text('a,b\n1,"x\n2,y\n')
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "header.csv").write_text("a,b\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from trainer_agent.script.user_module import load
 
 MINIBATCH = 2
 EPOCHS = 2
+IDS = "".join(f'{{"id": {number}}}\n' for number in range(RECORDS)).encode()
 
 IN_SCRIPT = """
     class Ids(torch.utils.data.Dataset):
@@ -61,6 +63,11 @@ KINDS = {
         'ImageFolder("{folder}/images")',
         lambda folder: write_images(folder / "images"),
         'batch["image"][:, 0, 0, 0].long()',
+    ),
+    "compressed_lines": (
+        'JsonLines("{folder}/ids.jsonl.gz")',
+        lambda folder: (folder / "ids.jsonl.gz").write_bytes(gzip.compress(IDS)),
+        'batch["id"]',
     ),
     "webdataset": ('WebDataset("{folder}/ids.tar")', copied("ids.tar"), 'batch["png"][:, 0, 0, 0].long()'),
 }

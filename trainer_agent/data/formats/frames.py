@@ -13,6 +13,7 @@ from shared.datasets import record_io, tf_record
 from shared.errors import DatasetError
 from shared.records.datasets import RecordIO, TFRecord
 from shared.storage import files
+from shared.storage.compressed import Decompressed
 from trainer_agent.data.formats.tf_example import example
 from trainer_agent.data.reader import too_short
 from trainer_agent.data.shard import Record, RecordShard, Shard
@@ -36,9 +37,10 @@ def chosen(found: Iterator[T], file: str, first: int, count: int, offset: int | 
 class TFRecordReader:
     def __init__(self, dataset: TFRecord) -> None:
         self._decode, self._lists = dataset.decode, frozenset(dataset.lists)
+        self._content = Decompressed()
 
     def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:
-        with files.reading(file, "TFRecord"), files.open_read(file) as source:
+        with files.reading(file, "TFRecord"), self._content.opened(file) as source:
             found = chosen(tf_record.payloads(source, file, offset or 0), file, first, count, offset)
         if self._decode == "bytes":
             return Shard({"bytes": found}, count)

@@ -12,6 +12,7 @@ from shared.datasets.tar_records import Member, TarRecord, records
 from shared.errors import DatasetError
 from shared.records.datasets import WebDataset
 from shared.storage import files
+from shared.storage.compressed import Decompressed
 from trainer_agent.data.formats import images
 from trainer_agent.data.formats.frames import chosen
 from trainer_agent.data.shard import Record, RecordShard, Shard
@@ -23,9 +24,10 @@ _NUMBERS = ("cls", "cls2", "index", "inx", "id")
 class WebDatasetReader:
     def __init__(self, dataset: WebDataset) -> None:
         self._decode, self._size = dataset.decode, dataset.image_size
+        self._content = Decompressed()
 
     def read(self, file: str, first: int, count: int, offset: int | None = None) -> Shard:
-        with files.reading(file, "a tar file"), files.open_read(file) as source:
+        with files.reading(file, "a tar file"), self._content.opened(file) as source:
             found = chosen(records(source, file, offset or 0), file, first, count, offset)
             return RecordShard([self._record(source, file, record) for record in found])
 
