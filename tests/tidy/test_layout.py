@@ -45,6 +45,7 @@ HOMES = {
     "s3fs": ("shared/storage/object_store.py",),
     "httpx": ("trireme/view/client.py", "trireme/client/"),
     "ray": ("trireme/launchers/ray_launcher.py", "trireme/launchers/ray_process.py"),
+    "tensorboard": ("trireme/cli/history/tensorboard.py",),
     "requests": (),
     "urllib.request": (),
     "http.client": (),

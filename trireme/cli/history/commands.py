@@ -1,7 +1,8 @@
-"""The commands about logs, events and metrics: their options. This module loads neither torch nor pydantic."""
+"""The commands about logs, events and metrics (TensorBoard, too): their options. This module loads neither torch nor pydantic."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,6 +16,7 @@ def register(app: typer.Typer) -> None:
     app.command("logs")(logs)
     app.command("events")(events)
     app.command("metrics")(metrics)
+    app.command("tensorboard")(tensorboard)
 
 
 def logs(
@@ -90,3 +92,24 @@ def metrics(
     from trireme.cli.history.metrics import metrics as show  # noqa: PLC0415
 
     raise typer.Exit(show(named or job, data_dir, url, names or [], form, by=by, follow=follow))
+
+
+def tensorboard(
+    jobs: Annotated[
+        list[str] | None, typer.Argument(help="Names of jobs. Default: the one started last.", metavar="[JOB]...")
+    ] = None,
+    port: Annotated[int, typer.Option(help="Of TensorBoard.", min=1, max=65535, metavar="P")] = 6006,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Only write event files of what is known now below this folder.", metavar="DIR"),
+    ] = None,
+    data_dir: DataDir = None,
+    url: Url = None,
+) -> None:
+    """TensorBoard on this machine, with the metrics of jobs that run or have ended; it follows them until Ctrl-C.
+
+    Needs `pip install 'trireme[tensorboard]'`.
+    """
+    from trireme.cli.history.tensorboard import tensorboard as show  # noqa: PLC0415
+
+    raise typer.Exit(show(jobs or [], data_dir, url, port=port, out=out))

@@ -67,6 +67,7 @@ class Found:
         return int(row["step"] if self.by == "step" else row["epoch"] + 1)
 
 
+Write = Callable[[str, Iterable[Row]], None]
 Open = Callable[[], AbstractAsyncContextManager[Found]]
 
 
@@ -82,7 +83,7 @@ def metrics(
 ) -> int:
     """The exit code. `wanted`: names, or patterns with * and ?; empty: all."""
     telemetry.configure(level="ERROR", json=False)
-    found = partial(_found, job, data_dir, url, by)
+    found = partial(find_metrics, job, data_dir, url, by)
     try:
         if not follow:
             asyncio.run(_show(found, wanted, form))
@@ -100,8 +101,8 @@ def metrics(
 
 
 @asynccontextmanager
-async def _found(job: str | None, data_dir: Path | None, url: str | None, by: str) -> AsyncIterator[Found]:
-    """Raises TriremeError."""
+async def find_metrics(job: str | None, data_dir: Path | None, url: str | None, by: str) -> AsyncIterator[Found]:
+    """Of the job that is meant. Raises TriremeError."""
     try:
         target = job_target(job, data_dir, url)
     except (Conflict, PeerError):  # a run that has ended, or was stopped
@@ -141,21 +142,26 @@ async def loss_chart(storage: str) -> str:
 
 
 async def _show(opened: Open, wanted: Sequence[str], form: Form) -> None:
-    async with opened() as found:
-        if form in ("table", "plot"):
+    if form in ("table", "plot"):
+        async with opened() as found:
             print(await _text(found, wanted, form))  # noqa: T201
-            return
-        points = [(each["name"], await found.points(each["name"])) for each in await _wanted(found, wanted)]
-        if form == "json":
+    elif form == "csv":
+        await show_points(opened, wanted, _line_writer(form))
+    else:
+        async with opened() as found:
+            points = [(each["name"], await found.points(each["name"])) for each in await _wanted(found, wanted)]
             told = [{"name": name, "points": rows} for name, rows in points if rows]
             print(json.dumps({"job": found.job, "by": found.by, "metrics": told}))  # noqa: T201
-            return
-        write = _line_writer(form)
-        for name, rows in points:
-            write(name, rows)
 
 
-async def follow_points(opened: Open, wanted: Sequence[str], write: Callable[[str, Iterable[Row]], None]) -> None:
+async def show_points(opened: Open, wanted: Sequence[str], write: Write) -> None:
+    """All that are kept now."""
+    async with opened() as found:
+        for summary in await _wanted(found, wanted):
+            write(summary["name"], await found.points(summary["name"]))
+
+
+async def follow_points(opened: Open, wanted: Sequence[str], write: Write) -> None:
     """Each point once, when there is a later one or the job has ended; also through changes of the master. Raises PeerError after LOST_S
     without an answer."""
     heard, begins = clock.monotonic(), dict[str, int]()
@@ -257,7 +263,7 @@ async def _charts(found: Found, summaries: Sequence[Row], named: bool) -> str:
     return "\n\n".join(drawn)
 
 
-def _line_writer(form: Form) -> Callable[[str, Iterable[Row]], None]:
+def _line_writer(form: Form) -> Write:
     """Of CSV with a header, or of JSON objects."""
     if form == "json":
 

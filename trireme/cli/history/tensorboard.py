@@ -1,0 +1,123 @@
+"""`trireme tensorboard`: the metrics of jobs as TensorBoard's event files, and TensorBoard on this machine.
+
+each job's points, each once (metrics.py) ─► an event file in a folder of its own ─► TensorBoard reads the folder of all
+
+The files are made from what the master keeps, which has each step once, so they have, too, whatever died meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from shared.errors import Conflict, InvalidArgument, TriremeError
+from shared.runtime import clock, telemetry
+from trireme.cli import exit_codes
+from trireme.cli.history.metrics import Open, find_metrics, follow_points, show_points
+from trireme.view.series import Row
+
+ENDING_S = 5.0
+HOST = "127.0.0.1"
+
+
+class EventFiles:
+    """One job's, in a folder that has none yet. Use it as a context manager. Raises Conflict, OSError."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter  # noqa: PLC0415  an extra
+
+        if folder.exists() and any(folder.iterdir()):
+            raise Conflict(
+                f"{folder} is not empty: event files there would be shown beside these", hint="choose another --out"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        self._writer: Any = EventFileWriter(str(folder))
+
+    def __repr__(self) -> str:
+        return f"<EventFiles in {self._writer.get_logdir()}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._writer.close()
+
+    def write(self, name: str, rows: Iterable[Row]) -> None:
+        """At the first step of each point: its mean."""
+        from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415
+        from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415
+
+        for row in rows:
+            values = [Summary.Value(tag=name, simple_value=row["mean"])]
+            event = Event(wall_time=clock.wall_time(), step=row["step"], summary=Summary(value=values))
+            self._writer.add_event(event)
+        self._writer.flush()
+
+
+def tensorboard(jobs: Sequence[str], data_dir: Path | None, url: str | None, *, port: int, out: Path | None) -> int:
+    """The exit code. `out`: only write the event files of what is known now, into a folder for each job there."""
+    telemetry.configure(level="ERROR", json=False)
+    try:
+        if importlib.util.find_spec("tensorboard") is None:
+            raise InvalidArgument("TensorBoard is not installed here", hint="pip install 'trireme[tensorboard]'")
+        sources = [partial(find_metrics, job, data_dir, url, "step") for job in dict.fromkeys(jobs) or (None,)]
+        if out is not None:
+            asyncio.run(_export(sources, out))
+            return exit_codes.OK
+        with tempfile.TemporaryDirectory(prefix="trireme-tensorboard-") as folder:
+            return asyncio.run(_serve(sources, Path(folder), port))
+    except TriremeError as error:
+        return exit_codes.report_error(error, as_json=False)
+    except OSError as error:
+        return exit_codes.report_error(InvalidArgument(f"event files cannot be written: {error}"), as_json=False)
+    except KeyboardInterrupt:
+        return exit_codes.INTERRUPTED
+
+
+async def _export(sources: Iterable[Open], out: Path) -> None:
+    for source in sources:
+        name = await _name(source)
+        with EventFiles(out / name) as files:
+            await show_points(source, (), files.write)
+        print(out / name)  # noqa: T201
+
+
+async def _serve(sources: Iterable[Open], folder: Path, port: int) -> int:
+    """Until TensorBoard ends. Raises TriremeError if a job is not there; what happens to it later is only told."""
+    with ExitStack() as stack:
+        files = [(source, stack.enter_context(EventFiles(folder / await _name(source)))) for source in sources]
+        following = [asyncio.ensure_future(_follow(source, each)) for source, each in files]
+        arguments = ("--logdir", str(folder), "--host", HOST, "--port", str(port), "--reload_interval", "2")
+        server = await asyncio.create_subprocess_exec(sys.executable, "-m", "tensorboard.main", *arguments)
+        try:
+            return exit_codes.OK if await server.wait() == 0 else exit_codes.JOB_FAILED
+        finally:
+            for each in following:
+                each.cancel()
+            await asyncio.wait(following)
+            if server.returncode is None:
+                server.terminate()
+                try:
+                    await asyncio.wait_for(server.wait(), ENDING_S)
+                except TimeoutError:
+                    server.kill()
+                    await server.wait()
+
+
+async def _name(source: Open) -> str:
+    async with source() as found:
+        return found.job
+
+
+async def _follow(source: Open, files: EventFiles) -> None:
+    try:
+        await follow_points(source, (), files.write)
+    except (TriremeError, OSError) as error:
+        print(f"{files}: nothing more is added: {error}", file=sys.stderr)  # noqa: T201
