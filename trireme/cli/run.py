@@ -15,7 +15,7 @@ from shared.errors import PeerError, TriremeError
 from shared.keys import Keys
 from shared.membership.etcd_access import EtcdAccess
 from shared.records import Dispatch, FailureCause, JobSpec, JobState, Phase
-from shared.runtime import telemetry
+from shared.runtime import clock, telemetry
 from shared.security import private_files
 from shared.security.access import is_loopback
 from shared.security.tls import Tls
@@ -23,6 +23,7 @@ from shared.security.token_folder import TokenFolder
 from trireme import existing_etcd
 from trireme.cli import exit_codes
 from trireme.cli.history.metrics import loss_chart
+from trireme.cli.history.script_output import ScriptOutput
 from trireme.existing_etcd import access_of
 from trireme.launch import resume, run_folder, run_storage
 from trireme.launch.cluster import HOST, LocalCluster
@@ -227,6 +228,7 @@ async def _train(
     """`options`: of LocalCluster."""
     screen = display()
     spent = run_folder.TimeSpent(folder)
+    output = ScriptOutput(folder / "logs", screen.output)
     try:
         reporter = ProgressReporter(spec, screen, restarts_in(folder))
         cluster = LocalCluster(spec, folder, **options, forks=forks, on_event=reporter.on_child)
@@ -234,6 +236,7 @@ async def _train(
         async with cluster:
             interrupt.ready = True
             cluster.run_beside(spent.keep())
+            cluster.run_beside(output.run())
             state = await _run_to_the_end(cluster, reporter, folder, screen)
             counts = await reporter.last_counts(lambda: cluster.client(REQUEST_TIMEOUT_S))
             resumable = state.cause not in (None, FailureCause.SCRIPT) and await _is_saved(cluster)
@@ -242,6 +245,7 @@ async def _train(
         raise
     finally:
         spent.save()
+        output.look(clock.monotonic(), last=True)
         screen.close()
     document = result_document(spec, state, counts, spent.seconds, folder, resumable=resumable)
     run_folder.write_json(folder / resume.RESULT_FILE, document)

@@ -6,6 +6,7 @@ facts (Progress, events as sentences) -> Display.show / Display.event -> LiveDis
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -102,27 +103,37 @@ class Display(Protocol):
 
     def event(self, sentence: str) -> None: ...
 
+    def output(self, lines: Sequence[tuple[str, str]]) -> None:
+        """What members' scripts printed: member and line."""
+
     def close(self) -> None: ...
 
 
 class LineDisplay:
-    """For logs and pipes: events at once, progress every `LINE_EVERY_S` seconds and soon after a change of epoch or phase."""
+    """For logs and pipes: events at once, progress every `LINE_EVERY_S` seconds and soon after a change of epoch or phase; of many short
+    epochs less and less often."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._last: tuple[float, tuple[str, str, int]] | None = None
+        self._epoch_s = LINE_AT_MOST_EVERY_S  # until the line of another epoch may come
 
     def show(self, progress: Progress, now: float) -> None:
         place = (progress.phase, progress.stage, progress.epoch)
         if self._last is not None:
             since_s, before = now - self._last[0], self._last[1]
-            if since_s < (LINE_EVERY_S if before == place else LINE_AT_MOST_EVERY_S):
+            is_epoch = before != place and before[:2] == place[:2]
+            if since_s < (LINE_EVERY_S if before == place else self._epoch_s if is_epoch else LINE_AT_MOST_EVERY_S):
                 return
+            self._epoch_s = min(LINE_EVERY_S, 2 * self._epoch_s) if is_epoch else LINE_AT_MOST_EVERY_S
         self._last = (now, place)
         self.event(f"{progress.phase}  {progress.training()}  {progress.members()}")
 
     def event(self, sentence: str) -> None:
         self._console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+    def output(self, lines: Sequence[tuple[str, str]]) -> None:
+        _print_output(self._console, lines)
 
     def close(self) -> None:
         return
@@ -148,8 +159,18 @@ class LiveDisplay:
     def event(self, sentence: str) -> None:
         self._console.print(sentence, markup=False, highlight=False, style="yellow", soft_wrap=True)
 
+    def output(self, lines: Sequence[tuple[str, str]]) -> None:
+        _print_output(self._console, lines)
+
     def close(self) -> None:
         self._live.stop()
+
+
+def _print_output(console: Console, lines: Sequence[tuple[str, str]]) -> None:
+    """Members' lines at once, so that the live block is drawn once for them."""
+    bar = "│" if console.encoding.startswith("utf") else "|"
+    text = Text("\n").join(Text.assemble((f"{member} {bar} ", "cyan"), line) for member, line in lines)
+    console.print(text, highlight=False, soft_wrap=True)
 
 
 def display() -> Display:

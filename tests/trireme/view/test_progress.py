@@ -75,6 +75,11 @@ def test_without_a_terminal_a_line_comes_every_few_seconds_and_with_each_epoch()
     assert [line.split("  ")[1] for line in lines] == ["epoch 2/5", "epoch 2/5", "epoch 3/5"]
 
 
+def test_many_short_epochs_do_not_flood_a_log():
+    epochs = [(replace(RUNNING, epoch=number, epochs=400), number * 0.3) for number in range(200)]
+    assert len(lines_of(*epochs)) <= 60 / LINE_EVERY_S + 3
+
+
 def test_on_a_terminal_bar_numbers_and_members_are_drawn_and_events_stay():
     out = io.StringIO()
     display = LiveDisplay(Console(file=out, width=100, force_terminal=True))
