@@ -70,17 +70,22 @@ def sparkline(values: Sequence[float], width: int, *, braille: bool = True) -> s
     cut = [values[part * len(values) // parts : (part + 1) * len(values) // parts] for part in range(parts)]
     means = [math.fsum(part) / len(part) for part in cut]
     least, most = min(means), max(means)
-    if most <= least:
+    if _is_same(least, most):
         return levels[0] * parts
     return "".join(
         levels[round((mean / (most - least) - least / (most - least)) * (len(levels) - 1))] for mean in means
     )
 
 
+def _is_same(least: float, most: float) -> bool:
+    """But for the rounding of means."""
+    return math.isclose(least, most, rel_tol=1e-9)
+
+
 def _range(values: Sequence[float]) -> tuple[float, float]:
     """The lowest and the highest value; around a value that never changes, some space."""
     least, most = min(values), max(values)
-    if most > least:
+    if not _is_same(least, most):
         return least, most
     space = abs(most) / 10 or 1.0
     return least - space, most + space

@@ -45,6 +45,7 @@ def test_a_sparkline_shows_the_means_of_parts() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
     assert sparkline([0, 0, 7, 7], 2) == "▁█"
     assert sparkline([2.0] * 5, 32) == "▁▁▁▁▁"
+    assert sparkline([0.05, 0.05000000000000001], 32) == "▁▁"  # the mean of equal values may be rounded
     assert sparkline([0.0, 1.0], 32, braille=False) == "_#"
     assert sparkline([], 32) == ""
 
