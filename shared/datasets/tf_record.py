@@ -9,7 +9,8 @@ import struct
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from shared.datasets.crc32c import crc32c
+from google_crc32c import value as crc32c
+
 from shared.errors import DatasetError
 
 _HEAD = struct.Struct("<QI")
