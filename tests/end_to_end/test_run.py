@@ -29,6 +29,7 @@ def test_a_model_trains_and_plain_pytorch_loads_it(trireme, tmp_path, mode):
     assert (result["phase"], result["mode"], result["records"]) == ("COMPLETED", mode, 2 * RECORDS)
     assert mode == "async" or result["steps"] == 2 * RECORDS // 32
     assert json.loads(trireme.run("status", "--json").out) == result
+    assert "trainer-0 │ evaluating " in done.err or "trainer-1 │ evaluating " in done.err
     if mode == "sync":  # the members have ended; what they logged and the script printed is there
         lines = [json.loads(line) for line in trireme.run("logs", "trainer", "--tail", 5000, "--json").out.splitlines()]
         assert {line["member"] for line in lines} == {"trainer-0", "trainer-1"}

@@ -24,7 +24,9 @@ from trireme.view.job_address import AnyClient, open_client
 from trireme.view.names import without_tokens
 from trireme.view.progress import progress_of
 from trireme.view.report import evaluation_line, loss_rows, summary_text
+from trireme.view.stopped_run import explain_stopped
 
+STOPPED = "STOPPED"  # no phase of a job: nobody runs it, and it is unfinished
 PIPE_WIDTH = 10_000  # a pipe has no edge: nothing is cut or wrapped
 Show = Callable[..., Awaitable[dict[str, Any]]]
 
@@ -34,8 +36,11 @@ def ask(show: Show, job: str | None, data_dir: Path | None, url: str | None, *, 
     telemetry.configure(level="ERROR", json=False)
     console = None if as_json else stdout_console()
     try:
-        result = _result_of(job, data_dir, url)
-        if result is not None:
+        folder = _local_folder(job, data_dir, url)
+        result = run_folder.read_json(folder / resume.RESULT_FILE) if folder else None
+        if folder and result is None and show is show_status and not run_folder.is_running(folder):
+            document = _stopped_status(folder, console)
+        elif result is not None:
             document = _OF_ENDED[show](result, console, **query)
         else:
             document = asyncio.run(_ask(show, job_target(job, data_dir, url), console, query))
@@ -55,15 +60,15 @@ async def _ask(show: Show, target: Target, console: Console | None, query: dict[
         return await show(client, console, **query)
 
 
-def _result_of(job: str | None, data_dir: Path | None, url: str | None) -> dict[str, Any] | None:
-    """The result of a local run that has ended. Says which job it is if there are several. Raises NotFound."""
+def _local_folder(job: str | None, data_dir: Path | None, url: str | None) -> Path | None:
+    """Of the local run that is meant. Says which job it is if there are several. Raises NotFound."""
     folder = local_run(job, data_dir, url)
     if folder is None:
         return None
     if job is None and (others := run_folder.other_runs(folder)):
         also = f"{folder.parent} also has {', '.join(others)} (choose one with --job NAME)"
         print(f"this is job {folder.name}, the one started last; {also}", file=sys.stderr)  # noqa: T201
-    return run_folder.read_json(folder / resume.RESULT_FILE)
+    return folder
 
 
 async def show_status(client: AnyClient, console: Console | None) -> dict[str, Any]:
@@ -107,6 +112,15 @@ def _ended_status(result: dict[str, Any], console: Console | None) -> dict[str, 
     if console:
         print(summary_text(result, reason=result["phase"] != Phase.COMPLETED))  # noqa: T201
     return result
+
+
+def _stopped_status(folder: Path, console: Console | None) -> dict[str, Any]:
+    """Of an unfinished job that nobody runs."""
+    told = explain_stopped(folder)
+    if console:
+        print("\n".join([told.summary, *told.details, *(f"hint: {hint}" for hint in told.hints)]))  # noqa: T201
+    hints = list(told.hints)
+    return {"job": folder.name, "phase": STOPPED, "reason": told.summary, "details": list(told.details), "hints": hints}
 
 
 def _ended_tasks(result: dict[str, Any], console: Console | None, state: str | None = None) -> dict[str, Any]:

@@ -241,6 +241,7 @@ async def _train(
             counts = await reporter.last_counts(lambda: cluster.client(REQUEST_TIMEOUT_S))
             resumable = state.cause not in (None, FailureCause.SCRIPT) and await _is_saved(cluster)
     except asyncio.CancelledError:
+        output.look(clock.monotonic(), last=True)  # the hint shall be the last line
         screen.event(f"job {spec.job} is unfinished; resume it with: {resume_command()}")
         raise
     finally:

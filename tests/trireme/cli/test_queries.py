@@ -88,6 +88,18 @@ def test_a_job_that_was_stopped_is_told_from_one_that_does_not_answer(tmp_path):
         assert job_target("digits", tmp_path, None).address == NOBODY
 
 
+def test_the_status_of_a_stopped_job_says_how_it_goes_on(tmp_path, capsys):
+    ended(tmp_path, "digits", Phase.COMPLETED)
+    (tmp_path / "digits" / resume.RESULT_FILE).unlink()
+    assert ask(show_status, "digits", tmp_path, None, as_json=False) == 0
+    out, _ = capsys.readouterr()
+    assert out.startswith("Job digits was stopped before its end: its launcher does not run.\n")
+    assert "resumes it" in out
+    assert ask(show_status, None, tmp_path, None, as_json=True) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["job"], document["phase"]) == ("digits", "STOPPED")
+
+
 def test_with_several_jobs_it_is_told_which_one_is_shown_and_what_others_there_are(tmp_path, capsys):
     for time_s, job in enumerate(("old", "older", "new")):
         ended(tmp_path, job, Phase.COMPLETED, time_s)

@@ -16,6 +16,7 @@ def register(app: typer.Typer) -> None:
     app.command("logs")(logs)
     app.command("events")(events)
     app.command("metrics")(metrics)
+    app.command("list")(list_runs)
     app.command("tensorboard")(tensorboard)
 
 
@@ -113,3 +114,13 @@ def tensorboard(
     from trireme.cli.history.tensorboard import tensorboard as show  # noqa: PLC0415
 
     raise typer.Exit(show(jobs or [], data_dir, url, port=port, out=out))
+
+
+def list_runs(data_dir: DataDir = None, as_json: Json = False) -> None:
+    """The runs of this folder, newest first: name, state, when they started and ended, result, folder.
+
+    RUNNING, COMPLETED, FAILED, or STOPPED: unfinished, and nobody runs it now; the command that started it resumes it.
+    """
+    from trireme.cli.history.runs import list_runs as show  # noqa: PLC0415
+
+    raise typer.Exit(show(data_dir, as_json=as_json))
