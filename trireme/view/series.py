@@ -82,7 +82,7 @@ class OfStorage:
 
     async def epochs(self, name: str, first: int = 0) -> list[Row]:
         epochs = sorted(self._steps.epochs.items())
-        ends = [epoch.first - 1 for _, epoch in epochs[1:]] + [self._steps.next - 1]
+        ends = [epoch.first - 1 for _, epoch in epochs[1:]] + [self._steps.next - 1] * bool(epochs)
         return [
             _row(epoch.first, max(epoch.first, end), number, value)
             for (number, epoch), end in zip(epochs, ends, strict=True)

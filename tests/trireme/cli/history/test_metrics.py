@@ -110,6 +110,23 @@ def test_a_metric_that_is_not_there_is_told_with_those_that_are(
     assert command.metrics("other", data_dir, None, [], "table") == exit_codes.NOT_FOUND
 
 
+def test_an_asynchronous_job_has_no_metrics_by_epoch(tmp_path: Path) -> None:
+    async def epochs() -> list[Row]:
+        keeper = SeriesKeeper(StoredSeries(str(tmp_path)), 1)
+        running = asyncio.ensure_future(keeper.run())
+        while keeper.taken.next is None:
+            await asyncio.sleep(0.01)
+        keeper.note(MetricBatch(trainer="trainer-0", steps=(step(0),)))
+        await keeper.store()
+        running.cancel()
+        await asyncio.wait([running])
+        stored = OfStorage(*await read_all(StoredSeries(str(tmp_path))))
+        assert len(await stored.points("loss")) == 1
+        return await stored.epochs("loss")
+
+    assert asyncio.run(epochs()) == []
+
+
 def test_a_run_ends_with_a_chart_of_its_loss(data_dir: Path, tmp_path: Path) -> None:
     assert asyncio.run(command.loss_chart(str(data_dir / "digits"))).startswith("loss (last 0.003906")
     assert asyncio.run(command.loss_chart(str(tmp_path / "nothing"))) == ""
