@@ -124,7 +124,14 @@ async def _train(
         script = await retry(lambda: find_script(context.directory, scripts), "reading the job's script", REPORT_S)
         shared = settings.transport in {"auto", "shm"}
         compute = await asyncio.get_running_loop().run_in_executor(
-            computing, _build, spec, script, computing, shared, number_of(settings.name)
+            computing,
+            _build,
+            spec,
+            script,
+            computing,
+            shared,
+            number_of(settings.name),
+            context.directory.layout.initial if context.directory.layout is not None else "",
         )
     except ScriptChanged:
         raise  # not the job's fault: it must not fail because of it
@@ -182,9 +189,11 @@ async def _another_spec(directory: Directory, known: JobSpec, error: ScriptChang
         raise error from None
 
 
-def _build(spec: JobSpec, script: Path, executor: ThreadPoolExecutor, shared: bool, number: int) -> TorchCompute:
+def _build(
+    spec: JobSpec, script: Path, executor: ThreadPoolExecutor, shared: bool, number: int, initial: str
+) -> TorchCompute:
     malloc.give_back()
-    return TorchCompute(load(script), spec, executor, shared=shared, number=number)
+    return TorchCompute(load(script), spec, executor, shared=shared, number=number, initial=initial)
 
 
 async def _report_start(master: MasterPort, trainer: str, error: TriremeError) -> None:

@@ -65,6 +65,8 @@ class Config:
     parameter_dtype: str | None = None
     error_feedback: bool | None = None
     recovery_timeout_s: float | None = None
+    init_from: str | None = None
+    init_partial: bool | None = None
     pre_tasks: Sequence[str | dict[str, Any]] | None = None
     post_tasks: Sequence[str | dict[str, Any]] | None = None
     clip_norm: InitVar[float | None] = None  # refused, with the names that it has now

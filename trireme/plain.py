@@ -50,6 +50,7 @@ from trainer_agent.model.minibatch import BackwardGuard, means_of, on_device, se
 from trainer_agent.model.optimizer_spec import checked_scheduler
 from trainer_agent.model.torch_compute import checked_model
 from trainer_agent.script.user_module import UserModule
+from trainer_agent.start_values.load import load_start_values
 from trireme import settings
 
 REPORT_SECONDS = 2.0
@@ -83,7 +84,10 @@ def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> P
     options = _parser().parse_args(arguments)
     try:
         user = UserModule(Path(str(sys.modules[module].__file__)), sys.modules[module])
-        flags = {name: getattr(options, name) for name in ("epochs", "seed", "global_batch_size")}
+        flags = {
+            name: getattr(options, name)
+            for name in ("epochs", "seed", "global_batch_size", "init_from", "init_partial")
+        }
         result = run(user, plain_spec(user, flags, options.set), report=lambda text: print(text, file=sys.stderr))  # noqa: T201
         for name, value in result.metrics.items():
             print(f"{name} {value:.6g}")  # noqa: T201
@@ -142,7 +146,10 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     table = count_records(spec.dataset, spec.task_records)
     device = device_of(spec.device, deterministic=spec.deterministic)
     torch.manual_seed(spec.seed)
-    model = checked_model(user.call("model")).to(device)
+    model = checked_model(user.call("model"))
+    if sentence := load_start_values(model, spec).sentence:
+        report(sentence)
+    model = model.to(device)
     optimizer = user.call("optimizer", model)
     scheduler = checked_scheduler(user.call("scheduler", optimizer)) if user.has("scheduler") else None
     vars(optimizer)["_opt_called"] = True  # a first step that is left out is no mistake in the order of calls
@@ -364,6 +371,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--global-batch-size", type=int, metavar="N")
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="any other setting of trireme.Config"
+    )
+    parser.add_argument("--init-from", metavar="FILE", help="start with the parameters in this file")
+    parser.add_argument(
+        "--init-partial", action="store_true", default=None, help="leave out what does not fit the model"
     )
     parser.add_argument("--export", metavar="DIR", help="write the trained model there (safetensors and state_dict)")
     return parser

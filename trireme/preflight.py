@@ -38,6 +38,7 @@ class Inspection:
     dataset: dict[str, Any]
     evaluation_dataset: dict[str, Any] | None
     model: dict[str, Any] | None = None
+    notice: str = ""  # for the user
 
     @property
     def readers(self) -> list[str]:
@@ -113,5 +114,9 @@ def _read_answer(script: Path, code: int, out: str, err: str) -> Inspection:
             )
         )
     return Inspection(
-        answer.get("config") or {}, answer["dataset"], answer.get("evaluation_dataset"), answer.get("model")
+        answer.get("config") or {},
+        answer["dataset"],
+        answer.get("evaluation_dataset"),
+        answer.get("model"),
+        answer.get("notice", ""),
     )

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from shared.errors import InvalidArgument
 from shared.records import JobSpec
 from shared.records.job_spec import RENAMED
+from shared.storage import files
 from trireme.config import Config
 from trireme.validation import allowed_name, field_problems, problems_of, without_auto
 
@@ -132,6 +133,8 @@ def merge(sources: Sequence[Source]) -> dict[str, Setting]:
 def job_spec(settings: Mapping[str, Setting], **fixed: Any) -> JobSpec:
     """The validated spec. `fixed`: fields that are not settings (script, datasets, storage). Raises UsageError."""
     values = {name: setting.value for name, setting in settings.items() if name in SETTINGS}
+    if isinstance(values.get("init_from"), str):  # members have other working directories
+        values["init_from"] = files.absolute(values["init_from"])
     try:
         return JobSpec.model_validate({**without_auto(values), **fixed})
     except ValidationError as error:

@@ -20,6 +20,7 @@ EvaluateEvery = Annotated[int, Field(ge=1, lt=2**63)] | Literal["epoch"]
 MAX_MEMBERS = 100_000  # of each kind
 MAX_TASKS = 8  # of each stage
 _FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*")
+INITIAL_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")  # of `init_from`
 RENAMED = {
     "clip_norm": "clip_norm is no setting any more: clip_grad_norm limits the norm of the whole step's gradient, as clip_grad_norm_ does "
     "in plain PyTorch; clip_lane_norm limits the gradient of each lane by itself, as clip_norm did"
@@ -119,6 +120,8 @@ class JobSettings(Record):
     `clip_grad_norm`: the gradient of a whole step (asynchronous: of each push) is scaled down to this norm; `clip_lane_norm`: the gradient
     of each minibatch, before the mean over lanes is taken. `grad_norm_every` (synchronous): the norm of the gradient is measured in every
     so many steps (0: never); a job with `clip_grad_norm` has it in each.
+    `init_from`: path or URL of a file with the values that parameters and buffers start with (safetensors, or a state_dict);
+    `init_partial`: what does not fit the model is left out.
     `evaluate_every`: so many steps, or epoch: such versions are evaluated while training goes on. `keep_best`: `accuracy:max` or
     `loss:min`: the checkpoint of the best evaluation is kept and exported. `stop_early`: training ends when evaluations get no better.
     `device` auto: that of the trainer that initialises the parameters. `join_window_s`: members that join a running job within
@@ -176,6 +179,8 @@ class JobSettings(Record):
     parameter_dtype: Transported = "float32"
     error_feedback: bool | None = None
     recovery_timeout_s: float = Field(default=600.0, gt=0)
+    init_from: str | None = None
+    init_partial: bool = False
     pre_tasks: tuple[JobTask, ...] = Field(default=(), max_length=MAX_TASKS)
     post_tasks: tuple[JobTask, ...] = Field(default=(), max_length=MAX_TASKS)
 
@@ -204,6 +209,17 @@ class JobSettings(Record):
     def _is_criterion(cls, value: str | None) -> str | None:
         if value is not None:
             Criterion.parse(value)
+        return value
+
+    @field_validator("init_from")
+    @classmethod
+    def _is_file_of_values(cls, value: str | None) -> str | None:
+        if value is not None and not value.endswith(INITIAL_FILES):
+            msg = (
+                f"give the path or URL of a file of parameters ({', '.join(INITIAL_FILES)}); "
+                "names of jobs are for --init-from on the command line"
+            )
+            raise ValueError(msg)
         return value
 
     @field_validator("pre_tasks", "post_tasks", mode="before")

@@ -47,7 +47,8 @@ class OptimizerSpec(Record):
 
 class Layout(Record):
     """`digest`: SHA-256 over names, shapes, dtypes and memory formats of all parameters and buffers, in order. `device`: the kind
-    of device (cpu, cuda) of the trainer that initialised the parameters; "" if it is not known."""
+    of device (cpu, cuda) of the trainer that initialised the parameters; "" if it is not known. `initial`: digest of the model's values
+    after `init_from` was loaded; "": none was."""
 
     segments: tuple[Segment, ...]
     block_bytes: int
@@ -55,6 +56,7 @@ class Layout(Record):
     optimizer: OptimizerSpec
     slot_count: int = 1024
     device: str = ""
+    initial: str = ""
 
     @property
     def offsets(self) -> tuple[int, ...]:

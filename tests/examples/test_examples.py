@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from safetensors.numpy import load_file
 
 pytestmark = pytest.mark.timeout(180)  # processes that import torch, on a busy machine
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -90,3 +91,17 @@ def test_a_loop_of_ones_own_differs_from_a_plain_one_by_five_lines_which_the_doc
 def test_loops_learn_digits(tmp_path, name):
     done = python(f"digits/{name}.py", DIGITS_DATA=str(tmp_path))
     assert metrics(done.stdout)["accuracy"] > 0.93
+
+
+def test_a_new_head_learns_on_the_frozen_trunk_of_another_job(tmp_path):
+    def trained(name: str, *flags: str) -> dict[str, float]:
+        done = python(f"finetune/{name}.py", "--export", str(tmp_path / name), *flags, FINETUNE_DATA=str(tmp_path))
+        return metrics("\n".join(line for line in done.stdout.splitlines() if line.startswith("accuracy")))
+
+    assert trained("pretrain", "--epochs", "2")["accuracy"] > 0.7
+    start = tmp_path / "pretrain" / "model.safetensors"
+    assert trained("finetune", "--epochs", "3", "--init-from", str(start))["accuracy"] > 0.7
+    before, after = load_file(start), load_file(tmp_path / "finetune" / "model.safetensors")
+    trunk = [name for name in before if name.startswith("0.")]
+    assert len(trunk) == 4
+    assert all(before[name].tobytes() == after[name].tobytes() for name in trunk)

@@ -19,7 +19,7 @@ FLOORS = {
         {"masterless", "api"},
     ],
     "trainer_agent": [
-        {"core", "data", "waiting", "own_loop"},
+        {"core", "data", "waiting", "own_loop", "start_values"},
         {"model", "data_plane"},
         {"script", "tasks", "membership"},
         {"loops"},

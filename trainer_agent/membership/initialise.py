@@ -87,6 +87,14 @@ def check_layout(mine: Layout, job: Layout) -> None:
         differences.append(f"block_bytes ({mine.block_bytes}, the job has {job.block_bytes})")
     if mine.optimizer.name != job.optimizer.name:
         differences.append(f"the optimizer ({mine.optimizer.name}, the job has {job.optimizer.name})")
+    if mine.initial != job.initial and not differences:
+        raise LayoutMismatch(
+            f"init_from gave this trainer other values than the job began with (digest {mine.initial[:12] or 'none'}, the job has "
+            f"{job.initial[:12] or 'none'}): the file was changed meanwhile",
+            hint="this trainer takes the job's own copy when it starts again; start a new job for the new file",
+            mine=mine.initial,
+            job=job.initial,
+        )
     if differences:
         raise LayoutMismatch(
             f"this trainer's model is not the job's: different {'; '.join(differences)}",

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -37,6 +38,7 @@ from trainer_agent.model.gradient_tree import Entry, GradientTree
 from trainer_agent.model.minibatch import MinibatchRunner, UserCode
 from trainer_agent.model.send_buffers import SendBuffers
 from trainer_agent.own_loop.turns import OwnLoop
+from trainer_agent.start_values.load import start_values
 
 T = TypeVar("T")
 ANNOUNCED_BYTES = 256 << 10  # finished blocks are announced when there are so many bytes of them, or no more will come
@@ -45,10 +47,17 @@ ANNOUNCED_BYTES = 256 << 10  # finished blocks are announced when there are so m
 class TorchCompute:
     """See trainer_agent.model.compute.Compute. `executor` runs one call at a time; building takes as long as model() does.
     `shared`: gradients are in memory that parameter servers on this host can read. `number`: of the trainer on its host, which
-    chooses its GPU."""
+    chooses its GPU. `initial`: Layout.initial of a job that has begun: its own copy of these values is loaded."""
 
     def __init__(
-        self, user: UserCode, spec: JobSpec, executor: Executor, *, shared: bool = False, number: int = 0
+        self,
+        user: UserCode,
+        spec: JobSpec,
+        executor: Executor,
+        *,
+        shared: bool = False,
+        number: int = 0,
+        initial: str = "",
     ) -> None:
         torch.set_num_threads(spec.threads_per_trainer)
         self._user, self._executor = user, executor
@@ -60,10 +69,14 @@ class TorchCompute:
         self._result: LaneResult | None = LaneResult(0.0, 0)  # of the last lane; None: of the minibatch under way
         self._records = 0
         torch.manual_seed(spec.seed)
-        self.model = checked_model(user.call("model")).to(self._device)
+        model = checked_model(user.call("model"))
+        self.started = start_values(model, spec, initial)
+        self.model = model.to(self._device)
         optimizers_without_compiler()
         self.optimizer = user.call("optimizer", self.model)
-        self.plan: Plan = plan(self.model, self.optimizer, spec.block_bytes, spec.slot_count, self._device.type)
+        laid_out = plan(self.model, self.optimizer, spec.block_bytes, spec.slot_count, self._device.type)
+        begun = laid_out.layout.model_copy(update={"initial": self.started.digest})
+        self.plan: Plan = replace(laid_out, layout=begun)
         scheduler = user.call("scheduler", self.optimizer) if user.has("scheduler") else None
         self._scheduler = optimizers.checked_scheduler(scheduler)
         vars(self.optimizer)["_opt_called"] = True  # the servers step; without it schedulers warn about their order

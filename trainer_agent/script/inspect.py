@@ -79,7 +79,10 @@ def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, setting
             with _doing("the first minibatch of the evaluation"):
                 asyncio.run(compute.metrics(asyncio.run(compute.evaluate(held_out))))
     tensors = tensors_of(compute.model, groups_of(compute.optimizer))
-    return {"model": {"tensors": tensors, "optimizer": compute.layout.optimizer.model_dump(mode="json")}}
+    return {
+        "notice": compute.started.sentence,
+        "model": {"tensors": tensors, "optimizer": compute.layout.optimizer.model_dump(mode="json")},
+    }
 
 
 @contextlib.contextmanager

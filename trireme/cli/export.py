@@ -73,7 +73,8 @@ async def _write_model(spec: JobSpec, ref: CheckpointRef, manifest: Manifest, di
     from trainer_agent.script.user_module import load  # noqa: PLC0415
 
     with ThreadPoolExecutor(1) as executor:
-        compute = TorchCompute(load(spec.script), spec.model_copy(update={"device": "cpu"}), executor)
+        on_cpu = spec.model_copy(update={"device": "cpu"})
+        compute = TorchCompute(load(spec.script), on_cpu, executor, initial=manifest.layout.initial)
         check_layout(compute.layout, manifest.layout)
         stored.read_values(spec.storage, ref, manifest, compute.staging)
         compute.swap()

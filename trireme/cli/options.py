@@ -80,6 +80,17 @@ Pservers = Annotated[
     ),
 ]
 Lanes = Annotated[int | None, typer.Option(help="Virtual workers of sync mode; a power of two.", metavar="N")]
+InitFrom = Annotated[
+    str | None,
+    typer.Option(
+        "--init-from",
+        help="Start with the parameters in this file (safetensors or state_dict), or with those of another job.",
+        metavar="FILE|URL|JOB[@STEP]",
+    ),
+]
+InitPartial = Annotated[
+    bool | None, typer.Option("--init-partial", help="Leave out what does not fit the model.", show_default=False)
+]
 Epochs = Annotated[int | None, typer.Option(help="Passes over the dataset.", metavar="N")]
 GlobalBatchSize = Annotated[
     int | None, typer.Option(help="Records of one step; in sync mode over all lanes.", metavar="N")

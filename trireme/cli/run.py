@@ -24,6 +24,7 @@ from trireme import existing_etcd
 from trireme.cli import exit_codes
 from trireme.cli.history.metrics import loss_chart
 from trireme.cli.history.script_output import ScriptOutput
+from trireme.cli.start_file import with_start_file
 from trireme.existing_etcd import access_of
 from trireme.launch import resume, run_folder, run_storage
 from trireme.launch.cluster import HOST, LocalCluster
@@ -87,21 +88,27 @@ async def _run(request: RunRequest) -> int:
     interrupt = InterruptHandler()
     with interrupt, ForkServer() as forks:
         outer = outside_script(request.flags, request.assignments)
-        check_fields(outer)  # first: importing torch takes seconds, and a wrong flag should be told at once
+        check_fields(
+            {name: setting for name, setting in outer.items() if name != "init_from"}
+        )  # first: importing torch takes seconds, and a wrong flag should be told at once
         access, options = access_of(outer), _options(outer, insecure=request.insecure)
         if not request.dry_run:
             if options["port"]:
                 run_folder.check_port(options["host"], options["port"])
             if access is not None:
                 await existing_etcd.check(access, Keys(job_named(outer, request.script, quietly=True)))
+        data_dir = Path(str(outer["data_dir"].value)) if "data_dir" in outer else run_folder.DATA_DIR
+        outer = await asyncio.to_thread(with_start_file, outer, data_dir)
+        check_fields(outer)
         known = {name: setting.value for name, setting in outer.items() if name in SETTINGS}
         inspection = await inspect(request.script, known, check=request.check, start=forks.start)
+        if inspection.notice:
+            print(inspection.notice, file=sys.stderr)  # noqa: T201
         settings = merge([from_script(inspection.config)]) | outer
         counted = settings.get("pservers", Setting(AUTO, "default")).value == AUTO
         if counted:
             settings["pservers"] = Setting(pservers_for(inspection.model, cores()), "pservers = auto")
         job = job_named(settings, request.script)
-        data_dir = Path(str(settings["data_dir"].value)) if "data_dir" in settings else run_folder.DATA_DIR
         base = str(settings["storage"].value) if "storage" in settings else None
         spec = job_spec(
             settings | {"job": Setting(job, "--job")},

@@ -26,6 +26,7 @@ from shared.storage import files
 from trireme.cli import exit_codes
 from trireme.cli.cluster.leader import ask_leader
 from trireme.cli.run import job_named
+from trireme.cli.start_file import with_start_file
 from trireme.cli.targets import Target, cluster_target
 from trireme.launch.member_numbers import cores, pservers_for
 from trireme.launch.processes import ForkServer
@@ -86,11 +87,15 @@ async def _submit(request: SubmitRequest) -> int:
     with contextlib.suppress(PeerError):  # it may lead when the script has been inspected
         cluster_target(request.data_dir, request.url)  # first: no cluster is said before torch is imported
     outer = outside_script(request.flags, request.assignments)
+    check_fields({name: setting for name, setting in outer.items() if name != "init_from"})
+    outer = await asyncio.to_thread(with_start_file, outer, request.data_dir, request.url)
     check_fields(outer)
     scheduling, schedule = scheduling_of(request.scheduling), schedule_of(request)
     known = {name: setting.value for name, setting in outer.items() if name in SETTINGS}
     with ForkServer() as forks:
         inspection = await inspect(request.script, known, check=request.check, start=forks.start)
+    if inspection.notice:
+        say(inspection.notice)
     body = request_body(request, outer, inspection, scheduling)
     key, where = ids.new_id("submit"), (request.data_dir, request.url)
     if schedule:

@@ -1,0 +1,38 @@
+"""`--init-from JOB[@STEP]`: the file of parameters that it means."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.errors import NotFound
+from tests.trainer_agent.scripts import spec_for, write_script
+from trireme.cli.start_file import with_start_file
+from trireme.settings import Setting
+
+
+def meant(text: str, folder) -> str:
+    return str(with_start_file({"init_from": Setting(text, "--init-from")}, folder)["init_from"].value)
+
+
+def test_a_completed_job_means_its_exported_model(tmp_path):
+    spec = spec_for(write_script(tmp_path), job="pretrain", storage=str(tmp_path / "pretrain"))
+    (tmp_path / "pretrain" / "export").mkdir(parents=True)
+    (tmp_path / "pretrain" / "spec.json").write_bytes(spec.to_bytes())
+    model = tmp_path / "pretrain" / "export" / "model.safetensors"
+    with pytest.raises(NotFound, match="no checkpoint"):
+        meant("pretrain", tmp_path)
+    model.write_bytes(b"")
+    assert meant("pretrain", tmp_path) == str(model)
+    with pytest.raises(NotFound, match="no checkpoint 40"):
+        meant("pretrain@40", tmp_path)
+
+
+def test_paths_and_urls_stay(tmp_path):
+    for text in ("model.pt", "folder/model.safetensors", "s3://bucket/model.safetensors"):
+        assert meant(text, tmp_path) == text
+    assert with_start_file({}, tmp_path) == {}
+
+
+def test_an_unknown_job_is_said(tmp_path):
+    with pytest.raises(NotFound, match="holds no run of job missing"):
+        meant("missing", tmp_path)

@@ -1,0 +1,137 @@
+"""`init_from`: the values that a model starts with, instead of those that model() gave it.
+
+FILE ─► checked against the model ─► loaded ─► {storage}/initial/<digest>.safetensors, the job's own copy of the whole model
+a trainer that joins later, or a job that resumes: the copy alone
+
+Parameters that are not trained lie in no parameter server, so every trainer that starts needs them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import save
+from torch import nn
+
+from shared.errors import InvalidArgument
+from shared.records import JobSpec
+from shared.runtime import telemetry
+from shared.storage import files
+from trainer_agent.start_values.read import read_tensors
+
+SHOWN = 10
+INSPECTED = "-"  # storage of a script that is only tried
+
+log = telemetry.logger("start_values")
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """`digest`: of all values of the model after loading; "": nothing was loaded. `sentence`: what was left out, for the user."""
+
+    digest: str = ""
+    sentence: str = ""
+
+
+def start_values(model: nn.Module, spec: JobSpec, initial: str = "") -> Started:
+    """As a trainer of the job: from its own copy `initial` if it has begun, else from the file, and the copy is made. The model may then
+    lie on a host alone. Raises InvalidArgument, OSError."""
+    if spec.init_from is None:
+        return Started()
+    if initial:
+        load_state(model, read_tensors(_copy(spec, initial)), spec.script)
+        if digest_of(model) != initial:
+            raise InvalidArgument(
+                f"{_copy(spec, initial)} was changed: it is the job's copy of init_from",
+                hint="start a new job, or restore the file",
+            )
+        return Started(initial)
+    started = load_start_values(model, spec)
+    if started.sentence:
+        log.warning("init_partial", init_from=spec.init_from, left_out=started.sentence)
+    log.info("start_values_loaded", init_from=spec.init_from, digest=started.digest)
+    if spec.storage != INSPECTED and not files.exists(_copy(spec, started.digest)):
+        files.write_bytes(_copy(spec, started.digest), save(_state(model)))
+    return started
+
+
+def load_start_values(model: nn.Module, spec: JobSpec) -> Started:
+    """From the file that `init_from` names, if it does. Raises InvalidArgument."""
+    if spec.init_from is None:
+        return Started()
+    sentence = load_state(model, read_tensors(spec.init_from), spec.init_from, partial=spec.init_partial)
+    return Started(digest_of(model), sentence)
+
+
+def load_state(model: nn.Module, values: Mapping[str, torch.Tensor], where: str, *, partial: bool = False) -> str:
+    """Copy `values` to the model's parameters and buffers of these names; what was left out. Raises InvalidArgument if they are not
+    those of the model; `partial`: if none of them is."""
+    own = _tensors(model)
+    fitting = {name: value for name, value in values.items() if name in own and _kind(own[name]) == _kind(value)}
+    problems = [
+        ("the file lacks", [name for name in own if name not in values]),
+        ("the model lacks", [name for name in values if name not in own]),
+        (
+            "another shape or dtype has",
+            [
+                f"{name} ({_kind(value)}, the model has {_kind(own[name])})"
+                for name, value in values.items()
+                if name in own and name not in fitting
+            ],
+        ),
+    ]
+    sentence = "; ".join(f"{what} {_named(names)}" for what, names in problems if names)
+    if sentence and not (partial and fitting):
+        hint = "--init-partial (init_partial = true) leaves out what does not fit"
+        if partial:
+            hint = "give a file whose names are those of model().state_dict()"
+        raise InvalidArgument(f"the parameters in {where} are not those of the model: {sentence}", hint=hint)
+    with torch.no_grad():
+        for name, value in fitting.items():
+            own[name].copy_(value)
+    loaded = f"init_from: {len(fitting)} of the model's {len(own)} tensors were loaded from {where}"
+    return f"{loaded}; {sentence}" if sentence else ""
+
+
+def digest_of(model: nn.Module) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes of model.state_dict()."""
+    digest = hashlib.sha256()
+    for name, value in sorted(_tensors(model).items()):
+        digest.update(f"{name} {_kind(value)}\n".encode())
+        digest.update(_bytes(value))
+    return digest.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    values: npt.NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    return values.data if flat.numel() else memoryview(b"")
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
+def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, value in _tensors(model).items()
+    }
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _named(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{len(names)}: {', '.join(names[:SHOWN])}{more}"
+
+
+def _copy(spec: JobSpec, digest: str) -> str:
+    return files.join(spec.storage, "initial", f"{digest}.safetensors")

@@ -1,0 +1,63 @@
+"""`--init-from JOB[@STEP]` as the file that it means.
+
+JOB             export/model.safetensors of that job; if it has not ended, its newest checkpoint
+JOB@STEP        that checkpoint, exported once to the job's export-<uuid>/: checkpoints hold blocks without names
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from shared.errors import InvalidArgument
+from shared.records.job_spec import INITIAL_FILES
+from shared.storage import files
+from trireme.cli.checkpoint import choose, spec_of
+from trireme.settings import Setting
+
+EXPORT_S = 600.0
+
+
+def with_start_file(
+    settings: Mapping[str, Setting], data_dir: Path | None, url: str | None = None
+) -> dict[str, Setting]:
+    """`settings` with the file for the name of a job in `init_from`. Raises NotFound, PeerError, InvalidArgument."""
+    given = settings.get("init_from")
+    if given is None or not _names_job(str(given.value)):
+        return dict(settings)
+    file = _file_of(str(given.value), data_dir, url)
+    return {**settings, "init_from": Setting(file, given.origin)}
+
+
+def _names_job(text: str) -> bool:
+    return "/" not in text and not text.endswith(INITIAL_FILES) and not Path(text).exists()
+
+
+def _file_of(text: str, data_dir: Path | None, url: str | None) -> str:
+    job, at, which = text.partition("@")
+    spec = spec_of(job, data_dir, url)
+    ended = files.join(spec.storage, "export", "model.safetensors")
+    if not at and files.exists(ended):
+        return files.absolute(ended)
+    ref = choose(spec, which or None)
+    folder = files.join(spec.storage, f"export-{ref.uuid}")
+    file = files.join(folder, "model.safetensors")
+    if not files.exists(file):
+        _export(job, ref.uuid, folder, data_dir, url)
+    return files.absolute(file)
+
+
+def _export(job: str, uuid: str, folder: str, data_dir: Path | None, url: str | None) -> None:
+    """In a process of its own: it imports that job's script."""
+    command = [sys.executable, "-m", "trireme", "export", uuid, "--job", job, "--out", folder]
+    command += ["--data-dir", str(data_dir)] if data_dir is not None and url is None else []
+    command += ["--url", url] if url is not None else []
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=EXPORT_S, check=False)  # noqa: S603
+    except subprocess.TimeoutExpired as error:
+        raise InvalidArgument(f"exporting checkpoint {uuid} of job {job} took more than {EXPORT_S:g} s") from error
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise InvalidArgument(f"checkpoint {uuid} of job {job} cannot be exported: {said}")
