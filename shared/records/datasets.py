@@ -10,6 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+Size = Annotated[
+    tuple[int, ...], Field(min_length=2, max_length=2)
+]  # no pair: clients of TypeScript take those as lists in answers
 _NAME = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
 
@@ -167,7 +170,7 @@ class WebDataset(_Dataset):
 
     kind: Literal["webdataset"] = "webdataset"
     decode: bool = True
-    image_size: tuple[int, int] | None = None
+    image_size: Size | None = None
 
 
 class HuggingFace(_Dataset):
@@ -181,7 +184,7 @@ class HuggingFace(_Dataset):
     split: str | None = Field(default=None, description="Part of a saved set of datasets; null: it is one dataset.")
     columns: tuple[str, ...] | None = None
     decode: bool = True
-    image_size: tuple[int, int] | None = None
+    image_size: Size | None = None
 
 
 class ImageFolder(_Dataset):
@@ -193,7 +196,7 @@ class ImageFolder(_Dataset):
 
     urls: tuple[str, ...] = Field(min_length=1, max_length=1)
     kind: Literal["image_folder"] = "image_folder"
-    image_size: tuple[int, int] | None = None
+    image_size: Size | None = None
 
 
 Dataset = Annotated[

@@ -88,7 +88,8 @@ Parts = tuple[float, ...]
 class EvaluationSums(Record):
     """Sums over the finished evaluation tasks; written in the transaction that finishes a task, so each counts once.
 
-    `parts`: numbers whose exact sum is that of the tasks' values, so `sums` has the same bits in whatever order tasks end."""
+    `parts`: numbers whose exact sum is that of the tasks' values, so `sums` has the same bits in whatever order tasks end; of sums that one
+    float cannot hold."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="constants")
 
@@ -102,7 +103,10 @@ class EvaluationSums(Record):
         for name, value in sums.items():
             parts[name] = exact_parts(parts.get(name) or (self.sums.get(name, 0.0),), value)
         totals = {name: total_of(values) for name, values in parts.items()}
-        return self.model_copy(update={"sums": {**self.sums, **totals}, "parts": parts, "finished": self.finished + 1})
+        several = {name: values for name, values in parts.items() if len(values) > 1}
+        return self.model_copy(
+            update={"sums": {**self.sums, **totals}, "parts": several, "finished": self.finished + 1}
+        )
 
 
 class ValidationSums(EvaluationSums):

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from master_service.core.queue.epoch_order import EpochOrder
+from master_service.core.state.whole_steps import WholeSteps
 from shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
 from shared.records import Mode, Phase
+from shared.runtime import ids
 from tests.equipment.replaced import replaced
 from tests.trainer_agent.cluster import cluster, trained
 from tests.trainer_agent.scripts import RECORDS, differing, records, spec_for, train_plainly, write_script
 from trainer_agent.data import minibatch_indices
 from trainer_agent.script.user_module import load
-from trainer_agent.tasks.whole_steps import WholeSteps
 from trireme.plain import run
 
 WITHOUT_NOISE = """
@@ -145,16 +146,17 @@ async def test_one_asynchronous_trainer_has_the_bits_of_plain_training(tmp_path)
 
 
 async def reported_norms(spec, trainers):
-    """By step; each is told once."""
-    add, found = WholeSteps.add, []
+    """By step, as the master takes them; each once."""
+    count, found = WholeSteps.count, []
 
-    def noted(self, result, step, timeline):
-        if result.grad_norm is not None:
-            found.append((step, result.grad_norm))
-        add(self, result, step, timeline)
+    def noted(self, share, values):
+        if share.grad_norm is not None:
+            found.append((share.step, share.grad_norm))
+        count(self, share, values)
 
-    with replaced(WholeSteps, "add", noted):
-        await trained(spec, trainers)
+    storage = f"{spec.storage}/{ids.new_id('run')}"  # metrics of a run before would be known
+    with replaced(WholeSteps, "count", noted):
+        await trained(spec.model_copy(update={"storage": storage}), trainers)
     assert len(dict(found)) == len(found)
     return dict(sorted(found))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from shared.errors import DatasetError
 SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "ppm", "pgm", "tif", "tiff")
 
 
-def decoded(content: bytes, size: tuple[int, int] | None, file: str, place: str) -> npt.NDArray[np.uint8]:
+def decoded(content: bytes, size: Sequence[int] | None, file: str, place: str) -> npt.NDArray[np.uint8]:
     """uint8 (3, height, width) in RGB; resized to `size` (height, width) if that is given. Raises DatasetError, which names `file`
     and the `place` in it."""
     image_module = _pillow(file)
@@ -23,7 +24,7 @@ def decoded(content: bytes, size: tuple[int, int] | None, file: str, place: str)
     except (OSError, ValueError, SyntaxError, image_module.DecompressionBombError) as error:
         msg = f"{file}: {place} is no image that can be read: {error}"
         raise DatasetError(msg, hint="remove or replace it, or read it as bytes (decode=False)", url=file) from error
-    if size is not None and (image.height, image.width) != size:
+    if size is not None and (image.height, image.width) != tuple(size):
         image = image.resize((size[1], size[0]), image_module.Resampling.BILINEAR)
     return np.ascontiguousarray(np.asarray(image, dtype=np.uint8).transpose(2, 0, 1))
 
