@@ -79,8 +79,8 @@ def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, setting
             with _doing("the first minibatch of the evaluation"):
                 asyncio.run(compute.metrics(asyncio.run(compute.evaluate(held_out))))
     tensors = tensors_of(compute.model, groups_of(compute.optimizer))
-    return {
-        "notice": compute.started.sentence,
+    left_out = {"notice": compute.started.sentence} if compute.started.sentence else {}
+    return left_out | {
         "model": {"tensors": tensors, "optimizer": compute.layout.optimizer.model_dump(mode="json")},
     }
 
