@@ -37,6 +37,7 @@ class Config:
     clip_lane_norm: float | None = None
     grad_norm_every: int | None = None
     on_nonfinite: str | None = None
+    precision: str | None = None
     threads_per_trainer: int | None = None
     device: str | None = None
     deterministic: bool | None = None

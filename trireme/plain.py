@@ -30,6 +30,7 @@ from shared.logged_metrics import Logged, add, collected, loss_in, metrics_besid
 from shared.metric_names import LOSS
 from shared.records import EvaluationSums, JobSpec
 from shared.records.datasets import Dataset
+from shared.records.job_spec import Precision
 from shared.records.tasks import BestEvaluation
 from shared.runtime import clock
 from shared.storage import files
@@ -48,6 +49,7 @@ from trainer_agent.model.finite import NonFiniteError, check_gradients, check_lo
 from trainer_agent.model.flat import plan, trained_parameters
 from trainer_agent.model.minibatch import BackwardGuard, means_of, on_device, seed_everything, sums_of
 from trainer_agent.model.optimizer_spec import checked_scheduler
+from trainer_agent.model.precision import autocast, check_precision
 from trainer_agent.model.torch_compute import checked_model
 from trainer_agent.script.user_module import UserModule
 from trainer_agent.start_values.load import load_start_values
@@ -149,6 +151,7 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     model = checked_model(user.call("model"))
     if sentence := load_start_values(model, spec).sentence:
         report(sentence)
+    check_precision(spec.precision, model, device)
     model = model.to(device)
     optimizer = user.call("optimizer", model)
     scheduler = checked_scheduler(user.call("scheduler", optimizer)) if user.has("scheduler") else None
@@ -183,7 +186,9 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
             optimizer.zero_grad()
             buffers = [buffer.clone() for buffer in model.buffers()] if spec.on_nonfinite == "skip" else []
             with collected() as logged:
-                found = guard.call("loss", model, _batch(user, minibatch, device))
+                batch = _batch(user, minibatch, device)
+                with autocast(spec.precision, device):
+                    found = guard.call("loss", model, batch)
             loss = user.guard(loss_in, found)
             guard.run(loss)
             if (error := _nonfinite(spec, loss, trained)) is None:
@@ -274,7 +279,7 @@ def _evaluate(
                 minibatch = shard.minibatch(
                     minibatch_indices(spec.seed, 0, task, place.count, size, number, shuffle=False)
                 )
-                for name, value in _sums(user, model, minibatch, device).items():
+                for name, value in _sums(user, spec.precision, model, minibatch, device).items():
                     sums[name] = sums.get(name, 0.0) + float(value)
             total = total.plus(sums)
         for buffer, before in zip(model.buffers(), buffers, strict=True):
@@ -284,12 +289,14 @@ def _evaluate(
     return dict(total.sums) if user.has("evaluate") else means_of(total.sums)
 
 
-def _sums(user: UserModule, model: nn.Module, minibatch: Minibatch, device: torch.device) -> Mapping[str, Any]:
+def _sums(
+    user: UserModule, precision: Precision, model: nn.Module, minibatch: Minibatch, device: torch.device
+) -> Mapping[str, Any]:
     batch = _batch(user, minibatch, device)
-    if user.has("evaluate"):
-        found: Mapping[str, Any] = user.call("evaluate", model, batch)
-        return found
-    return sums_of(user.call("loss", model, batch), len(minibatch), user.guard)
+    with autocast(precision, device):
+        found = user.call("evaluate" if user.has("evaluate") else "loss", model, batch)
+    sums: Mapping[str, Any] = found if user.has("evaluate") else sums_of(found, len(minibatch), user.guard)
+    return sums
 
 
 class _Evaluations:

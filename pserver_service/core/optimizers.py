@@ -1,4 +1,4 @@
-"""torch.optim on blocks: the user's optimizer, built from data, with its own state for each block.
+"""Optimizers on blocks: the user's optimizer, built from data, with its own state for each block.
 
 Only element-wise classes are allowed, so stepping blocks gives the same bits as stepping whole parameters. SGD's
 fused kernel is the exception (its last bits depend on where a block ends): it becomes `foreach`.
@@ -12,10 +12,9 @@ import torch
 
 from pserver_service.core.direct_steps import DirectStep, direct_step, has_state
 from shared.errors import InvalidArgument
+from shared.optimizers.classes import CHOICES, CLASSES
 from shared.records.layout import OptimizerSpec
 
-_NAMES = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam")
-CLASSES: dict[str, type[torch.optim.Optimizer]] = {name: getattr(torch.optim, name) for name in _NAMES}
 # the constructor fixes these; the rest may change with every step
 _FIXED = {"params", "foreach", "fused", "capturable", "differentiable", "initial_accumulator_value"}
 _OFF = {"capturable", "differentiable"}  # for CUDA graphs and for gradients of gradients: not needed on a pserver
@@ -41,7 +40,7 @@ def arguments(spec: OptimizerSpec, group: int) -> Options:
     """Constructor arguments of one parameter group. Raises InvalidArgument for an unknown class or group."""
     cls: Any = CLASSES.get(spec.name)
     if cls is None:
-        msg = f"optimizer {spec.name!r} does not run on parameter servers; choose one of {', '.join(CLASSES)}"
+        msg = f"optimizer {spec.name!r} does not run on parameter servers; choose {CHOICES}"
         raise InvalidArgument(msg)
     if not 0 <= group < len(spec.groups):
         msg = f"optimizer group {group} of a segment: {spec.name} has groups 0 to {len(spec.groups) - 1}"

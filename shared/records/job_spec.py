@@ -13,6 +13,7 @@ from shared.records.datasets import Dataset
 from shared.records.record import Record
 
 Narrow = Literal["bfloat16", "float16"]
+Precision = Literal["fp32", "bf16"]
 Nonfinite = Literal["fail", "skip", "ignore"]
 Transported = Literal["float32", "bfloat16", "float16"]
 EvaluateEvery = Annotated[int, Field(ge=1, lt=2**63)] | Literal["epoch"]
@@ -151,6 +152,10 @@ class JobSettings(Record):
     clip_lane_norm: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     grad_norm_every: int = Field(default=10, ge=0, lt=2**63)
     on_nonfinite: Nonfinite = "fail"
+    precision: Precision = Field(
+        default="fp32",
+        description="fp32, or bf16: forward, loss and evaluation run under torch.autocast with bfloat16; parameters and gradients stay float32.",
+    )
     threads_per_trainer: int = Field(default=1, ge=1, lt=2**63)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     deterministic: bool = True
@@ -191,6 +196,13 @@ class JobSettings(Record):
     def _off(cls, value: object) -> object:
         """`off` or 0 mean null, which flags and TOML cannot express."""
         return None if value in ("off", "0", 0) else value
+
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _needs_no_scaling(cls, value: object) -> object:
+        if isinstance(value, str) and value.lower() in ("fp16", "float16", "half", "16", "16-mixed"):
+            raise ValueError("gradients in float16 need a scaled loss, which Trireme does not do; use bf16 or fp32")
+        return value
 
     @model_validator(mode="before")
     @classmethod

@@ -38,7 +38,7 @@ class Segment(Record):
 
 
 class OptimizerSpec(Record):
-    """A torch.optim class by name, with its constructor defaults and the options of each parameter group."""
+    """A class of shared.optimizers.classes by name, with its constructor defaults and the options of each parameter group."""
 
     name: str
     defaults: dict[str, Any]

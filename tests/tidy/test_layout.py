@@ -94,6 +94,7 @@ PURE_SHARED = (
     "keys",
     "lanes",
     "metric_names",
+    "optimizers",
     "records",
     "times",
     "slots",

@@ -20,7 +20,7 @@ from trainer_agent.script.user_module import load
 RECORDS = 60
 PARTS = {
     "head": """
-        import torch
+        import torch, trireme
         from torch import nn
         from torch.nn import functional as F
         from shared.records.datasets import Npy
@@ -104,7 +104,9 @@ def train_plainly(script: Path, spec: JobSpec, steps: int | None = None) -> dict
                 torch.manual_seed(step_seed(spec.seed, step, 0))
                 optimizer.zero_grad()
                 batch = {"x": torch.from_numpy(x[chosen]), "y": torch.from_numpy(y[chosen])}
-                user.call("loss", model.train(), batch).backward()
+                with torch.autocast("cpu", torch.bfloat16, enabled=spec.precision == "bf16"):
+                    loss = user.call("loss", model.train(), batch)
+                loss.backward()
                 if spec.clip_lane_norm is not None:
                     torch.nn.utils.clip_grad_norm_(model.parameters(), spec.clip_lane_norm)
                 optimizer.step()

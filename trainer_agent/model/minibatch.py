@@ -22,11 +22,13 @@ from torch import nn
 from shared.errors import DatasetError, UserCodeError
 from shared.logged_metrics import Logged, add, collected, loss_in, metrics_beside
 from shared.metric_names import LOSS
+from shared.records.job_spec import Precision
 from trainer_agent.data.collate import default_collate
 from trainer_agent.model.buffers import LiveBuffers
 from trainer_agent.model.compute import Records
 from trainer_agent.model.finite import check_gradients, check_loss
 from trainer_agent.model.flat import Plan, Vector
+from trainer_agent.model.precision import autocast
 from trainer_agent.model.unshared_state import UnsharedState
 from trainer_agent.own_loop.turns import OwnLoop
 
@@ -110,9 +112,11 @@ class MinibatchRunner:
         *,
         finite: bool = True,
         counts: bool = False,
+        precision: Precision = "fp32",
     ) -> None:
         self._user, self._model, self._plan, self._parameters = user, model, plan, parameters
         self._device, self._clip_norm, self._finite = parameters[0].device, clip_lane_norm, finite
+        self._forward = partial(autocast, precision, self._device)
         self._unshared = UnsharedState(model, plan)
         self.buffers = LiveBuffers(model, plan, counts=counts)
         self._views: weakref.WeakKeyDictionary[Vector, list[torch.Tensor]] = weakref.WeakKeyDictionary()
@@ -158,7 +162,8 @@ class MinibatchRunner:
         with collected() as self.logged:
             batch = self._batch(records)
             self._unshared.begin()
-            found = self._guard.call("loss", self._model, batch)
+            with self._forward():
+                found = self._guard.call("loss", self._model, batch)
         loss = self._checked(self._user.guard(loss_in, found))
         self._check_unshared("loss(model, batch)" if self._user.loop is None else "the script's loop")
         on_cpu = self._device.type == "cpu"
@@ -186,10 +191,9 @@ class MinibatchRunner:
         self._model.eval()
         with torch.no_grad():
             batch = self._batch(records)
-            if self._user.has("evaluate"):
-                sums = self._guard.call("evaluate", self._model, batch)
-            else:
-                sums = sums_of(self._guard.call("loss", self._model, batch), len(records), self._user.guard)
+            with self._forward():
+                found = self._guard.call("evaluate" if self._user.has("evaluate") else "loss", self._model, batch)
+        sums = found if self._user.has("evaluate") else sums_of(found, len(records), self._user.guard)
         return self._numbers("evaluate(model, batch)", sums)
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:

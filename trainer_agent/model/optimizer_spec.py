@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from shared.errors import InvalidArgument
+from shared.optimizers.classes import CHOICES, CLASSES
 from shared.records.layout import OptimizerSpec
 from shared.records.step import LaneZero
 
-ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam")
+OF_WHOLE_PARAMETERS = ("lamb", "lars", "adafactor", "muon", "shampoo", "soap", "lbfgs")
 _NO_OPTIONS = ("params", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum", "param_names")
 
 
@@ -27,10 +28,13 @@ def spec_of(optimizer: Any) -> OptimizerSpec:
             hint="return for example torch.optim.SGD(model.parameters(), lr=0.1)",
         )
     name = type(optimizer).__name__
-    if name not in ELEMENTWISE or type(optimizer) is not getattr(torch.optim, name):
+    if type(optimizer) is not CLASSES.get(name):
+        reason = ""
+        if any(rule in name.lower() for rule in OF_WHOLE_PARAMETERS):
+            reason = ": its rule needs whole parameters (their norms or matrices), and a parameter server has blocks that cut them"
         raise InvalidArgument(
-            f"optimizer {type(optimizer).__module__}.{name} cannot run on parameter servers",
-            hint=f"use one of torch.optim: {', '.join(ELEMENTWISE)}",
+            f"optimizer {type(optimizer).__module__}.{name} cannot run on parameter servers{reason}",
+            hint=f"use {CHOICES}",
         )
     groups = tuple(_plain_options(group) for group in optimizer.param_groups)
     return OptimizerSpec(name=name, defaults=_plain_options(optimizer.defaults), groups=groups)

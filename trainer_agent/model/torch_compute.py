@@ -36,6 +36,7 @@ from trainer_agent.model.finite import NonFiniteError
 from trainer_agent.model.flat import Plan, Vector, bytes_of, plan
 from trainer_agent.model.gradient_tree import Entry, GradientTree
 from trainer_agent.model.minibatch import MinibatchRunner, UserCode
+from trainer_agent.model.precision import check_precision
 from trainer_agent.model.send_buffers import SendBuffers
 from trainer_agent.own_loop.turns import OwnLoop
 from trainer_agent.start_values.load import start_values
@@ -71,6 +72,7 @@ class TorchCompute:
         torch.manual_seed(spec.seed)
         model = checked_model(user.call("model"))
         self.started = start_values(model, spec, initial)
+        check_precision(spec.precision, model, self._device)
         self.model = model.to(self._device)
         optimizers_without_compiler()
         self.optimizer = user.call("optimizer", self.model)
@@ -115,6 +117,7 @@ class TorchCompute:
             spec.clip_lane_norm,
             finite=self._finite,
             counts=spec.mode is Mode.ASYNC,
+            precision=spec.precision,
         )
         self.initial_lane_zero()
 

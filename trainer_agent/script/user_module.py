@@ -31,7 +31,7 @@ REQUIRED = {
     "model": "def model(): ... returning a torch.nn.Module",
     "dataset": "def dataset(): ... returning a trireme.data dataset",
     "loss": "def loss(model, batch): ... returning the mean loss of the minibatch",
-    "optimizer": "def optimizer(model): ... returning a torch.optim optimizer",
+    "optimizer": "def optimizer(model): ... returning an optimizer of torch.optim or trireme.optim",
 }
 OPTIONAL = ("collate", "scheduler", "evaluation_dataset", "evaluate", "metrics")
 ARGUMENTS = {"model": 0, "dataset": 0, "loss": 2, "optimizer": 1, "collate": 1, "scheduler": 1}

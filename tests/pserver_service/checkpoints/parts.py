@@ -30,6 +30,7 @@ OPTIMIZERS = {
     "Adam": OptimizerSpec(name="Adam", defaults={"lr": 0.01, "amsgrad": True}, groups=({},)),
     "AdamW": OptimizerSpec(name="AdamW", defaults={"lr": 0.01, "weight_decay": 0.1, "fused": True}, groups=({},)),
     "Adagrad": OptimizerSpec(name="Adagrad", defaults={"lr": 0.1, "initial_accumulator_value": 0.5}, groups=({},)),
+    "Lion": OptimizerSpec(name="Lion", defaults={"lr": 0.01, "weight_decay": 0.1}, groups=({},)),
     "NAdam": OptimizerSpec(name="NAdam", defaults={"lr": 0.01}, groups=({},)),
 }
 

@@ -6,6 +6,7 @@ import torch
 from pserver_service.core.optimizers import BlockOptimizer, arguments, options_of
 from pserver_service.pserver import Pserver
 from shared.errors import InvalidArgument, LayoutMismatch
+from shared.optimizers.classes import CLASSES
 from shared.records.layout import OptimizerSpec, Segment
 from shared.wire.messages import InitBlock
 from tests.pserver_service.jobs import (
@@ -41,12 +42,14 @@ CASES = [
     ("Adamax", {"lr": 0.01}),
     ("NAdam", {"lr": 0.01, "momentum_decay": 0.01}),
     ("RAdam", {"lr": 0.01}),
+    ("Lion", {"lr": 0.01}),
+    ("Lion", {"lr": 0.01, "betas": [0.8, 0.95], "weight_decay": 0.1}),
 ]
 
 
 def defaults_of(name: str) -> dict:
     """As a trainer sends them: all defaults of the class, lists for tuples."""
-    defaults = getattr(torch.optim, name)([torch.nn.Parameter(torch.zeros(1))], lr=0.1).defaults
+    defaults = CLASSES[name]([torch.nn.Parameter(torch.zeros(1))], lr=0.1).defaults
     return {key: list(value) if isinstance(value, tuple) else value for key, value in defaults.items()}
 
 
@@ -63,7 +66,7 @@ async def test_blocks_have_the_bits_of_plain_torch(name, options):
     )
     pserver, values = await initialised(layout)
     whole = torch.nn.Parameter(torch.cat(list(values.values())))
-    optimizer = getattr(torch.optim, name)([whole], **given(options))
+    optimizer = CLASSES[name]([whole], **given(options))
     for step in range(6):
         gradient, rate = torch.randn(ELEMENTS), options["lr"] / (step + 1)
         whole.grad = gradient.clone()
@@ -143,11 +146,21 @@ def test_options_of_how_a_step_is_computed_stay_as_constructed():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("LBFGS", {}, "'LBFGS' does not run on parameter servers; choose one of SGD, Adam"),
+        (
+            "LBFGS",
+            {},
+            "'LBFGS' does not run on parameter servers; choose one of torch.optim: SGD, Adam, .*trireme.optim.Lion",
+        ),
         ("__import__", {}, "does not run on parameter servers"),
         ("SGD", {"lr": -1.0}, "SGD refuses"),
         ("SGD", {"nesterov": True}, "SGD refuses"),
         ("SGD", {"lr": "fast"}, "lr='fast' is str"),
+        (
+            "Lion",
+            {"betas": [0.9, 1.0]},
+            r"Lion refuses .*: Lion: betas are \(0.9, 1.0\); expected two numbers in \[0, 1\)",
+        ),
+        ("Lion", {"lr": -1.0}, "Lion refuses .*: Lion: lr is -1.0"),
         ("Adam", {"betas": ["a", "b"]}, "betas=.* is list"),
     ],
 )
@@ -286,6 +299,7 @@ THREADED = [
     ("AdamW", {"lr": 0.01, "fused": True}),
     ("Adagrad", {"lr": 0.1}),
     ("RMSprop", {"lr": 0.01, "momentum": 0.9, "centered": True}),
+    ("Lion", {"lr": 0.01, "weight_decay": 0.1}),
 ]
 
 

@@ -17,6 +17,7 @@ OPTIMIZERS = {
     "sgd": "torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)",
     "adam": "torch.optim.Adam(model.parameters(), lr=0.01)",
     "adamw": "torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)",
+    "lion": "trireme.optim.Lion(model.parameters(), lr=0.01, weight_decay=0.1)",
     "adagrad": "torch.optim.Adagrad(model.parameters(), lr=0.05)",
 }
 SCHEDULERS = {

@@ -18,6 +18,14 @@ from tests.trainer_agent.scripts import records
 from trainer_agent.model.compute import metrics_of
 from trainer_agent.model.minibatch import on_device
 
+OWN = """
+class NAME(torch.optim.SGD):
+    pass
+
+def optimizer(model):
+    return NAME(model.parameters(), lr=0.1)
+"""
+
 
 @pytest.mark.parametrize(
     ("parts", "message"),
@@ -28,8 +36,13 @@ from trainer_agent.model.minibatch import on_device
         ({"optimizer": "def optimizer(model):\n    return 3\n"}, r"optimizer\(model\) returned int"),
         (
             {"optimizer": "def optimizer(model):\n    return torch.optim.LBFGS(model.parameters())\n"},
-            "LBFGS cannot run on parameter servers",
+            "LBFGS cannot run on parameter servers: its rule needs whole parameters",
         ),
+        (
+            {"optimizer": OWN.replace("NAME", "Lamb")},
+            r"Lamb cannot run on parameter servers: its rule needs whole parameters \(their norms",
+        ),
+        ({"optimizer": OWN.replace("NAME", "Lion")}, "script.Lion cannot run on parameter servers$"),
         (
             {
                 "optimizer": "def optimizer(model):\n    return torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=1)\n"
