@@ -1,17 +1,26 @@
-"""A job that failed, but not through its script, is opened again before its members are started.
+"""What the user changes of a job before its members are started.
 
-FAILED, no lock held --start_again--> WAITING: the first master takes the job back to its newest checkpoint
+FAILED, not through its script, no lock held --start_again--> WAITING: the first master takes the job back to its newest checkpoint
+another spec, no lock held --renew--> what may change is written; more epochs: COMPLETED --> WAITING, and training goes on
 """
 
 from __future__ import annotations
 
+import asyncio
+
+from master_service.core.changes import Change
 from master_service.core.decisions import lifecycle
 from master_service.store import schema
-from shared.errors import Conflict
-from shared.etcd import Compare, Etcd
+from shared.between_runs import renewed
+from shared.checkpoints.background import Offload
+from shared.checkpoints.stored import read_manifest
+from shared.errors import CheckpointUnusable, Conflict
+from shared.etcd import Compare, Etcd, Put
 from shared.etcd.reading import must_read
+from shared.evaluations import evaluation_of
 from shared.keys import Keys
-from shared.records import JobState
+from shared.records import JobSpec, JobState
+from shared.records.checkpoints import CheckpointLatest
 from shared.runtime import telemetry
 
 log = telemetry.logger("start_again")
@@ -26,10 +35,57 @@ async def start_again(etcd: Etcd, keys: Keys) -> bool:
     decision = lifecycle.start_again(must_read(JobState, found.key, found.value))
     if not decision.answer:
         return False
-    nobody = [Compare.create(lock, "==", 0) for lock in (keys.master_lock, keys.sweep_lock)]
-    unchanged = Compare.mod(keys.state, "==", found.mod_revision)
-    written = await etcd.txn([*nobody, unchanged], schema.operations(keys, None, decision.changes))
-    if not written.succeeded:
-        raise Conflict(f"job {keys.job} is not started again: a master runs already; end it first")
+    await _write(etcd, keys, [Compare.mod(keys.state, "==", found.mod_revision)], decision.changes)
     log.info("started_again", job=keys.job)
     return True
+
+
+async def renew(etcd: Etcd, keys: Keys, wanted: JobSpec, offload: Offload = asyncio.to_thread) -> bool:
+    """Give the job what may change of `wanted` (shared.between_runs); whether anything did. With more epochs training goes
+    on, also if the job was COMPLETED. Raises Conflict if a master runs or stop_early has ended the job; OSError; as `start_again`."""
+    found, state = await etcd.get(keys.spec), await etcd.get(keys.state)
+    if found is None or state is None:
+        return False
+    stored = must_read(JobSpec, found.key, found.value)
+    spec = renewed(stored, wanted)
+    if spec == stored:
+        return False
+    unchanged = [Compare.mod(kv.key, "==", kv.mod_revision) for kv in (found, state)]
+    changes: tuple[Change, ...] = ()
+    puts = [Put(keys.spec, spec.to_bytes())]
+    if spec.epochs > stored.epochs:
+        changes = lifecycle.train_longer(must_read(JobState, state.key, state.value), spec.epochs).changes
+        latest = await etcd.get(keys.latest)
+        if latest is not None:
+            unchanged.append(Compare.mod(latest.key, "==", latest.mod_revision))
+            before = must_read(CheckpointLatest, latest.key, latest.value)
+            puts.append(Put(keys.latest, (await offload(_not_final, spec, before)).to_bytes()))
+    await _write(etcd, keys, unchanged, changes, puts)
+    log.info("renewed", job=keys.job, epochs=spec.epochs)
+    return True
+
+
+def _not_final(spec: JobSpec, latest: CheckpointLatest) -> CheckpointLatest:
+    """The version that was the last one is evaluated as any other of its kind, so its checkpoint is told which evaluation it is of."""
+    kept = []
+    for ref in latest.kept:
+        number = 0
+        if spec.evaluate_every is not None and not ref.evaluation:
+            try:
+                record = read_manifest(spec.storage, spec.job, ref).record
+            except CheckpointUnusable:  # whoever loads it tells the user
+                pass
+            else:
+                number = evaluation_of(record, spec.evaluate_every, spec.epochs) or 0
+        kept.append(ref.model_copy(update={"evaluation": number}) if number else ref)
+    return latest.model_copy(update={"kept": tuple(kept), "final": False})
+
+
+async def _write(
+    etcd: Etcd, keys: Keys, unchanged: list[Compare], changes: tuple[Change, ...], puts: list[Put] | None = None
+) -> None:
+    """Raises Conflict if a master runs, or somebody else wrote meanwhile."""
+    nobody = [Compare.create(lock, "==", 0) for lock in (keys.master_lock, keys.sweep_lock)]
+    written = await etcd.txn([*nobody, *unchanged], [*schema.operations(keys, None, changes), *(puts or [])])
+    if not written.succeeded:
+        raise Conflict(f"job {keys.job} is not started again: a master runs already; end it first")

@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from master_service.store.start_again import start_again
+from master_service.store.start_again import renew, start_again
 from shared import etcd as etcd_client
 from shared.errors import DeadlineExceeded, TriremeError
 from shared.etcd.reading import must_read
@@ -244,7 +244,6 @@ class LocalCluster(SupervisedProcesses[JobState]):
     # ------------------------------------------------------------ start and end
 
     async def _start(self) -> None:
-        private_files.write_text(self.run_dir / "spec.json", self.spec.to_bytes().decode())
         if self._own_forks:
             self._opened.enter_context(self._forks)
         if self._existing_etcd is None:
@@ -254,6 +253,8 @@ class LocalCluster(SupervisedProcesses[JobState]):
         if self._existing_etcd is None:  # leases in another one are not all of this run's members
             await revoke_all_leases(self.etcd, self._keys.prefix)
         await start_again(self.etcd, self._keys)
+        await renew(self.etcd, self._keys, self.spec)
+        private_files.write_text(self.run_dir / "spec.json", self.spec.to_bytes().decode())  # masters read it
         self.directory = Directory(self.etcd, self._keys)
         self.run_beside(self.directory.run())
         self.run_beside(self._follow_state())

@@ -1,10 +1,10 @@
 """What `trireme run` does if the job's folder holds an earlier run of the same job.
 
 no earlier run      start
-unfinished          resume from the last checkpoint, if all settings but the number of members are the same
+unfinished          resume from the last checkpoint, if no setting has changed that must not (shared.between_runs)
 FAILED              its script was the cause, or nothing is saved: start from the beginning; the user has probably corrected it.
                     else (members or storage were away): as unfinished
-COMPLETED           say so, train nothing
+COMPLETED           say so, train nothing; with more epochs: go on from the last version
 --fresh             start from the beginning
 A start from the beginning moves all files of the earlier run to `previous/`, which keeps one run. Trained models are never deleted
 unless the user asks for it.
@@ -21,7 +21,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shared.checkpoints.stored import ELASTIC
+from master_service.core.decisions.lifecycle import stopped_early
+from shared.between_runs import FIXED, GROWS
 from shared.errors import Conflict
 from shared.records import JobSpec, Phase
 from shared.security import private_files
@@ -103,20 +104,19 @@ def decide(
     if previous.phase is Phase.FAILED:
         return Plan(Start.NEW, f"job {spec.job} failed before ({reason}); it starts from the beginning, {aside}")
     what = "is completed" if previous.phase else "is unfinished"
-    choice = "use another name (--job NAME), the same values, or --fresh to start from the beginning"
     changes = differences(old, spec)
-    if different := [change for change in changes if change[0] not in ELASTIC]:
-        name, before, now = different[0]
-        more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
-        msg = f"job {spec.job} in {folder} {what} with {name} = {before!r}; now {name} = {now!r} is asked for{more}"
-        raise Conflict(msg, hint=choice, differing=[name for name, _, _ in different])
-    known = bool(old.sources)  # an earlier version fixed none
-    changed = (bool(previous.script) and previous.script != script) or (known and old.sources != spec.sources)
-    if previous.phase is Phase.COMPLETED:
+    _refuse_changes(old, changes, f"job {spec.job} in {folder} {what}")
+    longer = spec.epochs > old.epochs
+    changed = _script_changed(previous, spec, script)
+    if previous.phase is Phase.COMPLETED and not longer:
         if changed:
             msg = f"job {spec.job} in {folder} is completed with another version of {spec.script}"
             raise Conflict(msg, hint="use another name (--job NAME), or --fresh to train it again")
-        return Plan(Start.DONE, f"job {spec.job} is completed; --fresh trains it again")
+        return Plan(
+            Start.DONE, f"job {spec.job} is completed; --epochs with a higher number trains it longer, --fresh again"
+        )
+    if longer:
+        _refuse_longer(previous, spec, folder)
     if spec.checkpoint_kind == "independent" and old.pservers != spec.pservers:
         msg = (
             f"job {spec.job} in {folder} was made with {old.pservers} parameter servers, {spec.pservers} are asked for: "
@@ -124,13 +124,51 @@ def decide(
         )
         raise Conflict(msg, hint=f"use --pservers {old.pservers}, or --fresh to start from the beginning")
     if different_model := model_facts.difference(previous.model, model):
-        msg = f"job {spec.job} in {folder} is unfinished and its model has changed: {different_model}"
+        msg = f"job {spec.job} in {folder} {what} and its model has changed: {different_model}"
         hint = "its checkpoints hold the old model: restore the script, use another name (--job NAME), or --fresh to start from the beginning"
         raise Conflict(msg, hint=hint)
-    members = ", ".join(f"{before} -> {now} {name}" for name, before, now in changes if name != "sources")
+    told = ", ".join(f"{before} -> {now} {name}" for name, before, now in changes if name != "sources")
     note = f"; {Path(spec.script).name} has changed since the job began" if changed else ""
-    what = f"failed before ({reason})" if previous.resumable else "is unfinished"
-    return Plan(Start.RESUME, f"job {spec.job} {what}: it resumes{f' ({members})' if members else ''}{note}")
+    what = f"failed before ({reason})" if previous.resumable else what
+    verb = "goes on" if previous.phase else "resumes"
+    return Plan(Start.RESUME, f"job {spec.job} {what}: it {verb}{f' ({told})' if told else ''}{note}")
+
+
+def _script_changed(previous: PreviousRun, spec: JobSpec, script: str) -> bool:
+    """The script, or a module beside it; an earlier version of this program kept no digests of those."""
+    known = bool(previous.spec and previous.spec.sources)
+    other = known and previous.spec is not None and previous.spec.sources != spec.sources
+    return (bool(previous.script) and previous.script != script) or other
+
+
+def _refuse_changes(old: JobSpec, changes: list[tuple[str, Any, Any]], where: str) -> None:
+    """Raises Conflict if a setting has changed that must not, with the reason."""
+    choice = "use another name (--job NAME), the same values, or --fresh to start from the beginning"
+    different = [
+        (name, *values) for name, *values in changes if name in FIXED or (name == GROWS and values[1] < values[0])
+    ]
+    if not different:
+        return
+    name, before, now = different[0]
+    reason = FIXED.get(name, f"a job can only get more epochs than its {old.epochs}")
+    more = (
+        f" (and {len(different) - 1} more: {', '.join(name for name, *_ in different[1:])})"
+        if len(different) > 1
+        else ""
+    )
+    msg = f"{where} with {name} = {before!r}; now {name} = {now!r} is asked for{more}: {reason}"
+    raise Conflict(msg, hint=choice, differing=[name for name, *_ in different])
+
+
+def _refuse_longer(previous: PreviousRun, spec: JobSpec, folder: Path) -> None:
+    """Raises Conflict if more epochs cannot follow what the job has done."""
+    where = f"job {spec.job} in {folder} is completed"
+    if previous.result and previous.result.get("stopped_step") is not None:
+        early = stopped_early(int(previous.result["stopped_step"]))
+        raise Conflict(f"{where}: {early.message}", hint=early.hint)
+    if previous.phase and spec.checkpoint_kind == "independent":
+        msg = f"{where}, and its checkpoints are independent: none of them holds its last parameters, so it cannot get more epochs"
+        raise Conflict(msg, hint="train a new job that starts with its parameters: --init-from JOB --job NAME")
 
 
 def differences(old: JobSpec, new: JobSpec) -> list[tuple[str, Any, Any]]:

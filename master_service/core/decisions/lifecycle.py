@@ -5,13 +5,14 @@ WAITING --parameters initialised, a trainer there--> RUNNING: TRAIN -> EVALUATE 
    +-------- too many user errors, pserver lost, too much discarded --------> FAILED
                                                                                 |
    WAITING <--started again, if its script is not the cause: to the newest checkpoint
+   WAITING <--trained longer, with more epochs: COMPLETED, or behind TRAIN
 """
 
 from __future__ import annotations
 
 from master_service.core.changes import Change, Decision, Event, Fields, NextEpoch, RestartQueue
 from master_service.core.state.job import FailureBudget, Job
-from shared.errors import DatasetError, LayoutMismatch, StorageUnreachable
+from shared.errors import Conflict, DatasetError, LayoutMismatch, StorageUnreachable
 from shared.records import (
     CompleteTask,
     EvaluationSums,
@@ -63,6 +64,28 @@ def start_again(state: JobState) -> Decision[bool]:
         case Stage.TRAIN | Stage.DONE:
             queues = ()
     return Decision(True, (again, *queues), (Event("started_again", again.reason, {}),))
+
+
+def train_longer(state: JobState, epochs: int) -> Decision[None]:
+    """The user gives the job `epochs` epochs, more than it had. If training was over it goes on from the newest checkpoint, as soon as
+    members are there; what followed training comes again. Raises Conflict if the job was stopped early."""
+    if state.stage is Stage.TRAIN:
+        return Decision(None)
+    if state.result.stopped_step is not None:
+        raise stopped_early(state.result.stopped_step)
+    reason = f"it trains longer, to epoch {epochs}"
+    update = {"phase": Phase.WAITING, "stage": Stage.TRAIN, "cause": None, "failure": None, "damaged": (), "absent": ()}
+    longer = state.model_copy(update={**update, "result": JobResult(), "reason": reason})
+    queues = (RestartQueue(TaskKind.EVALUATE), RestartQueue(TaskKind.EXPORT), EvaluationSums())
+    return Decision(None, (longer, *queues))
+
+
+def stopped_early(step: int) -> Conflict:
+    """More epochs change nothing for a job that stop_early has ended."""
+    return Conflict(
+        f"stop_early ended the job at step {step}, so more epochs would not change it",
+        hint="train a new job that starts with its parameters: --init-from JOB --job NAME",
+    )
 
 
 def fail(state: JobState, reason: str, cause: FailureCause, failure: UserFailure | None = None) -> Decision[None]:

@@ -4,16 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from master_service.core.changes import RestartQueue
-from master_service.core.decisions.lifecycle import cause_of, fail, start_again
+from master_service.core.decisions.lifecycle import cause_of, fail, start_again, train_longer
+from master_service.store.start_again import renew
 from master_service.store.start_again import start_again as write_start_again
+from shared.checkpoints.writer import write_manifest
 from shared.errors import Conflict, DatasetError, StorageUnreachable
 from shared.etcd import Etcd
 from shared.keys import Keys
-from shared.records import EvaluationSums, FailureCause, JobState, Phase, Stage, TaskKind, UserFailure
+from shared.records import (
+    EvaluationSums,
+    FailureCause,
+    JobSpec,
+    JobState,
+    Mode,
+    Phase,
+    SlotMap,
+    Stage,
+    TaskKind,
+    UserFailure,
+)
+from shared.records.checkpoints import CheckpointLatest, CheckpointRef, Manifest
+from shared.records.datasets import TextLines
+from shared.records.job import JobResult
+from shared.records.layout import Layout, OptimizerSpec
+from shared.records.step import LanePosition, StepRecord
 from tests.equipment.etcd.simulated import SimulatedEtcd
 from tests.equipment.virtual_loop import VirtualLoop, run
 from tests.master_service.core.members import RUNNING, state_after
@@ -81,6 +102,94 @@ def test_it_is_written_once_and_never_beside_a_master() -> None:
         assert JobState.model_validate_json(found.value).phase is Phase.WAITING
         assert await etcd.get(KEYS.discarded("export-0@0")) is None
         assert not await write_start_again(etcd, KEYS)
+
+    rng = random.Random(7)
+    run(VirtualLoop(rng), asyncio.wait_for(main(), 60), rng)
+
+
+def test_a_job_that_ended_waits_for_members_with_more_epochs_and_one_that_trains_stays_as_it_is() -> None:
+    result = JobResult(trained_records=640, metrics={"mse": 0.1})
+    ended = RUNNING.model_copy(update={"phase": Phase.COMPLETED, "stage": Stage.DONE, "result": result})
+    longer = state_after(train_longer(ended, 9))
+    told = "it trains longer, to epoch 9"
+    update = {"phase": Phase.WAITING, "stage": Stage.TRAIN, "result": JobResult(), "reason": told}
+    assert longer == ended.model_copy(update=update)
+    assert train_longer(RUNNING, 9).changes == ()
+    exporting = RUNNING.model_copy(update={"stage": Stage.EXPORT})
+    assert state_after(train_longer(exporting, 9)).stage is Stage.TRAIN
+
+
+def test_more_epochs_change_nothing_once_stop_early_has_ended_the_job() -> None:
+    stopped = RUNNING.model_copy(update={"stage": Stage.DONE, "result": JobResult(stopped_step=70)})
+    with pytest.raises(Conflict, match="ended the job at step 70"):
+        train_longer(stopped, 9)
+
+
+def test_a_changed_spec_is_written_once_and_the_last_checkpoint_is_not_the_last_any_more(tmp_path: Path) -> None:
+    spec = JobSpec(
+        job="ctr",
+        script="/s.py",
+        storage=str(tmp_path),
+        dataset=TextLines("t.txt"),
+        evaluation_dataset=TextLines("t.txt"),
+        epochs=2,
+        lanes=1,
+        evaluate_every="epoch",
+    )
+    positions = (LanePosition(lane=0, epoch=1, exhausted=True),)
+    ref = CheckpointRef(uuid="u", step=12, timeline=0, manifest="")
+    manifest = Manifest(
+        **ref.model_dump(include={"uuid", "step", "timeline"}),
+        job="ctr",
+        term=1,
+        generation=1,
+        mode=Mode.SYNC,
+        lanes=1,
+        seed=0,
+        spec_digest="",
+        timestamp="",
+        slots=SlotMap(version=1, owners=(0,)),
+        layout=Layout(
+            segments=(), block_bytes=256, digest="", optimizer=OptimizerSpec(name="SGD", defaults={}, groups=())
+        ),
+        record=StepRecord(version=12, positions=positions),
+        parts=(),
+    )
+    ref = ref.model_copy(update={"manifest": write_manifest(str(tmp_path), manifest)})
+    latest = CheckpointLatest(
+        **ref.model_dump(include={"uuid", "step", "timeline", "manifest"}),
+        term=1,
+        timestamp="",
+        slots=manifest.slots,
+        kept=(ref,),
+        final=True,
+    )
+    longer = spec.model_copy(update={"epochs": 5, "keep_checkpoints": 4, "trainers": 7})
+
+    async def at_once(work: Callable[..., Any], *arguments: object) -> Any:
+        return work(*arguments)
+
+    async def main() -> None:
+        etcd = Etcd(SimulatedEtcd().transport("launcher"))
+        assert not await renew(etcd, KEYS, spec), "a new job"
+        ended = RUNNING.model_copy(update={"phase": Phase.COMPLETED, "stage": Stage.DONE})
+        await etcd.put(KEYS.spec, spec.to_bytes())
+        await etcd.put(KEYS.state, ended.to_bytes())
+        await etcd.put(KEYS.latest, latest.to_bytes())
+        assert not await renew(etcd, KEYS, spec), "nothing has changed"
+        await etcd.put(KEYS.master_lock, b"{}")
+        with pytest.raises(Conflict, match="a master runs already"):
+            await renew(etcd, KEYS, longer, at_once)
+        await etcd.delete(KEYS.master_lock)
+        assert await renew(etcd, KEYS, longer, at_once)
+        found = {key: await etcd.get(key) for key in (KEYS.spec, KEYS.state, KEYS.latest)}
+        values = [kv.value for kv in found.values() if kv is not None]
+        assert JobSpec.model_validate_json(values[0]) == longer.model_copy(update={"trainers": spec.trainers})
+        assert JobState.model_validate_json(values[1]).phase is Phase.WAITING
+        again = CheckpointLatest.model_validate_json(values[2])
+        assert not again.final
+        assert [each.evaluation for each in again.kept] == [2], "it is evaluated as in a job of 5 epochs"
+        assert not await renew(etcd, KEYS, longer, at_once)
 
     rng = random.Random(7)
     run(VirtualLoop(rng), asyncio.wait_for(main(), 60), rng)

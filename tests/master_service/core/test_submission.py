@@ -69,7 +69,9 @@ def test_a_name_is_taken_once():
         create(state, job_of("a"))
     with pytest.raises(Conflict) as refused:
         create(state, job_of("old"))
-    assert refused.value.hint == "`trireme delete old` frees the name"
+    assert refused.value.hint == (
+        "`trireme delete old` frees the name; to train it longer, choose another name and --init-from old"
+    )
 
 
 @pytest.mark.parametrize("name", RESERVED)

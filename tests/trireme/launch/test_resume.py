@@ -54,10 +54,10 @@ def test_a_changed_script_is_told_when_a_job_goes_on(tmp_path):
 
 @pytest.mark.parametrize("phase", [None, "COMPLETED"])
 def test_other_settings_are_refused_with_both_values_and_what_to_do(tmp_path, phase):
-    previous = left(tmp_path, spec_of(epochs=2), phase=phase)
+    previous = left(tmp_path, spec_of(seed=2), phase=phase)
     what = "completed" if phase else "unfinished"
-    with pytest.raises(Conflict, match=rf"ctr in .* is {what} with epochs = 2; now epochs = 5 is asked for") as caught:
-        decide(previous, spec_of(epochs=5), tmp_path)
+    with pytest.raises(Conflict, match=rf"ctr in .* is {what} with seed = 2; now seed = 5 is asked for") as caught:
+        decide(previous, spec_of(seed=5), tmp_path)
     assert "--job NAME" in caught.value.hint
     assert "--fresh" in caught.value.hint
 
@@ -129,9 +129,9 @@ def test_a_job_that_failed_for_lack_of_members_goes_on_and_only_with_the_same_se
     plan = decide(previous, spec_of(pservers=2), tmp_path)
     assert plan.start is Start.RESUME
     assert plan.sentence == "job ctr failed before (it was said): it resumes (1 -> 2 pservers)"
-    with pytest.raises(Conflict, match="epochs = 1; now epochs = 5 is asked for"):
-        decide(previous, spec_of(epochs=5), tmp_path)
-    assert decide(previous, spec_of(epochs=5), tmp_path, fresh=True).start is Start.NEW
+    with pytest.raises(Conflict, match="seed = 0; now seed = 5 is asked for"):
+        decide(previous, spec_of(seed=5), tmp_path)
+    assert decide(previous, spec_of(seed=5), tmp_path, fresh=True).start is Start.NEW
 
 
 def test_an_unfinished_asynchronous_job_goes_on_and_independent_checkpoints_need_as_many_pservers(tmp_path):

@@ -166,7 +166,8 @@ def _check_name(state: ClusterState, name: str) -> None:
         raise InvalidArgument(msg, hint="choose another name", job=name)
     known = state.jobs.get(name)
     if known is not None:
-        way = f"`trireme delete {name}` frees the name" if known.standing.final else "choose another name"
+        longer = f"; to train it longer, choose another name and --init-from {name}"
+        way = f"`trireme delete {name}` frees the name{longer}" if known.standing.final else "choose another name"
         raise Conflict(f"job {name} exists already; it is {known.standing}", hint=way, job=name)
 
 

@@ -1,0 +1,89 @@
+"""Which settings may change between two runs of a job: each is in one class, and in the table of docs/again.md."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from shared.between_runs import FIXED, FREE, GROWS, renewed
+from shared.errors import Conflict
+from shared.records import JobSpec
+from shared.records.datasets import TextLines
+from trireme.launch import resume
+from trireme.launch.resume import Plan, PreviousRun, Start
+
+DOCS = Path(__file__).parents[3] / "docs" / "again.md"
+COMPLETED = {"phase": "COMPLETED", "reason": "trained, evaluated and exported"}
+
+
+def spec_of(**values) -> JobSpec:
+    return JobSpec(**({"job": "ctr", "script": "/s.py", "dataset": TextLines("t.txt"), "storage": "/data"} | values))
+
+
+def plan(before: JobSpec, now: JobSpec, result=None) -> Plan:
+    previous = PreviousRun(before, "digest", result=result)
+    return resume.decide(previous, now, "digest", Path("/runs/ctr"), fresh=False)
+
+
+def test_each_setting_is_in_one_class_and_in_the_table():
+    assert FREE | FIXED.keys() | {GROWS} == set(JobSpec.model_fields)
+    assert not FREE & FIXED.keys()
+    rows = re.findall(r"^\| (.*`.*) \| (yes|it may grow|no: .*) \|$", DOCS.read_text(encoding="utf-8"), re.MULTILINE)
+    told = {name: verdict.split(":")[0] for names, verdict in rows for name in re.findall(r"`(\w+)`", names)}
+    assert {name for name, verdict in told.items() if verdict == "yes"} == FREE
+    assert {name for name, verdict in told.items() if verdict == "no"} == FIXED.keys()
+    assert told[GROWS] == "it may grow"
+
+
+@pytest.mark.parametrize(("before", "now"), [({"lanes": 8}, {"lanes": 4}), ({}, {"init_from": "a.pt"})])
+def test_what_is_fixed_is_refused_with_both_values_and_the_reason(before, now):
+    (name,) = now
+    old, new = spec_of(**before), spec_of(**now)
+    told = rf"with {name} = {getattr(old, name)!r}; now {name} = {getattr(new, name)!r} is asked for: {FIXED[name]}"
+    with pytest.raises(Conflict, match=re.escape(told)):
+        plan(old, new)
+
+
+def test_settings_that_change_no_bit_may_change():
+    resumed = plan(spec_of(), spec_of(keep_checkpoints=5, lease_ttl_s=9.0, checkpoint_every_steps=10))
+    assert resumed.start is Start.RESUME
+    assert "2 -> 5 keep_checkpoints" in resumed.sentence
+
+
+def test_more_epochs_go_on_and_fewer_are_refused():
+    two, five = spec_of(epochs=2), spec_of(epochs=5)
+    assert plan(two, five, COMPLETED) == Plan(Start.RESUME, "job ctr is completed: it goes on (2 -> 5 epochs)")
+    assert plan(two, five).sentence == "job ctr is unfinished: it resumes (2 -> 5 epochs)"
+    for result in (None, COMPLETED):
+        with pytest.raises(Conflict, match=r"epochs = 5; now epochs = 2 .*: a job can only get more epochs than its 5"):
+            plan(five, two, result)
+    assert plan(two, two, COMPLETED).start is Start.DONE
+
+
+def test_a_completed_job_with_more_epochs_needs_the_same_model_and_may_have_another_script():
+    previous = PreviousRun(spec_of(epochs=2), "digest", {"tensors": [], "optimizer": {}}, COMPLETED)
+    goes_on = resume.decide(previous, spec_of(epochs=5), "another", Path("/runs/ctr"), fresh=False)
+    assert goes_on.sentence.endswith("(2 -> 5 epochs); s.py has changed since the job began")
+    model = {"tensors": [["param", "w", [1], "torch.float32", 0]], "optimizer": {}}
+    with pytest.raises(Conflict, match="is completed and its model has changed: parameter w"):
+        resume.decide(previous, spec_of(epochs=5), "digest", Path("/runs/ctr"), fresh=False, model=model)
+
+
+def test_more_epochs_are_refused_where_they_would_change_nothing_or_lose_some():
+    two, five = spec_of(epochs=2), spec_of(epochs=5)
+    with pytest.raises(Conflict, match="completed: stop_early ended the job at step 70") as caught:
+        plan(two, five, COMPLETED | {"stopped_step": 70})
+    assert "--init-from" in str(caught.value.hint)
+    alone = {"mode": "async", "checkpoint_kind": "independent"}
+    with pytest.raises(Conflict, match="independent: none of them holds its last parameters"):
+        plan(spec_of(**alone, epochs=2), spec_of(**alone, epochs=5), COMPLETED)
+    assert plan(spec_of(**alone, epochs=2), spec_of(**alone, epochs=5)).start is Start.RESUME
+
+
+def test_the_spec_in_etcd_gets_what_may_change_and_keeps_members_and_epochs():
+    stored = spec_of(trainers=7, epochs=9, seed=1)
+    wanted = spec_of(trainers=2, epochs=3, seed=2, keep_checkpoints=4)
+    assert renewed(stored, wanted) == stored.model_copy(update={"keep_checkpoints": 4})
+    assert renewed(stored, spec_of(epochs=12, seed=1)).epochs == 12
