@@ -123,7 +123,7 @@ def test_after_everything_was_killed_the_same_command_goes_on(trireme, tmp_path,
     assert_same(parameters(done), undisturbed)
     again = trireme.run("run", script, *SETTINGS, "--pservers", after, "--json")
     assert (again.code, json.loads(again.out)) == (0, json.loads(done.out))
-    assert "job script is completed; --fresh trains it again" in again.err
+    assert "job script is completed; --epochs with a higher number trains it longer, --fresh again" in again.err
     other = trireme.run("run", script, *SETTINGS, "--epochs", 3, "--json")
     assert other.code == 4
     assert f"completed with epochs = {EPOCHS}; now epochs = 3 is asked for" in other.err
