@@ -18,6 +18,7 @@ from master_service.api.hot_routes import DirectTaskLeases
 from master_service.api.limits import MAX_BODY_BYTES, Bounded
 from master_service.api.logs import routes as logs
 from master_service.api.logs.source import LogSource
+from master_service.api.metrics import routes as metrics
 from master_service.api.openapi import documentation
 from master_service.api.openapi.document import document_of
 from master_service.api.openapi.methods import EveryMethod
@@ -111,8 +112,8 @@ def api_of(*, clustered: bool) -> FastAPI:
         named = "{job}" in prefix
         parameters = [Depends(job_in_path)] if named else []
         if not (named and clustered):  # a cluster answers for jobs that nobody leads now, too
-            app.include_router(job.of_job, prefix=of_job, dependencies=parameters, include_in_schema=named)
-        for routes in (job, events, logs, tasks, task_leases, members, checkpoints, resizes, operations):
+            app.include_router(job.router, prefix=of_job, dependencies=parameters, include_in_schema=named)
+        for routes in (metrics, events, logs, tasks, task_leases, members, checkpoints, resizes, operations):
             app.include_router(routes.router, prefix=prefix, dependencies=parameters, include_in_schema=named)
     app.include_router(documentation.router)
     app.include_router(system.router)

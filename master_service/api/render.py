@@ -17,15 +17,9 @@ from master_service.api.resources import (
     MemberCounts,
     MemberPage,
     MemberView,
-    MetricPage,
-    MetricPoint,
     OperationPage,
     ResizePage,
     ResizeView,
-    SeriesPage,
-    SeriesPoint,
-    SeriesPoints,
-    SeriesSummary,
     TaskPage,
     TaskView,
 )
@@ -35,9 +29,7 @@ from master_service.core.queue.task_queue import TaskQueue
 from master_service.core.state.event_log import EventLog
 from master_service.core.state.job import Job
 from master_service.core.state.metrics import Metrics
-from master_service.core.state.series import Series, SeriesTable
 from master_service.leadership.master import Master
-from master_service.leadership.term import Term
 from shared.errors import NotFound
 from shared.records import DiscardedTask, Mode, Phase, PserverMember, RequeuedTask, Stage, TaskKind, TrainerMember
 from shared.records.checkpoints import CheckpointRef
@@ -307,21 +299,7 @@ def operations(job: Job, state: OperationState | None, page_size: int, page_toke
     return OperationPage(operations=tuple(page), next_page_token=token)
 
 
-# ------------------------------------------------------------------ metrics
-
-
-def metrics(kept: Metrics, metric: str, page_size: int, page_token: str) -> MetricPage:
-    """`metric`: "step_loss" or "epoch_loss"; the token is the last number seen. Raises NotFound."""
-    series = {"step_loss": kept.steps, "epoch_loss": kept.epochs}.get(metric)
-    if series is None:
-        raise NotFound(f"metric {metric} does not exist; there are step_loss and epoch_loss")
-    after = offset_of(page_token) if page_token else -1
-    numbers = sorted(number for number in series if number > after)
-    page, more = page_of(numbers, 0, page_size)
-    points = tuple(
-        MetricPoint(number=n, loss=series[n].loss, records=series[n].records, skipped=series[n].skipped) for n in page
-    )
-    return MetricPage(metric=metric, points=points, next_page_token=str(page[-1]) if more else "")
+# ------------------------------------------------------------------ events
 
 
 def events(kept: EventLog, after: int, page_size: int) -> EventPage:
@@ -331,63 +309,3 @@ def events(kept: EventLog, after: int, page_size: int) -> EventPage:
     return EventPage(
         events=found, next_after=found[-1].event_id if found else after, oldest=kept.oldest, newest=kept.newest
     )
-
-
-def series_page(table: SeriesTable, page_size: int, page_token: str) -> SeriesPage:
-    """In the order of their names."""
-    page, token = page_of(sorted(table.by_name), offset_of(page_token), page_size)
-    return SeriesPage(series=tuple(_summary(name, table.by_name[name]) for name in page), next_page_token=token)
-
-
-def series_points(term: Term, done: int | None, name: str, first: int, last: int, most: int) -> SeriesPoints:
-    """At most `most` points of the steps in [first, last]. `done`: steps that were done in the present timeline. Raises NotFound,
-    StorageUnreachable."""
-    table = term.series.table
-    found = table.by_name.get(name)
-    if found is None:
-        there = ", ".join(sorted(table.by_name)) or "none yet"
-        raise NotFound(f"metric {name} does not exist; there are: {there}")
-    points = found.points(first, last, most, term.job.state.timeline, done)
-    return SeriesPoints(
-        name=name,
-        points=tuple(
-            SeriesPoint(
-                step=point.first,
-                last_step=point.last,
-                mean=point.mean,
-                least=point.value.least,
-                most=point.value.most,
-                weight=point.value.weight,
-            )
-            for point in points
-        ),
-    )
-
-
-def epoch_points(term: Term, name: str, first: int, last: int, most: int) -> SeriesPoints:
-    """The last `most` epochs that begin with a step in [first, last]. Raises NotFound, StorageUnreachable."""
-    epochs = term.series.epochs
-    ends = {number: epoch.first - 1 for number, epoch in epochs.items()}
-    found = [
-        SeriesPoint(
-            step=epoch.first,
-            last_step=ends.get(number + 1, max(epoch.first, term.series.known - 1)),
-            epoch=number,
-            mean=value.total / value.weight,
-            least=value.least,
-            most=value.most,
-            weight=value.weight,
-        )
-        for number, epoch in sorted(epochs.items())
-        if first <= epoch.first <= last and (value := epoch.sums.get(name)) is not None
-    ]
-    if not found and not any(name in epoch.sums for epoch in epochs.values()):
-        there = ", ".join(sorted({each for epoch in epochs.values() for each in epoch.sums})) or "none yet"
-        raise NotFound(f"metric {name} is not kept by epoch; there are: {there}")
-    return SeriesPoints(name=name, points=tuple(found[-most:]))
-
-
-def _summary(name: str, series: Series) -> SeriesSummary:
-    steps = [bucket.step for bucket in series]
-    last = steps[-1] + series.width - 1
-    return SeriesSummary(name=name, first_step=steps[0], last_step=last, points=len(steps), width=series.width)

@@ -331,6 +331,13 @@ class SeriesPoints(Record):
     points: tuple[SeriesPoint, ...]
 
 
+class EvaluationPage(Record):
+    """The newest first."""
+
+    evaluations: tuple[Evaluation, ...]
+    next_page_token: str = ""
+
+
 class TokenAccess(Record):
     """`role`: admin, member or viewer; admin where the service was started without tokens."""
 

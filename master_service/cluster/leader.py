@@ -27,12 +27,15 @@ from master_service.core.state.job_tasks import failed as failed_tasks
 from master_service.leadership.election import campaign, stand
 from master_service.leadership.master import Master
 from master_service.storage.job_storage import FileStorage, JobStorage, remove_files
+from master_service.storage.series_files import StoredMetrics
+from master_service.storage.series_reader import SeriesReader
 from master_service.store.event_log import read_events
 from master_service.store.start_again import start_again
 from master_service.store.writer import HeldLock
 from shared.errors import Conflict, NotFound, NotLeader, NotReady
 from shared.etcd import Etcd, Lease
 from shared.etcd.reading import must_read
+from shared.evaluations import Evaluation
 from shared.keys import ClusterKeys
 from shared.records import JobSpec, JobState, MasterLock, Phase
 from shared.records.cluster import ClusterJob, JobSchedule, Kind, Source, Standing
@@ -62,6 +65,7 @@ class ClusterMaster:
     rebalance_s: float = 30.0
     job_retention_s: float | None = None
     storage: Callable[[JobSpec], JobStorage] = FileStorage
+    series: SeriesReader = field(default_factory=SeriesReader)
     remove_files: Callable[[JobSpec], Awaitable[None]] = remove_files
     probe: Probe = http.refuses_connections
     network: str = field(default_factory=own_network)
@@ -294,6 +298,16 @@ class ClusterMaster:
         self.state.job(name)
         found = await self.etcd.get(self.keys.keys_of(name).state)
         return must_read(JobState, found.key, found.value) if found else JobState()
+
+    async def series_of(self, name: str) -> StoredMetrics:
+        """Of a job that nobody leads now, from its storage. Raises NotFound; as SeriesReader.read."""
+        return await self.series.read(name, self.storage(self.state.job(name).spec).series)
+
+    async def evaluations_of(self, name: str) -> list[Evaluation]:
+        """Of a job that nobody leads now, those that were done while it trained, in their order. Raises NotFound, PeerError."""
+        self.state.job(name)
+        found = await self.etcd.range(self.keys.keys_of(name).evaluations, prefix=True)
+        return [must_read(Evaluation, each.key, each.value) for each in found.kvs]
 
     async def _decide(
         self, decision: Callable[[ClusterState, float], ClusterDecision[A]], once: Once[A] | None = None

@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from master_service.core.state.series import SeriesTable, Value
@@ -35,6 +37,18 @@ class SeriesFiles(Protocol):
     async def write(self, name: str, content: bytes) -> None: ...
 
     async def remove(self, names: Iterable[str]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMetrics:
+    """All that `names`, files of a job, hold."""
+
+    names: tuple[str, ...] = ()
+    table: SeriesTable = field(default_factory=SeriesTable)
+    steps: WholeSteps = field(default_factory=WholeSteps)
+
+
+Aside = Callable[[Callable[[], None]], Awaitable[None]]  # runs what takes the processor for long
 
 
 class StoredSeries:
@@ -69,14 +83,20 @@ def to_read(names: Iterable[str]) -> tuple[list[str], list[str]]:
     return ordered[last:], ordered[:last]
 
 
-async def read_all(stored: SeriesFiles) -> tuple[SeriesTable, WholeSteps]:
-    """All that is stored; for a job that a master may still lead, what it has written. Raises OSError."""
+async def read_all(
+    stored: SeriesFiles, before: StoredMetrics | None = None, aside: Aside = asyncio.to_thread
+) -> StoredMetrics:
+    """All that is stored; for a job that a master may still lead, what it has written. `before`: what was read last, which is given back
+    if there are no other files since. One file at a time is in memory. Raises OSError."""
     for _ in range(ATTEMPTS):
-        table, steps = SeriesTable(), WholeSteps()
+        found = StoredMetrics(tuple(to_read(await stored.names())[0]))
+        if before is not None and before.names == found.names:
+            return before
         with contextlib.suppress(FileNotFoundError):  # a master has put them together meanwhile
-            for name in to_read(await stored.names())[0]:
-                add_encoded(table, steps, await stored.read(name), name)
-            return table, steps
+            for name in found.names:
+                content = await stored.read(name)
+                await aside(partial(add_encoded, found.table, found.steps, content, name))
+            return found
     raise OSError("the files of metrics changed whenever they were read; try again")
 
 

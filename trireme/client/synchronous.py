@@ -12,6 +12,7 @@ from master_service.api.resources import (
     CreateCheckpoint,
     CreateResize,
     Empty,
+    EvaluationPage,
     EventPage,
     JobView,
     LogLine,
@@ -48,6 +49,7 @@ from master_service.api.resources_cluster import (
 )
 from master_service.core.explanation.cause import Explanation
 from shared.errors import Conflict, CursorExpired
+from shared.evaluations import Evaluation
 from shared.events import EventRecord
 from shared.records import TaskKind, TaskSummary
 from shared.records.cluster import Standing
@@ -127,10 +129,8 @@ class Client(Connection):
         self, job: str, *, state: TaskState | None = None, kind: TaskKind = TaskKind.TRAIN, page_size: int = 500
     ) -> Iterator[TaskView]:
         """Tasks of the current epoch (DISCARDED: of all), page by page as they are consumed."""
-        query = {"state": state, "kind": kind, "page_size": page_size}
-        return self._list(
-            Listing(path_of("jobs", job, "tasks"), TaskPage, lambda page: (page.tasks, page.next_page_token), query)
-        )
+        path, query = path_of("jobs", job, "tasks"), {"state": state, "kind": kind, "page_size": page_size}
+        return self._list(Listing(path, TaskPage, lambda page: (page.tasks, page.next_page_token), query))
 
     def get_task(self, job: str, task_id: str) -> TaskView:
         return self._send(get(path_of("jobs", job, "tasks", task_id), TaskView))
@@ -232,10 +232,8 @@ class Client(Connection):
 
     def list_operations(self, job: str, *, state: OperationState | None = None) -> Iterator[Operation]:
         """Those that run and the last ones that ended, newest first."""
-        path = path_of("jobs", job, "operations")
-        return self._list(
-            Listing(path, OperationPage, lambda page: (page.operations, page.next_page_token), {"state": state})
-        )
+        path, query = path_of("jobs", job, "operations"), {"state": state}
+        return self._list(Listing(path, OperationPage, lambda page: (page.operations, page.next_page_token), query))
 
     def get_operation(self, job: str, operation_id: str, *, wait_s: float = 0.0) -> Operation:
         return self._send(get(path_of("jobs", job, "operations", operation_id), Operation, wait_s=wait_s))
@@ -285,10 +283,8 @@ class Client(Connection):
 
     def list_logs(self, job: str) -> Iterator[LogView]:
         """Logs of the job's members on the master's host, those of dead members too."""
-        listing = Listing(
-            path_of("jobs", job, "logs"), LogPage, lambda page: (page.logs, page.next_page_token), {"page_size": 1000}
-        )
-        return self._list(listing)
+        path, query = path_of("jobs", job, "logs"), {"page_size": 1000}
+        return self._list(Listing(path, LogPage, lambda page: (page.logs, page.next_page_token), query))
 
     def get_log(
         self,
@@ -341,6 +337,11 @@ class Client(Connection):
         """By step; several steps share a point where there are more of them than `points`. `by="epoch"`: of a synchronous job."""
         path, steps = path_of("jobs", job, "metric-series", name), {"from_step": from_step, "to_step": to_step}
         return self._send(get(path, SeriesPoints, **steps, points=points, by=by))
+
+    def list_evaluations(self, job: str) -> Iterator[Evaluation]:
+        """Those that were done while it trained, the newest first."""
+        path = path_of("jobs", job, "evaluations")
+        return self._list(Listing(path, EvaluationPage, lambda page: (page.evaluations, page.next_page_token)))
 
     # ---------------------------------------------------------------- cluster, pool, schedules, version
 

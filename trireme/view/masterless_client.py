@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from master_service.api import render
+from master_service.api.metrics.render import metrics
 from master_service.api.resources import MasterView
 from master_service.control.events import EventFeed
 from master_service.control.observation import Movement, Observer
@@ -117,7 +118,7 @@ class MasterlessClient:
                 return
 
     async def epoch_losses(self) -> AsyncIterator[dict[str, Any]]:
-        for point in render.metrics(self._metrics(), "epoch_loss", PAGE, "").points:
+        for point in metrics(self._metrics(), "epoch_loss", PAGE, "").points:
             yield point.model_dump(mode="json")
 
     async def members(self) -> AsyncIterator[dict[str, Any]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from master_service.core.state.series import SeriesTable, Value
-from master_service.core.state.whole_steps import WholeSteps
+from master_service.core.state.series import Value
+from master_service.storage.series_files import StoredMetrics
 from shared.errors import NotFound
 from trireme.view.client import Client
 
@@ -61,8 +61,8 @@ class OfMaster:
 class OfStorage:
     """Of a job that nobody leads."""
 
-    def __init__(self, table: SeriesTable, steps: WholeSteps) -> None:
-        self._table, self._steps = table, steps
+    def __init__(self, stored: StoredMetrics) -> None:
+        self._table, self._steps = stored.table, stored.steps
 
     async def summaries(self) -> list[Row]:
         rows = []

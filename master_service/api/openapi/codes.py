@@ -26,7 +26,9 @@ PROBLEMS: dict[int, dict[str, str]] = {
         "DATASET_INVALID": "The dataset cannot be read, is empty, or does not fit.",
         "CHECKPOINT_UNUSABLE": "The checkpoint is damaged, incomplete, or of another job.",
     },
-    429: {"TOO_MANY_REQUESTS": "As many streams, or reads of logs, as the service allows are open."},
+    429: {
+        "TOO_MANY_REQUESTS": "As many streams, or reads of logs or of stored metrics, as the service allows are open."
+    },
     500: {
         "INTERNAL": "The master failed at this request; its log has the reason.",
         "STATE_UNREADABLE": "This version cannot read one of the job's keys in etcd.",

@@ -40,7 +40,7 @@ NEW_VALUES = "There may be new values."
 WIDTHS = {"integer": "int64", "number": "double"}
 TAGGED = frozenset({"getJob", "getSchedule", "getPoolMember"})
 FOLLOWED = frozenset({"listEvents", "listClusterEvents"})  # by a cursor
-OF_FILES = frozenset({"listLogs", "getLog"})  # so many at once
+OF_FILES = frozenset({"listLogs", "getLog", "listMetricSeries", "queryMetric"})  # so many at once
 
 
 def document_of(app: FastAPI) -> Json:

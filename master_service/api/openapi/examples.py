@@ -10,6 +10,7 @@ from master_service.api import resources as of_job
 from master_service.api import resources_cluster as of_cluster
 from master_service.core.explanation.cause import Cause, Code, Explanation
 from shared import __version__
+from shared.evaluations import Evaluation
 from shared.events import EventRecord
 from shared.records import (
     AcquireTask,
@@ -189,6 +190,8 @@ def _about_a_job() -> Iterator[BaseModel]:
     yield of_job.SeriesPage(series=(summary,))
     point = of_job.SeriesPoint(step=60, last_step=61, mean=0.32, least=0.31, most=0.33, weight=512)
     yield of_job.SeriesPoints(name="loss", points=(point,))
+    evaluated = Evaluation(number=3, step=60, timeline=0, checkpoint=_CHECKPOINT, metrics={"accuracy": 0.91})
+    yield of_job.EvaluationPage(evaluations=(evaluated,))
     yield of_job.Version(name="trireme-master", version=__version__, api="v1")
     yield of_job.TokenAccess(role="viewer")
     yield of_job.Health(status="ok")

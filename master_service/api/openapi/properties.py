@@ -110,7 +110,7 @@ PROPERTIES = {
     "stopped_step": "So many steps were done when stop_early ended training; null: it did not.",
     "evaluate_every": "So many steps, or epoch: such versions are evaluated while the job trains; null: none is.",
     "evaluation": "Evaluations while the job trains; null: the job has no evaluate_every.",
-    "event_time": "When it happened, RFC 3339.",
+    "event_time": "When it happened, RFC 3339.", "evaluations": "The evaluations of this page, the newest first.",
     "events": "The events of this page, oldest first.",
     "exit_code": "Exit code of the last attempt; null: none has ended.",
     "exports": "Files of the exported model, by kind.",

@@ -26,7 +26,7 @@ from shared.metric_names import EVALUATION, LOSS, is_own
 from shared.records import JobSpec
 from shared.runtime import clock, telemetry
 from trireme.cli import exit_codes
-from trireme.cli.checkpoint import check_seen, spec_of
+from trireme.cli.checkpoint import spec_of
 from trireme.cli.history.logs import forget_output
 from trireme.cli.options import Form
 from trireme.cli.targets import job_target
@@ -112,20 +112,13 @@ async def find_metrics(job: str | None, data_dir: Path | None, url: str | None, 
         if not isinstance(client, Client):
             raise Conflict("jobs without a master keep no metrics by step", hint="`trireme status` tells the loss")
         view = await client.job()
-        source, over = OfMaster(client), (view.get("standing") or view["phase"]) in FINAL
-        try:
-            await source.summaries()
-        except Conflict:  # nobody leads it: it waits, or has ended
-            spec = JobSpec.model_validate(view["spec"])
-            check_seen(spec)
-            yield await _stored(spec, by, over=over)
-            return
-        yield Found(view["job"], source, over, by)
+        over = (view.get("standing") or view["phase"]) in FINAL
+        yield Found(view["job"], OfMaster(client), over, by)
 
 
-async def _stored(spec: JobSpec, by: str, *, over: bool = True) -> Found:
+async def _stored(spec: JobSpec, by: str) -> Found:
     try:
-        return Found(spec.job, OfStorage(*await read_all(StoredSeries(spec.storage))), over, by)
+        return Found(spec.job, OfStorage(await read_all(StoredSeries(spec.storage))), over=True, by=by)
     except OSError as error:
         raise PeerError(f"the job's storage cannot be read: {error}") from error
 
@@ -133,7 +126,7 @@ async def _stored(spec: JobSpec, by: str, *, over: bool = True) -> Found:
 async def loss_chart(storage: str) -> str:
     """Of a job that has ended, for a terminal; "" if there is nothing to draw, or its storage does not answer."""
     try:
-        source = OfStorage(*await read_all(StoredSeries(storage)))
+        source = OfStorage(await read_all(StoredSeries(storage)))
         columns, braille = shutil.get_terminal_size().columns, shows_braille(sys.stdout.encoding)
         points = [(row["step"], row["mean"]) for row in await source.points(LOSS, most=2 * columns)]
     except (OSError, TriremeError):

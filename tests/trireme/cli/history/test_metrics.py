@@ -120,7 +120,7 @@ def test_an_asynchronous_job_has_no_metrics_by_epoch(tmp_path: Path) -> None:
         await keeper.store()
         running.cancel()
         await asyncio.wait([running])
-        stored = OfStorage(*await read_all(StoredSeries(str(tmp_path))))
+        stored = OfStorage(await read_all(StoredSeries(str(tmp_path))))
         assert len(await stored.points("loss")) == 1
         return await stored.epochs("loss")
 
@@ -156,8 +156,8 @@ class Master:
 
 
 def test_followed_metrics_come_once_also_through_a_change_of_the_master(data_dir: Path) -> None:
-    table, steps = asyncio.run(read_all(StoredSeries(str(data_dir / "digits"))))
-    master, seen, portions = Master(OfStorage(table, steps)), [], []
+    stored = asyncio.run(read_all(StoredSeries(str(data_dir / "digits"))))
+    master, seen, portions = Master(OfStorage(stored)), [], []
 
     def write(name: str, rows: Iterable[Row]) -> None:
         taken = [row["step"] for row in rows]

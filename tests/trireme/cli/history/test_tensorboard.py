@@ -44,7 +44,7 @@ def test_event_files_of_a_job_that_has_ended_have_each_step_once(
 
 
 def test_a_job_is_followed_through_a_change_of_the_master(data_dir: Path, tmp_path: Path) -> None:  # noqa: F811
-    master = Master(OfStorage(*asyncio.run(read_all(StoredSeries(str(data_dir / "digits"))))))
+    master = Master(OfStorage(asyncio.run(read_all(StoredSeries(str(data_dir / "digits"))))))
     with command.EventFiles(tmp_path / "followed") as files:
         run_virtually(lambda: follow_points(master.opened, (), files.write))
         assert losses(tmp_path / "followed") == EXPECTED  # readable before it is closed
