@@ -1,5 +1,5 @@
-"""What a user's script imports: `trireme.Config`, `trireme.data`, `trireme.optim`, `trireme.log`, `trireme.train`, and for a loop of its own
-`trireme.prepare` and `trireme.backward`. The import loads neither torch nor pydantic."""
+"""What a user's script imports: `trireme.Config`, `trireme.data`, `trireme.optim`, `trireme.log`, `trireme.train`, and for a loop of
+its own `trireme.prepare` and `trireme.backward`; for programs and notebooks `trireme.run`. The import loads neither torch nor pydantic."""
 
 from __future__ import annotations
 
@@ -7,28 +7,57 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from shared import __version__
-from trireme.config import Config
+from shared.errors import TriremeError
+from trireme.config import Config, ConfigError
 
 if TYPE_CHECKING:
     from shared.logged_metrics import log as log
     from shared.logged_metrics import log_metrics as log_metrics
     from trireme import data as data
     from trireme import optim as optim
+    from trireme.background.errors import JobFailed as JobFailed
+    from trireme.background.errors import JobStopped as JobStopped
+    from trireme.background.run import Run as Run
+    from trireme.background.run import run as run
     from trireme.loop import backward as backward
     from trireme.loop import prepare as prepare
     from trireme.plain import train as train
 
-__all__ = ["Config", "__version__", "backward", "data", "log", "log_metrics", "optim", "prepare", "train"]
+__all__ = [
+    "Config",
+    "ConfigError",
+    "JobFailed",
+    "JobStopped",
+    "Run",
+    "TriremeError",
+    "__version__",
+    "backward",
+    "data",
+    "log",
+    "log_metrics",
+    "optim",
+    "prepare",
+    "run",
+    "train",
+]
+
+_HOMES = {
+    "JobFailed": "trireme.background.errors",
+    "JobStopped": "trireme.background.errors",
+    "Run": "trireme.background.run",
+    "backward": "trireme.loop",
+    "log": "shared.logged_metrics",
+    "log_metrics": "shared.logged_metrics",
+    "prepare": "trireme.loop",
+    "run": "trireme.background.run",
+    "train": "trireme.plain",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in ("data", "optim"):
         return importlib.import_module(f"trireme.{name}")
-    if name in ("log", "log_metrics"):
-        return getattr(importlib.import_module("shared.logged_metrics"), name)
-    if name == "train":
-        return importlib.import_module("trireme.plain").train
-    if name in ("prepare", "backward"):
-        return getattr(importlib.import_module("trireme.loop"), name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
     msg = f"module 'trireme' has no attribute {name!r}"
     raise AttributeError(msg)

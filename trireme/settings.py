@@ -26,6 +26,7 @@ SETTINGS = tuple(field.name for field in fields(Config))
 ETCD_SETTINGS = ("etcd", "etcd_user", "etcd_password_file", "etcd_ca", "etcd_cert", "etcd_key")
 LAUNCHER_SETTINGS = ("data_dir", "host", "advertise", "port", "standbys", "spare_pservers", "storage", *ETCD_SETTINGS)
 TOML = "trireme.toml"
+FLAGS = "--{}"  # how settings are spelled on the command line
 
 
 class UsageError(InvalidArgument):
@@ -53,9 +54,15 @@ class Setting:
     origin: str
 
 
-def from_flags(values: Mapping[str, Any], assignments: Sequence[str] = ()) -> Source:
+def from_flags(values: Mapping[str, Any], assignments: Sequence[str] = (), spelling: str = FLAGS) -> Source:
     """`assignments`: those of --set. A setting's own flag is stronger."""
-    return Source({**from_assignments(assignments), **_given(values)}, "--{}")
+    return Source({**from_assignments(assignments), **_given(values)}, spelling)
+
+
+def from_call(values: Mapping[str, Any], function: str) -> Source:
+    """The arguments of a Python function. Raises UsageError for one that is no setting."""
+    _refuse_unknown(values, (*SETTINGS, *LAUNCHER_SETTINGS), function)
+    return Source(_given(values))
 
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> Source:
@@ -82,9 +89,11 @@ def from_script(values: Mapping[str, Any]) -> Source:
     return Source(_given(values), "config {}")
 
 
-def outside_script(flags: Mapping[str, Any], assignments: Sequence[str] = ()) -> dict[str, Setting]:
+def outside_script(
+    flags: Mapping[str, Any], assignments: Sequence[str] = (), spelling: str = FLAGS
+) -> dict[str, Setting]:
     """The settings of the command line, the environment and trireme.toml in the working directory. Raises UsageError."""
-    return merge([from_flags(flags, assignments), from_environment(), from_toml(Path(TOML))])
+    return merge([from_flags(flags, assignments, spelling), from_environment(), from_toml(Path(TOML))])
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:

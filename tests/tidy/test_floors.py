@@ -49,6 +49,7 @@ FLOORS = {
         {"launchers"},
         {"pool", "preflight", "existing_etcd", "containers"},
         {"cli"},
+        {"background"},
     ],
 }
 

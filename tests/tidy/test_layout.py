@@ -46,6 +46,7 @@ HOMES = {
     "httpx": ("trireme/view/client.py", "trireme/client/"),
     "ray": ("trireme/launchers/ray_launcher.py", "trireme/launchers/ray_process.py"),
     "tensorboard": ("trireme/cli/history/tensorboard.py",),
+    "IPython": ("trireme/background/watching.py",),
     "requests": (),
     "urllib.request": (),
     "http.client": (),

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from trireme.launch.processes import ForkServer
 from trireme.preflight import ScriptError, check_path, inspect
 from trireme.script_source import digests_of
 from trireme.settings import (
+    FLAGS,
     SETTINGS,
     Setting,
     UsageError,
@@ -58,7 +59,8 @@ REQUEST_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """The command line; flags that were not given are None."""
+    """The command line; flags that were not given are None. `spelling`: of flags, in messages about them. `again`: what resumes this run
+    ("": the same command). `open_display`: what shows it, once everything was checked."""
 
     script: Path
     flags: Mapping[str, Any]
@@ -68,6 +70,9 @@ class RunRequest:
     fresh: bool = False
     as_json: bool = False
     insecure: bool = False
+    spelling: str = FLAGS
+    again: str = ""
+    open_display: Callable[[JobSpec, Path], Display] = lambda _spec, _folder: display()
 
 
 def run_command(request: RunRequest) -> int:
@@ -75,7 +80,7 @@ def run_command(request: RunRequest) -> int:
     telemetry.configure(level="ERROR", json=False)
     try:
         check_path(request.script)
-        return asyncio.run(_run(request))
+        return asyncio.run(run_job(request))
     except ScriptError as error:
         return exit_codes.report_script_error(error.failure, as_json=request.as_json)
     except TriremeError as error:
@@ -84,10 +89,11 @@ def run_command(request: RunRequest) -> int:
         return exit_codes.INTERRUPTED
 
 
-async def _run(request: RunRequest) -> int:
+async def run_job(request: RunRequest) -> int:
+    """The exit code of a job that has ended. Raises ScriptError, TriremeError; CancelledError if it was interrupted."""
     interrupt = InterruptHandler()
     with interrupt, ForkServer() as forks:
-        outer = outside_script(request.flags, request.assignments)
+        outer = outside_script(request.flags, request.assignments, request.spelling)
         check_fields(
             {name: setting for name, setting in outer.items() if name != "init_from"}
         )  # first: importing torch takes seconds, and a wrong flag should be told at once
@@ -150,7 +156,7 @@ async def _run(request: RunRequest) -> int:
             _prepare(folder, plan.start, script, inspection.model, access)
             tokens = tokens_of(folder, insecure=request.insecure)
             options |= {"etcd": access, "tokens": tokens}
-            return await _train(spec, folder, options, interrupt, forks, as_json=request.as_json)
+            return await _train(spec, folder, options, interrupt, forks, request)
 
 
 def host_in(settings: Mapping[str, Setting], *, insecure: bool) -> str:
@@ -229,11 +235,10 @@ async def _train(
     options: Mapping[str, Any],
     interrupt: InterruptHandler,
     forks: ForkServer,
-    *,
-    as_json: bool,
+    request: RunRequest,
 ) -> int:
     """`options`: of LocalCluster."""
-    screen = display()
+    screen = request.open_display(spec, folder)
     spent = run_folder.TimeSpent(folder)
     output = ScriptOutput(folder / "logs", screen.output)
     try:
@@ -249,7 +254,7 @@ async def _train(
             resumable = state.cause not in (None, FailureCause.SCRIPT) and await _is_saved(cluster)
     except asyncio.CancelledError:
         output.look(clock.monotonic(), last=True)  # the hint shall be the last line
-        screen.event(f"job {spec.job} is unfinished; resume it with: {resume_command()}")
+        screen.event(f"job {spec.job} is unfinished; resume it with: {request.again or resume_command()}")
         raise
     finally:
         spent.save()
@@ -259,8 +264,8 @@ async def _train(
     run_folder.write_json(folder / resume.RESULT_FILE, document)
     if state.phase is not Phase.COMPLETED:
         print(failure_text(state, folder, resumable=resumable), file=sys.stderr)  # noqa: T201
-    print(json.dumps(document) if as_json else summary_text(document))  # noqa: T201
-    if state.phase is Phase.COMPLETED and not as_json and sys.stdout.isatty():
+    print(json.dumps(document) if request.as_json else summary_text(document))  # noqa: T201
+    if state.phase is Phase.COMPLETED and not request.as_json and sys.stdout.isatty():
         print(f"\n{await loss_chart(spec.storage)}".rstrip())  # noqa: T201
     return exit_codes.OK if state.phase is Phase.COMPLETED else exit_codes.JOB_FAILED
 

@@ -106,7 +106,7 @@ async def find_metrics(job: str | None, data_dir: Path | None, url: str | None, 
     try:
         target = job_target(job, data_dir, url)
     except (Conflict, PeerError):  # a run that has ended, or was stopped
-        yield await _stored(spec_of(job, data_dir, url), by)
+        yield await stored(spec_of(job, data_dir, url), by)
         return
     async with open_client(target.address, token=target.token) as client:
         if not isinstance(client, Client):
@@ -116,7 +116,7 @@ async def find_metrics(job: str | None, data_dir: Path | None, url: str | None, 
         yield Found(view["job"], OfMaster(client), over, by)
 
 
-async def _stored(spec: JobSpec, by: str) -> Found:
+async def stored(spec: JobSpec, by: str) -> Found:
     try:
         return Found(spec.job, OfStorage(await read_all(StoredSeries(spec.storage))), over=True, by=by)
     except OSError as error:

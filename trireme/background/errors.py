@@ -1,0 +1,44 @@
+"""What `trireme.run` and its `Run` raise, beside the errors of shared.errors."""
+
+from __future__ import annotations
+
+import re
+
+from shared.errors import DeadlineExceeded, TriremeError
+from trireme.config import ConfigError
+from trireme.settings import UsageError
+
+_FLAG = re.compile(r"--([a-z][a-z-]*[a-z])(?: ([A-Z]{2,}|\d+)\b)?")
+_SWITCHES = {"fresh": "fresh=True", "no_check": "check=False", "insecure": "insecure=True"}
+
+
+class InvalidSetting(UsageError, ConfigError):
+    """An argument, or a setting elsewhere, that the job cannot have: nothing was started."""
+
+
+class JobFailed(TriremeError):
+    """The job has ended, and its model is not trained. `details["result"]`: the document of its end."""
+
+    code = "JOB_FAILED"
+
+
+class JobStopped(TriremeError):
+    """The run was stopped before the job's end. The same call resumes it."""
+
+    code = "JOB_STOPPED"
+
+
+class WaitTimedOut(DeadlineExceeded, TimeoutError):
+    """The job goes on: wait again, or stop it."""
+
+
+def in_python(text: str) -> str:
+    """A sentence about flags of the command, as it is written in Python: `--fresh` -> `fresh=True`, `--job NAME` -> `job=NAME`."""
+
+    def written(found: re.Match[str]) -> str:
+        name, value = found[1].replace("-", "_"), found[2]
+        if name in _SWITCHES:
+            return _SWITCHES[name] + (f" {value}" if value else "")
+        return f"{name}={value}" if value else name
+
+    return _FLAG.sub(written, text).replace("interrupt again", "stop() again")
