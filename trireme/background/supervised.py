@@ -68,12 +68,14 @@ class Supervised:
     """`asked`: what trireme.background.process reads. `watcher`: gets what happens; None: nobody does."""
 
     def __init__(self, asked: Mapping[str, Any], watcher: Watcher | None) -> None:
-        self._asked = {**asked, "parent": os.getpid()}
+        self._owner = os.getpid()
+        self._asked = {**asked, "parent": self._owner}
         self._watcher = watcher
         self._changed = threading.Condition()
         self._process: subprocess.Popen[bytes] | None = None
         self._interrupts = 0
         self._is_told: set[str] = set()
+        self._last: Mapping[str, Any] | None = None  # message
         self.told = Told()
         self._has_process = threading.Event()  # so that it can be killed
         self._thread = threading.Thread(target=self._follow, name=f"trireme {asked['script']}", daemon=True)
@@ -88,7 +90,8 @@ class Supervised:
     def wait(self, kinds: AbstractSet[str], limit_s: float | None) -> bool:
         """Until a message of one of these kinds has come, `begun` or `ended`. False: not within the limit."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._is_told.isdisjoint(kinds), limit_s)
+            self._changed.wait_for(lambda: not self._is_told.isdisjoint(kinds), limit_s)
+            return not self._is_told.isdisjoint(kinds)
 
     def interrupt(self) -> None:
         """As Ctrl-C at the command does: save and stop; the second one stops at once."""
@@ -102,7 +105,7 @@ class Supervised:
     @property
     def is_ours(self) -> bool:
         """Not after a fork, in the new process."""
-        return os.getpid() == self._asked["parent"]
+        return os.getpid() == self._owner
 
     @property
     def is_interrupted(self) -> bool:
@@ -137,10 +140,14 @@ class Supervised:
             try:
                 self._read(process)
             except Exception as error:  # noqa: BLE001  whoever waits must hear of it
-                self._set_end(End(error=PeerError(f"what {self._what} tells cannot be read: {error!r}")))
                 process.kill()
-            code = process.wait()
-            if self.told.end is None:
+                process.wait()
+                self._set_end(End(error=PeerError(f"what {self._what} tells cannot be read: {error!r}")))
+                return
+            code = process.wait()  # the end is told when no process is left
+            if self._last is not None:
+                self._set_end(end_of(self._last, self._what, self._asked["again"]))
+            else:
                 self._set_end(end_of_dead(code, _tail(errors), self._what, self._asked["again"]))
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:
@@ -164,7 +171,7 @@ class Supervised:
             case "begun":
                 self.told.begun = value
             case "ended":
-                self._set_end(end_of(value, self._what, self._asked["again"]))
+                self._last = value
                 return
         self._tell(kind, value)
 
