@@ -70,6 +70,7 @@ class Config:
     init_partial: bool | None = None
     pre_tasks: Sequence[str | dict[str, Any]] | None = None
     post_tasks: Sequence[str | dict[str, Any]] | None = None
+    trackers: str | Sequence[str | dict[str, Any]] | None = None
     clip_norm: InitVar[float | None] = None  # refused, with the names that it has now
 
     def __post_init__(self, clip_norm: float | None) -> None:

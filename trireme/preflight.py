@@ -64,6 +64,10 @@ async def inspect(script: Path, settings: Mapping[str, Any], *, check: bool = Tr
     if not check:
         argv.append("--no-check")
     for name, value in settings.items():
+        if isinstance(
+            value, list | tuple | dict
+        ):  # of trireme.toml or repeated flags; none of them matters to one minibatch
+            continue
         argv += ["--set", f"{name}={value}"]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         child = await start(argv, inherited_environment(), out, err)

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from shared.records import JobSpec
+from shared.security.hidden import hidden
 
 AUTO = "auto"
 _DATASET = {"kind": "text_lines", "urls": ("-",)}
@@ -59,5 +60,5 @@ def problems_of(error: ValidationError, origins: Mapping[str, str]) -> list[str]
             sentences.append(message + (f" (from {', '.join(named)})" if named else ""))
             continue
         name = str(problem["loc"][0])
-        sentences.append(f"{origins.get(name, name)} = {problem['input']!r}: {message}")
+        sentences.append(f"{origins.get(name, name)} = {hidden(repr(problem['input']))}: {message}")
     return sentences

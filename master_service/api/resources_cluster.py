@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from master_service.api.resources import JobProgress
+from master_service.trackers.made import check as check_trackers
 from shared.errors import InvalidArgument
 from shared.records import JobSpec, Mode, Record
 from shared.records.cluster import ClusterJob, JobSchedule, Kind, Scheduling, Source, Standing, TaskState
@@ -39,6 +40,7 @@ class CreateJob(Record):
         """`storage_url`: the cluster's. Raises InvalidArgument."""
         if self.settings.dispatch != "master":
             raise InvalidArgument("dispatch etcd is for jobs without a master; a cluster's jobs have one")
+        check_trackers(self.settings.trackers)
         spec = JobSpec(
             job=self.name,
             script=self.source.script if self.source else self.script,

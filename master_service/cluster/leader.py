@@ -11,6 +11,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import TypeVar
 
+from master_service.cluster.ended_trackers import EndedTrackers
 from master_service.cluster.retention import Retention
 from master_service.cluster.takeover import take_over
 from master_service.cluster.term import ClusterTerm
@@ -99,6 +100,7 @@ class ClusterMaster:
             self.events.add([Event("leader_elected", elected, {"term": number, "url": self.url})])
             async with asyncio.TaskGroup() as group:
                 group.create_task(Retention(self, self.job_retention_s).run())
+                group.create_task(EndedTrackers(self, self.events.add).run())
                 group.create_task(self.current_term.run())
         finally:
             self.current_term, self._leading, self._leader = None, False, ""
@@ -156,6 +158,14 @@ class ClusterMaster:
             return False
         self.check_leading()
         return True
+
+    def leads(self, name: str) -> bool:
+        """Whether a JobTerm of it has not ended yet. Raises NotLeader, NotReady."""
+        return name in self.term.jobs
+
+    def permitted_s(self) -> float:
+        """So long it is certainly the only leader."""
+        return self.current_term.lock.lease.remaining_s if self.current_term else 0.0
 
     def masters(self) -> Iterable[Master]:
         """Of the jobs that it leads now."""

@@ -204,6 +204,11 @@ class SeriesKeeper:
             self.note_evaluation(waiting[number])
         return True
 
+    @property
+    def all_stored(self) -> bool:
+        """Whether nothing is known that is in no file."""
+        return not (self._obstacle or self._fresh.by_name or self._writing.locked()) and self._first == self._steps.next
+
     async def store(self) -> None:
         """What is known now is in a file when this returns, if the storage answers."""
         if self._files is not None and not self._obstacle:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from master_service.control.observation import Observer
 from master_service.control.series_keeper import SeriesKeeper
 from master_service.control.stall import StallWatch
 from master_service.control.supervisor import Supervisor
 from master_service.control.task_service import TaskService
+from master_service.control.tracking import Tracking, result_of
 from master_service.control.waiting_asks import WaitingAsks
 from master_service.core.changes import Change, Event
 from master_service.core.decisions.membership import storage_events
@@ -52,6 +54,13 @@ class Term:
             self.series.note_evaluation(self.job.evaluations[number])
         writer = LeaderWriter(master.etcd, master.keys, self.writer)
         self._supervisor = Supervisor(master, writer, lock, self.storage, self.asks.freed)
+        self._tracking = Tracking(
+            start.job.spec,
+            permitted_s=lambda: lock.lease.remaining_s,
+            result=self._result,
+            tell=self._events.add,
+            find_folder=self.storage.script_folder,
+        )
         self.operations = self._supervisor.operations
         self.evictions = self._supervisor.evictions
         self.stall = StallWatch(master.etcd)
@@ -62,6 +71,13 @@ class Term:
         state = self.job.state
         ref = ref_of(self.job.members.latest, state.checkpoint)
         return state.timeline, ref.step if ref is not None else None if state.checkpoint else 0
+
+    def _result(self) -> dict[str, Any] | None:
+        """For trackers, once the job has ended and they can read all of it."""
+        state = self.job.state
+        return (
+            result_of(state.phase, state.reason, state.result) if state.phase.final and self.series.all_stored else None
+        )
 
     @property
     def storage_away(self) -> str:
@@ -77,6 +93,8 @@ class Term:
                 group.create_task(self._watch.run(self._start.revision + 1))
                 group.create_task(self._supervisor.run())
                 group.create_task(self.series.run())
+                if self.job.spec.trackers:
+                    group.create_task(self._tracking.run())
         finally:
             self.asks.changed()  # they learn that the term is over
 

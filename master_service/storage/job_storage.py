@@ -37,6 +37,10 @@ class JobStorage(Protocol):
         StorageUnreachable if the storage does not say: it may be there."""
         ...
 
+    async def script_folder(self) -> Path:
+        """Where the job's script and the modules beside it lie on this host. Raises TriremeError."""
+        ...
+
     async def read_manifest(self, ref: CheckpointRef) -> Manifest:
         """Raises CheckpointUnusable; OSError when the storage itself fails."""
         ...
@@ -98,6 +102,9 @@ class FileStorage:
 
     async def load_table(self, digest: str) -> FileTable:
         return await asyncio.to_thread(counting.load, self._storage, digest)
+
+    async def script_folder(self) -> Path:
+        return (await self._find_script(self._script)).parent
 
     async def read_manifest(self, ref: CheckpointRef) -> Manifest:
         return await asyncio.to_thread(stored.read_manifest, self._storage, self._job, ref)

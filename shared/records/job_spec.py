@@ -11,6 +11,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from shared.criteria import Criterion
 from shared.records.datasets import Dataset
 from shared.records.record import Record
+from shared.records.trackers import MAX_TRACKERS, Tracker
 
 Narrow = Literal["bfloat16", "float16"]
 Precision = Literal["fp32", "bf16"]
@@ -129,7 +130,7 @@ class JobSettings(Record):
     it after a change make one generation. `stragglers`: on: lanes follow measured speed, a look every `rebalance_s`, and work that takes
     longer than `straggler_factor` times the usual is done by another trainer too; bits do not depend on it. `pre_tasks`, `post_tasks` (in a
     cluster only): commands that run before its members are assigned, and after its end. `deterministic`: synchronous trainers on GPUs use kernels that give the same bits
-    each time."""
+    each time. `trackers` (jobs with a master): where metrics, settings and the result go as well."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -188,6 +189,7 @@ class JobSettings(Record):
     init_partial: bool = False
     pre_tasks: tuple[JobTask, ...] = Field(default=(), max_length=MAX_TASKS)
     post_tasks: tuple[JobTask, ...] = Field(default=(), max_length=MAX_TASKS)
+    trackers: tuple[Tracker, ...] = Field(default=(), max_length=MAX_TRACKERS)
 
     @field_validator(
         "checkpoint_every_steps", "checkpoint_every_epochs", "checkpoint_every_seconds", "evaluate_every", mode="before"
@@ -240,6 +242,24 @@ class JobSettings(Record):
         """A text alone is one task, which flags and the environment can express."""
         return (value,) if isinstance(value, str) else value
 
+    @field_validator("trackers", mode="before")
+    @classmethod
+    def _by_commas(cls, value: object) -> object:
+        """`csv,tensorboard`, which flags and the environment can express."""
+        if isinstance(value, str):
+            return tuple(part for part in map(str.strip, value.split(",")) if part)
+        return (value,) if isinstance(value, dict) else value
+
+    @field_validator("trackers")
+    @classmethod
+    def _each_once(cls, value: tuple[Tracker, ...]) -> tuple[Tracker, ...]:
+        kinds = [tracker.kind for tracker in value]
+        for kind in kinds:
+            if kinds.count(kind) > 1:
+                msg = f"the tracker {kind} is there twice; name each once"
+                raise ValueError(msg)
+        return value
+
     @field_validator("pre_tasks")
     @classmethod
     def _when_is_for_post_tasks(cls, value: tuple[JobTask, ...]) -> tuple[JobTask, ...]:
@@ -267,6 +287,9 @@ class JobSettings(Record):
             if self.mode is Mode.SYNC and value != default:
                 msg = f"{name} is {value}, which only asynchronous jobs can have; use mode async or leave it out"
                 raise ValueError(msg)
+        if self.trackers and self.dispatch is Dispatch.ETCD:
+            msg = "trackers are set, which only jobs with a master can have; leave them out, or use dispatch master"
+            raise ValueError(msg)
         if self.evaluate_every is not None:
             self._check_evaluations()
         elif self.keep_best is not None:

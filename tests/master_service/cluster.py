@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from master_service.core.queue.checks import violations
@@ -73,6 +74,9 @@ class Storage:
 
     async def load_table(self, digest: str) -> FileTable:
         return table_of(self.tasks, 10, digest)
+
+    async def script_folder(self) -> Path:
+        return Path("/nowhere")
 
     async def read_manifest(self, ref: CheckpointRef) -> Manifest:
         await asyncio.sleep(0.01)

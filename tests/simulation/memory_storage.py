@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Iterable
+from pathlib import Path
 
 from master_service.core.queue.file_table import FileTable
 from shared.checkpoints import stored
@@ -48,6 +49,9 @@ class MemoryStorage:
 
     def __init__(self, plan: Plan, series: MemorySeries, spec: JobSpec) -> None:
         self._plan, self.series, self._spec = plan, series, spec
+
+    async def script_folder(self) -> Path:
+        return Path(self._spec.script).parent
 
     async def read_manifest(self, ref: CheckpointRef) -> Manifest:
         await asyncio.sleep(0.005)

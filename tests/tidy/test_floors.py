@@ -14,6 +14,7 @@ FLOORS = {
         {"core.decisions"},
         {"core.explanation"},
         {"store", "storage"},
+        {"trackers"},
         {"control"},
         {"leadership"},
         {"masterless", "api"},

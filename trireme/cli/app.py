@@ -43,6 +43,7 @@ from trireme.cli.options import (
     PushEvery,
     Script,
     Seed,
+    Trackers,
     Url,
     WaitS,
 )
@@ -84,6 +85,7 @@ def run(
     epochs: Epochs = None,
     init_from: InitFrom = None,
     init_partial: InitPartial = None,
+    trackers: Trackers = None,
     global_batch_size: GlobalBatchSize = None,
     seed: Seed = None,
     push_every: PushEvery = None,
@@ -145,7 +147,7 @@ def run(
     - A job whose script failed starts from the beginning, as any job does with --fresh. The files of its last run are kept
     in previous/ in the job's folder.
     """
-    given = dict(locals())
+    given = {**locals(), "trackers": trackers or None}
     if script.is_file():  # said before the imports, which take a second
         print(f"checking {script}", file=sys.stderr)  # noqa: T201
     from trireme.cli.run import RunRequest, run_command  # noqa: PLC0415

@@ -91,6 +91,14 @@ InitFrom = Annotated[
 InitPartial = Annotated[
     bool | None, typer.Option("--init-partial", help="Leave out what does not fit the model.", show_default=False)
 ]
+Trackers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tracker",
+        help="Metrics also go there: csv, tensorboard, mlflow, wandb (mlflow?experiment=NAME&run=NAME&uri=URL), or pkg.mod:Name. May be repeated.",
+        metavar="TRACKER",
+    ),
+]
 Epochs = Annotated[int | None, typer.Option(help="Passes over the dataset.", metavar="N")]
 GlobalBatchSize = Annotated[
     int | None, typer.Option(help="Records of one step; in sync mode over all lanes.", metavar="N")

@@ -24,6 +24,7 @@ from trireme import existing_etcd
 from trireme.cli import exit_codes
 from trireme.cli.history.metrics import loss_chart
 from trireme.cli.history.script_output import ScriptOutput
+from trireme.cli.history.trackers import check_trackers, finish_trackers
 from trireme.cli.start_file import with_start_file
 from trireme.existing_etcd import access_of
 from trireme.launch import resume, run_folder, run_storage
@@ -122,7 +123,10 @@ async def run_job(request: RunRequest) -> int:
             dataset=inspection.dataset,
             evaluation_dataset=inspection.evaluation_dataset,
             storage=run_storage.place_of(base, job, (data_dir / job).absolute()),
-        ).model_copy(update={"sources": await asyncio.to_thread(digests_of, request.script, inspection.readers)})
+        )
+        own_code = [*inspection.readers, *(each.kind.partition(":")[0] for each in spec.trackers if each.is_own)]
+        spec = spec.model_copy(update={"sources": await asyncio.to_thread(digests_of, request.script, own_code)})
+        await check_trackers(spec)
         if spec.named_tasks:
             name = "pre_tasks" if spec.pre_tasks else "post_tasks"
             msg = f"{settings[name].origin}: pre- and post-tasks run on members of a cluster, and trireme run has none"
@@ -143,6 +147,7 @@ async def run_job(request: RunRequest) -> int:
             if plan.sentence:
                 print(plan.sentence, file=sys.stderr)  # noqa: T201
             if plan.start is resume.Start.DONE and previous.result is not None:
+                await finish_trackers(resumed, previous.result)
                 print(json.dumps(previous.result) if request.as_json else summary_text(previous.result))  # noqa: T201
                 return exit_codes.OK
             spec = spec if plan.start is resume.Start.NEW else resumed
@@ -262,6 +267,8 @@ async def _train(
         screen.close()
     document = result_document(spec, state, counts, spent.seconds, folder, resumable=resumable)
     run_folder.write_json(folder / resume.RESULT_FILE, document)
+    if not resumable:
+        await finish_trackers(spec, document)
     if state.phase is not Phase.COMPLETED:
         print(failure_text(state, folder, resumable=resumable), file=sys.stderr)  # noqa: T201
     print(json.dumps(document) if request.as_json else summary_text(document))  # noqa: T201

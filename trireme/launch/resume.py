@@ -127,7 +127,8 @@ def decide(
         msg = f"job {spec.job} in {folder} {what} and its model has changed: {different_model}"
         hint = "its checkpoints hold the old model: restore the script, use another name (--job NAME), or --fresh to start from the beginning"
         raise Conflict(msg, hint=hint)
-    told = ", ".join(f"{before} -> {now} {name}" for name, before, now in changes if name != "sources")
+    untold = ("sources", "trackers")
+    told = ", ".join(f"{before} -> {now} {name}" for name, before, now in changes if name not in untold)
     note = f"; {Path(spec.script).name} has changed since the job began" if changed else ""
     what = f"failed before ({reason})" if previous.resumable else what
     verb = "goes on" if previous.phase else "resumes"

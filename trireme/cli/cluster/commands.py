@@ -37,6 +37,7 @@ from trireme.cli.options import (
     PushEvery,
     Script,
     Seed,
+    Trackers,
     Url,
     WaitS,
 )
@@ -50,6 +51,7 @@ _SETTINGS = (  # of `submit`
     "epochs",
     "init_from",
     "init_partial",
+    "trackers",
     "global_batch_size",
     "seed",
     "push_every",
@@ -242,6 +244,7 @@ def submit(
     epochs: Epochs = None,
     init_from: InitFrom = None,
     init_partial: InitPartial = None,
+    trackers: Trackers = None,
     global_batch_size: GlobalBatchSize = None,
     seed: Seed = None,
     push_every: PushEvery = None,
@@ -282,7 +285,7 @@ def submit(
     With --wait the exit code tells the job's end: 0 COMPLETED, 1 FAILED, 9 CANCELLED.
     """
     given = {**locals(), "after": tuple(after or ()), "preemptible": preemptible or None, "not_before_time": not_before}
-    given |= {"pre_tasks": pre_task or None, "post_tasks": post_task or None}
+    given |= {"pre_tasks": pre_task or None, "post_tasks": post_task or None, "trackers": trackers or None}
     if script.is_file():  # said before the imports, which take a second
         print(f"checking {script}", file=sys.stderr)  # noqa: T201
     from trireme.cli.cluster.submit import SubmitRequest  # noqa: PLC0415

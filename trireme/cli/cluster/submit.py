@@ -162,6 +162,7 @@ def request_body(
     if spec.dispatch is Dispatch.ETCD:
         raise UsageError("dispatch etcd is for jobs without a master (`trireme run`); a cluster's jobs have one")
     functions = [task.function.partition(":")[0] for task in spec.named_tasks.values() if task.function]
+    functions += [tracker.kind.partition(":")[0] for tracker in spec.trackers if tracker.is_own]
     document: dict[str, Any] = {
         "name": job,
         "settings": _settings_of(spec),

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trireme.cli.options import DataDir, Form, Job, Json, Named, Url
+from trireme.cli.options import DataDir, Form, Job, Json, Named, Trackers, Url
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until Ctrl-C.")]
 
@@ -18,6 +18,7 @@ def register(app: typer.Typer) -> None:
     app.command("metrics")(metrics)
     app.command("list")(list_runs)
     app.command("tensorboard")(tensorboard)
+    app.command("track")(track)
 
 
 def logs(
@@ -114,6 +115,25 @@ def tensorboard(
     from trireme.cli.history.tensorboard import tensorboard as show  # noqa: PLC0415
 
     raise typer.Exit(show(jobs or [], data_dir, url, port=port, out=out))
+
+
+def track(
+    named: Named = None,
+    trackers: Trackers = None,
+    limit_s: Annotated[
+        float, typer.Option("--limit-s", help="Seconds to wait for the trackers.", min=1, metavar="S")
+    ] = 600.0,
+    job: Job = None,
+    data_dir: DataDir = None,
+    url: Url = None,
+) -> None:
+    """Bring the trackers of a job that has ended up to date, or send all of it to other ones (--tracker).
+
+    While a job trains its leader does this. What a tracker has already is not sent again.
+    """
+    from trireme.cli.history.trackers import track as bring  # noqa: PLC0415
+
+    raise typer.Exit(bring(named or job, data_dir, url, trackers or [], limit_s))
 
 
 def list_runs(data_dir: DataDir = None, as_json: Json = False) -> None:

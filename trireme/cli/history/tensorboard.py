@@ -15,50 +15,15 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
 
-from shared.errors import Conflict, InvalidArgument, TriremeError
-from shared.runtime import clock, telemetry
+from master_service.trackers.event_files import EventFiles
+from shared.errors import InvalidArgument, TriremeError
+from shared.runtime import telemetry
 from trireme.cli import exit_codes
 from trireme.cli.history.metrics import Open, find_metrics, follow_points, show_points
-from trireme.view.series import Row
 
 ENDING_S = 5.0
 HOST = "127.0.0.1"
-
-
-class EventFiles:
-    """One job's, in a folder that has none yet. Use it as a context manager. Raises Conflict, OSError."""
-
-    def __init__(self, folder: Path) -> None:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter  # noqa: PLC0415  an extra
-
-        if folder.exists() and any(folder.iterdir()):
-            raise Conflict(
-                f"{folder} is not empty: event files there would be shown beside these", hint="choose another --out"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        self._writer: Any = EventFileWriter(str(folder))
-
-    def __repr__(self) -> str:
-        return f"<EventFiles in {self._writer.get_logdir()}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._writer.close()
-
-    def write(self, name: str, rows: Iterable[Row]) -> None:
-        """At the first step of each point: its mean."""
-        from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415
-        from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415
-
-        for row in rows:
-            values = [Summary.Value(tag=name, simple_value=row["mean"])]
-            event = Event(wall_time=clock.wall_time(), step=row["step"], summary=Summary(value=values))
-            self._writer.add_event(event)
-        self._writer.flush()
 
 
 def tensorboard(jobs: Sequence[str], data_dir: Path | None, url: str | None, *, port: int, out: Path | None) -> int:

@@ -16,8 +16,9 @@ import pytest
 from master_service.control.series_keeper import SeriesKeeper
 from master_service.storage.series_files import StoredSeries, read_all
 from shared.errors import PeerError
-from shared.records import JobSpec, MetricBatch, StepMetrics
+from shared.records import JobSpec, MetricBatch
 from shared.records.datasets import TextLines
+from tests.equipment.stored_series import step, store
 from tests.equipment.virtual_loop import run_virtually
 from trireme.cli import exit_codes
 from trireme.cli.history import metrics as command
@@ -32,28 +33,14 @@ def no_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRIREME_URL", raising=False)
 
 
-def step(number: int) -> StepMetrics:
-    return StepMetrics(step=number, epoch=number // 5, loss_sum=8.0 / 2**number, records=4, lr=(0.1,))
-
-
 @pytest.fixture
 def data_dir(tmp_path: Path) -> Path:
     """With a run of two epochs that has ended; its metrics lie in two files, of two masters."""
     folder = tmp_path / "digits"
     folder.mkdir()
 
-    async def store() -> None:
-        for term, steps in ((1, range(4)), (2, range(3, STEPS))):
-            keeper = SeriesKeeper(StoredSeries(str(folder)), term)
-            running = asyncio.ensure_future(keeper.run())
-            while keeper.taken.next is None:
-                await asyncio.sleep(0.01)
-            keeper.note(MetricBatch(trainer="trainer-0", steps=tuple(map(step, steps)), whole=True))
-            await keeper.store()
-            running.cancel()
-            await asyncio.wait([running])
-
-    asyncio.run(store())
+    for term, steps in ((1, range(4)), (2, range(3, STEPS))):
+        asyncio.run(store(folder, steps, term))
     spec = JobSpec(job="digits", script="/s.py", storage=str(folder), dataset=TextLines("x"))
     (folder / "spec.json").write_text(spec.model_dump_json())
     run_folder.write_json(folder / run_folder.RUN_FILE, {"job": "digits", "url": "http://127.0.0.1:9"})
