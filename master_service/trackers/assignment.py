@@ -13,8 +13,8 @@ from pydantic import Field
 from shared.records import JobSpec
 from shared.records.job_spec import JobSettings
 from shared.records.record import Record
-from shared.records.trackers import Tracker
 from shared.security.hidden import hidden
+from shared.trackers import Tracker
 
 UNTOLD = {"trackers", "pre_tasks", "post_tasks"}  # commands may have what nobody shall read
 

@@ -15,8 +15,8 @@ from master_service.trackers.tracker import Point, Run, Tracker
 from master_service.trackers.wandb_run import WandbRun
 from shared.datasets.custom_reader import load_named
 from shared.errors import DatasetError, InvalidArgument
-from shared.records.trackers import CSV, MLFLOW, TENSORBOARD, WANDB
-from shared.records.trackers import Tracker as Wanted
+from shared.trackers import CSV, MLFLOW, TENSORBOARD, WANDB
+from shared.trackers import Tracker as Wanted
 
 MAKERS: Mapping[str, Callable[[], Tracker]] = {
     CSV: CsvFile,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from shared.records.trackers import Tracker as Wanted
+from shared.trackers import Tracker as Wanted
 
 
 class Point(NamedTuple):

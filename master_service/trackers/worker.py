@@ -19,9 +19,9 @@ from master_service.trackers.memory import Memory
 from master_service.trackers.points import told_with
 from master_service.trackers.tracker import Point, Run, Tracker
 from shared.errors import TriremeError
-from shared.records.trackers import Tracker as Wanted
 from shared.runtime import clock
 from shared.security.hidden import hidden
+from shared.trackers import Tracker as Wanted
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 MOST_TEXT = 500

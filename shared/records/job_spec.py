@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from shared.criteria import Criterion
 from shared.records.datasets import Dataset
 from shared.records.record import Record
-from shared.records.trackers import MAX_TRACKERS, Tracker
+from shared.trackers import MAX_TRACKERS, Tracker
 
 Narrow = Literal["bfloat16", "float16"]
 Precision = Literal["fp32", "bf16"]
@@ -189,7 +189,9 @@ class JobSettings(Record):
     init_partial: bool = False
     pre_tasks: tuple[JobTask, ...] = Field(default=(), max_length=MAX_TASKS)
     post_tasks: tuple[JobTask, ...] = Field(default=(), max_length=MAX_TASKS)
-    trackers: tuple[Tracker, ...] = Field(default=(), max_length=MAX_TRACKERS)
+    trackers: tuple[Tracker, ...] = Field(
+        default=(), max_length=MAX_TRACKERS, description="Where metrics, settings and the result go beside the storage."
+    )
 
     @field_validator(
         "checkpoint_every_steps", "checkpoint_every_epochs", "checkpoint_every_seconds", "evaluate_every", mode="before"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from shared.records.cluster import Source, Standing
 from tests.equipment.virtual_loop import run_virtually
 from tests.equipment.waiting import until
@@ -242,6 +244,31 @@ def test_a_member_is_drained_by_rest_also_for_the_next_leader() -> None:
                 assert (await client.post("/v1/pool-members/t0/undrain")).json() == {}
                 assert (await states(client))["t0"] == "idle"
                 assert await jobs.etcd.get(jobs.keys.drain("trainer", "t0")) is None
+
+    run_virtually(main)
+
+
+def test_a_job_whose_trackers_cannot_work_is_refused_without_showing_credentials(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+    async def main() -> None:
+        jobs = Jobs()
+        async with jobs.leading() as leader, client_of(leader) as client:
+
+            async def refused(status: int, trackers: object) -> str:
+                answer = await client.post("/v1/jobs", json=wanted("a", settings={**SETTINGS, "trackers": trackers}))
+                return str(check_problem(answer, status, "INVALID_ARGUMENT"))
+
+            assert "mlflow does not know its server" in await refused(400, ["mlflow"])
+            secret = await refused(422, [{"kind": "mlflow", "uri": "https://me:hunter2@host"}])
+            assert "uri has credentials" in secret
+            assert "hunter2" not in secret
+            made = await client.post("/v1/jobs", json=wanted("a", settings={**SETTINGS, "trackers": ["csv"]}))
+            assert made.status_code == 201, made.text
+            [tracker] = (await client.get("/v1/jobs/a")).json()["spec"]["trackers"]
+            assert tracker["kind"] == "csv"
 
     run_virtually(main)
 

@@ -16,13 +16,13 @@ from master_service.trackers import follower as following
 from master_service.trackers import worker
 from master_service.trackers.assignment import Assignment, News
 from master_service.trackers.follower import Follower
-from shared.records.trackers import Tracker as Wanted
+from shared.trackers import Tracker as Wanted
 from tests.equipment.replaced import replaced
 from tests.equipment.stored_series import store
 
 LIMIT_S = 20.0
 RESULT = {"phase": "COMPLETED"}
-TRACKERS = '''
+TRACKERS = """
 import os
 from pathlib import Path
 from time import sleep
@@ -50,7 +50,7 @@ class Hanging:
         while not (HERE / "well").exists():
             sleep(0.01)
         note("hanging", points)
-'''
+"""
 
 
 @pytest.fixture(autouse=True)

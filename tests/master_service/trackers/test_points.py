@@ -65,5 +65,7 @@ def test_a_portion_has_the_first_steps_of_all_metrics() -> None:
         for name in ("loss", "lr"):
             table.add(name, step, 0, one(step), ordered=True)
     points = new_points(table, 100, {}, 10, over=False)
-    assert [(point.name, point.step) for point in points] == [(name, step) for step in range(5) for name in ("loss", "lr")]
+    assert [(point.name, point.step) for point in points] == [
+        (name, step) for step in range(5) for name in ("loss", "lr")
+    ]
     assert told_with({}, points) == {"loss": 5, "lr": 5}

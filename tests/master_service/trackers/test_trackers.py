@@ -16,8 +16,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from master_service.trackers.made import check, make
 from master_service.trackers.tracker import Point, Run, Tracker
 from shared.errors import InvalidArgument
-from shared.records.trackers import Tracker as Wanted
 from shared.storage import files
+from shared.trackers import Tracker as Wanted
 
 STEPS = 12
 RESULT = {"phase": "COMPLETED", "reason": "done", "metrics": {"mse": 0.5}}
@@ -84,7 +84,9 @@ def test_event_files_have_each_step_once(tmp_path: Path, torn: bool) -> None:
     reader = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
     reader.Reload()
     assert [(event.step, event.value) for event in reader.Scalars("loss")] == EXPECTED
-    settings, result = (reader.Tensors(f"trireme/{name}")[-1].tensor_proto.string_val[0] for name in ("settings", "result"))
+    settings, result = (
+        reader.Tensors(f"trireme/{name}")[-1].tensor_proto.string_val[0] for name in ("settings", "result")
+    )
     assert b"| epochs | 2 |" in settings
     assert b'"phase": "COMPLETED"' in result
     assert len(reader.Tensors("trireme/settings")) == 1
@@ -187,7 +189,9 @@ def test_a_tracker_that_does_not_know_its_server_is_told_before_the_run() -> Non
 
 
 def test_an_own_tracker_needs_only_log(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("class Mine:\n    def log(self, points):\n        self.points = points\n\nclass None_:\n    pass\n")
+    (tmp_path / "mine.py").write_text(
+        "class Mine:\n    def log(self, points):\n        self.points = points\n\nclass None_:\n    pass\n"
+    )
     tracker = make(Wanted(kind="mine:Mine"), tmp_path)
     assert tracker.begin(run_in(tmp_path, "csv")) is None
     tracker.log([point(1)])

@@ -9,29 +9,30 @@ import re
 from typing import Any
 from urllib.parse import parse_qsl
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
-
-from shared.records.record import Record
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 CSV, TENSORBOARD, MLFLOW, WANDB = "csv", "tensorboard", "mlflow", "wandb"
 KINDS = (CSV, TENSORBOARD, MLFLOW, WANDB)
 MAX_TRACKERS = 8
 _OWN = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*")
 _CREDENTIALS = re.compile(r"^[A-Za-z0-9+.-]+://[^/@\s]*@")
+_ELSE = " (mlflow, wandb); empty: as their variables say where the master runs"
 _OPTIONS = ("uri", "experiment", "run")
 
 
-class Tracker(Record):
+class Tracker(BaseModel):
     """`kind`: csv, tensorboard, mlflow, wandb, or `pkg.mod:Name`, a class or function that gives a tracker of one's own.
     Of mlflow and wandb, "" being what their own environment variables say: `uri` of the server, without credentials; `experiment`
     (wandb: project); `run`, the name of the run. As a text: `mlflow?experiment=digits&run=first`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: str = Field(max_length=200)
-    uri: str = Field(default="", max_length=2000)
-    experiment: str = Field(default="", max_length=200)
-    run: str = Field(default="", max_length=200)
+    kind: str = Field(
+        max_length=200, description="csv, tensorboard, mlflow, wandb, or pkg.mod:Name for one of your own."
+    )
+    uri: str = Field(default="", max_length=2000, description=f"The server, without credentials{_ELSE}.")
+    experiment: str = Field(default="", max_length=200, description=f"Experiment or project{_ELSE}, or the job's name.")
+    run: str = Field(default="", max_length=200, description=f"Name of the run{_ELSE}, or the job's name.")
 
     @model_validator(mode="before")
     @classmethod
@@ -39,7 +40,7 @@ class Tracker(Record):
         if not isinstance(value, str):
             return value
         kind, _, options = value.strip().partition("?")
-        given: dict[str, Any] = dict(parse_qsl(options, keep_blank_values=True))
+        given: dict[str, Any] = dict(parse_qsl(options))
         if options and not given:
             msg = f"{value!r}: write options as {kind}?name=value&name=value; names are {', '.join(_OPTIONS)}"
             raise ValueError(msg)
