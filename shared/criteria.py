@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-_TEXT = re.compile(r"([A-Za-z][A-Za-z0-9_.-]{0,63}):(min|max)")
+METRIC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+_TEXT = re.compile(rf"({METRIC_NAME.pattern}):(min|max)")
 
 
 class Criterion(NamedTuple):

@@ -5,12 +5,14 @@ version due ─► its checkpoint is committed ─► tasks over the evaluation 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import Field
 
 from shared.criteria import Criterion
+from shared.errors import Gone
 from shared.records.checkpoints import CheckpointRef
 from shared.records.job_spec import StopEarly
 from shared.records.record import Record
@@ -73,6 +75,16 @@ class EvaluationStatus(Record):
     def result(self, number: int) -> Evaluation | None:
         """Of that evaluation, if it is one of the last two."""
         return next((each for each in self.recent if each.number == number), None)
+
+
+def plateau_value(status: EvaluationStatus, number: int, metric: str) -> float | None:
+    """What ReduceLROnPlateau is told at the version of evaluation `number`: the value of `metric` in the evaluation before (NaN: it has none
+    that is finite), None if that was left out. Raises Gone: two later results are known, so this version is overtaken, and what took effect
+    at it cannot be told any more."""
+    found = status.result(number - 1)
+    if found is None and len(status.recent) > 1 and min(each.number for each in status.recent) >= number:
+        raise Gone(f"the result of evaluation {number - 1} is forgotten, {status.settled} are over; join again")
+    return found.metrics.get(metric, math.nan) if found is not None and not found.left_out else None
 
 
 def better(best: BestEvaluation | None, done: Evaluation, keep_best: str | None) -> BestEvaluation | None:

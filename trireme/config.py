@@ -38,6 +38,8 @@ class Config:
     grad_norm_every: int | None = None
     on_nonfinite: str | None = None
     precision: str | None = None
+    schedule_per: str | None = None
+    plateau_metric: str | None = None
     threads_per_trainer: int | None = None
     device: str | None = None
     deterministic: bool | None = None

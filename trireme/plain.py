@@ -43,13 +43,14 @@ from trainer_agent.data import (
     open_dataset,
 )
 from trainer_agent.model.clipping import GradientClipper
+from trainer_agent.model.compute import BeforeStep
 from trainer_agent.model.devices import device_of
 from trainer_agent.model.export import write_model
 from trainer_agent.model.finite import NonFiniteError, check_gradients, check_loss
 from trainer_agent.model.flat import plan, trained_parameters
 from trainer_agent.model.minibatch import BackwardGuard, means_of, on_device, seed_everything, sums_of
-from trainer_agent.model.optimizer_spec import checked_scheduler
 from trainer_agent.model.precision import autocast, check_precision
+from trainer_agent.model.schedule import Schedule, check_plateau_metric
 from trainer_agent.model.torch_compute import checked_model
 from trainer_agent.script.user_module import UserModule
 from trainer_agent.start_values.load import load_start_values
@@ -154,7 +155,7 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     check_precision(spec.precision, model, device)
     model = model.to(device)
     optimizer = user.call("optimizer", model)
-    scheduler = checked_scheduler(user.call("scheduler", optimizer)) if user.has("scheduler") else None
+    schedule = Schedule(user.call("scheduler", optimizer) if user.has("scheduler") else None, spec, user.guard)
     vars(optimizer)["_opt_called"] = True  # a first step that is left out is no mistake in the order of calls
     trained, guard = trained_parameters(model, optimizer), BackwardGuard(user)
     clipper = None
@@ -179,8 +180,9 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     for epoch in range(spec.epochs):
         loss_sum, records, trained_records = 0.0, 0, 0
         sums: dict[str, Logged] = {}
-        for minibatch in epoch_minibatches(spec, table, epoch):
+        for number, minibatch in enumerate(epoch_minibatches(spec, table, epoch)):
             guard.begin()
+            schedule.before_step(BeforeStep(epoch > 0 and number == 0, evaluations.plateau_value))
             seed_everything(step_seed(spec.seed, result.steps, 0))
             model.train()
             optimizer.zero_grad()
@@ -207,8 +209,7 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
                     buffer.copy_(before)
             else:
                 raise user.error_of(error)
-            if scheduler is not None:
-                user.guard(scheduler.step)
+            schedule.after_step()
             records += len(minibatch)
             result.steps += 1
             evaluations.after_step(result)
@@ -300,7 +301,8 @@ def _sums(
 
 
 class _Evaluations:
-    """While the model trains, as `evaluate_every`, `keep_best` and `stop_early` say. `stopped`: training ends here."""
+    """While the model trains, as `evaluate_every`, `keep_best` and `stop_early` say. `stopped`: training ends here. `plateau_value`: see
+    BeforeStep.metric, for the next step."""
 
     def __init__(self, user: UserModule, spec: JobSpec, table: FileTable, device: torch.device, report: Any) -> None:
         self._user, self._spec, self._device, self._report = user, spec, device, report
@@ -308,10 +310,12 @@ class _Evaluations:
         self._per_epoch, self._steps = per_epoch, per_epoch * spec.epochs
         self._patience: Patience | None = None
         self.stopped = False
+        self.plateau_value: float | None = None
 
     def after_step(self, result: PlainResult) -> None:
         """`result.steps` are done. The last one is evaluated after training."""
         every, step = self._spec.evaluate_every, result.steps
+        self.plateau_value = None
         steps = self._per_epoch if every == "epoch" else every
         if steps is None or step % int(steps) or step >= self._steps:
             return
@@ -319,8 +323,11 @@ class _Evaluations:
             self.stopped = True
             self._report(f"training ends at step {step}, as stop_early says")
             return
+        if self._spec.plateau_metric is not None and result.evaluations:
+            self.plateau_value = result.evaluations[-1].metrics.get(self._spec.plateau_metric, math.nan)
         assert self._spec.evaluation_dataset is not None
         metrics = _evaluate(self._user, self._spec, self._spec.evaluation_dataset, result.model, self._device)
+        check_plateau_metric(self._spec, metrics)
         self._note(result, step // int(steps), metrics)
         self._patience = patience_after(self._patience, result.evaluations[-1].metrics, self._spec.stop_early)
         shown = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())

@@ -15,7 +15,7 @@ from shared.security.hidden import hidden
 AUTO = "auto"
 _DATASET = {"kind": "text_lines", "urls": ("-",)}
 _PLACEHOLDERS = {"job": "job", "script": "-", "storage": "-", "dataset": _DATASET, "evaluation_dataset": _DATASET}
-_SYNCHRONOUS = ("mode", "evaluate_every", "keep_best", "stop_early")
+_SYNCHRONOUS = ("mode", "evaluate_every", "keep_best", "stop_early", "plateau_metric")
 
 
 _NOT_IN_NAMES = re.compile(r"[^a-z0-9]+")
@@ -38,7 +38,7 @@ def field_problems(values: Mapping[str, Any], origins: Mapping[str, str] = Mappi
     if "job" in values:
         values = {**values, "job": allowed_name(str(values["job"]))}
     alone = {name: values[name] for name in _SYNCHRONOUS if name in values}
-    if "keep_best" in alone or "stop_early" in alone:
+    if not alone.keys().isdisjoint(("keep_best", "stop_early", "plateau_metric")):
         alone.setdefault("evaluate_every", "epoch")  # it may be set elsewhere
     others = {name: value for name, value in values.items() if name not in _SYNCHRONOUS}
     for candidate in (alone, {**others, "mode": "async"}):  # async: the sizes need not fit lanes that are not known yet

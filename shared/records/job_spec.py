@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from shared.criteria import Criterion
+from shared.criteria import METRIC_NAME, Criterion
 from shared.records.datasets import Dataset
 from shared.records.record import Record
 from shared.trackers import MAX_TRACKERS, Tracker
@@ -157,6 +157,13 @@ class JobSettings(Record):
         default="fp32",
         description="fp32, or bf16: forward, loss and evaluation run under torch.autocast with bfloat16; parameters and gradients stay float32.",
     )
+    schedule_per: Literal["step", "epoch"] = Field(
+        default="step", description="The script's scheduler is stepped after each step, or after each epoch."
+    )
+    plateau_metric: str | None = Field(
+        default=None,
+        description="The metric of evaluations that ReduceLROnPlateau is stepped with; null: the script has no such scheduler.",
+    )
     threads_per_trainer: int = Field(default=1, ge=1, lt=2**63)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     deterministic: bool = True
@@ -200,6 +207,14 @@ class JobSettings(Record):
     def _off(cls, value: object) -> object:
         """`off` or 0 mean null, which flags and TOML cannot express."""
         return None if value in ("off", "0", 0) else value
+
+    @field_validator("plateau_metric")
+    @classmethod
+    def _is_name(cls, value: str | None) -> str | None:
+        if value is not None and not METRIC_NAME.fullmatch(value):
+            msg = "give the name of a metric alone, for example loss; which values are better says ReduceLROnPlateau(mode=...)"
+            raise ValueError(msg)
+        return value
 
     @field_validator("precision", mode="before")
     @classmethod
@@ -299,10 +314,19 @@ class JobSettings(Record):
                 f"keep_best is {self.keep_best}, but nothing is evaluated while the job trains; set evaluate_every, too"
             )
             raise ValueError(msg)
+        self._check_plateau_metric()
         if self.block_bytes % 64:
             msg = f"block_bytes must be a multiple of 64, got {self.block_bytes}"
             raise ValueError(msg)
         return self
+
+    def _check_plateau_metric(self) -> None:
+        if self.plateau_metric is not None and self.mode is Mode.ASYNC:
+            msg = f"plateau_metric is {self.plateau_metric}, which only synchronous jobs can have; leave it out, or use mode sync"
+            raise ValueError(msg)
+        if self.plateau_metric is not None and self.evaluate_every is None:
+            msg = f"plateau_metric is {self.plateau_metric}, but nothing is evaluated while the job trains; set evaluate_every, too"
+            raise ValueError(msg)
 
     def _check_evaluations(self) -> None:
         if self.evaluation_dataset is None:

@@ -30,7 +30,7 @@ from shared.records import Mode
 from shared.records.job_spec import Narrow, Transported
 from shared.records.layout import Block, Layout, OptimizerSpec, Segment
 from shared.records.step import LaneZero
-from trainer_agent.model.compute import LaneResult, Records
+from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, LaneResult, Records
 
 RECORD_SLOTS = 48
 BLOCK_ELEMENTS = 64
@@ -102,7 +102,13 @@ class TinyCompute:
     is_finished = False
 
     def __init__(
-        self, mode: Mode, trace: Trace, rng: random.Random, speed: Speed, travels_as: Transported = "float32"
+        self,
+        mode: Mode,
+        trace: Trace,
+        rng: random.Random,
+        speed: Speed,
+        travels_as: Transported = "float32",
+        schedule: str = "none",
     ) -> None:
         self._mode, self._layout = mode, layout(mode)
         self._travels_as = travels_as
@@ -113,7 +119,8 @@ class TinyCompute:
         self._vectors = [self._initial(), self._initial()]
         self._lanes: dict[int, tuple[list[np.ndarray[Any, Any]], int]] = {}
         self._nodes: dict[Interval, list[np.ndarray[Any, Any]]] = {}
-        self._steps_begun = 0
+        self._steps_begun, self._rate, self._least = 0, RATE, math.inf
+        self._schedule = schedule
         self._pinned: list[np.ndarray[Any, Any]] | None = None
         self._result = LaneResult(0.0, 0)
 
@@ -152,15 +159,23 @@ class TinyCompute:
     def initial_lane_zero(self) -> LaneZero:
         return self._lane_zero()
 
-    def begin_step(self) -> LaneZero:
+    def begin_step(self, before: BeforeStep = NOTHING_BEFORE) -> LaneZero:
+        """The rate is halved after each epoch, or when an evaluation's value was not below all before."""
         self._steps_begun += 1
+        if self._schedule == "epoch" and before.epoch_ended:
+            self._rate /= 2
+        if self._schedule == "plateau" and before.metric is not None:
+            self._rate /= 1 if before.metric < self._least else 2
+            self._least = min(before.metric, self._least)
         return self._lane_zero()
 
     def restore(self, lane_zero: LaneZero) -> None:
-        self._steps_begun = lane_zero.scheduler["steps"]
+        self._steps_begun, self._rate, least = (lane_zero.scheduler[name] for name in ("steps", "rate", "least"))
+        self._least = float(least)
 
     def _lane_zero(self) -> LaneZero:
-        return LaneZero(options=({"lr": RATE}, {"lr": RATE}), scheduler={"steps": self._steps_begun})
+        state = {"steps": self._steps_begun, "rate": self._rate, "least": str(self._least)}  # JSON has no infinity
+        return LaneZero(options=({"lr": self._rate}, {"lr": self._rate}), scheduler=state)
 
     async def gradient(
         self, node: Interval, lane: int, seed: int, records: Records | None, finished: Callable[[int], None]

@@ -50,6 +50,8 @@ def spec_of(plan: Plan) -> JobSpec:
         evaluate_every=plan.evaluate_every,
         keep_best=plan.keep_best,
         stop_early=plan.stop_early,
+        schedule_per="epoch" if job.schedule == "epoch" else "step",
+        plateau_metric="value" if job.schedule == "plateau" else None,
         checkpoint_every_seconds=plan.checkpoint_every_s,
         skip_after_seconds=plan.skip_after_s,
         checkpoint_kind="independent" if plan.independent else "coordinated",

@@ -110,7 +110,8 @@ class ResizeKill:
 
 @dataclass(frozen=True)
 class Job:
-    """What the trained parameters depend on. `files`: records of each file."""
+    """What the trained parameters depend on. `files`: records of each file. `schedule`: none, epoch or plateau; that follows
+    evaluations, one each `evaluated_every`."""
 
     mode: Mode
     files: tuple[int, ...]
@@ -122,6 +123,8 @@ class Job:
     push_every: int = 1
     travels_as: Transported = "float32"
     clip_grad_norm: float | None = None
+    schedule: str = "none"
+    evaluated_every: int | str | None = None
 
     @property
     def minibatches(self) -> int:

@@ -115,6 +115,7 @@ async def trainer(cluster: SimulatedCluster, node: Node) -> int:
                 cluster.rng,
                 _speed(cluster, node.name),
                 cluster.plan.job.travels_as,
+                cluster.plan.job.schedule,
             ),
             master=node.dispatcher or SimulatedMaster(cluster.network, directory),
             connect=lambda member: SimulatedPserver(cluster.network, member, cluster.check_versions, stall_s),

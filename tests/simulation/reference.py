@@ -86,9 +86,10 @@ def series_of(job: Job) -> dict[str, dict[int, Value]]:
             series.setdefault("loss", {})[step] = Value(loss, records, loss / records, loss / records)
             if logged is not None:
                 series.setdefault("logged", {})[step] = logged
-            for group in range(2):
-                series.setdefault(f"lr.{group}", {})[step] = Value(RATE, 1, RATE, RATE)
             step += 1
+    for step, (*_, rate) in enumerate(_trained(job)):
+        for group in range(2):
+            series.setdefault(f"lr.{group}", {})[step] = Value(rate, 1, rate, rate)
     return series
 
 
@@ -144,7 +145,7 @@ def evaluations(job: Job, every: int | str) -> dict[int, tuple[int, dict[str, fl
         done.append((step, ended, [vector.copy() for vector in vectors]))
     for step, ended, vectors in done[:-1]:
         number = ended if every == "epoch" else step // int(every)
-        if (every == "epoch" and ended) or (every != "epoch" and step % int(every) == 0):
+        if _is_due(step, ended, every):
             found[number] = step, metrics(_sums(job, vectors))
     return found
 
@@ -164,6 +165,16 @@ def _sums(job: Job, vectors: Vectors) -> dict[str, float]:
 
 def versions(job: Job) -> Iterator[tuple[int, int, Vectors]]:
     """Each version behind the first: its number, the epoch that it ends (from 1; 0: none), and its values, which the next one changes."""
+    return ((step, ended, vectors) for step, ended, vectors, _ in _trained(job))
+
+
+def _is_due(step: int, ended: int, every: int | str | None) -> bool:
+    return bool(ended) if every == "epoch" else every is not None and step % int(every) == 0
+
+
+def _trained(job: Job) -> Iterator[tuple[int, int, Vectors, float]]:
+    """As `versions`, with the learning rate of the step that made it. On a plateau: what an evaluation finds counts from the next one on."""
+    rate, found, least = RATE, None, math.inf
     segments = layout(Mode.SYNC).segments
     vectors = [
         (np.linspace(-1, 1, s.elements) if s.dtype == "float32" else np.arange(s.elements)).astype(s.dtype)
@@ -175,6 +186,7 @@ def versions(job: Job) -> Iterator[tuple[int, int, Vectors]]:
     for epoch in range(job.epochs):
         streams = lane_streams(job, epoch)
         longest = max(len(stream) for stream in streams)
+        rate /= 2 if epoch and job.schedule == "epoch" else 1
         for number in range(longest):
             lanes, seen = {}, rounded(vectors, job.travels_as)
             for lane, stream in enumerate(streams):
@@ -187,7 +199,15 @@ def versions(job: Job) -> Iterator[tuple[int, int, Vectors]]:
                 norm = norm_of(squares_of(part) for param in params for part in param.grad.split(BLOCK_ELEMENTS))
                 for param in params:
                     param.grad *= clip_factor(norm, job.clip_grad_norm)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
             optimizer.step()
             vectors[2][:], vectors[3][:] = combined[2], combined[3]
             step += 1
-            yield step, (epoch + 1 if number + 1 == longest else 0), vectors
+            ended = epoch + 1 if number + 1 == longest else 0
+            yield step, ended, vectors, rate
+            if job.schedule == "plateau" and _is_due(step, ended, job.evaluated_every):
+                if found is not None:
+                    rate /= 1 if found < least else 2
+                    least = min(found, least)
+                found = metrics(_sums(job, vectors))["value"]

@@ -79,15 +79,18 @@ def spec_for(script: Path, **values: Any) -> JobSpec:
     return JobSpec(**chosen)
 
 
-def train_plainly(script: Path, spec: JobSpec, steps: int | None = None) -> dict[str, torch.Tensor]:
-    """The state_dict after an ordinary loop over the minibatches of lane 0 of one lane; after `steps` of them, if that is given."""
+def train_plainly(
+    script: Path, spec: JobSpec, steps: int | None = None, rates: Mapping[int, float] | None = None
+) -> dict[str, torch.Tensor]:
+    """The state_dict after an ordinary loop over the minibatches of lane 0 of one lane; after `steps` of them, if that is given. `rates`:
+    the learning rate from a step on, instead of the script's scheduler."""
     assert spec.lanes == 1
     user = load(script)
     torch.set_num_threads(1)
     torch.manual_seed(spec.seed)
     model = user.call("model")
     optimizer = user.call("optimizer", model)
-    scheduler = user.call("scheduler", optimizer) if user.has("scheduler") else None
+    scheduler = user.call("scheduler", optimizer) if rates is None and user.has("scheduler") else None
     x, y = np.load(script.parent / "x.npy"), np.load(script.parent / "y.npy")
     step, tasks = 0, -(-RECORDS // spec.task_records)
     for epoch in range(spec.epochs):
@@ -101,6 +104,8 @@ def train_plainly(script: Path, spec: JobSpec, steps: int | None = None) -> dict
                 chosen = first + minibatch_indices(
                     spec.seed, epoch, task, count, spec.minibatch_size, number, shuffle=spec.shuffle
                 )
+                for group in optimizer.param_groups:
+                    group["lr"] = (rates or {}).get(step, group["lr"])
                 torch.manual_seed(step_seed(spec.seed, step, 0))
                 optimizer.zero_grad()
                 batch = {"x": torch.from_numpy(x[chosen]), "y": torch.from_numpy(y[chosen])}
@@ -110,9 +115,11 @@ def train_plainly(script: Path, spec: JobSpec, steps: int | None = None) -> dict
                 if spec.clip_lane_norm is not None:
                     torch.nn.utils.clip_grad_norm_(model.parameters(), spec.clip_lane_norm)
                 optimizer.step()
-                if scheduler is not None:
+                if scheduler is not None and spec.schedule_per == "step":
                     scheduler.step()
                 step += 1
+        if scheduler is not None and spec.schedule_per == "epoch":
+            scheduler.step()
     return dict(model.state_dict())
 
 

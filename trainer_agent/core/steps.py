@@ -17,9 +17,14 @@ from shared.records.step import CheckpointAsked, LanePosition, StepRecord
 
 def positions_of_step(positions: Sequence[LanePosition]) -> tuple[LanePosition, ...]:
     """Where each lane reads in the step after the version that has `positions`: a new epoch once all lanes are exhausted."""
-    if all(position.exhausted for position in positions):
+    if ends_epoch(positions):
         return tuple(LanePosition(lane=position.lane, epoch=position.epoch + 1) for position in positions)
     return tuple(positions)
+
+
+def ends_epoch(positions: Sequence[LanePosition]) -> bool:
+    """Whether the version that has these positions is the last one of an epoch."""
+    return all(position.exhausted for position in positions)
 
 
 def checkpoint_asked(

@@ -28,7 +28,7 @@ from trainer_agent.data_plane.verdicts import Verdict
 from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of
 from trainer_agent.membership.pause import PauseResponder
-from trainer_agent.model.compute import LaneResult, Records, metrics_of
+from trainer_agent.model.compute import BeforeStep, LaneResult, Records, metrics_of
 from trainer_agent.tasks.source import LoadedTask, TaskFailed, TrainingOver, outcome_of
 from trainer_agent.tasks.step_times import Times
 from trainer_agent.waiting.retry import Backoff
@@ -220,7 +220,7 @@ class AsyncLoop:
         task = loaded.task
         minibatches = {number: self._source.minibatch(loaded, number) for number in range(start, end)}
         number = self._push_number(task, count, start)
-        options = await self._options_of(number)
+        options = await self._options_of(task.epoch if self._spec.schedule_per == "epoch" else number)
         outboxes = Outboxes(self._transfer.routes, self._dtypes)
         results: list[LaneResult] = []
         backoff = Backoff("an answer of any parameter server")
@@ -284,15 +284,16 @@ class AsyncLoop:
         return results
 
     def _push_number(self, task: Task, count: int, start: int) -> int:
-        """The number of this push if one trainer did all of the training in order; the schedule goes by it."""
+        """The number of this push if one trainer did all of the training in order."""
         every = self._spec.push_every
         pushes = -(-max(count, minibatches_in(self._spec.task_records, self._spec.minibatch_size)) // every)
         return (task.epoch * task.stream_length + task.index) * pushes + start // every
 
-    async def _options_of(self, push_number: int) -> LaneZero:
-        """The optimizer's options for that push. The schedule only goes forward: a lower number gets the latest options."""
-        while self._begun < push_number:
-            begun = self._compute.begin_step()
+    async def _options_of(self, number: int) -> LaneZero:
+        """The optimizer's options for the push with that number, or of the epoch. The schedule only goes forward: a lower number gets the
+        latest options."""
+        while self._begun < number:
+            begun = self._compute.begin_step(BeforeStep(epoch_ended=self._begun >= 0))
             self._begun += 1
             self._options = LaneZero(options=begun.options)
             if self._begun % STEPS_AT_ONCE == 0:

@@ -10,6 +10,7 @@ parameters are a second set of values, and all else that a minibatch may change 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -23,7 +24,7 @@ from shared.errors import (
     UserCodeError,
 )
 from shared.etcd.reading import must_read
-from shared.evaluations import Evaluation, EvaluationStatus, RunningEvaluation, evaluation_of, evaluations_before
+from shared.evaluations import EvaluationStatus, RunningEvaluation, evaluation_of, evaluations_before, plateau_value
 from shared.records import JobSpec, TakeNext, Task, TaskKind, ValidationSums
 from shared.records.checkpoints import CheckpointRef
 from shared.records.step import StepRecord
@@ -139,11 +140,16 @@ class Evaluator:
         """Whether training ends at this version, as stop_early says. All trainers know it once `between_steps` has returned."""
         return self.status.stops_before(evaluation_of(version, self._spec.evaluate_every, self._spec.epochs))
 
-    def result_at(self, version: StepRecord) -> Evaluation | None:
-        """What takes effect at this version: the result of the evaluation before it, if it is evaluated itself. The same for all trainers, and
-        for who comes back to this version."""
-        number = evaluation_of(version, self._spec.evaluate_every, self._spec.epochs)
-        return self.status.result(number - 1) if number is not None else None
+    def plateau_value(self, version: StepRecord) -> float | None:
+        """What ReduceLROnPlateau is told at this version: see BeforeStep.metric. The same for all trainers, and for who comes back to it.
+        Raises Gone: it is overtaken."""
+        name, number = self._spec.plateau_metric, evaluation_of(version, self._spec.evaluate_every, self._spec.epochs)
+        if name is None or number is None:
+            return None
+        value = plateau_value(self.status, number, name)
+        if value is not None and math.isnan(value):
+            log.warning("no_plateau_metric", evaluation=number - 1, metric=name)
+        return value
 
     async def after_training(self, version: StepRecord | None) -> None:
         """Until all evaluations before the last version are over."""

@@ -14,10 +14,11 @@ from shared.errors import Gone, StaleGeneration
 from shared.records.step import LaneZero, StepRecord
 from shared.runtime import telemetry
 from trainer_agent.core.duties import Duty
-from trainer_agent.core.steps import checkpoint_asked
+from trainer_agent.core.steps import checkpoint_asked, ends_epoch
 from trainer_agent.loops.context import LoopContext
 from trainer_agent.loops.evaluating import Evaluator
 from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of
+from trainer_agent.model.compute import BeforeStep
 from trainer_agent.tasks.lane_reader import LaneReaders
 from trainer_agent.tasks.source import TaskFailed, TrainingOver
 
@@ -102,12 +103,14 @@ class Joiner:
         return not self._stopping.is_set() and self._duty().duty is Duty.TRAIN
 
     def begin_step(self, version: StepRecord) -> LaneZero:
-        """What lane 0's push says. The schedule advances once for a step, even if the step is begun several times."""
+        """What lane 0's push says. The schedule advances once for a step, even if the step is begun several times. Raises Gone: this version
+        is overtaken."""
         step = version.version
         if self._lane_zero is None or self._lane_zero[0] != step:
             request, generation = self._directory.checkpoint_request, self._transfer.generation
             asked = checkpoint_asked(request, generation, step, version.asked, self.timeline)
-            self._lane_zero = step, self._compute.begin_step().model_copy(update={"asked": asked})
+            before = BeforeStep(ends_epoch(version.positions), self._evaluator.plateau_value(version))
+            self._lane_zero = step, self._compute.begin_step(before).model_copy(update={"asked": asked})
         return self._lane_zero[1]
 
 

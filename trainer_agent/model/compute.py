@@ -25,6 +25,19 @@ Records = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
+class BeforeStep:
+    """What happened between a step and the one before it, as far as schedules follow it. `epoch_ended`: it is the first step of an epoch
+    behind another one. `metric`: the value of plateau_metric in the evaluation whose result takes effect here (NaN: it had none that is
+    finite); None: no result does."""
+
+    epoch_ended: bool = False
+    metric: float | None = None
+
+
+NOTHING_BEFORE = BeforeStep()
+
+
+@dataclass(frozen=True, slots=True)
 class LaneResult:
     """Of one minibatch: loss x records, and the number of records. `skipped`: records that were left out, because the loss or a
     gradient was not finite. `metrics`: what the script reported with `trireme.log_metrics`."""
@@ -94,7 +107,7 @@ class Compute(Protocol):
     def swap(self) -> None:
         """The complete staging vector becomes the parameters in use, and the old one becomes the staging vector."""
 
-    def begin_step(self) -> LaneZero:
+    def begin_step(self, before: BeforeStep = NOTHING_BEFORE) -> LaneZero:
         """Once per step, before its gradients: the options of this step, and the scheduler's state after it."""
 
     def initial_lane_zero(self) -> LaneZero:

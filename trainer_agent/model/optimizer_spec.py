@@ -5,6 +5,7 @@ torch.optim.Adam(groups) ──spec_of──► OptimizerSpec          scheduler
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -40,16 +41,6 @@ def spec_of(optimizer: Any) -> OptimizerSpec:
     return OptimizerSpec(name=name, defaults=_plain_options(optimizer.defaults), groups=groups)
 
 
-def checked_scheduler(scheduler: Any) -> Any:
-    """`scheduler` itself. Raises InvalidArgument for one that needs more than the number of steps."""
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise InvalidArgument(
-            "ReduceLROnPlateau is not supported: it needs a metric at each step, and scheduler.step() is called without one",
-            hint="return a scheduler that depends on the step alone, for example torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)",
-        )
-    return scheduler
-
-
 def numeric_options(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
     """The options of each group that a scheduler may change: numbers and pairs of numbers."""
     return tuple(
@@ -79,12 +70,15 @@ def restore(optimizer: torch.optim.Optimizer, scheduler: Any, state: LaneZero) -
 
 
 def encode(value: Any) -> Any:
-    """`value` in JSON types. Tuples, Counters and dicts with other keys than text are tagged. Raises InvalidArgument for others."""
+    """`value` in JSON types. Tuples, Counters, dicts with other keys than text and floats that are not finite (JSON has none) are tagged.
+    Raises InvalidArgument for others."""
     match value:
+        case float() if not math.isfinite(value):
+            return {"__float__": str(value)}
         case None | bool() | int() | float() | str():
             return value
         case torch.Tensor():
-            return value.item() if value.numel() == 1 else encode(value.tolist())
+            return encode(value.item() if value.numel() == 1 else value.tolist())
         case list():
             return [encode(item) for item in value]
         case tuple():
@@ -105,6 +99,8 @@ def decode(value: Any) -> Any:
     match value:
         case list():
             return [decode(item) for item in value]
+        case {"__float__": text}:
+            return float(text)
         case {"__tuple__": items}:
             return tuple(decode(item) for item in items)
         case {"__counter__": pairs}:

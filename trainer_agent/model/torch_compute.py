@@ -29,7 +29,7 @@ from shared.records.layout import Layout
 from shared.records.step import LaneZero
 from shared.runtime.light_torch import optimizers_without_compiler
 from trainer_agent.model import optimizer_spec as optimizers
-from trainer_agent.model.compute import LaneResult, Records
+from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, LaneResult, Records
 from trainer_agent.model.devices import HOST, device_of, is_host
 from trainer_agent.model.export import write_model
 from trainer_agent.model.finite import NonFiniteError
@@ -37,6 +37,7 @@ from trainer_agent.model.flat import Plan, Vector, bytes_of, plan
 from trainer_agent.model.gradient_tree import Entry, GradientTree
 from trainer_agent.model.minibatch import MinibatchRunner, UserCode
 from trainer_agent.model.precision import check_precision
+from trainer_agent.model.schedule import Schedule
 from trainer_agent.model.send_buffers import SendBuffers
 from trainer_agent.own_loop.turns import OwnLoop
 from trainer_agent.start_values.load import start_values
@@ -80,7 +81,7 @@ class TorchCompute:
         begun = laid_out.layout.model_copy(update={"initial": self.started.digest})
         self.plan: Plan = replace(laid_out, layout=begun)
         scheduler = user.call("scheduler", self.optimizer) if user.has("scheduler") else None
-        self._scheduler = optimizers.checked_scheduler(scheduler)
+        self._schedule = Schedule(scheduler, spec, user.guard)
         vars(self.optimizer)["_opt_called"] = True  # the servers step; without it schedulers warn about their order
         self._bind_parameters()
         self._pinned: Vector | None = None  # a second set of parameters, in host memory
@@ -189,17 +190,19 @@ class TorchCompute:
 
     # ------------------------------------------------------------ scheduler
 
-    def begin_step(self) -> LaneZero:
+    def begin_step(self, before: BeforeStep = NOTHING_BEFORE) -> LaneZero:
+        self._schedule.before_step(before)
         options = optimizers.numeric_options(self.optimizer)
-        if self._scheduler is not None:
-            self._user.guard(self._scheduler.step)
-        return optimizers.lane_zero(self.optimizer, self._scheduler, options)
+        self._schedule.after_step()
+        return optimizers.lane_zero(self.optimizer, self._schedule.scheduler, options)
 
     def initial_lane_zero(self) -> LaneZero:
-        return optimizers.lane_zero(self.optimizer, self._scheduler, optimizers.numeric_options(self.optimizer))
+        return optimizers.lane_zero(
+            self.optimizer, self._schedule.scheduler, optimizers.numeric_options(self.optimizer)
+        )
 
     def restore(self, lane_zero: LaneZero) -> None:
-        optimizers.restore(self.optimizer, self._scheduler, lane_zero)
+        optimizers.restore(self.optimizer, self._schedule.scheduler, lane_zero)
         if self.send_buffers is not None:
             self.send_buffers.clear_residuals()
 

@@ -65,6 +65,7 @@ def _described(user: UserModule, check: bool, settings: dict[str, str]) -> dict[
 
 def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, settings: dict[str, Any]) -> dict[str, Any]:
     from trainer_agent.model.flat import groups_of, tensors_of  # noqa: PLC0415  torch only when it is needed
+    from trainer_agent.model.schedule import check_plateau_metric  # noqa: PLC0415  torch only when it is needed
     from trainer_agent.model.torch_compute import TorchCompute  # noqa: PLC0415  torch only when it is needed
 
     spec = _spec(user, dataset, evaluation, settings)
@@ -77,7 +78,8 @@ def _try(user: UserModule, dataset: Dataset, evaluation: Dataset | None, setting
         if evaluation is not None:
             held_out = first_records(evaluation, spec.minibatch_size)
             with _doing("the first minibatch of the evaluation"):
-                asyncio.run(compute.metrics(asyncio.run(compute.evaluate(held_out))))
+                metrics = asyncio.run(compute.metrics(asyncio.run(compute.evaluate(held_out))))
+            check_plateau_metric(spec, metrics)
     tensors = tensors_of(compute.model, groups_of(compute.optimizer))
     left_out = {"notice": compute.started.sentence} if compute.started.sentence else {}
     return left_out | {

@@ -59,7 +59,16 @@ def test_without_the_check_nothing_is_built_or_read(tmp_path, capsys):
         (
             {"scheduler": "def scheduler(o):\n    return torch.optim.lr_scheduler.ReduceLROnPlateau(o)\n"},
             2,
-            "ReduceLROnPlateau is not supported",
+            "plateau_metric is not set",
+        ),
+        (
+            {
+                "scheduler": "def scheduler(o):\n    return torch.optim.lr_scheduler.ReduceLROnPlateau(o)\n",
+                "evaluation": "def evaluation_dataset():\n    return dataset()\n",
+                "config": "config = {'evaluate_every': 2, 'plateau_metric': 'accuracy'}\n",
+            },
+            2,
+            "plateau_metric is accuracy, and an evaluation has the metrics loss",
         ),
         ({"dataset": "def dataset():\n    return Npy('/nowhere.npy')\n"}, 2, "/nowhere.npy does not exist"),
         ({"dataset": "def dataset():\n    return Npy('/no*where.npy')\n"}, 2, "/no*where.npy matches no file"),
