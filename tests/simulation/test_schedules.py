@@ -18,9 +18,6 @@ from tests.simulation.run import Outcome, simulate
 from trainer_agent.loops.evaluating import Evaluator
 
 EPOCH_SEEDS, PLATEAU_SEEDS = (44, 35, 49), (12, 33, 37)  # the last two are rolled back, behind a change of the rate
-    (12, 44, 35, 49),
-    (12, 33, 35, 37),
-)  # the last two are rolled back, behind a change of the rate
 
 
 def per_epoch(seed: int) -> Plan:

@@ -26,9 +26,9 @@ from shared.records.job_spec import Precision
 from trainer_agent.data.collate import default_collate
 from trainer_agent.model.buffers import LiveBuffers
 from trainer_agent.model.compute import Records
+from trainer_agent.model.devices import autocast
 from trainer_agent.model.finite import check_gradients, check_loss
 from trainer_agent.model.flat import Plan, Vector
-from trainer_agent.model.precision import autocast
 from trainer_agent.model.unshared_state import UnsharedState
 from trainer_agent.own_loop.turns import OwnLoop
 

@@ -30,13 +30,12 @@ from shared.records.step import LaneZero
 from shared.runtime.light_torch import optimizers_without_compiler
 from trainer_agent.model import optimizer_spec as optimizers
 from trainer_agent.model.compute import NOTHING_BEFORE, BeforeStep, LaneResult, Records
-from trainer_agent.model.devices import HOST, device_of, is_host
+from trainer_agent.model.devices import HOST, check_precision, device_of, is_host
 from trainer_agent.model.export import write_model
 from trainer_agent.model.finite import NonFiniteError
 from trainer_agent.model.flat import Plan, Vector, bytes_of, plan
 from trainer_agent.model.gradient_tree import Entry, GradientTree
 from trainer_agent.model.minibatch import MinibatchRunner, UserCode
-from trainer_agent.model.precision import check_precision
 from trainer_agent.model.schedule import Schedule
 from trainer_agent.model.send_buffers import SendBuffers
 from trainer_agent.own_loop.turns import OwnLoop
