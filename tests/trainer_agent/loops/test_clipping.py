@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
-from master_service.core.queue.epoch_order import EpochOrder
 from master_service.core.state.whole_steps import WholeSteps
 from shared.blocks.gradient_norm import clip_factor, norm_of, squares_of
 from shared.records import Mode, Phase
 from shared.runtime import ids
 from tests.equipment.replaced import replaced
 from tests.trainer_agent.cluster import cluster, trained
-from tests.trainer_agent.scripts import RECORDS, differing, records, spec_for, train_plainly, write_script
-from trainer_agent.data import minibatch_indices
+from tests.trainer_agent.scripts import differing, lane_batches, records, spec_for, train_plainly, write_script
 from trainer_agent.script.user_module import load
 from trireme.plain import run
 
@@ -56,24 +53,12 @@ def train_full_batches(script, spec) -> dict[str, torch.Tensor]:
     torch.manual_seed(spec.seed)
     model = user.call("model")
     optimizer = user.call("optimizer", model)
-    x, y = np.load(script.parent / "x.npy"), np.load(script.parent / "y.npy")
-    tasks, clipped = -(-RECORDS // spec.task_records), 0
-    for epoch in range(spec.epochs):
-        order = EpochOrder(tasks, spec.seed, epoch)
-        streams = [[] for _ in range(spec.lanes)]
-        for position in range(tasks):
-            task = order.task_at(position)
-            first = task * spec.task_records
-            count = min(spec.task_records, RECORDS - first)
-            for number in range(-(-count // spec.minibatch_size)):
-                chosen = minibatch_indices(spec.seed, epoch, task, count, spec.minibatch_size, number, shuffle=True)
-                streams[position % spec.lanes].append(first + chosen)
-        for number in range(max(map(len, streams))):
-            rows = np.concatenate([stream[number] for stream in streams if number < len(stream)])
-            optimizer.zero_grad()
-            user.call("loss", model, {"x": torch.from_numpy(x[rows]), "y": torch.from_numpy(y[rows])}).backward()
-            clipped += torch.nn.utils.clip_grad_norm_(model.parameters(), spec.clip_grad_norm).item() > LIMIT
-            optimizer.step()
+    clipped = 0
+    for batches in lane_batches(script, spec):
+        optimizer.zero_grad()
+        user.call("loss", model, {name: torch.cat([batch[name] for batch in batches]) for name in "xy"}).backward()
+        clipped += torch.nn.utils.clip_grad_norm_(model.parameters(), spec.clip_grad_norm).item() > LIMIT
+        optimizer.step()
     assert clipped > 5
     return dict(model.state_dict())
 

@@ -20,7 +20,7 @@ EVALUATED = """
         assert out.dtype is torch.bfloat16
         return {"loss": F.cross_entropy(out, batch["y"]) * len(out), "records": len(out)}
 """
-FOUR = {"lanes": 4, "global_batch_size": 12, "records_per_task": 6, "pservers": 2, "epochs": 4, "precision": "bf16"}
+FOUR = {"lanes": 4, "global_batch_size": 12, "records_per_task": 6, "pservers": 2, "epochs": 3, "precision": "bf16"}
 
 
 async def test_one_lane_has_the_bits_of_plain_pytorch_under_autocast(tmp_path):
