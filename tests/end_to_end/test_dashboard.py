@@ -1,5 +1,6 @@
-"""The dashboard in headless Chromium, on a real cluster: a job from its start to its end, with a resize by button, a parameter server and the
-leader killed, and a reload; then by a viewer, with 10,000 points, and at the master of one job. One browser and one cluster for all of it.
+"""The dashboard in headless Chromium, on a real cluster: a job from its start to its end, with its evaluations and logs, a resize, a
+restore and a check of a checkpoint by button, a parameter server and the leader killed, and a reload; after its end from what is stored; then
+by a viewer, with 10,000 points, and at the master of one job, whose tasks are skipped and retried. One browser and one cluster for all of it.
 
 pytest tests/end_to_end/test_dashboard.py [--pictures FOLDER]
 """
@@ -10,9 +11,7 @@ import asyncio
 import contextlib
 import json
 import re
-import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -21,18 +20,19 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from clients.tools import node_modules_of_dashboard
 from clients.write_openapi import OPENAPI
 from master_service.api.app import make_app
 from master_service.api.server import Server
 from master_service.dashboard import FILES
+from shared.records import Task
 from tests.end_to_end.cluster_command import script_in, up
 from tests.end_to_end.command import Command
-from tests.end_to_end.local_cluster import EPOCHS, RECORDS, spec_of
+from tests.end_to_end.dashboard_session import Session, button, fact, says
+from tests.end_to_end.local_cluster import EPOCHS, RECORDS, STEPS, spec_of
 from tests.equipment.browser import CHROMIUM, Page, browser
 from tests.equipment.uvicorn_server import served
 from tests.equipment.waiting import until
-from tests.master_service.cluster import MasterCluster, running
+from tests.master_service.cluster import MasterCluster, running, take
 from tests.master_service.cluster import spec_of as spec_of_master
 from trireme.client import AsyncClient, CreateJob, JobSettings, Scheduling
 from trireme.pool import cluster_folder
@@ -47,60 +47,9 @@ pytestmark = [
 POINTS = 10_000
 STREAMS = {"/v1/cluster/events/stream", "/v1/jobs/{job}/events/stream"}
 OF_THE_ONLY_JOB = "/v1/job"
+BEST = "document.querySelector('[aria-label^=Evaluations] tbody tr.best')"
+EVALUATED_EVERY = 6
 BUTTONS = ("Pause", "Resume", "Resize …", "Checkpoint", "Cancel …")
-
-
-def button(text: str) -> str:
-    return f"[...document.querySelectorAll('button')].find((each) => each.textContent === {json.dumps(text)})"
-
-
-def says(text: str) -> str:
-    return f"document.body.innerText.includes({json.dumps(text)})"
-
-
-def fact(name: str) -> str:
-    """The value beside a name of the list of facts."""
-    return f"[...document.querySelectorAll('dt')].find((each) => each.textContent === {json.dumps(name)})?.nextElementSibling.textContent"
-
-
-class Session:
-    """What the parts of the test share."""
-
-    def __init__(self, page: Page, trireme: Command, pictures: Path | None) -> None:
-        self.page, self.trireme, self.pictures = page, trireme, pictures
-        self.axe = (node_modules_of_dashboard() / "axe-core" / "axe.min.js").read_text()
-
-    async def picture(self, name: str) -> None:
-        """In both schemes, and axe-core finds nothing serious in either."""
-        for scheme in ("light", "dark"):
-            await self.page.dark(on=scheme == "dark")
-            await asyncio.sleep(0.3)  # charts are drawn anew
-            if self.pictures is not None:
-                await self.page.picture(self.pictures / f"{name}-{scheme}.png")
-            await self.page.js(f"{self.axe}; true")
-            found = await self.page.js(
-                "axe.run(document, {resultTypes: ['violations']}).then((each) => each.violations)"
-            )
-            serious = [(each["id"], each["impact"], [node["html"] for node in each["nodes"]][:3]) for each in found]
-            assert serious == [], (name, scheme)
-        await self.page.dark(on=False)
-
-    async def log_in(self, token: str) -> None:
-        """By the keyboard alone: the field has the focus."""
-        await self.page.until("document.activeElement?.id === 'token'")
-        await self.page.type(token)
-        await self.page.press("Enter")
-
-    async def press(self, text: str) -> None:
-        """By the keyboard."""
-        await self.page.until(button(text))
-        await self.page.js(f"{button(text)}.focus()")
-        await self.page.press("Enter")
-
-    def kill(self, is_meant: Callable[[psutil.Process, str], bool]) -> None:
-        found = [each for each in self.trireme.family() if is_meant(each, " ".join(each.cmdline()))]
-        assert len(found) == 1, found
-        found[0].send_signal(signal.SIGKILL)
 
 
 def test_a_job_is_followed_and_changed_in_a_browser(
@@ -160,9 +109,12 @@ async def in_a_cluster(session: Session) -> None:
     )
 
     await page.until(says("checkpoint DONE"))
+    await evaluations_and_logs(session)
+    await a_checkpoint_is_verified_and_restored(session)
     session.kill(lambda _, words: "[pserver-" in words or "pserver_service" in words)
+    newest = "document.querySelector('[aria-label^=Failures] li')?.innerText"
     receipt = await page.until(
-        "document.querySelector('[aria-label^=Failures] li')?.innerText.includes('training again') && document.querySelector('[aria-label^=Failures] li').innerText"
+        f"{newest}?.includes('pserver-0 is gone') && {newest}.includes('training again') && {newest}"
     )
     assert re.search(
         r"pserver-0 is gone\s+training again after \d+\.\d s from step \d+; [\d,]+ records trained again, none lost",
@@ -183,9 +135,61 @@ async def in_a_cluster(session: Session) -> None:
     await page.until("document.querySelector('.state')?.textContent === 'COMPLETED'")
     await page.until(f"{fact('Records trained')} === '{EPOCHS * RECORDS:,}'")
     await page.until(fact("mse"))
+    await page.reload()  # nobody leads the job any more
+    for name in ("loss", "evaluation.mse"):
+        await page.until(f"document.querySelector('figure[data-metric=\"{name}\"]')?.dataset.points > 0")
+    await page.until(f"{fact('Step')} === '{STEPS}' && {fact('Loss of the epoch')}.length > 1")
+    rows = "document.querySelectorAll('[aria-label^=Evaluations] tbody tr').length"
+    await page.until(f"{rows} === {(STEPS - 1) // EVALUATED_EVERY} && {says(f'The best is that of step {STEPS}')}")
     await session.picture("ended")
     await as_a_viewer(session, trireme)
     await ten_thousand_points(page)
+
+
+async def evaluations_and_logs(session: Session) -> None:
+    page = session.page
+    await page.until(BEST)
+    row = await page.js(f"[...{BEST}.cells].map((each) => each.textContent.trim())")
+    assert int(row[0]) * EVALUATED_EVERY == int(row[1]), row
+    await page.js(f"{button('Logs')}.focus()")
+    await page.press("Enter")
+    assert await page.js("document.activeElement.id") == "logs", "the focus is at the part that was chosen"
+    select = "document.querySelector('#logs ~ * select')"
+    await page.until(f"{select}?.options.length > 1")
+    chosen = f"[...{select}.options].find((each) => each.value.includes('trainer-0')).value"
+    await page.js(f"{select}.value = {chosen}; {select}.dispatchEvent(new Event('change', {{bubbles: true}}))")
+    lines = "document.querySelectorAll('.log > div').length"
+    await page.until(f"{lines} > 5 && document.querySelector('.log').innerText.includes('task_started')")
+    before = await page.js("document.querySelector('.log').lastElementChild.innerText")
+    await page.until(f"document.querySelector('.log').lastElementChild.innerText !== {json.dumps(before)}")
+    await page.js("document.querySelector('input[type=search]').focus()")
+    await page.type("no line has this")
+    await page.until(says("No line has these words."))
+    await page.js("document.activeElement.select()")
+    await page.type("TASK_started")
+    await page.until("[...document.querySelectorAll('.log b')].every((each) => each.textContent === 'task_started')")
+    assert await page.js(f"{lines} > 0")
+    await session.picture("logs")
+
+
+async def a_checkpoint_is_verified_and_restored(session: Session) -> None:
+    page = session.page
+    rows = "document.querySelectorAll('[aria-label^=Checkpoints] tbody tr')"
+
+    async def press(words: str) -> None:
+        await page.js(
+            f"[...{rows}[0].querySelectorAll('button')].find((each) => each.textContent === '{words}').focus()"
+        )
+        await page.press("Enter")
+
+    await press("Verify")
+    await page.until(says("every part is as it was written"))
+    await press("Restore …")
+    await page.until("document.querySelector('dialog[open]')?.innerText.includes('Go back to step')")
+    await session.picture("restore")
+    await session.press("Go back")
+    await page.until(says("the job goes on from there"))
+    await page.until("document.querySelector('.state')?.textContent === 'RUNNING'")
 
 
 async def nothing_is_injected(page: Page) -> None:
@@ -237,7 +241,7 @@ def listens_at(process: psutil.Process, url: str) -> bool:
 
 
 async def submit(url: str, token: str, script: Path) -> None:
-    spec = spec_of(script.parents[1], trainers=2, pservers=1)
+    spec = spec_of(script.parents[1], trainers=2, pservers=1, evaluate_every=EVALUATED_EVERY, keep_best="mse:min")
     settings = JobSettings.model_validate(spec.model_dump(mode="json", include=set(JobSettings.model_fields)))
     async with AsyncClient(url, token=token) as client:
         await client.create_job(
@@ -289,7 +293,7 @@ def series(url: str) -> dict[str, Any]:
         kept = {"name": "loss", "first_step": 0, "last_step": 2 * POINTS - 1, "points": POINTS, "width": 2}
         return {"series": [kept], "next_page_token": ""}
     query = dict(part.split("=") for part in parts.query.split("&"))
-    first, last, most = int(query["from_step"]), int(query.get("to_step", 2 * POINTS)), int(query["points"])
+    first, last, most = int(query.get("from_step", 0)), int(query.get("to_step", 2 * POINTS)), int(query["points"])
     steps = range(first - first % 2, min(last + 1, 2 * POINTS), 2)
     share = -(-len(steps) // most)  # so many of them in one point
     points = [
@@ -326,12 +330,29 @@ def check_requests(page: Page) -> None:
 
 async def at_the_master_of_one_job(session: Session) -> None:
     page = session.page
-    async with running(MasterCluster(spec_of_master()), "t1") as master, served(Server(make_app(master))) as port:
+    cluster = MasterCluster(spec_of_master())
+    async with running(cluster, "t1") as master, served(Server(make_app(master))) as port:
         await page.goto(f"http://127.0.0.1:{port}/")
         await page.until("document.querySelector('h1')?.textContent === 'j'")
         await page.until(says("Jobs of trireme run cannot be paused or cancelled here"))
         assert await page.js(f"{button('Pause')}.getAttribute('aria-disabled')") == "true"
         assert await page.js(f"{button('Resize …')}.getAttribute('aria-disabled')") == "false"
         await page.until("document.querySelectorAll('#members ~ * tbody tr').length === 2")
+        await page.until(says("started without a folder of logs"))
+        await a_task_is_skipped_and_retried(session, await take(cluster, master))
         await session.picture("single")
         await page.goto("about:blank")  # its stream of events ends
+
+
+async def a_task_is_skipped_and_retried(session: Session, task: Task) -> None:
+    page = session.page
+    await page.until("document.querySelector('summary')")
+    await page.js("document.querySelector('summary').focus()")
+    await page.press("Enter")
+    row = f"document.querySelector('button[aria-label=\"{{}} task {task.task_id}\"]')"
+    for verb, said, next_one in (("Skip", "is discarded", "Retry"), ("Retry", "is given out again", "Skip")):
+        await page.until(row.format(verb))
+        await page.js(f"{row.format(verb)}.focus()")
+        await page.press("Enter")
+        await page.until(says(f"Task {task.task_id} {said}."))
+        await page.until(row.format(next_one))

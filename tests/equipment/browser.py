@@ -139,6 +139,11 @@ class Page:
         value = "dark" if on else "light"
         await self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": value}])
 
+    async def width(self, pixels: int) -> None:
+        """Of the window."""
+        size: dict[str, Any] = {"width": pixels, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+        await self.call("Emulation.setDeviceMetricsOverride", **size)
+
     async def picture(self, file: Path) -> None:
         """The whole page, as PNG."""
         size = (await self.call("Page.getLayoutMetrics"))["cssContentSize"]
