@@ -17,12 +17,13 @@ from tests.equipment.forked import MARK, clean_environment
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
 TWO_AT_ONCE = """
-import asyncio, gc, threading, trireme
+import asyncio, gc, threading, time, trireme
+from trireme.launch.run_folder import is_running
 
 runs = {}
 
 def start(job):
-    runs[job] = trireme.run("script.py", job=job, trainers=1, pservers=1, check=False)
+    runs[job] = trireme.run("script.py", job=job, epochs=1000, trainers=1, pservers=1, check=False)
 
 async def main():
     threads = [threading.Thread(target=start, args=(job,)) for job in ("dropped", "left")]
@@ -31,15 +32,19 @@ async def main():
     for thread in threads:
         thread.join()
     print(sorted((run.job, run.folder.name) for run in runs.values()))
+    folder, deadline = runs["dropped"].folder, time.monotonic() + 60
     del runs["dropped"]
     gc.collect()
+    while is_running(folder) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    print("dropped runs:", is_running(folder))
 
 asyncio.run(main())
 print("the end of the script")
 """
 WAITS = """
 import trireme
-run = trireme.run("script.py", trainers=1, pservers=1, check=False)
+run = trireme.run("script.py", trainers=1, pservers=1, epochs=1000, check=False)
 print(run.pid, flush=True)
 run.wait()
 """
@@ -64,11 +69,11 @@ def test_two_runs_at_once_are_stopped_when_one_is_dropped_and_when_the_interpret
         out, err = process.communicate(timeout=150)
     assert (process.returncode, out.splitlines()) == (
         0,
-        ["[('dropped', 'dropped'), ('left', 'left')]", "the end of the script"],
+        ["[('dropped', 'dropped'), ('left', 'left')]", "dropped runs: False", "the end of the script"],
     )
     for job in ("dropped", "left"):
         assert (
-            f"job {job} is unfinished; resume it with: trireme.run('script.py', trainers=1, pservers=1, job='{job}')"
+            f"job {job} is unfinished; resume it with: trireme.run('script.py', trainers=1, pservers=1, job='{job}', epochs=1000)"
             in err
         )
     assert "Traceback" not in err
