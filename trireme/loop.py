@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shared.errors import TriremeError, UserCodeError
+from shared.metric_names import LOSS
 from trainer_agent.own_loop.prepared import Prepared
 from trainer_agent.own_loop.source import has_own_loop
 from trainer_agent.own_loop.turns import Batches, running
@@ -30,6 +31,7 @@ from trainer_agent.script.user_module import LoopModule
 from trireme.config import Config
 from trireme.plain import plain_spec, run
 from trireme.settings import SETTINGS
+from trireme.view.chart import show_chart
 
 if TYPE_CHECKING:
     import torch
@@ -145,6 +147,7 @@ class _PlainLoop:
                 result = run(self._user, plain_spec(self._user, {}), report=partial(print, file=sys.stderr))
             for name, value in result.metrics.items():
                 print(f"{name} {value:.6g}")  # noqa: T201
+            show_chart(LOSS, result.curve)
         except UserCodeError as error:
             self.loop.fail_here(error.__cause__ or error)
         except BaseException as error:  # noqa: BLE001  it is raised in the script

@@ -22,6 +22,7 @@ from torch import nn
 
 from master_service.core.queue.epoch_order import EpochOrder
 from master_service.core.queue.file_table import FileTable
+from master_service.core.state.series import Series, Value
 from master_service.storage.counting import count_records
 from shared.errors import InvalidArgument, TriremeError, UserCodeError
 from shared.evaluations import Evaluation, Patience, better, patience_after
@@ -54,6 +55,7 @@ from trainer_agent.model.torch_compute import checked_model
 from trainer_agent.script.user_module import UserModule
 from trainer_agent.start_values.load import load_start_values
 from trireme import settings
+from trireme.view.chart import show_chart
 
 REPORT_SECONDS = 2.0
 
@@ -62,13 +64,14 @@ REPORT_SECONDS = 2.0
 class PlainResult:
     """`metrics` as the script's `metrics(sums)` gives them; `losses`: mean loss of each epoch; `epochs`: means of the loss and of what
     the script logs, by epoch. `evaluations`: those while it trained; `best`, `best_state`: of the best one, that after training included, as
-    `keep_best` says."""
+    `keep_best` says. `curve`: the loss by step."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     steps: int = 0
     records: int = 0
     losses: list[float] = field(default_factory=list)
+    curve: Series = field(default_factory=Series)
     epochs: list[dict[str, float]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     evaluations: list[Evaluation] = field(default_factory=list)
@@ -100,6 +103,7 @@ def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> P
                 print(f"best {result.best.metric} {result.best.value:.6g} at step {result.best.step}")  # noqa: T201
                 for path in _write_best(result, options.export).values():
                     print(path)  # noqa: T201
+        show_chart(LOSS, result.curve)
     except UserCodeError as error:
         print(str(error.details.get("traceback") or error.message).rstrip(), file=sys.stderr)  # noqa: T201
         raise SystemExit(1) from error
@@ -198,7 +202,9 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
                 if clipper is not None:
                     clipper.clip([parameter.grad for parameter in trained.values()])
                 user.guard(optimizer.step)
-                loss_sum += loss.item() * len(minibatch)
+                found_loss = loss.item()
+                loss_sum += found_loss * len(minibatch)
+                result.curve.append(result.steps, 0, Value(found_loss, 1, found_loss, found_loss))
                 trained_records += len(minibatch)
                 user.guard(add, logged, metrics_beside(found), float(len(minibatch)))
                 sums |= {name: sums[name].plus(value) if name in sums else value for name, value in logged.items()}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
+import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,10 +34,33 @@ def hashes(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
 
 
-def test_digits_learns(tmp_path):
-    done = python("digits/digits.py", "--epochs", "4", DIGITS_DATA=str(tmp_path))
-    assert metrics(done.stdout)["accuracy"] > 0.9
-    assert len(done.stderr.splitlines()) >= 4
+def on_terminal(*arguments: str, **environment: str) -> str:
+    """What a script prints on stdout if that is a terminal."""
+    ours, theirs = pty.openpty()
+    with os.fdopen(ours, "rb", buffering=0) as terminal:
+        with (
+            os.fdopen(theirs, "wb") as out,
+            subprocess.Popen(
+                [sys.executable, *arguments],
+                env=os.environ | environment,
+                cwd=EXAMPLES,
+                stdout=out,
+                stderr=subprocess.PIPE,
+            ) as process,
+        ):
+            _, errors = process.communicate(timeout=150)
+            assert process.returncode == 0, errors.decode()
+            assert len(errors.splitlines()) >= 4
+        return terminal.read(1 << 16).decode().replace("\r\n", "\n")
+
+
+@pytest.mark.parametrize(("script", "arguments"), [("digits", ("--epochs", "4")), ("own_loop", ())])
+def test_digits_learns_and_a_chart_of_its_loss_stays_on_a_terminal(tmp_path, script, arguments):
+    told = on_terminal(f"digits/{script}.py", *arguments, DIGITS_DATA=str(tmp_path))
+    chart, measured = re.sub(r"accuracy (\S+)\n", "", told), re.findall(r"accuracy (\S+)\n", told)
+    assert [float(accuracy) > 0.9 for accuracy in measured] == [True]
+    assert chart.splitlines()[1].startswith("loss (last 0.")
+    assert re.search(r"^ +0 +step \d+$", chart.splitlines()[-1])
 
 
 def test_charlm_learns(tmp_path):
@@ -87,9 +112,8 @@ def test_a_loop_of_ones_own_differs_from_a_plain_one_by_five_lines_which_the_doc
     assert [row[1] for row in shown] == [line.strip() for line in come]
 
 
-@pytest.mark.parametrize("name", ["plain_loop", "own_loop"])
-def test_loops_learn_digits(tmp_path, name):
-    done = python(f"digits/{name}.py", DIGITS_DATA=str(tmp_path))
+def test_the_plain_loop_learns_digits(tmp_path):
+    done = python("digits/plain_loop.py", DIGITS_DATA=str(tmp_path))
     assert metrics(done.stdout)["accuracy"] > 0.93
 
 

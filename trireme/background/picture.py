@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
+from trireme.background.errors import JobStopped
 from trireme.background.supervised import Told
 from trireme.view.chart import Points, sparkline
 from trireme.view.report import number, summary_text
@@ -37,7 +38,8 @@ class Picture:
         if self._end.result is not None and self._end.error is None:
             return summary_text(self._end.result)
         error = self._end.error
-        return f"{error}\n{error.hint}" if error else ""
+        hint = "" if isinstance(error, JobStopped) else getattr(error, "hint", "")  # the last event says how it goes on
+        return f"{error}\n{hint}".rstrip()
 
     def __repr__(self) -> str:
         trend = sparkline([loss for _, loss in self._losses], TREND)

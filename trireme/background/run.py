@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from shared.errors import DeadlineExceeded, NotFound, TriremeError
-from shared.records import JobSpec
 from shared.runtime import clock
 from shared.runtime.log_files import Logs
 from shared.storage import files
 from trireme.background.errors import InvalidSetting, WaitTimedOut
 from trireme.background.picture import Picture
 from trireme.background.result import RunResult
-from trireme.background.series import columns_of
+from trireme.background.series import columns_of, spec_in
 from trireme.background.supervised import Supervised
 from trireme.background.watching import Attended, watcher
 from trireme.preflight import check_path
@@ -170,7 +169,7 @@ class Run:
         Raises NotFound (there is no such metric), InvalidArgument, Conflict (a job without a master), PeerError, DeadlineExceeded.
         """
         names = [name] if isinstance(name, str) else list(name)
-        return columns_of(self.folder, self._spec(), names, by, running=not self.is_over)
+        return columns_of(self.folder, spec_in(self.folder), names, by, running=not self.is_over)
 
     def logs(self, member: str = "", lines: int = 100) -> str:
         """The last lines that members wrote (`trainer-0`; "": all of them, in the order of time), with what the script printed there."""
@@ -199,9 +198,6 @@ class Run:
             msg = f"job {self.job} has no {kind} of its model: it is {self.status().phase}"
             raise NotFound(msg, hint="a COMPLETED job has one; best: with the setting keep_best")
         return result.exports[kind]
-
-    def _spec(self) -> JobSpec:
-        return JobSpec.model_validate_json((self.folder / "spec.json").read_bytes())
 
 
 def _check(script: Path, values: dict[str, Any]) -> None:

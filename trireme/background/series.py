@@ -10,13 +10,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shared.errors import Conflict, DeadlineExceeded, InvalidArgument, PeerError
+from shared.errors import Conflict, DeadlineExceeded, InvalidArgument, PeerError, TriremeError
+from shared.metric_names import LOSS
 from shared.records import Dispatch, JobSpec
+from shared.storage import files
 from trireme.cli.history.metrics import Found, stored
 from trireme.cli.targets import token_of_run
 from trireme.launch import run_folder
 from trireme.view.client import Client
-from trireme.view.series import OfMaster
+from trireme.view.series import OfMaster, Row
 
 ANSWER_S = 60.0
 T = TypeVar("T")
@@ -37,6 +39,26 @@ def columns(by: str, rows: Mapping[str, Sequence[tuple[int, float]]]) -> dict[st
     values = {name: dict(points) for name, points in rows.items()}
     places = sorted({place for points in values.values() for place in points})
     return {by: places, **{name: [points.get(place) for place in places] for name, points in values.items()}}
+
+
+def spec_in(folder: Path) -> JobSpec:
+    return JobSpec.model_validate_json((folder / "spec.json").read_bytes())
+
+
+def losses_in(folder: Path, most: int) -> list[tuple[float, float]]:
+    """(step, loss) of a run that has ended; none if they lie elsewhere, or cannot be read."""
+    try:
+        spec = spec_in(folder)
+        if files.local_path(spec.storage) is None:
+            return []
+        rows = outside_any_loop(_losses(spec, most), ANSWER_S, f"losses of job {spec.job}")
+    except (OSError, ValueError, TriremeError):
+        return []
+    return [(float(row["step"]), float(row["mean"])) for row in rows]
+
+
+async def _losses(spec: JobSpec, most: int) -> list[Row]:
+    return await (await stored(spec, "step")).points(LOSS, most=most)
 
 
 async def _rows_of(

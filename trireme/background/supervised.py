@@ -24,6 +24,7 @@ from typing import IO, Any, Protocol
 
 from shared.errors import PeerError
 from trireme.background.ends import End, end_of, end_of_dead
+from trireme.background.series import losses_in
 from trireme.launch.processes import PYTHON_MODULE
 from trireme.view.progress import Progress
 
@@ -179,6 +180,9 @@ class Supervised:
         if self.told.begun is None and end.result is not None:  # completed before: its folder is known all the same
             folder = str(Path(end.result["logs"]).parent)
             self.told.begun = {"job": str(end.result["job"]), "folder": folder}
+        if end.result is not None and self.told.begun is not None and self._watcher is not None:
+            folder = Path(self.told.begun["folder"])
+            self.told.losses = losses_in(folder, MOST_LOSSES) or self.told.losses
         self.told.end = end
         self._tell("ended", end)
 

@@ -12,10 +12,12 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
+from shared.metric_names import LOSS
 from shared.runtime import clock
 from trireme.background.picture import Picture
 from trireme.background.supervised import Told, Watcher
 from trireme.cli.history.runs import outcome
+from trireme.view.chart import last_chart
 from trireme.view.progress import LineDisplay
 
 REDRAW_S = 0.25
@@ -54,6 +56,8 @@ class Lines:
                 self._display.output([(member, line) for member, line in value])
             case "ended" if value.result is not None:
                 self._display.event(f"{value.phase}  {outcome(value.result)}".rstrip())
+                if sys.stderr.isatty() and (drawn := last_chart(LOSS, told.losses, sys.stderr.encoding)):
+                    self._display.event(drawn)
 
 
 class InPlace:

@@ -7,13 +7,17 @@ points (step, value) ─► lines from point to point on a grid of dots ─► r
 from __future__ import annotations
 
 import math
+import shutil
+import sys
 from collections.abc import Iterator, Sequence
 
+from master_service.core.state.series import Series
 from trireme.view.report import number
 
 Points = Sequence[tuple[float, float]]
 
 ROWS = 12
+SMALL_ROWS = 8  # one of several charts, or what stays after the end
 LEAST_COLUMNS = 20
 MOST_COLUMNS = 160
 _BITS = (
@@ -60,6 +64,23 @@ def chart(
     begin, end = f"{points[0][0]:.0f}", f"{unit} {points[-1][0]:.0f}"
     below = f"{'':>{edge}}  {begin}{end:>{columns - len(begin)}}"
     return [title, *body, f"{'':>{edge}} {corner}{line * columns}", below]
+
+
+def last_chart(name: str, points: Points, encoding: str | None) -> str:
+    """What stays on a terminal after the end; "" if there is nothing to draw."""
+    finite = [(step, value) for step, value in points if math.isfinite(value)]
+    if len(finite) < 2:
+        return ""
+    columns = shutil.get_terminal_size().columns
+    return "\n".join(chart(name, finite, columns, rows=SMALL_ROWS, braille=shows_braille(encoding)))
+
+
+def show_chart(name: str, series: Series) -> None:
+    """On stdout after the end, if that is a terminal."""
+    if sys.stdout.isatty():
+        points = series.points(0, sys.maxsize, 2 * MOST_COLUMNS, 0, None)
+        if drawn := last_chart(name, [(point.first, point.mean) for point in points], sys.stdout.encoding):
+            print(f"\n{drawn}")  # noqa: T201
 
 
 def sparkline(values: Sequence[float], width: int, *, braille: bool = True) -> str:

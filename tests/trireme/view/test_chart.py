@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trireme.view.chart import chart, shows_braille, sparkline
+from trireme.view.chart import SMALL_ROWS, chart, last_chart, shows_braille, sparkline
 
 
 def test_a_line_falls_from_the_upper_left_to_the_lower_right() -> None:
@@ -53,3 +53,10 @@ def test_a_sparkline_shows_the_means_of_parts() -> None:
 def test_a_terminal_without_such_characters_is_known() -> None:
     assert shows_braille("utf-8")
     assert not any(map(shows_braille, ("ascii", "latin-1", None, "no such encoding")))
+
+
+def test_after_the_end_what_is_not_finite_is_left_out_and_one_point_is_no_chart() -> None:
+    drawn = last_chart("loss", [(0, 2.0), (1, float("nan")), (2, 1.0)], "utf-8").splitlines()
+    assert drawn[0] == "loss (last 1, lowest 1, highest 2)"
+    assert len(drawn) == SMALL_ROWS + 3
+    assert last_chart("loss", [(0, 2.0), (1, float("inf"))], "utf-8") == ""

@@ -31,7 +31,7 @@ from trireme.cli.history.logs import forget_output
 from trireme.cli.options import Form
 from trireme.cli.targets import job_target
 from trireme.client.waiting import FINAL
-from trireme.view.chart import chart, shows_braille, sparkline
+from trireme.view.chart import SMALL_ROWS, chart, last_chart, shows_braille, sparkline
 from trireme.view.client import Client
 from trireme.view.job_address import open_client
 from trireme.view.report import number
@@ -41,7 +41,6 @@ LOOK_S = 1.0
 LOST_S = 60.0  # how long nobody may answer for metrics that are followed
 SAMPLES = 200  # of a metric, for its row in the table
 TREND = 32  # characters
-SEVERAL_ROWS = 8  # of each chart if there are several
 COLUMNS = ("epoch", "step", "last_step", "mean", "least", "most", "weight")
 
 
@@ -127,11 +126,10 @@ async def loss_chart(storage: str) -> str:
     """Of a job that has ended, for a terminal; "" if there is nothing to draw, or its storage does not answer."""
     try:
         source = OfStorage(await read_all(StoredSeries(storage)))
-        columns, braille = shutil.get_terminal_size().columns, shows_braille(sys.stdout.encoding)
-        points = [(row["step"], row["mean"]) for row in await source.points(LOSS, most=2 * columns)]
+        rows = await source.points(LOSS, most=2 * shutil.get_terminal_size().columns)
     except (OSError, TriremeError):
         return ""
-    return "\n".join(chart(LOSS, points, columns, rows=SEVERAL_ROWS, braille=braille)) if len(points) > 1 else ""
+    return last_chart(LOSS, [(row["step"], row["mean"]) for row in rows], sys.stdout.encoding)
 
 
 async def _show(opened: Open, wanted: Sequence[str], form: Form) -> None:
@@ -247,7 +245,7 @@ async def _charts(found: Found, summaries: Sequence[Row], named: bool) -> str:
     if not named:
         names = [name for name in names if name.startswith((LOSS, EVALUATION)) or not is_own(name)] or names
     size, braille = shutil.get_terminal_size(), shows_braille(sys.stdout.encoding)
-    several = {"rows": SEVERAL_ROWS} if len(names) > 1 else {}
+    several = {"rows": SMALL_ROWS} if len(names) > 1 else {}
     drawn = []
     for name in sorted(names, key=lambda each: (each != LOSS, each)):
         points = [(found.place(row), row["mean"]) for row in await found.points(name, most=2 * size.columns)]
