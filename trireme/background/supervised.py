@@ -181,8 +181,7 @@ class Supervised:
             folder = str(Path(end.result["logs"]).parent)
             self.told.begun = {"job": str(end.result["job"]), "folder": folder}
         if end.result is not None and self.told.begun is not None and self._watcher is not None:
-            folder = Path(self.told.begun["folder"])
-            self.told.losses = losses_in(folder, MOST_LOSSES) or self.told.losses
+            self.told.losses = losses_in(Path(self.told.begun["folder"]), MOST_LOSSES) or self.told.losses
         self.told.end = end
         self._tell("ended", end)
 
