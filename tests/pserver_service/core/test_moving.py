@@ -15,7 +15,7 @@ from pserver_service.pserver import Pserver
 from shared.blocks.buffers import BufferPool
 from shared.errors import BadFrame
 from shared.records import Mode
-from shared.records.layout import OptimizerSpec
+from shared.records.layout import Layout, OptimizerSpec
 from shared.wire.messages import HandoffPart, LedgerQuery
 from tests.equipment.replaced import replaced
 from tests.pserver_service.jobs import (
@@ -32,22 +32,24 @@ from tests.pserver_service.jobs import (
 )
 
 ADAM = OptimizerSpec(name="Adam", defaults={"lr": 0.1}, groups=({},))
+LION = OptimizerSpec(name="Lion", defaults={"lr": 0.1, "betas": [0.9, 0.5]}, groups=({},))
 LAYOUT = layout_of(40, optimizer=ADAM)  # blocks of 16, 16 and 8
 SIZES = {0: 16, 1: 16, 2: 8}
 MOVED = (1, 2)
 
 
 def gradient(step: int, block: int) -> torch.Tensor:
-    return torch.full((SIZES[block],), 1.0 + step + block)
+    """Of the other sign in step 4: without its state Lion would go the other way."""
+    return torch.full((SIZES[block],), (1.0 + step + block) * (-1 if step == 4 else 1))
 
 
 async def make_step(pserver: Pserver, step: int, blocks=(0, 1, 2)):
     return await pserver.push(push_header(step), stream(*(item(n, gradient(step, n)) for n in blocks)))
 
 
-def empty(mode: Mode = Mode.SYNC) -> Pserver:
+def empty(mode: Mode = Mode.SYNC, layout: Layout = LAYOUT) -> Pserver:
     target = Pserver("ctr", "ps-2", index=1)
-    target.store = Store(init_header(LAYOUT, mode, pserver=1))
+    target.store = Store(init_header(layout, mode, pserver=1))
     target.store.seal()
     return target
 
@@ -69,10 +71,12 @@ def hand_over(source: Pserver, target: Pserver, leaving: LeavingBlocks) -> None:
     adopt(target.store, [arriving])
 
 
-def test_a_block_freezes_at_its_next_version_and_goes_on_elsewhere_with_the_same_bits() -> None:
+@pytest.mark.parametrize("optimizer", [ADAM, LION], ids=["Adam", "Lion"])
+def test_a_block_freezes_at_its_next_version_and_goes_on_elsewhere_with_the_same_bits(optimizer: OptimizerSpec) -> None:
     async def main() -> None:
-        (source, _), (alone, _) = await initialised(LAYOUT), await initialised(LAYOUT)
-        target = empty()
+        layout = layout_of(40, optimizer=optimizer)
+        (source, _), (alone, _) = await initialised(layout), await initialised(layout)
+        target = empty(layout=layout)
         for step in range(3):
             await make_step(source, step)
             await make_step(alone, step)
