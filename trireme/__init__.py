@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from shared.logged_metrics import log_metrics as log_metrics
     from trireme import data as data
     from trireme import optim as optim
+    from trireme.background.errors import InvalidSetting as InvalidSetting
     from trireme.background.errors import JobFailed as JobFailed
     from trireme.background.errors import JobStopped as JobStopped
+    from trireme.background.errors import WaitTimedOut as WaitTimedOut
     from trireme.background.run import Run as Run
     from trireme.background.run import run as run
     from trireme.loop import backward as backward
@@ -26,10 +28,12 @@ if TYPE_CHECKING:
 __all__ = [
     "Config",
     "ConfigError",
+    "InvalidSetting",
     "JobFailed",
     "JobStopped",
     "Run",
     "TriremeError",
+    "WaitTimedOut",
     "__version__",
     "backward",
     "data",
@@ -42,9 +46,11 @@ __all__ = [
 ]
 
 _HOMES = {
+    "InvalidSetting": "trireme.background.errors",
     "JobFailed": "trireme.background.errors",
     "JobStopped": "trireme.background.errors",
     "Run": "trireme.background.run",
+    "WaitTimedOut": "trireme.background.errors",
     "backward": "trireme.loop",
     "log": "shared.logged_metrics",
     "log_metrics": "shared.logged_metrics",

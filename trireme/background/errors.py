@@ -8,6 +8,7 @@ from shared.errors import DeadlineExceeded, TriremeError
 from trireme.config import ConfigError
 from trireme.settings import UsageError
 
+_SHOWN_AS = "trireme"  # where users find them, as tracebacks say it
 _FLAG = re.compile(r"--([a-z][a-z-]*[a-z])(?: ([A-Z]{2,}|\d+)\b)?")
 _SWITCHES = {"fresh": "fresh=True", "no_check": "check=False", "insecure": "insecure=True"}
 
@@ -15,21 +16,27 @@ _SWITCHES = {"fresh": "fresh=True", "no_check": "check=False", "insecure": "inse
 class InvalidSetting(UsageError, ConfigError):
     """An argument, or a setting elsewhere, that the job cannot have: nothing was started."""
 
+    __module__ = _SHOWN_AS
+
 
 class JobFailed(TriremeError):
     """The job has ended, and its model is not trained. `details["result"]`: the document of its end."""
 
+    __module__ = _SHOWN_AS
     code = "JOB_FAILED"
 
 
 class JobStopped(TriremeError):
     """The run was stopped before the job's end. The same call resumes it."""
 
+    __module__ = _SHOWN_AS
     code = "JOB_STOPPED"
 
 
 class WaitTimedOut(DeadlineExceeded, TimeoutError):
     """The job goes on: wait again, or stop it."""
+
+    __module__ = _SHOWN_AS
 
 
 def in_python(text: str) -> str:

@@ -145,10 +145,11 @@ class Run:
         the job. Called again meanwhile, or after `timeout` seconds, it stops at once. Does nothing once the job has ended."""
         if self.is_over:
             return
-        self._supervised.interrupt()
-        if not self._supervised.wait({"ended"}, timeout):
-            self._supervised.kill()
-            self._supervised.wait({"ended"}, KILLED_S)
+        with self._shown.attended() if self._shown else nullcontext():
+            self._supervised.interrupt()
+            if not self._supervised.wait({"ended"}, timeout):
+                self._supervised.kill()
+                self._supervised.wait({"ended"}, KILLED_S)
 
     @property
     def result(self) -> RunResult | None:

@@ -58,3 +58,9 @@ def test_a_wait_that_is_too_long_is_a_timeout_for_python_too():
     error = WaitTimedOut("job a has not ended", hint="wait again")
     assert isinstance(error, TimeoutError)
     assert (str(error), error.hint, error.code) == ("job a has not ended", "wait again", "DEADLINE_EXCEEDED")
+
+
+def test_tracebacks_name_errors_as_users_import_them():
+    for name in ("InvalidSetting", "JobFailed", "JobStopped", "WaitTimedOut"):
+        kind = getattr(trireme, name)
+        assert (kind.__module__, kind.__qualname__) == ("trireme", name)
