@@ -143,6 +143,7 @@ async def in_a_cluster(session: Session) -> None:
     await page.until(f"{rows} === {(STEPS - 1) // EVALUATED_EVERY} && {says(f'The best is that of step {STEPS}')}")
     await session.picture("ended")
     await as_a_viewer(session, trireme)
+    await an_evaluation_that_was_left_out(session)
     await ten_thousand_points(page)
 
 
@@ -260,6 +261,23 @@ async def as_a_viewer(session: Session, trireme: Command) -> None:
         await session.press(text)
         assert "viewer" in await page.js("document.querySelector('.said').textContent")
     assert await page.js("document.querySelector('dialog[open]')") is None
+
+
+async def an_evaluation_that_was_left_out(session: Session) -> None:
+    """The answer of listEvaluations is replaced: none was left out in this run."""
+    found = {
+        "number": 2,
+        "step": 12,
+        "timeline": 0,
+        "checkpoint": "",
+        "metrics": {},
+        "left_out": "<b>damaged</b> files",
+    }
+    page = session.page
+    async with page.answering("*/evaluations*", lambda _: {"evaluations": [found], "next_page_token": ""}):
+        await page.reload()
+        await page.until(says("left out: <b>damaged</b> files"))
+        await session.picture("left-out")
 
 
 async def ten_thousand_points(page: Page) -> None:
