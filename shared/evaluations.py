@@ -14,7 +14,7 @@ from pydantic import Field
 from shared.criteria import Criterion
 from shared.errors import Gone
 from shared.records.checkpoints import CheckpointRef
-from shared.records.job_spec import StopEarly
+from shared.records.job_spec import Mode, StopEarly
 from shared.records.record import Record
 from shared.records.step import StepRecord
 from shared.records.tasks import BestEvaluation
@@ -31,7 +31,8 @@ class Patience(Record):
 
 
 class Evaluation(Record):
-    """Evaluation `number` of a job (counted from 1), of the version `step`, which `checkpoint` holds. `metrics`: as the script's
+    """Evaluation `number` of a job (counted from 1), of the version `step`, which `checkpoint` holds. Asynchronous: `step` is how many
+    minibatches were trained, `saved` the checkpoint's number in the job. `metrics`: as the script's
     `metrics(sums)` gives them; values that are not finite are left out. `left_out`: why there is no result. `best`: the best one up to here, this one
     included. `patience`: of stop_early."""
 
@@ -43,6 +44,7 @@ class Evaluation(Record):
     left_out: str = ""
     best: BestEvaluation | None = None
     patience: Patience | None = None
+    saved: int = 0
 
 
 class RunningEvaluation(Record):
@@ -72,6 +74,12 @@ class EvaluationStatus(Record):
         """Of the evaluation that runs, or of the last one that is over."""
         return self.running.number if self.running is not None else self.settled
 
+    @property
+    def checkpoints(self) -> frozenset[str]:
+        """Those that must be kept: the best evaluation's, and the one that is evaluated."""
+        best = {self.best.checkpoint} if self.best is not None else set()
+        return frozenset(best | ({self.running.ref.uuid} if self.running is not None else set()))
+
     def result(self, number: int) -> Evaluation | None:
         """Of that evaluation, if it is one of the last two."""
         return next((each for each in self.recent if each.number == number), None)
@@ -85,6 +93,11 @@ def plateau_value(status: EvaluationStatus, number: int, metric: str) -> float |
     if found is None and len(status.recent) > 1 and min(each.number for each in status.recent) >= number:
         raise Gone(f"the result of evaluation {number - 1} is forgotten, {status.settled} are over; join again")
     return found.metrics.get(metric, math.nan) if found is not None and not found.left_out else None
+
+
+def evaluated_point(mode: Mode, step: int) -> str:
+    """For people: `step 40`; `minibatch 40` of an asynchronous job, which has no common step."""
+    return f"{'step' if mode is Mode.SYNC else 'minibatch'} {step}"
 
 
 def better(best: BestEvaluation | None, done: Evaluation, keep_best: str | None) -> BestEvaluation | None:

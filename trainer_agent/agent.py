@@ -223,7 +223,7 @@ class Agent:
         if self._spec.mode is Mode.SYNC:
             self._loop = SyncLoop(self._context, self._evaluator)
         else:
-            self._loop = AsyncLoop(self._context, self._pauses, self._initial)
+            self._loop = AsyncLoop(self._context, self._pauses, self._initial, self._evaluator)
         self._active = self._loop
         return await self._loop.run()
 

@@ -104,7 +104,7 @@ def evaluation(job: Job) -> EvaluationProgress | None:
     return EvaluationProgress(
         settled=status.settled,
         running=status.running.number,
-        step=status.running.ref.step,
+        step=status.running.ref.evaluated_step,
         tasks_done=queue.counts[2],
         tasks_total=queue.total,
         last=last,

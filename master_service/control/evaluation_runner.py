@@ -11,7 +11,7 @@ from master_service.core.changes import Decision
 from master_service.core.decisions import evaluation
 from master_service.core.state.job import Job
 from master_service.store.writer import Writer
-from shared.records import AcquireTask
+from shared.records import AcquireTask, Mode
 from shared.runtime import clock
 from shared.runtime.waiting import event_within
 
@@ -22,7 +22,7 @@ def note_awaited(job: Job, ask: AcquireTask, now: float) -> None:
     """In place and in memory only: a trainer asks for a task of an evaluation that has not begun. It does not train meanwhile, so no
     task of training is late."""
     status = job.evaluation
-    if status.running is not None or ask.epoch <= status.settled:
+    if job.spec.mode is Mode.ASYNC or status.running is not None or ask.epoch <= status.settled:
         job.awaited = None
         return
     if job.awaited is None or job.awaited[0] != ask.epoch:

@@ -1,6 +1,7 @@
 """When the checkpoints of an asynchronous job are taken, and the steps of each pause.
 
-due: the first one, every so many seconds, an epoch is over, training is over, one was asked for (decisions/operations.py)
+due: the first one, every so many seconds, an epoch is over, training is over, one was asked for (decisions/operations.py), an evaluation
+is due: the next cut is evaluated
 pause -> all paused, or ANSWER_S are over -> cut -> all copied -> finish
                                                  `-- silent (frozen_pservers.py), too slow, or begun by another master: given up
 
@@ -14,7 +15,7 @@ from collections.abc import Callable
 
 from master_service.control.frozen_pservers import SILENT_S, FrozenPservers
 from master_service.core.changes import Decision
-from master_service.core.decisions import operations, pause_checkpoint
+from master_service.core.decisions import evaluation, operations, pause_checkpoint
 from master_service.core.state.job import Job
 from master_service.store.writer import Writer
 from shared.checkpoints import stored
@@ -30,6 +31,7 @@ LOOK_S = 0.25
 ANSWER_S = 1.0  # trainers that have not paused by then are left out of the pause
 COPY_LIMIT_S = 60.0  # of those that say that they are copying: it takes as long as memory does
 SOON_S = 0.01
+PINNED_S = 30.0  # a checkpoint that is to be evaluated is taken to be lost if it is not committed by then: another one is taken
 SHARE = 9.0  # of checkpoints nobody asked for: after a pause, training runs at least so many times as long
 
 log = telemetry.logger("pause_runner")
@@ -59,6 +61,7 @@ class PauseRunner:
         self._epoch = writer.job.training.epoch
         self._final = False
         self._owed = ""  # the cause of a checkpoint that was given up, and is still to be taken
+        self._pinned = (0, 0), 0.0  # the last evaluation whose version was copied (timeline, number), and when
 
     def __repr__(self) -> str:
         return f"<PauseRunner: {f'checkpoint {self._begun.step}' if self._begun else 'no checkpoint'} under way>"
@@ -115,6 +118,9 @@ class PauseRunner:
         epoch, every = job.training.epoch, spec.checkpoint_every_epochs
         if every and epoch // every > self._epoch // every:
             return f"epoch {epoch - 1} is done"
+        number, (pinned, at) = evaluation.due(job), self._pinned
+        if number and ((job.state.timeline, number) != pinned or now - at > PINNED_S):
+            return f"evaluation {number} is due"
         every_s = spec.checkpoint_every_seconds
         return f"{every_s:g} s have passed" if every_s and now - self._last >= every_s else ""
 
@@ -174,6 +180,8 @@ class PauseRunner:
                 self._frozen.gave_up(silent, clock.monotonic())
         elif await self._end(lambda job, _: pause_checkpoint.finish(job, spent)):
             self._owed = ""
+            if under_way.evaluation:
+                self._pinned = (job.state.timeline, under_way.evaluation), now
             self._frozen.copied(now)
 
     async def _end(self, decision: Callable[[Job, float], Decision[bool]]) -> bool:

@@ -239,7 +239,7 @@ class Recovery:
             changes = queue_restore.restore_to_cut(self._job, cut)
         else:
             changes = queue_restore.restore_to_positions(self._job, positions)
-            changes = (*changes, *evaluation.rewind(self._job, step))
+        changes = (*changes, *evaluation.rewind(self._job, step))
         for first in range(0, len(changes), AT_ONCE):
             await self._write(state, changes[first : first + AT_ONCE])
         seconds = clock.monotonic() - (self._since or clock.monotonic())

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from master_service.core.queue.file_table import FileTable
 from master_service.core.queue.repeats import Repeats
 from master_service.core.queue.task_queue import TaskQueue
-from master_service.core.state.job import Job
+from master_service.core.state.job import BESIDE, Job
 from master_service.core.state.operations import Operations
 from master_service.storage.job_storage import JobStorage
 from master_service.store import schema
@@ -191,6 +191,8 @@ class WatchedJob:
                 continue
             held = queue.pending.get(task.task_id)
             if held and held.record.find(task.attempt, trainer) and held.record.epoch == task.epoch:
+                if queue.kind in BESIDE and task.minibatches > held.minibatches:
+                    self._job.training.grant_again(clock.monotonic())  # training may wait for the evaluation
                 queue.sign_of_life(task.task_id, task.minibatches, clock.monotonic())
 
     # ---------------------------------------------------------------- opening
@@ -234,7 +236,12 @@ def draft_of(job: Job) -> Job:
     """A job that changes apart from the original. Signs of life and deadlines stay common."""
     queues = {kind: _forked(queue) for kind, queue in job.queues.items()}
     return replace(
-        job, queues=queues, operations=_forked(job.operations), budget=replace(job.budget), events=job.events.copy()
+        job,
+        queues=queues,
+        operations=_forked(job.operations),
+        evaluations=dict(job.evaluations),
+        budget=replace(job.budget),
+        events=job.events.copy(),
     )
 
 

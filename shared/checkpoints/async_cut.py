@@ -24,11 +24,14 @@ class GivenUp(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """`queue`: the values below `tasks/`, by name; `readers`: trainer -> where it paused; `operation`: the one that asked for it."""
+    """`queue`: the values below `tasks/`, by name; `readers`: trainer -> where it paused; `operation`: the one that asked for it;
+    `evaluation`, `minibatches`: see CheckpointCut."""
 
     queue: dict[str, str] = field(default_factory=dict)
     readers: dict[str, Paused] = field(default_factory=dict)
     operation: str = ""
+    evaluation: int = 0
+    minibatches: int = 0
 
 
 async def read_cut(etcd: Etcd, keys: Keys, uuid: str) -> Cut:
@@ -36,8 +39,9 @@ async def read_cut(etcd: Etcd, keys: Keys, uuid: str) -> Cut:
     found = await etcd.get(keys.checkpoint_cut(uuid))
     if found is None:
         raise GivenUp(f"the pause of checkpoint {uuid} was given up")
-    operation = must_read(CheckpointCut, found.key, found.value).operation
-    return replace(await cut_at(etcd, keys, found.create_revision), operation=operation)
+    cut = must_read(CheckpointCut, found.key, found.value)
+    queue = await cut_at(etcd, keys, found.create_revision)
+    return replace(queue, operation=cut.operation, evaluation=cut.evaluation, minibatches=cut.minibatches)
 
 
 async def cut_at(etcd: Etcd, keys: Keys, revision: int) -> Cut:

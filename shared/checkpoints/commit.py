@@ -74,6 +74,12 @@ class PendingCheckpoint:
             return self.cut.operation
         return self.record.asked.operation if self.record.asked is not None else ""
 
+    def evaluation(self, spec: JobSpec) -> int:
+        """Number of the evaluation that is due at its version; 0: none."""
+        if self.cut is not None:
+            return self.cut.evaluation
+        return evaluation_of(self.record, spec.evaluate_every, spec.epochs) or 0
+
     def manifest(
         self, job: str, spec: JobSpec, parts: Iterable[CheckpointPart], *, term: int, generation: int, timestamp: str
     ) -> Manifest:
@@ -109,7 +115,7 @@ class _View:
     parts: dict[int, KeyValue]
     term: int
     files: frozenset[str] = frozenset()
-    best: str = ""
+    needed: frozenset[str] = frozenset()  # uuids of the best evaluation's checkpoint, and of the one that is evaluated
 
 
 class Committer:
@@ -198,8 +204,7 @@ class Committer:
 
     def _next_of(self, complete: Sequence[PendingCheckpoint]) -> PendingCheckpoint:
         """The newest one, after those that are evaluated: they all count, and none can be committed behind a newer one."""
-        spec = self._spec
-        due = [each for each in complete if evaluation_of(each.record, spec.evaluate_every, spec.epochs) is not None]
+        due = [each for each in complete if each.evaluation(self._spec)]
         return min(due, key=lambda pending: pending.order) if due else max(complete, key=lambda pending: pending.order)
 
     def _message(self, pending: PendingCheckpoint, error: Exception) -> str:
@@ -266,7 +271,8 @@ class Committer:
             manifest="",
             origin=pending.restored,
             asked=bool(pending.operation),
-            evaluation=evaluation_of(pending.record, self._spec.evaluate_every, self._spec.epochs) or 0,
+            evaluation=pending.evaluation(self._spec),
+            minibatches=pending.cut.minibatches if pending.cut is not None else 0,
         )
         if view.latest is not None and not is_newer(ref, view.latest):
             return view.latest
@@ -291,7 +297,7 @@ class Committer:
             timestamp=manifest.timestamp,
             manifest=name,
             slots=pending.slots,
-            kept=kept_after(view.latest, ref, view.state.damaged, self._spec.keep_checkpoints, view.best),
+            kept=kept_after(view.latest, ref, view.state.damaged, self._spec.keep_checkpoints, view.needed),
             operation=pending.operation,
             final=is_final(pending.record, self._spec.epochs),
         )
@@ -322,7 +328,7 @@ class Committer:
             parts={part[1]: kv for kv in found.range(2).kvs if (part := keys.part_in(kv.key))},
             term=master.create_revision if master else self._owner.term,
             files=frozenset(kv.key for kv in found.range(4).kvs),
-            best=status.best.checkpoint if status is not None and status.best is not None else "",
+            needed=status.checkpoints if status is not None else frozenset(),
         )
 
     @staticmethod

@@ -66,17 +66,21 @@ def _twos(number: int) -> int:
 
 
 def kept_after(
-    latest: CheckpointLatest | None, new: CheckpointRef, damaged: Collection[str], count: int, best: str = ""
+    latest: CheckpointLatest | None,
+    new: CheckpointRef,
+    damaged: Collection[str],
+    count: int,
+    needed: Collection[str] = (),
 ) -> tuple[CheckpointRef, ...]:
     """The checkpoints that are kept once `new` is the latest, newest first: of its history the last `count`, the last
-    `count` that were asked for, the last EVALUATED ones that are evaluated, and `best`; then the last `count` outside its history, which rollbacks left. None of the damaged ones."""
+    `count` that were asked for, the last EVALUATED ones that are evaluated, and those `needed`; then the last `count` outside its history, which rollbacks left. None of the damaged ones."""
     kept = (new, *(ref for ref in (latest.kept if latest is not None else ()) if ref.uuid not in damaged))
     mine = history(kept, new.timeline, new.origin)
     left = [ref for ref in kept if ref not in mine]
-    needed = [ref for ref in mine if ref.asked][:count]
-    needed += [ref for ref in mine if ref.evaluation][:EVALUATED]
-    needed += [ref for ref in mine if ref.uuid == best]
-    return (*mine[:count], *(ref for ref in mine[count:] if ref in needed), *left[:count])
+    stay = [ref for ref in mine if ref.asked][:count]
+    stay += [ref for ref in mine if ref.evaluation][:EVALUATED]
+    stay += [ref for ref in mine if ref.uuid in needed]
+    return (*mine[:count], *(ref for ref in mine[count:] if ref in stay), *left[:count])
 
 
 def is_newer(ref: CheckpointRef, latest: CheckpointLatest | None) -> bool:

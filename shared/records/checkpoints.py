@@ -39,11 +39,14 @@ class CheckpointStarted(CheckpointPlace):
 
 class CheckpointCut(CheckpointPlace):
     """Asynchronous: no trainer trained from this key until all parameters were `copied`. `trainers`: those that had paused.
-    `operation`: the one that requested it, or was running."""
+    `operation`: the one that requested it, or was running. `evaluation`: number of the evaluation that is due at the cut (0: none), and
+    `minibatches`: how many the job had trained by then, as far as its leader knew."""
 
     trainers: tuple[str, ...] = ()
     copied: bool = False
     operation: str = ""
+    evaluation: int = 0
+    minibatches: int = 0
 
 
 class CheckpointPart(CheckpointPlace):
@@ -61,7 +64,7 @@ class CheckpointPart(CheckpointPlace):
 class CheckpointRef(Record):
     """A committed checkpoint. `manifest`: name of the file in its folder. `origin`: uuid of the checkpoint its timeline began with
     ("": the timeline began with the start of training). `asked`: it was requested, so scheduled checkpoints do not replace it.
-    `evaluation`: number of the evaluation that is due at its version; 0: none."""
+    `evaluation`: number of the evaluation that is due at its version; 0: none. `minibatches`: of an asynchronous job, see CheckpointCut."""
 
     uuid: str
     step: int
@@ -70,6 +73,12 @@ class CheckpointRef(Record):
     origin: str = ""
     asked: bool = False
     evaluation: int = 0
+    minibatches: int = 0
+
+    @property
+    def evaluated_step(self) -> int:
+        """By which people know the version that is evaluated: the step, or (asynchronous) how many minibatches were trained."""
+        return self.minibatches or self.step
 
 
 def history(kept: Sequence[CheckpointRef], timeline: int, origin: str) -> tuple[CheckpointRef, ...]:

@@ -332,11 +332,11 @@ class JobSettings(Record):
         if self.evaluation_dataset is None:
             msg = f"evaluate_every is {self.evaluate_every}, but there is no evaluation dataset; define evaluation_dataset() in the script"
             raise ValueError(msg)
-        if self.mode is Mode.ASYNC:
-            msg = f"evaluate_every is {self.evaluate_every}, which only synchronous jobs can have; leave it out, or use mode sync"
-            raise ValueError(msg)
-        if self.dispatch is Dispatch.ETCD:
-            msg = f"evaluate_every is {self.evaluate_every}, which only jobs with a master can have; leave it out, or use dispatch master"
+        if self.checkpoint_kind == "independent":
+            msg = (
+                f"evaluate_every is {self.evaluate_every} and checkpoint_kind independent: what is evaluated is one version of all "
+                "parameters, which only coordinated checkpoints hold; leave out one of both"
+            )
             raise ValueError(msg)
 
     @property

@@ -13,13 +13,15 @@ from shared.records.record import Message, Record
 class Saving(Record):
     """In the job's state: checkpoint `uuid` (number `step` of the job) is being made. `cut`: all trainers have paused, copy now.
     `operation`: the one that requested it, or was running. `left_out`: trainers that did not pause in time; they are no members
-    until the pause is over."""
+    until the pause is over. `evaluation`, `minibatches`: see CheckpointCut."""
 
     uuid: str
     step: int
     cut: bool = False
     operation: str = ""
     left_out: tuple[str, ...] = ()
+    evaluation: int = 0
+    minibatches: int = 0
 
 
 class Pause(Record):

@@ -62,11 +62,12 @@ def layout(mode: Mode) -> Layout:
 
 @dataclass
 class Trace:
-    """What the computes of one cluster did, for the invariants."""
+    """What the computes of one cluster did, for the invariants. `pinned`: versions that were evaluated while an asynchronous job trained."""
 
     gradients: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     evaluated: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     validated: int = 0
+    pinned: dict[bytes, list[np.ndarray[Any, Any]]] = field(default_factory=dict)
     exported: list[bytes] = field(default_factory=list)
     best: list[bytes] = field(default_factory=list)
     swaps: int = 0
@@ -238,6 +239,8 @@ class TinyCompute:
         try:
             await asyncio.sleep(self._speed.draw(self._rng))
             self._trace.validated += 1
+            if self._mode is Mode.ASYNC:
+                self._trace.pinned.setdefault(self._bytes(), [vector.copy() for vector in self._vectors[0]])
             return validation(self._vectors[0], seed, names)
         finally:
             self.restore_used(used)

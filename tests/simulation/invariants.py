@@ -15,11 +15,13 @@ from shared.criteria import Criterion
 from shared.evaluations import Evaluation, EvaluationStatus
 from shared.records import Dispatch, EvaluationSums, JobResult, Mode, Phase, SlotMap, TaskMeta
 from shared.records.pauses import Losses
+from tests.simulation.asynchronous_evaluations import asynchronous_evaluations
 from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.compute import INTEGER_BLOCK, INTEGERS, RECORD_SLOTS, applied_of, param_blocks
 from tests.simulation.nodes import described
 from tests.simulation.plans import Job
 from tests.simulation.reference import (
+    Ended,
     evaluations,
     final_parameters,
     parameters_at,
@@ -28,6 +30,7 @@ from tests.simulation.reference import (
     stopping,
     task_minibatches,
     tasks_of,
+    trained_tasks,
 )
 
 
@@ -42,8 +45,10 @@ def violations(cluster: SimulatedCluster) -> Iterator[str]:
     yield from _parameters(cluster)
     if cluster.plan.evaluate:
         yield from _evaluation(cluster)
-    if cluster.plan.evaluate_every is not None:
+    if cluster.plan.evaluate_every is not None and cluster.plan.job.mode is Mode.SYNC:
         yield from _evaluations(cluster, cluster.plan.evaluate_every)
+    elif cluster.plan.evaluate_every is not None:
+        yield from asynchronous_evaluations(cluster, cluster.plan.evaluate_every)
     if cluster.plan.job.mode is Mode.ASYNC:
         yield from _ledgers(cluster)
     elif cluster.plan.dispatch is Dispatch.MASTER:
@@ -85,11 +90,11 @@ def _queues(cluster: SimulatedCluster) -> Iterator[str]:
         if names:
             yield f"tasks {sorted(names)} are still {kind} after the end"
     meta = TaskMeta.model_validate_json(cluster.simulated.value(keys.task_meta) or b"")
-    if meta.epoch != job.epochs:
+    if meta.epoch != job.epochs and _ended(cluster) is None:
         yield f"the queue stands at epoch {meta.epoch} of {job.epochs}"
     result: JobResult = cluster.state.result
     ended = _stopping(cluster)
-    expected = records_until(job, ended[1]) if ended is not None else job.epochs * sum(job.files)
+    expected = records_until(job, ended[1]) if ended is not None else _records(cluster)
     if (result.trained_records, result.discarded_records) != (expected, 0):
         yield f"{result.trained_records} records trained and {result.discarded_records} discarded, expected {expected} and 0"
 
@@ -113,7 +118,7 @@ def _parameters(cluster: SimulatedCluster) -> Iterator[str]:
         if final != wanted:
             yield f"the final parameters differ from the undisturbed run's{_difference(final, wanted)}"
         return
-    expected = _applications(job)
+    expected = _applications(job, _ended(cluster))
     lossy = _lossy(cluster)
     owners = {number: index for index, store in cluster.stores() for number in store.blocks}
     initials = [np.linspace(-1, 1, 3 * 64).astype(np.float32), np.linspace(-1, 1, 2 * 64).astype(np.float32)]
@@ -134,7 +139,7 @@ def _counters(
 ) -> Iterator[str]:
     """The last block, of integers, has counted every record of every epoch."""
     counted = np.frombuffer(final[-8 * INTEGERS :], np.int64) - np.arange(INTEGERS)
-    expected = cluster.plan.job.epochs * sum(cluster.plan.job.files)
+    expected = _records(cluster)
     whose = owners.get(INTEGER_BLOCK)
     may_lack = whose in lossy or (whose is None and bool(lossy))
     if len(set(counted.tolist())) != 1 or not (counted[0] == expected or (may_lack and counted[0] < expected)):
@@ -160,21 +165,35 @@ def _difference(one: bytes, other: bytes) -> str:
     return f" in {int((a != b).sum())} of {len(a)} numbers, by at most {float(np.abs(a - b).max()):g}"
 
 
-def _applications(job: Job) -> list[float]:
+def _ended(cluster: SimulatedCluster) -> Ended | None:
+    """Where an asynchronous job ended early, as its queue says."""
+    if cluster.plan.job.mode is Mode.SYNC or cluster.state.result.stopped_step is None:
+        return None
+    meta = TaskMeta.model_validate_json(cluster.simulated.value(cluster.keys.task_meta) or b"")
+    return meta.epoch, int(cluster.simulated.value(cluster.keys.cursor("0")) or b"0")
+
+
+def _records(cluster: SimulatedCluster) -> int:
+    """That an asynchronous job has to train."""
+    job, ended = cluster.plan.job, _ended(cluster)
+    return sum(len(tasks_of(job)[n]) for epoch in range(job.epochs) for n in trained_tasks(job, epoch, ended))
+
+
+def _applications(job: Job, ended: Ended | None) -> list[float]:
     """Per record: epochs / n, n being the records of the push that holds it. Its push: push_every minibatches of a task
     in that epoch's order, so n depends on where the order puts the record."""
     expected = [0.0] * sum(job.files)
     for epoch in range(job.epochs):
-        for names, count in _pushes(job, epoch):
+        for names, count in _pushes(job, epoch, ended):
             for name in names:
                 expected[name] += 1 / count
     assert len(expected) <= RECORD_SLOTS
     return expected
 
 
-def _pushes(job: Job, epoch: int) -> Iterator[tuple[list[int], int]]:
+def _pushes(job: Job, epoch: int, ended: Ended | None) -> Iterator[tuple[list[int], int]]:
     """(records, how many) of each push of an epoch of asynchronous training."""
-    for number in range(len(tasks_of(job))):
+    for number in trained_tasks(job, epoch, ended):
         minibatches = task_minibatches(job, epoch, number)
         for first in range(0, len(minibatches), job.push_every):
             names = [name for minibatch in minibatches[first : first + job.push_every] for name in minibatch]
@@ -197,6 +216,8 @@ def _evaluation(cluster: SimulatedCluster) -> Iterator[str]:
 def _stopping(cluster: SimulatedCluster) -> tuple[int, int] | None:
     """The last evaluation, and the step at which training has to end early."""
     every, stop = cluster.plan.evaluate_every, cluster.spec.stop_early
+    if cluster.plan.job.mode is Mode.ASYNC:
+        return None
     return stopping(cluster.plan.job, every, stop) if every is not None and stop is not None else None
 
 
@@ -231,8 +252,11 @@ def _evaluations(cluster: SimulatedCluster, every: int | str) -> Iterator[str]:
 
 def _ledgers(cluster: SimulatedCluster) -> Iterator[str]:
     """The parameter servers' own ledgers say the same; what is missing there is on record, to the minibatch."""
-    job = cluster.plan.job
-    minibatches = sum(-(-len(task) // job.minibatch) for task in tasks_of(job))
+    job, tasks, ended = cluster.plan.job, tasks_of(cluster.plan.job), _ended(cluster)
+    trained = [
+        sum(-(-len(tasks[number]) // job.minibatch) for number in trained_tasks(job, epoch, ended))
+        for epoch in range(job.epochs)
+    ]
     for index, store in cluster.stores():
         if not store.blocks:
             continue
@@ -241,7 +265,7 @@ def _ledgers(cluster: SimulatedCluster) -> Iterator[str]:
         if lost or skipped:
             lowest = sum(entry.applied_lowest for entry in counts.values())
             highest = sum(entry.applied_highest for entry in counts.values())
-            whole = job.epochs * minibatches
+            whole = sum(trained)
             # an independent checkpoint is no cut, and blocks that moved bring their former owners' losses: at most so many
             at_most = cluster.plan.independent or _blocks_moved(cluster)
             exact = at_most or lowest + lost <= whole
@@ -251,8 +275,10 @@ def _ledgers(cluster: SimulatedCluster) -> Iterator[str]:
                     f"{lost} lost and {skipped} skipped"
                 )
             continue
-        for epoch in range(job.epochs):
+        for epoch, minibatches in enumerate(trained):
             entry = counts.get(epoch)
+            if entry is None and minibatches == 0:
+                continue
             if entry is None:
                 yield f"pserver-{index} has no ledger of epoch {epoch}"
             elif (entry.applied_lowest, entry.applied_highest, entry.tasks_open) != (minibatches, minibatches, 0):

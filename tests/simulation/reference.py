@@ -47,6 +47,19 @@ def tasks_of(job: Job) -> list[list[int]]:
     return tasks
 
 
+Ended = tuple[int, int]
+"""Asynchronous: the epoch in which training ended early, and how many tasks of it had been given."""
+
+
+def trained_tasks(job: Job, epoch: int, ended: Ended | None = None) -> list[int]:
+    """Numbers of the tasks that an asynchronous job trains in this epoch."""
+    count = len(tasks_of(job))
+    order = EpochOrder(count, job.seed, epoch)
+    if ended is not None:
+        count = 0 if epoch > ended[0] else ended[1] if epoch == ended[0] else count
+    return [order.task_at(position) for position in range(count)]
+
+
 def task_minibatches(job: Job, epoch: int, task: int) -> list[list[int]]:
     """Names of the records of each minibatch, in the order of (seed, epoch, task)."""
     names = tasks_of(job)[task]
@@ -146,8 +159,13 @@ def evaluations(job: Job, every: int | str) -> dict[int, tuple[int, dict[str, fl
     for step, ended, vectors in done[:-1]:
         number = ended if every == "epoch" else step // int(every)
         if _is_due(step, ended, every):
-            found[number] = step, metrics(_sums(job, vectors))
+            found[number] = step, evaluated(job, vectors)
     return found
+
+
+def evaluated(job: Job, vectors: Vectors) -> dict[str, float]:
+    """The metrics of these parameters over the whole evaluation dataset."""
+    return metrics(_sums(job, vectors))
 
 
 def _sums(job: Job, vectors: Vectors) -> dict[str, float]:

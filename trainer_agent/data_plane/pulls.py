@@ -110,6 +110,10 @@ class Pulls(Peers):
         self._vectors.swap()
         self._known, self._staged = self._staged, {}
 
+    def forget(self) -> None:
+        """The parameters in use are not those that were pulled last: the next pull brings everything."""
+        self._known = {}
+
     async def _pull_from(
         self,
         index: int,

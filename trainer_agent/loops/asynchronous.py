@@ -26,6 +26,7 @@ from trainer_agent.data import minibatches_in
 from trainer_agent.data_plane.outbox import Outboxes
 from trainer_agent.data_plane.verdicts import Verdict
 from trainer_agent.loops.context import LoopContext
+from trainer_agent.loops.evaluating import Evaluator
 from trainer_agent.loops.timeline import RolledBack, on_timeline, timeline_of
 from trainer_agent.membership.pause import PauseResponder
 from trainer_agent.model.compute import BeforeStep, LaneResult, Records, metrics_of
@@ -53,8 +54,8 @@ class AsyncLoop:
 
     `initial`: the schedule's state before any step; after a rollback the schedule starts there again."""
 
-    def __init__(self, context: LoopContext, pauses: PauseResponder, initial: LaneZero) -> None:
-        self._pauses, self._initial = pauses, initial
+    def __init__(self, context: LoopContext, pauses: PauseResponder, initial: LaneZero, evaluator: Evaluator) -> None:
+        self._pauses, self._initial, self._evaluator = pauses, initial, evaluator
         self._spec, self._directory, self._compute = context.spec, context.directory, context.compute
         self._transfer, self._source, self._reports = context.transfer, context.source, context.reports
         self._dtypes, self._stopping, self._duty = context.gradient_dtypes, context.stopping, context.duty
@@ -150,14 +151,14 @@ class AsyncLoop:
 
     async def _fetched(self) -> LoadedTask | Task:
         """The next task with its records, fetched ahead if possible. Raises TrainingOver, TaskFailed, StaleGeneration."""
-        if self._next is not None:
-            ahead = await outcome_of(self._next)
-            self._next = None
-            if isinstance(ahead, TaskFailed):
-                raise ahead
-            if ahead is not None:
-                return ahead
-        return await self._fetch()
+        if self._next is None:
+            self._next = self._background.create_task(self._ahead())
+        await self._evaluator.until_done(self._next)
+        ahead = await outcome_of(self._next)
+        self._next = None
+        if isinstance(ahead, TaskFailed):
+            raise ahead
+        return ahead if ahead is not None else await self._fetch()
 
     async def _fetch(self) -> LoadedTask | Task:
         answer = await self._source.acquire(self._transfer.generation)
@@ -199,10 +200,14 @@ class AsyncLoop:
                 start = await self._resume_at(task, count)
             else:
                 start = end
+                if start < count:
+                    self._held = task, start
+                    await self._evaluator.between_pushes()
         skipped = {str(index): minibatches for index, minibatches in sorted(self._skipped.items())}
         done = self._source.completion(task, generation=self._generation, skipped=skipped)
         self._reports.complete(task, done)
         self._held = None
+        await self._evaluator.between_pushes()
 
     async def _resume_at(self, task: Task, count: int) -> int:
         """The lowest minibatch that some block still expects. A pserver without an answer is taken to miss all before it."""

@@ -45,14 +45,17 @@ class EvaluateExportLoop:
         self._reports = context.reports
         self._pulled = False
         self._final: StepRecord | None = None
+        self._settled = False  # the evaluations before the last version are over
         self.busy = False
 
     async def run(self, acquired: Task | None = None) -> None:
         """`acquired`: a task that the training loop got already."""
         task, request = acquired, ""
-        if self._spec.evaluate_every is not None:
-            await self._evaluator.after_training(await self._pull_final())
+        self._settled = self._spec.evaluate_every is None
         while not self._stopping.is_set():
+            if task is None and not self._settled:
+                await self._evaluator.after_training(await self._pull_final())
+                self._settled = True
             if task is not None:
                 request = ids.new_id("task")
                 self.busy = True
@@ -81,7 +84,7 @@ class EvaluateExportLoop:
         except (UserCodeError, TaskFailed) as error:
             await self._source.fail(task, error.error if isinstance(error, TaskFailed) else error)
             return None
-        more = task.kind is TaskKind.EVALUATE and not self._stopping.is_set()
+        more = task.kind is TaskKind.EVALUATE and self._settled and not self._stopping.is_set()
         following = TakeNext(request=request, generation=self._transfer.generation) if more else None
         return await self._source.complete(task, done, following)
 
@@ -131,12 +134,14 @@ class EvaluateExportLoop:
         """The parameters of the best evaluation, perhaps of the one after training; `exports` gets its files. If they cannot be read or
         written, the model itself is exported all the same."""
         final = self._final
-        if self._spec.keep_best is None or final is None:
+        if self._spec.keep_best is None:
             return None
-        number, timeline = evaluations_before(final, self._spec.evaluate_every) + 1, timeline_of(self._directory)
+        status, step = self._evaluator.status, final.version if final is not None else 0
+        before = evaluations_before(final, self._spec.evaluate_every) if final is not None else status.settled
+        number = before + 1
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        last = Evaluation(number=number, step=final.version, timeline=timeline, checkpoint="", metrics=finite)
-        best = better(self._evaluator.status.best, last, self._spec.keep_best)
+        last = Evaluation(number=number, step=step, timeline=status.timeline, checkpoint="", metrics=finite)
+        best = better(status.best, last, self._spec.keep_best)
         if best is None:
             return None
         try:
@@ -158,5 +163,6 @@ class EvaluateExportLoop:
         if ref is None:
             raise CheckpointUnusable(f"checkpoint {best.checkpoint} (step {best.step}) is not kept any more")
         self._pulled = False
+        self._transfer.forget()
         await self._source.offload(read_checkpoint, self._spec, ref, self._compute.staging)
         self._compute.swap()

@@ -5,6 +5,7 @@
 
 Spares evaluate. If there are none, every trainer does, one minibatch between two steps. Training is not changed by a bit: the
 parameters are a second set of values, and all else that a minibatch may change is set before each one that is trained.
+Asynchronous: every trainer evaluates, one minibatch between two pushes, and as many as it can while it has no task of training.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from shared.checkpoints import stored
 from shared.errors import (
@@ -136,6 +138,19 @@ class Evaluator:
         elif self._work is not None:
             await self._next_piece(self._work)
 
+    async def between_pushes(self) -> None:
+        """Of asynchronous training: one minibatch at most."""
+        if self._work is not None:
+            await self._next_piece(self._work)
+
+    async def until_done(self, task: asyncio.Task[Any]) -> None:
+        """Evaluate until `task` is done: there is nothing to train."""
+        if self._spec.evaluate_every is None:
+            await asyncio.wait([task])
+        task.add_done_callback(lambda _: self._for_loops.set())
+        while not task.done():
+            await self.for_a_while()
+
     def stops_at(self, version: StepRecord) -> bool:
         """Whether training ends at this version, as stop_early says. All trainers know it once `between_steps` has returned."""
         return self.status.stops_before(evaluation_of(version, self._spec.evaluate_every, self._spec.epochs))
@@ -152,9 +167,11 @@ class Evaluator:
         return value
 
     async def after_training(self, version: StepRecord | None) -> None:
-        """Until all evaluations before the last version are over."""
+        """Until all evaluations before the last version are over. Asynchronous: until the one that runs is; no other begins any more."""
         if version is not None:
             await self.until_settled(evaluations_before(version, self._spec.evaluate_every))
+        while (running := self.status.running) is not None and not self._context.stopping.is_set():
+            await self.until_settled(running.number)
 
     async def until_settled(self, number: int) -> None:
         """Evaluate until evaluation `number` is over, or this trainer shall stop."""

@@ -2,6 +2,10 @@
 
 checkpoint of its version committed ─ begin ─► VALIDATE tasks ─► METRICS task ─ settle ─► Evaluation; trainers may go on behind the
 next such version     checkpoint lost, or damaged ─ leave_out ─► the same, without a result     rollback ─ rewind ─► forgotten
+
+Asynchronous: minibatches trained, and the evaluation before it is over ─ due ─► each cut until one is committed is marked with its number.
+Training waits for none. It ends early once all tasks that were given are done. What has not begun when training is over is left out: the
+evaluation after training follows at once.
 """
 
 from __future__ import annotations
@@ -24,12 +28,21 @@ from master_service.core.decisions import lifecycle
 from master_service.core.queue.task_queue import WAIT_S
 from master_service.core.state.job import BESIDE, Job
 from shared.errors import CheckpointUnusable, Conflict, StorageUnreachable
-from shared.evaluations import MOST_METRICS, Evaluation, EvaluationStatus, RunningEvaluation, better, patience_after
+from shared.evaluations import (
+    MOST_METRICS,
+    Evaluation,
+    EvaluationStatus,
+    RunningEvaluation,
+    better,
+    evaluated_point,
+    patience_after,
+)
 from shared.records import (
     AcquireTask,
     CompleteTask,
     JobSpec,
     JobState,
+    Mode,
     Phase,
     Stage,
     TaskAnswer,
@@ -48,7 +61,8 @@ SHOWN = 4
 def begin(job: Job) -> Decision[bool]:
     """The next evaluation whose checkpoint is there. Answers whether one has begun."""
     state, status = job.state, job.evaluation
-    stands = state.phase is not Phase.RUNNING or state.stage not in (Stage.TRAIN, Stage.EVALUATE)
+    over = state.stage is not Stage.TRAIN and (job.spec.mode is Mode.ASYNC or state.stage is not Stage.EVALUATE)
+    stands = state.phase is not Phase.RUNNING or over
     if stands or job.spec.evaluate_every is None or status.running is not None or status.timeline != state.timeline:
         return Decision(False)
     ref = next_due(job)
@@ -57,8 +71,9 @@ def begin(job: Job) -> Decision[bool]:
     running = status.model_copy(
         update={"settled": ref.evaluation - 1, "running": RunningEvaluation(number=ref.evaluation, ref=ref)}
     )
-    fields: Fields = {"number": ref.evaluation, "step": ref.step}
-    told = [Event("evaluation_begun", f"evaluation {ref.evaluation} begins: step {ref.step}", fields)]
+    fields: Fields = {"number": ref.evaluation, "step": ref.evaluated_step}
+    place = evaluated_point(job.spec.mode, ref.evaluated_step)
+    told = [Event("evaluation_begun", f"evaluation {ref.evaluation} begins: {place}", fields)]
     if (missing := ref.evaluation - 1 - status.settled) > 0:
         message = (
             f"{missing} evaluations before number {ref.evaluation} are left out: their checkpoints were not written"
@@ -75,7 +90,24 @@ def next_due(job: Job) -> CheckpointRef | None:
     due = [
         ref for ref in due if not job.evaluation.stops_before(ref.evaluation)
     ]  # that one is evaluated after training
-    return min(due, key=lambda ref: ref.evaluation, default=None)
+    return min(due, key=lambda ref: (ref.evaluation, -ref.step), default=None)
+
+
+def due(job: Job) -> int:
+    """Asynchronous: number of the evaluation that is due at the next cut; 0: none."""
+    spec, status, state = job.spec, job.evaluation, job.state
+    unknown = status.timeline != state.timeline or status.stop_after is not None
+    if spec.evaluate_every is None or spec.mode is not Mode.ASYNC or state.stage is not Stage.TRAIN or unknown:
+        return 0
+    every = job.epoch_minibatches if spec.evaluate_every == "epoch" else int(spec.evaluate_every)
+    last = status.recent[-1].step if status.recent else 0
+    waits = status.running is not None or job.minibatches_done // every <= last // every
+    return 0 if waits else status.settled + 1
+
+
+def marks_of_cut(job: Job) -> dict[str, int]:
+    """What the checkpoint of a cut made now says of evaluations. Every cut is marked until one is committed: any of them may be lost."""
+    return {"evaluation": number, "minibatches": job.minibatches_done} if (number := due(job)) else {}
 
 
 def acquire(job: Job, ask: AcquireTask) -> Decision[TaskAnswer]:
@@ -104,13 +136,15 @@ def settle(job: Job, report: CompleteTask) -> Decision[None]:
     metrics = dict(list(finite.items())[:MOST_METRICS])
     done = Evaluation(
         number=running.number,
-        step=running.ref.step,
+        step=running.ref.evaluated_step,
         timeline=job.state.timeline,
         checkpoint=running.ref.uuid,
         metrics=metrics,
+        saved=_saved(running.ref),
     )
     shown = ", ".join(f"{name} {value:.6g}" for name, value in list(metrics.items())[:SHOWN])
-    message = f"evaluation {done.number} (step {done.step}): {shown or 'no finite metric'}"
+    place = evaluated_point(job.spec.mode, done.step)
+    message = f"evaluation {done.number} ({place}): {shown or 'no finite metric'}"
     return _settled(job, done, Event("evaluated", message, {"number": done.number, "step": done.step}))
 
 
@@ -123,10 +157,11 @@ def leave_out(job: Job, number: int, cause: str) -> Decision[None]:
     message = f"evaluation {number} is left out: {cause}"
     done = Evaluation(
         number=number,
-        step=running.ref.step if running is not None else 0,
+        step=running.ref.evaluated_step if running is not None else 0,
         timeline=job.state.timeline,
         checkpoint=running.ref.uuid if running is not None else "",
         left_out=cause,
+        saved=_saved(running.ref) if running is not None else 0,
     )
     return _settled(job, done, Event("evaluation_left_out", message, {"number": number, "cause": cause}))
 
@@ -135,17 +170,30 @@ def stop(job: Job, ask: AcquireTask) -> Decision[None]:
     """Training ends at the version whose positions are in `ask`, as stop_early says: all trainers do nothing else there. Raises Conflict."""
     if job.evaluation.stop_after is None:
         raise Conflict(f"{ask.trainer} says that training ends early, but no evaluation has said so")
-    ended = lifecycle.advance_stage(job, (), last=True)
-    records = trained_records(job, ask.stopped)
-    told = Event("stopped_early", f"training ends at step {ask.index}, as stop_early says", {"step": ask.index})
     epochs = ask.stopped[0].epoch + all(position.exhausted for position in ask.stopped)
-    numbers = {"trained_records": records, "stopped_step": ask.index, "stopped_epochs": epochs}
-    result = job.state.result.model_copy(update=numbers)
-    states = tuple(
-        change.model_copy(update={"result": result}) if isinstance(change, JobState) else change
-        for change in ended.changes
-    )
-    return Decision(None, (NextEpoch(job.spec.epochs), *states), (told, *ended.events))
+    ended = _stopped(job, ask.index, epochs, trained_records(job, ask.stopped))
+    return Decision(None, (NextEpoch(job.spec.epochs), *ended.changes), ended.events)
+
+
+def stopping(job: Job, ending: str = "") -> Decision[None] | None:
+    """Asynchronous: None while tasks of training may be given. Else training ends as stop_early says, as soon as those are done that were
+    given: also those whose trainer has died, so each minibatch of a task that has begun counts. `ending`: the task that ends now."""
+    queue, state = job.training, job.state
+    if job.evaluation.stop_after is None or job.spec.mode is not Mode.ASYNC or state.stage is not Stage.TRAIN:
+        return None
+    if queue.requeued:
+        return None
+    if queue.pending.keys() - {ending} or state.absent:
+        return Decision(None)
+    given, epoch = queue.cursors.get(queue.streams.name(0), 0), queue.current
+    records = epoch * queue.streams.records + queue.streams.sum(epoch, 0, given, lambda records: records)
+    for (lost_in, task_id), lost in queue.discarded.items():
+        records -= lost.records if lost_in < epoch or queue.streams.place(lost_in, task_id)[1] < given else 0
+    minibatches = job.minibatches_done
+    if held := queue.pending.get(ending):
+        size = job.spec.minibatch_size
+        minibatches += -(-queue.streams.records_of(ending) // size) - held.minibatches
+    return _stopped(job, minibatches, queue.epoch, records)
 
 
 def trained_records(job: Job, positions: Sequence[LanePosition]) -> int:
@@ -173,14 +221,18 @@ def gives_up(kind: TaskKind, failure: UserFailure | None) -> bool:
 
 
 def rewind(job: Job, step: int) -> tuple[Change, ...]:
-    """The job goes back to the version `step` in its present timeline: later evaluations are forgotten, and come again."""
+    """The job goes back to the version `step` (asynchronous: to its checkpoint of that number) in its present timeline: later evaluations are
+    forgotten, and come again. One that has begun begins anew: once training is over, it would not come again."""
     if job.spec.evaluate_every is None:
         return ()
-    left = [job.evaluations[number] for number in sorted(job.evaluations) if job.evaluations[number].step <= step]
-    last = left[-1] if left else None
+    done = [job.evaluations[number] for number in sorted(job.evaluations)]
+    left = [each for each in done if (each.saved or each.step) <= step]
+    last, running = left[-1] if left else None, job.evaluation.running
+    goes_on = running is not None and job.spec.mode is Mode.ASYNC and running.ref.step <= step
     status = EvaluationStatus(
         timeline=job.state.timeline,
         settled=last.number if last is not None else 0,
+        running=running if goes_on else None,
         recent=tuple(left[-RECENT:]),
         best=last.best if last is not None else None,
         stop_after=_stop_after(last),
@@ -210,7 +262,8 @@ def _settled(job: Job, done: Evaluation, event: Event) -> Decision[None]:
     told = [event]
     if patience is not None and patience.over and job.spec.stop_early is not None:
         stop = job.spec.stop_early
-        message = f"training ends at the next step that is evaluated: {stop.metric} was not better in {patience.worse} evaluations"
+        end = "after the tasks under way" if job.spec.mode is Mode.ASYNC else "at the next step that is evaluated"
+        message = f"training ends {end}: {stop.metric} was not better in {patience.worse} evaluations"
         told.append(Event("stopping_early", message, {"number": done.number, "step": done.step}))
     recent = (*status.recent, done)[-RECENT:]
     after = EvaluationStatus(
@@ -219,6 +272,24 @@ def _settled(job: Job, done: Evaluation, event: Event) -> Decision[None]:
     surplus = sorted(job.evaluations)[: max(0, len(job.evaluations) + 1 - KEPT)]
     changes: tuple[Change, ...] = (*map(RestartQueue, BESIDE), ValidationSums(), done, after)
     return Decision(None, (*changes, *map(DropEvaluation, surplus)), tuple(told))
+
+
+def _saved(ref: CheckpointRef) -> int:
+    return ref.step if ref.minibatches else 0
+
+
+def _stopped(job: Job, step: int, epochs: int, records: int) -> Decision[None]:
+    """Training is over, as stop_early says. `epochs`: so many are done."""
+    ended = lifecycle.advance_stage(job, (), last=True)
+    place = evaluated_point(job.spec.mode, step)
+    told = Event("stopped_early", f"training ends at {place}, as stop_early says", {"step": step})
+    numbers = {"trained_records": records, "stopped_step": step, "stopped_epochs": epochs}
+    result = job.state.result.model_copy(update=numbers)
+    states = tuple(
+        change.model_copy(update={"result": result}) if isinstance(change, JobState) else change
+        for change in ended.changes
+    )
+    return Decision(None, states, (told, *ended.events))
 
 
 def _stop_after(last: Evaluation | None) -> int | None:

@@ -20,6 +20,7 @@ from shared.records import (
     JobResult,
     JobSpec,
     JobState,
+    Mode,
     Phase,
     Stage,
     TaskKind,
@@ -27,6 +28,7 @@ from shared.records import (
 )
 from shared.records.queue import FailureCounts, error_digest
 from shared.records.record import MESSAGE_CHARACTERS, shortened
+from shared.records.tasks import BestEvaluation
 
 REMEMBERED_ERRORS = 64
 
@@ -170,11 +172,14 @@ def _result(job: Job, report: CompleteTask | None) -> JobResult:
     discarded = list(job.training.discarded.values())
     lost = sum(change.records for change in discarded)
     stopped = job.evaluation.stop_after is not None and job.state.result.stopped_step is not None
+    stopped &= (
+        job.spec.mode is Mode.SYNC or job.training.epoch < job.spec.epochs
+    )  # not after a rollback, trained to the end
     return job.state.result.model_copy(
         update={
             "metrics": (report.sums if report else {}) or job.sums.sums,
             "exports": report.exports if report else {},
-            "best": report.best if report else None,
+            "best": _best(job, report),
             "discarded_tasks": len(discarded),
             "discarded_records": lost,
             "losses": job.losses,
@@ -185,3 +190,11 @@ def _result(job: Job, report: CompleteTask | None) -> JobResult:
             "stopped_epochs": job.state.result.stopped_epochs if stopped else None,
         }
     )
+
+
+def _best(job: Job, report: CompleteTask | None) -> BestEvaluation | None:
+    """Trainers of an asynchronous job do not know how many minibatches there were before the evaluation after training."""
+    best = report.best if report else None
+    if best is None or best.checkpoint or job.spec.mode is Mode.SYNC:
+        return best
+    return best.model_copy(update={"step": job.minibatches_done})

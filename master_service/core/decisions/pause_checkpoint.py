@@ -12,6 +12,7 @@ only once `finish` has confirmed it.
 from __future__ import annotations
 
 from master_service.core.changes import Change, Decision, DropCut, DropPause, Event, Fields, PutCut, PutPause
+from master_service.core.decisions import evaluation
 from master_service.core.decisions.rollback import has_parameters, holders, slots_fit
 from master_service.core.state.job import Job
 from master_service.core.state.members import Members
@@ -59,8 +60,8 @@ def cut(job: Job, *, without_late: bool = False) -> Decision[bool]:
     if late and not without_late:
         return Decision(False)
     generation = state.generation + 1
-    update = {"saving": saving.model_copy(update={"cut": True, "left_out": late}), "generation": generation}
-    cutting = state.model_copy(update=update)
+    saving = saving.model_copy(update={"cut": True, "left_out": late, **evaluation.marks_of_cut(job)})
+    cutting = state.model_copy(update={"saving": saving, "generation": generation})
     names = tuple(trainer for trainer in job.trainers.names if trainer not in late)
     listed = (TrainerList(generation=generation, names=names),) if late else ()
     message = f"checkpoint {saving.step} is taken without {', '.join(late[:4])}{' and others' if len(late) > 4 else ''}: did not pause"
@@ -114,7 +115,14 @@ def give_up(state: JobState, trainers: TrainerList, members: Members, cause: str
 
 
 def _cut_of(state: JobState, saving: Saving, trainers: tuple[str, ...]) -> CheckpointCut:
-    return CheckpointCut(step=saving.step, timeline=state.timeline, trainers=trainers, operation=saving.operation)
+    return CheckpointCut(
+        step=saving.step,
+        timeline=state.timeline,
+        trainers=trainers,
+        operation=saving.operation,
+        evaluation=saving.evaluation,
+        minibatches=saving.minibatches,
+    )
 
 
 def _running(state: JobState, trainers: TrainerList, members: Members, reason: str) -> tuple[Change, ...]:

@@ -80,6 +80,13 @@ def _acquire_shared(job: Job, ask: AcquireTask) -> Decision[TaskAnswer]:
     if queue.by_lane:
         reason = "training gives tasks to lanes; evaluation and export come later"
         return Decision(TaskAnswer(answer="wait", reason=reason, retry_after_s=WAIT_S))
+    if queue.kind is TaskKind.EXPORT and job.evaluation.running is not None:
+        reason = f"evaluation {job.evaluation.running.number} is under way; the export names the best one"
+        return Decision(TaskAnswer(answer="wait", reason=reason, retry_after_s=WAIT_S))
+    ended = evaluation.stopping(job) if queue.kind is TaskKind.TRAIN else None
+    if ended is not None and not queue.repeats.knows(ask.trainer, ask.request):
+        reason = "training ends early: no other task is given"
+        return Decision(TaskAnswer(answer="wait", reason=reason, retry_after_s=WAIT_S)) + ended
     answer, changes = queue.dispatch(ask)
     if answer.answer == "end":  # this stage is closed and the next one not yet committed
         answer = TaskAnswer(answer="wait", reason=f"{job.state.stage} is closing", retry_after_s=WAIT_S)
@@ -141,6 +148,9 @@ def complete(job: Job, task_id: str, report: CompleteTask) -> Decision[None]:
         return Decision(None, (*changes, _bounded(job.validation.plus(report.sums))))
     if queue.kind is TaskKind.METRICS:
         return Decision(None, changes) + evaluation.settle(job, report)
+    stopped = evaluation.stopping(job, task_id) if queue.kind is TaskKind.TRAIN and not closing.last else None
+    if stopped is not None:
+        return Decision(None, changes) + stopped
     return Decision(None, changes) + lifecycle.advance_stage(job, changes, last=closing.last, report=report)
 
 

@@ -179,8 +179,8 @@ def awaited_evaluation(now: Situation) -> Cause | None:
             ),
             hints=(f"trireme checkpoint list {now.option}",),
         )
-    if running is None or not now.is_still:
-        return None
+    if running is None or not now.is_still or job.spec.mode is Mode.ASYNC:
+        return None  # asynchronous training waits for none
     queue = job.queues[TaskKind.VALIDATE]
     _, pending, done, _ = queue.counts
     return Cause(

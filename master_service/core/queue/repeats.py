@@ -23,6 +23,10 @@ class Repeats:
     def copy(self) -> Repeats:
         return Repeats(self.asks.copy(), self.requests.copy(), self.reports.copy())
 
+    def knows(self, trainer: str, request: str) -> bool:
+        """Whether that request was answered with a task before."""
+        return (trainer, request) in self.asks or request in self.requests
+
     def add_ask(self, task_id: str, record: PendingTask) -> None:
         """In place."""
         for each in record.attempts:

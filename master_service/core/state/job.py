@@ -52,7 +52,7 @@ from shared.records import (
 )
 from shared.records.assignments import GivenNumbers, Migration
 from shared.records.operations import KeptAnswer, Operation
-from shared.records.pauses import Losses
+from shared.records.pauses import Losses, Paused
 from shared.records.queue import FailureCounts
 
 BESIDE = (TaskKind.VALIDATE, TaskKind.METRICS)
@@ -163,6 +163,26 @@ class Job:
             for task_id, held in queue.pending.items()
         )
         return min(queue.current * per_epoch + closed + open_records, spec.epochs * per_epoch)
+
+    @property
+    def epoch_minibatches(self) -> int:
+        """Of one epoch."""
+        queue, size = self.training, self.spec.minibatch_size
+        return queue.streams.sum(0, 0, queue.total, lambda records: -(-records // size))
+
+    @property
+    def minibatches_done(self) -> int:
+        """Trained or discarded in all epochs, as far as trainers have told: in tasks that are over, about, and in those under way."""
+        queue, per_epoch = self.training, self.epoch_minibatches
+        _, _, done, discarded = queue.counts
+        closed = round(per_epoch * (done + discarded) / queue.total) if queue.total else 0
+        begun = {task_id: held.minibatches for task_id, held in queue.pending.items()}
+        for member in self.members.trainers.values():
+            at = member.paused or Paused(uuid="")
+            held = queue.pending.get(at.task_id)
+            if held is not None and held.record.epoch == at.epoch and held.record.find(at.attempt, member.trainer):
+                begun[at.task_id] = max(begun[at.task_id], at.minibatch)
+        return min(queue.current * per_epoch + closed + sum(begun.values()), self.spec.epochs * per_epoch)
 
     def queue_of(self, task_id: str) -> TaskQueue:
         """Raises NotFound if no queue can hold that id."""

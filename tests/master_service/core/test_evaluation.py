@@ -216,7 +216,7 @@ def test_a_trainer_cannot_end_training_early_by_itself():
 def test_the_checkpoint_of_the_best_evaluation_is_kept():
     refs = [ref(number) for number in range(6, 0, -1)]
     latest = Trained(*refs).job.members.latest
-    kept = kept_after(latest, ref(7), (), 1, best="u2")
+    kept = kept_after(latest, ref(7), (), 1, {"u2"})
     assert [each.evaluation for each in kept] == [7, 6, 2]
 
 

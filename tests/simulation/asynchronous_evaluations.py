@@ -1,0 +1,65 @@
+"""What evaluations of an asynchronous job must give, whoever dies: no two runs have the same versions, so each is checked against itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from shared.criteria import Criterion
+from shared.evaluations import Evaluation, EvaluationStatus, patience_after
+from tests.simulation.cluster import SimulatedCluster
+from tests.simulation.reference import evaluated
+
+
+def done_evaluations(cluster: SimulatedCluster) -> list[Evaluation]:
+    names = sorted(cluster.simulated.names(cluster.keys.evaluations))
+    values = [cluster.simulated.value(cluster.keys.evaluations + name) or b"" for name in names]
+    return [Evaluation.model_validate_json(value) for value in values]
+
+
+def asynchronous_evaluations(cluster: SimulatedCluster, every: int | str) -> Iterator[str]:
+    """Numbered without a gap, each of one version that was pinned, with the sums of each record once; the best one is exported; training
+    ends early if they say so, and only then."""
+    job, trace = cluster.plan.job, cluster.trace
+    found = done_evaluations(cluster)
+    if [one.number for one in found] != list(range(1, len(found) + 1)):
+        yield f"evaluations {[one.number for one in found]} are not numbered from 1 on"
+    between = job.minibatches // job.epochs if every == "epoch" else int(every)
+    points = [0, *(one.step // between for one in found)]
+    if any(first >= second for first, second in pairwise(points)):
+        yield f"evaluations at minibatches {[one.step for one in found]} are not one for each {between}"
+    versions = {tuple(sorted(evaluated(job, vectors).items())): held for held, vectors in trace.pinned.items()}
+    for one in found:
+        if one.left_out or tuple(sorted(one.metrics.items())) not in versions:
+            yield f"evaluation {one.number} is of no version that was pinned: {one}"
+    status = EvaluationStatus.model_validate_json(cluster.simulated.value(cluster.keys.evaluation_status) or b"{}")
+    if status.running is not None or status.settled != len(found):
+        yield f"at the end there are {len(found)} evaluations, and their status is {status}"
+    yield from _best(cluster, found, versions)
+    yield from _stop(cluster, found)
+
+
+def _best(
+    cluster: SimulatedCluster, found: list[Evaluation], versions: dict[tuple[tuple[str, float], ...], bytes]
+) -> Iterator[str]:
+    if cluster.plan.keep_best is None or not found:
+        return
+    metric, lowest = Criterion.parse(cluster.plan.keep_best)
+    first = min(found, key=lambda one: one.metrics[metric] * (1 if lowest else -1))
+    best = cluster.state.result.best
+    # the sums after training have no `value`, so the last version never is the best one
+    if best is None or (best.number, best.step, best.value) != (first.number, first.step, first.metrics[metric]):
+        yield f"the best evaluation is {first}, the job says {best}"
+    elif cluster.trace.best[-1] != versions[tuple(sorted(first.metrics.items()))]:
+        yield f"evaluation {first.number} is the best one, other parameters were exported"
+
+
+def _stop(cluster: SimulatedCluster, found: list[Evaluation]) -> Iterator[str]:
+    stop, patience = cluster.spec.stop_early, None
+    for one in found:
+        if patience is not None and patience.over:
+            yield f"evaluation {one.number} came after one that ends training"
+        patience = patience_after(patience, one.metrics, stop)
+    over = patience is not None and patience.over
+    if cluster.state.result.stopped_step is not None and not over:
+        yield f"training ended early at minibatch {cluster.state.result.stopped_step} although no evaluation says so"
