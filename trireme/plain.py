@@ -132,6 +132,8 @@ def plain_spec(user: UserModule, flags: Mapping[str, Any], assignments: Sequence
         "gradient_dtype": "float32",
         "parameter_dtype": "float32",
         "error_feedback": None,
+        "checkpoint_kind": "coordinated",
+        "skip_after_seconds": None,
     }
     one_lane = {name: settings.Setting(value, "plain training") for name, value in alone.items()}
     named = {"job": settings.Setting(settings.job_name(user.path), "the script")}

@@ -35,7 +35,7 @@ log = telemetry.logger("series")
 
 class SeriesKeeper:
     """`files` None: metrics live as long as the term. `skips`: minibatches that are not finite are left out, and counted by step. `origin`:
-    the job's timeline, and the version with which it began (None: not known). Run `run()` in a TaskGroup."""
+    the job's timeline, and the version with which it began (None: not known). `push_every`: so many minibatches are a step. Run `run()` in a TaskGroup."""
 
     def __init__(
         self,
@@ -44,8 +44,9 @@ class SeriesKeeper:
         *,
         skips: bool = False,
         origin: Callable[[], tuple[int, int | None]] = lambda: (0, 0),
+        push_every: int = 1,
     ) -> None:
-        self._skips, self._origin = skips, origin
+        self._skips, self._origin, self._push_every = skips, origin, push_every
         self._speed: tuple[float, int] | None = None  # since when records are counted, and how many they are
         self._files, self._term, self._written, self._number = files, term, 0, 1
         self._all, self._fresh = SeriesTable(), SeriesTable()
@@ -78,10 +79,11 @@ class SeriesKeeper:
         if self._obstacle:
             self._evaluations[done.number] = done
             return
+        step = done.step // self._push_every
         for name, value in done.metrics.items():
             known = self._all.by_name.get(EVALUATION + name, ())
-            if not any((bucket.step, bucket.timeline) == (done.step, done.timeline) for bucket in known):
-                self.add(EVALUATION + name, done.step, done.timeline, Value(value, 1, value, value))
+            if not any((bucket.step, bucket.timeline) == (step, done.timeline) for bucket in known):
+                self.add(EVALUATION + name, step, done.timeline, Value(value, 1, value, value))
 
     @property
     def epochs(self) -> Mapping[int, Epoch]:

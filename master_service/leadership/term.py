@@ -24,7 +24,7 @@ from master_service.store.members_watch import MembersWatch
 from master_service.store.takeover import Takeover
 from master_service.store.writer import HeldLock, MasterWriter
 from shared.evaluations import Evaluation
-from shared.records import JobState, Phase
+from shared.records import JobState, Mode, Phase
 
 
 class Term:
@@ -47,8 +47,13 @@ class Term:
             on_changes=self._on_changes,
         )
         self.storage = master.storage(start.job.spec)
+        spec = start.job.spec
         self.series = SeriesKeeper(
-            self.storage.series, lock.term, skips=start.job.spec.on_nonfinite == "skip", origin=self._origin
+            self.storage.series,
+            lock.term,
+            skips=spec.on_nonfinite == "skip",
+            origin=self._origin,
+            push_every=spec.push_every if spec.mode is Mode.ASYNC else 1,
         )
         for number in sorted(self.job.evaluations):  # the master before may not have stored the last ones
             self.series.note_evaluation(self.job.evaluations[number])

@@ -101,6 +101,7 @@ class PendingCheckpoint:
             parts=tuple(parts),
             queue=self.cut.queue if self.cut is not None else {},
             readers=self.cut.readers if self.cut is not None else {},
+            evaluation=self.cut.evaluation if self.cut is not None else 0,
         )
 
 

@@ -127,7 +127,8 @@ class Manifest(Record):
     """`step`: the version. `record`: the readers' positions and the scheduler at that version.
 
     Asynchronous: `step` is the number of the checkpoint in the job. `queue`: the keys below `tasks/` in etcd at the cut (name ->
-    value). `readers`: position of each trainer's reader. The ledgers are in the parts."""
+    value). `readers`: position of each trainer's reader. `evaluation`: number of the one that was due at the cut. The ledgers are in the
+    parts."""
 
     job: str
     uuid: str
@@ -146,3 +147,4 @@ class Manifest(Record):
     parts: tuple[CheckpointPart, ...]
     queue: dict[str, str] = Field(default_factory=dict)
     readers: dict[str, Paused] = Field(default_factory=dict)
+    evaluation: int = 0

@@ -124,7 +124,7 @@ class JobSettings(Record):
     so many steps (0: never); a job with `clip_grad_norm` has it in each.
     `init_from`: path or URL of a file with the values that parameters and buffers start with (safetensors, or a state_dict);
     `init_partial`: what does not fit the model is left out.
-    `evaluate_every`: so many steps, or epoch: such versions are evaluated while training goes on. `keep_best`: `accuracy:max` or
+    `evaluate_every`: so many steps (asynchronous: minibatches of the whole job), or epoch: such versions are evaluated while training goes on. `keep_best`: `accuracy:max` or
     `loss:min`: the checkpoint of the best evaluation is kept and exported. `stop_early`: training ends when evaluations get no better.
     `device` auto: that of the trainer that initialises the parameters. `join_window_s`: members that join a running job within
     it after a change make one generation. `stragglers`: on: lanes follow measured speed, a look every `rebalance_s`, and work that takes

@@ -96,8 +96,9 @@ def _list(spec: JobSpec, *, as_json: bool) -> Answer:
         except CheckpointUnusable as error:
             rows.append({**row, "damage": error.message})
             continue
-        number = evaluation_of(manifest.record, spec.evaluate_every, spec.epochs)
-        rows.append({**row, **_facts(manifest), "evaluation": number, "best": ref.step == best})
+        number = manifest.evaluation or evaluation_of(manifest.record, spec.evaluate_every, spec.epochs)
+        is_best = ref.uuid == best["checkpoint"] if best.get("checkpoint") else ref.step == best.get("step")
+        rows.append({**row, **_facts(manifest), "evaluation": number, "best": is_best})
     if not as_json:
         columns = ("step", "epoch", "timeline", "pservers", "MiB", "written", "checkpoint", "evaluation")
         table = Table(*columns, box=None, pad_edge=False)
@@ -114,12 +115,12 @@ def _list(spec: JobSpec, *, as_json: bool) -> Answer:
     return document, exit_codes.OK
 
 
-def _best_of(spec: JobSpec) -> int | None:
-    """The step of the best evaluation (keep_best), of a local run that has ended."""
+def _best_of(spec: JobSpec) -> dict[str, Any]:
+    """The best evaluation (keep_best) of a local run that has ended. Without `checkpoint`: it is that after training."""
     folder = files.local_path(spec.storage)
     result = run_folder.read_json(folder / resume.RESULT_FILE) if folder is not None else None
-    step = ((result or {}).get("best") or {}).get("step")
-    return step if isinstance(step, int) else None
+    best = (result or {}).get("best")
+    return best if isinstance(best, dict) else {}
 
 
 def _facts(manifest: Manifest) -> dict[str, Any]:

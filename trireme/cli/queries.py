@@ -83,7 +83,7 @@ async def show_status(client: AnyClient, console: Console | None) -> dict[str, A
             f"pservers {members['pservers']}/{members['pservers_desired']}  generation {job['generation']}  "
             f"{'master' if job['spec']['dispatch'] == 'master' else 'sweeper'} {without_tokens(job['master']['master_id'])} (term {job['master']['term']})"
         )
-        if line := evaluation_line(job.get("evaluation")):
+        if line := evaluation_line(job.get("evaluation"), job["spec"]["mode"]):
             console.print(line)
         for name, text in loss_rows(job["losses"]):
             console.print(f"{name}  {text}")

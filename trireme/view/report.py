@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared.records import JobSpec, JobState, Phase, UserFailure
+from shared.evaluations import evaluated_point
+from shared.records import JobSpec, JobState, Mode, Phase, UserFailure
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +79,11 @@ def summary_text(document: Mapping[str, Any], *, reason: bool = False) -> str:
         ("records", f"{document['records']:,} in {_epochs(document)} epochs"),
         ("restarts", restarts),
         *[(name, number(value)) for name, value in document["metrics"].items()],
-        *_best(document.get("best")),
+        *_best(document.get("best"), document["mode"]),
         *[(f"model ({kind})", path) for kind, path in document["exports"].items()],
     ]
     if document.get("stopped_step") is not None:
-        rows.insert(2, ("stopped early", f"at step {document['stopped_step']}, as stop_early says"))
+        rows.insert(2, ("stopped early", f"at {point(document['mode'], document['stopped_step'])}, as stop_early says"))
     if document["loss"] is not None:
         rows.insert(1, ("training loss", f"{number(document['loss'])} (mean of the last epoch)"))
         rows[2:2] = _by_epoch(document.get("loss_by_epoch", ()))
@@ -105,8 +106,8 @@ def _by_epoch(losses: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     return [("loss by epoch", "  ".join(values))] if len(values) > 1 else []
 
 
-def _best(best: Mapping[str, Any] | None) -> list[tuple[str, str]]:
-    return [("best", f"{best['metric']} {number(best['value'])} at step {best['step']}")] if best else []
+def _best(best: Mapping[str, Any] | None, mode: str) -> list[tuple[str, str]]:
+    return [("best", f"{best['metric']} {number(best['value'])} at {point(mode, best['step'])}")] if best else []
 
 
 def _epochs(document: Mapping[str, Any]) -> str:
@@ -132,7 +133,12 @@ def loss_rows(losses: Mapping[str, Mapping[str, int]]) -> list[tuple[str, str]]:
     ]
 
 
-def evaluation_line(facts: Mapping[str, Any] | None) -> str:
+def point(mode: str, step: int) -> str:
+    """`step 150`, `minibatch 150`."""
+    return evaluated_point(Mode(mode), step)
+
+
+def evaluation_line(facts: Mapping[str, Any] | None, mode: str) -> str:
     """`evaluation 3 (step 150): accuracy 0.91; number 4 (step 200) is under way, 2 of 8 tasks`; "" without any."""
     if not facts:
         return ""
@@ -140,15 +146,15 @@ def evaluation_line(facts: Mapping[str, Any] | None) -> str:
     if last:
         values = ", ".join(f"{name} {number(value)}" for name, value in last["metrics"].items())
         parts.append(
-            f"evaluation {last['number']} (step {last['step']}): {values or last.get('left_out') or 'no finite metric'}"
+            f"evaluation {last['number']} ({point(mode, last['step'])}): {values or last.get('left_out') or 'no finite metric'}"
         )
         if (best := last.get("best")) and best["number"] != last["number"]:
-            parts.append(f"the best one: {best['metric']} {number(best['value'])} at step {best['step']}")
+            parts.append(f"the best one: {best['metric']} {number(best['value'])} at {point(mode, best['step'])}")
         elif best:
             parts.append("it is the best so far")
     if facts.get("running") is not None:
         done = f"{facts['tasks_done']} of {facts['tasks_total']} tasks"
-        parts.append(f"evaluation {facts['running']} (step {facts['step']}) is under way, {done}")
+        parts.append(f"evaluation {facts['running']} ({point(mode, facts['step'])}) is under way, {done}")
     return "; ".join(parts)
 
 
