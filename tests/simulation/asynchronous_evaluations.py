@@ -50,7 +50,7 @@ def _best(
     # the sums after training have no `value`, so the last version never is the best one
     if best is None or (best.number, best.step, best.value) != (first.number, first.step, first.metrics[metric]):
         yield f"the best evaluation is {first}, the job says {best}"
-    elif cluster.trace.best[-1] != versions[tuple(sorted(first.metrics.items()))]:
+    elif cluster.trace.best[-1] != versions.get(tuple(sorted(first.metrics.items()))):
         yield f"evaluation {first.number} is the best one, other parameters were exported"
 
 

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from shared.records import Mode
+from shared.records import Dispatch, Mode
 from shared.records.job_spec import StopEarly
 from tests.equipment.cluster.network import STEADY
 from tests.equipment.replaced import replaced
+from tests.simulation import invariants
+from tests.simulation.asynchronous_evaluations import asynchronous_evaluations, done_evaluations
+from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.compute import Speed, TinyCompute
 from tests.simulation.plans import Plan, plan_of
 from tests.simulation.reference import stopping as stopping_at
 from tests.simulation.run import Outcome, simulate
 
 SEEDS = range(8)
+FEW = range(3)
 
 
-def plan(seed: int, every: int | str) -> Plan:
-    drawn = plan_of(seed, Mode.SYNC)
-    best = ["value:min", "value:max", None][seed % 3]
-    return replace(drawn, evaluate=True, evaluate_every=every, keep_best=best, job=replace(drawn.job, epochs=3))
+def plan(seed: int, every: int | str, mode: Mode = Mode.SYNC, dispatch: Dispatch = Dispatch.MASTER) -> Plan:
+    drawn, best = plan_of(seed, mode, dispatch), ["value:min", "value:max", None][seed % 3]
+    drawn = replace(drawn, evaluate=True, evaluate_every=every, keep_best=best, independent=False)
+    return replace(drawn, job=replace(drawn.job, epochs=3))
 
 
-def undisturbed(every: int | str, trainers: int = 2) -> Plan:
-    quiet = replace(plan(0, every), conditions=STEADY, faults=(), requests=(), slow=1.0, trainers=trainers)
+def undisturbed(
+    every: int | str, trainers: int = 2, mode: Mode = Mode.SYNC, dispatch: Dispatch = Dispatch.MASTER
+) -> Plan:
+    drawn = plan(0, every, mode, dispatch)
+    quiet = replace(drawn, conditions=STEADY, faults=(), requests=(), slow=1.0, trainers=trainers)
     return replace(quiet, speed=Speed(0.01, 0.02))
 
 
@@ -53,6 +61,56 @@ def test_stop_early_ends_at_the_same_step_under_faults(seed: int):
     assert stopping_at(stopping.job, [1, 2, "epoch"][seed % 3], StopEarly(metric="value:min", patience=1)) is not None
     outcome = simulate(seed, Mode.SYNC, plan=stopping)
     assert not broken(outcome), str(outcome)
+
+
+@pytest.mark.parametrize("dispatch", list(Dispatch))
+@pytest.mark.parametrize("seed", FEW)
+def test_evaluations_of_an_asynchronous_job_are_each_of_one_version_under_faults(seed: int, dispatch: Dispatch):
+    drawn = plan(seed, [1, 3, "epoch"][seed % 3], Mode.ASYNC, dispatch)
+    outcome = simulate(seed, Mode.ASYNC, plan=drawn, dispatch=dispatch)
+    assert not broken(outcome), str(outcome)
+
+
+@pytest.mark.parametrize("dispatch", list(Dispatch))
+@pytest.mark.parametrize("seed", FEW)
+def test_an_asynchronous_job_that_ends_early_has_trained_every_task_it_gave_once_under_faults(
+    seed: int, dispatch: Dispatch
+):
+    drawn = replace(plan(seed, 1, Mode.ASYNC, dispatch), stop_early="value:min:patience=1")
+    outcome = simulate(seed, Mode.ASYNC, plan=drawn, dispatch=dispatch)
+    assert not broken(outcome), str(outcome)
+
+
+@pytest.mark.parametrize("seed", FEW)
+def test_a_masterless_job_gives_the_same_evaluations_and_stops_at_the_same_step_under_faults(seed: int):
+    drawn = plan(seed, [1, 2, "epoch"][seed % 3], dispatch=Dispatch.ETCD)
+    drawn = replace(drawn, stop_early="value:min:patience=1" if seed % 2 else None)
+    outcome = simulate(seed, Mode.SYNC, plan=drawn, dispatch=Dispatch.ETCD)
+    assert not broken(outcome), str(outcome)
+
+
+def test_an_undisturbed_asynchronous_job_is_evaluated_about_as_often_as_it_says():
+    done: list[int] = []
+
+    def counted(cluster: SimulatedCluster, every: int | str) -> Iterator[str]:
+        done.append(len(done_evaluations(cluster)))
+        yield from asynchronous_evaluations(cluster, every)
+
+    quiet = undisturbed("epoch", mode=Mode.ASYNC)
+    with replaced(invariants, "asynchronous_evaluations", counted):
+        assert not broken(simulate(0, Mode.ASYNC, plan=replace(quiet, speed=Speed(0.3, 0.6))))
+    assert done == [2]
+
+
+def test_without_the_pinned_version_an_asynchronous_job_evaluates_a_mixture():
+    async def of_those_in_use(self: TinyCompute, names: tuple[int, ...], seed: int) -> dict[str, float]:
+        self._pinned = [vector.copy() for vector in self._vectors[0]]
+        return await validate(self, names, seed)
+
+    validate = vars(TinyCompute)["_validate"]
+    with replaced(TinyCompute, "_validate", of_those_in_use):
+        found = broken(simulate(0, Mode.ASYNC, plan=undisturbed(2, mode=Mode.ASYNC)))
+    assert any("is of no version that was pinned" in line for line in found), found
 
 
 def test_without_the_parameters_set_again_training_is_changed():
