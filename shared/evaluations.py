@@ -44,7 +44,7 @@ class Evaluation(Record):
     left_out: str = ""
     best: BestEvaluation | None = None
     patience: Patience | None = None
-    saved: int = 0
+    saved: int = Field(default=0, description="Asynchronous: number of its checkpoint; 0: the job is synchronous.")
 
 
 class RunningEvaluation(Record):

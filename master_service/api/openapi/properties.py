@@ -87,7 +87,6 @@ PROPERTIES = {
     "BestEvaluation.value": "Value of the metric of keep_best.",
     "Evaluation.left_out": "Why there is no result; empty: there is one.",
     "Evaluation.best": "The best evaluation up to this one; null: the job has no keep_best.",
-    "saved": "Asynchronous: number of its checkpoint; 0: the job is synchronous.",
     "EvaluationProgress.settled": "So many evaluations are over.",
     "EvaluationProgress.running": "Number of the evaluation that is under way; null: none is.",
     "EvaluationProgress.tasks_done": "How many of its tasks are done.",

@@ -83,6 +83,8 @@ def skip(job: Job, task_id: str, by: str) -> Decision[AskedTask]:
 def _open_queue(job: Job, task_id: str) -> TaskQueue:
     """Raises NotFound; NotReady while the job stands still; Conflict if its stage or its epochs are over, or not there yet."""
     queue = job.queue_of(task_id)
+    if job.state.phase.final:
+        raise Conflict(f"task {task_id} cannot change: the job is {job.state.phase}")
     if job.state.phase is not Phase.RUNNING:
         raise NotReady(f"the job is {job.state.phase}: {job.state.reason}; ask again when it runs")
     if queue is not job.due or queue.epoch >= queue.epochs:
