@@ -61,7 +61,7 @@ async def test_a_trainer_and_a_parameter_server_killed_in_mid_evaluation_of_an_a
         assert (state.result.trained_records, state.result.discarded_tasks) == (EPOCHS * RECORDS, 0)
         found = await evaluations(cluster)
     assert [one.number for one in found] == list(range(1, len(found) + 1))
-    assert len(found) >= 3
+    assert len(found) >= 2
     assert all(one.metrics["mse"] > 0 and not one.left_out for one in found)
     assert all(first // EVERY < second // EVERY for first, second in pairwise([0, *(one.step for one in found)]))
     best = state.result.best
