@@ -129,8 +129,8 @@ def read_back(folder: Path) -> tuple[dict[str, int], set[str]]:
 
     if not folder.is_dir() or not any(folder.iterdir()):
         return {}, set()
-    reader = EventAccumulator(str(folder), size_guidance={"scalars": 1, "tensors": 1})  # the last of each
+    reader = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 1})  # 0: all
     reader.Reload()
     tags = reader.Tags()
-    steps = {name: reader.Scalars(name)[-1].step + 1 for name in tags["scalars"]}
+    steps = {name: 1 + max(event.step for event in reader.Scalars(name)) for name in tags["scalars"]}
     return steps, set(tags["tensors"])

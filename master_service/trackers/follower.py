@@ -13,7 +13,7 @@ from typing import Any
 from master_service.trackers.assignment import Assignment, News
 from master_service.trackers.memory import Memory
 from master_service.trackers.points import behind, new_points
-from master_service.trackers.stored_series import StoredSeriesReader
+from master_service.trackers.stored_series import reader_of
 from master_service.trackers.worker import Worker
 from shared.runtime import clock
 from shared.runtime.waiting import Notices
@@ -27,7 +27,7 @@ class Follower:
 
     def __init__(self, assignment: Assignment, tell: Callable[[News], None], wake: Callable[[], object]) -> None:
         self._memory = Memory(assignment.storage)
-        self._series = StoredSeriesReader(assignment.storage)
+        self._series = reader_of(assignment.storage)
         self._tell = tell
         self._memory.go_on()
         run = self._memory.begin()

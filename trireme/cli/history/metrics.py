@@ -54,10 +54,12 @@ class Found:
     by: str = "step"
 
     async def points(self, name: str, first: int = 0, most: int | None = None) -> list[Row]:
-        """From step `first` on; None: all that are kept."""
-        if self.by == "step":
-            return await self.source.points(name, first, most)
-        with suppress(NotFound):  # what is no sum over a step's records, and asynchronous jobs, have no epochs
+        """From step `first` on; None: all that are kept. `name` is of the source's list."""
+        # the job may have gone back to before its first step since; what is no sum over a step's records, and asynchronous jobs, have no
+        # epochs
+        with suppress(NotFound):
+            if self.by == "step":
+                return await self.source.points(name, first, most)
             return await self.source.epochs(name, first)
         return []
 
@@ -134,8 +136,7 @@ async def loss_chart(storage: str) -> str:
 
 async def _show(opened: Open, wanted: Sequence[str], form: Form) -> None:
     if form in ("table", "plot"):
-        async with opened() as found:
-            print(await _text(found, wanted, form))  # noqa: T201
+        print(await drawn(opened, wanted, form))  # noqa: T201
     elif form == "csv":
         await show_points(opened, wanted, _line_writer(form))
     else:
@@ -153,8 +154,8 @@ async def show_points(opened: Open, wanted: Sequence[str], write: Write) -> None
 
 
 async def follow_points(opened: Open, wanted: Sequence[str], write: Write) -> None:
-    """Each point once, when there is a later one or the job has ended; also through changes of the master. Raises PeerError after LOST_S
-    without an answer."""
+    """Each point once, when there is a later one or the job has ended; also through changes of the master and rollbacks: steps that are
+    trained again are not told again. Raises PeerError after LOST_S without an answer."""
     heard, begins = clock.monotonic(), dict[str, int]()
     while True:
         try:
@@ -203,6 +204,12 @@ async def _wanted(found: Found, wanted: Sequence[str], *, none_yet: bool = False
     return [each for each in there if not wanted or any(fnmatchcase(each["name"], pattern) for pattern in wanted)]
 
 
+async def drawn(opened: Open, wanted: Sequence[str], form: Form) -> str:
+    """A table or charts of what is known now."""
+    async with opened() as found:
+        return await _text(found, wanted, form)
+
+
 async def _text(found: Found, wanted: Sequence[str], form: Form) -> str:
     summaries = await _wanted(found, wanted)
     text = await (_charts if form == "plot" else _table)(found, summaries, bool(wanted)) if summaries else ""
@@ -217,7 +224,8 @@ async def _table(found: Found, summaries: Sequence[Row], _: bool) -> str:
             continue  # to be trained again
         last = points[-1]
         if found.by == "step" and last["step"] != last["last_step"]:
-            last = (await found.points(summary["name"], last["step"]))[-1]
+            more = await found.points(summary["name"], last["step"])
+            last = more[-1] if more else last  # the job has gone back meanwhile
         rows.append(
             (
                 *(

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from master_service.api.metrics import render
 from master_service.control.series_keeper import SeriesKeeper
 from master_service.storage.series_files import StoredSeries, read_all
 from shared.errors import PeerError
@@ -154,3 +155,86 @@ def test_followed_metrics_come_once_also_through_a_change_of_the_master(data_dir
     run_virtually(lambda: command.follow_points(master.opened, ["loss"], write))
     assert seen == list(range(STEPS))
     assert portions[:3] == [0, 1, 1]  # a step is told when there is a later one: its value may still change
+
+
+class GoingBack:
+    """A master as it answers by REST. With each look two more steps are known; where `back` says, the job goes back instead: to a step
+    at a look, in the middle of the look's questions if `torn`. What is known of steps that are to be trained again is left out."""
+
+    def __init__(self, back: dict[int, int], *, torn: bool) -> None:
+        self._back, self._torn = dict(back), torn
+        self._timeline, self._origin, self._next, self._looks = 0, 0, 0, 0
+        self._keeper = SeriesKeeper(None, 1, origin=lambda: (self._timeline, self._origin))
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[command.Found]:
+        self._looks += 1
+        if self._looks not in self._back:
+            self._train()
+        elif not self._torn:
+            self._go_back()
+        yield command.Found("digits", self, over=self._next >= STEPS)
+
+    def _train(self) -> None:
+        steps = [
+            step(number).model_copy(update={"timeline": self._timeline}) for number in (self._next, self._next + 1)
+        ]
+        self._keeper.note(MetricBatch(trainer="trainer-0", steps=tuple(steps), whole=True))
+        self._next += 2
+
+    def _go_back(self) -> None:
+        self._timeline, self._origin = self._timeline + 1, self._back.pop(self._looks)
+        self._next = self._origin
+        if not self._origin:  # a report that begins with step 0 is taken: nothing is known before its end
+            self._keeper.note(MetricBatch(trainer="trainer-0", steps=(), whole=True))
+
+    @property
+    def _kept(self) -> render.KeptMetrics:
+        keeper = self._keeper
+        return render.KeptMetrics(
+            keeper.table, keeper.epochs, keeper.known, self._timeline, self._origin if self._timeline else None
+        )
+
+    async def summaries(self) -> list[Row]:
+        return [each.model_dump() for each in render.series_page(self._keeper.table, 100, "").series]
+
+    async def points(self, name: str, first: int = 0, most: int | None = None) -> list[Row]:
+        if self._looks in self._back:
+            self._go_back()
+        return [each.model_dump() for each in render.series_points(self._kept, name, first, 2**62, most or 5000).points]
+
+    async def epochs(self, name: str, first: int = 0) -> list[Row]:
+        return []
+
+
+@pytest.mark.parametrize("torn", [False, True])
+@pytest.mark.parametrize("back", [{4: 3}, {4: 0}, {2: 0, 5: 4, 6: 3}])
+def test_followed_metrics_come_once_also_when_the_job_goes_back(back: dict[int, int], torn: bool) -> None:
+    master, seen = GoingBack(back, torn=torn), list[tuple[str, int, float]]()
+
+    def write(name: str, rows: Iterable[Row]) -> None:
+        seen.extend((name, row["step"], row["mean"]) for row in rows)
+
+    run_virtually(lambda: command.follow_points(master.opened, ["loss"], write))
+    assert [(at, mean) for _, at, mean in seen[:STEPS]] == [(number, 2.0 / 2**number) for number in range(STEPS)]
+    assert len({at for _, at, _ in seen}) == len(seen)
+
+
+def test_a_table_is_drawn_also_while_the_job_goes_back(data_dir: Path) -> None:
+    """Of a long series the last bucket is asked for once more: it may be gone by then."""
+    stored = OfStorage(asyncio.run(read_all(StoredSeries(str(data_dir / "digits")))))
+
+    class Gone:
+        summaries, epochs = stored.summaries, stored.epochs
+
+        async def points(self, name: str, first: int = 0, most: int | None = None) -> list[Row]:
+            return [] if first else await stored.points(name, first, 3)
+
+    async def shown_now() -> str:
+        @asynccontextmanager
+        async def opened() -> AsyncIterator[command.Found]:
+            yield command.Found("digits", Gone(), over=False)
+
+        return await command.drawn(opened, ["loss"], "table")
+
+    assert asyncio.run(shown_now()).splitlines()[1].split()[:2] == ["loss", "9"]
