@@ -17,6 +17,7 @@ from typing import IO, Any, Self
 
 from benchmarks.measured_member import FILE
 from benchmarks.measurements import TICK_MS, machine_ms, p99_and_max
+from benchmarks.small_set import small_set
 from benchmarks.without_metrics import WITHOUT_METRICS
 from shared.records.job_spec import JobSpec
 from shared.runtime import clock, malloc
@@ -27,6 +28,7 @@ from trireme.launch.processes import PYTHON_MODULE, ForkServer, Process
 from trireme.plain import plain_spec
 
 START_S, WARM_UP_STEPS = 90.0, 5
+EVALUATED_EVERY = 20
 PLAIN_RUNS = 3
 ROOT = str(Path(__file__).resolve().parents[1])
 SETTLE_S = 0.3  # after going on: caches, timers that ran out meanwhile
@@ -108,8 +110,9 @@ class TorchRow:
 
 @dataclass
 class OurRow:
-    """A job of two trainers on a LocalCluster, whose trainers and parameter servers run under benchmarks.measured_member. Mode `bare`:
-    synchronous, without metrics."""
+    """A job of two trainers on a LocalCluster, whose trainers and parameter servers run under benchmarks.measured_member. Modes beside those
+    of jobs, all synchronous: `bare`, without metrics; `saved`, with a checkpoint every EVALUATED_EVERY steps; `evaluated` as often, over a few
+    records."""
 
     script: Path
     batch: int
@@ -122,7 +125,7 @@ class OurRow:
         self._stack = AsyncExitStack()
         one_lane = plain_spec(user_module.load(self.script), {})
         changes: dict[str, Any] = {
-            "mode": "sync" if self.mode == "bare" else self.mode,
+            "mode": "async" if self.mode == "async" else "sync",
             "lanes": 2,
             "clip_grad_norm": self.clip_grad_norm,
             "trainers": 2,
@@ -134,7 +137,11 @@ class OurRow:
             ].default,  # charlm has smaller ones, to be seen on more servers
             "checkpoint_every_epochs": None,
             "checkpoint_every_seconds": None,
-            "evaluation_dataset": None,
+            "checkpoint_every_steps": EVALUATED_EVERY if self.mode == "saved" else None,
+            "evaluate_every": EVALUATED_EVERY if self.mode == "evaluated" else None,
+            "evaluation_dataset": small_set(one_lane.dataset, self.folder / "small.json")
+            if self.mode == "evaluated"
+            else None,
             "storage": str(self.folder / "run"),
             "lease_ttl_s": LEASE_S,
         }
@@ -162,6 +169,12 @@ class OurRow:
         infos = [await port.info() for port in self._ports]
         blocks = sum(info.blocks for info in infos)
         return sum(info.updates for info in infos) / blocks if blocks else 0.0
+
+    @property
+    def evaluations(self) -> int:
+        """So many are over."""
+        status = self.cluster.directory.evaluation
+        return status.settled if status is not None else 0
 
     def pids(self) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {"trainers": [], "pservers": [], "others": [self.cluster.embedded.pid or 0]}

@@ -4,7 +4,10 @@
                                [--clip] [--markdown | --json]
     python -m benchmarks.steps --metrics [--models mlp] [--rounds 9] [--seconds 3]
 
---metrics: only what the metrics of steps cost: synchronous jobs with and without them, side by side, and the ratio of their steps/s.
+--metrics: only what the metrics of steps and the bookkeeping of evaluations cost: synchronous jobs with and without them, side by side, and
+the ratios of their steps/s, round by round. The job that is evaluated every EVALUATED_EVERY steps has an evaluation set of two records, so that its
+checkpoint is written and read, and its tasks and results go their way, and next to nothing is computed. It is compared with a job without
+evaluations and checkpoints, and with one that writes its checkpoints just as often, which leaves the bookkeeping.
 
 Every row trains the same script in processes of its own, one torch thread each. All rows of a model are started once and
 stopped (SIGSTOP); a round lets one after the other go on for a while, so rows of one round share the machine's mood and
@@ -39,7 +42,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.measurements import TRAINER_MIB
-from benchmarks.step_rows import SETTLE_S, Inside, OurRow, Row, TorchRow, Window, activations_mib, bind, send
+from benchmarks.step_rows import (
+    EVALUATED_EVERY,
+    SETTLE_S,
+    Inside,
+    OurRow,
+    Row,
+    TorchRow,
+    Window,
+    activations_mib,
+    bind,
+    send,
+)
 from shared.runtime import telemetry
 from trainer_agent.script import user_module
 
@@ -56,23 +70,27 @@ TITLES = {
     "clip1": "ours, sync, clipped, 2 trainers, 1 pserver",
     "clip2": "ours, sync, clipped, 2 trainers, 2 pservers",
     "bare1": "ours, sync, 2 trainers, 1 pserver, without metrics",
+    "saved1": f"ours, sync, 2 trainers, 1 pserver, a checkpoint every {EVALUATED_EVERY} steps",
+    "evaluated1": f"ours, sync, 2 trainers, 1 pserver, evaluated every {EVALUATED_EVERY} steps",
     "async1": "ours, async, 2 trainers, 1 pserver",
     "async2": "ours, async, 2 trainers, 2 pservers",
 }
 CLIPPED = {"clip1": "sync1", "clip2": "sync2"}  # row -> the same without clipping
 CLIP = 0.1  # most gradients are longer
 RANKS = {"plain": 1, "ddp": 2, "ddp0": 2}
+METRICS = ("sync1", "bare1", "saved1", "evaluated1")
 
 
 @dataclass
 class Measured:
-    """Of one row: each round's, and what was seen inside afterwards. Bounds in MiB, by role."""
+    """Of one row: each round's, and what was seen inside afterwards. Bounds in MiB, by role. `evaluations`: so many were over in the end."""
 
     row: str
     model: str
     windows: list[Window]
     inside: Inside | None
     bounds: dict[str, float]
+    evaluations: int = 0
 
 
 def row_of(name: str, model: str, folder: Path) -> Row:
@@ -111,7 +129,11 @@ async def measure(
                 await asyncio.sleep(SETTLE_S)
                 inside[name] = await row.inside(seconds)
                 send(row, signal.SIGSTOP)
-    return [Measured(name, model, windows[name], inside.get(name), bounds(name, model)) for name in names]
+        evaluations = {name: row.evaluations for name, row in rows.items() if isinstance(row, OurRow)}
+    return [
+        Measured(name, model, windows[name], inside.get(name), bounds(name, model), evaluations.get(name, 0))
+        for name in names
+    ]
 
 
 def bounds(name: str, model: str) -> dict[str, float]:
@@ -191,20 +213,31 @@ def clip_table(rows: Sequence[Measured]) -> str:
     return "\n".join(lines) if len(lines) > 2 else ""
 
 
-def metrics_line(rows: Mapping[str, Measured]) -> str:
-    """The ratio of each round, and what it means."""
-    on, off = ([window.steps_per_s for window in rows[name].windows] for name in ("sync1", "bare1"))
-    ratios = [a / b for a, b in zip(on, off, strict=True)]
-    return f"\n{rows['sync1'].model}: steps/s with metrics / without: {spread(ratios, 3)}"
+def metrics_lines(rows: Mapping[str, Measured]) -> str:
+    """The ratios of each round, and what they mean. Raises RuntimeError if the row that should be was never evaluated."""
+    rates = {name: [window.steps_per_s for window in rows[name].windows] for name in METRICS}
+    evaluated = rows["evaluated1"]
+    if not evaluated.evaluations:
+        raise RuntimeError(f"{TITLES[evaluated.row]}: no evaluation was over; measure longer (--seconds, --rounds)")
+    lines = [""]
+    for name, base, what in (
+        ("sync1", "bare1", "with metrics / without"),
+        ("evaluated1", "sync1", "evaluated / neither evaluated nor saved"),
+        ("saved1", "sync1", "saved as often / not saved"),
+        ("evaluated1", "saved1", "evaluated / saved as often: the bookkeeping"),
+    ):
+        ratios = [a / b for a, b in zip(rates[name], rates[base], strict=True)]
+        lines.append(f"{evaluated.model}: steps/s {what}: {spread(ratios, 3)}")
+    return "\n".join([*lines, f"{evaluated.model}: {evaluated.evaluations} evaluations in all rounds"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(SCRIPTS))
-    usual = [name for name in TITLES if name not in CLIPPED and name != "bare1"]
+    usual = [name for name in TITLES if name not in CLIPPED and name not in METRICS[1:]]
     parser.add_argument("--rows", default=",".join(usual))
     parser.add_argument("--clip", action="store_true", help="the rows sync1, clip1, sync2, clip2")
-    parser.add_argument("--metrics", action="store_true", help="what the metrics of steps cost")
+    parser.add_argument("--metrics", action="store_true", help="what metrics and evaluations cost")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=3.0, help="measured per row and round")
     parser.add_argument("--bind", action="store_true", help="a core each for the trainers (or ranks) of a row")
@@ -215,7 +248,7 @@ def main() -> None:
     if given.clip:
         names = [name for pair in CLIPPED.items() for name in reversed(pair)]
     if given.metrics:
-        names = ["sync1", "bare1"]
+        names = list(METRICS)
     if unknown := [name for name in (*names, *models) if name not in {*TITLES, *SCRIPTS}]:
         parser.error(f"unknown: {', '.join(unknown)}; rows are {', '.join(TITLES)}, models {', '.join(SCRIPTS)}")
     rows: list[Measured] = []
@@ -233,7 +266,7 @@ def main() -> None:
         print(table([row for row in rows if row.model == model]))
     if given.metrics:
         for model in models:
-            print(metrics_line({row.row: row for row in rows if row.model == model}))
+            print(metrics_lines({row.row: row for row in rows if row.model == model}))
         return
     print(f"{HEAD_INSIDE}\n{inside_table(rows)}")
     print(clip_table(rows))
