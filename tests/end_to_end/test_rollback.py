@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import signal
@@ -52,7 +53,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 def test_a_pserver_killed_in_mid_training_costs_no_bit(trireme, tmp_path, undisturbed):
     """With `trireme chaos kill` from a second terminal; its receipt shows how the job recovered."""
-    process = trireme.begin("run", script_in(tmp_path), *SETTINGS, "--pservers", 2, "--json")
+    process = trireme.begin("run", script_in(tmp_path), *SETTINGS, "--pservers", 2, "--json", "--tracker", "csv")
     wait_for(process, "^trainer-[01] joined")
     at = wait_for_step(trireme, 15)
     killed = trireme.run("chaos", "kill", "pserver-1", "--json")
@@ -70,6 +71,9 @@ def test_a_pserver_killed_in_mid_training_costs_no_bit(trireme, tmp_path, undist
     report = json.loads(done.out)
     assert (report["records"], report["restarts"]) == (EPOCHS * RECORDS, {"pserver-1": 1}), done.err
     assert_same(parameters(done), undisturbed)
+    with (tmp_path / ".trireme" / "script" / "metrics" / "metrics.csv").open(newline="") as file:
+        steps = [int(row["step"]) for row in csv.DictReader(file) if row["metric"] == "loss"]
+    assert steps == list(range(STEPS))  # the tracker has each once, those that were trained again, too
 
 
 def test_chaos_says_what_it_could_kill_and_ctrl_c_only_interrupts(trireme, tmp_path):

@@ -57,7 +57,7 @@ async def _check_own(spec: JobSpec) -> None:
     )
     try:
         async with asyncio.timeout(CHECK_S):
-            told, _ = await process.communicate(assignment_of(spec, str(Path(spec.script).parent)).to_bytes() + b"\n")
+            told, _ = await process.communicate(assignment_of(spec, str(_folder_of(spec))).to_bytes() + b"\n")
     except TimeoutError as error:
         raise UsageError(f"making the job's trackers takes longer than {CHECK_S:g} s") from error
     finally:
@@ -81,13 +81,19 @@ async def finish_trackers(
     result = {name: document.get(name) for name in TOLD if document.get(name) is not None}
 
     async def folder() -> Path:
-        return Path(spec.script).parent
+        return _folder_of(spec)
 
     late = await finish(spec, result, limit_s, _ignore, folder)
     for name, cause in late.items():
         what = f"tracker {name}" if name else "trackers"
         print(f"{what}: {cause}; `trireme track {spec.job}` goes on with it", file=sys.stderr)  # noqa: T201
     return not late
+
+
+def _folder_of(spec: JobSpec) -> Path:
+    """Where modules beside the script are: of a script that was submitted, the working directory."""
+    script = Path(spec.script)
+    return script.parent if script.is_file() else Path.cwd()
 
 
 def _ignore(_: Sequence[Event]) -> None:
