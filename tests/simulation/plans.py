@@ -228,6 +228,7 @@ def plan_of(seed: int, mode: Mode, dispatch: Dispatch = Dispatch.MASTER) -> Plan
         push_every=rng.choice([1, 1, 2]) if mode is Mode.ASYNC else 1,
         travels_as=random.Random(f"dtype-{seed}").choice(DTYPES) if mode is Mode.SYNC else "float32",
         clip_grad_norm=random.Random(f"clip-{seed}").choice([None, None, CLIP]) if mode is Mode.SYNC else None,
+        schedule=random.Random(f"schedule-{seed}").choice(["none", "none", "epoch"]) if mode is Mode.SYNC else "none",
     )
     plan = Plan(
         seed=seed,
