@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from master_service.core.state.job import Job
 from shared.records import Dispatch, Mode
 from shared.records.job_spec import StopEarly
 from tests.equipment.cluster.network import STEADY
@@ -16,12 +17,15 @@ from tests.simulation import invariants
 from tests.simulation.asynchronous_evaluations import asynchronous_evaluations, done_evaluations
 from tests.simulation.cluster import SimulatedCluster
 from tests.simulation.compute import Speed, TinyCompute
-from tests.simulation.plans import Plan, plan_of
+from tests.simulation.plans import Fault, FaultKind, Plan, plan_of
 from tests.simulation.reference import stopping as stopping_at
 from tests.simulation.run import Outcome, simulate
+from trainer_agent.data_plane.pulls import Pulls
 
 SEEDS = range(8)
 FEW = range(3)
+ENOUGH_S = 30.0
+"""Of virtual time, after the last fault; without the safeguard it would take for ever."""
 
 
 def plan(seed: int, every: int | str, mode: Mode = Mode.SYNC, dispatch: Dispatch = Dispatch.MASTER) -> Plan:
@@ -120,3 +124,20 @@ def test_without_the_parameters_set_again_training_is_changed():
     with replaced(TinyCompute, "restore_used", kept):
         found = broken(simulate(0, Mode.SYNC, plan=undisturbed(2, 1)))
     assert any("final parameters differ" in line for line in found), found
+
+
+def test_without_the_tasks_of_an_evaluation_put_back_the_job_waits_for_a_dead_trainers():
+    kill = Fault(3.0, FaultKind.KILL_TRAINER, 0.3, noticed=True)
+    killed = replace(undisturbed(2, 3, mode=Mode.ASYNC), speed=Speed(0.2, 0.4), faults=(kill,))
+    assert not broken(simulate(0, Mode.ASYNC, plan=killed))
+    due_only = property(lambda job: (job.due,) if job.due is not None else ())
+    with replaced(Job, "open_queues", due_only), replaced(Plan, "bound_s", property(lambda _: ENOUGH_S)):
+        assert "not over" in broken(simulate(0, Mode.ASYNC, plan=killed))[0]
+
+
+def test_without_forgetting_what_was_pulled_an_export_that_is_tried_again_has_buffers_of_the_best_model():
+    drawn = plan(3, 2, Mode.ASYNC, Dispatch.ETCD)
+    assert not broken(simulate(3, Mode.ASYNC, plan=drawn, dispatch=Dispatch.ETCD))
+    with replaced(Pulls, "forget", lambda _: None):
+        found = broken(simulate(3, Mode.ASYNC, plan=drawn, dispatch=Dispatch.ETCD))
+    assert found == ["the export is not what the parameter servers hold"]
