@@ -227,6 +227,8 @@ def rewind(job: Job, step: int) -> tuple[Change, ...]:
         return ()
     done = [job.evaluations[number] for number in sorted(job.evaluations)]
     left = [each for each in done if (each.saved or each.step) <= step]
+    while left and left[-1].left_out and not left[-1].step:
+        left.pop()  # its version is not known: it may be a later one
     last, running = left[-1] if left else None, job.evaluation.running
     goes_on = running is not None and job.spec.mode is Mode.ASYNC and running.ref.step <= step
     status = EvaluationStatus(

@@ -169,6 +169,19 @@ def test_a_rollback_forgets_what_came_after_its_checkpoint():
     assert trained.job.evaluations[2].timeline == 7
 
 
+def test_a_rollback_forgets_evaluations_that_were_left_out_behind_its_checkpoint():
+    """Nobody knows of which version an evaluation would have been whose checkpoint never came."""
+    trained = Trained(ref(1))
+    trained.evaluate(0.5)
+    for number in (2, 3):
+        trained.do(evaluation.leave_out(trained.job, number, "its checkpoint was not written"))
+    trained.do(Decision(None, evaluation.rewind(trained.job, 15)))
+    assert trained.job.evaluation.settled == 1
+    assert list(trained.job.evaluations) == [1]
+    trained.keep(ref(2, timeline=trained.job.state.timeline), ref(1))
+    assert trained.do(evaluation.begin(trained.job)), "it comes again"
+
+
 @pytest.mark.parametrize(
     ("keep_best", "steps"), [("accuracy:max", [10, 20, 20, 20]), ("accuracy:min", [10, 10, 10, 40])]
 )
