@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from pserver_service.core.admission import check_same_model
+from pserver_service.core.blocks import add_state
 from pserver_service.core.calls import BlockServer, OpenPull, OpenPush, Payload, check_pull
 from pserver_service.core.clipping import Clipping
 from pserver_service.core.progress import progress_of
@@ -111,7 +112,10 @@ class Pserver(BlockServer):
         self._fence(header)
         store = Store(header, self.schedule, self.new_pool(), self.clipping)
         async for item, payload in blocks:
-            store.add_block(item.block, memoryview(payload))
+            if item.state:
+                add_state(store.blocks, item.block, item.state, memoryview(payload))
+            else:
+                store.add_block(item.block, memoryview(payload))
             await asyncio.sleep(0)
         store.seal()
         self._fence(header)

@@ -36,7 +36,7 @@ FIXED = {
     ),
     **dict.fromkeys(("block_bytes", "slot_count"), _CUT),
     **dict.fromkeys(("evaluation_dataset", "evaluate_every", "keep_best", "stop_early"), _EVALUATED),
-    **dict.fromkeys(("init_from", "init_partial"), _START),
+    **dict.fromkeys(("init_from", "init_partial", "init_optimizer"), _START),
     **dict.fromkeys(("job", "script", "storage", "dispatch", "checkpoint_kind"), _PLACE),
 }  # fmt: skip
 MEMBERS = ("trainers", "pservers", "sources")  # whoever leads next writes these

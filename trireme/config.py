@@ -70,6 +70,7 @@ class Config:
     recovery_timeout_s: float | None = None
     init_from: str | None = None
     init_partial: bool | None = None
+    init_optimizer: bool | None = None
     pre_tasks: Sequence[str | dict[str, Any]] | None = None
     post_tasks: Sequence[str | dict[str, Any]] | None = None
     trackers: str | Sequence[str | dict[str, Any]] | None = None

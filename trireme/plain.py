@@ -54,6 +54,7 @@ from trainer_agent.model.schedule import Schedule, check_plateau_metric
 from trainer_agent.model.torch_compute import checked_model
 from trainer_agent.script.user_module import UserModule
 from trainer_agent.start_values.load import load_start_values
+from trainer_agent.start_values.optimizer_state import load_start_state
 from trireme import settings
 from trireme.view.chart import show_chart
 
@@ -91,7 +92,7 @@ def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> P
         user = UserModule(Path(str(sys.modules[module].__file__)), sys.modules[module])
         flags = {
             name: getattr(options, name)
-            for name in ("epochs", "seed", "global_batch_size", "init_from", "init_partial")
+            for name in ("epochs", "seed", "global_batch_size", "init_from", "init_partial", "init_optimizer")
         }
         result = run(user, plain_spec(user, flags, options.set), report=lambda text: print(text, file=sys.stderr))  # noqa: T201
         for name, value in result.metrics.items():
@@ -156,6 +157,7 @@ def run(user: UserModule, spec: JobSpec, report: Any = lambda _: None) -> PlainR
     model = model.to(device)
     optimizer = user.call("optimizer", model)
     schedule = Schedule(user.call("scheduler", optimizer) if user.has("scheduler") else None, spec, user.guard)
+    load_start_state(model, optimizer, schedule.scheduler, spec)
     vars(optimizer)["_opt_called"] = True  # a first step that is left out is no mistake in the order of calls
     trained, guard = trained_parameters(model, optimizer), BackwardGuard(user)
     clipper = None
@@ -391,6 +393,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--init-from", metavar="FILE", help="start with the parameters in this file")
     parser.add_argument(
         "--init-partial", action="store_true", default=None, help="leave out what does not fit the model"
+    )
+    parser.add_argument(
+        "--init-optimizer", action="store_true", default=None, help="take the state of the optimizer in that file along"
     )
     parser.add_argument("--export", metavar="DIR", help="write the trained model there (safetensors and state_dict)")
     return parser

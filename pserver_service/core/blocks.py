@@ -13,6 +13,7 @@ Pull of version v: `current` or `previous`; above TOO_EARLY; below GONE.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 
 import torch
@@ -22,6 +23,7 @@ from shared.blocks.accumulator import Accumulator, Node
 from shared.blocks.buffer_mean import bits_of, combine_buffers
 from shared.blocks.buffers import Buffer, BufferPool
 from shared.blocks.gradient_norm import squares_of
+from shared.errors import BadFrame
 from shared.lanes import Interval, combine
 from shared.records.job_spec import Narrow
 from shared.records.layout import Block
@@ -200,6 +202,10 @@ class BlockState:
         """Not copies: they are valid until the next step."""
         return {} if self._optimizer is None else self._optimizer.state()
 
+    def add_state(self, name: str, payload: memoryview) -> bool:
+        """Copy what its optimizer starts with; whether it has such a state."""
+        return self._optimizer is not None and self._optimizer.add_state(name, payload)
+
     def _stepped(self, value: torch.Tensor | None, options: Options) -> Buffer:
         """The next values, in a buffer with a reference of its own; the current one if there is no data or, for a buffer, no
         change."""
@@ -225,3 +231,11 @@ class BlockState:
         if self.previous is not None:
             self.previous.release()
             self.previous = None
+
+
+def add_state(blocks: Mapping[int, BlockState], number: int, name: str, payload: memoryview) -> None:
+    """Copy a tensor of the state that a block's optimizer starts with. Raises BadFrame if it is not one of those that it has."""
+    block = blocks.get(number)
+    if block is None or not block.add_state(name, payload):
+        msg = f"state {name!r} of block {number}, {payload.nbytes} bytes: no such block, or its optimizer has no such state"
+        raise BadFrame(msg)

@@ -8,6 +8,7 @@ from shared.errors import InvalidArgument, TooLarge
 from shared.records.layout import ELEMENT_BYTES, Block, Layout
 
 MAX_BLOCKS = 1 << 20
+MAX_INIT_PARTS = 8 * MAX_BLOCKS  # values, and the state of an optimizer
 MAX_BLOCK_BYTES = 64 << 20
 KINDS = ("param", "buffer")
 

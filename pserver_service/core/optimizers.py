@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from pserver_service.core.direct_steps import DirectStep, direct_step, has_state
+from shared.blocks.buffers import bytes_of
 from shared.errors import InvalidArgument
 from shared.optimizers.classes import CHOICES, CLASSES
+from shared.optimizers.state import SCALAR, kinds_of
 from shared.records.layout import OptimizerSpec
 
 # the constructor fixes these; the rest may change with every step
@@ -109,6 +111,18 @@ class BlockOptimizer:
         """Go on from a saved state; the tensors are the optimizer's from now on."""
         if state:
             self.torch_optimizer.state[self._parameter] = dict(state)
+
+    def add_state(self, name: str, payload: memoryview) -> bool:
+        """Copy one tensor of a state to start with; whether this class has such a state, of that size."""
+        (kinds,) = kinds_of(self.torch_optimizer)
+        if (scalar := kinds.get(name)) is None:
+            return False
+        like = torch.zeros((), dtype=SCALAR) if scalar else torch.empty_like(self._parameter.detach())
+        if payload.nbytes != like.nbytes:
+            return False
+        bytes_of(like.reshape(-1))[:] = payload.cast("B")
+        self.torch_optimizer.state[self._parameter][name] = like
+        return True
 
     def _take(self, options: Options) -> None:
         group = self.torch_optimizer.param_groups[0]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from pserver_service.core.geometry import MAX_BLOCK_BYTES, MAX_BLOCKS
+from pserver_service.core.geometry import MAX_BLOCK_BYTES, MAX_BLOCKS, MAX_INIT_PARTS
 from pserver_service.data_plane.guard import asked_of
 from pserver_service.data_plane.http_frames import Incoming, TimeLimits, write_block
 from pserver_service.data_plane.stream import PserverStream
@@ -72,7 +72,7 @@ async def info(request: web.Request) -> web.Response:
 async def init(request: web.Request) -> web.Response:
     body = Incoming(request.content, InitHeader, InitBlock, request.app[TIME_LIMITS])
     header = await body.open()
-    limits = codec.Limits(payload_bytes=min(header.layout.block_bytes, MAX_BLOCK_BYTES), blocks=MAX_BLOCKS)
+    limits = codec.Limits(payload_bytes=min(header.layout.block_bytes, MAX_BLOCK_BYTES), blocks=MAX_INIT_PARTS)
     await request.app[PSERVER].init(header, body.blocks(limits))
     return _message(await request.app[PSERVER].info())
 

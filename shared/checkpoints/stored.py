@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from pydantic import ValidationError
@@ -19,7 +20,7 @@ from pydantic import ValidationError
 from shared.errors import BadFrame, CheckpointUnusable, InvalidArgument
 from shared.records import JobSpec, SlotMap, TaskMeta
 from shared.records.checkpoints import CheckpointPart, CheckpointRef, Manifest
-from shared.records.layout import Layout
+from shared.records.layout import ELEMENT_BYTES, Layout
 from shared.runtime import ids
 from shared.slots import slot_of
 from shared.storage import files, tensor_file
@@ -151,12 +152,26 @@ def read_part(
     return found
 
 
-def read_values(storage_url: str, ref: CheckpointRef, manifest: Manifest, memory: Callable[[int], memoryview]) -> None:
-    """The values of every block into `memory(block)`; the optimizer's state is left out. Raises as `read_part`."""
-    missing = {block.number for block in manifest.layout.blocks()}
+def read_values(
+    storage_url: str,
+    ref: CheckpointRef,
+    manifest: Manifest,
+    memory: Callable[[int], memoryview],
+    states: Mapping[tuple[int, str], memoryview] | None = None,
+) -> None:
+    """The values of every block into `memory(block)`, and of the optimizer's state what `states` has memory for, by block and name.
+    Raises as `read_part`, also if some of `states` is not there."""
+    missing, wanted = {block.number for block in manifest.layout.blocks()}, dict(states or {})
 
     def place(entry: tensor_file.Entry) -> memoryview | None:
         _, number, state = [*entry.name.split(".", 2), "", ""][:3]
+        if state and number.isdecimal():
+            into = wanted.pop((int(number), state), None)
+            if into is not None and into.nbytes != math.prod(entry.shape) * ELEMENT_BYTES[entry.dtype]:
+                unusable(
+                    ref, f"{state} of block {number} has {entry.shape} {entry.dtype}, {into.nbytes} bytes are expected"
+                )
+            return into
         if state or not number.isdecimal() or int(number) not in missing:
             return None
         missing.remove(int(number))
@@ -166,6 +181,11 @@ def read_values(storage_url: str, ref: CheckpointRef, manifest: Manifest, memory
         read_part(storage_url, ref, part, place)
     if missing:
         unusable(ref, f"it lacks {len(missing)} blocks, the first is {min(missing)}")
+    if wanted:
+        block, name = min(wanted)
+        unusable(
+            ref, f"it has no state of the optimizer ({name} of block {block}): before the first step there is none"
+        )
 
 
 def is_intact(read: tensor_file.Summary, part: CheckpointPart) -> bool:

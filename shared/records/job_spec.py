@@ -23,6 +23,7 @@ MAX_MEMBERS = 100_000  # of each kind
 MAX_TASKS = 8  # of each stage
 _FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*")
 INITIAL_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")  # of `init_from`
+TRAINING_FILE = "training.pt"  # of an export with the state of the optimizer
 RENAMED = {
     "clip_norm": "clip_norm is no setting any more: clip_grad_norm limits the norm of the whole step's gradient, as clip_grad_norm_ does "
     "in plain PyTorch; clip_lane_norm limits the gradient of each lane by itself, as clip_norm did"
@@ -123,7 +124,7 @@ class JobSettings(Record):
     of each minibatch, before the mean over lanes is taken. `grad_norm_every` (synchronous): the norm of the gradient is measured in every
     so many steps (0: never); a job with `clip_grad_norm` has it in each.
     `init_from`: path or URL of a file with the values that parameters and buffers start with (safetensors, or a state_dict);
-    `init_partial`: what does not fit the model is left out.
+    `init_partial`: what does not fit the model is left out; `init_optimizer`: optimizer and scheduler start with their state in that file.
     `evaluate_every`: so many steps (asynchronous: minibatches of the whole job), or epoch: such versions are evaluated while training goes on. `keep_best`: `accuracy:max` or
     `loss:min`: the checkpoint of the best evaluation is kept and exported. `stop_early`: training ends when evaluations get no better.
     `device` auto: that of the trainer that initialises the parameters. `join_window_s`: members that join a running job within
@@ -194,6 +195,7 @@ class JobSettings(Record):
     recovery_timeout_s: float = Field(default=600.0, gt=0)
     init_from: str | None = None
     init_partial: bool = False
+    init_optimizer: bool = False
     pre_tasks: tuple[JobTask, ...] = Field(default=(), max_length=MAX_TASKS)
     post_tasks: tuple[JobTask, ...] = Field(default=(), max_length=MAX_TASKS)
     trackers: tuple[Tracker, ...] = Field(
@@ -315,6 +317,8 @@ class JobSettings(Record):
             )
             raise ValueError(msg)
         self._check_plateau_metric()
+        if self.init_optimizer:
+            self._check_init_optimizer()
         if self.block_bytes % 64:
             msg = f"block_bytes must be a multiple of 64, got {self.block_bytes}"
             raise ValueError(msg)
@@ -326,6 +330,20 @@ class JobSettings(Record):
             raise ValueError(msg)
         if self.plateau_metric is not None and self.evaluate_every is None:
             msg = f"plateau_metric is {self.plateau_metric}, but nothing is evaluated while the job trains; set evaluate_every, too"
+            raise ValueError(msg)
+
+    def _check_init_optimizer(self) -> None:
+        if self.init_from is None:
+            msg = "init_optimizer is set, but there is no init_from, whose file holds that state; give it, or leave init_optimizer out"
+            raise ValueError(msg)
+        if self.init_partial:
+            msg = "init_optimizer and init_partial are both set: the state of an optimizer fits only a whole model; leave one of them out"
+            raise ValueError(msg)
+        if self.init_from.endswith(".safetensors"):
+            msg = (
+                f"init_optimizer is set, and {self.init_from} holds parameters alone; give a job (--init-from JOB[@STEP]), or a file "
+                'of torch.save({"model": ..., "optimizer": ...})'
+            )
             raise ValueError(msg)
 
     def _check_evaluations(self) -> None:

@@ -41,7 +41,11 @@ class InitHeader(MessageHeader):
 
 
 class InitBlock(Record):
+    """`state` "": the block's values. Else, behind them, that tensor of its optimizer's state: one float32 number, or as many elements
+    as the block has, of its dtype."""
+
     block: int
+    state: str = ""
 
 
 class PushHeader(MessageHeader):

@@ -103,6 +103,19 @@ async def test_initial_blocks_that_do_not_fit_are_refused(block, payload, messag
 
 
 @pytest.mark.parametrize(
+    ("block", "state", "payload"),
+    [(1, "momentum_buffer", bytes(64)), (0, "exp_avg", bytes(64)), (0, "momentum_buffer", bytes(4))],
+    ids=["no such block", "no such state", "another size"],
+)
+async def test_a_state_that_is_not_of_its_optimizer_is_refused(block, state, payload):
+    pserver, layout = Pserver(JOB, "ps-1", index=0), layout_of(40)
+    items = (InitBlock(block=0), payload_of(ONES)), (InitBlock(block=block, state=state), payload)
+    with pytest.raises(BadFrame, match=f"state '{state}' of block {block}, {len(payload)} bytes"):
+        await pserver.init(init_header(layout), stream(*items))
+    assert pserver.store is None
+
+
+@pytest.mark.parametrize(
     ("layout", "error", "message"),
     [
         (layout_of(Segment(kind="param", dtype="complex64", elements=4, group=0)), InvalidArgument, "'complex64'"),

@@ -157,6 +157,13 @@ class TinyCompute:
         self._vectors.reverse()
         self._trace.swaps += 1
 
+    @property
+    def may_initialise(self) -> bool:
+        return True
+
+    def initial_state(self, block: int) -> Sequence[tuple[str, memoryview]]:
+        return ()
+
     def initial_lane_zero(self) -> LaneZero:
         return self._lane_zero()
 

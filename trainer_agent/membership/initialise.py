@@ -33,14 +33,16 @@ log = telemetry.logger("initialise")
 async def ensure_initialised(
     spec: JobSpec, directory: Directory, etcd: Etcd, membership: Membership, compute: Compute, connect: Connect
 ) -> bool:
-    """Returns when the parameter servers hold parameters of this model. False: the device was chosen here (`auto`), and the trainer
-    that initialised them has another kind: start again with that one. Raises LayoutMismatch."""
+    """Returns when the parameter servers hold parameters of this model. False: start again, because the device was chosen here (`auto`)
+    and the trainer that initialised them has another kind, or because the job starts over and this model cannot. Raises LayoutMismatch."""
     trainer = membership.record.trainer
     backoff = Backoff("waiting for the parameters to be initialised", PATIENCE_S)
     while not directory.init_done or directory.layout is None:
         if directory.state is not None and directory.state.phase.final:
             return True
         try:
+            if not compute.may_initialise:
+                return False
             if _all_there(directory) and await _lock(directory, etcd, membership.lease_id, trainer):
                 await _initialise(spec, directory, etcd, trainer, compute, connect)
         except (PeerError, StaleGeneration, WrongOwner, LeaseLost) as error:
@@ -170,5 +172,7 @@ async def _fill(
     async def blocks() -> AsyncIterator[tuple[InitBlock, memoryview]]:
         for block in routes.blocks.get(member.index, ()):
             yield InitBlock(block=block), compute.current(block)
+            for name, values in compute.initial_state(block):
+                yield InitBlock(block=block, state=name), values
 
     await connect(member).init(header, blocks())

@@ -92,6 +92,10 @@ class Compute(Protocol):
     def is_finished(self) -> bool:
         """Whether the script has gone on behind its own loop: then there are no more gradients, and only a new process can train."""
 
+    @property
+    def may_initialise(self) -> bool:
+        """Whether it has all that parameter servers start with. False: it was made for a job that had begun; only a new one can."""
+
     def current(self, block: int) -> memoryview:
         """Bytes of a block of the parameters in use; at first these are the initial values of (model, seed)."""
 
@@ -112,6 +116,10 @@ class Compute(Protocol):
 
     def initial_lane_zero(self) -> LaneZero:
         """What version 0 carries: the options the optimizer groups start with and the scheduler's first state."""
+
+    def initial_state(self, block: int) -> Sequence[tuple[str, memoryview]]:
+        """(name, bytes) of each tensor of the state that the block's optimizer starts with; empty: it starts fresh. Until the first
+        `begin_step`."""
 
     def restore(self, lane_zero: LaneZero) -> None:
         """Scheduler and options as after the step that made a version; the next `begin_step` goes on from there. The

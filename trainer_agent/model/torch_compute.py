@@ -36,10 +36,12 @@ from trainer_agent.model.finite import NonFiniteError
 from trainer_agent.model.flat import Plan, Vector, bytes_of, plan
 from trainer_agent.model.gradient_tree import Entry, GradientTree
 from trainer_agent.model.minibatch import MinibatchRunner, UserCode
+from trainer_agent.model.optimizer.block_states import BlockStates
 from trainer_agent.model.schedule import Schedule
 from trainer_agent.model.send_buffers import SendBuffers
 from trainer_agent.own_loop.turns import OwnLoop
 from trainer_agent.start_values.load import start_values
+from trainer_agent.start_values.optimizer_state import load_start_state
 
 T = TypeVar("T")
 ANNOUNCED_BYTES = 256 << 10  # finished blocks are announced when there are so many bytes of them, or no more will come
@@ -83,6 +85,12 @@ class TorchCompute:
         self._schedule = Schedule(scheduler, spec, user.guard)
         vars(self.optimizer)["_opt_called"] = True  # the servers step; without it schedulers warn about their order
         self._bind_parameters()
+        self._initial_states: BlockStates | None = None
+        self.may_initialise = not (spec.init_optimizer and initial)
+        if spec.init_optimizer and not initial:  # else the parameter servers have it
+            load_start_state(self.model, self.optimizer, self._schedule.scheduler, spec)
+            self._initial_states = BlockStates(self.plan, self.model, self.optimizer)
+            self._initial_states.fill()
         self._pinned: Vector | None = None  # a second set of parameters, in host memory
         self._pinned_here: Vector | None = None  # the same on the device
         self._pinned_memory: list[memoryview] = []
@@ -190,6 +198,7 @@ class TorchCompute:
     # ------------------------------------------------------------ scheduler
 
     def begin_step(self, before: BeforeStep = NOTHING_BEFORE) -> LaneZero:
+        self._initial_states = None
         self._schedule.before_step(before)
         options = optimizers.numeric_options(self.optimizer)
         self._schedule.after_step()
@@ -199,6 +208,9 @@ class TorchCompute:
         return optimizers.lane_zero(
             self.optimizer, self._schedule.scheduler, optimizers.numeric_options(self.optimizer)
         )
+
+    def initial_state(self, block: int) -> Sequence[tuple[str, memoryview]]:
+        return () if self._initial_states is None else self._initial_states.of(block)
 
     def restore(self, lane_zero: LaneZero) -> None:
         optimizers.restore(self.optimizer, self._schedule.scheduler, lane_zero)

@@ -30,6 +30,7 @@ from trireme.cli.options import (
     GlobalBatchSize,
     GradientDtype,
     InitFrom,
+    InitOptimizer,
     InitPartial,
     Insecure,
     Job,
@@ -86,6 +87,7 @@ def run(
     init_from: InitFrom = None,
     init_partial: InitPartial = None,
     trackers: Trackers = None,
+    init_optimizer: InitOptimizer = None,
     global_batch_size: GlobalBatchSize = None,
     seed: Seed = None,
     push_every: PushEvery = None,
@@ -302,9 +304,12 @@ def scale(
 def export(
     which: Which = None,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Folder for the files. Default: export-step-N in the job's folder.", metavar="DIR"),
+        str | None,
+        typer.Option(help="Folder or URL for the files. Default: export-step-N in the job's folder.", metavar="DIR"),
     ] = None,
+    optimizer: Annotated[
+        bool, typer.Option("--optimizer", help="Write the state of the optimizer and the scheduler, too: training.pt.")
+    ] = False,
     job: Job = None,
     data_dir: DataDir = None,
     url: Url = None,
@@ -317,7 +322,7 @@ def export(
     """
     from trireme.cli.export import export as run_export  # noqa: PLC0415
 
-    raise typer.Exit(run_export(job, data_dir, which, out, url, as_json=as_json))
+    raise typer.Exit(run_export(job, data_dir, which, out, url, optimizer=optimizer, as_json=as_json))
 
 
 @chaos.command("kill")

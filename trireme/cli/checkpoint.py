@@ -155,7 +155,8 @@ def _verify(spec: JobSpec, which: str | None, *, as_json: bool) -> Answer:
 def choose(spec: JobSpec, which: str | None) -> CheckpointRef:
     """By step or the beginning of its uuid; the newest if `which` is None. Raises NotFound."""
     refs, _ = stored.found(spec.storage)
-    matching = [ref for ref in refs if which is None or str(ref.step) == which or ref.uuid.startswith(which)]
+    matching = [ref for ref in refs if which is None or str(ref.step) == which]
+    matching += [ref for ref in refs if which is not None and ref.uuid.startswith(which)]
     if not matching:
         known = ", ".join(f"step {ref.step}" for ref in refs) or "none"
         msg = f"job {spec.job} has no checkpoint {which or ''} in {spec.storage}; there are: {known}"

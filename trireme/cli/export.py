@@ -13,6 +13,7 @@ from shared.checkpoints import stored
 from shared.records import JobSpec
 from shared.records.checkpoints import CheckpointRef, Manifest
 from shared.records.cluster import Source, stored_source
+from shared.records.job_spec import TRAINING_FILE
 from shared.storage import files
 from trireme.cli import exit_codes
 from trireme.cli.checkpoint import Answer, answer, choose, spec_of
@@ -25,9 +26,10 @@ def export(
     job: str | None,
     data_dir: Path | None,
     which: str | None,
-    out: Path | None,
+    out: str | None,
     url: str | None = None,
     *,
+    optimizer: bool = False,
     as_json: bool,
 ) -> int:
     """Returns the exit code."""
@@ -37,7 +39,7 @@ def export(
         with tempfile.TemporaryDirectory(prefix="trireme-export-") as folder:
             if cluster is not None and stored_source(spec.script):
                 spec = spec.model_copy(update={"script": str(asyncio.run(_fetch(cluster, Path(folder), spec.job)))})
-            return _export(spec, which, out, as_json=as_json)
+            return _export(spec, which, out, optimizer=optimizer, as_json=as_json)
 
     return answer(work, as_json=as_json)
 
@@ -52,12 +54,11 @@ async def _fetch(cluster: Target, folder: Path, job: str) -> Path:
     return folder / found.file_name
 
 
-def _export(spec: JobSpec, which: str | None, out: Path | None, *, as_json: bool) -> Answer:
+def _export(spec: JobSpec, which: str | None, out: str | None, *, optimizer: bool, as_json: bool) -> Answer:
     ref = choose(spec, which)
     manifest = stored.read_manifest(spec.storage, spec.job, ref)
-    exports = asyncio.run(
-        _write_model(spec, ref, manifest, str(out or files.join(spec.storage, f"export-step-{ref.step}")))
-    )
+    folder = out or files.join(spec.storage, f"export-step-{ref.step}")
+    exports = asyncio.run(_write_model(spec, ref, manifest, folder, optimizer=optimizer))
     if not as_json:
         Console(soft_wrap=True).print(f"checkpoint  step {ref.step}, {ref.uuid}", highlight=False)
         for kind, path in exports.items():
@@ -65,10 +66,13 @@ def _export(spec: JobSpec, which: str | None, out: Path | None, *, as_json: bool
     return {"job": spec.job, "checkpoint": ref.uuid, "step": ref.step, "exports": exports}, exit_codes.OK
 
 
-async def _write_model(spec: JobSpec, ref: CheckpointRef, manifest: Manifest, directory: str) -> dict[str, str]:
+async def _write_model(
+    spec: JobSpec, ref: CheckpointRef, manifest: Manifest, directory: str, *, optimizer: bool
+) -> dict[str, str]:
     """The user's model with the checkpoint's values, written as the end of training writes it: the script builds the
     model, so shared parameters and what is not trained come out as well. Raises LayoutMismatch if the script changed."""
     from trainer_agent.membership.initialise import check_layout  # noqa: PLC0415  loads torch
+    from trainer_agent.model.optimizer.block_states import BlockStates, write_training  # noqa: PLC0415
     from trainer_agent.model.torch_compute import TorchCompute  # noqa: PLC0415
     from trainer_agent.script.user_module import load  # noqa: PLC0415
 
@@ -76,8 +80,16 @@ async def _write_model(spec: JobSpec, ref: CheckpointRef, manifest: Manifest, di
         on_cpu = spec.model_copy(update={"device": "cpu"})
         compute = TorchCompute(load(spec.script), on_cpu, executor, initial=manifest.layout.initial)
         check_layout(compute.layout, manifest.layout)
-        stored.read_values(spec.storage, ref, manifest, compute.staging)
+        states = BlockStates(compute.plan, compute.model, compute.optimizer) if optimizer else None
+        memory = states.memory() if states is not None else {}
+        stored.read_values(spec.storage, ref, manifest, compute.staging, memory)
         compute.swap()
         exports = await compute.export(directory)
+        if states is not None:
+            lane_zero, url = manifest.record.lane_zero, files.join(directory, TRAINING_FILE)
+            if lane_zero is not None:
+                compute.restore(lane_zero)
+            states.give_back()
+            exports["training"] = write_training(url, compute.model, compute.optimizer, lane_zero)
         compute.close()
         return exports

@@ -99,6 +99,14 @@ Trackers = Annotated[
         metavar="TRACKER",
     ),
 ]
+InitOptimizer = Annotated[
+    bool | None,
+    typer.Option(
+        "--init-optimizer",
+        help="With --init-from: take the state of the optimizer and the scheduler along.",
+        show_default=False,
+    ),
+]
 Epochs = Annotated[int | None, typer.Option(help="Passes over the dataset.", metavar="N")]
 GlobalBatchSize = Annotated[
     int | None, typer.Option(help="Records of one step; in sync mode over all lanes.", metavar="N")

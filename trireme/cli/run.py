@@ -96,7 +96,7 @@ async def run_job(request: RunRequest) -> int:
     with interrupt, ForkServer() as forks:
         outer = outside_script(request.flags, request.assignments, request.spelling)
         check_fields(
-            {name: setting for name, setting in outer.items() if name != "init_from"}
+            {name: setting for name, setting in outer.items() if not name.startswith("init_")}
         )  # first: importing torch takes seconds, and a wrong flag should be told at once
         access, options = access_of(outer), _options(outer, insecure=request.insecure)
         if not request.dry_run:

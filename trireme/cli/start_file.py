@@ -2,6 +2,7 @@
 
 JOB             export/model.safetensors of that job; if it has not ended, its newest checkpoint
 JOB@STEP        that checkpoint, exported once to the job's export-<uuid>/: checkpoints hold blocks without names
+with --init-optimizer    export-<uuid>/training.pt of that checkpoint, of the newest one for JOB
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shared.errors import InvalidArgument
-from shared.records.job_spec import INITIAL_FILES
+from shared.records.job_spec import INITIAL_FILES, TRAINING_FILE
 from shared.storage import files
 from trireme.cli.checkpoint import choose, spec_of
 from trireme.settings import Setting
@@ -27,7 +28,8 @@ def with_start_file(
     given = settings.get("init_from")
     if given is None or not _names_job(str(given.value)):
         return dict(settings)
-    file = _file_of(str(given.value), data_dir, url)
+    optimizer = settings.get("init_optimizer")
+    file = _file_of(str(given.value), data_dir, url, optimizer=optimizer is not None and bool(optimizer.value))
     return {**settings, "init_from": Setting(file, given.origin)}
 
 
@@ -35,23 +37,24 @@ def _names_job(text: str) -> bool:
     return "/" not in text and not text.endswith(INITIAL_FILES) and not Path(text).exists()
 
 
-def _file_of(text: str, data_dir: Path | None, url: str | None) -> str:
+def _file_of(text: str, data_dir: Path | None, url: str | None, *, optimizer: bool) -> str:
     job, at, which = text.partition("@")
     spec = spec_of(job, data_dir, url)
     ended = files.join(spec.storage, "export", "model.safetensors")
-    if not at and files.exists(ended):
+    if not at and not optimizer and files.exists(ended):
         return files.absolute(ended)
     ref = choose(spec, which or None)
     folder = files.join(spec.storage, f"export-{ref.uuid}")
-    file = files.join(folder, "model.safetensors")
+    file = files.join(folder, TRAINING_FILE if optimizer else "model.safetensors")
     if not files.exists(file):
-        _export(job, ref.uuid, folder, data_dir, url)
+        _export(job, ref.uuid, folder, data_dir, url, optimizer=optimizer)
     return files.absolute(file)
 
 
-def _export(job: str, uuid: str, folder: str, data_dir: Path | None, url: str | None) -> None:
+def _export(job: str, uuid: str, folder: str, data_dir: Path | None, url: str | None, *, optimizer: bool) -> None:
     """In a process of its own: it imports that job's script."""
     command = [sys.executable, "-m", "trireme", "export", uuid, "--job", job, "--out", folder]
+    command += ["--optimizer"] if optimizer else []
     command += ["--data-dir", str(data_dir)] if data_dir is not None and url is None else []
     command += ["--url", url] if url is not None else []
     try:

@@ -87,7 +87,7 @@ async def _submit(request: SubmitRequest) -> int:
     with contextlib.suppress(PeerError):  # it may lead when the script has been inspected
         cluster_target(request.data_dir, request.url)  # first: no cluster is said before torch is imported
     outer = outside_script(request.flags, request.assignments)
-    check_fields({name: setting for name, setting in outer.items() if name != "init_from"})
+    check_fields({name: setting for name, setting in outer.items() if not name.startswith("init_")})
     outer = await asyncio.to_thread(with_start_file, outer, request.data_dir, request.url)
     check_fields(outer)
     scheduling, schedule = scheduling_of(request.scheduling), schedule_of(request)

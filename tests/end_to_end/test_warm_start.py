@@ -1,0 +1,95 @@
+"""A job that starts with what another one has learned: parameters, optimizer and scheduler of a checkpoint, wherever they are stored."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+
+from shared.storage import files
+from tests.end_to_end.cluster_command import answered, good, job_when, up
+from tests.end_to_end.command import Command, wait_for, wait_for_step
+from tests.end_to_end.local_cluster import same_bits
+from tests.end_to_end.scripts import EVALUATION, OPTIMIZER, SLOWABLE_LOSS, write_script
+from tests.equipment.s3 import S3Server, s3
+from trainer_agent.script.user_module import load
+from trireme import plain
+
+__all__ = ["s3"]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+CONFIG = """
+config = trireme.Config(
+    epochs=2, global_batch_size=32, lanes=1, seed=3, records_per_task=16, block_bytes=256, trainers=1, pservers=1,
+    checkpoint_every_steps=6, keep_checkpoints=3,
+)
+"""
+SCHEDULER = """
+def scheduler(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
+"""
+EPOCHS = 10
+TAKES_ALL = ("--init-from", "script@18", "--init-optimizer")
+
+
+def begun(trireme: Command, folder: Path, *arguments: object) -> Path:
+    script = write_script(
+        folder, config=CONFIG, loss=SLOWABLE_LOSS, optimizer=OPTIMIZER + SCHEDULER, evaluation=EVALUATION
+    )
+    done = trireme.run("run", script, *arguments)
+    assert done.code == 0, done.err
+    return script
+
+
+def alone(script: Path, file: Path, epochs: int) -> dict[str, torch.Tensor]:
+    user = load(str(script))
+    settings = {"init_from": str(file), "init_optimizer": True, "epochs": epochs}
+    return dict(plain.run(user, plain.plain_spec(user, settings)).model.state_dict())
+
+
+def test_on_s3_killed_and_started_again_it_has_the_bits_of_plain_training_with_that_state(
+    trireme, tmp_path, s3: S3Server
+):
+    place = ("--storage", "s3://bucket/runs")
+    script = begun(trireme, tmp_path, *place)
+    (tmp_path / "slow").touch()
+    command = ("run", script, "--job", "tuned", *TAKES_ALL, *place, "--epochs", EPOCHS, "--json")
+    process = trireme.begin(*command)
+    wait_for_step(trireme, 7, job="tuned")
+    for member in trireme.family():
+        member.send_signal(signal.SIGKILL)
+    trireme.end_of(process)
+    (tmp_path / "slow").unlink()
+    again = trireme.begin(*command)
+    wait_for(again, "job tuned is unfinished: it resumes$")
+    wait_for(again, r"rolled back to step \d+")
+    result = good(trireme.end_of(again))
+    spec = json.loads((tmp_path / ".trireme" / "tuned" / "spec.json").read_text())
+    assert spec["init_from"].startswith("s3://bucket/runs/script/run-")
+    assert spec["init_from"].endswith("/training.pt")
+    copy = tmp_path / "training.pt"
+    with fsspec.open(spec["init_from"], endpoint_url=s3.endpoint) as file:
+        copy.write_bytes(file.read())
+    with fsspec.open(result["exports"]["state_dict"], endpoint_url=s3.endpoint) as file:
+        values = torch.load(file, weights_only=True)
+    assert same_bits(values, alone(script, copy, EPOCHS))
+    assert torch.load(copy, weights_only=True)["optimizer"]["state"][0]["step"] == 18
+    wrong = trireme.run(*command[:4], "--init-from", "script@7", "--init-optimizer", *place)
+    assert (wrong.code, "job script has no checkpoint 7 in s3://bucket" in wrong.err) == (3, True), wrong.err
+    files.remove_tree(s3.url)
+
+
+def test_a_job_of_a_cluster_takes_the_state_of_another_one(trireme, tmp_path):
+    script = write_script(tmp_path, config=CONFIG, optimizer=OPTIMIZER + SCHEDULER)
+    with up(trireme, "--trainers", 1, "--pservers", 1):
+        good(answered(trireme, "submit", script, "--name", "script", "--json"))
+        job_when(trireme, "script", lambda job: job["phase"] == "COMPLETED")
+        good(answered(trireme, "submit", script, "--name", "tuned", *TAKES_ALL, "--json"))
+        job = job_when(trireme, "tuned", lambda job: job["phase"] == "COMPLETED")
+        file = Path(job["spec"]["init_from"])
+        values = torch.load(job["result"]["exports"]["state_dict"], weights_only=True)
+    assert file.name == "training.pt"
+    assert same_bits(values, alone(script, file, 2))
