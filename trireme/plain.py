@@ -391,11 +391,7 @@ def _parser() -> argparse.ArgumentParser:
         "--set", action="append", default=[], metavar="NAME=VALUE", help="any other setting of trireme.Config"
     )
     parser.add_argument("--init-from", metavar="FILE", help="start with the parameters in this file")
-    parser.add_argument(
-        "--init-partial", action="store_true", default=None, help="leave out what does not fit the model"
-    )
-    parser.add_argument(
-        "--init-optimizer", action="store_true", default=None, help="take the state of the optimizer in that file along"
-    )
+    for name, text in (("partial", "leave out what does not fit"), ("optimizer", "take its optimizer's state along")):
+        parser.add_argument(f"--init-{name}", action="store_true", default=None, help=text)
     parser.add_argument("--export", metavar="DIR", help="write the trained model there (safetensors and state_dict)")
     return parser
