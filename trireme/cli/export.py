@@ -26,7 +26,7 @@ def export(
     job: str | None,
     data_dir: Path | None,
     which: str | None,
-    out: str | None,
+    out: Path | str | None,
     url: str | None = None,
     *,
     optimizer: bool = False,
@@ -54,10 +54,10 @@ async def _fetch(cluster: Target, folder: Path, job: str) -> Path:
     return folder / found.file_name
 
 
-def _export(spec: JobSpec, which: str | None, out: str | None, *, optimizer: bool, as_json: bool) -> Answer:
+def _export(spec: JobSpec, which: str | None, out: Path | str | None, *, optimizer: bool, as_json: bool) -> Answer:
     ref = choose(spec, which)
     manifest = stored.read_manifest(spec.storage, spec.job, ref)
-    folder = out or files.join(spec.storage, f"export-step-{ref.step}")
+    folder = str(out) if out else files.join(spec.storage, f"export-step-{ref.step}")
     exports = asyncio.run(_write_model(spec, ref, manifest, folder, optimizer=optimizer))
     if not as_json:
         Console(soft_wrap=True).print(f"checkpoint  step {ref.step}, {ref.uuid}", highlight=False)
