@@ -109,7 +109,7 @@ def train(module: str = "__main__", arguments: Sequence[str] | None = None) -> P
         print(str(error.details.get("traceback") or error.message).rstrip(), file=sys.stderr)  # noqa: T201
         raise SystemExit(1) from error
     except TriremeError as error:
-        print(f"error: {error.message}" + (f"\n{error.hint}" if error.hint else ""), file=sys.stderr)  # noqa: T201
+        print(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)  # noqa: T201
         raise SystemExit(2 if isinstance(error, settings.UsageError) else 1) from error
     return result
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import mmap
-import shutil
-import tempfile
 from pathlib import Path
 from typing import IO
 
 import pyarrow as pa
 
 from shared.errors import DatasetError
-from shared.storage import files
+from shared.storage import files, nameless
 
 
 def read_table(file: str) -> pa.Table:
@@ -36,10 +34,7 @@ def _mapped(file: str) -> mmap.mmap | bytes:
     if local is not None:
         with Path(local).open("rb") as source:
             return _map(source)
-    with tempfile.TemporaryFile() as copy:
-        with files.open_read(file) as source:
-            shutil.copyfileobj(source, copy, 1 << 20)
-        copy.flush()
+    with files.open_read(file) as source, nameless.copy_of(file, source) as copy:
         return _map(copy)
 
 

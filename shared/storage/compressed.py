@@ -10,8 +10,6 @@ import bz2
 import gzip
 import io
 import lzma
-import shutil
-import tempfile
 import weakref
 import zlib
 from collections import OrderedDict
@@ -21,7 +19,7 @@ from threading import RLock
 from typing import IO, Any, BinaryIO, cast
 
 from shared.errors import DatasetError
-from shared.storage import files
+from shared.storage import files, nameless
 
 SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 KEPT_BYTES = 16 << 30
@@ -93,8 +91,8 @@ def scanning(file: str) -> Iterator[BinaryIO]:
 
 
 class Decompressed:
-    """Keeps the temporary files used last: at least one, and up to `kept_bytes`. They have no name: nothing stays behind a process that
-    is killed."""
+    """Keeps the temporary files used last: at least one, and up to `kept_bytes`, or as many as their disk has room for. They have no name:
+    nothing stays behind a process that is killed."""
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self._kept_bytes = kept_bytes
@@ -116,21 +114,28 @@ class Decompressed:
 
     def _copy(self, file: str) -> IO[bytes]:
         if file not in self._copies:
-            copy = tempfile.TemporaryFile()  # noqa: SIM115  kept
-            try:
-                with scanning(file) as source:
-                    shutil.copyfileobj(source, copy, _COPIED_BYTES)
-            except BaseException:
-                copy.close()
-                raise
+            copy = self._made(file)
             self.decompressed += 1
             self._copies[file], self._sizes[file] = copy, copy.tell()
             while len(self._copies) > 1 and sum(self._sizes.values()) > self._kept_bytes:
-                name, dropped = self._copies.popitem(last=False)
-                dropped.close()
-                del self._sizes[name]
+                self._drop_oldest()
         self._copies.move_to_end(file)
         return self._copies[file]
+
+    def _made(self, file: str) -> IO[bytes]:
+        while True:
+            try:
+                with scanning(file) as source:
+                    return nameless.copy_of(file, source)
+            except nameless.NoRoom:
+                if not self._copies:
+                    raise
+                self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        name, dropped = self._copies.popitem(last=False)
+        dropped.close()
+        del self._sizes[name]
 
 
 def _close(copies: OrderedDict[str, IO[bytes]]) -> None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import bz2
 import gzip
 import lzma
+import os
+import shutil
+import subprocess
+import sys
 
 import fsspec
 import numpy as np
@@ -15,8 +19,11 @@ from master_service.storage.counting import count_records
 from shared.errors import DatasetError
 from shared.records.datasets import Csv, JsonLines, TextLines, TFRecord, WebDataset
 from shared.storage.compressed import Decompressed
+from tests.equipment.small_disk import small_disk
 from tests.trainer_agent.data.test_made_files import MADE, RECORDS, everything
 from trainer_agent.data import open_dataset
+
+__all__ = ["small_disk"]
 
 COMPRESSED = {
     "gz": gzip.compress,
@@ -78,6 +85,59 @@ def test_a_file_is_decompressed_once_and_leaves_nothing_behind(tmp_path, monkeyp
         assert source.read() == LINES
     assert kept.decompressed == 4
     assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def random_lines(path, count):
+    """A compressed file of that many lines of 1,024 bytes, and what it holds."""
+    content = b"".join(os.urandom(512).hex().encode()[:1023] + b"\n" for _ in range(count))
+    path.write_bytes(gzip.compress(content, 1))
+    return content
+
+
+@pytest.fixture
+def small_temporary(small_disk, monkeypatch):
+    """The folder of temporary files on a disk of 512 KiB."""
+    monkeypatch.setattr("tempfile.tempdir", str(small_disk))
+    return small_disk
+
+
+def test_a_full_folder_of_temporary_files_is_told_with_the_file_and_what_to_do(tmp_path, small_temporary):
+    path = tmp_path / "large.txt.gz"
+    random_lines(path, 3000)
+    with pytest.raises(DatasetError) as told:
+        open_dataset(TextLines(str(path))).read(str(path), 0, 5, 0)
+    assert told.value.message.startswith(f"{small_temporary} is full: {path} is read by way of a temporary file there")
+    assert "needs at least 1048576 bytes, and there is room for 524288; free space, or set TMPDIR" in told.value.message
+    assert free_bytes(small_temporary) == 512 << 10
+
+
+def test_files_kept_from_before_make_room_for_the_next_one(tmp_path, small_temporary):
+    contents = {tmp_path / f"{name}.txt.gz": random_lines(tmp_path / f"{name}.txt.gz", 300) for name in "abc"}
+    kept = Decompressed()
+    for path in [*contents, *contents]:
+        with kept.opened(str(path)) as source:
+            source.seek(0)
+            assert source.read() == contents[path]
+
+
+def test_a_killed_process_leaves_none_of_its_temporary_files(tmp_path, small_temporary):
+    path = tmp_path / "lines.txt.gz"
+    random_lines(path, 300)
+    program = (
+        "import sys, time\nfrom shared.storage.compressed import Decompressed\nkept = Decompressed()\n"
+        f"with kept.opened({str(path)!r}): print('opened', flush=True); time.sleep(60)"
+    )
+    environment = {**os.environ, "TMPDIR": str(small_temporary)}
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout.readline() == b"opened\n"
+        assert free_bytes(small_temporary) < 300 << 10, "it takes room while it is used"
+        process.kill()
+    assert free_bytes(small_temporary) == 512 << 10
+    assert list(small_temporary.iterdir()) == []
+
+
+def free_bytes(folder):
+    return shutil.disk_usage(folder).free
 
 
 @pytest.mark.parametrize("suffix", COMPRESSED)
