@@ -79,10 +79,19 @@ def check(trackers: Sequence[Wanted], environment: Mapping[str, str] = os.enviro
         if wanted.kind == MLFLOW and not (wanted.uri or environment.get("MLFLOW_TRACKING_URI")):
             msg = "the tracker mlflow does not know its server"
             raise InvalidArgument(msg, hint="set MLFLOW_TRACKING_URI where the master runs, or mlflow?uri=URL")
+        if wanted.kind == MLFLOW and _refused_folder(wanted.uri or environment["MLFLOW_TRACKING_URI"], environment):
+            msg = f"the tracker mlflow is to write into the folder {wanted.uri or environment['MLFLOW_TRACKING_URI']}, which MLflow refuses"
+            hint = "set MLFLOW_ALLOW_FILE_STORE=true where the master runs, or give it a server or sqlite:///FILE"
+            raise InvalidArgument(msg, hint=hint)
         online = environment.get("WANDB_MODE", "online") == "online"
         if wanted.kind == WANDB and online and not (environment.get("WANDB_API_KEY") or _has_login()):
             msg = "the tracker wandb has no key"
             raise InvalidArgument(msg, hint="set WANDB_API_KEY where the master runs, or WANDB_MODE=offline")
+
+
+def _refused_folder(uri: str, environment: Mapping[str, str]) -> bool:
+    is_folder = uri.startswith("file:") or ":" not in uri
+    return is_folder and environment.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("true", "1")
 
 
 def _has_login() -> bool:

@@ -41,7 +41,7 @@ def configure(*, level: str = "INFO", json: bool | None = None, **bound: Any) ->
     threshold = logging.getLevelNamesMapping()[level.upper()]
     structlog.configure(
         processors=[
-            structlog.contextvars.merge_contextvars,
+            lambda _logger, _method, event: {**bound, **event},  # a context variable would not be there in threads
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info if as_json else structlog.dev.set_exc_info,
@@ -54,8 +54,6 @@ def configure(*, level: str = "INFO", json: bool | None = None, **bound: Any) ->
     logging.basicConfig(level=max(threshold, logging.WARNING), stream=sys.stderr, force=True)
     # a traceback for each request that is no HTTP: peers could fill the disk; errors of ours are told by the guard of the routes
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
-    structlog.contextvars.clear_contextvars()
-    structlog.contextvars.bind_contextvars(**bound)
 
 
 def logger(room: str) -> structlog.stdlib.BoundLogger:

@@ -34,7 +34,7 @@ def _mapped(file: str) -> mmap.mmap | bytes:
     if local is not None:
         with Path(local).open("rb") as source:
             return _map(source)
-    with files.open_read(file) as source, nameless.copy_of(file, source) as copy:
+    with files.open_read(file) as remote, nameless.copy_of(file, remote) as copy:
         return _map(copy)
 
 

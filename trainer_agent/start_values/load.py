@@ -25,6 +25,8 @@ from shared.storage import files
 from trainer_agent.start_values.read import read_tensors
 
 SHOWN = 10
+PARTIAL = "--init-partial (init_partial = true) leaves out what does not fit"
+NOT_PARTIAL = "--init-optimizer needs a file of the same model; without it --init-partial leaves out what does not fit"
 INSPECTED = "-"  # storage of a script that is only tried
 
 log = telemetry.logger("start_values")
@@ -64,11 +66,14 @@ def load_start_values(model: nn.Module, spec: JobSpec) -> Started:
     """From the file that `init_from` names, if it does. Raises InvalidArgument."""
     if spec.init_from is None:
         return Started()
-    sentence = load_state(model, read_tensors(spec.init_from), spec.init_from, partial=spec.init_partial)
+    values, hint = read_tensors(spec.init_from), NOT_PARTIAL if spec.init_optimizer else PARTIAL
+    sentence = load_state(model, values, spec.init_from, partial=spec.init_partial, hint=hint)
     return Started(digest_of(model), sentence)
 
 
-def load_state(model: nn.Module, values: Mapping[str, torch.Tensor], where: str, *, partial: bool = False) -> str:
+def load_state(
+    model: nn.Module, values: Mapping[str, torch.Tensor], where: str, *, partial: bool = False, hint: str = PARTIAL
+) -> str:
     """Copy `values` to the model's parameters and buffers of these names; what was left out. Raises InvalidArgument if they are not
     those of the model; `partial`: if none of them is."""
     own = _tensors(model)
@@ -87,7 +92,6 @@ def load_state(model: nn.Module, values: Mapping[str, torch.Tensor], where: str,
     ]
     sentence = "; ".join(f"{what} {_named(names)}" for what, names in problems if names)
     if sentence and not (partial and fitting):
-        hint = "--init-partial (init_partial = true) leaves out what does not fit"
         if partial:
             hint = "give a file whose names are those of model().state_dict()"
         raise InvalidArgument(f"the parameters in {where} are not those of the model: {sentence}", hint=hint)

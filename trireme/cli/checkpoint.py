@@ -23,6 +23,7 @@ from shared.records.checkpoints import CheckpointRef, Manifest
 from shared.runtime import ids
 from shared.storage import files
 from trireme.cli import exit_codes
+from trireme.cli.queries import stdout_console
 from trireme.cli.targets import Target, cluster_of, job_target
 from trireme.launch import resume, run_folder
 from trireme.launch.run_folder import DATA_DIR
@@ -108,7 +109,7 @@ def _list(spec: JobSpec, *, as_json: bool) -> Answer:
             cells = (row["step"], row.get("epoch", ""), row["timeline"], row.get("pservers", ""), size, when)
             evaluated = f"{row.get('evaluation') or ''}{' (best)' if row.get('best') else ''}"
             table.add_row(*map(str, cells), row["checkpoint"][:8], evaluated)
-        Console().print(table)
+        stdout_console().print(table)
         for url in unreadable:
             Console(soft_wrap=True).print(f"not readable: {url}", highlight=False)
     document = {"job": spec.job, "storage": spec.storage, "checkpoints": rows, "unreadable": unreadable}

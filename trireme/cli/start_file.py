@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from shared.errors import InvalidArgument
+from shared.errors import InvalidArgument, NotFound
 from shared.records.job_spec import INITIAL_FILES, TRAINING_FILE
 from shared.storage import files
 from trireme.cli.checkpoint import choose, spec_of
@@ -39,7 +39,11 @@ def _names_job(text: str) -> bool:
 
 def _file_of(text: str, data_dir: Path | None, url: str | None, *, optimizer: bool) -> str:
     job, at, which = text.partition("@")
-    spec = spec_of(job, data_dir, url)
+    try:
+        spec = spec_of(job, data_dir, url)
+    except NotFound as error:
+        hint = f"--init-from takes the name of a job of this folder or cluster, or a file: a path with / or a name with {', '.join(INITIAL_FILES)}"
+        raise NotFound(error.message, hint=hint) from error
     ended = files.join(spec.storage, "export", "model.safetensors")
     if not at and not optimizer and files.exists(ended):
         return files.absolute(ended)

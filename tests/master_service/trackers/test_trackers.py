@@ -185,6 +185,9 @@ def test_a_tracker_that_does_not_know_its_server_is_told_before_the_run() -> Non
     with pytest.raises(InvalidArgument, match="mlflow does not know its server"):
         check([Wanted(kind="mlflow")], {})
     check([Wanted(kind="mlflow")], {"MLFLOW_TRACKING_URI": "http://host"})
+    with pytest.raises(InvalidArgument, match="the folder file:///runs, which MLflow refuses"):
+        check([Wanted(kind="mlflow", uri="file:///runs")], {})
+    check([Wanted(kind="mlflow", uri="file:///runs")], {"MLFLOW_ALLOW_FILE_STORE": "true"})
     check([Wanted(kind="wandb")], {"WANDB_MODE": "offline"})
 
 

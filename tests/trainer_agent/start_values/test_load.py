@@ -96,6 +96,10 @@ def test_what_does_not_fit_is_named_and_partial_leaves_it_out(tmp_path):
         start_values(model, spec_for(script, init_from=path))
     assert "the file lacks 1: 3.bias; the model lacks 1: extra" in refused.value.message
     assert "1: 3.weight (float32 [7, 24], the model has float32 [3, 24])" in refused.value.message
+    assert "--init-partial (init_partial = true) leaves out" in refused.value.hint
+    with pytest.raises(InvalidArgument) as refused:
+        start_values(model, spec_for(script, init_from=path).model_copy(update={"init_optimizer": True}))
+    assert "without it --init-partial leaves out" in refused.value.hint, "the two cannot be set together"
     assert differing(model.state_dict(), before) == []
     started = start_values(model, spec_for(script, init_from=path, init_partial=True))
     assert "7 of the model's 9 tensors" in started.sentence

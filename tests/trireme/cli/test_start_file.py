@@ -34,5 +34,6 @@ def test_paths_and_urls_stay(tmp_path):
 
 
 def test_an_unknown_job_is_said(tmp_path):
-    with pytest.raises(NotFound, match="holds no run of job missing"):
+    with pytest.raises(NotFound, match="holds no run of job missing") as told:
         meant("missing", tmp_path)
+    assert "a job of this folder or cluster, or a file" in told.value.hint
