@@ -56,7 +56,8 @@ def test_list_shows_the_newest_first(capsys, job):
     assert rows == [("1-1", 4, 2), ("0-0", 2, 2)]
 
 
-def test_people_get_a_table(capsys, job):
+def test_people_get_a_table(capsys, job, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")  # of a terminal
     assert checkpoint.list_checkpoints(None, job.parent, as_json=False) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:2] == ["step", "epoch"]
