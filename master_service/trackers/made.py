@@ -90,7 +90,7 @@ def check(trackers: Sequence[Wanted], environment: Mapping[str, str] = os.enviro
 
 
 def _refused_folder(uri: str, environment: Mapping[str, str]) -> bool:
-    is_folder = uri.startswith("file:") or ":" not in uri
+    is_folder = uri.startswith("file:") or (":" not in uri and uri not in ("databricks", "databricks-uc", "uc"))
     return is_folder and environment.get("MLFLOW_ALLOW_FILE_STORE", "").lower() not in ("true", "1")
 
 

@@ -187,6 +187,7 @@ def test_a_tracker_that_does_not_know_its_server_is_told_before_the_run() -> Non
     check([Wanted(kind="mlflow")], {"MLFLOW_TRACKING_URI": "http://host"})
     with pytest.raises(InvalidArgument, match="the folder file:///runs, which MLflow refuses"):
         check([Wanted(kind="mlflow", uri="file:///runs")], {})
+    check([Wanted(kind="mlflow")], {"MLFLOW_TRACKING_URI": "databricks"})
     check([Wanted(kind="mlflow", uri="file:///runs")], {"MLFLOW_ALLOW_FILE_STORE": "true"})
     check([Wanted(kind="wandb")], {"WANDB_MODE": "offline"})
 
