@@ -71,6 +71,7 @@ class SyncLoop:
             while await self._joiner.wait_for_lanes() and await self._joiner.attempt(self._train):
                 pass
             self._readers.keep((0, 0))
+        await self._reports.tell_whole()
 
     async def _train(self) -> None:
         version = await self._joiner.join()
@@ -166,7 +167,7 @@ class SyncLoop:
         if (metrics := step.metrics(self.timeline)) is not None:
             self._reports.count(metrics)
         first, end = self._duty().lanes
-        if first == 0 < end:
+        if first == 0 < end or (not end and 0 in step.shares):  # after the last step nobody has lanes any more
             self._reports.whole(following, self.timeline, self._transfer.grad_norm)
             if wanted is not None:
                 self._reports.steps.filled(self._transfer.results, wanted)

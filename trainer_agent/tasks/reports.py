@@ -6,6 +6,7 @@ complete(task) ─► in order, until accepted or stale      share(step) ─► 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ SUSPECT_EVERY_S = 1.0
 METRICS_LIMIT_S = 30.0
 PROGRESS_S = 5.0
 SETTLE_S, SETTLE_PAUSE_S = 30.0, 0.25
+TELL_S = 2.0
 METRICS_EVERY_S, METRICS_STEPS, KEPT_STEPS = 0.5, 200, 2000
 METRICS_VALUES = 4000  # so a report stays below the largest body that a master takes
 PACE_EVERY_S, PACE_CHANGE = 5.0, 1.2  # without steps: how often seconds per lane are told, and what is told at once
@@ -258,17 +260,29 @@ class Reports:
             return taken
         return None
 
+    async def tell_whole(self) -> None:
+        """Training is over here: the master hears of all steps that this trainer can tell, at once. Whoever settles them knows less: the norms that
+        this trainer measured are nowhere else."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TELL_S):
+                while self.steps.waiting and await self._report_metrics() is not None:
+                    pass
+
     async def settle(self, version: int, timeline: int, fetch: Fetch, limit_s: float = SETTLE_S) -> None:
         """Training is over with `version`: wait until the metrics of all steps are stored, at most `limit_s`. `fetch` asks parameter
-        servers for results from a step on."""
+        servers for results from a step on, once the owner of lane 0 has had a moment to tell them."""
         self.steps.reach(version, timeline)
+        owner_tells = True
         try:
             async with asyncio.timeout(limit_s):
                 while True:
                     taken = await self._report_metrics(store=True)
                     if taken is not None and (not taken.kept or taken.stored >= version):
                         return
-                    if (wanted := self.steps.missing_from) is not None:
+                    if (wanted := self.steps.missing_from) is not None and owner_tells:
+                        owner_tells = False
+                        await asyncio.sleep(SETTLE_PAUSE_S)
+                    elif wanted is not None:
                         self.steps.filled(await fetch(wanted), wanted)
                     elif taken is None or not self.steps.waiting:
                         await asyncio.sleep(ids.jitter(SETTLE_PAUSE_S))
