@@ -1,20 +1,33 @@
-"""Layout of the flat vectors: their segments, and the blocks they are cut into.
+"""What of a model lies on parameter servers: the flat vectors of its parameters, and its embedding tables.
 
 parameters --64-byte aligned--> flat vector of a segment --cut--> blocks --mod slot_count--> slots --slot map--> pserver
+ids of a table ----------------------------------- hash ---------------------------------> slots
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
 
 from shared.records.job_spec import Narrow, Transported
 from shared.records.record import Record
 
 ALIGNMENT_BYTES = 64
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
+TABLE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+MOST_TABLES = 256
+MOST_DIM = 4096
+MOST_ROWS = 1 << 31  # of one table at one parameter server
+MOST_STEPS = (1 << 28) - 1  # that a row's stamp can tell
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Segment(Record):
@@ -43,6 +56,69 @@ class OptimizerSpec(Record):
     name: str
     defaults: dict[str, Any]
     groups: tuple[dict[str, Any], ...]
+
+
+class RowOptimizer(Record):
+    """How rows are stepped, as torch.optim steps rows of sparse gradients (FTRL: McMahan et al. 2013).
+
+    `sgd`: no state. `adagrad`: one number a column, or, with `per_row`, one a row (it grows by the mean of the squares). `adam`: SparseAdam, without
+    weight decay. `ftrl`: with `l1`, `l2` and `beta`; its learning rate falls with the square root."""
+
+    kind: Literal["sgd", "adagrad", "adam", "ftrl"]
+    lr: Rate
+    eps: Rate = 1e-10
+    per_row: bool = False
+    initial_accumulator_value: Rate = 0.0
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    l1: Rate = 0.0
+    l2: Rate = 0.0
+    beta: Rate = 1.0
+
+    def state_words(self, dim: int) -> int:
+        """float32 numbers of state that a row of `dim` values has."""
+        match self.kind:
+            case "sgd":
+                return 0
+            case "adagrad":
+                return 1 if self.per_row else dim
+            case "adam" | "ftrl":
+                return 2 * dim
+
+
+class RowInit(Record):
+    """Values of a row that appears: `constant` (all are `scale`), `uniform` in [-scale, scale), `normal` with standard deviation `scale`
+    (the sum of eight uniform numbers, so it never leaves 4.9 standard deviations, and every machine computes the same bits)."""
+
+    kind: Literal["constant", "uniform", "normal"]
+    scale: Finite
+
+
+class TableSpec(Record):
+    """One table. `seed`: of the initial rows, see shared.tables.hashing.table_seed. `max_rows`: of all parameter servers together.
+    `admit_after`: so many minibatches must have had an id before it gets a row. `evict_after_steps`: a row that no step has changed for
+    longer is forgotten."""
+
+    name: str
+    dim: int = Field(ge=1, le=MOST_DIM)
+    seed: int = Field(default=0, ge=0, lt=2**64)
+    optimizer: RowOptimizer
+    init: RowInit
+    max_rows: int | None = Field(default=None, ge=1, lt=2**48)
+    admit_after: int = Field(default=1, ge=1, le=255)
+    evict_after_steps: int | None = Field(default=None, ge=1, le=MOST_STEPS)
+
+    @field_validator("name")
+    @classmethod
+    def _is_name(cls, value: str) -> str:
+        if not TABLE_NAME.fullmatch(value):
+            msg = f"a table's name has up to 64 letters, digits and any of . _ -, and begins with one of the first three, got {value[:80]!r}"
+            raise ValueError(msg)
+        return value
+
+    @property
+    def row_words(self) -> int:
+        """float32 numbers of a row: its values, then its optimizer's state."""
+        return self.dim + self.optimizer.state_words(self.dim)
 
 
 class Layout(Record):

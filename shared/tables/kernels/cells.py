@@ -1,0 +1,150 @@
+# mypy: disallow_untyped_defs=False, disallow_untyped_calls=False, disallow_untyped_decorators=False, check_untyped_defs=False, warn_return_any=False
+"""Loops over ids: which row each has, and which ids come and go."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shared.tables.kernels.parts import (
+    ABSENT,
+    EMPTY,
+    GOLDEN,
+    ROW_MASK,
+    cells_at,
+    compiled,
+    find_cell,
+    hash_of,
+    is_expired,
+    mix,
+    touched_word,
+)
+
+
+@compiled
+def count_by_slot(ids, seed, counts):
+    """Adds to `counts` (int64 (slots,)) how many of the ids each slot has."""
+    slots = np.uint64(len(counts))
+    for i in range(len(ids)):
+        counts[hash_of(ids[i], seed) % slots] += 1
+
+
+@compiled
+def find_rows(cells, capacities, seed, ids, version, ttl, rows):
+    """The row of each id (int64 (n,)) into `rows` (int64 (n,)); ABSENT. Expired ones are absent."""
+    slots = np.uint64(len(cells))
+    for i in range(len(ids)):
+        hashed = hash_of(ids[i], seed)
+        slot = hashed % slots
+        rows[i] = ABSENT
+        if capacities[slot] == 0:
+            continue
+        own = cells_at(cells[slot], capacities[slot])
+        place = find_cell(own, capacities[slot], ids[i], hashed)
+        if place >= 0:
+            word = own[2 * place + 1]
+            if not is_expired(word, version, ttl):
+                rows[i] = np.int64(word & ROW_MASK) - 1
+
+
+@compiled
+def rehash(old, old_capacity, new, new_capacity, seed):
+    """All cells of a slot into a larger, empty table."""
+    if old_capacity == 0:
+        return
+    source, target = cells_at(old, old_capacity), cells_at(new, new_capacity)
+    for i in range(old_capacity):
+        if source[2 * i + 1] != EMPTY:
+            key = source[2 * i]
+            place = -find_cell(target, new_capacity, key, hash_of(key, seed)) - 1
+            target[2 * place] = key
+            target[2 * place + 1] = source[2 * i + 1]
+
+
+@compiled
+def admit(sketch, depth, seed, ids, rows, needed, admitted):
+    """Counts each id without a row in a count-min sketch with conservative update (Estan, Varghese 2002): uint8 (slots, depth * cells). `admitted[i]`: it has a row, or
+    has now been seen `needed` times. Estimates are never too low."""
+    slots = np.uint64(sketch.shape[0])
+    cells = sketch.shape[1] // depth
+    for i in range(len(ids)):
+        if rows[i] >= 0:
+            admitted[i] = True
+            continue
+        hashed = hash_of(ids[i], seed)
+        own = sketch[hashed % slots]
+        lowest = np.uint8(255)
+        for level in range(depth):
+            place = level * cells + np.int64(mix(hashed + np.uint64(level + 1) * GOLDEN) % np.uint64(cells))
+            lowest = min(lowest, own[place])
+        if lowest < np.uint8(255):
+            lowest += np.uint8(1)
+            for level in range(depth):
+                place = level * cells + np.int64(mix(hashed + np.uint64(level + 1) * GOLDEN) % np.uint64(cells))
+                own[place] = max(own[place], lowest)
+        admitted[i] = lowest >= needed
+
+
+@compiled
+def touch(cells, capacities, seed, ids, step, rows, words):
+    """Before a step: rows of `ids` get the stamp `step`, expired ones too. `words` (uint64 (n,)) has the old ones; EMPTY, and ABSENT in `rows`, for
+    ids without a row."""
+    slots = np.uint64(len(cells))
+    for i in range(len(ids)):
+        hashed = hash_of(ids[i], seed)
+        slot = hashed % slots
+        rows[i], words[i] = ABSENT, EMPTY
+        if capacities[slot] == 0:
+            continue
+        own = cells_at(cells[slot], capacities[slot])
+        place = find_cell(own, capacities[slot], ids[i], hashed)
+        if place >= 0:
+            words[i] = own[2 * place + 1]
+            rows[i] = np.int64(words[i] & ROW_MASK) - 1
+            own[2 * place + 1] = touched_word(words[i], step, hashed)
+
+
+@compiled
+def insert(cells, capacities, used, seed, ids, step, rows, admitted, free, free_count, next_row):
+    """Cells and rows for admitted ids without one: rows from `free` (int64, a stack of `free_count`), then from `next_row` on. There is room
+    in all cells. Answers (free_count, next_row)."""
+    slots = np.uint64(len(cells))
+    for i in range(len(ids)):
+        if rows[i] >= 0 or not admitted[i]:
+            continue
+        hashed = hash_of(ids[i], seed)
+        slot = hashed % slots
+        if free_count > 0:
+            free_count -= 1
+            rows[i] = free[free_count]
+        else:
+            rows[i] = next_row
+            next_row += 1
+        own = cells_at(cells[slot], capacities[slot])
+        place = -find_cell(own, capacities[slot], ids[i], hashed) - 1
+        own[2 * place] = np.uint64(ids[i])
+        own[2 * place + 1] = touched_word(np.uint64(rows[i] + 1), step, hashed)
+        used[slot] += 1
+    return free_count, next_row
+
+
+@compiled
+def cells_of(address, capacity, keys, words):
+    """The cells of a slot that are not empty, into `keys` (int64) and `words` (uint64); answers how many."""
+    own = cells_at(address, capacity)
+    found = 0
+    for i in range(capacity):
+        if own[2 * i + 1] != EMPTY:
+            keys[found] = np.int64(own[2 * i])
+            words[found] = own[2 * i + 1]
+            found += 1
+    return found
+
+
+@compiled
+def fill(address, capacity, seed, keys, words):
+    """Puts cells into an empty table of a slot."""
+    own = cells_at(address, capacity)
+    for i in range(len(keys)):
+        place = -find_cell(own, capacity, keys[i], hash_of(keys[i], seed)) - 1
+        own[2 * place] = np.uint64(keys[i])
+        own[2 * place + 1] = words[i]

@@ -1,0 +1,119 @@
+# mypy: disallow_untyped_defs=False, disallow_untyped_calls=False, disallow_untyped_decorators=False, check_untyped_defs=False, warn_return_any=False
+"""What the loops over ids and rows have in common: hashes, cells, words; compiled by numba into the loops themselves.
+
+numba keeps compiled loops on disk, and looks only at the file of a loop to see whether they are still good: after a change here remove
+`__pycache__` beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+ABSENT = -1
+EMPTY = np.uint64(0)
+ROW_MASK = np.uint64((1 << 31) - 1)
+STAMP_SHIFT = np.uint64(36)
+FREQUENCY_SHIFT = np.uint64(31)
+FREQUENCY_MASK = np.uint64(31)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+FIRST = np.uint64(0xBF58476D1CE4E5B9)
+SECOND = np.uint64(0x94D049BB133111EB)
+
+
+@intrinsic
+def pointer(typingctx: Any, address: Any) -> Any:  # noqa: ARG001  numba calls it so
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.uint64), generate
+
+
+@intrinsic
+def fma(typingctx: Any, x: Any, y: Any, z: Any) -> Any:  # noqa: ARG001
+    """x * y + z, rounded once; float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+        return builder.fma(*arguments)
+
+    return types.float32(types.float32, types.float32, types.float32), generate
+
+
+def compiled(function: Any) -> Any:
+    """Compiled at the first call, and kept on disk beside the module (or in NUMBA_CACHE_DIR)."""
+    return njit(nogil=True, cache=True, error_model="numpy")(function)
+
+
+def inlined(function: Any) -> Any:
+    """Part of other kernels."""
+    return njit(nogil=True, cache=True, error_model="numpy", inline="never")(function)
+
+
+@inlined
+def mix(value):
+    value = (value ^ (value >> np.uint64(30))) * FIRST
+    value = (value ^ (value >> np.uint64(27))) * SECOND
+    return value ^ (value >> np.uint64(31))
+
+
+@inlined
+def hash_of(key, seed):
+    return mix((np.uint64(key) ^ seed) + GOLDEN)
+
+
+@inlined
+def cells_at(address, capacity):
+    return carray(pointer(address), 2 * capacity, np.uint64)
+
+
+@inlined
+def start_of(hashed, capacity):
+    """Where the search for an id begins: its high bits choose the cell, its low ones the slot."""
+    return np.int64(((hashed >> np.uint64(32)) * np.uint64(capacity)) >> np.uint64(32))
+
+
+@inlined
+def stamp_of(word):
+    return np.int64(word >> STAMP_SHIFT)
+
+
+@inlined
+def is_expired(word, version, ttl):
+    return ttl >= 0 and version - stamp_of(word) > ttl
+
+
+@inlined
+def row_at(chunks, shift, width, number):
+    """float32 (width,) of a row, in place."""
+    offset = np.uint64((number & ((1 << shift) - 1)) * width * 4)
+    return carray(pointer(chunks[number >> shift] + offset), width, np.float32)
+
+
+@inlined
+def find_cell(cells, capacity, key, hashed):
+    """The cell of an id, or, negative minus one, the empty one where it would be put."""
+    place = start_of(hashed, capacity)
+    while True:
+        word = cells[2 * place + 1]
+        if word == EMPTY:
+            return -place - 1
+        if cells[2 * place] == np.uint64(key):
+            return place
+        place += 1
+        if place == capacity:
+            place = 0
+
+
+@inlined
+def touched_word(word, step, hashed):
+    """The word of a row that step `step` changes. The frequency is a logarithm: it grows with a chance of one half to its power."""
+    frequency = (word >> FREQUENCY_SHIFT) & FREQUENCY_MASK
+    if frequency < np.uint64(31):
+        chance = mix(hashed + np.uint64(step))
+        if chance & ((np.uint64(1) << frequency) - np.uint64(1)) == np.uint64(0):
+            frequency += np.uint64(1)
+    return (np.uint64(step) << STAMP_SHIFT) | (frequency << FREQUENCY_SHIFT) | (word & ROW_MASK)

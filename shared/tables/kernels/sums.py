@@ -1,0 +1,65 @@
+# mypy: disallow_untyped_defs=False, disallow_untyped_calls=False, disallow_untyped_decorators=False, check_untyped_defs=False, warn_return_any=False
+"""Loops over gradients: sums over an id's occurrences, and means over lanes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shared.tables.kernels.parts import (
+    compiled,
+)
+
+
+@compiled
+def segment_sums(order, starts, gradients, out):
+    """`out[k]` is the sum of `gradients[order[i]]` for i in [starts[k], starts[k + 1]), in this order; float32 (n, dim)."""
+    dim = gradients.shape[1]
+    for k in range(len(starts) - 1):
+        first = gradients[order[starts[k]]]
+        for j in range(dim):
+            out[k, j] = first[j]
+        for i in range(starts[k] + 1, starts[k + 1]):
+            more = gradients[order[i]]
+            for j in range(dim):
+                out[k, j] += more[j]
+
+
+@compiled
+def add_into_tree(present, gradients, count, filled, nodes, counts):
+    """Puts a lane's sums into level 0 of the tree `nodes` (float32 (depth, n, dim)); see lanes.py. `present[i]`: which of the lane's rows
+    id i has, or ABSENT: then its gradient is zero. `filled`: bit k says that level k holds a left half, of `counts[k]` samples. Answers
+    `filled` afterwards."""
+    n, dim = nodes.shape[1], nodes.shape[2]
+    level = 0
+    while filled & (1 << level):
+        level += 1
+    # the lane's node moves up through all left halves that wait, one id at a time, while its row is in the cache
+    for i in range(n):
+        carry = nodes[level, i]
+        if present[i] < 0:
+            for j in range(dim):
+                carry[j] = np.float32(0.0)
+        else:
+            own = gradients[present[i]]
+            for j in range(dim):
+                carry[j] = own[j]
+        total = count
+        for k in range(level):
+            left, other = nodes[k, i], counts[k]
+            if total == 0:
+                for j in range(dim):
+                    carry[j] = left[j]
+            elif other == total:
+                for j in range(dim):
+                    carry[j] = (left[j] + carry[j]) * np.float32(0.5)
+            elif other > 0:
+                a, b = np.float32(other), np.float32(total)
+                share = np.float32(1.0 / np.float64(other + total))
+                for j in range(dim):
+                    carry[j] = (left[j] * a + carry[j] * b) * share
+            total += other
+    total = count
+    for k in range(level):
+        total += counts[k]
+    counts[level] = total
+    return (filled & ~((1 << level) - 1)) | (1 << level)

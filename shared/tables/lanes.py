@@ -1,0 +1,67 @@
+"""The gradient of a step's rows: over the lanes the canonical tree of weighted means (shared/lanes.py), a lane without an id counting as zero.
+
+sums of each lane's minibatch, by ids that ascend --> all ids of the step, and the mean gradient of each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from shared.tables.kernels import parts
+from shared.tables.kernels import sums as sum_loops
+from shared.tables.memory import Floats, Numbers
+from shared.tables.table import AT_ONCE
+
+NO_IDS = np.empty(0, np.int64)
+
+
+@dataclass(slots=True)
+class LaneRows:
+    """Of one lane and table. `ids`: int64 (n,), ascending, each once. `gradients`: float32 (n, dim): the sum over each id's
+    occurrences in the minibatch. `count`: records of the minibatch; 0: the lane has no data in this step."""
+
+    ids: Numbers
+    gradients: Floats
+    count: int
+
+
+def sums_of_ids(ids: Numbers, gradients: Floats) -> tuple[Numbers, Floats]:
+    """The ids, ascending, each once, and the sums of their gradients. `ids`: int64 (n,); `gradients`: float32 (n, dim). Those of an id are added in the order in
+    which torch coalesces sparse gradients: that of its sort, which does not keep equal ids in theirs."""
+    ordered, order = (found.numpy() for found in torch.from_numpy(ids).sort())
+    starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1]))) if len(ids) else NO_IDS
+    sums = np.empty((len(starts), gradients.shape[1]), np.float32)
+    sum_loops.segment_sums(order, np.append(starts, len(ids)), gradients, sums)
+    return ordered[starts], sums
+
+
+def mean_over_lanes(lanes: Sequence[LaneRows], dim: int) -> tuple[Numbers, Floats | None]:
+    """The ids of all lanes, ascending, and their gradients. `lanes`: all of the step, in order; their number is a power of two. None: no lane has data."""
+    filled = [lane for lane in lanes if lane.count]
+    if not filled:
+        return NO_IDS, None
+    if len(filled) == 1:  # an empty side leaves the other as it is
+        return filled[0].ids, filled[0].gradients
+    ids = np.unique(np.concatenate([lane.ids for lane in filled]))
+    mean = np.empty((len(ids), dim), np.float32)
+    depth = len(lanes).bit_length()
+    for first in range(0, len(ids), AT_ONCE):
+        some = ids[first : first + AT_ONCE]
+        nodes, counts, waiting = np.empty((depth, len(some), dim), np.float32), np.zeros(depth, np.int64), 0
+        for lane in lanes:
+            present = _places(lane.ids, some) if lane.count else np.full(len(some), parts.ABSENT)
+            waiting = sum_loops.add_into_tree(present, lane.gradients, lane.count, waiting, nodes, counts)
+        mean[first : first + len(some)] = nodes[depth - 1]
+    return ids, mean
+
+
+def _places(own: Numbers, ids: Numbers) -> Numbers:
+    """Where each of `ids` is in `own` (both ascend), or ABSENT."""
+    if not len(own):
+        return np.full(len(ids), parts.ABSENT)
+    places = np.minimum(np.searchsorted(own, ids), len(own) - 1)
+    return np.where(own[places] == ids, places, parts.ABSENT)

@@ -1,0 +1,53 @@
+"""The scalars of one step of a table, rounded to float32 as torch rounds a Python number that meets a float32 tensor."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.records.layout import RowInit, RowOptimizer
+from shared.tables.kernels import rows as row_loops
+
+INITS = {"constant": row_loops.CONSTANT, "uniform": row_loops.UNIFORM, "normal": row_loops.NORMAL}
+
+
+def kind_of(optimizer: RowOptimizer) -> int:
+    """Of row_loops.update."""
+    match optimizer.kind:
+        case "sgd":
+            return row_loops.SGD
+        case "adagrad":
+            return row_loops.ADAGRAD_ROW if optimizer.per_row else row_loops.ADAGRAD
+        case "adam":
+            return row_loops.ADAM
+        case "ftrl":
+            return row_loops.FTRL
+
+
+def scalars_of(optimizer: RowOptimizer, step: int, dim: int, lr: float) -> npt.NDArray[np.float32]:
+    """For row_loops.update; `step`: of the table, counted from 1."""
+    match optimizer.kind:
+        case "sgd":
+            found = [-lr]
+        case "adagrad":
+            found = [-lr, optimizer.eps, 1.0 / dim]
+        case "adam":
+            first, second = optimizer.betas
+            size = lr * math.sqrt(1 - second**step) / (1 - first**step)
+            found = [-size, optimizer.eps, 1 - first, 1 - second]
+        case "ftrl":
+            rate = 1.0 / lr if lr else 0.0
+            found = [0.0, optimizer.l1, optimizer.l2, optimizer.beta * rate, rate]
+    return np.array(found + [0.0] * (8 - len(found)), np.float32)
+
+
+def first_state(optimizer: RowOptimizer) -> np.float32:
+    """In each number of the state of a row that appears."""
+    return np.float32(optimizer.initial_accumulator_value if optimizer.kind in ("adagrad", "ftrl") else 0.0)
+
+
+def init_scale(init: RowInit) -> np.float32:
+    """For row_loops.initial_values: what its numbers are multiplied by."""
+    return np.float32(init.scale / row_loops.NORMAL_DEVIATION if init.kind == "normal" else init.scale)
