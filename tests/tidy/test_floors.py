@@ -36,7 +36,7 @@ FLOORS = {
     ],
     "shared": [
         {"errors", "keys", "lanes", "slots", "times", "cron", "logged_metrics", "records"},
-        {"runtime", "blocks", "datasets"},
+        {"runtime", "blocks", "datasets", "tables"},
         {"etcd", "storage", "wire", "security"},
         {"membership"},
         {"checkpoints"},
