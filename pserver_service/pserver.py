@@ -136,8 +136,8 @@ class Pserver(BlockServer):
         """Forget the parameters: calls get NOT_READY until `restore`. Pushes of lower generations are stale from now on."""
         self.generation = max(self.generation, generation)
         self.store = None
-        for pull in tuple(self.pulls):
-            pull.wake()
+        for wake in (*(pull.wake for pull in self.pulls), *self.lookups):
+            wake()
 
     def tear(self, cause: str) -> None:
         """A step here can never be whole, so the parameters are lost: `on_torn` tells the master."""
@@ -312,7 +312,9 @@ class Pserver(BlockServer):
         """The same; the caller releases the buffer."""
         store = self._ready(header)
         elements = store.layout.block_bytes // ELEMENT_BYTES["float32"]
-        return store.pool.take("float32", elements), 2 * store.lanes * max(1, len(store.blocks))
+        return store.pool.take("float32", elements), 2 * store.lanes * max(
+            1, len(store.blocks) + (store.rows is not None)
+        )
 
     def open_push(self, store: Store, header: PushHeader) -> OpenPush:
         return OpenPush(self, store, header)

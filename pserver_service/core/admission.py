@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pserver_service.core.blocks import BlockState, Verdict
+from pserver_service.core.blocks import BlockState
 from pserver_service.core.optimizers import Options
 from shared.errors import BadFrame, LayoutMismatch
 from shared.lanes import Interval
@@ -12,6 +12,7 @@ from shared.records import Mode
 from shared.records.layout import ELEMENT_BYTES, Layout
 from shared.records.step import LanePosition, NodeResult
 from shared.wire.messages import InitHeader, PushBlock, PushHeader
+from shared.wire.verdict import Verdict
 
 MAX_TASKS = 1 << 40
 
@@ -54,8 +55,14 @@ def task_number(header: PushHeader) -> int:
 
 def check_same_model(layout: Layout, mode: Mode, header: InitHeader) -> None:
     """Raises LayoutMismatch unless the header is of the model with this layout."""
-    mine = (layout.digest, layout.segments, layout.block_bytes, mode)
-    theirs = (header.layout.digest, header.layout.segments, header.layout.block_bytes, header.mode)
+    mine = (layout.digest, layout.segments, layout.block_bytes, layout.tables, mode)
+    theirs = (
+        header.layout.digest,
+        header.layout.segments,
+        header.layout.block_bytes,
+        header.layout.tables,
+        header.mode,
+    )
     if mine != theirs:
         msg = (
             f"model {header.layout.digest[:12]} ({header.mode}, {len(header.layout.segments)} segments) does not fit the loaded "

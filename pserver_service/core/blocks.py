@@ -14,7 +14,6 @@ Pull of version v: `current` or `previous`; above TOO_EARLY; below GONE.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import StrEnum
 
 import torch
 
@@ -27,21 +26,7 @@ from shared.errors import BadFrame
 from shared.lanes import Interval, combine
 from shared.records.job_spec import Narrow
 from shared.records.layout import Block
-
-
-class Verdict(StrEnum):
-    """The result of pushing or pulling a block: applied, duplicate, or a code of shared.errors."""
-
-    APPLIED = "APPLIED"
-    DUPLICATE = "DUPLICATE"
-    TOO_EARLY = "TOO_EARLY"
-    GONE = "GONE"
-    STALE_GENERATION = "STALE_GENERATION"
-    STALE_ATTEMPT = "STALE_ATTEMPT"
-    WRONG_OWNER = "WRONG_OWNER"
-    MOVING = "MOVING"
-    LAYOUT_MISMATCH = "LAYOUT_MISMATCH"
-    BAD_FRAME = "BAD_FRAME"
+from shared.wire.verdict import Verdict
 
 
 class BlockState:

@@ -9,14 +9,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from pserver_service.core.blocks import BlockState, Verdict
+from pserver_service.core.blocks import BlockState
 from pserver_service.core.store import Store
+from pserver_service.core.table.rows import ROWS
 from shared.blocks.buffers import Buffer
-from shared.errors import InvalidArgument, WrongOwner
+from shared.errors import BadFrame, InvalidArgument, WrongOwner
 from shared.records import Mode
 from shared.records.job_spec import Narrow
 from shared.records.step import StepRecord
 from shared.wire.messages import PullEnd, PullRequest, PushAnswer, PushBlock, PushHeader, Refusal
+from shared.wire.verdict import Verdict
 
 Payload = bytes | bytearray | memoryview
 
@@ -39,15 +41,18 @@ class BlockServer:
 
     `store` None: no parameters yet. `generation`: the highest seen; pushes of a lower one are stale. `snapshot_ready` is
     called when `store.take_snapshot()` has a snapshot, `on_step` (if set) when a block has a new version, `on_moving` (if set) when
-    a push is refused because its block moves."""
+    a push is refused because its block moves. `step_rows` is called when all data of a step of the embedding tables is there."""
 
     def __init__(self, snapshot_ready: Callable[[], None]) -> None:
         self.store: Store | None = None
         self.generation = self.timeline = 0
         self.counters = Counters()
         self.pulls: list[OpenPull] = []
+        self.lookups: list[Callable[[], None]] = []  # called when rows have a new version, or are gone
         self.on_step: Callable[[], None] | None = None
         self.on_moving: Callable[[], None] | None = None
+        self.step_rows: Callable[[Store], None] = self._step_rows
+        self.index = -1
         self._snapshot_ready = snapshot_ready
 
     def is_stale(self, generation: int) -> bool:
@@ -70,6 +75,20 @@ class BlockServer:
         """Other parameter servers have these blocks now: the pulls that wait for them end."""
         for pull in tuple(self.pulls):
             pull.forgotten(numbers)
+
+    def _step_rows(self, store: Store) -> None:
+        """At once: where nobody else needs the processor meanwhile."""
+        assert store.rows is not None
+        for _ in store.rows.steps():
+            pass
+        self.rows_stepped(store)
+
+    def rows_stepped(self, store: Store) -> None:
+        assert store.rows is not None
+        store.history.fix(store.rows.version)
+        for wake in tuple(self.lookups):
+            wake()
+        self.stepped(ROWS, store.rows.version)
 
     def look_for_snapshot(self) -> None:
         if self.store is not None and self.store.snapshot_waits:
@@ -129,11 +148,35 @@ class OpenPush:
             self._push.results[item.lanes] = item.result
         self._server.counters.bytes_pushed += view.nbytes
         before = state.version if state else 0
+        if item.block == ROWS:
+            return self._take_rows(item, view)
         verdict = store.apply(self._push, item, view, memory)
         if state is not None and state.version != before:
             self._server.stepped(item.block, state.version)
         elif state is not None and verdict is Verdict.APPLIED and state.held:
             self._server.held(item.block)
+        return verdict
+
+    def _take_rows(self, item: PushBlock, payload: memoryview) -> Verdict:
+        """A lane's gradients of rows of the embedding tables."""
+        store, (lane, after) = self._store, item.lanes
+        rows, step = store.rows, self._header.step
+        if rows is None or item.rows is None or after != lane + 1 or item.count < 0:
+            return Verdict.LAYOUT_MISMATCH
+        if (refusal := store.judge(self._push, item.lanes)) is not None:
+            return refusal
+        try:
+            ids, gradients = rows.read(item.rows, payload)
+        except BadFrame:
+            return Verdict.BAD_FRAME
+        if not rows.are_owned(ids, store.slots, self._server.index):
+            return Verdict.WRONG_OWNER
+        verdict = rows.push(step, lane, ids, gradients, item.count)
+        if verdict is Verdict.APPLIED and item.lanes not in self._push.noted:
+            self._push.noted.add(item.lanes)
+            store.history.note(self._header, self._push.positions, item.lanes, self._push.results.get(item.lanes))
+        if rows.is_whole:
+            self._server.step_rows(store)
         return verdict
 
 
@@ -154,6 +197,9 @@ class OpenPull:
         self._missing: set[int] = set()
         self._unheld: set[int] = set()  # those of the missing ones whose data is not all there
         self._lost: int | None = None  # one of the missing blocks, which another parameter server has now
+        if store.rows is not None and request.version is not None and store.rows.version < request.version:
+            self._missing.add(ROWS)
+            self._unheld.add(ROWS)
         self._lowest = store.highest
         self._record: StepRecord | None = None
         server.pulls.append(self)
@@ -219,7 +265,7 @@ class OpenPull:
 
     def _held_end(self) -> PullEnd:
         """All data of the missing blocks is there."""
-        version = min(self._store.blocks[number].version for number in self._missing)
+        version = min(self._store.blocks[number].version for number in self._missing)  # ROWS is among the unheld ones
         return PullEnd(
             code="HELD",
             message=f"{len(self._missing)} blocks wait for the norm of the whole gradient",
@@ -237,7 +283,11 @@ class OpenPull:
         if version == self._version and number in self._missing:
             self._missing.remove(number)
             self._unheld.discard(number)
-            self._due.append(number)
+            if number != ROWS:
+                self._due.append(number)
+            if number == ROWS and not self._unheld:
+                self._due.extend(self._missing)  # they are held
+                self._missing.clear()
             self.wake()
 
     def held(self, number: int) -> None:
@@ -259,11 +309,12 @@ class OpenPull:
         """The end of a pull that has waited until its deadline."""
         if self._lost is not None:
             return _moved(self._lost)
-        number = min(self._missing)
-        held = self._store.blocks[number].version
+        number = max(self._missing)
+        held = self._store.lowest if number == ROWS else self._store.blocks[number].version
+        what = "rows of tables are" if number == ROWS else f"block {number} is"
         return PullEnd(
             code="TOO_EARLY",
-            message=f"{len(self._missing)} blocks have not reached version {self._version} (block {number} is at {held}): ask again",
+            message=f"{len(self._missing)} blocks have not reached version {self._version} ({what} at {held}): ask again",
             known=self._known,
         )
 

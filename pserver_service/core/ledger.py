@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pserver_service.core.blocks import Verdict
 from pserver_service.core.saved_ledger import SavedEpoch, SavedLedger, SavedTask
 from shared.wire.messages import EpochLedger, LedgerAnswer, PushHeader
+from shared.wire.verdict import Verdict
 
 EPOCHS_IN_DETAIL = 2
 _CHUNK = 1024  # bits per entry of a sparse bitmap

@@ -25,5 +25,7 @@ def missing_lanes(store: Store) -> tuple[Interval, ...]:
         return ()
     lowest = store.lowest
     waiting = {frozenset(state.tree.nodes) for state in store.blocks.values() if state.version == lowest}
+    if store.rows is not None and store.rows.version == lowest:
+        waiting.add(store.rows.lanes_there)
     lacking = {lane for nodes in waiting for first, last in gaps(nodes, store.lanes) for lane in range(first, last)}
     return tuple(intervals(sorted(lacking)))

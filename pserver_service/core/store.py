@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from pserver_service.core.admission import Push, fits, task_number
-from pserver_service.core.blocks import BlockState, Verdict
+from pserver_service.core.blocks import BlockState
 from pserver_service.core.clipping import Clipping
 from pserver_service.core.geometry import Geometry
 from pserver_service.core.history import History
 from pserver_service.core.ledger import Ledger
 from pserver_service.core.optimizers import BlockOptimizer, Options, arguments, options_of
 from pserver_service.core.saved_ledger import AsyncSnapshot
+from pserver_service.core.table.rows import TableRows, rows_of
 from shared.blocks.buffers import Buffer, BufferPool, tensor_over
 from shared.blocks.snapshot import Snapshot
 from shared.checkpoints.schedule import EVALUATED_RANK, Schedule
@@ -28,6 +29,7 @@ from shared.records import Mode, SlotMap
 from shared.records.layout import Block
 from shared.records.step import StepRecord
 from shared.wire.messages import InitHeader, PushBlock, PushHeader
+from shared.wire.verdict import Verdict
 
 
 class Store:
@@ -52,6 +54,7 @@ class Store:
         self.lanes = header.lanes if header.mode is Mode.SYNC else 1
         self.layout = header.layout
         self.geometry = Geometry(header.layout)
+        self.rows = rows_of(header)
         self.pool = pool or BufferPool()
         self.blocks: dict[int, BlockState] = {}
         self.history = History(header.record, self.lanes)
@@ -117,12 +120,16 @@ class Store:
             self.skipped += 1
 
     @property
+    def _parts(self) -> list[BlockState | TableRows]:
+        return [*self.blocks.values(), *([] if self.rows is None else [self.rows])]
+
+    @property
     def lowest(self) -> int:
-        return min((block.version for block in self.blocks.values()), default=self._first_version)
+        return min((part.version for part in self._parts), default=self._first_version)
 
     @property
     def highest(self) -> int:
-        return max((block.version for block in self.blocks.values()), default=self._first_version)
+        return max((part.version for part in self._parts), default=self._first_version)
 
     @property
     def updates(self) -> int:
@@ -211,7 +218,7 @@ class Store:
         if not state.takes(push.header.step if self.mode is Mode.SYNC else None):
             return Verdict.MOVING
         if self.mode is Mode.SYNC:
-            if (refusal := self._judge(push, item.lanes)) is not None:
+            if (refusal := self.judge(push, item.lanes)) is not None:
                 return refusal
             before = state.version
             if before == push.header.step and item.lanes not in push.noted:
@@ -368,7 +375,7 @@ class Store:
         if self.snapshot is not None and self.snapshot.version == state.version and not self.snapshot.whole:
             self.snapshot.add(state.place.number, state.current, state.optimizer_state(), self.pool)
 
-    def _judge(self, push: Push, lanes: Interval) -> Verdict | None:
+    def judge(self, push: Push, lanes: Interval) -> Verdict | None:
         """None if `lanes` is a node of the tree and the step's other blocks have data of the same records; else the refusal."""
         if push.claims != self.history.claims:
             push.claims = self.history.claims

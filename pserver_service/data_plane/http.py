@@ -2,6 +2,7 @@
 
 POST /v1/init  /v1/push   header, blocks, end  ->  PushAnswer map
 POST /v1/pull             PullRequest map      ->  header, blocks as they arrive, end
+POST /v1/lookup           LookupRequest, ids   ->  header, rows, end
 POST /v1/handoffs         header, parts, end   ->  HandoffAnswer map
 POST /v1/ledger           LedgerQuery map      ->  LedgerAnswer map
 GET  /v1/info                                  ->  PserverInfo map (JSON if the caller accepts only that)
@@ -20,12 +21,14 @@ from aiohttp import web
 from pserver_service.core.geometry import MAX_BLOCK_BYTES, MAX_BLOCKS, MAX_INIT_PARTS
 from pserver_service.data_plane.guard import asked_of
 from pserver_service.data_plane.http_frames import Incoming, TimeLimits, write_block
+from pserver_service.data_plane.lookups import ids_bytes, lookup
 from pserver_service.data_plane.stream import PserverStream
 from pserver_service.pserver import Pserver
 from shared.errors import BadFrame
 from shared.records import Record
 from shared.security.access import Access
 from shared.security.tokens import Role
+from shared.tables.payload import MOST_BYTES
 from shared.wire import codec
 from shared.wire.messages import (
     PROTOCOL_VERSION,
@@ -34,6 +37,9 @@ from shared.wire.messages import (
     InitBlock,
     InitHeader,
     LedgerQuery,
+    LookupEnd,
+    LookupIds,
+    LookupRequest,
     PullEnd,
     PullRequest,
     PushBlock,
@@ -83,8 +89,27 @@ async def push(request: web.Request) -> web.Response:
     body = Incoming(request.content, PushHeader, PushBlock, request.app[TIME_LIMITS])
     header = await body.open()
     with pserver.receiving(header) as (memory, blocks):
-        limits = codec.Limits(payload_bytes=memory.nbytes, blocks=blocks)
+        tables = pserver.loaded().rows is not None
+        limits = codec.Limits(payload_bytes=max(memory.nbytes, MOST_BYTES * tables), blocks=blocks)
         return _message(await pserver.push(header, body.blocks(limits, memory)))
+
+
+@routes.post("/v1/lookup")
+async def rows(request: web.Request) -> web.Response:
+    pserver = request.app[PSERVER]
+    body = Incoming(request.content, LookupRequest, LookupIds, request.app[TIME_LIMITS])
+    wanted = await body.open()
+    size, ids = ids_bytes(pserver, wanted), memoryview(b"")
+    async for _, payload in body.blocks(codec.Limits(payload_bytes=size, blocks=1)):
+        ids = payload
+    found = await lookup(pserver, wanted, ids)
+    parts: list[bytes | memoryview] = [
+        codec.encode({"protocol": PROTOCOL_VERSION, "job": pserver.job, "generation": pserver.generation})
+    ]
+    if not isinstance(found, LookupEnd):
+        parts += [codec.encode_block(LookupIds(), found.nbytes), found]
+        found = LookupEnd(code="OK")
+    return web.Response(body=b"".join([*parts, codec.encode_end(found)]), content_type=codec.CONTENT_TYPE)
 
 
 @routes.post("/v1/pull")

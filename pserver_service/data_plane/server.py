@@ -16,6 +16,7 @@ from aiohttp import web
 from pserver_service.data_plane import health, http
 from pserver_service.data_plane.guard import guard
 from pserver_service.data_plane.http_frames import TimeLimits
+from pserver_service.data_plane.lookups import RowTurns
 from pserver_service.pserver import Pserver
 from shared.errors import CallerError
 from shared.runtime.http import hide_implementation
@@ -48,6 +49,7 @@ def make_app(
     app[http.PSERVER], app[http.ACCESS] = pserver, access
     app[http.TIME_LIMITS] = TimeLimits(stall_s, idle_s)
     app[http.STREAMS] = http.Streams()
+    RowTurns(pserver)
     app.on_response_prepare.append(hide_implementation)
     app.on_shutdown.append(http.close_streams)
     app.add_routes(http.routes)

@@ -13,13 +13,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from pserver_service.core.calls import OpenPull, OpenPush
+from pserver_service.core.table.rows import ROWS
+from pserver_service.data_plane.lookups import StreamLookups
 from pserver_service.pserver import Pserver
 from shared.blocks.buffers import Buffer
 from shared.errors import BadFrame, DeadlineExceeded, PeerError, TooLarge, TriremeError
 from shared.runtime import clock, telemetry
+from shared.tables.payload import MOST_BYTES
 from shared.wire import codec
 from shared.wire.lending import NOTHING, Offers, Place, place_in
-from shared.wire.messages import PullEnd, PullRequest, PushBlock, PushHeader
+from shared.wire.messages import LookupEnd, LookupIds, LookupRequest, PullEnd, PullRequest, PushBlock, PushHeader
 from shared.wire.round_robin import RoundRobin
 from shared.wire.server_memory import ServerMemory
 from shared.wire.shared_memory import peer_of
@@ -97,6 +100,7 @@ class PserverStream(FrameStream):
         self._push: _Push | None = None  # the push whose payload is being read
         self._referred: memoryview | None = None  # its payload, if it lies in the trainer's memory
         self._ahead: deque[tuple[_Push, PushBlock, memoryview]] = deque()  # such payloads that are not applied yet
+        self._lookups = StreamLookups(pserver, self._send_rows)
         self._memory = ServerMemory(lambda: peer_of(self.transport and self.transport.get_extra_info("socket")))
         self._watchdog = asyncio.get_running_loop().call_later(stall_s / 2, self._watch)
 
@@ -105,27 +109,33 @@ class PserverStream(FrameStream):
 
     # ------------------------------------------------------------ in
 
-    def prepare(self, header: codec.Fields) -> tuple[int, PushBlock, Place | None]:
+    def prepare(self, header: codec.Fields) -> tuple[int, PushBlock | LookupIds, Place | None]:
         number = header.pop("id", None)
         at = place_in(header)
         if not isinstance(number, int):
-            msg = f"a block whose id is {number!r}: expected that of a push"
+            msg = f"a block whose id is {number!r}: expected that of a push or a lookup"
             raise BadFrame(msg)
-        return number, codec.read(PushBlock, header), at
+        item = codec.read(LookupIds, header) if "lookup" in header else codec.read(PushBlock, header)
+        return number, item, at
 
-    def place(self, header: tuple[int, PushBlock, Place | None], size: int) -> memoryview | None:
-        number, self._item, at = header
+    def place(self, header: tuple[int, PushBlock | LookupIds, Place | None], size: int) -> memoryview | None:
+        number, item, at = header
+        if isinstance(item, LookupIds):
+            self._item = None
+            return self._lookups.place(number, size) if number in self._lookups else None
+        self._item = item
         push = self._push = self._pushes.get(number)
         if push is None or push.ended:
             msg = "a block that belongs to no push: send the push's header first"
             raise BadFrame(msg)
         if push.pushing is None or push.memory is None:
             return None
-        memory = push.memory.view
+        rows = item.block == ROWS
+        memory = memoryview(bytearray(min(size, MOST_BYTES))) if rows and at is None else push.memory.view
         if at is not None:
             self._referred = self._memory.payload(at, size)
             size = self._referred.nbytes
-        if size > memory.nbytes or not push.blocks_left:
+        if size > (MOST_BYTES if rows else memory.nbytes) or not push.blocks_left:
             msg = f"a payload of {size} bytes with {push.blocks_left} blocks left: at most {memory.nbytes} bytes each"
             raise TooLarge(msg)
         push.blocks_left -= 1
@@ -134,6 +144,8 @@ class PserverStream(FrameStream):
         return memory if size == memory.nbytes else memory[:size]
 
     def on_block(self, payload: memoryview) -> None:
+        if self._item is None:
+            return  # the ids of a lookup
         push, item = self._push, self._item
         assert push is not None
         assert push.pushing is not None
@@ -143,7 +155,7 @@ class PserverStream(FrameStream):
             self.apply_later(push, item, self._referred)
             self._referred = None
             return
-        push.pushing.apply(item, payload, push.memory)
+        push.pushing.apply(item, payload, None if item.block == ROWS else push.memory)
         if push.memory.references > 1:  # it waits in the tree, so the next block is received elsewhere
             push.memory = push.memory.replaced()
 
@@ -155,13 +167,16 @@ class PserverStream(FrameStream):
         if fields.get("end") is True and number in self._pushes:
             self._end_push(self._pushes[number])
             return
+        if fields.get("end") is True and number in self._lookups:
+            self._try(number, lambda: self._lookups.end(number))
+            return
         if "took" in fields:
             self._on_taken(number, fields["took"])
             return
-        if number in self._pushes or number in self._pulls or not isinstance(message, dict):
+        if number in self._pushes or number in self._pulls or number in self._lookups or not isinstance(message, dict):
             msg = f"call {number} is open already, or its message is no map"
             raise BadFrame(msg)
-        if len(self._pushes) + len(self._pulls) >= MAX_CALLS:
+        if len(self._pushes) + len(self._pulls) + len(self._lookups) >= MAX_CALLS:
             msg = f"more than {MAX_CALLS} calls at once: await their answers"
             raise TooLarge(msg)
         match fields.get("call"):
@@ -169,11 +184,27 @@ class PserverStream(FrameStream):
                 self._begin_push(number, codec.read(PushHeader, message))
             case "pull":
                 self._begin_pull(number, codec.read(PullRequest, message))
+            case "lookup":
+                request = codec.read(LookupRequest, message)
+                self._try(number, lambda: self._lookups.begin(number, request))
             case "share":
                 self._share(number, message)
             case other:
-                msg = f"call {other!r}: expected 'push', 'pull' or 'share'; the rest are plain requests"
+                msg = f"call {other!r}: expected 'push', 'pull', 'lookup' or 'share'; the rest are plain requests"
                 raise BadFrame(msg)
+
+    def _try(self, number: int, lookup: Callable[[], None]) -> None:
+        try:
+            lookup()
+        except TriremeError as error:
+            self._lookups.drop(number)
+            self._refuse(number, error)
+
+    def _send_rows(self, number: int, found: memoryview | LookupEnd) -> None:
+        if not isinstance(found, LookupEnd):
+            self.send(codec.encode_block({"id": number, "lookup": True}, found.nbytes), found)
+            found = LookupEnd(code="OK")
+        self.send_map({"id": number, "end": True, "message": codec.plain(found)})
 
     def _begin_push(self, number: int, header: PushHeader) -> None:
         push = self._pushes[number] = _Push(number)
@@ -357,6 +388,7 @@ class PserverStream(FrameStream):
 
     def on_over(self, error: TriremeError | None) -> None:
         self._watchdog.cancel()
+        self._lookups.close()
         self._memory.close()
         self._ahead.clear()
         for push in self._pushes.values():

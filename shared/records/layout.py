@@ -124,7 +124,7 @@ class TableSpec(Record):
 class Layout(Record):
     """`digest`: SHA-256 over names, shapes, dtypes and memory formats of all parameters and buffers, in order. `device`: the kind
     of device (cpu, cuda) of the trainer that initialised the parameters; "" if it is not known. `initial`: digest of the model's values
-    after `init_from` was loaded; "": none was."""
+    after `init_from` was loaded; "": none was. `tables`: embedding tables, in the order of their names."""
 
     segments: tuple[Segment, ...]
     block_bytes: int
@@ -133,6 +133,7 @@ class Layout(Record):
     slot_count: int = 1024
     device: str = ""
     initial: str = ""
+    tables: tuple[TableSpec, ...] = Field(default=(), max_length=MOST_TABLES)
 
     @property
     def offsets(self) -> tuple[int, ...]:

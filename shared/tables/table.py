@@ -161,6 +161,11 @@ class Table:
     def step(self, ids: Numbers, gradients: Floats | None, lr: float | None = None) -> None:
         """The next version. `ids`: int64 (n,), ascending, each once; `gradients`: float32 (n, dim), or None: the step had no data.
         `lr`: instead of the optimizer's own."""
+        for _ in self.steps(ids, gradients, lr):
+            pass
+
+    def steps(self, ids: Numbers, gradients: Floats | None, lr: float | None = None) -> Iterator[None]:
+        """The same, with some milliseconds of work between two values. Meanwhile nothing can be read."""
         self.version += 1
         if gradients is None:
             self.before = joined([], self.width)
@@ -192,6 +197,7 @@ class Table:
         for first in range(0, n, AT_ONCE):
             some = slice(first, first + AT_ONCE)
             self._update(before.where(some), places[some], fresh[some], gradients[some], scalars)
+            yield
         refused = int((places < 0).sum())
         self.counts.refused += refused
         self.counts.admitted += int(fresh.sum()) - refused

@@ -3,6 +3,7 @@
 push (sync)   PushHeader(step, positions, lane_zero?)       then per block PushBlock + payload,   then the end map
 push (async)  PushHeader(task, start, end, lane_zero)       then per block PushBlock + payload,   then the end map
 pull          PullRequest(version | None, blocks)     ->    per block PulledBlock + payload,      then PullEnd
+lookup        LookupRequest(version, rows) + ids      ->    rows,                                 then LookupEnd
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pydantic import Field
 from shared.lanes import Interval
 from shared.records import Mode, Record
 from shared.records.job_spec import Narrow
-from shared.records.layout import Layout
+from shared.records.layout import MOST_TABLES, Layout
 from shared.records.step import LanePosition, LaneZero, NodeResult, StepRecord, StepResult
 
 PROTOCOL_VERSION = 1
@@ -77,13 +78,15 @@ class PushBlock(Record):
     """`lanes` [first, last) and `count` samples of this node of the tree (sync); async leaves lanes at (0, 1). `dtype`: of the
     payload, if it is not the block's own. An empty payload: no samples or, in a block of buffers, no change by these samples.
     The payload of an integer buffer is its value (sync) or what is added to it (async). `result` (sync): of these lanes, with the first of
-    their blocks that this parameter server gets in a push."""
+    their blocks that this parameter server gets in a push. `rows`: block is -1, `lanes` is one lane, and the payload is the gradients of rows of
+    embedding tables: so many ids of each (shared/tables/payload.py)."""
 
     block: int
     lanes: tuple[int, int] = (0, 1)
     count: int
     dtype: Narrow | None = None
     result: NodeResult | None = None
+    rows: tuple[int, ...] | None = Field(default=None, max_length=MOST_TABLES)
 
 
 class Refusal(Record):
@@ -156,6 +159,29 @@ class PullEnd(Record):
     squares: tuple[tuple[int, float], ...] = ()
     timeline: int = 0
     results: tuple[StepResult, ...] | None = None
+
+
+class LookupRequest(MessageHeader):
+    """Rows of embedding tables at `version`; a payload with the ids follows (shared/tables/payload.py), `rows` of each table. `wait_s`: longest wait for the
+    version."""
+
+    version: int
+    rows: tuple[int, ...] = Field(max_length=MOST_TABLES)
+    wait_s: float = Field(default=0.0, allow_inf_nan=False)
+
+
+class LookupIds(Record):
+    """The header of the payload of ids, and of that of rows."""
+
+    lookup: Literal[True] = True
+
+
+class LookupEnd(Record):
+    """After the payload of rows; or without it. `code`: OK, TOO_EARLY (the wait ran out), GONE, NOT_READY, WRONG_OWNER (an id belongs to another parameter
+    server)."""
+
+    code: Literal["OK", "TOO_EARLY", "GONE", "NOT_READY", "WRONG_OWNER"]
+    message: str = ""
 
 
 class LedgerQuery(Record):

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pserver_service.core.blocks import BlockState, Verdict
+from pserver_service.core.blocks import BlockState
+from shared.wire.verdict import Verdict
 from pserver_service.pserver import Pserver
 from shared.blocks.accumulator import Accumulator, Node
 from shared.errors import StaleGeneration

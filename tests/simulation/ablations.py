@@ -14,7 +14,8 @@ from master_service.core.queue.task_queue import TaskQueue
 from master_service.core.state.whole_steps import WholeSteps
 from master_service.masterless.writer import SharedWriter
 from master_service.store.writer import MasterWriter
-from pserver_service.core.blocks import BlockState, Verdict
+from pserver_service.core.blocks import BlockState
+from shared.wire.verdict import Verdict
 from pserver_service.core.calls import BlockServer
 from pserver_service.core.history import Results
 from pserver_service.core.ledger import Ledger

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from master_service.masterless.dispatcher import Dispatcher
-from pserver_service.core.blocks import Verdict
+from shared.wire.verdict import Verdict
 from pserver_service.core.calls import OpenPush
 from pserver_service.core.store import Store
 from pserver_service.pserver import Pserver

@@ -11,7 +11,7 @@ import torch
 
 from pserver_service import pserver as pserver_module
 from pserver_service.checkpoints import ledger_text
-from pserver_service.core.blocks import Verdict
+from shared.wire.verdict import Verdict
 from pserver_service.core.ledger import Ledger
 from pserver_service.core.store import Store
 from shared.checkpoints import stored

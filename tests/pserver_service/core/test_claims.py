@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pserver_service.core.blocks import Verdict
+from shared.wire.verdict import Verdict
 from pserver_service.core.store import Store
 from shared.errors import StepTorn
 from shared.records import Mode

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from pserver_service.core.blocks import Verdict
+from shared.wire.verdict import Verdict
 from pserver_service.core.ledger import Ledger
 from shared.errors import BadFrame
 from shared.records import Mode

@@ -1,0 +1,128 @@
+"""The embedding tables of one parameter server: like a block, they have one version, take each lane of a step once, and keep the
+version before.
+
+    version s --gradients of lane--> waits --all lanes--> steps(), some rows at a time --> version s + 1
+
+All tables step together. A lane without an id of a table pushes no ids, but it pushes: so it is known that none is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from shared.errors import InvalidArgument
+from shared.lanes import Interval
+from shared.records import Mode, SlotMap
+from shared.records.layout import Layout
+from shared.tables.hashing import slots_of
+from shared.tables.lanes import LaneRows, mean_over_lanes
+from shared.tables.memory import Floats, Numbers
+from shared.tables.payload import ids_in, rows_in
+from shared.tables.table import Table
+from shared.wire.messages import InitHeader
+from shared.wire.verdict import Verdict
+
+ROWS = -1  # instead of the number of a block
+
+
+class TableRows:
+    """`tables`: in the layout's order, all at `version`."""
+
+    def __init__(self, layout: Layout, lanes: int, version: int) -> None:
+        self.lanes, self.version = lanes, version
+        self.tables = [Table(spec, layout.slot_count, version) for spec in layout.tables]
+        self.dims = [spec.dim for spec in layout.tables]
+        self._slot_count = layout.slot_count
+        self._waiting: dict[int, list[LaneRows]] = {}
+        self.stepping = False
+
+    def __repr__(self) -> str:
+        return f"<TableRows version {self.version}: {len(self._waiting)} of {self.lanes} lanes, {self.tables}>"
+
+    @property
+    def rows(self) -> int:
+        return sum(table.rows for table in self.tables)
+
+    @property
+    def bytes(self) -> int:
+        return sum(table.bytes for table in self.tables)
+
+    @property
+    def lanes_there(self) -> frozenset[Interval]:
+        """Of the step under way."""
+        return frozenset((lane, lane + 1) for lane in self._waiting)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all lanes of the step are there, and `steps` has to be run."""
+        return len(self._waiting) == self.lanes and not self.stepping
+
+    # ------------------------------------------------------------ pushes
+
+    def read(self, counts: Sequence[int], payload: memoryview) -> tuple[list[Numbers], list[Floats]]:
+        """Ids and gradients of each table; views. Raises BadFrame."""
+        return ids_in(payload, counts, self.dims, rows=True), rows_in(payload, counts, self.dims, ids=True)
+
+    def are_owned(self, ids: Sequence[Numbers], slots: SlotMap | None, index: int) -> bool:
+        """Whether all of these ids belong to the slots of parameter server `index`."""
+        if slots is None:
+            return True
+        owned = np.array([owner == index for owner in slots.owners])
+        return all(
+            bool(owned[slots_of(some, table.spec.seed, self._slot_count)].all())
+            for some, table in zip(ids, self.tables, strict=True)
+            if len(some)
+        )
+
+    def push(self, step: int, lane: int, ids: Sequence[Numbers], gradients: Sequence[Floats], count: int) -> Verdict:
+        """The sums of a lane's gradients by id, which are copied. `count`: records of the lane's minibatch."""
+        if self.version > step or (self.version == step and lane in self._waiting):
+            return Verdict.DUPLICATE
+        if self.version < step:
+            return Verdict.TOO_EARLY
+        self._waiting[lane] = [
+            LaneRows(some.copy(), rows.copy(), count) for some, rows in zip(ids, gradients, strict=True)
+        ]
+        return Verdict.APPLIED
+
+    def steps(self) -> Iterator[None]:
+        """The next version; some milliseconds of work between two values."""
+        self.stepping = True
+        lanes = [self._waiting[lane] for lane in range(self.lanes)]
+        for number, table in enumerate(self.tables):
+            mean = mean_over_lanes([lane[number] for lane in lanes], table.spec.dim)
+            yield
+            yield from table.steps(*mean)
+        self._waiting = {}
+        self.version += 1
+        self.stepping = False
+
+    # ------------------------------------------------------------ lookups
+
+    def judge(self, version: int) -> Verdict | None:
+        """Why `version` cannot be read now; None: it can."""
+        if version > self.version or self.stepping:
+            return Verdict.TOO_EARLY
+        kept = all(table.before is not None for table in self.tables)
+        return None if version == self.version or (version == self.version - 1 and kept) else Verdict.GONE
+
+    def lookup(self, version: int, ids: Sequence[Numbers]) -> memoryview:
+        """The values of all ids, as a payload of rows."""
+        flat = np.empty(sum(len(some) * dim for some, dim in zip(ids, self.dims, strict=True)), np.float32)
+        first = 0
+        for table, some in zip(self.tables, ids, strict=True):
+            size = len(some) * table.spec.dim
+            table.lookup(some, flat[first : first + size].reshape(len(some), table.spec.dim), version)
+            first += size
+        return flat.data.cast("B")
+
+
+def rows_of(header: InitHeader) -> TableRows | None:
+    """None: the model has no tables. Raises InvalidArgument."""
+    tables = header.layout.tables
+    if tables and header.mode is Mode.ASYNC:
+        msg = f"the model has {len(tables)} embedding tables, which asynchronous jobs cannot have yet"
+        raise InvalidArgument(msg, hint="use mode sync")
+    return TableRows(header.layout, header.lanes, header.record.version) if tables else None

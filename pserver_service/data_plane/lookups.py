@@ -1,0 +1,189 @@
+"""Lookups of rows of embedding tables, for plain requests and for streams; and their steps, in turns with everything else.
+
+LookupRequest ─► ids ─► wait until the tables have the version ─► rows, LookupEnd
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from pserver_service.core.store import Store
+from pserver_service.core.table.rows import TableRows
+from pserver_service.pserver import Pserver
+from shared.errors import BadFrame, InvalidArgument
+from shared.runtime import clock, telemetry
+from shared.runtime.waiting import event_within
+from shared.tables.payload import ids_in, size_of
+from shared.wire.messages import LookupEnd, LookupRequest
+from shared.wire.verdict import Verdict
+
+TURN_S = 0.002  # of a step of tables, before the event loop has its turn
+MOST_WAIT_S = 60.0
+
+log = telemetry.logger("pserver.lookups")
+
+
+class OpenLookup:
+    """`wake` is called when it is worth to ask for `answer` again. Close it at the end. Raises InvalidArgument, BadFrame, NotReady, LayoutMismatch."""
+
+    def __init__(self, pserver: Pserver, request: LookupRequest, payload: memoryview, wake: Callable[[], None]) -> None:
+        self._pserver, self._request, self._wake = pserver, request, wake
+        self._store = pserver.loaded()
+        self._rows = tables_in(self._store)
+        self._ids = ids_in(payload, request.rows, self._rows.dims, rows=False)
+        self.deadline = clock.monotonic() + min(max(request.wait_s, 0.0), MOST_WAIT_S)
+        pserver.lookups.append(wake)
+
+    def __repr__(self) -> str:
+        return f"<OpenLookup of version {self._request.version}: {sum(self._request.rows)} ids>"
+
+    def answer(self) -> memoryview | LookupEnd | None:
+        """A payload of rows, or why there is none; None: not yet."""
+        version, rows = self._request.version, self._rows
+        if self._pserver.store is not self._store:
+            return LookupEnd(code="NOT_READY", message="the job is being rolled back")
+        if self._request.generation < self._pserver.timeline:
+            message = f"the job was rolled back in generation {self._pserver.timeline}: join again"
+            return LookupEnd(code="GONE", message=message)
+        found = rows.judge(version)
+        if found is Verdict.TOO_EARLY and clock.monotonic() >= self.deadline:
+            message = f"the tables have not reached version {version} (they are at {rows.version}): ask again"
+            return LookupEnd(code="TOO_EARLY", message=message)
+        if found is Verdict.TOO_EARLY:
+            return None
+        if found is not None:
+            return LookupEnd(
+                code="GONE", message=f"the tables are at version {rows.version}, {version} was asked: join again"
+            )
+        if not rows.are_owned(self._ids, self._store.slots, self._pserver.index):
+            return LookupEnd(
+                code="WRONG_OWNER", message="an id is at another parameter server: read the slot map again"
+            )
+        return rows.lookup(version, self._ids)
+
+    def close(self) -> None:
+        if self._wake in self._pserver.lookups:
+            self._pserver.lookups.remove(self._wake)
+
+
+def tables_in(store: Store) -> TableRows:
+    """Raises InvalidArgument: the job has none."""
+    if store.rows is None:
+        raise InvalidArgument("rows were asked for in a job without embedding tables")
+    return store.rows
+
+
+def ids_bytes(pserver: Pserver, request: LookupRequest) -> int:
+    """Of the payload that has to follow. Raises NotReady, InvalidArgument, BadFrame, LayoutMismatch."""
+    pserver.check(request)
+    dims = tables_in(pserver.loaded()).dims
+    size_of(request.rows, dims, ids=False, rows=True)  # of the answer
+    return size_of(request.rows, dims, ids=True, rows=False)
+
+
+async def lookup(pserver: Pserver, request: LookupRequest, payload: memoryview) -> memoryview | LookupEnd:
+    """Rows, or why there are none. Raises as OpenLookup."""
+    pserver.check(request)
+    woken = asyncio.Event()
+    opened = OpenLookup(pserver, request, payload, woken.set)
+    try:
+        while (found := opened.answer()) is None:
+            await event_within(woken, opened.deadline - clock.monotonic())
+            woken.clear()
+        return found
+    finally:
+        opened.close()
+
+
+@dataclass(slots=True)
+class _Lookup:
+    request: LookupRequest
+    memory: memoryview
+    filled: bool = False
+    opened: OpenLookup | None = None
+    expiry: asyncio.TimerHandle | None = None
+
+
+@dataclass(slots=True)
+class StreamLookups:
+    """Those of one stream. `send(number, rows or end)` is called once for each that has begun."""
+
+    pserver: Pserver
+    send: Callable[[int, memoryview | LookupEnd], None]
+    _open: dict[int, _Lookup] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __contains__(self, number: object) -> bool:
+        return number in self._open
+
+    def begin(self, number: int, request: LookupRequest) -> None:
+        """The ids follow. Raises as `ids_bytes`."""
+        self._open[number] = _Lookup(request, memoryview(bytearray(ids_bytes(self.pserver, request))))
+
+    def place(self, number: int, size: int) -> memoryview:
+        """Memory for the ids. Raises BadFrame."""
+        lookup = self._open.get(number)
+        if lookup is None or lookup.filled or lookup.memory.nbytes != size:
+            msg = f"{size} bytes of ids that belong to no lookup, or are not as many as it says"
+            raise BadFrame(msg)
+        lookup.filled = True
+        return lookup.memory
+
+    def end(self, number: int) -> None:
+        """The ids are there. Raises as OpenLookup."""
+        lookup = self._open[number]
+        if (not lookup.filled and lookup.memory.nbytes) or lookup.opened is not None:
+            raise BadFrame("a lookup ended without its ids, or twice")
+        lookup.opened = OpenLookup(self.pserver, lookup.request, lookup.memory, lambda: self._look(number))
+        wait_s = lookup.opened.deadline - clock.monotonic()
+        lookup.expiry = asyncio.get_running_loop().call_later(wait_s, self._look, number)
+        self._look(number)
+
+    def drop(self, number: int) -> None:
+        """It is refused."""
+        lookup = self._open.pop(number, None)
+        if lookup is not None and lookup.opened is not None:
+            lookup.opened.close()
+        if lookup is not None and lookup.expiry is not None:
+            lookup.expiry.cancel()
+
+    def close(self) -> None:
+        for number in tuple(self._open):
+            self.drop(number)
+
+    def _look(self, number: int) -> None:
+        lookup = self._open.get(number)
+        if lookup is None or lookup.opened is None or (found := lookup.opened.answer()) is None:
+            return
+        self.drop(number)
+        self.send(number, found)
+
+
+class RowTurns:
+    """Steps of tables in small portions, so that the event loop is never held up for long."""
+
+    def __init__(self, pserver: Pserver) -> None:
+        self._pserver = pserver
+        pserver.step_rows = self.begin
+
+    def begin(self, store: Store) -> None:
+        self._go_on(store, tables_in(store).steps())
+
+    def _go_on(self, store: Store, steps: Iterator[None]) -> None:
+        if self._pserver.store is not store:
+            return
+        until = clock.monotonic() + TURN_S
+        try:
+            for _ in steps:
+                if clock.monotonic() >= until:
+                    asyncio.get_running_loop().call_soon(self._go_on, store, steps)
+                    return
+        except Exception as error:  # the step can never be whole
+            log.exception("tables_not_stepped", index=self._pserver.index)
+            self._pserver.tear(f"a step of its embedding tables failed: {error!r}")
+            return
+        self._pserver.rows_stepped(store)
